@@ -1,0 +1,109 @@
+"""What a reduction can be, and for which dtypes each one has a meaning."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from dure.errors import DtypeError, UsageError
+
+__all__ = ["ReduceOp", "as_reduce_op", "check_reducible", "reducible_dtypes"]
+
+
+class ReduceOp:
+    """A reduction: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, or a premultiplied sum.
+
+    The members are objects, so that `premul_sum(factor)` can carry its factor. Compare with `==`.
+    Reductions run in the order of the ranks; 16 and 8 bit floats accumulate in float32 and are
+    rounded once. MIN and MAX hand on NaN. Integer sums and products wrap around.
+    """
+
+    __slots__ = ("code", "factor", "name")
+
+    SUM: ClassVar[ReduceOp]
+    AVG: ClassVar[ReduceOp]
+    PRODUCT: ClassVar[ReduceOp]
+    MIN: ClassVar[ReduceOp]
+    MAX: ClassVar[ReduceOp]
+    BAND: ClassVar[ReduceOp]
+    BOR: ClassVar[ReduceOp]
+    BXOR: ClassVar[ReduceOp]
+    PREMUL_SUM: ClassVar[ReduceOp]
+
+    def __init__(self, name: str, code: int, factor: object = None) -> None:
+        self.name, self.code, self.factor = name, code, factor
+
+    @staticmethod
+    def premul_sum(factor: float | torch.Tensor) -> ReduceOp:
+        """Make a sum in which this rank's tensor is first multiplied by `factor`."""
+        return ReduceOp("PREMUL_SUM", _PREMUL, factor)
+
+    def __repr__(self) -> str:
+        return f"ReduceOp.{self.name}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ReduceOp) and other.code == self.code and other.factor is self.factor
+
+    def __hash__(self) -> int:
+        return hash(self.code)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ReduceOp, (self.name, self.code, self.factor)
+
+
+_PREMUL = 8
+_NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+for _code, _name in enumerate(_NAMES):
+    setattr(ReduceOp, _name, ReduceOp(_name, _code))
+ReduceOp.PREMUL_SUM = ReduceOp("PREMUL_SUM", _PREMUL)
+
+
+def as_reduce_op(op: object) -> ReduceOp:
+    """Return `op` as a `ReduceOp`: a member, its name, or torch.distributed's object of that name."""
+    if isinstance(op, ReduceOp):
+        return op
+    name = str(getattr(op, "name", op)).rpartition(".")[2].upper()
+    if name in _NAMES:
+        return getattr(ReduceOp, name)
+    raise UsageError(
+        "no such reduction", seen=f"{op!r}", fix="Use one of " + ", ".join(_NAMES) + " of dure.ReduceOp."
+    )
+
+
+_FLOAT8 = {getattr(torch, n) for n in dir(torch) if n.startswith("float8_")}
+_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16} | _FLOAT8
+_SIGNED = {torch.int8, torch.int16, torch.int32, torch.int64}
+_UNSIGNED = {torch.uint8, torch.uint16, torch.uint32, torch.uint64}
+_INTEGERS = _SIGNED | _UNSIGNED
+_COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
+_BOOL = {torch.bool}
+
+# float8_e8m0fnu is a power of two and nothing else: no zero, no sign. A sum of such is rounded to
+# the nearest power of two, as torch's own conversion does.
+_ALLOWED: dict[str, frozenset[torch.dtype]] = {
+    "SUM": frozenset(_FLOATS | _INTEGERS | _COMPLEX | _BOOL),
+    "AVG": frozenset(_FLOATS | _COMPLEX),
+    "PRODUCT": frozenset(_FLOATS | _INTEGERS | _COMPLEX | _BOOL),
+    "MIN": frozenset(_FLOATS | _INTEGERS | _BOOL),
+    "MAX": frozenset(_FLOATS | _INTEGERS | _BOOL),
+    "BAND": frozenset(_INTEGERS | _BOOL),
+    "BOR": frozenset(_INTEGERS | _BOOL),
+    "BXOR": frozenset(_INTEGERS | _BOOL),
+    "PREMUL_SUM": frozenset(_FLOATS | _COMPLEX),
+}
+
+
+def reducible_dtypes(op: ReduceOp) -> frozenset[torch.dtype]:
+    """Return the dtypes for which `op` has a meaning."""
+    return _ALLOWED[op.name]
+
+
+def check_reducible(dtype: torch.dtype, op: ReduceOp, name: str) -> None:
+    """Raise `DtypeError`, with the list of what is allowed, where `op` has no meaning for `dtype`."""
+    if dtype in _ALLOWED[op.name]:
+        return
+    allowed = ", ".join(sorted(str(d).removeprefix("torch.") for d in _ALLOWED[op.name]))
+    raise DtypeError(
+        f"{op.name} has no meaning for {dtype}", op=name, fix=f"It is defined for: {allowed}."
+    )

@@ -1,0 +1,152 @@
+"""`Work`: an operation that was started and can be waited for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+
+from dure.errors import CommTimeout, DureError
+
+if TYPE_CHECKING:
+    from dure.comm.backends.base import Ticket
+
+__all__ = ["Work"]
+
+
+class Work:
+    """An operation that was started with ``async_op=True``.
+
+    States: *pending*, then for good either *succeeded* or *failed*. The tensors given to the call
+    belong to the operation until it has ended: do not write inputs, do not read outputs. The work
+    keeps them alive.
+
+    Threads: every method may be called from any thread at any time. Results that needed a copy (a
+    non-contiguous output) are in place once any of `wait`, `is_completed` or a future's callback
+    has reported the end.
+    """
+
+    def __init__(
+        self,
+        ticket: Ticket | None,
+        outputs: list[torch.Tensor],
+        *,
+        finish: Callable[[], None] | None = None,
+        keep: object = None,
+        fields: dict[str, object] | None = None,
+        source_of: Callable[[int], int] | None = None,
+    ) -> None:
+        self._ticket, self._outputs, self._finish, self._keep = ticket, outputs, finish, keep
+        self._fields = fields or {}
+        self._source_of = source_of
+        self._lock = threading.Lock()
+        self._ended = ticket is None
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        if ticket is None:
+            self._run_finish()
+
+    def _run_finish(self) -> None:
+        finish, self._finish, self._keep = self._finish, None, None
+        if finish is not None:
+            finish()
+
+    def _settle(self, timeout_s: float | None) -> bool:
+        """Wait for the ticket and run what follows it, once; False if time ran out."""
+        if self._ended:
+            return True
+        ticket = self._ticket
+        assert ticket is not None
+        error: BaseException | None = None
+        try:
+            if not ticket.wait(timeout_s):
+                return False
+        except DureError as e:
+            error = e
+        with self._lock:
+            if not self._ended:
+                self._error = error
+                if error is None:
+                    self._run_finish()
+                self._keep = None
+                self._ended = True
+        return True
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the operation has ended.
+
+        Args:
+            timeout: How long to wait here; the group's own timeout holds in any case. None and
+                zero mean no limit of its own.
+
+        Returns:
+            True.
+
+        Raises:
+            CommTimeout: `timeout` passed; the operation goes on and can be waited for again.
+            CommError: The operation failed; the same error at every call.
+        """
+        limit = timeout.total_seconds() if timeout else None
+        if not self._settle(limit):
+            raise CommTimeout(
+                "the operation did not end in the time given to wait()",
+                elapsed_s=limit,
+                fix="Wait again, or give a longer timeout.",
+                **self._fields,
+            )
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Tell, without blocking, whether the operation has ended, well or badly."""
+        if not self._ended and self._ticket is not None and self._ticket.done():
+            self._settle(None)
+        return self._ended
+
+    def is_success(self) -> bool:
+        """Tell whether the operation has ended well."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """Return the error of an operation that failed; None while pending or if it went well."""
+        return self._error if self.is_completed() else None
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the output tensors (of a finished operation)."""
+        self.wait()
+        return self._outputs
+
+    def synchronize(self) -> None:
+        """Make the results visible to the caller; on CPU the same as `wait`."""
+        self.wait()
+
+    def source_rank(self) -> int:
+        """Return the global rank that a finished receive came from; -1 for other operations."""
+        source = self._ticket.source if self._ticket is not None else -1
+        return source if source < 0 or self._source_of is None else self._source_of(source)
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Return a future of the output tensors; it is set when the operation ends."""
+        with self._lock:
+            if self._future is None:
+                future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+                self._future = future
+                if self._ended:
+                    self._set_future(future)
+                else:
+                    threading.Thread(
+                        target=lambda: (self._settle(None), self._set_future(future)),
+                        name="dure-future",
+                        daemon=True,
+                    ).start()
+        return self._future
+
+    def _set_future(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
+        if isinstance(self._error, Exception):
+            future.set_exception(self._error)
+        else:
+            future.set_result(self._outputs)

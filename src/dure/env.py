@@ -1,0 +1,108 @@
+"""Every environment variable Dure reads, in one place.
+
+No other module touches `os.environ` (a test checks it). A variable is declared once below, with
+what it means; `describe()` is what `dure env` and the error about a missing variable print.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dure.errors import RendezvousError
+
+__all__ = ["VARIABLES", "Variable", "child_environment", "describe", "flag", "integer", "require", "text"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variable:
+    """One variable: its name, what it means, and who usually sets it."""
+
+    name: str
+    meaning: str
+    example: str = ""
+
+
+VARIABLES: dict[str, Variable] = {
+    v.name: v
+    for v in (
+        Variable(name="RANK", meaning="this process's number, from 0 to WORLD_SIZE - 1", example="0"),
+        Variable(name="WORLD_SIZE", meaning="how many processes take part in the job", example="2"),
+        Variable(name="LOCAL_RANK", meaning="this process's number on its host", example="0"),
+        Variable(name="LOCAL_WORLD_SIZE", meaning="processes on this host", example="2"),
+        Variable(name="MASTER_ADDR", meaning="host name or address of rank 0", example="127.0.0.1"),
+        Variable(name="MASTER_PORT", meaning="a free TCP port on rank 0's host", example="29500"),
+        Variable(name="GROUP_RANK", meaning="this host's number among the job's hosts"),
+        Variable(name="ROLE_RANK", meaning="this process's number among those of its role"),
+        Variable(name="ROLE_WORLD_SIZE", meaning="processes of this role"),
+        Variable(name="TORCHELASTIC_USE_AGENT_STORE", meaning="the launcher hosts the TCP store (torchrun)"),
+        Variable(name="TORCHELASTIC_RUN_ID", meaning="the job's name, given by the launcher"),
+        Variable(name="TORCHELASTIC_RESTART_COUNT", meaning="how often the launcher restarted the job"),
+        Variable(name="OMP_NUM_THREADS", meaning="threads each process may use for one operator"),
+        Variable(name="DURE_JOB_KEY_FILE", meaning="path of the job key, a file of mode 0600"),
+        Variable(name="DURE_JOB_KEY_FD", meaning="inherited file descriptor that holds the job key"),
+        Variable(name="DURE_INSECURE", meaning="1: let strangers join, without a key (loudly)"),
+        Variable(name="DURE_BACKEND", meaning="backend used where the program names none"),
+        Variable(name="DURE_STORE_BIND", meaning="address the store listens on, if not MASTER_ADDR"),
+        Variable(name="DURE_REPORT_DIR", meaning="where ranks leave crash reports for the launcher"),
+        Variable(name="DURE_LAUNCHER", meaning="set by `dure run` in every rank"),
+        Variable(name="XDG_CONFIG_HOME", meaning="where the user's own key file lives"),
+    )
+}
+
+
+def text(name: str, default: str | None = None) -> str | None:
+    """Return the variable `name`, or `default` where it is unset or empty."""
+    if name not in VARIABLES:
+        raise KeyError(f"{name} is not declared in dure.env")
+    return os.environ.get(name) or default
+
+
+def flag(name: str) -> bool:
+    """Tell whether the variable `name` says yes (1, true, yes, on)."""
+    return (text(name) or "").lower() in {"1", "true", "yes", "on"}
+
+
+def integer(name: str, default: int | None = None) -> int | None:
+    """Return the variable `name` as a whole number, or `default` where it is unset."""
+    value = text(name)
+    if value is None:
+        return default
+    try:
+        return int(value)
+    except ValueError:
+        raise RendezvousError(
+            f"the environment variable {name} is not a whole number",
+            seen=f"{value!r}; it means {VARIABLES[name].meaning}",
+            fix=f"Set it, e.g. {name}={VARIABLES[name].example or 0}.",
+        ) from None
+
+
+def require(name: str, purpose: str) -> str:
+    """Return the variable `name`; without it, say which is missing and what it means."""
+    value = text(name)
+    if value is None:
+        v = VARIABLES[name]
+        raise RendezvousError(
+            f"the environment variable {name} is missing",
+            seen=f"{purpose} needs it: {v.meaning}",
+            fix=f"Start the program with `dure run --nproc 2 PROGRAM`, or set {name}={v.example or '...'}.",
+        )
+    return value
+
+
+def describe() -> list[tuple[str, str | None, str]]:
+    """List (name, value or None, meaning) of every variable."""
+    return [(v.name, os.environ.get(v.name), v.meaning) for v in VARIABLES.values()]
+
+
+def child_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """Return a copy of the environment for a child process; None removes a variable."""
+    out = dict(os.environ)
+    for name, value in changes.items():
+        if value is None:
+            out.pop(name, None)
+        else:
+            out[name] = value
+    return out

@@ -1,0 +1,237 @@
+"""The exception tree: what a caller can catch, and what each branch means.
+
+    DureError
+    ├── UsageError            the caller is wrong, and the same call will fail again
+    │   ├── ShapeError, DtypeError, DeviceError, PlacementError, MeshError
+    │   └── NotInGroupError
+    ├── CommError             the job is in trouble; the group must be rebuilt
+    │   ├── CommTimeout, PeerLost, Desync, Aborted
+    ├── StoreError (StoreTimeout), RendezvousError (RendezvousTimeout)
+    ├── LaunchError           carries the first failing worker's report
+    ├── RpcError              carries the remote traceback
+    └── InternalError         ours; please report
+
+Every error has fields, and its message is made from them in one place, `_message`:
+what failed; where (rank, group, operation number); what was seen and expected; what to try.
+Tests match types and fields, never wording.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "Aborted",
+    "CommError",
+    "CommTimeout",
+    "DataError",
+    "Desync",
+    "DeviceError",
+    "DtypeError",
+    "DureError",
+    "InternalError",
+    "LaunchError",
+    "MeshError",
+    "NotInGroupError",
+    "PeerLost",
+    "PlacementError",
+    "RendezvousError",
+    "RendezvousTimeout",
+    "RpcError",
+    "ShapeError",
+    "StoreError",
+    "StoreTimeout",
+    "UsageError",
+]
+
+
+def _message(what: str, where: str, seen: str, fix: str) -> str:
+    """Join the four parts of a message; empty ones are left out."""
+    text = f"{what} ({where})" if where else what
+    if seen:
+        text += f": {seen}"
+    if fix:
+        text += ("" if text.endswith((".", "!", "?")) else ".") + f" {fix}"
+    return text
+
+
+class DureError(Exception):
+    """Anything Dure raises on purpose.
+
+    Args:
+        what: What failed, in a few words, without a full stop.
+        group: Name of the process group, if there is one.
+        op: The operation, such as "all_reduce".
+        seq: The operation's number in its group.
+        rank: This rank, within `group`.
+        world_size: Ranks of `group`.
+        peer: The rank that is to blame, or that was waited for.
+        elapsed_s: Seconds from the call to the error.
+        seen: What was seen, and what was expected.
+        fix: What to try, as a sentence.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        group: str | None = None,
+        op: str | None = None,
+        seq: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        peer: int | None = None,
+        elapsed_s: float | None = None,
+        seen: str = "",
+        fix: str = "",
+    ) -> None:
+        self.what, self.seen, self.fix = what, seen, fix
+        self.group, self.op, self.seq = group, op, seq
+        self.rank, self.world_size, self.peer = rank, world_size, peer
+        self.elapsed_s = elapsed_s
+        super().__init__(_message(what, self._where(), seen, fix))
+
+    def _where(self) -> str:
+        parts: list[str] = []
+        if self.rank is not None:
+            of = f" of {self.world_size}" if self.world_size is not None else ""
+            parts.append(f"rank {self.rank}{of}")
+        if self.group:
+            parts.append(f"group {self.group!r}")
+        if self.op:
+            parts.append(self.op + (f" #{self.seq}" if self.seq is not None else ""))
+        if self.elapsed_s is not None:
+            parts.append(f"after {self.elapsed_s:.3g} s")
+        return ", ".join(parts)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(cls: type[DureError], args: tuple[str, ...], state: dict[str, object]) -> DureError:
+    """Unpickle an error with its fields: errors cross process boundaries in tests and launch."""
+    error = cls.__new__(cls)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class UsageError(DureError, ValueError):
+    """The caller is wrong, and the same call will fail again."""
+
+
+class ShapeError(UsageError):
+    """A tensor, or a list of them, has the wrong number of elements or the wrong shape."""
+
+
+class DtypeError(UsageError, TypeError):
+    """A dtype cannot be moved, or the reduction has no meaning for it."""
+
+
+class DeviceError(UsageError):
+    """A tensor lies on a device, or has a layout, that the backend cannot reach."""
+
+
+class PlacementError(UsageError):
+    """A DTensor placement that makes no sense here."""
+
+
+class MeshError(UsageError):
+    """A device mesh that does not fit the world, or an axis that it does not have."""
+
+
+class NotInGroupError(UsageError):
+    """This rank is not a member of the group that it called."""
+
+
+class DataError(UsageError):
+    """A data file is missing, truncated, or not what its name says."""
+
+
+class CommError(DureError, RuntimeError):
+    """The job is in trouble; the group must be rebuilt."""
+
+
+class CommTimeout(CommError, TimeoutError):
+    """The group's time limit passed; `missing` are the ranks that did not arrive."""
+
+    def __init__(self, what: str, *, missing: tuple[int, ...] = (), **fields: object) -> None:
+        self.missing = missing
+        super().__init__(what, **fields)  # pyright: ignore[reportArgumentType]
+
+
+class PeerLost(CommError):
+    """A peer was killed, exited or left; `peer` says which, `pid`, `host`, `exit` what is known."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        pid: int | None = None,
+        host: str | None = None,
+        exit: str | None = None,
+        **fields: object,
+    ) -> None:
+        self.pid, self.host, self.exit = pid, host, exit
+        super().__init__(what, **fields)  # pyright: ignore[reportArgumentType]
+
+
+class Desync(CommError):
+    """The ranks did not call the same thing; `calls` says, for each rank, what it called."""
+
+    def __init__(self, what: str, *, calls: dict[int, str] | None = None, **fields: object) -> None:
+        self.calls = calls or {}
+        super().__init__(what, **fields)  # pyright: ignore[reportArgumentType]
+
+
+class Aborted(CommError):
+    """The group was destroyed, or aborted, while the operation was pending."""
+
+
+class StoreError(DureError, RuntimeError):
+    """The key-value store cannot do what was asked."""
+
+
+class StoreTimeout(StoreError, TimeoutError):
+    """A key did not appear in time; `keys` are the ones still missing."""
+
+    def __init__(self, what: str, *, keys: tuple[str, ...] = (), **fields: object) -> None:
+        self.keys = keys
+        super().__init__(what, **fields)  # pyright: ignore[reportArgumentType]
+
+
+class RendezvousError(DureError, RuntimeError):
+    """The ranks could not find each other, or do not agree on who they are."""
+
+
+class RendezvousTimeout(RendezvousError, TimeoutError):
+    """Not all ranks came; `came` and `missing` say who did and who did not."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        came: tuple[int, ...] = (),
+        missing: tuple[int, ...] = (),
+        **fields: object,
+    ) -> None:
+        self.came, self.missing = came, missing
+        super().__init__(what, **fields)  # pyright: ignore[reportArgumentType]
+
+
+class LaunchError(DureError, RuntimeError):
+    """A launched job failed; the first failing worker's report is in `report`."""
+
+    def __init__(self, what: str, *, report: object = None, **fields: object) -> None:
+        self.report = report
+        super().__init__(what, **fields)  # pyright: ignore[reportArgumentType]
+
+
+class RpcError(DureError, RuntimeError):
+    """A remote call failed; `remote_traceback` is what the callee saw."""
+
+    def __init__(self, what: str, *, remote_traceback: str = "", **fields: object) -> None:
+        self.remote_traceback = remote_traceback
+        super().__init__(what, **fields)  # pyright: ignore[reportArgumentType]
+
+
+class InternalError(DureError, RuntimeError):
+    """Ours; please report it."""
