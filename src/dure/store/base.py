@@ -1,0 +1,95 @@
+"""The key-value store: what ranks use to find each other, and nothing faster."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from datetime import timedelta
+
+__all__ = ["DEFAULT_TIMEOUT", "Store"]
+
+DEFAULT_TIMEOUT = timedelta(seconds=300)
+
+
+class Store(ABC):
+    """Keys (str) to values (bytes), shared by the ranks of a job.
+
+    Names and meaning are those of torch.distributed's stores. Values given as str are stored as
+    UTF-8. A wait that takes longer than `timeout` raises `StoreTimeout`, which names the keys.
+
+    Threads: every method may be called from any thread. Lifetime: keys live as long as the store's
+    host (a process, a file, a server) does.
+    """
+
+    def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        self._timeout = timeout
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long `get` and `wait` wait."""
+        return self._timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long `get` and `wait` wait."""
+        self._timeout = timeout
+
+    @abstractmethod
+    def set(self, key: str, value: str | bytes) -> None:
+        """Store `value` under `key`, in place of what was there."""
+
+    @abstractmethod
+    def get(self, key: str) -> bytes:
+        """Return the value of `key`; wait for it to appear."""
+
+    @abstractmethod
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Return when all `keys` exist."""
+
+    @abstractmethod
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number (decimal text) under `key`, 0 if there is none; return the sum."""
+
+    @abstractmethod
+    def append(self, key: str, value: str | bytes) -> None:
+        """Append to the value of `key`, which may not exist yet."""
+
+    @abstractmethod
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Set `desired` if the value is `expected`, or if there is none and `expected` is empty.
+
+        Returns:
+            The value under `key` afterwards; `expected` if there is still none.
+        """
+
+    @abstractmethod
+    def check(self, keys: Sequence[str]) -> bool:
+        """Tell at once whether all `keys` exist."""
+
+    @abstractmethod
+    def delete_key(self, key: str) -> bool:
+        """Remove `key`; tell whether it was there."""
+
+    @abstractmethod
+    def num_keys(self) -> int:
+        """Return how many keys there are."""
+
+    @abstractmethod
+    def list_keys(self) -> list[str]:
+        """Return the keys, sorted."""
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of `keys`; wait for all of them."""
+        self.wait(keys)
+        return [self.get(k) for k in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Store each of `values` under the key at the same place of `keys`."""
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def has_extended_api(self) -> bool:
+        """Tell that append, multi_get and multi_set exist (torch asks)."""
+        return True
+
+    def close(self) -> None:
+        """Release what the store holds in this process; safe to call twice."""
