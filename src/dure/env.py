@@ -34,19 +34,32 @@ VARIABLES: dict[str, Variable] = {
         Variable(name="MASTER_ADDR", meaning="host name or address of rank 0", example="127.0.0.1"),
         Variable(name="MASTER_PORT", meaning="a free TCP port on rank 0's host", example="29500"),
         Variable(name="GROUP_RANK", meaning="this host's number among the job's hosts"),
+        Variable(name="GROUP_WORLD_SIZE", meaning="how many hosts take part in the job"),
+        Variable(name="ROLE_NAME", meaning="the role of this process, given by the launcher"),
         Variable(name="ROLE_RANK", meaning="this process's number among those of its role"),
         Variable(name="ROLE_WORLD_SIZE", meaning="processes of this role"),
         Variable(name="TORCHELASTIC_USE_AGENT_STORE", meaning="the launcher hosts the TCP store (torchrun)"),
         Variable(name="TORCHELASTIC_RUN_ID", meaning="the job's name, given by the launcher"),
         Variable(name="TORCHELASTIC_RESTART_COUNT", meaning="how often the launcher restarted the job"),
+        Variable(name="TORCHELASTIC_MAX_RESTARTS", meaning="how often the launcher may restart the job"),
+        Variable(name="TORCHELASTIC_ERROR_FILE", meaning="where torch's @record leaves the error of a rank"),
+        Variable(name="PYTHONUNBUFFERED", meaning="1: print without waiting for a full buffer"),
         Variable(name="OMP_NUM_THREADS", meaning="threads each process may use for one operator"),
         Variable(name="DURE_JOB_KEY_FILE", meaning="path of the job key, a file of mode 0600"),
         Variable(name="DURE_JOB_KEY_FD", meaning="inherited file descriptor that holds the job key"),
         Variable(name="DURE_INSECURE", meaning="1: let strangers join, without a key (loudly)"),
         Variable(name="DURE_BACKEND", meaning="backend used where the program names none"),
         Variable(name="DURE_STORE_BIND", meaning="address the store listens on, if not MASTER_ADDR"),
-        Variable(name="DURE_REPORT_DIR", meaning="where ranks leave crash reports for the launcher"),
-        Variable(name="DURE_LAUNCHER", meaning="set by `dure run` in every rank"),
+        # `dure run` hosts Dure's own store in the launcher and names it here, so that `env://` has
+        # no port to choose and no race to lose. MASTER_ADDR and MASTER_PORT stay free for programs
+        # that build a torch.distributed store, or use `tcp://`, themselves: rank 0 can bind them.
+        # The rendezvous of `env://` joins DURE_STORE_ADDR (every rank as a client) where it is set.
+        Variable(
+            name="DURE_STORE_ADDR",
+            meaning="host:port of the store that the launcher hosts; comes before MASTER_ADDR",
+            example="127.0.0.1:41234",
+        ),
+        Variable(name="DURE_LAUNCHER", meaning="the job's name; set by `dure run` in every rank"),
         Variable(name="XDG_CONFIG_HOME", meaning="where the user's own key file lives"),
     )
 }
