@@ -1,0 +1,58 @@
+"""Data: who trains on which sample, in which order, and where real images come from.
+
+Names are resolved on first use (PEP 562), so that a program without torch, such as the command
+line, can check image files.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dure.data.idx import IdxSplit, read_idx, read_idx_directory
+    from dure.data.images import ImageData, Images, load_digits, load_idx, require_digits
+    from dure.data.partition import DataPartitioner, Partition
+    from dure.data.sampler import DistributedSampler
+
+__all__ = [
+    "DataPartitioner",
+    "DistributedSampler",
+    "IdxSplit",
+    "ImageData",
+    "Images",
+    "Partition",
+    "load_digits",
+    "load_idx",
+    "read_idx",
+    "read_idx_directory",
+    "require_digits",
+]
+
+_HOME = {
+    "DataPartitioner": "dure.data.partition",
+    "Partition": "dure.data.partition",
+    "DistributedSampler": "dure.data.sampler",
+    "IdxSplit": "dure.data.idx",
+    "read_idx": "dure.data.idx",
+    "read_idx_directory": "dure.data.idx",
+    "ImageData": "dure.data.images",
+    "Images": "dure.data.images",
+    "load_digits": "dure.data.images",
+    "load_idx": "dure.data.images",
+    "require_digits": "dure.data.images",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import the module that holds `name`, on first use."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return sorted(__all__)

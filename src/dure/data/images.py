@@ -1,0 +1,122 @@
+"""Real images to learn from: scikit-learn's embedded digits, or a directory of IDX files.
+
+Both come out alike: float32 pixels from 0 to 1 with one channel, int64 labels, and a training and
+a test split, so that a program need not know which it was given.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from dure.data.idx import IdxSplit, read_idx_directory
+from dure.data.partition import DataPartitioner
+from dure.errors import DataError
+
+__all__ = ["ImageData", "Images", "load_digits", "load_idx", "require_digits"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Images(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Labelled images; item i is (pixels [1, height, width], label []).
+
+    Attributes:
+        pixels: float32 [n, 1, height, width], from 0 to 1.
+        labels: int64 [n].
+    """
+
+    pixels: torch.Tensor
+    labels: torch.Tensor
+
+    def __len__(self) -> int:
+        """Return how many images there are."""
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return image and label numbered `index`."""
+        return self.pixels[index], self.labels[index]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageData:
+    """A data set for classification.
+
+    Attributes:
+        name: What to call it.
+        train: To learn from.
+        test: To measure with; disjoint from `train`.
+        num_classes: Labels are from 0 to ``num_classes - 1``.
+    """
+
+    name: str
+    train: Images
+    test: Images
+    num_classes: int
+
+
+def require_digits() -> None:
+    """Check, without loading anything, that `load_digits` has what it needs.
+
+    Raises:
+        DataError: scikit-learn, which carries the images, is not installed.
+    """
+    if find_spec("sklearn") is None:
+        raise DataError(
+            "the handwritten digits are not installed",
+            seen="they ship with scikit-learn, which Python cannot find",
+            fix="Run `pip install dure[demo]`, or give a directory of IDX files (MNIST and alike).",
+        )
+
+
+def load_digits(test_fraction: float = 0.2, seed: int = 1234) -> ImageData:
+    """Load 1,797 real handwritten digits of 8 x 8 pixels (UCI), without a download.
+
+    Args:
+        test_fraction: The part kept for testing, from 0 to 1.
+        seed: Of the split; the same split for the same seed on every rank.
+
+    Raises:
+        DataError: scikit-learn is not installed.
+        UsageError: `test_fraction` is not from 0 to 1.
+    """
+    require_digits()
+    # scikit-learn is an extra and has no type information: it is imported where it is wanted.
+    bunch = importlib.import_module("sklearn.datasets").load_digits()
+    pixels: NDArray[np.float64] = bunch.images / 16.0
+    labels: NDArray[np.int64] = bunch.target
+    cut = DataPartitioner(range(len(labels)), (1 - test_fraction, test_fraction), seed)
+    train, test = (
+        Images(
+            pixels=torch.as_tensor(pixels[part], dtype=torch.float32).unsqueeze(1),
+            labels=torch.as_tensor(labels[part], dtype=torch.int64),
+        )
+        for part in cut.partitions
+    )
+    return ImageData(name="handwritten digits (UCI)", train=train, test=test, num_classes=10)
+
+
+def load_idx(directory: str | Path) -> ImageData:
+    """Load MNIST, Fashion-MNIST or another data set of IDX files.
+
+    Args:
+        directory: Where the four files are, plain or .gz (see `dure.data.idx`).
+
+    Raises:
+        DataError: The directory or a file is missing, truncated or foreign.
+    """
+    train, test = (_as_images(split) for split in read_idx_directory(directory))
+    highest = max(int(train.labels.max()), int(test.labels.max()))
+    name = Path(directory).resolve().name
+    return ImageData(name=name, train=train, test=test, num_classes=highest + 1)
+
+
+def _as_images(split: IdxSplit) -> Images:
+    pixels = torch.tensor(split.images, dtype=torch.float32).unsqueeze(1).div_(255.0)
+    return Images(pixels=pixels, labels=torch.tensor(split.labels, dtype=torch.int64))

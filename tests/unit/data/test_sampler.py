@@ -1,0 +1,142 @@
+"""DistributedSampler: torch's order, and a ledger of who saw which sample across resumes."""
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+from torch.utils.data import DistributedSampler as TorchSampler
+
+from dure.data import DistributedSampler
+from dure.errors import UsageError
+
+
+@given(
+    length=st.integers(0, 60),
+    ranks=st.integers(1, 9),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+    seed=st.integers(0, 1000),
+    epoch=st.integers(0, 5),
+)
+def test_sampler_gives_the_order_of_torch(length, ranks, shuffle, drop_last, seed, epoch):
+    options = {"num_replicas": ranks, "shuffle": shuffle, "drop_last": drop_last, "seed": seed}
+    for rank in range(ranks):
+        ours = DistributedSampler(range(length), rank=rank, **options)
+        theirs = TorchSampler(TensorDataset(torch.arange(length)), rank=rank, **options)
+        ours.set_epoch(epoch)
+        theirs.set_epoch(epoch)
+        assert list(ours) == list(theirs)
+        assert len(ours) == len(theirs)
+        assert (ours.num_samples, ours.total_size) == (theirs.num_samples, theirs.total_size)
+
+
+def _stint(length, ranks, steps, batch, state, drop_last):
+    """Train `steps` steps with `ranks` ranks from `state` on; return samples seen and new state."""
+    samplers = [
+        DistributedSampler(range(length), num_replicas=ranks, rank=r, seed=3, drop_last=drop_last)
+        for r in range(ranks)
+    ]
+    seen = []
+    for sampler in samplers:
+        if state is not None:
+            sampler.load_state_dict(state)
+        sampler.set_epoch(2)
+        batches = iter(BatchSampler(sampler, batch, drop_last=False))
+        for _, indices in zip(range(steps), batches, strict=False):
+            seen.extend(indices)
+    states = [s.state_dict() for s in samplers]
+    assert all(s == states[0] for s in states)
+    return seen, states[0]
+
+
+@given(
+    length=st.integers(1, 80),
+    stints=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 4), st.integers(1, 5)), max_size=5),
+    last_ranks=st.integers(1, 6),
+    drop_last=st.booleans(),
+)
+def test_sampler_resumed_with_other_world_sizes_sees_each_sample_once(
+    length, stints, last_ranks, drop_last
+):
+    ledger, state = Counter(), None
+    for ranks, steps, batch in stints:
+        seen, state = _stint(length, ranks, steps, batch, state, drop_last)
+        ledger.update(seen)
+    seen, state = _stint(length, last_ranks, 1000, 4, state, drop_last)
+    ledger.update(seen)
+    most = max([last_ranks, *(r for r, _, _ in stints)])
+    if drop_last:
+        assert max(ledger.values(), default=1) == 1
+        assert length - len(ledger) < last_ranks
+    else:
+        assert set(ledger) == set(range(length))
+        extra = sum(ledger.values()) - length
+        assert extra < most
+
+
+def test_sampler_resumed_in_the_same_world_goes_on_exactly_where_it_was():
+    whole = list(DistributedSampler(range(50), 4, 1, seed=9))
+    first = DistributedSampler(range(50), 4, 1, seed=9)
+    taken = [i for _, i in zip(range(5), first, strict=False)]
+    second = DistributedSampler(range(50), 4, 1, seed=9)
+    second.load_state_dict(first.state_dict())
+    assert len(second) == len(whole) - 5
+    assert taken + list(second) == whole
+
+
+def test_sampler_resumes_only_the_first_pass():
+    sampler = DistributedSampler(range(10), 1, 0, shuffle=False)
+    sampler.load_state_dict(
+        DistributedSampler(range(10), 1, 0, shuffle=False).state_dict(consumed=7)
+    )
+    assert len(sampler) == 3
+    assert list(sampler) == [7, 8, 9]
+    assert len(sampler) == 10
+    assert list(sampler) == list(range(10))
+
+
+def test_sampler_new_epoch_forgets_the_position_and_same_epoch_keeps_it():
+    saved = DistributedSampler(range(10), 2, 0)
+    saved.set_epoch(4)
+    state = saved.state_dict(consumed=6)
+    sampler = DistributedSampler(range(10), 2, 0)
+    sampler.load_state_dict(state)
+    sampler.set_epoch(4)
+    assert len(list(sampler)) == 2
+    sampler.set_epoch(5)
+    assert len(list(sampler)) == 5
+
+
+def test_sampler_saved_at_the_end_of_an_epoch_has_nothing_left_of_it():
+    first = DistributedSampler(range(11), 2, 0)
+    assert len(list(first)) == 6
+    second = DistributedSampler(range(11), 3, 1)
+    second.load_state_dict(first.state_dict())
+    assert list(second) == []
+
+
+def test_sampler_counts_what_a_data_loader_took():
+    sampler = DistributedSampler(range(40), 2, 0)
+    batches = iter(DataLoader(TensorDataset(torch.arange(40)), batch_size=4, sampler=sampler))
+    next(batches)
+    next(batches)
+    assert sampler.state_dict()["consumed"] == 2 * 4 * 2
+
+
+@pytest.mark.parametrize(
+    "change", [{"seed": 1}, {"shuffle": False}, {"length": 11}, {"epoch": None}, {"consumed": -1}]
+)
+def test_sampler_state_of_another_order_is_refused(change):
+    state = {**DistributedSampler(range(10), 1, 0).state_dict(), **change}
+    state = {k: v for k, v in state.items() if v is not None}
+    with pytest.raises(UsageError):
+        DistributedSampler(range(10), 1, 0).load_state_dict(state)
+
+
+@pytest.mark.parametrize(("ranks", "rank"), [(2, 2), (2, -1), (0, 0), (-1, 0)])
+def test_sampler_rank_outside_its_replicas_is_refused(ranks, rank):
+    with pytest.raises(UsageError):
+        DistributedSampler(SequentialSampler(range(10)), ranks, rank)
