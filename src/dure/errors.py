@@ -3,7 +3,7 @@
     DureError
     ├── UsageError            the caller is wrong, and the same call will fail again
     │   ├── ShapeError, DtypeError, DeviceError, PlacementError, MeshError
-    │   └── NotInGroupError
+    │   └── NotInGroupError, DataError, ModuleError
     ├── CommError             the job is in trouble; the group must be rebuilt
     │   ├── CommTimeout, PeerLost, Desync, Aborted
     ├── StoreError (StoreTimeout), RendezvousError (RendezvousTimeout)
@@ -30,6 +30,7 @@ __all__ = [
     "InternalError",
     "LaunchError",
     "MeshError",
+    "ModuleError",
     "NotInGroupError",
     "PeerLost",
     "PlacementError",
@@ -144,6 +145,14 @@ class NotInGroupError(UsageError):
 
 class DataError(UsageError):
     """A data file is missing, truncated, or not what its name says."""
+
+
+class ModuleError(UsageError, RuntimeError):
+    """A module cannot be wrapped as asked; `parameters` are the paths of those concerned."""
+
+    def __init__(self, what: str, *, parameters: tuple[str, ...] = (), **fields: object) -> None:
+        self.parameters = parameters
+        super().__init__(what, **fields)  # pyright: ignore[reportArgumentType]
 
 
 class CommError(DureError, RuntimeError):
