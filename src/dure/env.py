@@ -12,7 +12,16 @@ from dataclasses import dataclass
 
 from dure.errors import RendezvousError
 
-__all__ = ["VARIABLES", "Variable", "child_environment", "describe", "flag", "integer", "require", "text"]
+__all__ = [
+    "VARIABLES",
+    "Variable",
+    "child_environment",
+    "describe",
+    "flag",
+    "integer",
+    "require",
+    "text",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +36,9 @@ class Variable:
 VARIABLES: dict[str, Variable] = {
     v.name: v
     for v in (
-        Variable(name="RANK", meaning="this process's number, from 0 to WORLD_SIZE - 1", example="0"),
+        Variable(
+            name="RANK", meaning="this process's number, from 0 to WORLD_SIZE - 1", example="0"
+        ),
         Variable(name="WORLD_SIZE", meaning="how many processes take part in the job", example="2"),
         Variable(name="LOCAL_RANK", meaning="this process's number on its host", example="0"),
         Variable(name="LOCAL_WORLD_SIZE", meaning="processes on this host", example="2"),
@@ -38,18 +49,35 @@ VARIABLES: dict[str, Variable] = {
         Variable(name="ROLE_NAME", meaning="the role of this process, given by the launcher"),
         Variable(name="ROLE_RANK", meaning="this process's number among those of its role"),
         Variable(name="ROLE_WORLD_SIZE", meaning="processes of this role"),
-        Variable(name="TORCHELASTIC_USE_AGENT_STORE", meaning="the launcher hosts the TCP store (torchrun)"),
+        Variable(
+            name="TORCHELASTIC_USE_AGENT_STORE",
+            meaning="the launcher hosts the TCP store (torchrun)",
+        ),
         Variable(name="TORCHELASTIC_RUN_ID", meaning="the job's name, given by the launcher"),
-        Variable(name="TORCHELASTIC_RESTART_COUNT", meaning="how often the launcher restarted the job"),
-        Variable(name="TORCHELASTIC_MAX_RESTARTS", meaning="how often the launcher may restart the job"),
-        Variable(name="TORCHELASTIC_ERROR_FILE", meaning="where torch's @record leaves the error of a rank"),
+        Variable(
+            name="TORCHELASTIC_RESTART_COUNT", meaning="how often the launcher restarted the job"
+        ),
+        Variable(
+            name="TORCHELASTIC_MAX_RESTARTS", meaning="how often the launcher may restart the job"
+        ),
+        Variable(
+            name="TORCHELASTIC_ERROR_FILE",
+            meaning="where torch's @record leaves the error of a rank",
+        ),
         Variable(name="PYTHONUNBUFFERED", meaning="1: print without waiting for a full buffer"),
+        Variable(
+            name="TORCH_DISTRIBUTED_DEBUG", meaning="OFF, INFO or DETAIL: what torch would check"
+        ),
         Variable(name="OMP_NUM_THREADS", meaning="threads each process may use for one operator"),
         Variable(name="DURE_JOB_KEY_FILE", meaning="path of the job key, a file of mode 0600"),
-        Variable(name="DURE_JOB_KEY_FD", meaning="inherited file descriptor that holds the job key"),
+        Variable(
+            name="DURE_JOB_KEY_FD", meaning="inherited file descriptor that holds the job key"
+        ),
         Variable(name="DURE_INSECURE", meaning="1: let strangers join, without a key (loudly)"),
         Variable(name="DURE_BACKEND", meaning="backend used where the program names none"),
-        Variable(name="DURE_STORE_BIND", meaning="address the store listens on, if not MASTER_ADDR"),
+        Variable(
+            name="DURE_STORE_BIND", meaning="address the store listens on, if not MASTER_ADDR"
+        ),
         # `dure run` hosts Dure's own store in the launcher and names it here, so that `env://` has
         # no port to choose and no race to lose. MASTER_ADDR and MASTER_PORT stay free for programs
         # that build a torch.distributed store, or use `tcp://`, themselves: rank 0 can bind them.

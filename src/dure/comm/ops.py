@@ -43,7 +43,9 @@ class ReduceOp:
         return f"ReduceOp.{self.name}"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ReduceOp) and other.code == self.code and other.factor is self.factor
+        return (
+            isinstance(other, ReduceOp) and other.code == self.code and other.factor is self.factor
+        )
 
     def __hash__(self) -> int:
         return hash(self.code)
@@ -67,7 +69,9 @@ def as_reduce_op(op: object) -> ReduceOp:
     if name in _NAMES:
         return getattr(ReduceOp, name)
     raise UsageError(
-        "no such reduction", seen=f"{op!r}", fix="Use one of " + ", ".join(_NAMES) + " of dure.ReduceOp."
+        "no such reduction",
+        seen=f"{op!r}",
+        fix="Use one of " + ", ".join(_NAMES) + " of dure.ReduceOp.",
     )
 
 
@@ -84,7 +88,7 @@ _BOOL = {torch.bool}
 _ALLOWED: dict[str, frozenset[torch.dtype]] = {
     "SUM": frozenset(_FLOATS | _INTEGERS | _COMPLEX | _BOOL),
     "AVG": frozenset(_FLOATS | _COMPLEX),
-    "PRODUCT": frozenset(_FLOATS | _INTEGERS | _COMPLEX | _BOOL),
+    "PRODUCT": frozenset(_FLOATS | _INTEGERS | _BOOL),
     "MIN": frozenset(_FLOATS | _INTEGERS | _BOOL),
     "MAX": frozenset(_FLOATS | _INTEGERS | _BOOL),
     "BAND": frozenset(_INTEGERS | _BOOL),
@@ -105,5 +109,7 @@ def check_reducible(dtype: torch.dtype, op: ReduceOp, name: str) -> None:
         return
     allowed = ", ".join(sorted(str(d).removeprefix("torch.") for d in _ALLOWED[op.name]))
     raise DtypeError(
-        f"{op.name} has no meaning for {dtype}", op=name, fix=f"It is defined for: {allowed}."
+        f"{name} does not support {op.name} on {dtype}",
+        op=name,
+        fix=f"It is defined for: {allowed}.",
     )

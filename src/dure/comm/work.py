@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 
-from dure.errors import CommTimeout, DureError
+from dure.errors import CommTimeout
 
 if TYPE_CHECKING:
     from dure.comm.backends.base import Ticket
 
-__all__ = ["Work"]
+__all__ = ["Work", "combine"]
 
 
 class Work:
@@ -38,24 +39,30 @@ class Work:
         keep: object = None,
         fields: dict[str, object] | None = None,
         source_of: Callable[[int], int] | None = None,
+        settled: Callable[[BaseException | None], object] | None = None,
     ) -> None:
         self._ticket, self._outputs, self._finish, self._keep = ticket, outputs, finish, keep
         self._fields = fields or {}
-        self._source_of = source_of
+        self._source_of, self._settled = source_of, settled
         self._lock = threading.Lock()
         self._ended = ticket is None
         self._error: BaseException | None = None
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
         if ticket is None:
-            self._run_finish()
+            self._end(None)
 
-    def _run_finish(self) -> None:
+    def _end(self, error: BaseException | None) -> None:
+        """Copy results back, let go of the inputs, and tell who listens; called once."""
         finish, self._finish, self._keep = self._finish, None, None
-        if finish is not None:
+        self._error = error
+        if error is None and finish is not None:
             finish()
+        self._ended = True
+        if self._settled is not None:
+            self._settled(error)
 
-    def _settle(self, timeout_s: float | None) -> bool:
-        """Wait for the ticket and run what follows it, once; False if time ran out."""
+    def settle(self, timeout_s: float | None) -> bool:
+        """Wait for the end without raising its error; False if `timeout_s` passed first."""
         if self._ended:
             return True
         ticket = self._ticket
@@ -64,15 +71,11 @@ class Work:
         try:
             if not ticket.wait(timeout_s):
                 return False
-        except DureError as e:
+        except Exception as e:
             error = e
         with self._lock:
             if not self._ended:
-                self._error = error
-                if error is None:
-                    self._run_finish()
-                self._keep = None
-                self._ended = True
+                self._end(error)
         return True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -90,7 +93,7 @@ class Work:
             CommError: The operation failed; the same error at every call.
         """
         limit = timeout.total_seconds() if timeout else None
-        if not self._settle(limit):
+        if not self.settle(limit):
             raise CommTimeout(
                 "the operation did not end in the time given to wait()",
                 elapsed_s=limit,
@@ -104,7 +107,7 @@ class Work:
     def is_completed(self) -> bool:
         """Tell, without blocking, whether the operation has ended, well or badly."""
         if not self._ended and self._ticket is not None and self._ticket.done():
-            self._settle(None)
+            self.settle(None)
         return self._ended
 
     def is_success(self) -> bool:
@@ -129,6 +132,8 @@ class Work:
         source = self._ticket.source if self._ticket is not None else -1
         return source if source < 0 or self._source_of is None else self._source_of(source)
 
+    _source_rank = source_rank  # the name under which torch has it
+
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Return a future of the output tensors; it is set when the operation ends."""
         with self._lock:
@@ -139,7 +144,7 @@ class Work:
                     self._set_future(future)
                 else:
                     threading.Thread(
-                        target=lambda: (self._settle(None), self._set_future(future)),
+                        target=lambda: (self.settle(None), self._set_future(future)),
                         name="dure-future",
                         daemon=True,
                     ).start()
@@ -150,3 +155,42 @@ class Work:
             future.set_exception(self._error)
         else:
             future.set_result(self._outputs)
+
+
+class _AllOf:
+    """The ticket of several works: ended when every one of them has."""
+
+    source = -1
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def done(self) -> bool:
+        return all(w.is_completed() for w in self._works)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        first: BaseException | None = None
+        for work in self._works:
+            left = None if end is None else max(end - time.monotonic(), 0.0)
+            if not work.settle(left):
+                return False
+            first = first or work.exception()
+        if first is not None:
+            raise first
+        return True
+
+
+def combine(
+    works: Sequence[Work],
+    outputs: list[torch.Tensor],
+    async_op: bool,
+    *,
+    finish: Callable[[], None] | None = None,
+) -> Work | None:
+    """Return one `Work` for several; wait for it where the caller did not ask for one."""
+    work = Work(_AllOf(works), outputs, finish=finish)
+    if async_op:
+        return work
+    work.wait()
+    return None

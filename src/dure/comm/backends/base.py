@@ -96,9 +96,7 @@ class Backend(Protocol):
         """Reduce `tensor` [*] of all ranks, in place, on all ranks."""
         ...
 
-    def reduce(
-        self, tensor: torch.Tensor, dst: int, op: ReduceOp, async_op: bool
-    ) -> Ticket | None:
+    def reduce(self, tensor: torch.Tensor, dst: int, op: ReduceOp, async_op: bool) -> Ticket | None:
         """Reduce `tensor` [*] of all ranks into that of `dst`; the others' stay as they are."""
         ...
 

@@ -1,0 +1,136 @@
+"""Dure: distributed PyTorch that you can see through.
+
+`import dure as dist` gives the names, arguments and meaning of torch.distributed. The package
+stays light: a public name is listed below with the module that is its one home, and that module is
+imported when the name is first used (PEP 562). The launcher and the command line never load torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES: dict[str, tuple[str, ...]] = {
+    "dure.errors": (
+        "Aborted",
+        "CommError",
+        "CommTimeout",
+        "DataError",
+        "Desync",
+        "DeviceError",
+        "DtypeError",
+        "DureError",
+        "InternalError",
+        "LaunchError",
+        "MeshError",
+        "NotInGroupError",
+        "PeerLost",
+        "PlacementError",
+        "RendezvousError",
+        "RendezvousTimeout",
+        "RpcError",
+        "ShapeError",
+        "StoreError",
+        "StoreTimeout",
+        "UsageError",
+    ),
+    "dure.store": ("FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"),
+    "dure.comm.ops": ("ReduceOp",),
+    "dure.comm.work": ("Work",),
+    "dure.comm.world": ("GroupMember", "group"),
+    "dure.comm.group": ("ProcessGroup",),
+    "dure.comm.init": (
+        "Backend",
+        "destroy_process_group",
+        "init_process_group",
+        "is_available",
+        "is_backend_available",
+        "is_gloo_available",
+        "is_mpi_available",
+        "is_nccl_available",
+        "process_group",
+    ),
+    "dure.comm.queries": (
+        "get_backend",
+        "get_backend_config",
+        "get_global_rank",
+        "get_group_rank",
+        "get_node_local_rank",
+        "get_pg_count",
+        "get_process_group_ranks",
+        "get_rank",
+        "get_world_size",
+        "is_initialized",
+    ),
+    "dure.comm.collectives": (
+        "all_gather",
+        "all_gather_coalesced",
+        "all_gather_single",
+        "all_reduce",
+        "all_reduce_coalesced",
+        "all_to_all",
+        "all_to_all_single",
+        "barrier",
+        "broadcast",
+        "gather",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_single",
+        "scatter",
+    ),
+    "dure.comm.monitored": ("monitored_barrier",),
+    "dure.comm.coalescing": ("coalescing_manager",),
+    "dure.comm.point_to_point": ("P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"),
+    "dure.comm.objects": (
+        "all_gather_object",
+        "broadcast_object_list",
+        "gather_object",
+        "recv_object_list",
+        "scatter_object_list",
+        "send_object_list",
+    ),
+    "dure.comm.subgroups": (
+        "new_group",
+        "new_subgroups",
+        "new_subgroups_by_enumeration",
+        "split_group",
+    ),
+    "dure.comm.debug": (
+        "DebugLevel",
+        "get_debug_level",
+        "set_debug_level",
+        "set_debug_level_from_env",
+    ),
+    "dure.comm.aliases": (
+        "_all_gather_base",
+        "_coalescing_manager",
+        "_get_default_group",
+        "_rank_not_in_group",
+        "_reduce_scatter_base",
+        "all_gather_into_tensor",
+        "reduce_op",
+        "reduce_scatter_tensor",
+    ),
+    "dure.comm.backends.registry": ("known_backends", "register_backend"),
+    "dure.data": ("DataPartitioner", "DistributedSampler", "Partition"),
+    "dure.parallel": ("DistributedDataParallel",),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = sorted(n for n in _HOME_OF if not n.startswith("_"))  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the home of a public name on its first use."""
+    module = _HOME_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'dure' has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

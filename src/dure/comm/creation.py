@@ -1,0 +1,158 @@
+"""How groups come into being: the steps that the default group and every other group share.
+
+A group is a name, a key space of its own in the store (a prefix made of the name), and one backend
+for each kind of device. Its members check in the store that they agree on who is in it before the
+backend is built, so that a disagreement is an error on all of them and not a hang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from dure.comm.backends.base import Backend, BackendOptions
+from dure.comm.backends.registry import create_backend, parse_backend
+from dure.comm.group import ProcessGroup
+from dure.comm.world import World
+from dure.errors import Desync, RendezvousTimeout, StoreTimeout, UsageError
+from dure.store.base import Store
+from dure.store.prefix import PrefixStore
+
+__all__ = ["DEFAULT_TIMEOUT", "GroupSpec", "as_timeout", "create_group"]
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+"""How long an operation waits for its peers where the program does not say."""
+
+MEETING_LIMIT = timedelta(minutes=5)
+"""How long group creation waits for members, if the group's own timeout is longer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """What a group is to be.
+
+    Attributes:
+        name: The same on all members, different from that of every other group of the world.
+        global_ranks: Members, in the order of their group ranks.
+        backend: Name of a backend, or "cpu:gloo,cuda:nccl".
+        timeout: How long an operation waits for its peers.
+        desc: What the user called it.
+        pg_options: Handed to the backend untouched.
+        device_id: The device that this rank is bound to.
+    """
+
+    name: str
+    global_ranks: tuple[int, ...]
+    backend: str
+    timeout: timedelta
+    desc: str = ""
+    pg_options: object = None
+    device_id: torch.device | None = None
+
+
+def as_timeout(timeout: timedelta | float | None, default: timedelta) -> timedelta:
+    """Return `timeout` as a timedelta; raise unless it is a positive time."""
+    if timeout is None:
+        return default
+    if not isinstance(timeout, timedelta):
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(
+                "the timeout must be a datetime.timedelta",
+                seen=f"got {timeout!r}",
+                fix="Write timedelta(seconds=30).",
+            )
+        timeout = timedelta(seconds=timeout)
+    if timeout <= timedelta(0):
+        raise UsageError("the timeout must be positive", seen=f"got {timeout}")
+    return timeout
+
+
+def create_group(world: World, store: Store, my_global_rank: int, spec: GroupSpec) -> ProcessGroup:
+    """Build this rank's side of a group that it is a member of, and add it to the world.
+
+    Collective:
+        All members call, with equal `spec`.
+    """
+    rank = spec.global_ranks.index(my_global_rank)
+    own = PrefixStore(f"group/{spec.name}", store)
+    own.set_timeout(min(spec.timeout, MEETING_LIMIT))
+    _agree(own, rank, spec)
+    backends: dict[str, Backend] = {}
+    built: dict[str, Backend] = {}
+    for device, name in parse_backend(spec.backend).items():
+        if name not in built:
+            options = BackendOptions(
+                store=PrefixStore(name, own),
+                rank=rank,
+                size=len(spec.global_ranks),
+                global_ranks=spec.global_ranks,
+                timeout=spec.timeout,
+                name=spec.name,
+                device_id=spec.device_id,
+                pg_options=spec.pg_options,
+            )
+            built[name] = create_backend(name, options)
+        backends[device] = built[name]
+    group = ProcessGroup(
+        name=spec.name,
+        rank=rank,
+        global_ranks=spec.global_ranks,
+        backends=backends,
+        store=own,
+        timeout=spec.timeout,
+        desc=spec.desc,
+    )
+    with world.lock:
+        world.groups[spec.name] = group
+    return group
+
+
+def _agree(own: Store, rank: int, spec: GroupSpec) -> None:
+    """Compare what the members think the group is; all of them see a difference."""
+    mine = f"ranks {list(spec.global_ranks)}, backend {spec.backend!r}"
+    own.set(f"spec/{rank}", mine)
+    others = range(len(spec.global_ranks))
+    try:
+        said = own.multi_get([f"spec/{r}" for r in others])
+    except StoreTimeout:
+        missing = tuple(r for r in others if not own.check([f"spec/{r}"]))
+        raise RendezvousTimeout(
+            "not all members came to create the group",
+            group=spec.name,
+            rank=rank,
+            world_size=len(spec.global_ranks),
+            elapsed_s=own.timeout.total_seconds(),
+            came=tuple(r for r in others if r not in missing),
+            missing=missing,
+            seen=f"missing are global ranks {[spec.global_ranks[r] for r in missing]}",
+            fix="All ranks must create the same groups in the same order.",
+        ) from None
+    calls = {r: text.decode() for r, text in enumerate(said)}
+    if any(text != mine for text in calls.values()):
+        raise Desync(
+            "the members do not agree on the group",
+            group=spec.name,
+            rank=rank,
+            world_size=len(spec.global_ranks),
+            calls=calls,
+            seen="; ".join(f"rank {r} says {text}" for r, text in calls.items()),
+            fix="All ranks must create the same groups, with the same arguments, in the same order.",
+        )
+
+
+def check_ranks(ranks: Sequence[int], world_size: int, op: str) -> None:
+    """Raise unless `ranks` are different numbers from 0 to `world_size` - 1."""
+    for r in ranks:
+        if not 0 <= r < world_size:
+            raise UsageError(
+                f"Rank {r} is out of range",
+                op=op,
+                seen=f"the world has ranks 0 to {world_size - 1}",
+            )
+    if len(set(ranks)) != len(ranks):
+        raise UsageError("a rank is named twice", op=op, seen=f"ranks {list(ranks)}")
+    if not ranks:
+        raise UsageError("a group needs at least one rank", op=op, seen="ranks=[]")

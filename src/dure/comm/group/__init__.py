@@ -1,0 +1,27 @@
+"""`ProcessGroup`: a set of ranks that communicate.
+
+The class is made of four parts, one file each: `core` (membership, and the road of every
+operation), `reducing`, `moving` and `messaging`; `aliases.EngineNames` adds the names under which
+code written for torch's C++ groups calls the same operations.
+"""
+
+from __future__ import annotations
+
+from dure.comm.aliases import EngineNames
+from dure.comm.group.messaging import Messaging
+from dure.comm.group.moving import Moving
+from dure.comm.group.reducing import Reducing
+
+__all__ = ["ProcessGroup"]
+
+
+class ProcessGroup(Reducing, Moving, Messaging, EngineNames):
+    """The ranks of one group, seen from one of them.
+
+    All ranks must call the collectives of a group in the same order. Groups are independent of
+    each other, and point-to-point messages are independent of collectives. Ranks given to methods
+    are group ranks; those of the public functions (`dure.broadcast`, ...) are global ranks.
+
+    Threads: one operation at a time; `Work` objects may be used from any thread. Tensors belong to
+    an operation until it has ended.
+    """

@@ -1,0 +1,242 @@
+"""What every operation of a process group shares: membership, and the road it takes.
+
+Every operation takes the same road:
+
+1. *check*: what this rank alone can know to be wrong raises here, before anything is sent;
+2. *plain memory*: tensors the backend cannot take as they are (strided views, conjugates) are
+   copied to contiguous ones, and results copied back once the operation has ended;
+3. *issue*: the operation gets its number in the group and its trace event, and the backend runs
+   it, at once or, with ``async_op=True``, behind the `Work` that is returned.
+
+A contiguous tensor in a synchronous all_reduce that nobody traces skips straight to the backend:
+five hops from the user's call to the C++ loop.
+
+Ranks are group ranks here; the public functions of `collectives` and `point_to_point` translate
+global ranks on one line each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+
+from dure import trace
+from dure.comm import checks
+from dure.comm.backends.base import Backend, Ticket
+from dure.comm.work import Work
+from dure.errors import DureError, NotInGroupError, ShapeError, UsageError
+from dure.store.base import Store
+
+__all__ = ["GroupCore"]
+
+
+class GroupCore:
+    """Who is in a group, and how an operation of it is checked, numbered, traced and run.
+
+    All ranks must call the collectives of a group in the same order. Groups are independent of
+    each other, and point-to-point messages are independent of collectives.
+
+    Threads: one operation at a time; `Work` objects may be used from any thread. Tensors belong to
+    an operation until it has ended.
+
+    Attributes:
+        name: The same on all ranks.
+        global_ranks: Global rank of each group rank.
+        timeout: How long an operation waits for its peers.
+        store: The group's own key space.
+        device_types: Kinds of device whose tensors it takes.
+        desc: What the group is for, as the user described it.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        rank: int,
+        global_ranks: tuple[int, ...],
+        backends: dict[str, Backend],
+        store: Store,
+        timeout: timedelta,
+        desc: str = "",
+    ) -> None:
+        self.group_name, self._rank, self.global_ranks = name, rank, global_ranks
+        self.timeout, self.store, self.desc = timeout, store, desc or name
+        self.seq = 0
+        self._num_monitored = 0
+        self._size = len(global_ranks)
+        self._group_rank_of = {g: r for r, g in enumerate(global_ranks)}
+        self._backends = backends
+        self.device_types = frozenset(backends)
+        self._only: Backend | None = next(iter(backends.values())) if len(backends) == 1 else None
+        self.coalesced: list[Work] | None = None
+        self.closed = False
+
+    def __repr__(self) -> str:
+        return (
+            f"ProcessGroup({self.group_name!r}, rank {self._rank} of {self._size}, "
+            f"{self.backend_name})"
+        )
+
+    # ---------------------------------------------------------------- who is in it
+
+    def rank(self) -> int:
+        """Return this rank's number within the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Return how many ranks the group has."""
+        return self._size
+
+    def name(self) -> str:
+        """Return the backend's name (the group's own is `group_name`)."""
+        return self.backend_name
+
+    @property
+    def backend_name(self) -> str:
+        """Name of the backend, or a list such as "cpu:gloo,cuda:nccl"."""
+        names = {b.name for b in self._backends.values()}
+        return names.pop() if len(names) == 1 else self.backend_config
+
+    @property
+    def backend_config(self) -> str:
+        """Which backend serves which kind of device, such as "cpu:shm"."""
+        return ",".join(f"{d}:{b.name}" for d, b in sorted(self._backends.items()))
+
+    def group_rank(self, global_rank: int) -> int:
+        """Return the group rank of `global_rank`."""
+        rank = self._group_rank_of.get(global_rank)
+        if rank is None:
+            raise NotInGroupError(
+                f"global rank {global_rank} is not in the group",
+                group=self.group_name,
+                seen=f"its members are {list(self.global_ranks)}",
+            )
+        return rank
+
+    def peer(self, global_rank: int | None, group_rank: int | None, op: str, what: str) -> int:
+        """Return the group rank meant by a pair of arguments such as `src` and `group_src`."""
+        if (global_rank is None) == (group_rank is None):
+            raise UsageError(
+                f"give either {what} (a global rank) or group_{what} (a rank of the group)",
+                op=op,
+                group=self.group_name,
+            )
+        if global_rank is not None:
+            return self.group_rank(global_rank)
+        assert group_rank is not None
+        if not 0 <= group_rank < self._size:
+            raise NotInGroupError(
+                f"group_{what}={group_rank} is not a rank of the group",
+                op=op,
+                group=self.group_name,
+                seen=f"its ranks are 0 to {self._size - 1}",
+            )
+        return group_rank
+
+    def next_monitored(self) -> int:
+        """Return the number of this rank's next monitored barrier."""
+        self._num_monitored += 1
+        return self._num_monitored
+
+    # ---------------------------------------------------------------- the road of every operation
+
+    def _backend(self, op: str, *tensors: torch.Tensor) -> Backend:
+        """Check that the group is open and the tensors reachable; return the backend for them."""
+        if self.closed:
+            raise UsageError(
+                "the process group has been destroyed",
+                op=op,
+                group=self.group_name,
+                rank=self._rank,
+                fix="Create a new group; do not keep one across destroy_process_group().",
+            )
+        for t in tensors:
+            checks.check_tensor(t, op, self.device_types)
+        if self._only is not None:
+            return self._only
+        kind = tensors[0].device.type if tensors else min(self._backends)
+        return self._backends[kind]
+
+    def _issue(
+        self,
+        op: str,
+        call: Callable[[bool], Ticket | None],
+        outputs: list[torch.Tensor],
+        *,
+        finish: checks.Finish | None = None,
+        async_op: bool = False,
+        data: torch.Tensor | None = None,
+        peer: int | None = None,
+    ) -> Work | None:
+        """Run a checked operation: number it, trace it, and hand out a `Work` if it is wanted."""
+        self.seq += 1
+        coalesced = self.coalesced
+        deferred = async_op or coalesced is not None
+        event = self._begin(op, data, peer, deferred) if trace.hooks else None
+        try:
+            ticket = call(deferred)
+        except BaseException as error:
+            if event is not None:
+                trace.end(event, error)
+            raise
+        if not deferred:
+            if finish is not None:
+                finish()
+            if event is not None:
+                trace.end(event)
+            return None
+        work = Work(
+            ticket,
+            outputs,
+            finish=finish,
+            keep=call,
+            fields={"op": op, "seq": self.seq, "group": self.group_name, "rank": self._rank},
+            source_of=self.global_ranks.__getitem__,
+            settled=None if event is None else lambda error: trace.end(event, error),
+        )
+        if coalesced is not None:
+            coalesced.append(work)
+        return work
+
+    def _begin(
+        self, op: str, data: torch.Tensor | None, peer: int | None, async_op: bool
+    ) -> trace.Event:
+        return trace.begin(
+            trace.Event(
+                group=self.group_name,
+                op=op,
+                seq=self.seq,
+                rank=self._rank,
+                world_size=self._size,
+                nbytes=0 if data is None else data.nbytes,
+                dtype="" if data is None else str(data.dtype).removeprefix("torch."),
+                peer=peer,
+                async_op=async_op,
+            )
+        )
+
+    def _wrong_size(self, op: str, seen: str) -> ShapeError:
+        return ShapeError(
+            "input and output do not fit together",
+            op=op,
+            group=self.group_name,
+            rank=self._rank,
+            world_size=self._size,
+            seen=seen,
+        )
+
+    def close(self, abort: bool = False) -> None:
+        """Leave the group: pending work ends with `Aborted`; later calls raise `UsageError`."""
+        if self.closed:
+            return
+        self.closed = True
+        first: DureError | None = None
+        for backend in {id(b): b for b in self._backends.values()}.values():
+            try:
+                backend.close(abort)
+            except DureError as e:
+                first = first or e
+        if first is not None and not abort:
+            raise first

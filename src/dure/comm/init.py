@@ -1,0 +1,248 @@
+"""Joining a job and leaving it: init_process_group, destroy_process_group, process_group."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dure import env
+from dure.comm.backends.registry import known_backends, parse_backend
+from dure.comm.creation import DEFAULT_TIMEOUT, MEETING_LIMIT, GroupSpec, as_timeout, create_group
+from dure.comm.world import GroupMember, World, current_world, resolve
+from dure.errors import CommError, DureError, UsageError
+from dure.native import available as native_available
+from dure.store.base import Store
+from dure.store.rendezvous import Rendezvous, rendezvous
+
+if TYPE_CHECKING:
+    from dure.comm.group import ProcessGroup
+
+__all__ = [
+    "Backend",
+    "destroy_process_group",
+    "init_process_group",
+    "is_available",
+    "is_backend_available",
+    "is_gloo_available",
+    "is_mpi_available",
+    "is_nccl_available",
+    "process_group",
+]
+
+
+class Backend(str):
+    """A backend's name in lower case; `Backend("SHM")` checks that it is a string.
+
+    As torch's, it has a member for each well-known name: `Backend.GLOO`, `Backend.SHM`, ...
+    """
+
+    __slots__ = ()
+
+    SHM = "shm"
+    THREADS = "threads"
+    GLOO = "gloo"
+    NCCL = "nccl"
+    MPI = "mpi"
+    UCC = "ucc"
+    XCCL = "xccl"
+    UNDEFINED = "undefined"
+
+    def __new__(cls, name: str) -> Backend:
+        """Return the name in lower case; raise for anything that is not a string."""
+        if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError("a backend is named by a string", seen=f"got {name!r}")
+        return super().__new__(cls, name.lower())
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Store | None = None,
+    group_name: str = "",
+    pg_options: object = None,
+    device_id: torch.device | int | None = None,
+) -> None:
+    """Join the job: find the other ranks, and create the default group.
+
+    Args:
+        backend: "shm", "threads", "gloo", "nccl", or one for each kind of device such as
+            "cpu:gloo,cuda:nccl". None: "shm" if all ranks share a host, else "gloo".
+        init_method: "env://" (the default), "tcp://HOST:PORT", or "file:///PATH".
+        timeout: How long operations wait for their peers (30 minutes by default); joining waits
+            for the other ranks that long too, but at most 5 minutes.
+        world_size: Ranks in the job; read from WORLD_SIZE where not given.
+        rank: This rank's number; read from RANK where not given.
+        store: A store that all ranks share, in place of `init_method`; then `rank` and
+            `world_size` must be given.
+        group_name: Sets jobs apart that use one store.
+        pg_options: Handed to the backend untouched.
+        device_id: The device that this rank is bound to.
+
+    Raises:
+        UsageError: Already initialised; contradictory arguments; no such backend.
+        RendezvousError: An environment variable is missing; the port is taken; two ranks have one
+            number; ranks disagree on the world size; a file is stale; the job key is wrong.
+        RendezvousTimeout: Some ranks did not come; says who did and who did not.
+
+    Collective:
+        Every rank of the job calls, once.
+    """
+    world = current_world()
+    if world.default is not None:
+        raise UsageError(
+            "the default process group is initialised already",
+            op="init_process_group",
+            fix="Call it once in each process, or destroy_process_group() first.",
+        )
+    if store is not None and init_method is not None:
+        raise UsageError("give either store or init_method, not both", op="init_process_group")
+    limit = as_timeout(timeout, DEFAULT_TIMEOUT)
+    if backend is not None:
+        parse_backend(Backend(backend))
+    meeting = rendezvous(
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        store=store,
+        timeout=min(limit, MEETING_LIMIT),
+        group_name=group_name,
+    )
+    world.rendezvous = meeting
+    device = torch.device("cuda", device_id) if isinstance(device_id, int) else device_id
+    spec = GroupSpec(
+        name=group_name or "world",
+        global_ranks=tuple(range(meeting.world_size)),
+        backend=Backend(backend or _default_backend(meeting)),
+        timeout=limit,
+        desc="default_pg",
+        pg_options=pg_options,
+        device_id=device,
+    )
+    try:
+        world.default = create_group(world, meeting.store, meeting.rank, spec)
+    except BaseException:
+        meeting.close()
+        world.clear()
+        raise
+    atexit.register(_leave_at_exit, world)
+
+
+def _default_backend(meeting: Rendezvous) -> str:
+    """Choose where the program names none: what all ranks can reach, the fastest first."""
+    named = env.text("DURE_BACKEND")
+    if named:
+        return named
+    if meeting.same_process:
+        return "threads"
+    if meeting.same_host and native_available()[0]:
+        return "shm"
+    return "gloo"
+
+
+def destroy_process_group(group: Any = None) -> None:
+    """Leave a group, or the whole job.
+
+    Pending operations end with `Aborted`. Peers that still wait for this rank see `PeerLost`.
+
+    Args:
+        group: The group to leave; None (or the default group) for all groups and the job.
+
+    Raises:
+        UsageError: The group is not one of this rank's, or was destroyed before.
+    """
+    if group is GroupMember.NON_GROUP_MEMBER:
+        return
+    world = current_world()
+    pg = resolve(group, "destroy_process_group")
+    if world.groups.get(pg.group_name) is not pg:
+        raise UsageError(
+            "the process group has been destroyed already",
+            op="destroy_process_group",
+            group=pg.group_name,
+        )
+    if pg is not world.default:
+        del world.groups[pg.group_name]
+        pg.close()
+        return
+    _leave(world)
+
+
+def _leave(world: World, abort: bool = False) -> None:
+    """Close all groups, the default one last, then say goodbye to the store."""
+    atexit.unregister(_leave_at_exit)
+    groups, meeting, default = list(world.groups.values()), world.rendezvous, world.default
+    world.clear()
+    first: DureError | None = None
+    for pg in sorted(groups, key=lambda g: g is default):
+        try:
+            pg.close(abort)
+        except CommError as e:
+            first = first or e
+    if meeting is not None:
+        meeting.close()
+    if first is not None and not abort:
+        raise first
+
+
+def _leave_at_exit(world: World) -> None:
+    """Leave a job that the program forgot to leave, so that peers see it at once."""
+    if world.default is not None:
+        _leave(world, abort=True)
+
+
+@contextmanager
+def process_group(*args: Any, **kwargs: Any) -> Iterator[ProcessGroup]:
+    """Join a job for the length of a `with` block; arguments as `init_process_group`.
+
+    Yields:
+        The default group. It is destroyed at the end of the block; when the block raises, pending
+        operations are aborted, so that leaving never hides the error.
+    """
+    init_process_group(*args, **kwargs)
+    world = current_world()
+    try:
+        yield world.need_default()
+    except BaseException:
+        if world.default is not None:
+            _leave(world, abort=True)
+        raise
+    if world.default is not None:
+        _leave(world)
+
+
+def is_available() -> bool:
+    """Tell that the package works here."""
+    return True
+
+
+def is_backend_available(backend: str) -> bool:
+    """Tell whether the backend `backend` exists and can run on this machine."""
+    name = backend.lower()
+    if name == "shm":
+        return native_available()[0]
+    if name == "nccl":
+        return is_nccl_available()
+    return name in known_backends()
+
+
+def is_gloo_available() -> bool:
+    """Tell whether torch was built with Gloo."""
+    return hasattr(torch._C, "_distributed_c10d")  # pyright: ignore[reportPrivateUsage]
+
+
+def is_nccl_available() -> bool:
+    """Tell whether torch was built with NCCL, and there is a GPU."""
+    return bool(torch.cuda.is_available() and torch.cuda.nccl.is_available([torch.empty(0)]))
+
+
+def is_mpi_available() -> bool:
+    """Tell whether there is a backend `mpi`."""
+    return "mpi" in known_backends()

@@ -1,0 +1,171 @@
+"""Messages between two ranks: send, recv, isend, irecv, and batches of them.
+
+Ranks are global ranks; `group_dst` and `group_src` are ranks of the group. Messages of one pair of
+ranks with one tag arrive in the order they were sent; messages with different tags may be received
+in any order. They are independent of the group's collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from dure.comm.work import Work
+from dure.comm.world import resolve
+from dure.errors import UsageError
+
+if TYPE_CHECKING:
+    from dure.comm.group import ProcessGroup
+
+__all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
+
+
+def send(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> None:
+    """Send `tensor` to `dst`; return when it may be changed again.
+
+    Args:
+        tensor: What to send, of any shape.
+        dst: Global rank of the receiver.
+        group: The group whose timeout and order of messages hold.
+        tag: A number >= 0 that the receiver must name too.
+        group_dst: The receiver as a rank of the group, in place of `dst`.
+
+    Raises:
+        UsageError: `dst` is this rank, or not in the group.
+        PeerLost: The receiver died.
+        CommTimeout: The message is large and nobody received it in time.
+
+    Cost:
+        1 step; S bytes.
+    """
+    pg = resolve(group, "send")
+    pg.send(tensor, pg.peer(dst, group_dst, "send", "dst"), tag)
+
+
+def isend(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> Work:
+    """Begin to send `tensor`; it belongs to the returned `Work` until that has ended.
+
+    As `send` otherwise.
+    """
+    pg = resolve(group, "isend")
+    work = pg.send(tensor, pg.peer(dst, group_dst, "isend", "dst"), tag, async_op=True)
+    assert work is not None
+    return work
+
+
+def _source(pg: ProcessGroup, src: int | None, group_src: int | None, op: str) -> int | None:
+    if src is None and group_src is None:
+        return None
+    return pg.peer(src, group_src, op, "src")
+
+
+def recv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> int:
+    """Receive into `tensor`; return the sender's global rank.
+
+    Args:
+        tensor: Where the message goes; as many elements of the same dtype as were sent.
+        src: Global rank of the sender; None for anyone.
+        group: The group whose timeout and order of messages hold.
+        tag: The number that the sender named.
+        group_src: The sender as a rank of the group, in place of `src`.
+
+    Raises:
+        Desync: The message has another length or dtype. It is kept for a receive that fits.
+        PeerLost: The sender died.
+        CommTimeout: Nothing came in time.
+    """
+    pg = resolve(group, "recv")
+    return pg.global_ranks[pg.recv(tensor, _source(pg, src, group_src, "recv"), tag)]
+
+
+def irecv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> Work:
+    """Begin to receive into `tensor`, which belongs to the returned `Work` until that has ended.
+
+    `Work.source_rank()` tells who sent it. As `recv` otherwise.
+    """
+    pg = resolve(group, "irecv")
+    return pg.irecv(tensor, _source(pg, src, group_src, "irecv"), tag)
+
+
+class P2POp:
+    """One member of a batch: `isend` or `irecv`, with what to call it with."""
+
+    def __init__(
+        self,
+        op: Callable[..., Work],
+        tensor: torch.Tensor,
+        peer: int | None = None,
+        group: ProcessGroup | None = None,
+        tag: int = 0,
+        group_peer: int | None = None,
+    ) -> None:
+        if op is not isend and op is not irecv:
+            raise UsageError("P2POp takes dure.isend or dure.irecv", op="P2POp", seen=f"got {op!r}")
+        self.op, self.tensor, self.group, self.tag = op, tensor, group, tag
+        pg = resolve(group, "P2POp")
+        self.group_peer = pg.peer(peer, group_peer, "P2POp", "peer")
+        self.peer = pg.global_ranks[self.group_peer]
+
+    def __repr__(self) -> str:
+        shape = tuple(self.tensor.shape)
+        return f"P2POp({self.op.__name__}, peer={self.peer}, tag={self.tag}, shape={shape})"
+
+
+def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
+    """Start several sends and receives; none of them waits for another.
+
+    Args:
+        p2p_op_list: Members of one group.
+
+    Returns:
+        One `Work` for each, in the same order.
+
+    Raises:
+        UsageError: The list is empty, holds something else, or spans two groups.
+    """
+    if not p2p_op_list or not all(isinstance(p, P2POp) for p in p2p_op_list):
+        raise UsageError(
+            "expected a list of P2POp, and at least one",
+            op="batch_isend_irecv",
+            seen=f"got {p2p_op_list!r}",
+        )
+    groups = {id(resolve(p.group, "batch_isend_irecv")) for p in p2p_op_list}
+    if len(groups) != 1:
+        raise UsageError(
+            "all members of a batch must belong to one group",
+            op="batch_isend_irecv",
+            seen=f"{len(groups)} groups",
+        )
+    works: list[Work] = []
+    for p in p2p_op_list:
+        if p.op is isend:
+            works.append(isend(p.tensor, group=p.group, tag=p.tag, group_dst=p.group_peer))
+        else:
+            works.append(irecv(p.tensor, group=p.group, tag=p.tag, group_src=p.group_peer))
+    return works

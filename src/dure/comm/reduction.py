@@ -1,0 +1,126 @@
+"""The reference reduction: what every backend's reductions must equal, bit by bit.
+
+One tensor a rank goes in, one comes out. The *accumulator* starts as rank 0's tensor; rank 1's,
+rank 2's, ... are folded in one after another, so the order never depends on size, chunk or timing.
+What the accumulator is made of depends on the dtype:
+
+* 16 and 8 bit floats accumulate in float32 and are rounded once, at the end;
+* complex sums and averages are those of the real and imaginary parts; complex products multiply
+  as complex numbers (complex32 as complex64);
+* bool knows *or* (SUM, MAX, BOR), *and* (PRODUCT, MIN, BAND) and *xor* (BXOR);
+* unsigned integers are folded as signed ones of the same width: sums, products and bit operations
+  wrap around to the same bits; for MIN and MAX the top bit is flipped, which maps the unsigned
+  order onto the signed one (torch's CPU operators lack most of uint16, uint32 and uint64);
+* AVG divides the accumulator by the number of ranks, before it is rounded.
+
+The threads backend reduces with this, torch engines do so where the engine itself cannot, and the
+tests of every other backend are held against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from dure.comm.ops import ReduceOp
+
+__all__ = ["as_bytes", "reduce_in_order"]
+
+_Fold = Callable[[torch.Tensor, torch.Tensor], object]
+
+_FOLDS: dict[str, _Fold] = {
+    "SUM": torch.Tensor.add_,
+    "AVG": torch.Tensor.add_,
+    "PRODUCT": torch.Tensor.mul_,
+    "MIN": lambda acc, t: torch.minimum(acc, t, out=acc),
+    "MAX": lambda acc, t: torch.maximum(acc, t, out=acc),
+    "BAND": torch.Tensor.bitwise_and_,
+    "BOR": torch.Tensor.bitwise_or_,
+    "BXOR": torch.Tensor.bitwise_xor_,
+}
+_BOOL_AS = {"SUM": "BOR", "MAX": "BOR", "PRODUCT": "BAND", "MIN": "BAND"}
+_SIGNED_TWIN = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+_NATIVE = {
+    torch.float64,
+    torch.float32,
+    torch.complex64,
+    torch.complex128,
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+}
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View a contiguous tensor [*] of any dtype as its bytes, a uint8 tensor [nbytes]."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def reduce_in_order(tensors: Sequence[torch.Tensor], op: ReduceOp, out: torch.Tensor) -> None:
+    """Reduce `tensors`, in their order, into `out`.
+
+    Args:
+        tensors: One for each rank, in the order of ranks; at least one.
+        op: The reduction; it must have a meaning for the dtype (`ops.check_reducible`).
+        out: Where the result goes; it may be one of `tensors`.
+
+    Shapes:
+        All contiguous, of one dtype, device and number of elements; the shapes may differ.
+
+    Cost:
+        n - 1 passes over the tensor, and one accumulator (of 4 bytes an element for 8 and 16 bit
+        floats, else of the tensor's own size).
+
+    Numerics:
+        As the text of this module says; bitwise the same for the same `tensors`, always.
+    """
+    flats = [t.detach().reshape(-1) for t in tensors]
+    target = out.detach().view(-1)
+    dtype = target.dtype
+    if dtype.is_complex and op.name in ("SUM", "AVG"):
+        flats = [torch.view_as_real(t).view(-1) for t in flats]
+        target = torch.view_as_real(target).view(-1)
+    elif dtype in _SIGNED_TWIN:
+        _reduce_unsigned(flats, op, target)
+        return
+    name = _BOOL_AS.get(op.name, op.name) if dtype == torch.bool else op.name
+    _fold(flats, name, target)
+
+
+def _fold(flats: Sequence[torch.Tensor], name: str, target: torch.Tensor) -> None:
+    """Fold `flats` from left to right, in the accumulator's dtype, and round into `target`."""
+    wide = _accumulator_dtype(target.dtype)
+    acc = flats[0].to(wide, copy=True)
+    fold = _FOLDS[name]
+    for t in flats[1:]:
+        fold(acc, t.to(wide))
+    if name == "AVG":
+        acc.div_(len(flats))
+    target.copy_(acc)
+
+
+def _accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    if dtype in _NATIVE:
+        return dtype
+    return torch.complex64 if dtype.is_complex else torch.float32
+
+
+def _reduce_unsigned(flats: Sequence[torch.Tensor], op: ReduceOp, target: torch.Tensor) -> None:
+    """Reduce uint16, uint32 or uint64 as signed integers of the same width."""
+    twin = _SIGNED_TWIN[target.dtype]
+    signed = [t.view(twin) for t in flats]
+    if op.name not in ("MIN", "MAX"):
+        _fold(signed, op.name, target.view(twin))
+        return
+    top_bit = torch.iinfo(twin).min
+    result = target.view(twin)
+    _fold([t ^ top_bit for t in signed], op.name, result)
+    result.bitwise_xor_(top_bit)

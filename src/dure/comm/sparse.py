@@ -1,0 +1,62 @@
+"""all_reduce of sparse (COO) tensors.
+
+Ranks hold different numbers of entries. They first tell each other how many (a small all_gather,
+waited for even with ``async_op=True``), then gather everyone's indices and values with uneven
+lengths; each rank adds them up by itself. Entries are added in the order of ranks, so that all
+ranks get the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dure.comm.ops import ReduceOp
+from dure.comm.work import Work, combine
+from dure.errors import DeviceError
+
+if TYPE_CHECKING:
+    from dure.comm.group.moving import Moving
+
+__all__ = ["sparse_all_reduce"]
+
+
+def sparse_all_reduce(
+    group: Moving, tensor: torch.Tensor, op: ReduceOp, async_op: bool
+) -> Work | None:
+    """Sum the sparse `tensor` of all ranks, in place, on all ranks.
+
+    Shapes:
+        tensor: any COO tensor, of the same shape and dtype on all ranks.
+
+    Cost:
+        Two steps; each rank sends its entries to all others.
+    """
+    if tensor.layout is not torch.sparse_coo or op != ReduceOp.SUM:
+        raise DeviceError(
+            f"all_reduce takes sparse tensors with layout COO and SUM, not {tensor.layout} and {op}",
+            op="all_reduce",
+            fix="Use .to_sparse_coo(), or .to_dense().",
+        )
+    mine = tensor.detach().coalesce()
+    n = group.size()
+    count = torch.tensor([mine._nnz()])
+    counts = torch.empty(n, dtype=torch.int64)
+    group.all_gather_single(counts, count)
+    rows = mine.sparse_dim()
+    indices = [torch.empty((rows, k), dtype=torch.int64) for k in counts.tolist()]
+    tail = mine.values().shape[1:]
+    values = [torch.empty((k, *tail), dtype=mine.dtype) for k in counts.tolist()]
+    first = group.all_gather(indices, mine.indices(), async_op=True)
+    second = group.all_gather(values, mine.values(), async_op=True)
+    assert first is not None
+    assert second is not None
+
+    def add_up() -> None:
+        total = torch.sparse_coo_tensor(
+            torch.cat(indices, 1), torch.cat(values), mine.shape, check_invariants=False
+        )
+        tensor.detach().copy_(total.coalesce())
+
+    return combine([first, second], [tensor], async_op, finish=add_up)

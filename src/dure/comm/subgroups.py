@@ -1,0 +1,221 @@
+"""Groups of some of the world's ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dure.comm.creation import GroupSpec, as_timeout, check_ranks, create_group
+from dure.comm.world import GroupMember, World, current_world, resolve
+from dure.errors import UsageError
+
+if TYPE_CHECKING:
+    from dure.comm.group import ProcessGroup
+
+__all__ = ["new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group"]
+
+Group = Any
+"""A `ProcessGroup`, or `GroupMember.NON_GROUP_MEMBER` on ranks outside it."""
+
+
+def _next_name(world: World, ranks: tuple[int, ...], local: bool) -> str:
+    """Name a new group, alike on all its members.
+
+    Where all ranks of the world call, one counter does. With local synchronisation only the members
+    call, so the counter is that of this very set of ranks.
+    """
+    if not local:
+        world.num_created += 1
+        return f"{world.num_created}"
+    number = world.created_locally.get(ranks, 0) + 1
+    world.created_locally[ranks] = number
+    return f"{'-'.join(map(str, ranks))}/{number}"
+
+
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: object = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: torch.device | None = None,
+    sort_ranks: bool = True,
+) -> Group:
+    """Create a group of some of the world's ranks.
+
+    Args:
+        ranks: Global ranks of the members; None for all.
+        timeout: How long its operations wait; the world's timeout where None.
+        backend: Its backend; that of the world where None.
+        pg_options: Handed to the backend untouched.
+        use_local_synchronization: Only the members call, in place of all ranks of the world.
+        group_desc: What the group is for, shown in messages.
+        device_id: The device that this rank is bound to.
+        sort_ranks: Number the members by their global ranks; else in the order given.
+
+    Returns:
+        The group, or `GroupMember.NON_GROUP_MEMBER` on a rank that is not in it.
+
+    Raises:
+        UsageError: A rank is out of range or named twice.
+        Desync: The members gave different arguments.
+        RendezvousTimeout: A member did not call; it is named.
+
+    Collective:
+        All ranks of the world call, in the same order, members or not (see
+        `use_local_synchronization`).
+
+    Cost:
+        Some round trips to the store: milliseconds.
+    """
+    world = current_world()
+    default = world.need_default()
+    members = tuple(range(default.size()) if ranks is None else ranks)
+    check_ranks(members, default.size(), "new_group")
+    if sort_ranks:
+        members = tuple(sorted(members))
+    name = _next_name(world, members, use_local_synchronization)
+    if default.rank() not in members:
+        return GroupMember.NON_GROUP_MEMBER
+    assert world.rendezvous is not None
+    spec = GroupSpec(
+        name=name,
+        global_ranks=members,
+        backend=(backend or default.backend_config).lower(),
+        timeout=as_timeout(timeout, default.timeout),
+        desc=group_desc or "",
+        pg_options=pg_options,
+        device_id=device_id,
+    )
+    return create_group(world, world.rendezvous.store, default.rank(), spec)
+
+
+def new_subgroups_by_enumeration(
+    ranks_per_subgroup_list: Sequence[Sequence[int]],
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: object = None,
+    group_desc: str | None = None,
+) -> tuple[Group, list[Group]]:
+    """Create disjoint groups from lists of global ranks.
+
+    Args:
+        ranks_per_subgroup_list: The members of each group; no rank may be in two.
+        timeout: As in `new_group`.
+        backend: As in `new_group`.
+        pg_options: As in `new_group`.
+        group_desc: As in `new_group`.
+
+    Returns:
+        This rank's own group (NON_GROUP_MEMBER if it is in none), and the list of all.
+
+    Raises:
+        UsageError: A rank is out of range, or in two groups.
+    """
+    op = "new_subgroups_by_enumeration"
+    world_size = current_world().need_default().size()
+    if not ranks_per_subgroup_list:
+        raise UsageError("there must be at least one list of ranks", op=op)
+    owner: dict[int, int] = {}
+    for i, ranks in enumerate(ranks_per_subgroup_list):
+        check_ranks(ranks, world_size, op)
+        for r in ranks:
+            if r in owner:
+                raise UsageError(
+                    f"Rank {r} has appeared in both subgroup "
+                    f"{list(ranks_per_subgroup_list[owner[r]])} and {list(ranks)}",
+                    op=op,
+                )
+            owner[r] = i
+    groups = [
+        new_group(ranks, timeout, backend, pg_options, group_desc=group_desc)
+        for ranks in ranks_per_subgroup_list
+    ]
+    own = [g for g in groups if g is not GroupMember.NON_GROUP_MEMBER]
+    return (own[0] if own else GroupMember.NON_GROUP_MEMBER), groups
+
+
+def new_subgroups(
+    group_size: int | None = None,
+    group: ProcessGroup | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: object = None,
+    group_desc: str | None = None,
+) -> tuple[Group, list[Group]]:
+    """Cut a group into groups of `group_size` consecutive ranks.
+
+    Args:
+        group_size: Ranks a group; it must divide the size of `group`. None for the number of
+            ranks on this host (LOCAL_WORLD_SIZE, or all of them).
+        group: What to cut; the world where None.
+        timeout: As in `new_group`.
+        backend: As in `new_group`.
+        pg_options: As in `new_group`.
+        group_desc: As in `new_group`.
+
+    Returns:
+        This rank's own group, and the list of all.
+
+    Raises:
+        UsageError: `group_size` does not divide the number of ranks.
+    """
+    parent = resolve(group, "new_subgroups")
+    world = current_world()
+    if group_size is None:
+        assert world.rendezvous is not None
+        group_size = world.rendezvous.local_world_size
+    if group_size < 1 or group_size > parent.size() or parent.size() % group_size:
+        raise UsageError(
+            "the group size must divide the number of ranks, and not exceed it",
+            op="new_subgroups",
+            seen=f"group_size={group_size} for {parent.size()} ranks",
+        )
+    lists = [parent.global_ranks[i : i + group_size] for i in range(0, parent.size(), group_size)]
+    return new_subgroups_by_enumeration(lists, timeout, backend, pg_options, group_desc)
+
+
+def split_group(
+    parent_pg: ProcessGroup | None = None,
+    split_ranks: Sequence[Sequence[int]] | None = None,
+    timeout: timedelta | None = None,
+    pg_options: object = None,
+    group_desc: str | None = None,
+    backend: str | None = None,
+) -> Group:
+    """Split a group into disjoint groups; only the parent's members call.
+
+    Args:
+        parent_pg: What to split; the world where None.
+        split_ranks: Lists of ranks of the parent (not global ranks).
+        timeout: The parent's where None.
+        pg_options: As in `new_group`.
+        group_desc: As in `new_group`.
+        backend: The parent's where None.
+
+    Returns:
+        The group that this rank is in, or None.
+
+    Raises:
+        UsageError: A rank is out of range, or in two lists.
+    """
+    parent = resolve(parent_pg, "split_group")
+    if not split_ranks:
+        raise UsageError("split_ranks must hold at least one list of ranks", op="split_group")
+    check_ranks([r for ranks in split_ranks for r in ranks], parent.size(), "split_group")
+    own = None
+    for ranks in split_ranks:
+        if parent.rank() in ranks:
+            own = new_group(
+                [parent.global_ranks[r] for r in ranks],
+                timeout or parent.timeout,
+                backend or parent.backend_config,
+                pg_options,
+                use_local_synchronization=True,
+                group_desc=group_desc,
+            )
+    return own

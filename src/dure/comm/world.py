@@ -1,0 +1,120 @@
+"""The world a rank lives in: its default group, its other groups, and how code finds them.
+
+A rank is a process, or a thread of one. The current world is found through a context variable that
+falls back to the process's own world: a thread that a program starts itself sees the process's
+groups, while a thread-rank (`new_world`) sees only its own. Objects that outlive a call (DDP, a
+mesh) hold their group, because autograd may call them on a thread with an empty context.
+
+After a fork the child has no groups: a group's memory, sockets and threads belong to the parent.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from dure.errors import NotInGroupError, UsageError
+
+if TYPE_CHECKING:
+    from dure.comm.group import ProcessGroup
+    from dure.store.rendezvous import Rendezvous
+
+__all__ = ["GroupMember", "World", "current_world", "group", "new_world", "resolve"]
+
+
+class World:
+    """All groups of one rank.
+
+    Threads: groups are added and removed under `lock`; reading `default` needs none.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything (the groups have been closed, or belong to a parent process)."""
+        self.default: ProcessGroup | None = None
+        self.groups: dict[str, ProcessGroup] = {}
+        self.rendezvous: Rendezvous | None = None
+        self.num_created = 0
+        self.created_locally: dict[tuple[int, ...], int] = {}
+
+    def need_default(self) -> ProcessGroup:
+        """Return the default group, or say that there is none."""
+        if self.default is None:
+            raise UsageError(
+                "the default process group has not been initialized",
+                fix="Call dure.init_process_group() first (and not after destroy_process_group()).",
+            )
+        return self.default
+
+
+_process_world = World()
+_current: contextvars.ContextVar[World | None] = contextvars.ContextVar("dure_world", default=None)
+os.register_at_fork(after_in_child=_process_world.clear)
+
+
+def current_world() -> World:
+    """Return the world of the calling rank."""
+    return _current.get() or _process_world
+
+
+@contextmanager
+def new_world() -> Iterator[World]:
+    """Give the calling thread an empty world of its own, for the length of a `with` block."""
+    token = _current.set(World())
+    try:
+        yield current_world()
+    finally:
+        _current.reset(token)
+
+
+class _NonMember:
+    """What `new_group` returns on ranks outside the new group."""
+
+    def __repr__(self) -> str:
+        return "GroupMember.NON_GROUP_MEMBER"
+
+    def __reduce__(self) -> str:
+        return "_NON_MEMBER"
+
+
+_NON_MEMBER = _NonMember()
+
+
+class _GroupMeta(type):
+    """Makes WORLD a property of the class, as in torch.distributed."""
+
+    @property
+    def WORLD(cls) -> ProcessGroup | None:
+        return current_world().default
+
+
+class group(metaclass=_GroupMeta):  # noqa: N801 (the field's name)
+    """`group.WORLD` is the default group, None before initialisation."""
+
+
+class GroupMember(metaclass=_GroupMeta):
+    """`GroupMember.NON_GROUP_MEMBER` stands for a group that this rank is not in."""
+
+    NON_GROUP_MEMBER = _NON_MEMBER
+
+
+def resolve(group: object, op: str) -> ProcessGroup:
+    """Return `group`, or the default group for None; raise for anything that is not a group."""
+    if group is None:
+        return current_world().default or current_world().need_default()
+    if group is _NON_MEMBER:
+        raise NotInGroupError(
+            "Invalid process group specified: this rank is not a member of it",
+            op=op,
+            fix="Call on the group's members only (dure.get_rank(group) is -1 elsewhere).",
+        )
+    if not hasattr(group, "global_ranks"):
+        raise UsageError(f"{group!r} is not a process group", op=op, fix="Pass group=None for all.")
+    return group  # pyright: ignore[reportReturnType]
