@@ -1,0 +1,65 @@
+# `make demo` and `make test` set up everything in .venv first, and only once: see scripts/setup.
+# What can be changed from outside: PYTHON, VENV, TORCH_INDEX, PYTEST_ARGS, DEMO_ARGS.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(firstword $(shell command -v python3.11 python3.12 python3.13 python3.14 python3) python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/stamps
+export PYTHON VENV
+
+PYTHON_TREES := src tests $(wildcard examples benchmarks)
+CPP_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' 2>/dev/null)
+NATIVE_SOURCES := CMakeLists.txt $(CPP_SOURCES)
+SPELLED := README.md ARCHITECTURE.md CONTRIBUTING.md CHANGELOG.md Makefile pyproject.toml \
+    docs csrc $(PYTHON_TREES)
+
+.PHONY: help demo test drill native-test lint format setup clean
+
+help: ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | \
+	    while IFS=$$'\t' read -r name text; do printf '  make %-13s %s\n' "$$name" "$$text"; done
+
+demo: $(STAMPS)/package ## train on real images with 2 ranks, and write runs/demo/report.html
+	@$(BIN)/dure demo $(DEMO_ARGS)
+
+test: $(STAMPS)/package $(STAMPS)/test ## run all tests but the long drills
+	@$(BIN)/python -m pytest -rs $(PYTEST_ARGS)
+
+drill: $(STAMPS)/package $(STAMPS)/test ## run the long drills: killed, stopped and late ranks
+	@$(BIN)/python -m pytest -rs -m slow $(PYTEST_ARGS)
+
+native-test: $(STAMPS)/venv ## run the C++ tests, plain and under the sanitizers
+	@PATH="$(abspath $(BIN)):$$PATH" scripts/native-test
+
+lint: $(STAMPS)/package $(STAMPS)/test $(STAMPS)/lint ## run every static check
+	@scripts/lint check $(PYTHON_TREES) -- $(CPP_SOURCES) -- $(wildcard $(SPELLED))
+
+format: $(STAMPS)/venv $(STAMPS)/lint ## rewrite the sources in the project's layout
+	@scripts/lint format $(PYTHON_TREES) -- $(CPP_SOURCES) --
+
+setup: $(STAMPS)/package $(STAMPS)/test $(STAMPS)/lint ## install everything, run nothing
+
+clean: ## remove what was built and installed
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+
+# Each stamp names one finished step of scripts/setup; a step is repeated when what it reads changes.
+$(STAMPS)/venv: constraints.txt scripts/setup
+	@scripts/setup venv
+	@mkdir -p $(@D) && touch $@
+
+$(STAMPS)/package: $(STAMPS)/venv pyproject.toml $(NATIVE_SOURCES)
+	@scripts/setup package
+	@touch $@
+
+$(STAMPS)/test: $(STAMPS)/venv pyproject.toml
+	@scripts/setup extra test
+	@touch $@
+
+$(STAMPS)/lint: $(STAMPS)/venv pyproject.toml
+	@scripts/setup extra lint
+	@touch $@
