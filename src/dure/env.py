@@ -68,6 +68,7 @@ VARIABLES: dict[str, Variable] = {
         Variable(
             name="TORCH_DISTRIBUTED_DEBUG", meaning="OFF, INFO or DETAIL: what torch would check"
         ),
+        Variable(name="CUDA_VISIBLE_DEVICES", meaning="the GPUs this process may use"),
         Variable(name="OMP_NUM_THREADS", meaning="threads each process may use for one operator"),
         Variable(name="DURE_JOB_KEY_FILE", meaning="path of the job key, a file of mode 0600"),
         Variable(
