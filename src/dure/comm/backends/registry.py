@@ -1,0 +1,146 @@
+"""Which backends there are, and how one is made from its name.
+
+Our own are imported on first use, so that a program that never names `nccl` never loads what it
+needs; others are added by `register_backend`. A backend may also be chosen for each type of
+device: "cpu:gloo,cuda:nccl" (`parse_backend`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from dure.comm.backends.base import Backend, BackendFactory, BackendOptions
+from dure.errors import UsageError
+
+__all__ = [
+    "create_backend",
+    "device_types_of",
+    "known_backends",
+    "parse_backend",
+    "register_backend",
+    "unregister_backend",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """A backend by name: its factory, or where to find it, and the device types it takes."""
+
+    devices: tuple[str, ...]
+    factory: BackendFactory | None = None
+    module: str = ""
+    attribute: str = ""
+
+    def load(self) -> BackendFactory:
+        if self.factory is not None:
+            return self.factory
+        return getattr(importlib.import_module(self.module), self.attribute)
+
+
+_OURS: Mapping[str, _Entry] = {
+    "threads": _Entry(
+        devices=("cpu",), module="dure.comm.backends.threads", attribute="create_threads"
+    ),
+    "shm": _Entry(devices=("cpu",), module="dure.comm.backends.shm", attribute="create"),
+    "gloo": _Entry(
+        devices=("cpu",), module="dure.comm.backends.torch_engine", attribute="create_gloo"
+    ),
+    "nccl": _Entry(
+        devices=("cuda",), module="dure.comm.backends.torch_engine", attribute="create_nccl"
+    ),
+}
+_registered: dict[str, _Entry] = {}
+
+
+def register_backend(name: str, factory: BackendFactory, devices: Iterable[str] = ("cpu",)) -> None:
+    """Add a backend of one's own.
+
+    Args:
+        name: What users give as `backend`; lower case is made of it.
+        factory: Called on every rank with the group's `BackendOptions`.
+        devices: Types of `torch.device` whose tensors it takes.
+
+    Raises:
+        UsageError: The name is taken, or is not a plain word.
+    """
+    name = name.lower()
+    if not name.isidentifier():
+        raise UsageError("a backend's name must be a plain word", seen=repr(name))
+    if name in _OURS or name in _registered:
+        raise UsageError(f"there is a backend {name!r} already", fix="Choose another name.")
+    _registered[name] = _Entry(devices=tuple(devices), factory=factory)
+
+
+def unregister_backend(name: str) -> None:
+    """Remove a backend that `register_backend` added; groups that use it are not touched."""
+    if _registered.pop(name.lower(), None) is None:
+        raise UsageError(f"no backend {name!r} was registered")
+
+
+def known_backends() -> list[str]:
+    """Return the names that can be given as `backend`; some may not run on this machine."""
+    return [*_OURS, *_registered]
+
+
+def device_types_of(name: str) -> tuple[str, ...]:
+    """Return the device types that the backend `name` takes, without importing it."""
+    return _entry(name).devices
+
+
+def create_backend(name: str, options: BackendOptions) -> Backend:
+    """Make this rank's part of a backend; every rank of the group must do so.
+
+    Args:
+        name: One of `known_backends()`.
+        options: Who we are and where the others can be found.
+
+    Raises:
+        UsageError: There is no such backend, or it cannot run on this machine.
+        RendezvousTimeout: A rank did not come.
+    """
+    return _entry(name).load()(options)
+
+
+def parse_backend(spec: str) -> dict[str, str]:
+    """Split "cpu:gloo,cuda:nccl", or a bare name, into backend names by device type.
+
+    Returns:
+        Device type to backend name. A bare name stands for all device types the backend takes.
+
+    Raises:
+        UsageError: A name is unknown, a device type is named twice, or the text is malformed.
+    """
+    if ":" not in spec:
+        name = spec.strip().lower()
+        return dict.fromkeys(_entry(name).devices, name)
+    parsed: dict[str, str] = {}
+    for part in spec.split(","):
+        device, colon, name = (x.strip().lower() for x in part.partition(":"))
+        if not (device and colon and name):
+            raise _malformed(spec, f"{part.strip()!r} is not DEVICE:BACKEND")
+        if device in parsed:
+            raise _malformed(spec, f"{device!r} is named twice")
+        if device not in _entry(name).devices:
+            takes = ", ".join(_entry(name).devices)
+            raise _malformed(spec, f"the backend {name!r} takes {takes}, not {device}")
+        parsed[device] = name
+    return parsed
+
+
+def _entry(name: str) -> _Entry:
+    entry = _OURS.get(name.lower()) or _registered.get(name.lower())
+    if entry is None:
+        raise UsageError(
+            f"there is no backend {name!r}", fix=f"Use one of {', '.join(known_backends())}."
+        )
+    return entry
+
+
+def _malformed(spec: str, seen: str) -> UsageError:
+    return UsageError(
+        f"the backend {spec!r} cannot be understood",
+        seen=seen,
+        fix='Give one name, or one for each type of device, e.g. "cpu:gloo,cuda:nccl".',
+    )
