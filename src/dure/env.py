@@ -129,7 +129,8 @@ def require(name: str, purpose: str) -> str:
         raise RendezvousError(
             f"the environment variable {name} is missing",
             seen=f"{purpose} needs it: {v.meaning}",
-            fix=f"Start the program with `dure run --nproc 2 PROGRAM`, or set {name}={v.example or '...'}.",
+            fix="Start the program with `dure run --nproc 2 PROGRAM`, "
+            f"or set {name}={v.example or '...'}.",
         )
     return value
 

@@ -23,7 +23,17 @@ from dure.errors import UsageError
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["EngineNames", "all_gather_into_tensor", "reduce_op", "reduce_scatter_tensor"]
+__all__ = [  # the underscored ones are torch's own names
+    "EngineNames",
+    "_all_gather_base",
+    "_coalescing_manager",
+    "_get_default_group",
+    "_rank_not_in_group",
+    "_reduce_scatter_base",
+    "all_gather_into_tensor",
+    "reduce_op",
+    "reduce_scatter_tensor",
+]
 
 all_gather_into_tensor = all_gather_single
 reduce_scatter_tensor = reduce_scatter_single

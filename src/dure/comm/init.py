@@ -240,7 +240,7 @@ def is_gloo_available() -> bool:
 
 def is_nccl_available() -> bool:
     """Tell whether torch was built with NCCL, and there is a GPU."""
-    return bool(torch.cuda.is_available() and torch.cuda.nccl.is_available([torch.empty(0)]))
+    return torch.cuda.is_available() and hasattr(torch._C, "_nccl_version")  # pyright: ignore[reportPrivateUsage]
 
 
 def is_mpi_available() -> bool:

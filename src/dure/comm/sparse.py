@@ -35,8 +35,9 @@ def sparse_all_reduce(
     """
     if tensor.layout is not torch.sparse_coo or op != ReduceOp.SUM:
         raise DeviceError(
-            f"all_reduce takes sparse tensors with layout COO and SUM, not {tensor.layout} and {op}",
+            "all_reduce takes sparse tensors in the COO layout, and SUM",
             op="all_reduce",
+            seen=f"{tensor.layout}, {op}",
             fix="Use .to_sparse_coo(), or .to_dense().",
         )
     mine = tensor.detach().coalesce()

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,7 +37,7 @@ class Work:
         *,
         finish: Callable[[], None] | None = None,
         keep: object = None,
-        fields: dict[str, object] | None = None,
+        fields: dict[str, Any] | None = None,
         source_of: Callable[[int], int] | None = None,
         settled: Callable[[BaseException | None], object] | None = None,
     ) -> None:
@@ -152,7 +152,7 @@ class Work:
 
     def _set_future(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
         if isinstance(self._error, Exception):
-            future.set_exception(self._error)
+            future.set_exception(self._error)  # pyright: ignore[reportArgumentType]
         else:
             future.set_result(self._outputs)
 

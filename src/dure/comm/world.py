@@ -95,7 +95,7 @@ class _GroupMeta(type):
         return current_world().default
 
 
-class group(metaclass=_GroupMeta):  # noqa: N801 (the field's name)
+class group(metaclass=_GroupMeta):
     """`group.WORLD` is the default group, None before initialisation."""
 
 

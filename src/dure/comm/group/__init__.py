@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from dure.comm.aliases import EngineNames
 from dure.comm.group.messaging import Messaging
-from dure.comm.group.moving import Moving
 from dure.comm.group.reducing import Reducing
 
 __all__ = ["ProcessGroup"]
 
 
-class ProcessGroup(Reducing, Moving, Messaging, EngineNames):
+class ProcessGroup(Reducing, Messaging, EngineNames):
     """The ranks of one group, seen from one of them.
 
     All ranks must call the collectives of a group in the same order. Groups are independent of

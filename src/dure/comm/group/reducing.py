@@ -8,7 +8,7 @@ import torch
 
 from dure import trace
 from dure.comm import checks
-from dure.comm.group.core import GroupCore
+from dure.comm.group.moving import Moving
 from dure.comm.ops import ReduceOp, as_reduce_op, check_reducible
 from dure.comm.sparse import sparse_all_reduce
 from dure.comm.work import Work, combine
@@ -17,7 +17,7 @@ from dure.errors import UsageError
 __all__ = ["Reducing"]
 
 
-class Reducing(GroupCore):
+class Reducing(Moving):
     """Operations that combine the ranks' tensors."""
 
     def _premultiply(
