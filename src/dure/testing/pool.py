@@ -1,0 +1,289 @@
+"""Real processes, started once: a pool whose ranks run one function after another.
+
+Starting a process and importing torch costs far more than the collective under test. So the
+processes are forked from one server that has imported torch already, join one group, and then wait
+for work: `pool.run(fn, *args)` sends a module-level function by name to every rank, where
+`fn(rank, *args)` runs, and collects what each one returned.
+
+One failure poisons the pool, because the ranks may be anywhere: all processes are ended and later
+calls are refused. Each call has a timeout; when it passes, every rank's stack is shown, written by
+faulthandler on the rank itself, whatever the rank is stuck in.
+
+Threads: a pool belongs to the thread that made it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+
+import dure
+from dure.errors import CommTimeout, LaunchError
+
+__all__ = ["ProcessPool"]
+
+T = TypeVar("T")
+
+_CLOSE_S = 10.0
+_GRACE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reply:
+    """What a rank sends back: a value, or an error with its traceback as text."""
+
+    value: object = None
+    error: BaseException | None = None
+    trace: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seat:
+    """What a rank needs to know to join."""
+
+    rank: int
+    size: int
+    backend: str | None
+    folder: str
+    timeout_s: float
+
+
+class ProcessPool:
+    """`n` processes that form one group, until the end of a `with` block.
+
+    Args:
+        n: How many ranks.
+        backend: The default group's backend; None: what Dure chooses.
+        timeout: Seconds one call may take unless it says otherwise; also the group's timeout.
+
+    Raises:
+        LaunchError: A rank could not join.
+    """
+
+    def __init__(self, n: int, backend: str | None = None, timeout: float = 30.0) -> None:
+        self.size, self.backend, self.timeout = n, backend, timeout
+        self._broken = ""
+        self._folder = tempfile.TemporaryDirectory(prefix="dure-pool-")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["dure.testing.pool", "dure.comm"])
+        self._pipes: list[connection.Connection] = []
+        self._processes: list[BaseProcess] = []
+        for rank in range(n):
+            seat = _Seat(
+                rank=rank, size=n, backend=backend, folder=self._folder.name, timeout_s=timeout
+            )
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(seat, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        try:
+            self._collect(timeout)
+        except BaseException:
+            self._end(force=True)
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """Process id of each rank."""
+        return [p.pid or -1 for p in self._processes]
+
+    def __enter__(self) -> ProcessPool:
+        """Return the pool."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the pool."""
+        self.close()
+
+    def run(self, fn: Callable[..., T], *args: object, timeout: float | None = None) -> list[T]:
+        """Run `fn(rank, *args)` on every rank.
+
+        Args:
+            fn: A function that can be imported by name, not a lambda or a closure.
+            *args: Pickled; every rank gets its own copy.
+            timeout: Seconds the call may take.
+
+        Returns:
+            What each rank returned, in rank order.
+
+        Raises:
+            Exception: The first error of any rank, with its traceback there as a note.
+            LaunchError: A rank's process ended, or the pool has failed before.
+            CommTimeout: Ranks did not end; `missing` says which, the notes show their stacks.
+        """
+        if self._broken:
+            raise LaunchError("the process pool has failed before", seen=self._broken)
+        limit = self.timeout if timeout is None else timeout
+        message = pickle.dumps((fn, args, limit))
+        for pipe in self._pipes:
+            pipe.send_bytes(message)
+        try:
+            return self._collect(limit)  # pyright: ignore[reportReturnType]
+        except BaseException as e:
+            self._broken = f"{type(e).__name__}: {e}"
+            self._end(force=True)
+            raise
+
+    def close(self) -> None:
+        """End all processes.
+
+        Raises:
+            LaunchError: A rank did not end by itself, or ended badly.
+        """
+        if not self._processes:
+            return
+        codes = self._end(force=False)
+        if any(codes) and not self._broken:
+            raise LaunchError("ranks of a process pool ended badly", seen=f"exit codes {codes}")
+
+    def _collect(self, timeout_s: float) -> list[object]:
+        """Wait for a reply of every rank; raise the first error."""
+        values: dict[int, object] = {}
+        first_error: BaseException | None = None
+        deadline = time.monotonic() + timeout_s + _GRACE_S  # the ranks dump their stacks meanwhile
+        while len(values) < self.size:
+            waiting = [p for r, p in enumerate(self._pipes) if r not in values]
+            ready = connection.wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise first_error or self._timed_out(values, timeout_s)
+            for pipe in ready:
+                rank = self._pipes.index(pipe)  # pyright: ignore[reportArgumentType]
+                reply = self._reply_of(rank)
+                values[rank] = reply.value
+                if reply.error is not None and first_error is None:
+                    first_error = reply.error
+                    first_error.add_note(f"on rank {rank} of {self.size}:\n{reply.trace}")
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+        if first_error is not None:
+            raise first_error
+        return [values[r] for r in range(self.size)]
+
+    def _reply_of(self, rank: int) -> _Reply:
+        try:
+            return pickle.loads(self._pipes[rank].recv_bytes())
+        except EOFError:
+            process = self._processes[rank]
+            process.join(_GRACE_S)
+            return _Reply(
+                error=LaunchError(
+                    "a rank of a process pool ended",
+                    rank=rank,
+                    world_size=self.size,
+                    seen=_exit_text(process.exitcode),
+                )
+            )
+
+    def _timed_out(self, values: dict[int, object], timeout_s: float) -> CommTimeout:
+        missing = tuple(r for r in range(self.size) if r not in values)
+        error = CommTimeout(
+            "ranks of a process pool did not answer in time", missing=missing, elapsed_s=timeout_s
+        )
+        for rank in missing:
+            error.add_note(f"--- rank {rank}\n{_stack_file(self._folder.name, rank).read_text()}")
+        return error
+
+    def _end(self, force: bool) -> list[int | None]:
+        """End the processes, at once or when they have left their group; return exit codes."""
+        for pipe in self._pipes:
+            with suppress(OSError):
+                pipe.send_bytes(b"")
+        if force:
+            for process in self._processes:
+                process.kill()
+        deadline = time.monotonic() + _CLOSE_S
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+        codes = [p.exitcode for p in self._processes]
+        for process in self._processes:
+            process.close()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+        self._folder.cleanup()
+        return codes
+
+
+def _exit_text(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+def _stack_file(folder: str, rank: int) -> Path:
+    return Path(folder) / f"stacks-{rank}.txt"
+
+
+def _serve(seat: _Seat, pipe: connection.Connection) -> None:
+    """Be one rank: join, then run what is sent until an empty message or the end of the pool."""
+    torch.set_num_threads(1)
+    with _stack_file(seat.folder, seat.rank).open("w") as stacks:
+        reply = _attempt(_join, (seat,))
+        while True:
+            pipe.send_bytes(_dump(reply))
+            try:
+                message = pipe.recv_bytes()
+            except EOFError:
+                return
+            if not message:
+                break
+            fn, args, limit_s = pickle.loads(message)
+            faulthandler.dump_traceback_later(limit_s, file=stacks)
+            reply = _attempt(fn, (seat.rank, *args))
+            faulthandler.cancel_dump_traceback_later()
+    if dure.is_initialized():
+        dure.destroy_process_group()
+
+
+def _join(seat: _Seat) -> None:
+    dure.init_process_group(
+        seat.backend,
+        init_method=f"file://{seat.folder}/store",
+        rank=seat.rank,
+        world_size=seat.size,
+        timeout=timedelta(seconds=seat.timeout_s),
+    )
+
+
+def _attempt(fn: Callable[..., object], args: tuple[object, ...]) -> _Reply:
+    try:
+        return _Reply(value=fn(*args))
+    except BaseException as e:
+        return _Reply(error=e, trace=traceback.format_exc())
+
+
+def _dump(reply: _Reply) -> bytes:
+    """Pickle a reply; where that fails, one that says so."""
+    try:
+        data = pickle.dumps(reply)
+        pickle.loads(data)  # an error whose constructor takes other arguments fails only here
+        return data
+    except Exception as e:
+        text = reply.trace or f"{type(reply.value).__name__}: {e}"
+        error = LaunchError("a rank's reply could not be sent", report=text, seen=text)
+        return pickle.dumps(_Reply(error=error, trace=text))

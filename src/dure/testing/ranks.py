@@ -1,0 +1,127 @@
+"""Ranks as threads: the same program, with any number of ranks, in one process.
+
+Each rank is a thread with a world of its own (`dure.comm.world`), so `dure.get_rank()`, the default
+group and everything made from it are that rank's. Starting a rank costs a thread, not a process and
+an import of torch: 128 ranks are a matter of milliseconds.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Concatenate, Generic, ParamSpec, TypeVar
+
+import dure
+from dure.comm.world import new_world
+from dure.errors import CommTimeout
+from dure.store.memory import HashStore
+
+__all__ = ["run_ranks"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def run_ranks(
+    n: int,
+    fn: Callable[Concatenate[int, ...], T],
+    *args: object,
+    backend: str = "threads",
+    timeout: float = 30.0,
+) -> list[T]:
+    """Run `fn(rank, *args)` on `n` thread-ranks of a fresh world.
+
+    The default group is initialised before `fn` and destroyed after it, on every rank.
+
+    Args:
+        n: How many ranks.
+        fn: What each rank does; inside it `import dure as dist` works as in a program of its own.
+        *args: Handed to every rank, the very same objects.
+        backend: A backend whose ranks may be threads: "threads", or "gloo".
+        timeout: Seconds that all of it may take; also the group's own timeout.
+
+    Returns:
+        What each rank returned, in rank order.
+
+    Raises:
+        Exception: The first error of any rank, in time, with a note that says which rank; the other
+            ranks then see that it left (`PeerLost`).
+        CommTimeout: Ranks did not end; `missing` says which, and stderr shows where each one is.
+    """
+    job = _Job[T](n, backend, timeout)
+    threads = [
+        threading.Thread(target=job.run, args=(r, fn, args), name=f"dure-rank-{r}", daemon=True)
+        for r in range(n)
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    stuck = tuple(r for r, thread in enumerate(threads) if thread.is_alive())
+    if stuck:
+        print_stacks(threads)
+    job.raise_first_error()
+    if stuck:
+        raise CommTimeout(
+            "thread-ranks did not end in time", missing=stuck, world_size=n, elapsed_s=timeout
+        )
+    return [job.results[r] for r in range(n)]
+
+
+def print_stacks(threads: list[threading.Thread]) -> None:
+    """Print to stderr where each of `threads` is."""
+    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+    for thread in threads:
+        frame = frames.get(thread.ident or -1)
+        where = "".join(traceback.format_stack(frame)) if frame else "  has ended\n"
+        print(f"--- {thread.name}\n{where}", file=sys.stderr, end="")
+
+
+class _Job(Generic[T]):
+    """One call of `run_ranks`. Threads: every rank writes its own result; errors under `lock`."""
+
+    def __init__(self, n: int, backend: str, timeout: float) -> None:
+        self.n, self.backend, self.timeout = n, backend, timedelta(seconds=timeout)
+        self.store = HashStore()
+        self.lock = threading.Lock()
+        self.results: dict[int, T] = {}
+        self.errors: list[tuple[int, BaseException]] = []
+
+    def run(self, rank: int, fn: Callable[..., T], args: tuple[object, ...]) -> None:
+        """Be one rank, from the first to the last line."""
+        with new_world():
+            try:
+                dure.init_process_group(
+                    self.backend,
+                    store=self.store,
+                    rank=rank,
+                    world_size=self.n,
+                    timeout=self.timeout,
+                )
+                self.results[rank] = fn(rank, *args)
+            except BaseException as e:
+                self.note(rank, e)
+            try:
+                if dure.is_initialized():
+                    dure.destroy_process_group()
+            except BaseException as e:
+                self.note(rank, e)
+
+    def note(self, rank: int, error: BaseException) -> None:
+        """Keep an error; the first of all ranks, in time, is the one to raise."""
+        with self.lock:
+            self.errors.append((rank, error))
+
+    def raise_first_error(self) -> None:
+        """Raise the first error, if there was one, and say whose it is."""
+        with self.lock:
+            if not self.errors:
+                return
+            rank, error = self.errors[0]
+        error.add_note(f"raised on rank {rank} of {self.n} thread-ranks")
+        raise error
