@@ -139,7 +139,7 @@ def _agree(own: Store, rank: int, spec: GroupSpec) -> None:
             world_size=len(spec.global_ranks),
             calls=calls,
             seen="; ".join(f"rank {r} says {text}" for r, text in calls.items()),
-            fix="All ranks must create the same groups, with the same arguments, in the same order.",
+            fix="All ranks must create the same groups, with equal arguments, in the same order.",
         )
 
 

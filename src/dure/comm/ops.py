@@ -62,7 +62,7 @@ ReduceOp.PREMUL_SUM = ReduceOp("PREMUL_SUM", _PREMUL)
 
 
 def as_reduce_op(op: object) -> ReduceOp:
-    """Return `op` as a `ReduceOp`: a member, its name, or torch.distributed's object of that name."""
+    """Return the `ReduceOp` that `op` is, names, or (an object of torch's) is called."""
     if isinstance(op, ReduceOp):
         return op
     name = str(getattr(op, "name", op)).rpartition(".")[2].upper()
@@ -104,7 +104,7 @@ def reducible_dtypes(op: ReduceOp) -> frozenset[torch.dtype]:
 
 
 def check_reducible(dtype: torch.dtype, op: ReduceOp, name: str) -> None:
-    """Raise `DtypeError`, with the list of what is allowed, where `op` has no meaning for `dtype`."""
+    """Raise `DtypeError`, with the list of what is allowed, unless `op` fits `dtype`."""
     if dtype in _ALLOWED[op.name]:
         return
     allowed = ", ".join(sorted(str(d).removeprefix("torch.") for d in _ALLOWED[op.name]))
