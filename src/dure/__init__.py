@@ -119,7 +119,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-__all__ = [n for n in _HOME_OF if not n.startswith("_")]  # pyright: ignore[reportUnsupportedDunderAll]  # noqa: PLE0605
+__all__ = [n for n in _HOME_OF if not n.startswith("_")]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

@@ -78,7 +78,6 @@ def create_group(world: World, store: Store, my_global_rank: int, spec: GroupSpe
     """
     rank = spec.global_ranks.index(my_global_rank)
     own = PrefixStore(f"group/{spec.name}", store)
-    own.set_timeout(min(spec.timeout, MEETING_LIMIT))
     _agree(own, rank, spec)
     backends: dict[str, Backend] = {}
     built: dict[str, Backend] = {}
@@ -115,8 +114,10 @@ def _agree(own: Store, rank: int, spec: GroupSpec) -> None:
     mine = f"ranks {list(spec.global_ranks)}, backend {spec.backend!r}"
     own.set(f"spec/{rank}", mine)
     others = range(len(spec.global_ranks))
+    keys = [f"spec/{r}" for r in others]
+    limit = min(spec.timeout, MEETING_LIMIT)
     try:
-        said = own.multi_get([f"spec/{r}" for r in others])
+        own.wait(keys, limit)
     except StoreTimeout:
         missing = tuple(r for r in others if not own.check([f"spec/{r}"]))
         raise RendezvousTimeout(
@@ -124,13 +125,13 @@ def _agree(own: Store, rank: int, spec: GroupSpec) -> None:
             group=spec.name,
             rank=rank,
             world_size=len(spec.global_ranks),
-            elapsed_s=own.timeout.total_seconds(),
+            elapsed_s=limit.total_seconds(),
             came=tuple(r for r in others if r not in missing),
             missing=missing,
             seen=f"missing are global ranks {[spec.global_ranks[r] for r in missing]}",
             fix="All ranks must create the same groups in the same order.",
         ) from None
-    calls = {r: text.decode() for r, text in enumerate(said)}
+    calls = {r: text.decode() for r, text in enumerate(own.multi_get(keys))}
     if any(text != mine for text in calls.values()):
         raise Desync(
             "the members do not agree on the group",

@@ -58,6 +58,7 @@ def sparse_all_reduce(
         total = torch.sparse_coo_tensor(
             torch.cat(indices, 1), torch.cat(values), mine.shape, check_invariants=False
         )
-        tensor.detach().copy_(total.coalesce())
+        with torch.no_grad():  # detach() would not do: a sparse tensor's entries are replaced
+            tensor.copy_(total.coalesce())
 
     return combine([first, second], [tensor], async_op, finish=add_up)
