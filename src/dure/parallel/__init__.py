@@ -1,0 +1,7 @@
+"""Ways to train one model on several ranks; the packages know nothing of each other."""
+
+from __future__ import annotations
+
+from dure.parallel.ddp import DistributedDataParallel, GradBucket
+
+__all__ = ["DistributedDataParallel", "GradBucket"]

@@ -1,0 +1,217 @@
+"""Gradients as views of flat, shared buckets.
+
+Layout of a bucket's flat tensor, with k gradients in it:
+
+    | gradient 0 | gradient 1 | ... | gradient k-1 | used (k) | missing (k) |
+    |<----------------- buffer ------------------->|<-------- flags ------->|
+
+A *slot* is the place of one gradient: a tensor that shares the bucket's memory and becomes the
+parameter's ``.grad``. Autograd adds into it in place, the collective reduces it in place, and the
+optimizer reads it there: nothing is copied. Only the first gradient after ``zero_grad()``, which
+sets ``.grad`` to None, arrives in a tensor of autograd's own and is copied in once.
+
+The *flags* ride along with the gradients and are averaged with them, so that one collective also
+tells, for each gradient, whether any rank used it (the average of `used` is not 0) and whether any
+rank lacks it (the average of `missing` is not 0). Two flags, because a count of n ranks could not
+be told from n - 1 in 16 bits, while zero is zero in every format.
+
+Slots lie without padding, in the strides of their parameter where those are dense. They are not
+views in autograd's sense, so ``grad.detach_()`` works on them. A program that keeps a gradient
+(``g = p.grad``) over ``zero_grad(set_to_none=True)`` keeps its values: the slot sees that it is
+held and moves the holder's tensor to memory of its own before writing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from dure.comm.work import Work
+
+__all__ = ["Bucket", "GradBucket", "Slot", "dense_strides", "make_bucket"]
+
+# What sys.getrefcount says of an object that only a slot's attribute refers to.
+_REFS_OF_UNHELD_VIEW = 2
+
+
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of a gradient of `tensor`: its own if it has no gaps or overlaps."""
+    strides = tuple(tensor.stride())
+    expected = 1
+    for stride, size in sorted(zip(strides, tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return tuple(torch.empty(tensor.shape, device="meta").stride())
+        expected *= size
+    return strides
+
+
+class Slot:
+    """The place of one parameter's gradient in its bucket.
+
+    Threads: used by one thread at a time; the reducer's lock sees to it.
+    """
+
+    __slots__ = ("_saved", "bucket", "name", "parameter", "ready", "used", "view")
+
+    def __init__(
+        self, name: str, parameter: torch.nn.Parameter, bucket: Bucket, offset: int
+    ) -> None:
+        self.name, self.parameter, self.bucket = name, parameter, bucket
+        self.view = _alias(bucket.flat, offset, parameter)
+        self.used = False  # got a gradient since the last reduction
+        self.ready = False  # got a gradient in the present backward
+        self._saved: torch.Tensor | None = None
+
+    def adopt(self) -> None:
+        """Make sure that the parameter's gradient lies in the bucket."""
+        gradient = self.parameter.grad
+        if gradient is None or gradient is self.view:
+            return
+        self._free_view()
+        with torch.no_grad():
+            self.view.copy_(gradient if gradient.layout is torch.strided else gradient.to_dense())
+        self.parameter.grad = self.view
+
+    def contribute_unused(self) -> None:
+        """Fill the bucket for a gradient that this rank did not compute.
+
+        A gradient left over from an earlier step (a program that does not call zero_grad) is the
+        same on all ranks; contributing it makes the average come out as if it had been added
+        afterwards. It is saved, so that nothing changes where no rank uses the parameter.
+        """
+        if self.parameter.grad is self.view:
+            self._saved = self.view.clone()
+            return
+        self._free_view()
+        with torch.no_grad():
+            if self.parameter.grad is None:
+                self.view.zero_()
+            else:
+                self.view.copy_(self.parameter.grad)
+
+    def settle(self, used_somewhere: bool) -> None:
+        """After the reduction: show the result, or leave the gradient as it was."""
+        if used_somewhere:
+            if self.parameter.grad is not self.view:
+                self.parameter.grad = self.view
+        elif self._saved is not None:
+            self.view.copy_(self._saved)
+        self._saved = None
+        self.used = self.ready = False
+
+    def _free_view(self) -> None:
+        """Before overwriting the view: give its old values to whoever still holds it."""
+        if sys.getrefcount(self.view) <= _REFS_OF_UNHELD_VIEW:
+            return
+        offset = int(self.view.storage_offset())
+        self.view.data = self.view.clone()
+        self.view = _alias(self.bucket.flat, offset, self.parameter)
+
+
+def _alias(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor shaped as `like` over `flat`'s memory, not a view for autograd."""
+    alias = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    alias.set_(flat.untyped_storage(), offset, tuple(like.shape), dense_strides(like))  # pyright: ignore[reportUnknownMemberType]
+    return alias
+
+
+class Bucket:
+    """Gradients that are reduced together; see the module's text for the layout.
+
+    Attributes:
+        index: Its place in the order of reduction.
+        flat: All of it: gradients and flags.
+        buffer: The gradients.
+        slots: The places of the gradients.
+        pending: How many gradients the present backward still owes.
+        work: The reduction, once started.
+    """
+
+    __slots__ = ("buffer", "flags", "flat", "index", "pending", "result", "slots", "work")
+
+    def __init__(self, index: int, flat: torch.Tensor, num_gradients: int) -> None:
+        self.index, self.flat = index, flat
+        self.buffer = flat[: flat.numel() - 2 * num_gradients]
+        self.flags = flat[flat.numel() - 2 * num_gradients :].view(2, num_gradients)
+        self.slots: list[Slot] = []
+        self.pending = num_gradients
+        self.work: Work | None = None
+        self.result: torch.futures.Future[object] | None = None
+
+    def write_flags(self) -> None:
+        """Tell the other ranks which gradients this rank has."""
+        self.flags[0].fill_(1)
+        self.flags[1].fill_(0)
+        for i, slot in enumerate(self.slots):
+            if not slot.used:
+                self.flags[0, i], self.flags[1, i] = 0, 1
+
+    def reset(self) -> None:
+        """Get ready for the next backward."""
+        self.pending, self.work, self.result = len(self.slots), None, None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedParameter:
+    """A parameter and its path in the module."""
+
+    name: str
+    parameter: torch.nn.Parameter
+
+
+def make_bucket(
+    index: int,
+    members: Sequence[NamedParameter],
+    allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor],
+) -> Bucket:
+    """Allocate the bucket of `members`, which are of one dtype and on one device."""
+    numel = sum(m.parameter.numel() for m in members)
+    first = members[0].parameter
+    flat = allocate(numel + 2 * len(members), first.dtype, first.device)
+    bucket = Bucket(index, flat, len(members))
+    offset = int(flat.storage_offset())
+    for member in members:
+        bucket.slots.append(Slot(member.name, member.parameter, bucket, offset))
+        offset += member.parameter.numel()
+    return bucket
+
+
+class GradBucket:
+    """What a communication hook sees of a bucket (torch's interface)."""
+
+    __slots__ = ("_bucket", "_buffer", "_last")
+
+    def __init__(self, bucket: Bucket, last: bool) -> None:
+        self._bucket, self._last = bucket, last
+        self._buffer = bucket.buffer
+
+    def index(self) -> int:
+        """Return the bucket's number; they are handed to the hook in this order."""
+        return self._bucket.index
+
+    def buffer(self) -> torch.Tensor:
+        """Return this rank's gradients as one flat tensor [n]; not yet divided by anything."""
+        return self._buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the bucket's gradients, in the shapes of their parameters."""
+        return [slot.view for slot in self._bucket.slots]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return the parameters that the gradients belong to."""
+        return [slot.parameter for slot in self._bucket.slots]
+
+    def is_last(self) -> bool:
+        """Tell whether this is the last bucket of the backward."""
+        return self._last
+
+    def set_buffer(self, tensor: torch.Tensor) -> None:
+        """Replace the flat tensor that `buffer` returns, e.g. by a compressed one."""
+        self._buffer = tensor

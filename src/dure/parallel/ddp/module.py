@@ -1,0 +1,280 @@
+"""`DistributedDataParallel`: the module that users wrap theirs in.
+
+It owns the parts and decides when they act: replicas.py before the first step and for buffers,
+reducer.py for gradients. Arguments and attributes have the names of torch's class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dure.comm.world import resolve
+from dure.errors import ModuleError
+from dure.parallel.ddp.bucketing import FIRST_CAP_BYTES
+from dure.parallel.ddp.buckets import NamedParameter
+from dure.parallel.ddp.reducer import CommHook, Reducer, ReducerOptions
+from dure.parallel.ddp.replicas import BufferSync, broadcast_all, describe_tensor, verify_equal
+from dure.parallel.ddp.report import Report
+from dure.parallel.ddp.timing import StepTimes
+
+if TYPE_CHECKING:
+    from dure.comm.group import ProcessGroup
+
+__all__ = ["DistributedDataParallel"]
+
+_DEFAULT_CAP_MB = 25.0
+
+
+class DistributedDataParallel(torch.nn.Module):
+    """Data parallelism: every rank has the whole module and its own part of each batch.
+
+    During `backward` gradients are averaged over the ranks of the group, bucket by bucket, while
+    the remaining ones are computed. If the loss is a mean over equal parts of a batch, the result
+    is the gradient of the whole batch.
+
+    Gradients live in the buckets: on the ``shm`` backend in memory that the ranks share, so that
+    they are reduced where they are. `p.grad` behaves as a tensor of its own all the same, but for
+    one thing: views that a program takes of it see the next step's values.
+
+    Collective: construction, each synchronised forward of a module with buffers, and each
+    synchronised backward; all ranks of the group, in the same order.
+    Cost: a step sends as much as an all_reduce of all gradients, in one all_reduce for each bucket.
+    Numerics: the average is taken in the order of ranks, and bitwise equal on all of them.
+    Threads: one thread a rank runs forward and backward.
+
+    Args:
+        module: The module; its parameters and buffers must be the same in kind on all ranks, and
+            take rank 0's values. Change neither their number nor `requires_grad` afterwards.
+        device_ids: None, or the one device that the module is on; inputs are then moved to it.
+        output_device: Accepted for compatibility; it can only be the module's device.
+        dim: Accepted for compatibility; batches are not split here.
+        broadcast_buffers: Send rank 0's buffers to all before a forward that follows a
+            synchronised one.
+        init_sync: Verify the modules and broadcast rank 0's values now.
+        process_group: The ranks that take part; all by default.
+        bucket_cap_mb: Size of a bucket in MiB, 25 by default.
+        find_unused_parameters: Allow that a rank's loss does not depend on all parameters. A
+            parameter that no rank used keeps its gradient as it was.
+        check_reduction: Accepted for compatibility.
+        gradient_as_bucket_view: Accepted for compatibility; gradients always live in the buckets.
+        static_graph: The same parameters are used in every step; unused ones are allowed.
+
+    Raises:
+        ModuleError: No parameter needs a gradient, or the ranks' modules differ (with the first
+            difference); from `backward`, on every rank: parameters without a gradient, by name.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool = True,
+        init_sync: bool = True,
+        process_group: ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+    ) -> None:
+        super().__init__()
+        ignored: object = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        self.parameters_to_ignore: set[str] = set(ignored)  # pyright: ignore
+        trained = _trained_parameters(module, self.parameters_to_ignore)
+        self.module = module
+        self.process_group = resolve(process_group, "DistributedDataParallel")
+        self.device_ids = _checked_device_ids(device_ids, trained)
+        self.output_device, self.dim = output_device, dim
+        self.broadcast_buffers = broadcast_buffers
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.require_backward_grad_sync = True
+        self.bucket_bytes_cap = int((bucket_cap_mb or _DEFAULT_CAP_MB) * (1 << 20))
+        self._forward_buffers = True
+        self._buffer_sync = BufferSync(
+            self.process_group, _buffer_owners(module, self.parameters_to_ignore)
+        )
+        if init_sync:
+            self._replicate()
+        self.reducer = Reducer(
+            self.process_group,
+            trained,
+            ReducerOptions(
+                cap_bytes=self.bucket_bytes_cap,
+                first_cap_bytes=self.bucket_bytes_cap if bucket_cap_mb else FIRST_CAP_BYTES,
+                allow_unused=find_unused_parameters or static_graph,
+            ),
+        )
+        self._report = Report(self._settings())
+        self.reducer.on_step = self._report.sample
+
+    def _settings(self) -> dict[str, object]:
+        """Describe how the module was wrapped, in torch's terms."""
+        return {
+            "module_name": type(self.module).__name__,
+            "device_ids": ", ".join(map(str, self.device_ids or ())),
+            "output_device": -1 if self.output_device is None else self.output_device,
+            "broadcast_buffers": int(self.broadcast_buffers),
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+            "static_graph": int(self.static_graph),
+        }
+
+    def _replicate(self) -> None:
+        """Verify that all ranks have the same module, and give it rank 0's values."""
+        named = {
+            **dict(self.module.named_parameters()),
+            **dict(self.module.named_buffers()),
+        }
+        kept = {k: t for k, t in named.items() if k not in self.parameters_to_ignore}
+        verify_equal(self.process_group, [describe_tensor(k, t) for k, t in kept.items()])
+        broadcast_all(self.process_group, list(kept.values()))
+
+    # ---------------------------------------------------------------- running
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module on this rank's part of the batch (Any: whatever the module takes)."""
+        sync = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self.reducer.prepare(sync)
+        if self.broadcast_buffers and self._forward_buffers and len(self._buffer_sync):
+            self._buffer_sync.broadcast()
+        self._forward_buffers = sync
+        if self.device_ids:
+            device = torch.device(self.device_ids[0])
+            inputs, kwargs = _moved(inputs, device), _moved(kwargs, device)
+        outputs = self.module(*inputs, **kwargs)
+        if sync:
+            self.reducer.watch_outputs(outputs)
+        return outputs
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward add up gradients on this rank alone, for forwards inside the context.
+
+        The first backward of a forward outside it averages the sums. It is the forward that
+        counts: put it inside the context together with its backward.
+        """
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def register_comm_hook(self, state: object, hook: CommHook) -> None:
+        """Have `hook(state, bucket)` reduce the buckets instead of an averaging all_reduce.
+
+        Args:
+            state: Handed to the hook as it is, e.g. a process group.
+            hook: Gets a `GradBucket` and returns a future of the reduced flat tensor (or of a list
+                with it); it may start collectives, but must not wait for them.
+
+        Cost: one more collective of a few numbers a bucket, which tells of unused parameters.
+        """
+        if self.reducer.comm_hook is not None:
+            raise self._report.failed(
+                "register_comm_hook can be called once only",
+                fix="Combine what both hooks do in one function.",
+            )
+        self.reducer.comm_hook = (state, hook)
+
+    @property
+    def step_times(self) -> StepTimes:
+        """What the last synchronised forward and backward took, and how much was communication."""
+        return self.reducer.times
+
+    # ---------------------------------------------------------------- torch's own names
+
+    def _set_static_graph(self) -> None:
+        """Say that all steps use the same parameters; before the first step only."""
+        if self.reducer.num_reduced:
+            raise self._report.failed(
+                "_set_static_graph() should be called before training loop starts",
+                seen=f"{self.reducer.num_reduced} steps have been made",
+                fix="Pass static_graph=True at construction.",
+            )
+        self.static_graph = self.reducer.allow_unused = True
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        self._report.sample_rate = sample_rate
+
+    def _get_ddp_logging_data(self) -> dict[str, object]:
+        return self._report.data(self.reducer)
+
+
+def _trained_parameters(module: torch.nn.Module, ignored: set[str]) -> list[NamedParameter]:
+    """Return the parameters whose gradients are averaged, in the order of registration."""
+    found = [
+        NamedParameter(name=name, parameter=p)
+        for name, p in module.named_parameters()
+        if p.requires_grad and name not in ignored
+    ]
+    if not found:
+        raise ModuleError(
+            "the module has no parameter that needs a gradient",
+            seen=f"a {type(module).__name__} with "
+            f"{sum(1 for _ in module.parameters())} parameters, all frozen or ignored",
+            fix="Call it without DistributedDataParallel.",
+        )
+    lazy = [p.name for p in found if isinstance(p.parameter, torch.nn.UninitializedParameter)]
+    if lazy:
+        raise ModuleError(
+            "the module has parameters without a shape",
+            parameters=tuple(lazy),
+            seen=", ".join(lazy),
+            fix="Run one forward with a sample batch before wrapping it.",
+        )
+    return found
+
+
+def _checked_device_ids(
+    device_ids: Sequence[int | torch.device] | None, trained: Sequence[NamedParameter]
+) -> list[int | torch.device] | None:
+    """Return `device_ids` after a check against where the module is."""
+    if not device_ids:
+        return None
+    devices = {p.parameter.device for p in trained}
+    kinds = sorted({d.type for d in devices})
+    if len(device_ids) == 1 and len(devices) == 1 and kinds != ["cpu"]:
+        return list(device_ids)
+    raise ModuleError(
+        "device_ids does not fit the module",
+        seen=f"device_ids={list(device_ids)}, but the parameters are on "
+        + ", ".join(sorted(map(str, devices))),
+        fix="Leave device_ids out on the CPU and for a module on several devices; otherwise give "
+        "the one device that the module was moved to.",
+    )
+
+
+def _buffer_owners(
+    module: torch.nn.Module, ignored: set[str]
+) -> dict[str, tuple[torch.nn.Module, str]]:
+    """Find, for each buffer's path, the submodule it belongs to and its name there."""
+    owners: dict[str, tuple[torch.nn.Module, str]] = {}
+    seen: set[torch.Tensor] = set()
+    for prefix, submodule in module.named_modules():
+        for name, buffer in submodule.named_buffers(recurse=False):
+            path = f"{prefix}.{name}" if prefix else name
+            if buffer not in seen and path not in ignored:
+                seen.add(buffer)
+                owners[path] = (submodule, name)
+    return owners
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Return `value` with the tensors in it moved to `device` (Any: any nest of arguments)."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_moved(v, device) for v in value))  # pyright: ignore
+    if isinstance(value, list | tuple):
+        return type(value)(_moved(v, device) for v in value)  # pyright: ignore
+    if isinstance(value, dict):
+        return {k: _moved(v, device) for k, v in value.items()}  # pyright: ignore
+    return value

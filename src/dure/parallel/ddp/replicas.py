@@ -1,0 +1,149 @@
+"""Equal replicas: that all ranks wrap the same module, and start from the same values.
+
+*Verification* compares a description of every parameter and buffer (name, shape, dtype, memory
+order) before anything is broadcast, so that ranks with different models fail with the first
+difference named instead of mixing up their weights. A digest of 32 bytes decides; only where
+digests differ do the ranks exchange the descriptions themselves.
+
+*Buffers* (running statistics) are not averaged: rank 0's are sent to all before a forward, packed
+into one tensor per dtype, since there are many and they are small.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+import torch
+
+from dure.errors import ModuleError
+from dure.parallel.ddp.buckets import dense_strides
+
+if TYPE_CHECKING:
+    from dure.comm.group import ProcessGroup
+
+__all__ = ["BufferSync", "broadcast_all", "describe_tensor", "verify_equal"]
+
+_ROOT = 0
+_NOTHING = "nothing more"
+
+
+def describe_tensor(name: str, tensor: torch.Tensor) -> str:
+    """Describe what ranks must agree on, as people read it: ``fc.weight float32[10, 4]``."""
+    text = f"{name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    strides = dense_strides(tensor)
+    if strides != tuple(torch.empty(tensor.shape, device="meta").stride()):
+        text += f" with strides {list(strides)}"
+    return text + (" (trained)" if tensor.requires_grad else "")
+
+
+def verify_equal(group: ProcessGroup, descriptions: Sequence[str]) -> None:
+    """Raise unless all ranks of `group` have the same `descriptions`.
+
+    Collective: all ranks of the group call; all of them raise.
+
+    Raises:
+        ModuleError: With the first difference, and what each rank has there.
+    """
+    text = "\n".join(descriptions).encode()
+    digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8)
+    digests = [torch.empty_like(digest) for _ in range(group.size())]
+    group.all_gather(digests, digest)
+    if all(torch.equal(d, digest) for d in digests):
+        return  # and so does every other rank: whoever differs is seen by all
+    texts = _gather_texts(group, text)
+    for position, entries in enumerate(zip_longest(*texts, fillvalue=_NOTHING)):
+        if len(set(entries)) > 1:
+            raise _difference(group, position, entries)
+
+
+def _gather_texts(group: ProcessGroup, text: bytes) -> list[list[str]]:
+    """Exchange texts of different lengths."""
+    length = torch.tensor([len(text)])
+    lengths = [torch.empty_like(length) for _ in range(group.size())]
+    group.all_gather(lengths, length)
+    longest = max(int(n) for n in lengths)
+    mine = torch.zeros(longest, dtype=torch.uint8)
+    mine[: len(text)] = torch.frombuffer(bytearray(text or b" "), dtype=torch.uint8)[: len(text)]
+    theirs = [torch.empty_like(mine) for _ in range(group.size())]
+    group.all_gather(theirs, mine)
+    raw = [t.numpy().tobytes()[: int(n)] for t, n in zip(theirs, lengths, strict=True)]
+    return [r.decode().splitlines() for r in raw]
+
+
+def _difference(group: ProcessGroup, position: int, entries: Sequence[str]) -> ModuleError:
+    """Make the error about the first difference between the ranks' modules."""
+    having: dict[str, list[int]] = {}
+    for rank, entry in enumerate(entries):
+        having.setdefault(entry, []).append(rank)
+    seen = ", ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} "
+        f"ha{'ve' if len(ranks) > 1 else 's'} {entry}"
+        for entry, ranks in having.items()
+    )
+    names = tuple(sorted({e.split()[0] for e in entries if e != _NOTHING}))
+    return ModuleError(
+        "the ranks' modules differ",
+        parameters=names,
+        rank=group.rank(),
+        world_size=group.size(),
+        group=group.group_name,
+        seen=f"the first difference is at tensor number {position}: {seen}",
+        fix="Build the same module on every rank; wrap it after all changes to it.",
+    )
+
+
+def broadcast_all(group: ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
+    """Overwrite `tensors` with those of rank 0.
+
+    Collective: all ranks of the group call with tensors of the same shapes and dtypes.
+    Cost: one broadcast a tensor, all started before the first is waited for.
+    """
+    with torch.no_grad():
+        works = [group.broadcast(t.detach(), _ROOT, async_op=True) for t in tensors]
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+class BufferSync:
+    """Sends rank 0's buffers to all ranks.
+
+    Buffers are looked up in their modules each time: programs replace them.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, owners: Mapping[str, tuple[torch.nn.Module, str]]
+    ) -> None:
+        self._group = group
+        self._owners = dict(owners)
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Return the buffers as they are now."""
+        found = [getattr(module, name, None) for module, name in self._owners.values()]
+        return [b for b in found if isinstance(b, torch.Tensor)]
+
+    def broadcast(self) -> None:
+        """Overwrite the buffers with those of rank 0.
+
+        Collective: all ranks of the group.
+        Cost: one broadcast for each dtype and device.
+        """
+        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for buffer in self.buffers():
+            kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer.detach())
+        for tensors in kinds.values():
+            packed = torch.cat([t.reshape(-1) for t in tensors])
+            self._group.broadcast(packed, _ROOT)
+            if self._group.rank() == _ROOT:
+                continue
+            offset = 0
+            for tensor in tensors:
+                part = packed[offset : offset + tensor.numel()]
+                tensor.copy_(part.view(tensor.shape))
+                offset += tensor.numel()

@@ -1,0 +1,71 @@
+"""What a step spent where: measured on the host's clock, at events the reducer sees anyway.
+
+    forward            backward: compute                 wait
+    |------------------|-----------------------------|---------|
+                              |-- bucket 0 --|
+                                   |---- bucket 1 -------------|
+                              |<------ communication --------->|
+                                                     |<exposed>|
+
+Communication that runs while backward still computes costs nothing but memory bandwidth; what
+counts is the *exposed* part: the time in which the step does nothing but wait for it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+__all__ = ["Clock", "StepTimes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Times of one forward and backward with reduction.
+
+    Attributes:
+        forward_s: From the call of forward to the first gradient of backward.
+        backward_s: From the first gradient of backward to the last.
+        comm_s: From the start of the first bucket's reduction to the end of the last one's.
+        exposed_comm_s: The part of the step in which it only started or waited for reductions.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    comm_s: float = 0.0
+    exposed_comm_s: float = 0.0
+
+    @property
+    def overlap_s(self) -> float:
+        """Seconds of communication during which backward went on computing."""
+        return max(0.0, min(self.comm_s - self.exposed_comm_s, self.backward_s))
+
+
+class Clock:
+    """Stamps of the step that is going on, in nanoseconds of `time.perf_counter_ns`."""
+
+    __slots__ = ("backward_end", "backward_start", "comm_end", "comm_start", "forward", "launch_ns")
+
+    def __init__(self) -> None:
+        self.forward = self.backward_start = self.backward_end = 0
+        self.comm_start = self.comm_end = self.launch_ns = 0
+
+    @staticmethod
+    def now() -> int:
+        """Return the present moment."""
+        return time.perf_counter_ns()
+
+    def start_backward(self) -> None:
+        """Note that the first gradient is there; what an earlier step noted is forgotten."""
+        self.backward_start = self.now()
+        self.backward_end = self.comm_start = self.comm_end = self.launch_ns = 0
+
+    def times(self) -> StepTimes:
+        """Return what the finished step took."""
+        exposed = self.launch_ns + self.comm_end - self.backward_end
+        return StepTimes(
+            forward_s=max(0, self.backward_start - self.forward) / 1e9 if self.forward else 0.0,
+            backward_s=(self.backward_end - self.backward_start) / 1e9,
+            comm_s=(self.comm_end - self.comm_start) / 1e9,
+            exposed_comm_s=exposed / 1e9,
+        )

@@ -1,0 +1,65 @@
+"""Plans of buckets: who travels with whom, and in what order."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dure.parallel.ddp.bucketing import GradientSize, plan_buckets
+
+
+def sizes(*num_bytes: int) -> list[GradientSize]:
+    return [GradientSize(num_bytes=n) for n in num_bytes]
+
+
+def test_plan_small_model_is_one_bucket_in_reverse_order() -> None:
+    assert plan_buckets(sizes(8, 8, 8), cap_bytes=1000) == ((2, 1, 0),)
+
+
+def test_plan_first_bucket_is_closed_at_its_own_cap() -> None:
+    plan = plan_buckets(sizes(10, 10, 10, 10, 10), cap_bytes=30, first_cap_bytes=15)
+    assert plan == ((4, 3), (2, 1, 0))
+
+
+def test_plan_first_cap_never_exceeds_cap() -> None:
+    assert plan_buckets(sizes(10, 10), cap_bytes=5, first_cap_bytes=1 << 20) == ((1,), (0,))
+
+
+def test_plan_kinds_never_mix_and_each_starts_small() -> None:
+    kinds = ["f", "d", "f", "d", "f"]
+    plan = plan_buckets(
+        [GradientSize(num_bytes=10, kind=k) for k in kinds], cap_bytes=100, first_cap_bytes=20
+    )
+    # f: 4, 2 | 0; d: 3, 1. They are reduced in the order in which they are completed.
+    assert plan == ((4, 2), (3, 1), (0,))
+
+
+def test_plan_of_nothing_is_empty() -> None:
+    assert plan_buckets([], cap_bytes=10) == ()
+
+
+def test_plan_zero_sized_gradients_travel_along() -> None:
+    assert plan_buckets(sizes(0, 10, 0), cap_bytes=10, first_cap_bytes=10) == ((2, 1), (0,))
+
+
+def test_plan_follows_a_given_order() -> None:
+    plan = plan_buckets(sizes(10, 10, 10), cap_bytes=20, first_cap_bytes=20, order=[1, 0, 2])
+    assert plan == ((1, 0), (2,))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.sampled_from("ab")), max_size=40),
+    st.integers(1, 100),
+    st.integers(1, 100),
+)
+def test_plan_holds_each_gradient_once_and_closes_in_time(
+    entries: list[tuple[int, str]], cap: int, first_cap: int
+) -> None:
+    gradients = [GradientSize(num_bytes=n, kind=k) for n, k in entries]
+    plan = plan_buckets(gradients, cap_bytes=cap, first_cap_bytes=first_cap)
+    assert sorted(i for bucket in plan for i in bucket) == list(range(len(gradients)))
+    for bucket in plan:
+        assert len({gradients[i].kind for i in bucket}) == 1
+        assert list(bucket) == sorted(bucket, reverse=True)
+        before_last = sum(gradients[i].num_bytes for i in bucket[:-1])
+        assert before_last < cap
