@@ -115,7 +115,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     ),
     "dure.comm.backends.registry": ("known_backends", "register_backend"),
     "dure.data": ("DataPartitioner", "DistributedSampler", "Partition"),
-    "dure.parallel": ("DistributedDataParallel",),
+    "dure.parallel": ("DistributedDataParallel", "GradBucket"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
