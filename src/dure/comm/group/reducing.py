@@ -46,7 +46,7 @@ class Reducing(Moving):
             not async_op
             and tensor.is_contiguous()
             and self.coalesced is None
-            and reduction.factor is None
+            and reduction.name != "PREMUL_SUM"
             and not trace.hooks
             and not tensor.is_conj()
         ):

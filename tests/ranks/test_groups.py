@@ -1,0 +1,238 @@
+"""Groups of some ranks: who is in them, what they are called, and what misuse says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dure as dist
+from dure.errors import Desync, NotInGroupError, RendezvousTimeout, UsageError
+from dure.testing import run_ranks
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_new_group_of_all_ranks_equals_the_world(n):
+    def body(rank):
+        group = dist.new_group()
+        t = torch.tensor([rank + 1.0])
+        dist.all_reduce(t, group=group)
+        return t.item(), dist.get_rank(group), dist.get_process_group_ranks(group)
+
+    assert run_ranks(n, body) == [(n * (n + 1) / 2, r, list(range(n))) for r in range(n)]
+
+
+def test_new_group_members_only_see_each_other():
+    def body(rank):
+        group = dist.new_group([3, 1])
+        if rank not in (1, 3):
+            assert group is dist.GroupMember.NON_GROUP_MEMBER
+            return dist.get_rank(group), dist.get_world_size(group)
+        t = torch.tensor([float(rank)])
+        dist.all_reduce(t, group=group)
+        assert t.item() == 4
+        assert dist.get_global_rank(group, 1) == 3
+        assert dist.get_group_rank(group, 1) == 0
+        return dist.get_rank(group), dist.get_world_size(group)
+
+    assert run_ranks(4, body) == [(-1, -1), (0, 2), (-1, -1), (1, 2)]
+
+
+def test_new_group_unsorted_ranks_keep_the_order_given():
+    def body(rank):
+        return dist.get_rank(dist.new_group([2, 0, 1], sort_ranks=False))
+
+    assert run_ranks(3, body) == [1, 2, 0]
+
+
+def test_new_group_with_local_synchronization_needs_members_only():
+    def body(rank):
+        if rank == 2:
+            return None
+        group = dist.new_group([0, 1], use_local_synchronization=True)
+        t = torch.ones(1)
+        dist.all_reduce(t, group=group)
+        return t.item()
+
+    assert run_ranks(3, body) == [2.0, 2.0, None]
+
+
+def test_groups_do_not_mix_when_used_in_turn():
+    def body(rank):
+        a, b = dist.new_group([0, 1]), dist.new_group([0, 1])
+        x, y = torch.tensor([1.0]), torch.tensor([10.0])
+        first = dist.all_reduce(x, group=a, async_op=True)
+        second = dist.all_reduce(y, group=b, async_op=True)
+        second.wait()
+        first.wait()
+        return x.item(), y.item()
+
+    assert run_ranks(2, body) == [(2.0, 20.0)] * 2
+
+
+def test_new_subgroups_cuts_the_world():
+    def body(rank):
+        own, groups = dist.new_subgroups(2)
+        t = torch.tensor([float(rank)])
+        dist.all_reduce(t, group=own)
+        return len(groups), dist.get_process_group_ranks(own), t.item()
+
+    assert run_ranks(4, body) == [
+        (2, [0, 1], 1.0),
+        (2, [0, 1], 1.0),
+        (2, [2, 3], 5.0),
+        (2, [2, 3], 5.0),
+    ]
+
+
+@pytest.mark.parametrize("size", [0, 3, 5])
+def test_new_subgroups_size_that_does_not_fit_raises(size):
+    def body(rank):
+        with pytest.raises(UsageError):
+            dist.new_subgroups(size)
+
+    run_ranks(4, body)
+
+
+def test_new_subgroups_by_enumeration_overlap_raises():
+    def body(rank):
+        with pytest.raises(UsageError, match="Rank 1"):
+            dist.new_subgroups_by_enumeration([[0, 1], [1, 2]])
+
+    run_ranks(3, body)
+
+
+def test_split_group_uses_ranks_of_the_parent():
+    def body(rank):
+        parent = dist.new_group([1, 2, 3])
+        if rank == 0:
+            return None
+        part = dist.split_group(parent, [[0, 1], [2]])
+        return dist.get_process_group_ranks(part)
+
+    assert run_ranks(4, body) == [None, [1, 2], [1, 2], [3]]
+
+
+@pytest.mark.parametrize("ranks", [[-1, 0], [0, 2], [0, 0], []])
+def test_new_group_bad_ranks_raise_before_anything_is_sent(ranks):
+    def body(rank):
+        with pytest.raises(UsageError):
+            dist.new_group(ranks)
+        dist.barrier()
+
+    run_ranks(2, body)
+
+
+def test_new_group_members_that_disagree_all_raise_desync():
+    def body(rank):
+        with pytest.raises(Desync) as caught:
+            dist.new_group([0, 1] if rank else [0, 1, 2])
+        return sorted(caught.value.calls)
+
+    def third(rank):
+        if rank == 2:  # it is told too: rank 0 named it
+            with pytest.raises(Desync):
+                dist.new_group([0, 1, 2])
+            return [0, 1, 2]
+        return body(rank)
+
+    said = run_ranks(3, third)
+    assert said[0] == [0, 1, 2]
+
+
+def test_new_group_member_that_does_not_come_is_named():
+    from datetime import timedelta
+
+    def body(rank):
+        if rank == 1:
+            return None
+        with pytest.raises(RendezvousTimeout) as caught:
+            dist.new_group(timeout=timedelta(seconds=0.2))
+        return caught.value.came, caught.value.missing
+
+    assert run_ranks(3, body)[0] == ((0, 2), (1,))
+
+
+def test_call_by_a_non_member_raises():
+    def body(rank):
+        group = dist.new_group([0])
+        if rank == 1:
+            with pytest.raises(NotInGroupError):
+                dist.all_reduce(torch.ones(1), group=group)
+            with pytest.raises(ValueError, match="Invalid process group"):
+                dist.get_backend(group)
+
+    run_ranks(2, body)
+
+
+def test_root_outside_the_group_raises_and_names_the_members():
+    def body(rank):
+        group = dist.new_group([0, 1])
+        if rank < 2:
+            with pytest.raises(NotInGroupError):
+                dist.broadcast(torch.ones(1), 2, group=group)
+
+    run_ranks(3, body)
+
+
+def test_destroyed_group_raises_usage_error():
+    def body(rank):
+        group = dist.new_group()
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+        with pytest.raises(UsageError):
+            dist.all_reduce(torch.ones(1), group=group)
+        with pytest.raises(UsageError):
+            dist.destroy_process_group(group)
+        dist.barrier()
+
+    run_ranks(2, body)
+
+
+def test_destroy_of_the_world_destroys_every_group():
+    def body(rank):
+        group = dist.new_group()
+        dist.barrier()
+        dist.destroy_process_group()
+        assert not dist.is_initialized()
+        for g in (group, None):
+            with pytest.raises(UsageError):
+                dist.barrier(g)
+
+    run_ranks(2, body)
+
+
+def test_init_twice_raises():
+    def body(rank):
+        with pytest.raises(UsageError):
+            dist.init_process_group("threads")
+
+    run_ranks(2, body)
+
+
+def test_unknown_backend_raises_before_anyone_is_waited_for():
+    with pytest.raises(UsageError):
+        dist.init_process_group("carrier-pigeon", rank=0, world_size=2, store=dist.HashStore())
+    assert not dist.is_initialized()
+
+
+def test_backend_name_and_config():
+    def body(rank):
+        return dist.get_backend(), dist.get_backend_config()
+
+    assert run_ranks(1, body) == [("threads", "cpu:threads")]
+
+
+def test_process_group_context_manager_leaves_at_the_end():
+    with dist.process_group("threads", store=dist.HashStore(), rank=0, world_size=1) as group:
+        assert dist.is_initialized()
+        assert group.size() == 1
+    assert not dist.is_initialized()
+
+
+def test_process_group_context_manager_does_not_hide_an_error():
+    with (
+        pytest.raises(ZeroDivisionError),
+        dist.process_group("threads", store=dist.HashStore(), rank=0, world_size=1),
+    ):
+        _ = 1 // 0
+    assert not dist.is_initialized()

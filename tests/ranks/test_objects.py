@@ -1,0 +1,80 @@
+"""Python objects as messages."""
+
+from __future__ import annotations
+
+import pytest
+
+import dure as dist
+from dure.errors import ShapeError, UsageError
+from dure.testing import run_ranks
+
+
+def thing(rank):
+    return {"rank": rank, "text": "두레" * rank, "nested": [None, (1, 2.5)] * rank}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_all_gather_object_unequal_sizes(n):
+    def body(rank):
+        out = [None] * n
+        dist.all_gather_object(out, thing(rank))
+        return out
+
+    assert run_ranks(n, body) == [[thing(r) for r in range(n)]] * n
+
+
+@pytest.mark.parametrize("dst", [0, 2])
+def test_gather_object_fills_only_the_root(dst):
+    def body(rank):
+        out = [None] * 3 if rank == dst else None
+        dist.gather_object(thing(rank), out, dst=dst)
+        return out
+
+    want = [None] * 3
+    want[dst] = [thing(r) for r in range(3)]
+    assert run_ranks(3, body) == want
+
+
+@pytest.mark.parametrize("src", [0, 1])
+@pytest.mark.parametrize("length", [0, 1, 3])
+def test_broadcast_object_list_replaces_the_others(src, length):
+    def body(rank):
+        objects = [thing(rank + i) for i in range(length)]
+        dist.broadcast_object_list(objects, src)
+        return objects
+
+    assert run_ranks(3, body) == [[thing(src + i) for i in range(length)]] * 3
+
+
+def test_scatter_object_list_gives_each_rank_its_own():
+    def body(rank):
+        out = [None]
+        dist.scatter_object_list(out, [thing(r) for r in range(3)] if rank == 1 else None, src=1)
+        return out[0]
+
+    assert run_ranks(3, body) == [thing(r) for r in range(3)]
+
+
+def test_send_and_recv_object_list():
+    def body(rank):
+        if rank == 0:
+            dist.send_object_list([thing(1), "x"], dst=1)
+            return None
+        out = [None, None]
+        sender = dist.recv_object_list(out)
+        return sender, out
+
+    assert run_ranks(2, body)[1] == (0, [thing(1), "x"])
+
+
+def test_wrong_lengths_raise_before_anything_is_sent():
+    def body(rank):
+        with pytest.raises(ShapeError):
+            dist.all_gather_object([None], rank)
+        with pytest.raises(UsageError):
+            dist.scatter_object_list([], ["a", "b"], src=rank)
+        with pytest.raises(ShapeError):
+            dist.scatter_object_list([None], ["a"], src=rank)
+        dist.barrier()
+
+    run_ranks(2, body)
