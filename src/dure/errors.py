@@ -6,7 +6,7 @@
     │   └── NotInGroupError, DataError, ModuleError
     ├── CommError             the job is in trouble; the group must be rebuilt
     │   ├── CommTimeout, PeerLost, Desync, Aborted
-    ├── StoreError (StoreTimeout), RendezvousError (RendezvousTimeout)
+    ├── StoreError (StoreTimeout, StoreLost, StoreRefused), RendezvousError (RendezvousTimeout)
     ├── LaunchError           carries the first failing worker's report
     ├── RpcError              carries the remote traceback
     └── InternalError         ours; please report
@@ -39,6 +39,8 @@ __all__ = [
     "RpcError",
     "ShapeError",
     "StoreError",
+    "StoreLost",
+    "StoreRefused",
     "StoreTimeout",
     "UsageError",
 ]
@@ -205,6 +207,14 @@ class StoreTimeout(StoreError, TimeoutError):
     def __init__(self, what: str, *, keys: tuple[str, ...] = (), **fields: object) -> None:
         self.keys = keys
         super().__init__(what, **fields)  # pyright: ignore[reportArgumentType]
+
+
+class StoreLost(StoreError, ConnectionError):
+    """The process that holds the store ended, or the way to it broke; a new connection may work."""
+
+
+class StoreRefused(StoreError, ConnectionError):
+    """Somebody answered, but will not talk: another job key, or no store of Dure's at all."""
 
 
 class RendezvousError(DureError, RuntimeError):

@@ -91,5 +91,5 @@ class Store(ABC):
         """Tell that append, multi_get and multi_set exist (torch asks)."""
         return True
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (nothing to release is a fine answer)
         """Release what the store holds in this process; safe to call twice."""

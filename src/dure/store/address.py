@@ -1,0 +1,62 @@
+"""Where a store listens: names to addresses, never back (a reverse look-up can take seconds)."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+from dure.errors import StoreError
+
+__all__ = ["Address", "is_local", "resolve"]
+
+_WILDCARDS = frozenset({"0.0.0.0", "::", "*"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """A resolved TCP address."""
+
+    family: socket.AddressFamily
+    ip: str
+    port: int
+
+    @property
+    def endpoint(self) -> str:
+        """The address as ZeroMQ writes it."""
+        ip = f"[{self.ip}]" if self.family == socket.AF_INET6 else self.ip
+        return f"tcp://{ip}:{self.port}"
+
+
+def resolve(host: str, port: int, purpose: str = "the store's host name") -> Address:
+    """Look `host` up; of several addresses the first IPv4 one is taken, on every rank alike.
+
+    Raises:
+        StoreError: The name is unknown here, or the port is no port.
+    """
+    if not 0 <= port <= 65535:
+        raise StoreError("a port must lie between 0 and 65535", seen=f"port {port} for {host}")
+    if host == "*":
+        host = "0.0.0.0"
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise StoreError(
+            f"{purpose} cannot be resolved",
+            seen=f"{host!r}: {error}",
+            fix="Check its spelling, use an IP address, or add it to /etc/hosts.",
+        ) from None
+    family, _, _, _, where = min(found, key=lambda info: info[0] != socket.AF_INET)
+    return Address(family=family, ip=str(where[0]), port=port)
+
+
+def is_local(host: str) -> bool:
+    """Tell whether `host` is this machine: a socket can be bound to its addresses only."""
+    if host in _WILDCARDS:
+        return True
+    address = resolve(host, 0)
+    with socket.socket(address.family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address.ip, 0))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,174 @@
+"""One connection of a client to the network store's server: opened once, never reopened.
+
+ZeroMQ would reconnect by itself and deliver a pending request to whoever listens then. We switch
+that off and watch the socket's monitor instead: it says whether the handshake succeeded, why it
+failed, and that a peer is gone, each within a millisecond of the kernel knowing. A peer whose whole
+machine is gone is found out by ZeroMQ's heartbeats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import time
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from dure.errors import StoreLost, StoreRefused, StoreTimeout
+from dure.store.key import JobKey
+from dure.store.wire import MAX_FRAME_BYTES
+
+__all__ = ["Connection", "dial"]
+
+_HEARTBEAT_MS = 5_000
+_SILENCE_MS = 20_000
+_FAST_MS = 20
+"""A reply normally comes within this time, so the monitor is only looked at afterwards."""
+
+
+class _Outcome(enum.Enum):
+    """How an attempt to connect ended."""
+
+    OPEN = "the handshake succeeded"
+    UNREACHABLE = "nobody listens"
+    REFUSED = "the peer hung up during the key exchange: different job key, or not a store of Dure"
+    FOREIGN = "the peer does not speak as we do: DURE_INSECURE on one side only, or not our store"
+
+
+_OUTCOMES = {
+    zmq.Event.HANDSHAKE_SUCCEEDED: _Outcome.OPEN,
+    zmq.Event.HANDSHAKE_FAILED_AUTH: _Outcome.REFUSED,
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: _Outcome.REFUSED,
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: _Outcome.FOREIGN,
+    zmq.Event.CLOSED: _Outcome.UNREACHABLE,
+    zmq.Event.DISCONNECTED: _Outcome.UNREACHABLE,
+}
+
+
+class Connection:
+    """A connection that may be open; `dial` makes those that are.
+
+    Threads: one at a time.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, key: JobKey | None):
+        self._endpoint = endpoint
+        self._socket = socket = context.socket(zmq.DEALER)
+        socket.linger = 0
+        socket.reconnect_ivl = -1
+        socket.rcvtimeo = _FAST_MS
+        socket.maxmsgsize = MAX_FRAME_BYTES
+        socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
+        socket.ipv6 = "[" in endpoint
+        if key is not None:
+            own = key.pair("store client")
+            socket.curve_secretkey, socket.curve_publickey = own.secret, own.public
+            socket.curve_serverkey = key.pair("store server").public
+        events = 0
+        for event in _OUTCOMES:
+            events |= event
+        self._monitor = socket.get_monitor_socket(events)
+        socket.connect(endpoint)
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    def attempt(self, timeout_s: float) -> _Outcome | None:
+        """Wait for the handshake; None if nothing was heard in time."""
+        if not self._monitor.poll(max(1, int(timeout_s * 1000))):
+            return None
+        return _OUTCOMES[zmq.Event(recv_monitor_message(self._monitor)["event"])]
+
+    @property
+    def broken(self) -> bool:
+        """Whether the peer has gone; asked before a connection is used again."""
+        return self._monitor.poll(0) != 0
+
+    def call(self, frame: bytes, deadline: float) -> bytes | None:
+        """Send a request and return the reply; None if none came by `deadline`.
+
+        Raises:
+            StoreLost: The connection broke meanwhile.
+        """
+        self._socket.send(frame)
+        try:
+            return self._socket.recv()
+        except zmq.Again:
+            pass
+        while True:
+            left_ms = int((deadline - time.monotonic()) * 1000)
+            ready = dict(self._poller.poll(max(0, left_ms)))
+            if self._socket in ready:
+                return self._socket.recv()
+            if self._monitor in ready:
+                raise lost(self._endpoint)
+            if left_ms <= 0:
+                return None
+
+    def close(self) -> None:
+        """Close at once."""
+        with contextlib.suppress(zmq.ContextTerminated):
+            self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0)
+
+
+def lost(endpoint: str) -> StoreLost:
+    """Make the error about a server that is gone."""
+    return StoreLost(
+        f"the connection to the store at {endpoint} broke",
+        seen="the process that holds it (rank 0, or the launcher) ended or closed it",
+        fix="Look at that process's own error first.",
+    )
+
+
+def dial(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, key: JobKey | None, timeout_s: float
+) -> Connection:
+    """Open a connection; keep trying while nobody listens.
+
+    Raises:
+        StoreTimeout: Nobody listened there in time.
+        StoreRefused: Whoever listens refused us twice running (once may be a server that ends).
+    """
+    start = time.monotonic()
+    pause_s, refusals, outcome = 0.005, 0, None
+    while (left_s := timeout_s - (time.monotonic() - start)) > 0:
+        connection = Connection(context, endpoint, key)
+        try:
+            outcome = connection.attempt(left_s)
+            if outcome is _Outcome.OPEN:
+                keep, connection = connection, None
+                return keep
+        finally:
+            if connection is not None:
+                connection.close()
+        refusals = refusals + 1 if outcome in (_Outcome.REFUSED, _Outcome.FOREIGN) else 0
+        if refusals == 2:
+            raise _refused(endpoint, outcome)
+        time.sleep(min(pause_s, max(0.0, left_s)))
+        pause_s = min(2 * pause_s, 0.1)
+    seen = (
+        "the peer accepted the connection and then said nothing"
+        if outcome is None
+        else "nobody listens there"
+    )
+    raise StoreTimeout(
+        f"the store at {endpoint} cannot be reached",
+        elapsed_s=time.monotonic() - start,
+        seen=seen,
+        fix="Check that rank 0 (or the launcher) runs, that MASTER_ADDR and MASTER_PORT are its "
+        "own, and that the address is not a loopback one on several hosts (DURE_STORE_BIND).",
+    )
+
+
+def _refused(endpoint: str, outcome: _Outcome | None) -> StoreRefused:
+    return StoreRefused(
+        f"the store at {endpoint} refused this process",
+        seen="refused: different job key"
+        if outcome is _Outcome.REFUSED
+        else _Outcome.FOREIGN.value,
+        fix="All ranks need the same key: start them with `dure run`, or give them the same "
+        "DURE_JOB_KEY_FILE or ~/.config/dure/key; or the port belongs to another program.",
+    )

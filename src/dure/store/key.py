@@ -1,0 +1,181 @@
+"""The job key: 32 random bytes that the ranks of a job share, and strangers do not.
+
+Where it comes from, the first that applies (`load_for`):
+
+1. `DURE_JOB_KEY_FD`: a descriptor inherited from the launcher. It is read with `pread`, so its
+   position never moves and every fork and grandchild can read it again.
+2. `DURE_JOB_KEY_FILE`: a file that only this user can read.
+3. The user's own key file, `~/.config/dure/key`, for programs started by hand. The process on
+   whose host the store lives makes it on first use; a process that must reach another host only
+   uses one that is there already, for a key made here could not match the one made there.
+
+From the one key both ends of the connection derive the CURVE key pairs of the server and of the
+client: a secret key is BLAKE2b of the purpose, keyed with the job key, and the public key follows
+from the secret one. The client knows the server's public key and the server admits the one client
+public key, so each proves to the other that it holds the job key, and neither ever sends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+from dure import env
+from dure.errors import StoreError
+from dure.store.address import is_local
+
+__all__ = ["CurvePair", "JobKey", "load_for", "mint", "user_key_path"]
+
+KEY_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurvePair:
+    """A CURVE key pair in ZeroMQ's text form (Z85)."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class JobKey:
+    """The secret of a job; its text form shows a fingerprint, never the key."""
+
+    raw: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.raw) != KEY_BYTES:
+            raise StoreError(
+                "a job key has the wrong length", seen=f"{len(self.raw)} bytes, not {KEY_BYTES}"
+            )
+
+    def __repr__(self) -> str:
+        return f"JobKey(fingerprint={self.fingerprint})"
+
+    @property
+    def fingerprint(self) -> str:
+        """Eight hexadecimal digits that tell two keys apart and give nothing away."""
+        return self.derive("fingerprint").hex()[:8]
+
+    def derive(self, purpose: str) -> bytes:
+        """Return 32 bytes for one purpose; those of another purpose cannot be found from them."""
+        return blake2b(
+            purpose.encode(), key=self.raw, person=b"dure job key", digest_size=32
+        ).digest()
+
+    def pair(self, purpose: str) -> CurvePair:
+        """Return the CURVE key pair for one purpose ("store server", "store client")."""
+        secret = z85.encode(self.derive(f"curve {purpose}"))
+        return CurvePair(public=zmq.curve_public(secret), secret=secret)
+
+
+def mint() -> JobKey:
+    """Return a new random key."""
+    return JobKey(secrets.token_bytes(KEY_BYTES))
+
+
+def user_key_path() -> Path:
+    """Return where the user's own key lies, whether or not it exists."""
+    base = env.text("XDG_CONFIG_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".config") / "dure" / "key"
+    except RuntimeError:
+        raise StoreError(
+            "there is no place for the user's key",
+            seen="this user has no home directory",
+            fix="Set XDG_CONFIG_HOME, or DURE_JOB_KEY_FILE, or start with `dure run`.",
+        ) from None
+
+
+def load_for(host: str) -> JobKey:
+    """Return this process's job key for a store on `host`.
+
+    Args:
+        host: Name or address of the store's host, as the user wrote it.
+
+    Raises:
+        StoreError: No key can be had, or its file is open to others. The text says what to do.
+    """
+    fd = env.integer("DURE_JOB_KEY_FD")
+    if fd is not None:
+        return _from_fd(fd)
+    path = env.text("DURE_JOB_KEY_FILE")
+    if path is not None:
+        return _from_file(Path(path))
+    own = user_key_path()
+    if own.exists():
+        return _from_file(own)
+    if is_local(host):
+        return _make(own)
+    raise StoreError(
+        "this host has no job key",
+        seen=f"the store is on another host, {host}, and {own} does not exist here",
+        fix=f"Copy {own} from {host} (chmod 600), or set DURE_JOB_KEY_FILE, or start the program "
+        "with `dure run`; on a network you trust wholly, set DURE_INSECURE=1 on every host.",
+    )
+
+
+def _from_fd(fd: int) -> JobKey:
+    try:
+        raw = os.pread(fd, KEY_BYTES + 1, 0)
+    except OSError as error:
+        raise StoreError(
+            "the job key's descriptor cannot be read",
+            seen=f"DURE_JOB_KEY_FD={fd}: {error.strerror}",
+            fix="Keep inherited descriptors open (close_fds=False), or use DURE_JOB_KEY_FILE.",
+        ) from None
+    return JobKey(raw)
+
+
+def _from_file(path: Path) -> JobKey:
+    try:
+        with path.open("rb") as file:
+            info = os.fstat(file.fileno())
+            raw = file.read(KEY_BYTES + 1)
+    except OSError as error:
+        raise StoreError(
+            "the job key's file cannot be read",
+            seen=f"{path}: {error.strerror}",
+            fix="Check the path, or remove DURE_JOB_KEY_FILE to use your own key.",
+        ) from None
+    mode = stat.S_IMODE(info.st_mode)
+    if info.st_uid != os.getuid() or mode & 0o077:
+        raise StoreError(
+            "the job key's file is open to other users",
+            seen=f"{path} has mode {mode:04o} and belongs to user {info.st_uid}",
+            fix=f"Run `chmod 600 {path}` (and chown it to yourself).",
+        )
+    return JobKey(raw)
+
+
+def _make(path: Path) -> JobKey:
+    """Make the user's key file; of several ranks that try at once, all return the same key.
+
+    The key is written to a file of its own and then linked into place: a link either appears
+    whole or, if another rank was first, fails.
+    """
+    draft = path.with_name(f".key-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+            file.write(mint().raw)
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.link(draft, path)
+        finally:
+            draft.unlink()
+    except OSError as error:
+        raise StoreError(
+            "the user's key cannot be made",
+            seen=f"{error.filename or path}: {error.strerror}",
+            fix="Make that directory writable, or set XDG_CONFIG_HOME or DURE_JOB_KEY_FILE.",
+        ) from None
+    return _from_file(path)

@@ -1,0 +1,313 @@
+"""The network store: clients, and the server in the process of the one that is master.
+
+A store keeps a small pool of connections: a call takes one that is idle, or opens another, and
+gives it back afterwards. So threads never wait for each other, a thread parked in `get` included,
+and a connection carries one request at a time. A connection that breaks is thrown away, and what
+was asked through it fails with `StoreLost`: nothing is silently asked twice, because `add` twice
+would be wrong.
+
+After a fork the child drops the parent's connections, untouched, and opens its own at its first
+call; a server stays the parent's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+
+import zmq
+
+from dure import env
+from dure.errors import StoreError, StoreTimeout
+from dure.store.address import resolve
+from dure.store.base import DEFAULT_TIMEOUT, Store
+from dure.store.connection import Connection, dial
+from dure.store.key import JobKey, load_for
+from dure.store.server import StoreServer, listen, replace_retired
+from dure.store.values import encode
+from dure.store.wire import Op, Reply, Request, pack, read_reply
+
+__all__ = ["NetworkStore", "TCPStore"]
+
+_GRACE_S = 1.0
+"""How much longer than the server's own deadline a client waits for its verdict."""
+
+_REDIAL_S = 2.0
+"""How long a client whose server was there once looks for it again."""
+
+_log = logging.getLogger("dure.store")
+
+
+class NetworkStore(Store):
+    """A client of the store at a ZeroMQ endpoint, which may own the server.
+
+    Args:
+        endpoint: Where the server is, such as ``tcp://10.0.0.1:29500``.
+        key: The job key; None talks in the clear.
+        timeout: How long `get`, `wait` and the first connection wait.
+        server: The server, if this store is its owner: `close` retires it.
+
+    Raises:
+        StoreTimeout: Nobody listens at the endpoint.
+        StoreRefused: Whoever listens has another key.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        key: JobKey | None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        server: StoreServer | None = None,
+    ) -> None:
+        super().__init__(timeout)
+        self._endpoint, self._key, self._server = endpoint, key, server
+        self._closed = False
+        self._start_afresh()
+        try:
+            self._put_back(self._take(timeout.total_seconds()))
+        except BaseException:
+            self.close()
+            raise
+        _stores.add(self)
+
+    @property
+    def endpoint(self) -> str:
+        """Where the server is, in ZeroMQ's words."""
+        return self._endpoint
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask("set", (key,), (encode(value),))
+
+    def get(self, key: str) -> bytes:
+        return self._ask("get", (key,), timeout=self._timeout).values[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return list(self._ask("get", tuple(keys), timeout=self._timeout).values)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        pairs = [(key, encode(value)) for key, value in zip(keys, values, strict=True)]
+        self._ask("set", tuple(key for key, _ in pairs), tuple(value for _, value in pairs))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._ask("wait", tuple(keys), timeout=self._timeout if timeout is None else timeout)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._ask("add", (key,), amount=amount).number
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._ask("append", (key,), (encode(value),))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        return self._ask("compare_set", (key,), (encode(expected), encode(desired))).values[0]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._ask("check", tuple(keys)).number)
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask("delete", (key,)).number)
+
+    def num_keys(self) -> int:
+        return self._ask("count").number
+
+    def list_keys(self) -> list[str]:
+        return list(self._ask("list").names)
+
+    def close(self) -> None:
+        """Say goodbye; a server that this store owns goes on until its last client has left.
+
+        Calls of other threads that wait in this store end with `StoreError`.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+        self._context.term()  # wakes the threads that use a connection, which close it
+        if self._server is not None and self._server.pid == os.getpid():
+            self._server.retire()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_lock"):
+            self.close()
+
+    def _start_afresh(self) -> None:
+        """Begin without connections: at first, and in a forked child."""
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._idle: list[Connection] = []
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+
+    def forget_inherited(self) -> None:
+        """In a forked child: leave the parent's sockets alone."""
+        _inherited.append((self._context, self._idle))
+        self._start_afresh()
+
+    def _take(self, timeout_s: float) -> Connection:
+        """Return a working connection, which is this thread's until `_put_back`."""
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise StoreError(f"the store at {self._endpoint} was closed by this process")
+                if not self._idle:
+                    break
+                connection = self._idle.pop()
+            if not connection.broken:
+                return connection
+            connection.close()
+            timeout_s = min(timeout_s, _REDIAL_S)
+        return dial(self._context, self._endpoint, self._key, timeout_s)
+
+    def _put_back(self, connection: Connection) -> None:
+        with self._lock:
+            if not self._closed:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def _ask(
+        self,
+        op: Op,
+        keys: tuple[str, ...] = (),
+        values: tuple[bytes, ...] = (),
+        *,
+        amount: int = 0,
+        timeout: timedelta | None = None,
+    ) -> Reply:
+        """Put one request; `timeout` is for those that the server may park."""
+        parked_s = 0.0 if timeout is None else max(0.0, timeout.total_seconds())
+        patience_s = self._timeout.total_seconds() if timeout is None else parked_s
+        start = time.monotonic()
+        try:
+            frame = pack(Request(op, keys, values, amount, parked_s))
+        except OverflowError as error:
+            raise StoreError(
+                "a number is too large for the store", op=op, seen=str(error)
+            ) from None
+        reply = self._exchange(frame, patience_s, start + patience_s + _GRACE_S)
+        if reply is not None and reply.status == "ok":
+            return reply
+        if reply is not None and reply.status == "error":
+            raise StoreError("the store refused an operation", op=op, seen=reply.text)
+        missing = keys if reply is None else reply.names
+        raise StoreTimeout(
+            f"the store at {self._endpoint} did not answer"
+            if reply is None
+            else f"keys did not appear in the store at {self._endpoint}",
+            op=op,
+            keys=missing,
+            elapsed_s=time.monotonic() - start,
+            seen="" if reply is None else f"nobody has set {', '.join(map(repr, missing))}",
+        )
+
+    def _exchange(self, frame: bytes, dial_s: float, deadline: float) -> Reply | None:
+        connection: Connection | None = None
+        whole = False
+        try:
+            connection = self._take(dial_s)
+            answer = connection.call(frame, deadline)
+            whole = answer is not None
+            return read_reply(answer) if answer is not None else None
+        except zmq.ContextTerminated:
+            raise StoreError(f"the store at {self._endpoint} was closed meanwhile") from None
+        finally:
+            if connection is not None:
+                if whole:
+                    self._put_back(connection)
+                else:  # its reply may still come, and would be taken for the next one's
+                    connection.close()
+
+
+class TCPStore(NetworkStore):
+    """A store that one process serves over TCP; the arguments are those of torch's.
+
+    Args:
+        host_name: Name or address of the master's host. The master listens on this address alone,
+            unless `DURE_STORE_BIND` names another (0.0.0.0: all).
+        port: The port; 0 lets the master pick a free one (see `port`).
+        world_size: How many stores, the master's included, will connect; None: any number.
+        is_master: Whether this process runs the server.
+        timeout: How long `get`, `wait` and connecting wait.
+        wait_for_workers: Whether the master waits until `world_size` stores are connected.
+        key: The job key; None finds it as `dure.store.key` says, or, with `DURE_INSECURE=1`,
+            talks in the clear to everybody.
+
+    Raises:
+        StoreError: The port is taken, the name is unknown, or there is no job key.
+        StoreTimeout: The master cannot be reached.
+        StoreRefused: The master has another job key.
+
+    Threads: any number may use one store. A forked child may use it too.
+    Cost: one round trip each call (see docs/stores.md); the server never polls.
+    """
+
+    def __init__(
+        self,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        wait_for_workers: bool = True,
+        key: JobKey | None = None,
+    ) -> None:
+        key = key or job_key(host_name)
+        address = resolve(host_name, port)
+        server = None
+        if is_master:
+            replace_retired(address.endpoint)
+            bind = env.text("DURE_STORE_BIND")
+            listener = listen(resolve(bind, port, "DURE_STORE_BIND") if bind else address)
+            server = StoreServer(listener, key)
+            address = resolve(host_name, listener.port)
+        self._host, self._port = host_name, address.port
+        super().__init__(address.endpoint, key, timeout, server)
+        if world_size is not None and world_size > 0 and wait_for_workers:
+            self._meet(world_size)
+
+    @property
+    def host(self) -> str:
+        """The master's host, as it was given."""
+        return self._host
+
+    @property
+    def port(self) -> int:
+        """The master's port."""
+        return self._port
+
+    def _meet(self, world_size: int) -> None:
+        if self.add("dure/workers", 1) == world_size:
+            self.set("dure/all workers", b"")
+        if self._server is not None:
+            self.wait(["dure/all workers"])
+
+
+def job_key(host: str) -> JobKey | None:
+    """Return the key for a store on `host`; None, with a loud warning, if DURE_INSECURE is set."""
+    if not env.flag("DURE_INSECURE"):
+        return load_for(host)
+    _log.warning(
+        "DURE_INSECURE is set: the store on %s has no key and no encryption; "
+        "whoever reaches its port can read and change this job",
+        host,
+    )
+    return None
+
+
+_stores: weakref.WeakSet[NetworkStore] = weakref.WeakSet()
+_inherited: list[object] = []
+"""In a forked child: the parent's ZeroMQ objects, kept so that nothing is torn down twice."""
+
+
+def _forget_connections() -> None:
+    for store in list(_stores):
+        store.forget_inherited()
+
+
+os.register_at_fork(after_in_child=_forget_connections)

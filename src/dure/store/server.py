@@ -1,0 +1,359 @@
+"""The network store's server: one thread, which waits on sockets and asks the `Board` what to say.
+
+The thread polls four things: the ROUTER socket with the requests; the ZAP socket, on which ZeroMQ
+asks whether a client that has completed the CURVE handshake may come in (only the one public key
+derived from the job key may); the monitor, which tells who connects, leaves or is refused; and a
+pipe through which other threads wake it. All of ZeroMQ's own work, encryption included, is done by
+its I/O thread. A stranger fails in the handshake, so not one byte of his is ever parsed here.
+
+Ending. A server that is merely stopped would cut off ranks that still read their last keys. So its
+owner *retires* it: it goes on until its last client has left or the linger time has passed. A
+process that opens the same address again meanwhile *adopts* the retired server with all its
+clients and keys, which lets ranks destroy and re-create their world at their own pace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from hmac import compare_digest
+from multiprocessing import util as process_exit
+
+import msgspec
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from dure.errors import DureError, StoreError
+from dure.store.address import Address
+from dure.store.board import Answer, Board
+from dure.store.key import JobKey
+from dure.store.wire import MAX_FRAME_BYTES, Reply, pack, read_request
+
+__all__ = [
+    "LINGER_S",
+    "Listener",
+    "StoreServer",
+    "adopt",
+    "listen",
+    "listen_local",
+    "replace_retired",
+]
+
+LINGER_S = 10.0
+"""How long a retired server waits for its clients to leave, in the background."""
+
+_EXIT_LINGER_S = 1.0
+"""The same at the end of the process, which has to wait for it."""
+
+_BURST = 64
+"""Requests that are read before the other sockets are looked at again."""
+
+_log = logging.getLogger("dure.store")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listener:
+    """A bound place to listen: its ZeroMQ endpoint, and the socket's descriptor (-1: none yet)."""
+
+    endpoint: str
+    port: int = 0
+    fd: int = -1
+
+
+def listen(address: Address) -> Listener:
+    """Bind a TCP socket; port 0 picks a free one.
+
+    Raises:
+        StoreError: The port is taken, or the address is not one of this machine's.
+    """
+    sock = socket.socket(address.family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((address.ip, address.port))
+        sock.listen(1024)
+    except OSError as error:
+        sock.close()
+        raise StoreError(
+            f"the store cannot listen on {address.ip}:{address.port}",
+            seen=error.strerror or str(error),
+            fix="Another program holds the port, or the address is another machine's: choose a "
+            "free MASTER_PORT and an address of rank 0's host, or port 0 where it can be told on.",
+        ) from None
+    port = sock.getsockname()[1]
+    bound = Address(family=address.family, ip=address.ip, port=port)
+    return Listener(endpoint=bound.endpoint, port=port, fd=sock.detach())
+
+
+def listen_local(endpoint: str) -> Listener:
+    """Return a listener at an `ipc://` endpoint; it is bound when the server starts."""
+    return Listener(endpoint=endpoint)
+
+
+class StoreServer:
+    """Holds the keys of a job and serves them until it is stopped.
+
+    Args:
+        listener: Where to listen.
+        key: The job key; None lets everybody in.
+
+    Threads: `retire` and `stop` may be called from any thread.
+    """
+
+    def __init__(self, listener: Listener, key: JobKey | None) -> None:
+        self.endpoint, self.port, self.pid = listener.endpoint, listener.port, os.getpid()
+        self._listen_fd = listener.fd
+        self._board = Board()
+        self._peers: dict[int, str] = {}
+        self._refusal = ""
+        self._retired_at: float | None = None
+        self._linger_s = LINGER_S
+        self._stopping = False
+        self._waker, self._wakened = socket.socketpair()
+        self._wakened.setblocking(False)
+        self._context = zmq.Context()
+        try:
+            self._open(listener, key)
+        except zmq.ZMQError as error:
+            self._close_sockets()
+            raise StoreError(
+                f"the store cannot listen on {listener.endpoint}", seen=str(error)
+            ) from None
+        _servers.add(self)
+        self._thread = threading.Thread(target=self._run, name="dure-store-server", daemon=True)
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        """Whether it still serves."""
+        return self._thread.is_alive() and not self._stopping
+
+    @property
+    def retired(self) -> bool:
+        """Whether its owner has left it, so that it can be adopted."""
+        return self._retired_at is not None
+
+    def retire(self) -> None:
+        """Let it end by itself: when the last client leaves, or `LINGER_S` from now."""
+        self._retired_at = time.monotonic()
+        self._wake()
+
+    def adopt(self) -> None:
+        """Take back a retired server."""
+        self._retired_at = None
+        self._wake()
+
+    def stop(self) -> None:
+        """End now; returns when the thread, the sockets and the context are gone."""
+        self._stopping = True
+        self._wake()
+        self._thread.join()
+
+    def finish(self, linger_s: float) -> None:
+        """Give clients `linger_s` to leave, then stop."""
+        self._linger_s = linger_s
+        self.retire()
+        self._thread.join(linger_s + 1)
+        self.stop()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # the thread has ended, and closed the pipe
+            self._waker.send(b"!")
+
+    def _open(self, listener: Listener, key: JobKey | None) -> None:
+        """Make the sockets; called before the thread starts, which then owns them."""
+        self._zap = self._context.socket(zmq.REP)
+        self._zap.linger = 0
+        self._zap.bind("inproc://zeromq.zap.01")
+        self._router = router = self._context.socket(zmq.ROUTER)
+        router.linger = 0
+        router.maxmsgsize = MAX_FRAME_BYTES
+        router.handshake_ivl = 10_000
+        router.ipv6 = "[" in listener.endpoint
+        self._admitted = b""
+        if key is not None:
+            own = key.pair("store server")
+            self._admitted = z85.decode(key.pair("store client").public)
+            router.curve_server = True
+            router.curve_secretkey, router.curve_publickey = own.secret, own.public
+            router.zap_domain = b"dure"
+        events = zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_AUTH
+        events |= zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+        router.monitor("inproc://monitor", events)
+        self._monitor = self._context.socket(zmq.PAIR)
+        self._monitor.linger = 0
+        self._monitor.rcvhwm = 0  # ZeroMQ's I/O thread must never wait for this one
+        self._monitor.connect("inproc://monitor")
+        if listener.fd >= 0:
+            router.use_fd = listener.fd
+        router.bind(listener.endpoint)
+
+    def _close_sockets(self) -> None:
+        self._context.destroy(linger=0)
+        self._waker.close()
+        self._wakened.close()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for source in (self._router, self._zap, self._monitor, self._wakened):
+            poller.register(source, zmq.POLLIN)
+        try:
+            while not self._ended():
+                ready = dict(poller.poll(self._patience_ms()))
+                try:
+                    self._serve(ready)
+                except Exception:  # the job's meeting point outlives whatever one request does
+                    _log.exception("the store's server goes on after an error")
+        finally:
+            self._stopping = True
+            _servers.discard(self)
+            self._router.disable_monitor()
+            self._close_sockets()
+
+    def _ended(self) -> bool:
+        if self._stopping or self._retired_at is None:
+            return self._stopping
+        return not self._peers or time.monotonic() >= self._retired_at + self._linger_s
+
+    def _patience_ms(self) -> int | None:
+        """Return how long the poll may take."""
+        times = [self._board.next_deadline()]
+        if self._retired_at is not None:
+            times.append(self._retired_at + self._linger_s)
+        due = [when for when in times if when is not None]
+        return max(0, int((min(due) - time.monotonic()) * 1000) + 1) if due else None
+
+    def _serve(self, ready: dict[object, int]) -> None:
+        if self._wakened.fileno() in ready:
+            self._wakened.recv(4096)
+        if self._monitor in ready:
+            self._watch()
+        if self._zap in ready:
+            self._admit()
+        if self._router in ready:
+            self._answer_requests()
+        self._send(self._board.expire(time.monotonic()))
+
+    def _answer_requests(self) -> None:
+        for _ in range(_BURST):
+            try:
+                frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._send(self._handle(frames[0], frames[1:]))
+
+    def _handle(self, client: bytes, frames: list[bytes]) -> list[Answer]:
+        try:
+            request = read_request(b"".join(frames))
+            return self._board.handle(client, request, time.monotonic())
+        except (msgspec.DecodeError, DureError, ValueError, OverflowError) as error:
+            return [(client, Reply("error", text=str(error)))]
+
+    def _send(self, answers: list[Answer]) -> None:
+        for client, reply in answers:
+            try:
+                self._router.send_multipart((client, pack(reply)), zmq.NOBLOCK)
+            except (zmq.Again, msgspec.MsgspecError, OverflowError):
+                _log.warning("a reply of the store could not be sent")
+
+    def _admit(self) -> None:
+        """Answer ZeroMQ's question about one client that has proved its public key (RFC 27)."""
+        frames = self._zap.recv_multipart()
+        number, credentials = frames[1], frames[6:]
+        known = len(credentials) == 1 and compare_digest(credentials[0], self._admitted)
+        verdict = (b"200", b"OK") if known else (b"400", b"another job key")
+        self._zap.send_multipart([b"1.0", number, *verdict, b"", b""])
+
+    def _watch(self) -> None:
+        """Follow who connects and leaves; log who is refused.
+
+        A refusal does not name the connection, but ZeroMQ closes it in the same breath, so the
+        next DISCONNECTED does. The address is asked for when the connection is accepted.
+        """
+        while self._monitor.poll(0):
+            message = recv_monitor_message(self._monitor)
+            event, fd = message["event"], message["value"]
+            if event == zmq.Event.ACCEPTED:
+                self._peers[fd] = _peer_name(fd)
+            elif event == zmq.Event.DISCONNECTED:
+                peer = self._peers.pop(fd, "somebody")
+                if self._refusal:
+                    _log.warning(
+                        "the store at %s refused %s: %s", self.endpoint, peer, self._refusal
+                    )
+                self._refusal = ""
+            elif event == zmq.Event.HANDSHAKE_FAILED_NO_DETAIL:
+                self._refusal = "it left in the middle of the handshake"
+            else:
+                self._refusal = "a different job key, or not a client of Dure"
+
+    def forget_inherited(self) -> None:
+        """In a forked child: give up the sockets, which are the parent's.
+
+        Otherwise the child would keep the port taken, and connections open, when the parent ends.
+        A descriptor is closed only if it still is a socket bound to this server's address.
+        """
+        _inherited.append(self)
+        if self._listen_fd < 0:
+            return
+        for fd in (self._listen_fd, *self._peers):
+            try:
+                with socket.socket(fileno=os.dup(fd)) as probe:
+                    ours = probe.getsockname()[1] == self.port
+                if ours:
+                    os.close(fd)
+            except (OSError, IndexError):
+                continue
+
+
+_servers: set[StoreServer] = set()
+"""The servers of this process that run, retired ones included."""
+
+_inherited: list[StoreServer] = []
+"""The parent's servers, in a forked child: kept so that nothing is ever torn down there."""
+
+
+def adopt(endpoint: str) -> StoreServer | None:
+    """Return the retired server of this process at `endpoint`, no longer retired."""
+    for server in list(_servers):
+        if server.endpoint == endpoint and server.retired and server.running:
+            server.adopt()
+            return server
+    return None
+
+
+def replace_retired(endpoint: str) -> None:
+    """Stop the retired server of this process at `endpoint`, so that its port is free again."""
+    server = adopt(endpoint)
+    if server is not None:
+        server.stop()
+
+
+def _peer_name(fd: int) -> str:
+    try:
+        with socket.socket(fileno=os.dup(fd)) as probe:
+            name = probe.getpeername()
+    except OSError:
+        return "somebody who left at once"
+    return f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "a process of this host"
+
+
+def _forget_servers() -> None:
+    for server in list(_servers):
+        server.forget_inherited()
+    _servers.clear()
+
+
+def _finish_servers() -> None:
+    for server in list(_servers):
+        server.finish(_EXIT_LINGER_S)
+
+
+os.register_at_fork(after_in_child=_forget_servers)
+# Unlike atexit, this also runs in the children of multiprocessing, where most ranks live.
+process_exit.Finalize(None, _finish_servers, exitpriority=1)
