@@ -1,0 +1,65 @@
+"""The documents name things that exist, and the two READMEs show the same commands."""
+
+import re
+
+from arch.sources import CSRC, PACKAGE, ROOT, cpp_files, python_files
+
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+TICKED = re.compile(r"`([^`\n]+)`")
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+PATH = re.compile(r"^(?:src|csrc|tests|docs|examples|benchmarks|scripts|\.ci)/[\w./-]+$")
+CALL = re.compile(r"^(?:\w+(?:\.|::))*(\w+)\(\)$")
+LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)(?:#[^)]*)?\)")
+
+
+def _ticked(document) -> list[str]:
+    return TICKED.findall(FENCE.sub("", document.read_text()))
+
+
+def test_paths_in_documents_exist():
+    missing = [
+        f"{document.name}: {word}"
+        for document in DOCUMENTS
+        for word in _ticked(document)
+        if PATH.match(word) and not (ROOT / word.rstrip("/")).exists()
+    ]
+    assert missing == []
+
+
+def test_links_between_documents_lead_somewhere():
+    missing = [
+        f"{document.name}: {target}"
+        for document in DOCUMENTS
+        for target in LINK.findall(FENCE.sub("", document.read_text()))
+        if not (document.parent / target).exists()
+    ]
+    assert missing == []
+
+
+def test_functions_in_walkthroughs_exist():
+    text = "\n".join(p.read_text() for p in (*python_files(PACKAGE), *cpp_files(CSRC)))
+    words = set(re.findall(r"\w+", text))
+    missing = []
+    for document in DOCUMENTS:
+        for word in _ticked(document):
+            called = CALL.match(word)
+            if called and called.group(1) not in words:
+                missing.append(f"{document.name}: {word}")
+    assert missing == []
+
+
+def test_both_readmes_show_the_same_code():
+    english, korean = (
+        [_without_comments(block) for block in FENCE.findall((ROOT / name).read_text())]
+        for name in ("README.md", "README.ko.md")
+    )
+    assert english
+    assert english == korean
+
+
+def _without_comments(block: str) -> str:
+    """Drop what a translation may change: shell and Python comments."""
+    return re.sub(r"[ \t]*#.*$", "", block, flags=re.MULTILINE)

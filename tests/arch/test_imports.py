@@ -1,0 +1,101 @@
+"""What may be imported, read, or included where."""
+
+import ast
+import re
+
+from arch.sources import (
+    CSRC,
+    PACKAGE,
+    cpp_files,
+    functions_of,
+    imports_of,
+    lines_of,
+    python_files,
+    shown,
+    tree_of,
+)
+
+MAY_IMPORT_TORCH_DISTRIBUTED = {
+    PACKAGE / "comm" / "backends" / "torch_engine.py",
+    PACKAGE / "torch_backend.py",
+}
+REASON = re.compile(r"#\s*lazy: \S")
+FOREIGN_HEADER = re.compile(r'#\s*include\s*[<"](Python\.h|nanobind/|torch/|ATen/|c10/|pybind11/)')
+
+
+def test_torch_distributed_is_imported_only_by_the_engine_adapter():
+    offenders = [
+        shown(path, line)
+        for path in python_files()
+        if path not in MAY_IMPORT_TORCH_DISTRIBUTED
+        for name, line in imports_of(path)
+        if name.startswith(("torch.distributed", "torch._C._distributed"))
+    ]
+    assert not offenders, f"only {MAY_IMPORT_TORCH_DISTRIBUTED} may import torch.distributed"
+
+
+def test_torch_distributed_is_reached_by_no_attribute_either():
+    offenders = [
+        shown(path, node.lineno)
+        for path in python_files()
+        if path not in MAY_IMPORT_TORCH_DISTRIBUTED
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Attribute)
+        and node.attr == "distributed"
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "torch"
+    ]
+    assert not offenders
+
+
+def test_native_extension_is_imported_only_inside_native():
+    offenders = [
+        shown(path, line)
+        for path in python_files()
+        if PACKAGE / "native" not in path.parents
+        for name, line in imports_of(path)
+        if name.startswith("dure.native._")
+    ]
+    assert not offenders
+
+
+def test_native_core_includes_neither_python_nor_torch():
+    files = cpp_files(CSRC / "core")
+    assert files
+    offenders = [
+        shown(path, number)
+        for path in files
+        for number, line in enumerate(lines_of(path), 1)
+        if FOREIGN_HEADER.search(line)
+    ]
+    assert not offenders
+
+
+def test_environment_is_read_only_in_env():
+    offenders = [
+        shown(path, node.lineno)
+        for path in python_files()
+        if path != PACKAGE / "env.py"
+        for node in ast.walk(tree_of(path))
+        if (isinstance(node, ast.Attribute) and node.attr in {"environ", "environb", "getenv"})
+        or (isinstance(node, ast.ImportFrom) and node.module == "os" and _names_environ(node))
+    ]
+    assert not offenders, "declare the variable in dure.env and read it with dure.env.text()"
+
+
+def _names_environ(node: ast.ImportFrom) -> bool:
+    return any(alias.name in {"environ", "environb", "getenv"} for alias in node.names)
+
+
+def test_imports_inside_functions_give_their_reason():
+    offenders = []
+    for path in python_files():
+        lines = lines_of(path)
+        for function in functions_of(path):
+            for node in ast.walk(function):
+                if not isinstance(node, ast.Import | ast.ImportFrom):
+                    continue
+                near = lines[node.lineno - 2 : node.end_lineno]
+                if not any(REASON.search(line) for line in near):
+                    offenders.append(shown(path, node.lineno))
+    assert not sorted(set(offenders)), "move it to the top, or say why: `# lazy: reason`"

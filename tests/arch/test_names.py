@@ -1,0 +1,80 @@
+"""Every public name has one home, and exists there."""
+
+import ast
+import importlib
+from collections import Counter
+
+import dure
+from arch.sources import PACKAGE, ROOT, functions_of, python_files, shown, tree_of
+
+
+def test_public_names_have_one_home():
+    counted = Counter(name for names in dure._HOMES.values() for name in names)
+    assert [name for name, count in counted.items() if count > 1] == []
+
+
+def test_public_names_exist_in_the_home_that_lists_them():
+    missing = [
+        f"{module}.{name}"
+        for module, names in dure._HOMES.items()
+        for name in names
+        if name not in vars(importlib.import_module(module))
+    ]
+    assert missing == []
+
+
+def test_all_is_what_can_be_imported():
+    for name in dure.__all__:
+        assert getattr(dure, name) is not None
+    assert set(dure.__all__) <= set(dir(dure))
+
+
+def test_modules_all_name_what_they_define():
+    unknown = []
+    for path in python_files():
+        tree = tree_of(path)
+        listed = _listed(tree)
+        unknown += [f"{shown(path)} {n}" for n in listed if n not in _defined(tree)]
+    assert unknown == []
+
+
+def _listed(tree: ast.Module) -> list[str]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(
+            isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets
+        ):
+            return ast.literal_eval(node.value) if isinstance(node.value, ast.List) else []
+    return []
+
+
+def _defined(tree: ast.Module) -> set[str]:
+    out: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                out.add(name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                out.add(name)
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                out |= {alias.asname or alias.name for alias in names}
+            case _:
+                pass
+    return out
+
+
+def test_no_function_of_ours_is_named_after_nothing():
+    vague = {"utils", "common", "helper", "helpers", "manager", "misc"}
+    assert [shown(p) for p in python_files() if p.stem in vague] == []
+    assert [
+        shown(p, f.lineno) for p in python_files() for f in functions_of(p) if f.name in vague
+    ] == []
+
+
+def test_modules_open_with_prose():
+    bare = [
+        shown(p)
+        for folder in (PACKAGE, ROOT / "examples", ROOT / "benchmarks")
+        for p in python_files(folder)
+        if not ast.get_docstring(tree_of(p))
+    ]
+    assert bare == []
