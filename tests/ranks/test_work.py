@@ -1,0 +1,158 @@
+"""`Work`: waiting, asking, futures, errors, and what destroy does to what is pending."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+
+import dure as dist
+from dure.errors import Aborted, CommError, CommTimeout, PeerLost, UsageError
+from dure.testing import run_ranks
+
+
+def test_work_ends_with_results_in_place():
+    def body(rank):
+        t = torch.tensor([rank + 1.0])
+        work = dist.all_reduce(t, async_op=True)
+        assert work.wait() is True
+        assert work.is_completed()
+        assert work.is_success()
+        assert work.exception() is None
+        assert work.source_rank() == -1
+        (out,) = work.result()
+        return out is t, t.item()
+
+    assert run_ranks(3, body) == [(True, 6.0)] * 3
+
+
+def test_wait_with_a_limit_raises_and_can_be_repeated():
+    go = threading.Event()
+
+    def body(rank):
+        t = torch.ones(1)
+        if rank == 1:
+            go.wait(10)
+        work = dist.all_reduce(t, async_op=True)
+        if rank == 0:
+            with pytest.raises(CommTimeout) as caught:
+                work.wait(timedelta(milliseconds=20))
+            assert caught.value.op == "all_reduce"
+            assert not work.is_completed()
+            assert work.exception() is None
+            go.set()
+        work.wait(timedelta(0))  # no limit of its own
+        return t.item()
+
+    assert run_ranks(2, body) == [2.0, 2.0]
+
+
+def test_strided_output_is_copied_back_when_the_work_ends():
+    def body(rank):
+        base = torch.zeros(4, 2)
+        view = base[:, 1]
+        view += rank + 1
+        work = dist.all_reduce(view, async_op=True)
+        work.wait()
+        return base.tolist()
+
+    assert run_ranks(2, body) == [[[0.0, 3.0]] * 4] * 2
+
+
+def test_future_chains_and_carries_errors():
+    def body(rank):
+        work = dist.all_reduce(torch.tensor([2.0]), async_op=True)
+        doubled = work.get_future().then(lambda f: [t * 2 for t in f.wait()])
+        assert work.get_future() is work.get_future()
+        return doubled.wait()[0].item()
+
+    assert run_ranks(2, body) == [8.0, 8.0]
+
+
+def test_future_of_a_failed_work_raises():
+    called = threading.Event()
+
+    def body(rank):
+        if rank == 1:
+            called.wait(10)
+            return
+        future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+        called.set()
+        with pytest.raises(CommError):
+            future.wait()
+
+    run_ranks(2, body)
+
+
+def test_destroy_aborts_what_is_pending():
+    left = threading.Event()
+
+    def body(rank):
+        group = dist.new_group()
+        if rank == 1:
+            left.wait(10)
+            return
+        work = dist.irecv(torch.empty(1), 1, group=group)
+        dist.destroy_process_group(group)
+        with pytest.raises(Aborted):
+            work.wait()
+        assert work.is_completed()
+        assert not work.is_success()
+        assert isinstance(work.exception(), Aborted)
+        left.set()
+
+    run_ranks(2, body)
+
+
+def test_a_rank_that_left_is_peer_lost():
+    def body(rank):
+        if rank == 1:
+            return
+        with pytest.raises(PeerLost) as caught:
+            dist.all_reduce(torch.ones(1))
+        assert caught.value.peer == 1
+        assert not isinstance(caught.value, UsageError)
+
+    run_ranks(2, body)
+
+
+def test_absent_ranks_are_named_at_the_timeout():
+    done = threading.Event()
+
+    def body(rank):
+        group = dist.new_group(timeout=timedelta(milliseconds=100))
+        if rank in (1, 2):
+            done.wait(10)
+            return
+        with pytest.raises(CommTimeout) as caught:
+            dist.all_reduce(torch.ones(1), group=group)
+        assert set(caught.value.missing) == {1, 2}
+        done.set()
+
+    run_ranks(3, body)
+
+
+def test_coalesced_operations_end_together():
+    def body(rank):
+        a, b = torch.ones(2), torch.full((3,), float(rank))
+        with dist.coalescing_manager(async_ops=True) as both:
+            dist.all_reduce(a)
+            dist.all_reduce(b, dist.ReduceOp.MAX)
+        both.wait()
+        return a.tolist(), b.tolist()
+
+    assert run_ranks(3, body) == [([3.0] * 2, [2.0] * 3)] * 3
+
+
+def test_all_reduce_coalesced_checks_every_tensor_first():
+    def body(rank):
+        good = torch.ones(1)
+        with pytest.raises(UsageError):
+            dist.all_reduce_coalesced([good, torch.ones(1, dtype=torch.cfloat)], dist.ReduceOp.MIN)
+        assert good.item() == 1
+        dist.all_reduce_coalesced([good, torch.ones(2)])
+        return good.item()
+
+    assert run_ranks(2, body) == [2.0, 2.0]
