@@ -22,7 +22,6 @@ import threading
 import time
 from dataclasses import dataclass
 from hmac import compare_digest
-from multiprocessing import util as process_exit
 
 import msgspec
 import zmq
@@ -33,6 +32,7 @@ from dure.errors import DureError, StoreError
 from dure.store.address import Address
 from dure.store.board import Answer, Board
 from dure.store.key import JobKey
+from dure.store.lifetime import at_process_end
 from dure.store.wire import MAX_FRAME_BYTES, Reply, pack, read_request
 
 __all__ = [
@@ -355,5 +355,4 @@ def _finish_servers() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_servers)
-# Unlike atexit, this also runs in the children of multiprocessing, where most ranks live.
-process_exit.Finalize(None, _finish_servers, exitpriority=1)
+at_process_end(_finish_servers)

@@ -1,0 +1,57 @@
+"""Every kind of store, opened twice: what one handle does, the other must see."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from dure.store import FileStore, HashStore, PrefixStore, Store, TCPStore
+from dure.store.key import mint
+
+TIMEOUT = timedelta(seconds=10)
+KINDS = ["hash", "file", "tcp", "prefix-hash", "prefix-file", "prefix-tcp"]
+
+
+@contextmanager
+def opened(kind: str, folder: Path) -> Iterator[tuple[Store, Store]]:
+    """Open two handles on one new store."""
+    prefix, _, base = kind.rpartition("-")
+    if base == "hash":
+        first = second = HashStore(TIMEOUT)
+    elif base == "file":
+        first = FileStore(folder / "store", 2, TIMEOUT)
+        second = FileStore(folder / "store", 2, TIMEOUT)
+    else:
+        key = mint()
+        first = TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT, key=key)
+        second = TCPStore("127.0.0.1", first.port, timeout=TIMEOUT, key=key)
+    try:
+        yield (PrefixStore("p", first), PrefixStore("p", second)) if prefix else (first, second)
+    finally:
+        second.close()
+        first.close()
+
+
+@pytest.fixture(params=KINDS)
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Store, Store]]:
+    with opened(request.param, tmp_path) as stores:
+        yield stores
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Threads and descriptors are what they were, soon after each test; the key is the test's."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    for name in ("DURE_JOB_KEY_FD", "DURE_JOB_KEY_FILE", "DURE_INSECURE", "DURE_STORE_BIND"):
+        monkeypatch.delenv(name, raising=False)
+    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    yield
+    deadline = time.monotonic() + 5
+    while (now := (threading.active_count(), len(os.listdir("/proc/self/fd")))) > before:
+        assert time.monotonic() < deadline, f"threads, descriptors: {before} before, {now} after"
+        time.sleep(0.002)

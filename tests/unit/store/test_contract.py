@@ -1,0 +1,206 @@
+"""The contract of `Store`: one class of tests, run over every kind of store."""
+
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dure.errors import StoreError, StoreTimeout
+from dure.store import Store
+
+from .conftest import KINDS, opened
+
+SOON = timedelta(milliseconds=30)
+Pair = tuple[Store, Store]
+
+
+class TestContract:
+    def test_set_then_get_returns_bytes_on_the_other_handle(self, pair: Pair) -> None:
+        pair[0].set("text", "두레")
+        pair[1].set("bytes", b"\x00\xff")
+        assert pair[1].get("text") == "두레".encode()
+        assert pair[0].get("bytes") == b"\x00\xff"
+
+    def test_set_again_replaces(self, pair: Pair) -> None:
+        pair[0].set("k", "1")
+        pair[1].set("k", "")
+        assert pair[0].get("k") == b""
+
+    def test_get_waits_for_the_key(self, pair: Pair) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            value = pool.submit(pair[1].get, "late")
+            assert not value.done()
+            pair[0].set("late", "here")
+            assert value.result(10) == b"here"
+
+    def test_wait_needs_all_keys_even_one_deleted_meanwhile(self, pair: Pair) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(pair[1].wait, ["a", "b"])
+            pair[0].set("a", "")
+            pair[0].delete_key("a")
+            pair[0].set("b", "")
+            assert not done.done()
+            pair[0].set("a", "")
+            done.result(10)
+
+    def test_wait_for_nothing_returns(self, pair: Pair) -> None:
+        pair[0].wait([])
+        assert pair[0].multi_get([]) == []
+        assert pair[0].check([])
+
+    def test_wait_too_long_names_the_missing_keys(self, pair: Pair) -> None:
+        pair[0].set("there", "")
+        with pytest.raises(StoreTimeout) as caught:
+            pair[1].wait(["there", "nope"], SOON)
+        assert [key.rpartition("/")[2] for key in caught.value.keys] == ["nope"]
+        assert caught.value.elapsed_s is not None
+        assert caught.value.elapsed_s >= SOON.total_seconds()
+        assert isinstance(caught.value, TimeoutError)
+
+    def test_get_obeys_set_timeout(self, pair: Pair) -> None:
+        pair[0].set_timeout(SOON)
+        assert pair[0].timeout == SOON
+        with pytest.raises(StoreTimeout):
+            pair[0].get("nope")
+        pair[0].set_timeout(timedelta(seconds=10))
+
+    def test_add_counts_over_handles(self, pair: Pair) -> None:
+        assert pair[0].add("n", 5) == 5
+        assert pair[1].add("n", -7) == -2
+        assert pair[0].get("n") == b"-2"
+
+    def test_add_goes_on_from_text(self, pair: Pair) -> None:
+        pair[0].set("n", "40")
+        assert pair[1].add("n", 2) == 42
+
+    def test_add_to_text_that_is_no_number_is_refused_and_changes_nothing(self, pair: Pair) -> None:
+        pair[0].set("n", "many")
+        with pytest.raises(StoreError):
+            pair[1].add("n", 1)
+        assert pair[0].get("n") == b"many"
+
+    def test_add_from_many_threads_loses_nothing(self, pair: Pair) -> None:
+        with ThreadPoolExecutor(4) as pool:
+            sums = list(pool.map(lambda i: pair[i % 2].add("n", 1), range(40)))
+        assert sorted(sums) == list(range(1, 41))
+
+    def test_append_makes_and_extends(self, pair: Pair) -> None:
+        pair[0].append("k", "a")
+        pair[1].append("k", b"b")
+        assert pair[0].get("k") == b"ab"
+
+    def test_compare_set(self, pair: Pair) -> None:
+        assert pair[0].compare_set("k", "x", "y") == b"x"
+        assert not pair[1].check(["k"])
+        assert pair[0].compare_set("k", "", "first") == b"first"
+        assert pair[1].compare_set("k", "", "second") == b"first"
+        assert pair[1].compare_set("k", "first", "third") == b"third"
+        assert pair[0].get("k") == b"third"
+
+    def test_compare_set_has_one_winner(self, pair: Pair) -> None:
+        with ThreadPoolExecutor(4) as pool:
+            got = list(pool.map(lambda i: pair[i % 2].compare_set("k", "", str(i)), range(16)))
+        assert len(set(got)) == 1
+
+    def test_check_delete_and_count(self, pair: Pair) -> None:
+        pair[0].multi_set(["b", "a"], ["1", b"2"])
+        assert pair[1].check(["a", "b"])
+        assert not pair[1].check(["a", "c"])
+        assert pair[1].num_keys() == 2
+        assert pair[1].list_keys() == ["a", "b"]
+        assert pair[1].delete_key("a")
+        assert not pair[0].delete_key("a")
+        assert pair[0].list_keys() == ["b"]
+
+    def test_multi_get_waits_for_all_in_order(self, pair: Pair) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            values = pool.submit(pair[1].multi_get, ["x", "y"])
+            pair[0].multi_set(["y", "x"], ["2", "1"])
+            assert values.result(10) == [b"1", b"2"]
+
+    def test_multi_set_of_unequal_lengths_is_refused(self, pair: Pair) -> None:
+        with pytest.raises(ValueError):
+            pair[0].multi_set(["a", "b"], ["1"])
+
+    def test_a_large_value_comes_back_whole(self, pair: Pair) -> None:
+        value = bytes(range(256)) * 8192
+        pair[0].set("big", value)
+        assert pair[1].get("big") == value
+
+    def test_many_waiters_on_one_key_all_wake(self, pair: Pair) -> None:
+        started = threading.Barrier(9)
+
+        def waiter(i: int) -> bytes:
+            started.wait()
+            return pair[i % 2].get("go")
+
+        with ThreadPoolExecutor(8) as pool:
+            values = [pool.submit(waiter, i) for i in range(8)]
+            started.wait()
+            pair[0].set("go", "!")
+            assert [value.result(10) for value in values] == [b"!"] * 8
+
+    def test_has_extended_api(self, pair: Pair) -> None:
+        assert pair[0].has_extended_api()
+
+
+KEYS = st.sampled_from(["a", "b", "c"])
+TEXTS = st.sampled_from([b"", b"1", b"-3", b"x", "두".encode()])
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("set"), KEYS, TEXTS),
+        st.tuples(st.just("append"), KEYS, TEXTS),
+        st.tuples(st.just("add"), KEYS, st.integers(-(2**62), 2**62)),
+        st.tuples(st.just("compare_set"), KEYS, TEXTS, TEXTS),
+        st.tuples(st.just("delete_key"), KEYS),
+    ),
+    max_size=20,
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(steps=STEPS)
+def test_any_sequence_of_operations_equals_a_dictionary(kind: str, steps: list[tuple]) -> None:
+    model: dict[str, bytes] = {}
+    with tempfile.TemporaryDirectory() as folder, opened(kind, Path(folder)) as pair:
+        for turn, (op, key, *values) in enumerate(steps):
+            expected = step(model, op, key, *values)
+            try:
+                got = getattr(pair[turn % 2], op)(key, *values)
+            except StoreError:
+                got = StoreError
+            assert got == expected
+        assert {key: pair[0].get(key) for key in pair[1].list_keys()} == model
+
+
+def step(model: dict[str, bytes], op: str, key: str, *values):
+    """Do to a dictionary what the store's documentation says."""
+    if op == "delete_key":
+        return model.pop(key, None) is not None
+    if op == "set":
+        model[key] = values[0]
+    elif op == "append":
+        model[key] = model.get(key, b"") + values[0]
+    elif op == "add":
+        try:
+            total = int(model.get(key, b"0") or b"0") + values[0]
+        except ValueError:
+            return StoreError
+        model[key] = str(total).encode()
+        return total
+    elif key not in model:
+        if values[0]:
+            return values[0]
+        model[key] = values[1]
+        return values[1]
+    else:
+        if model[key] == values[0]:
+            model[key] = values[1]
+        return model[key]
+    return None
