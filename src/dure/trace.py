@@ -60,6 +60,7 @@ class Event:
         op: The operation, such as "all_reduce".
         seq: The operation's number in its group, or -1 where operations are not numbered.
         rank: The rank within `group` that called.
+        global_rank: The same rank's number in the whole job.
         world_size: Ranks of `group`.
         nbytes: Bytes of this rank's input; of its output where it has no input.
         dtype: Name of the element type, such as "float32"; empty where nothing is moved.
@@ -75,6 +76,7 @@ class Event:
     op: str
     seq: int = -1
     rank: int = 0
+    global_rank: int = 0
     world_size: int = 1
     nbytes: int = 0
     dtype: str = ""

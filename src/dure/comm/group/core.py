@@ -209,6 +209,7 @@ class GroupCore:
                 op=op,
                 seq=self.seq,
                 rank=self._rank,
+                global_rank=self.global_ranks[self._rank],
                 world_size=self._size,
                 nbytes=0 if data is None else data.nbytes,
                 dtype="" if data is None else str(data.dtype).removeprefix("torch."),
