@@ -1,0 +1,101 @@
+"""The table of subcommands, and how one of them is called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import typer
+
+from dure.errors import DureError, UsageError
+
+__all__ = ["COMMANDS", "Command", "run_command_line"]
+
+USAGE_EXIT_CODE = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A subcommand: the function that typer calls, and one line about it.
+
+    `own_arguments` says that what follows the first word that is no option belongs to another
+    program, options included.
+    """
+
+    name: str
+    module: str
+    function: str
+    summary: str
+    own_arguments: bool = False
+
+
+COMMANDS = (
+    Command(
+        name="run",
+        module="dure.cli.run",
+        function="run",
+        summary="Start a program on several ranks of this host.",
+        own_arguments=True,
+    ),
+    Command(
+        name="demo",
+        module="dure.cli.demo",
+        function="demo",
+        summary="Train on real images with 2 ranks, and compare with 1.",
+    ),
+    Command(
+        name="env",
+        module="dure.cli.environment",
+        function="show_environment",
+        summary="List the environment variables that Dure reads.",
+    ),
+    Command(
+        name="version",
+        module="dure.cli.version",
+        function="show_version",
+        summary="Show the versions of Dure and of what it stands on.",
+    ),
+)
+
+
+def run_command_line(arguments: list[str]) -> int:
+    """Run `dure ARGUMENTS` and return its exit code.
+
+    What a user got wrong is one line on the standard error, and exit code 2.
+    """
+    wanted = next((word for word in arguments if not word.startswith("-")), None)
+    try:
+        _app(wanted)(args=arguments, prog_name="dure")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except DureError as error:
+        print(f"dure {wanted}: error: {error}", file=sys.stderr)
+        return USAGE_EXIT_CODE if isinstance(error, UsageError) else 1
+    return 0
+
+
+def _app(wanted: str | None) -> typer.Typer:
+    """Build the command line, with the code of the one command that is wanted."""
+    app = typer.Typer(
+        help="Distributed PyTorch that you can see through.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_nothing)
+    for command in COMMANDS:
+        settings = {"allow_interspersed_args": not command.own_arguments}
+        register = app.command(command.name, help=command.summary, context_settings=settings)
+        register(_load(command) if command.name == wanted else _nothing)
+    return app
+
+
+def _load(command: Command) -> Callable[..., object]:
+    return getattr(importlib.import_module(command.module), command.function)
+
+
+def _nothing() -> None:
+    """Stand for a command that is not wanted now, so that its code is not imported."""

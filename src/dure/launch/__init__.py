@@ -1,0 +1,16 @@
+"""Starting a program on several ranks, watching it, and ending it without a trace.
+
+`run_job` is all there is to call; `dure run` and `dure demo` are views of it:
+
+    result = run_job(JobSpec(program="train.py", args=("--epochs", "3"), nproc=2))
+    result.check()  # raises LaunchError, with the first failure's traceback
+
+Where to read: `job` (start to result), `loop` (what happens), `supervisor` (what to do about it),
+`spawn` and `child` (a rank's process from both sides), `processes` (what belongs to a job),
+`terminal` and `output` (whose line is whose), `report` (who failed, and where the others were).
+"""
+
+from dure.launch.job import run_job
+from dure.launch.spec import Crash, Exit, Frame, JobResult, JobSpec, Line, RankResult
+
+__all__ = ["Crash", "Exit", "Frame", "JobResult", "JobSpec", "Line", "RankResult", "run_job"]

@@ -1,0 +1,197 @@
+"""The bootstrap of a rank: becomes the user's program, and tells the launcher how it ends.
+
+The launcher runs this file by its path, in a fresh interpreter:
+
+    python .../child.py REPORT_FD LAUNCHER_PID KIND PROGRAM ARGS...
+
+It then does what `python PROGRAM ARGS` or `python -m PROGRAM ARGS` would do: `sys.argv`,
+`sys.path[0]` and the module `__main__` are what the program expects. Three things are added:
+
+1. The kernel ends this process when the launcher dies (PR_SET_PDEATHSIG), whatever kills it.
+2. An exception that leaves the program is written to REPORT_FD, a pipe to the launcher, as one
+   line of JSON, before it is printed as usual. A pipe leaves nothing on disk.
+3. On the signal STACK_SIGNAL, faulthandler writes the main thread's Python stack to the same pipe.
+   That handler runs in C at once, so it answers even while the program is stuck in native code.
+
+This file imports nothing of Dure, so that a rank starts as quickly as a plain interpreter. It lies
+first on `sys.path` while its imports below run: no file beside it may carry the name of one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib.util
+import io
+import json
+import os
+import signal
+import sys
+import traceback
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from types import CodeType, ModuleType, TracebackType
+
+STACK_SIGNAL = signal.SIGRTMAX - 3
+"""Real-time signals are hardly used by programs; the highest few are used least."""
+
+USAGE_EXIT_CODE = 2
+_PR_SET_PDEATHSIG = 1
+_LONGEST_TEXT = 16_000  # a report must fit into a pipe's 64 KiB, or the dying rank would wait
+
+
+def main() -> None:
+    """Become the program that the command line names."""
+    fd, launcher, kind, program, *args = sys.argv[1:]
+    report_fd = int(fd)
+    _die_with(int(launcher))
+    os.set_inheritable(report_fd, False)
+    if kind == "executable":
+        os.execvp(program, [program, *args])
+    sys.argv[:] = [program, *args]
+    faulthandler.register(STACK_SIGNAL, file=report_fd, all_threads=False, chain=False)
+    me = os.getpid()
+    try:
+        (_run_module if kind == "module" else _run_script)(program)
+    except BaseException as error:
+        if os.getpid() == me:  # not a fork that returned up to here
+            _report(report_fd, error)
+        _hide_bootstrap_frames()
+        raise
+
+
+def _die_with(launcher: int) -> None:
+    """Ask to be killed with the launcher, and end now if it has died already."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != launcher:
+        os._exit(128 + signal.SIGKILL)
+
+
+def _run_script(path: str) -> None:
+    """Do what `python PATH` does, for a file or for a directory with a `__main__.py`."""
+    if os.path.isdir(path):
+        _set_first_path(os.path.abspath(path))
+        path = os.path.join(path, "__main__.py")
+    else:
+        _set_first_path(os.path.dirname(os.path.realpath(path)))
+    absolute = os.path.abspath(path)
+    module = _new_main(absolute, None)
+    module.__loader__ = SourceFileLoader("__main__", absolute)
+    with io.open_code(absolute) as file:
+        code = compile(file.read(), absolute, "exec", dont_inherit=True)
+    exec(code, module.__dict__)
+
+
+def _run_module(name: str) -> None:
+    """Do what `python -m NAME` does."""
+    _set_first_path(os.getcwd())
+    sys.argv[0] = "-m"
+    spec, code = _find_code(name)
+    sys.argv[0] = spec.origin or name
+    module = _new_main(spec.origin, spec)
+    module.__loader__ = spec.loader
+    module.__package__ = spec.parent
+    exec(code, module.__dict__)
+
+
+def _find_code(name: str) -> tuple[ModuleSpec, CodeType]:
+    """Find the module to run and its code; a package stands for its `__main__`."""
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise  # the package was found, and fails to import something else
+        spec = None
+    code = getattr(spec.loader, "get_code", lambda _: None)(spec.name) if spec else None
+    if spec is None or code is None:
+        print(f"dure run: there is no module named {name!r} that can be run", file=sys.stderr)
+        sys.exit(USAGE_EXIT_CODE)
+    return spec, code
+
+
+def _set_first_path(directory: str) -> None:
+    """Put `directory` where this file's own directory is on `sys.path`."""
+    if not sys.flags.safe_path:
+        sys.path[0] = directory
+
+
+def _new_main(file: str | None, spec: ModuleSpec | None) -> ModuleType:
+    """Put an empty `__main__` in place of this file's, which stays alive under another name."""
+    module = ModuleType("__main__")
+    module.__file__ = file
+    module.__spec__ = spec
+    module.__dict__["__builtins__"] = sys.modules["builtins"]
+    module.__dict__["__cached__"] = None if spec is None else spec.cached
+    module.__dict__["__annotations__"] = {}
+    sys.modules["__dure_child__"] = sys.modules["__main__"]
+    sys.modules["__main__"] = module
+    return module
+
+
+def _without_bootstrap(trace: TracebackType | None) -> TracebackType | None:
+    """Drop this file's frames from the outer end of a traceback."""
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace
+
+
+def _hide_bootstrap_frames() -> None:
+    """Let the program's own `sys.excepthook` print what it would have printed without us.
+
+    Nothing is printed for KeyboardInterrupt: on Ctrl-C every rank would print the same, and the
+    launcher says where each of them was.
+    """
+    hook = sys.excepthook
+
+    def quieter(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if not issubclass(kind, KeyboardInterrupt):
+            trace = _without_bootstrap(trace)
+            hook(kind, error.with_traceback(trace), trace)
+
+    sys.excepthook = quieter
+
+
+def _exit_code(error: BaseException) -> int:
+    """Return what the interpreter exits with because of `error`."""
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    if not isinstance(error, SystemExit):
+        return 1
+    if error.code is None:
+        return 0
+    return error.code & 0xFF if isinstance(error.code, int) else 1
+
+
+def _report(fd: int, error: BaseException) -> None:
+    """Write the crash to the launcher's pipe; a launcher that is gone is no reason to fail."""
+    code = _exit_code(error)
+    if code == 0:
+        return
+    lines = traceback.format_exception(type(error), error, _without_bootstrap(error.__traceback__))
+    peer = getattr(error, "peer", None)
+    crash = {
+        "type": type(error).__qualname__,
+        "message": _text(error)[:_LONGEST_TEXT],
+        "traceback": "".join(lines)[-_LONGEST_TEXT:],
+        "exit_code": code,
+        "peer": peer if isinstance(peer, int) else None,
+    }
+    try:
+        os.write(fd, b"\n" + json.dumps(crash).encode() + b"\n")
+    except OSError:
+        return
+
+
+def _text(error: BaseException) -> str:
+    """Return str(error), which is code of the program's and may fail."""
+    try:
+        return str(error)
+    except Exception as second:
+        return f"<no message: {type(second).__name__} in __str__>"
+
+
+if __name__ == "__main__":
+    main()

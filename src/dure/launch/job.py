@@ -1,0 +1,174 @@
+"""Running a job: from its description to its result.
+
+All that a job holds lies in pipes, anonymous memory and the launcher's own store, so that nothing
+remains on disk whatever ends the launcher. The loop itself is in `dure.launch.loop`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+
+from dure import env
+from dure.errors import LaunchError, UsageError
+from dure.launch.environment import MASTER_ADDR, JobAddress, default_threads, rank_variables
+from dure.launch.loop import JobLoop
+from dure.launch.ports import reserve_port
+from dure.launch.processes import adopting_orphans
+from dure.launch.program import check_program
+from dure.launch.report import root_cause, summary
+from dure.launch.signals import caught_signals
+from dure.launch.spawn import RankProcess, start_rank
+from dure.launch.spec import Exit, JobResult, JobSpec, RankResult
+from dure.launch.supervisor import Supervisor, Timing
+from dure.launch.terminal import Terminal
+from dure.store import JobKey, TCPStore
+from dure.store.key import mint
+
+__all__ = ["run_job"]
+
+
+def run_job(spec: JobSpec) -> JobResult:
+    """Start the ranks of a job on this host, show their output, and return when all have ended.
+
+    If a rank fails, all others are ended with everything they started. SIGINT, SIGTERM and SIGHUP
+    end the job as well, if this is called on the main thread. When it returns, or raises, no
+    process of the job is left.
+
+    Args:
+        spec: What to start.
+
+    Returns:
+        What became of each rank. A failure of the program is a result, not an exception: see
+        `JobResult.check`.
+
+    Raises:
+        UsageError: The job cannot be started as asked: no such file or module, no process.
+        LaunchError: This host does not let us start it: no memory, no port, no log directory.
+
+    Threads: one job at a time in a process, for signals and orphans are the process's.
+    Cost: a fresh interpreter a rank (some 30 ms of processor time each, and what it imports).
+    """
+    if not sys.platform.startswith("linux"):
+        raise UsageError("dure.launch needs Linux", seen=sys.platform)
+    check_program(spec)
+    started = time.monotonic()
+    try:
+        with _address(spec) as address, caught_signals() as signals, adopting_orphans():
+            terminal = Terminal(spec)
+            supervisor = Supervisor(spec.nproc, _timing(spec))
+            loop = JobLoop(address.name, supervisor, terminal, signals)
+            try:
+                _start_ranks(spec, address, loop)
+                loop.run()
+                result = _result(loop, time.monotonic() - started)
+                for line in summary(result):
+                    terminal.say(line)
+                terminal.finish()
+                loop.drain_terminal()
+            finally:
+                loop.close()
+            return result
+    except OSError as error:
+        raise LaunchError(
+            "the job could not be started", seen=str(error), fix="Free what is missing."
+        ) from error
+
+
+@contextlib.contextmanager
+def _address(spec: JobSpec) -> Iterator[JobAddress]:
+    """Host the job's store, keep a port for rank 0, and put the key where ranks inherit it."""
+    key = mint() if spec.key is None else JobKey(spec.key)
+    with contextlib.ExitStack() as stack:
+        keeper, port = reserve_port()
+        stack.callback(keeper.close)
+        key_fd = _key_memory(key)
+        stack.callback(os.close, key_fd)
+        store = TCPStore(MASTER_ADDR, 0, is_master=True, wait_for_workers=False, key=key)
+        stack.callback(store.close)
+        yield JobAddress(
+            name=uuid.uuid4().hex,
+            master_port=port,
+            store=f"{MASTER_ADDR}:{store.port}",
+            key_fd=key_fd,
+            key_file=f"/proc/{os.getpid()}/fd/{key_fd}",
+        )
+
+
+def _key_memory(key: JobKey) -> int:
+    """Put the key into anonymous memory, readable by this user alone."""
+    fd = os.memfd_create("dure-job-key")
+    try:
+        os.fchmod(fd, 0o600)
+        os.write(fd, key.raw)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _timing(spec: JobSpec) -> Timing:
+    if spec.grace_s is None:
+        return Timing()
+    return Timing(grace_s=spec.grace_s, interrupt_grace_s=spec.grace_s)
+
+
+def _start_ranks(spec: JobSpec, address: JobAddress, loop: JobLoop) -> None:
+    threads = _threads(spec)
+    if threads is not None:
+        loop.terminal.say(
+            f"each of {spec.nproc} ranks computes with {threads} "
+            f"thread{'s' if threads > 1 else ''}; set OMP_NUM_THREADS for another number"
+        )
+    for rank in range(spec.nproc):
+        variables = rank_variables(spec, rank, address, threads)
+        started = start_rank(spec, rank, env.child_environment(variables), address.key_fd)
+        loop.add(started)
+
+
+def _threads(spec: JobSpec) -> int | None:
+    """Return OMP_NUM_THREADS for the ranks, or None where the user has chosen it."""
+    if spec.nproc == 1 or "OMP_NUM_THREADS" in spec.env or env.text("OMP_NUM_THREADS"):
+        return None
+    return default_threads(len(os.sched_getaffinity(0)), spec.nproc)
+
+
+def _result(loop: JobLoop, elapsed_s: float) -> JobResult:
+    """Put together what the supervisor, the processes and the reports know."""
+    supervisor = loop.supervisor
+    ranks = tuple(_rank_result(loop, process) for process in loop.ranks)
+    failure = None
+    if supervisor.first_failure is not None:
+        failure = root_cause(ranks[supervisor.first_failure], ranks)
+    if failure is not None:
+        code = failure.status
+    elif supervisor.interrupted_by is not None:
+        code = 128 + supervisor.interrupted_by
+    else:
+        code = 0
+    return JobResult(
+        exit_code=code,
+        ranks=ranks,
+        elapsed_s=elapsed_s,
+        first_failure=failure,
+        interrupted_by=supervisor.interrupted_by,
+        outlived=tuple(loop.outlived.items()),
+    )
+
+
+def _rank_result(loop: JobLoop, process: RankProcess) -> RankResult:
+    rank = process.rank
+    report = loop.reports[rank]
+    return RankResult(
+        rank=rank,
+        host=process.host,
+        pid=process.pid,
+        exit=loop.supervisor.exits.get(rank, Exit(signal=9)),
+        ended_by_launcher=rank in loop.supervisor.ended_by_launcher,
+        crash=report.crash,
+        stack=report.stack,
+    )

@@ -1,0 +1,220 @@
+"""The loop between the ranks, the user and the supervisor.
+
+One thread, one selector. It waits for any of: output and reports of the ranks (pipes), their ends
+(pidfds), signals to the launcher (a pipe), a terminal that can take more, and the next deadline.
+What happens is told to the supervisor (`dure.launch.supervisor`), and what that answers is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+
+from dure.launch.output import LineReader, Sink
+from dure.launch.processes import JobProcesses
+from dure.launch.report import ReportReader
+from dure.launch.signals import read_signals
+from dure.launch.spawn import RankProcess
+from dure.launch.supervisor import Action, AskStacks, Phase, Signal, Supervisor
+from dure.launch.terminal import Terminal
+
+__all__ = ["JobLoop"]
+
+_CHUNK = 1 << 16
+_LAST_WORDS_S = 0.3  # how long an interrupted job waits for who reads its output
+
+
+class JobLoop:
+    """The running job.
+
+    Args:
+        job: The job's name in the environment of its processes.
+        supervisor: Who decides, for as many ranks as will be added.
+        terminal: Where their output goes.
+        signals: The pipe in which signals to the launcher arrive.
+    """
+
+    def __init__(self, job: str, supervisor: Supervisor, terminal: Terminal, signals: int) -> None:
+        self.terminal = terminal
+        self.supervisor = supervisor
+        self.ranks: list[RankProcess] = []
+        self.reports: list[ReportReader] = []
+        self.outlived: dict[int, str] = {}
+        self._job = job
+        self._processes = JobProcesses((), job)
+        self._signals = signals
+        self._selector = selectors.DefaultSelector()
+        self._pipes: dict[int, Callable[[bytes], None]] = {}  # descriptor to who takes its bytes
+        self._watched_sinks: set[int] = set()
+        self._reading = True
+        self._selector.register(signals, selectors.EVENT_READ, self._signalled)
+
+    def add(self, process: RankProcess) -> None:
+        """Watch a rank that was just started."""
+        report = ReportReader()
+        self.ranks.append(process)
+        self.reports.append(report)
+        for pipe, stream in ((process.stdout, "stdout"), (process.stderr, "stderr")):
+            reader = self.terminal.reader(process.rank, stream)
+            self._pipes[pipe.fileno()] = partial(self._output, reader)
+        self._pipes[process.report_fd] = partial(self._reported, process.rank)
+        for fd in (process.stdout.fileno(), process.stderr.fileno(), process.report_fd):
+            os.set_blocking(fd, False)
+            self._selector.register(fd, selectors.EVENT_READ, partial(self._readable, fd))
+        self._selector.register(process.pidfd, selectors.EVENT_READ, partial(self._ended, process))
+
+    def run(self) -> None:
+        """Return when no process of the job is left."""
+        self._processes = JobProcesses(tuple(rank.pid for rank in self.ranks), self._job)
+        while self.supervisor.phase is not Phase.DONE:
+            self._step()
+        self._read_what_is_left()
+
+    def drain_terminal(self) -> None:
+        """Wait until the last output is taken; after an interruption, not for long."""
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while any(sink.waiting for sink in self.terminal.sinks):
+            interrupted = self.supervisor.interrupted_by is not None
+            if interrupted and time.monotonic() > deadline:
+                break
+            for sink in self.terminal.sinks:
+                sink.drain(0.05)
+            if read_signals(self._signals):
+                break
+
+    def close(self) -> None:
+        """Kill what is left of the job, and release everything; safe after any error."""
+        if self.supervisor.phase is not Phase.DONE:
+            JobProcesses(tuple(rank.pid for rank in self.ranks), self._job).kill_all()
+        for rank in self.ranks:
+            rank.release()
+        self._selector.close()
+
+    def _step(self) -> None:
+        """Wait for something to happen, and deal with it."""
+        self._watch_terminal()
+        wakes = [t for t in (self.supervisor.wake_at, self.terminal.wake_at) if t is not None]
+        timeout = max(0.0, min(wakes) - time.monotonic()) if wakes else None
+        for key, _ in self._selector.select(timeout):
+            key.data()
+        now = time.monotonic()
+        self.terminal.tick(now)
+        if self.terminal.broken and self.supervisor.interrupted_by is None:
+            self._do(self.supervisor.interrupted(signal.SIGPIPE, now))
+        self._do(self.supervisor.tick(now))
+
+    def _watch_terminal(self) -> None:
+        """Wait for slow readers, and let the ranks wait for them, too."""
+        for sink in self.terminal.sinks:
+            if sink.waiting and sink.fd not in self._watched_sinks:
+                with contextlib.suppress(PermissionError):  # a file: never makes us wait
+                    self._selector.register(
+                        sink.fd, selectors.EVENT_WRITE, partial(self._room, sink)
+                    )
+                    self._watched_sinks.add(sink.fd)
+        if self._reading == self.terminal.full:
+            self._reading = not self.terminal.full
+            for rank in self.ranks:
+                self._pause_or_resume(rank.stdout.fileno())
+                self._pause_or_resume(rank.stderr.fileno())
+
+    def _pause_or_resume(self, fd: int) -> None:
+        if fd not in self._pipes:
+            return
+        if self._reading:
+            self._selector.register(fd, selectors.EVENT_READ, partial(self._readable, fd))
+        else:
+            self._selector.unregister(fd)
+
+    def _room(self, sink: Sink) -> None:
+        sink.write_some()
+        if not sink.waiting:
+            self._selector.unregister(sink.fd)
+            self._watched_sinks.discard(sink.fd)
+
+    def _readable(self, fd: int) -> None:
+        """Read once from a pipe; at its end, watch it no more."""
+        try:
+            data = os.read(fd, _CHUNK)
+        except BlockingIOError:
+            return
+        if data:
+            self._pipes[fd](data)
+        else:
+            self._forget(fd)
+
+    def _forget(self, fd: int) -> None:
+        self._pipes.pop(fd, None)
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(fd)
+
+    def _drain(self, fd: int) -> None:
+        """Read all that is in a pipe now."""
+        while fd in self._pipes:
+            try:
+                data = os.read(fd, _CHUNK)
+            except BlockingIOError:
+                return
+            if not data:
+                self._forget(fd)
+                return
+            self._pipes[fd](data)
+
+    def _read_what_is_left(self) -> None:
+        for fd in list(self._pipes):
+            self._drain(fd)
+
+    def _output(self, reader: LineReader, data: bytes) -> None:
+        self.terminal.received(reader, data, time.monotonic())
+
+    def _reported(self, rank: int, data: bytes) -> None:
+        report = self.reports[rank]
+        had_crash, had_stack = report.crash is not None, report.told
+        report.feed(data)
+        now = time.monotonic()
+        if report.told and not had_stack:
+            self._do(self.supervisor.told(rank, now))
+        if report.crash is not None and not had_crash:
+            self._do(self.supervisor.crashed(rank, now))
+
+    def _ended(self, process: RankProcess) -> None:
+        exit = process.exit()
+        if exit is None:
+            return
+        self._selector.unregister(process.pidfd)
+        self._drain(process.report_fd)  # its last words come before its end
+        self._do(self.supervisor.exited(process.rank, exit, time.monotonic()))
+
+    def _signalled(self) -> None:
+        for number in read_signals(self._signals):
+            self._do(self.supervisor.interrupted(number, time.monotonic()))
+
+    def _do(self, actions: list[Action]) -> None:
+        """Carry out what the supervisor wants, and what it wants upon that."""
+        for action in actions:
+            if isinstance(action, AskStacks):
+                self._ask(action.ranks)
+            elif isinstance(action, Signal):
+                self._send(action)
+            else:
+                others = len(self._processes.others())
+                self._do(self.supervisor.swept(others, time.monotonic()))
+
+    def _ask(self, ranks: tuple[int, ...]) -> None:
+        for rank in ranks:
+            if not self.ranks[rank].ask_stack():
+                self._do(self.supervisor.told(rank, time.monotonic()))
+
+    def _send(self, action: Signal) -> None:
+        """Signal ranks last: a parent that ends first would turn its children into orphans."""
+        others = self._processes.others() if action.everything else []
+        for process in others:
+            if self._processes.signal(process.pid, action.number) and not self.supervisor.alive:
+                self.outlived[process.pid] = process.command
+        for rank in self.supervisor.alive:
+            self.ranks[rank].signal(action.number)

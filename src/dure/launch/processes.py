@@ -1,0 +1,172 @@
+"""Which processes belong to a job, and how to signal them without hitting a stranger.
+
+A rank may start other processes, and those may leave their parent, their process group and their
+session. A process belongs to the job if any of these holds:
+
+- it descends from a rank (walking parents);
+- it is in the session of a rank (each rank starts one, and the launcher keeps a dead rank as a
+  zombie until the job is over, so that the number of its session cannot be given to a stranger);
+- it was started with the job's name in its environment (`DURE_LAUNCHER`), which a daemon keeps
+  when it leaves its parent and session.
+
+All three are read from /proc. Between reading and signalling, a process may end and its number be
+given to another: so a pidfd is opened first, then membership is read, then the pidfd is signalled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["JobProcesses", "Process", "adopting_orphans"]
+
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process, as /proc shows it."""
+
+    pid: int
+    parent: int
+    session: int
+    state: str
+    command: str
+
+
+def _read(pid: int) -> Process | None:
+    """Read /proc/PID/stat; None where the process is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    head, _, tail = text.rpartition(")")  # the command itself may hold brackets and spaces
+    fields = tail.split()
+    return Process(
+        pid=pid,
+        parent=int(fields[1]),
+        session=int(fields[3]),
+        state=fields[0],
+        command=head.partition("(")[2],
+    )
+
+
+def _all_processes() -> dict[int, Process]:
+    found = (_read(int(name)) for name in os.listdir("/proc") if name.isdigit())
+    return {process.pid: process for process in found if process is not None}
+
+
+def _is_dead(pid: int) -> bool:
+    """Tell whether a rank, which nobody has reaped, has ended."""
+    process = _read(pid)
+    return process is None or process.state in "ZX"
+
+
+def _has_variable(pid: int, entry: bytes) -> bool:
+    """Tell whether the process was started with `entry` (NAME=value) in its environment."""
+    try:
+        return entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+class JobProcesses:
+    """The processes of one job.
+
+    Args:
+        ranks: The process number of each rank; none of them may be reaped yet.
+        job: The value of `DURE_LAUNCHER` in the job's environment.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], job: str) -> None:
+        self._ranks = frozenset(ranks)
+        self._entry = f"DURE_LAUNCHER={job}".encode()
+        self._me = os.getpid()
+
+    def others(self) -> list[Process]:
+        """List the job's living processes except the ranks, and reap those that died to us.
+
+        Cost: reads two small files of /proc for each process of the host.
+        """
+        everyone = _all_processes()
+        mine = [
+            process
+            for process in everyone.values()
+            if process.pid not in self._ranks and self._owns(process, everyone)
+        ]
+        for process in mine:
+            if process.state == "Z" and process.parent == self._me:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(process.pid, os.WNOHANG)
+        return [process for process in mine if process.state not in "ZX"]
+
+    def signal(self, pid: int, number: int) -> bool:
+        """Send signal `number` to process `pid` if it still is one of the job's."""
+        try:
+            fd = os.pidfd_open(pid)
+        except OSError:
+            return False
+        try:
+            process = _read(pid)
+            if process is None or not (pid in self._ranks or self._owns(process, _all_processes())):
+                return False
+            signal.pidfd_send_signal(fd, number)
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+        return True
+
+    def kill_all(self, seconds: float = 5.0) -> None:
+        """Kill every process of the job, the ranks included, and wait until they are gone."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            running = [pid for pid in self._ranks if not _is_dead(pid)]
+            others = [process.pid for process in self.others()]
+            if not running and not others:
+                return
+            for pid in (*running, *others):
+                self.signal(pid, signal.SIGKILL)
+            time.sleep(0.01)
+
+    def _owns(self, process: Process, everyone: dict[int, Process]) -> bool:
+        if process.pid == self._me:
+            return False
+        if process.session in self._ranks or self._descends(process, everyone):
+            return True
+        return _has_variable(process.pid, self._entry)
+
+    def _descends(self, process: Process, everyone: dict[int, Process]) -> bool:
+        """Walk up the parents; a loop (numbers reused while reading) ends the walk."""
+        seen: set[int] = set()
+        while process.pid not in seen:
+            seen.add(process.pid)
+            if process.parent in self._ranks:
+                return True
+            parent = everyone.get(process.parent)
+            if parent is None or parent.pid == self._me:
+                return False
+            process = parent
+        return False
+
+
+@contextlib.contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Make orphaned grandchildren children of this process, not of init, while the job runs.
+
+    They can then be reaped here, and vanish from /proc at once when they end.
+    """
+    libc = ctypes.CDLL(None)
+    before = ctypes.c_int(0)
+    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)

@@ -1,0 +1,155 @@
+"""What a rank told of its end, and the summary that the user reads.
+
+A rank's report pipe carries two kinds of text, which `ReportReader` tells apart line by line: a
+crash is one line of JSON (written by `child.py`), a stack is what faulthandler prints:
+
+    Stack (most recent call first):
+      File "/home/me/train.py", line 12 in step
+      File "/home/me/train.py", line 30 in <module>
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sysconfig
+from pathlib import Path
+
+from dure.launch.spec import Crash, Exit, Frame, JobResult, RankResult, signal_name
+
+__all__ = ["ReportReader", "root_cause", "summary"]
+
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
+_CHILD = str(Path(__file__).with_name("child.py"))
+_DURE = str(Path(__file__).parent.parent)
+_LIBRARIES = tuple(
+    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+_HINTS = {
+    signal.SIGKILL: "perhaps the kernel ran out of memory (see `dmesg`), or somebody killed it",
+    signal.SIGSEGV: "native code touched memory that is not its own; `python -X faulthandler` says where",
+    signal.SIGBUS: "a mapped file or the shared memory was too small (is the disk or /dev/shm full?)",
+    signal.SIGABRT: "native code gave up; its last words are in the output above",
+    signal.SIGILL: "a library was built for another processor",
+    signal.SIGFPE: "native code divided by zero",
+    signal.SIGXCPU: "its limit of processor time is used up (see `ulimit -t`)",
+    signal.SIGTERM: "somebody asked it to end",
+}
+
+
+class ReportReader:
+    """Collects what comes from one rank's report pipe."""
+
+    def __init__(self) -> None:
+        self.crash: Crash | None = None
+        self.stack: tuple[Frame, ...] = ()
+        self.told = False  # a whole stack has come
+        self._frames: list[Frame] = []
+        self._rest = b""
+
+    def feed(self, data: bytes) -> None:
+        """Take bytes as they come from the pipe."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._line(line.decode(errors="replace"))
+
+    def _line(self, line: str) -> None:
+        if line.startswith("{"):
+            self.crash = Crash(**json.loads(line))
+        elif line.startswith("Stack "):
+            self._frames.clear()
+        elif line == "  ..." or line.startswith("  <"):  # too deep, or no Python frame
+            self._end_stack()
+        elif match := _FRAME.fullmatch(line):
+            number = match["line"]
+            frame = Frame(match["file"], int(number) if number.isdigit() else 0, match["function"])
+            if frame.file != _CHILD:
+                self._frames.append(frame)
+            elif frame.function == "<module>":
+                self._end_stack()
+
+    def _end_stack(self) -> None:
+        self.stack = tuple(self._frames)
+        self.told = True
+
+
+def root_cause(first: RankResult, ranks: tuple[RankResult, ...]) -> RankResult:
+    """Follow "I lost rank p" from the failure that was seen first to the rank it blames.
+
+    A survivor may notice a death, raise `PeerLost` and be seen to fail before the dead rank is.
+    """
+    seen: set[int] = set()
+    failure = first
+    while failure.crash is not None and failure.crash.peer is not None:
+        seen.add(failure.rank)
+        peer = failure.crash.peer
+        blamed = next((r for r in ranks if r.rank == peer), None)
+        if blamed is None or blamed.rank in seen or not _failed_itself(blamed):
+            break
+        failure = blamed
+    return failure
+
+
+def _failed_itself(rank: RankResult) -> bool:
+    return rank.crash is not None or not (rank.exit.ok or rank.ended_by_launcher)
+
+
+def where(stack: tuple[Frame, ...]) -> str:
+    """Say in one line where a stack is: the innermost line of the user's, and what it called."""
+    if not stack:
+        return "in no Python code"
+    inner = stack[0]
+    user = next((frame for frame in stack if not _is_library(frame.file)), inner)
+    if user is inner:
+        return str(user)
+    return f"{user} (inside {inner.function}, {Path(inner.file).name}:{inner.line})"
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(("<", _DURE, *_LIBRARIES))
+
+
+def summary(result: JobResult) -> list[str]:
+    """Return the lines that tell the user why the job ended; none if it succeeded."""
+    failure = result.first_failure
+    if failure is None:
+        if result.interrupted_by is None:
+            return []
+        lines = [f"interrupted by {signal_name(result.interrupted_by)}; all ranks were ended"]
+        return lines + [f"  rank {rank.rank}: {_fate(rank)}" for rank in result.ranks]
+    head = (
+        f"rank {failure.rank} on {failure.host} (pid {failure.pid}) failed first: {_how(failure)}"
+    )
+    lines = [head]
+    if failure.crash is not None:
+        lines += ["  | " + line for line in failure.crash.traceback.rstrip().splitlines()]
+    others = [rank for rank in result.ranks if rank.rank != failure.rank]
+    if others:
+        lines.append("where the others were:")
+    lines += [f"  rank {rank.rank}: {_fate(rank)}" for rank in others]
+    return lines
+
+
+def _how(rank: RankResult) -> str:
+    """Describe how a rank failed, with a hint where its signal has a usual cause."""
+    if rank.ended_by_launcher and rank.crash is not None:
+        return f"it raised {rank.crash.type}, and hung on its way out"
+    hint = _hint(rank.exit)
+    return f"{rank.exit}{f' ({hint})' if hint else ''}"
+
+
+def _hint(exit: Exit) -> str:
+    return _HINTS.get(signal.Signals(exit.signal), "") if exit.signal in set(signal.Signals) else ""
+
+
+def _fate(rank: RankResult) -> str:
+    """Describe in one line what became of a rank that did not fail first."""
+    if rank.stack:
+        return where(rank.stack)
+    if rank.crash is not None:
+        last = rank.crash.traceback.rstrip().rpartition("\n")[2]
+        return f"failed as well: {last}"
+    if rank.ended_by_launcher:
+        return "did not say (still starting, or not a Python program)"
+    return f"had ended: {rank.exit}"

@@ -1,0 +1,54 @@
+"""Signals to the launcher, as bytes in a pipe that the loop can wait for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+__all__ = ["caught_signals"]
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def caught_signals() -> Iterator[int]:
+    """Catch SIGINT, SIGTERM and SIGHUP, and yield the pipe in which their numbers arrive.
+
+    Signals that this process was started to ignore (`nohup`, a background job of a script) stay
+    ignored. Python lets only the main thread catch signals: in another one, none ever arrives.
+    The bytes are written by Python's C handler, so none is missed just before a wait begins.
+    """
+    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    before: dict[int, signal._HANDLER] = {}  # pyright: ignore[reportPrivateUsage]
+    wakeup = -1
+    main = threading.current_thread() is threading.main_thread()
+    try:
+        if main:
+            wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+            for number in _SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    before[number] = signal.signal(number, _note)
+        yield read
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if main:
+            signal.set_wakeup_fd(wakeup)
+        os.close(read)
+        os.close(write)
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    """Do nothing: the number is in the pipe already."""
+
+
+def read_signals(fd: int) -> list[int]:
+    """Return the numbers of the signals that have arrived."""
+    try:
+        return [number for number in os.read(fd, 256) if number in _SIGNALS]
+    except BlockingIOError:
+        return []

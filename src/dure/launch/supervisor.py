@@ -1,0 +1,237 @@
+"""When to end a job, and how hard: a state machine without any input or output.
+
+The driver (`dure.launch.job`) tells the machine what happened (*events*) and does what it answers
+(*actions*); the machine knows only ranks, exit statuses and the time that it is handed.
+
+    RUNNING ──a rank fails──▶ EXPLAINING ──▶ ENDING ──grace is over──▶ KILLING
+       │                                       ▲                          ▲
+       ├──all ranks succeeded──▶ LEAVING ──────┤ processes remain         │
+       ├──SIGTERM, SIGHUP──────────────────────┤                          │
+       └──SIGINT──▶ INTERRUPTING ──────────────┘      a second SIGINT ────┘
+
+EXPLAINING asks the other ranks where they are, before anything makes them move, and lets a rank
+that reported a crash get to its end. INTERRUPTING has passed the SIGINT on to the ranks, as a
+terminal would. ENDING has sent SIGTERM to every process of the job, KILLING sends SIGKILL until
+none is left. Every state but RUNNING has a deadline, so the job ends whatever the ranks do. The
+last state, DONE, is reached when all ranks have exited and no process of the job was left.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from enum import Enum
+
+from dure.launch.spec import Exit
+
+__all__ = ["Action", "AskStacks", "Phase", "Signal", "Supervisor", "Sweep", "Timing"]
+
+
+class Phase(Enum):
+    """Where a job is on its way to the end."""
+
+    RUNNING = "ranks run, or ended well"
+    EXPLAINING = "a rank failed; the others are asked where they are"
+    INTERRUPTING = "SIGINT was passed on to the ranks"
+    LEAVING = "all ranks succeeded; processes they started may still be leaving"
+    ENDING = "SIGTERM was sent to everything"
+    KILLING = "SIGKILL is being sent to everything"
+    DONE = "nothing is left"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """How long the machine waits, in seconds.
+
+    `stacks_s`: for the other ranks' stacks; `crash_s`: for a rank that reported a crash to exit;
+    `grace_s` and `interrupt_grace_s`: from asking politely to SIGKILL, after a failure and after
+    Ctrl-C or SIGTERM; `leave_s`: for processes that outlive successful ranks to leave by
+    themselves; `sweep_s`: between two looks for remaining processes; `give_up_s`: for SIGKILL to
+    work, which only a process stuck in the kernel resists.
+    """
+
+    stacks_s: float = 0.3
+    crash_s: float = 0.6
+    grace_s: float = 5.0
+    interrupt_grace_s: float = 0.6
+    leave_s: float = 0.2
+    sweep_s: float = 0.02
+    give_up_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class AskStacks:
+    """Ask these ranks for their Python stacks."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """Signal the ranks that still run, and with `everything` all other processes of the job."""
+
+    number: int
+    everything: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Count the processes of the job besides the ranks, and answer with `swept`."""
+
+
+Action = AskStacks | Signal | Sweep
+
+
+class Supervisor:
+    """The state of one job. Each event method returns what to do now.
+
+    Args:
+        nproc: How many ranks were started.
+        timing: How long to wait for what.
+    """
+
+    def __init__(self, nproc: int, timing: Timing) -> None:
+        self.phase = Phase.RUNNING
+        self.first_failure: int | None = None
+        self.interrupted_by: int | None = None
+        self.ended_by_launcher: frozenset[int] = frozenset()
+        self.exits: dict[int, Exit] = {}
+        self._timing = timing
+        self._nproc = nproc
+        self._deadline: float | None = None
+        self._sweep_at: float | None = None
+        self._silent: set[int] = set()  # asked for their stack, without an answer yet
+        self._crashed: set[int] = set()
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """The ranks that have not exited, in order."""
+        return tuple(rank for rank in range(self._nproc) if rank not in self.exits)
+
+    @property
+    def wake_at(self) -> float | None:
+        """When `tick` must be called at the latest; None while only events matter."""
+        times = [t for t in (self._deadline, self._sweep_at) if t is not None]
+        return min(times, default=None)
+
+    def crashed(self, rank: int, now: float) -> list[Action]:
+        """Take note that an exception left the program of `rank`, which is about to exit."""
+        self._crashed.add(rank)
+        return self._fail(rank, now) if self.phase is Phase.RUNNING else []
+
+    def exited(self, rank: int, exit: Exit, now: float) -> list[Action]:
+        """Take note that `rank` has ended."""
+        self.exits[rank] = exit
+        self._silent.discard(rank)
+        if self.phase is Phase.RUNNING:
+            if not exit.ok or rank in self._crashed:
+                return self._fail(rank, now)
+            return [] if self.alive else self._leave(now)
+        if self.phase is Phase.EXPLAINING:
+            return self._explained(now)
+        if self.alive:
+            return []
+        self._sweep_at = None
+        return [Sweep()]
+
+    def told(self, rank: int, now: float) -> list[Action]:
+        """Take note that `rank` has told its stack."""
+        self._silent.discard(rank)
+        return self._explained(now) if self.phase is Phase.EXPLAINING else []
+
+    def interrupted(self, number: int, now: float) -> list[Action]:
+        """Take note of a signal to the launcher: the first is polite, the second kills."""
+        if self.phase is Phase.DONE:
+            return []
+        if self.interrupted_by is not None:
+            return self._kill(now)
+        self.interrupted_by = number
+        self._mark_survivors()
+        if number != signal.SIGINT or not self.alive:
+            return self._end(now, self._timing.interrupt_grace_s)
+        self.phase = Phase.INTERRUPTING
+        self._deadline = now + self._timing.interrupt_grace_s / 2
+        return [AskStacks(self.alive), Signal(signal.SIGINT, everything=False)]
+
+    def swept(self, others: int, now: float) -> list[Action]:
+        """Take note of how many processes besides the ranks are left."""
+        if self.alive or self.phase is Phase.RUNNING:
+            return []
+        if others == 0:
+            self.phase = Phase.DONE
+            self._deadline = self._sweep_at = None
+            return []
+        self._sweep_at = now + self._timing.sweep_s
+        if self.phase in (Phase.EXPLAINING, Phase.INTERRUPTING):
+            return self._end(now, self._grace)
+        return []
+
+    def tick(self, now: float) -> list[Action]:
+        """Do what the time demands."""
+        if self._deadline is not None and now >= self._deadline:
+            return self._deadline_passed(now)
+        if self._sweep_at is not None and now >= self._sweep_at:
+            self._sweep_at = None
+            again: list[Action] = [Sweep()]
+            if self.phase is Phase.KILLING:
+                self._sweep_at = now + self._timing.sweep_s
+                again.insert(0, Signal(signal.SIGKILL, everything=True))
+            return again
+        return []
+
+    @property
+    def _grace(self) -> float:
+        timing = self._timing
+        return timing.grace_s if self.interrupted_by is None else timing.interrupt_grace_s
+
+    def _deadline_passed(self, now: float) -> list[Action]:
+        if self.phase in (Phase.EXPLAINING, Phase.LEAVING):
+            return self._end(now, self._grace)
+        if self.phase is Phase.INTERRUPTING:
+            return self._end(now, self._grace / 2)
+        if self.phase is Phase.ENDING:
+            return self._kill(now)
+        self.phase = Phase.DONE  # SIGKILL did not help: nothing else would
+        self._deadline = self._sweep_at = None
+        return []
+
+    def _fail(self, rank: int, now: float) -> list[Action]:
+        self.phase = Phase.EXPLAINING
+        self.first_failure = rank
+        others = tuple(r for r in self.alive if r != rank and r not in self._crashed)
+        self._silent = set(others)
+        self._deadline = now + (
+            self._timing.stacks_s if rank in self.exits else self._timing.crash_s
+        )
+        asking: list[Action] = [AskStacks(others)] if others else []
+        return asking + self._explained(now)
+
+    def _explained(self, now: float) -> list[Action]:
+        """Go on to ENDING once every answer is in and the crashed ranks have gone."""
+        if self._silent or self._crashed.intersection(self.alive):
+            return []
+        self._mark_survivors()
+        return self._end(now, self._grace)
+
+    def _leave(self, now: float) -> list[Action]:
+        self.phase = Phase.LEAVING
+        self._deadline = now + self._timing.leave_s
+        return [Sweep()]
+
+    def _end(self, now: float, grace_s: float) -> list[Action]:
+        self._mark_survivors()
+        self.phase = Phase.ENDING
+        self._deadline = now + grace_s
+        asked: list[Action] = [Signal(signal.SIGTERM, everything=True)]
+        return asked if self.alive else [*asked, Sweep()]
+
+    def _kill(self, now: float) -> list[Action]:
+        self._mark_survivors()
+        self.phase = Phase.KILLING
+        self._deadline = now + self._timing.give_up_s
+        self._sweep_at = now + self._timing.sweep_s
+        return [Signal(signal.SIGKILL, everything=True)]
+
+    def _mark_survivors(self) -> None:
+        """Remember whom the launcher ends, for their exit status is then not their own."""
+        self.ended_by_launcher = self.ended_by_launcher.union(self.alive)
