@@ -1,0 +1,27 @@
+#include "bindings.h"
+#include "kernels.h"
+#include "types.h"
+
+#include <nanobind/stl/string.h>
+
+namespace nb = nanobind;
+
+NB_MODULE(_engine, m) {
+    using namespace dure;
+    bind_outcome(m);
+    bind_ticket(m);
+    bind_shared_block(m);
+    bind_group(m);
+    m.def("kernel_isa", [] { return std::string(kernel_isa()); });
+    m.def("select_kernel_isa", [](const std::string& isa) { return select_kernel_isa(isa.c_str()); });
+    // Reduce `n` ranges of `count` elements: for the tests of the kernels.
+    m.def("reduce", [](size_t out, nb::list sources, int dtype, int reduction, size_t count) {
+        auto kernel = reduce_kernel(static_cast<DType>(dtype), static_cast<Reduction>(reduction));
+        if (!kernel) return false;
+        std::vector<const void*> from;
+        for (nb::handle h : sources) from.push_back(reinterpret_cast<void*>(nb::cast<size_t>(h)));
+        void* to[1] = {reinterpret_cast<void*>(out)};
+        kernel({to, 1, from.data(), static_cast<int>(from.size()), count});
+        return true;
+    });
+}

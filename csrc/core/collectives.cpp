@@ -1,0 +1,102 @@
+// The doors: what every collective does before and after, and the few that need no file of their own.
+#include <sys/mman.h>
+
+#include <system_error>
+
+#include "group.h"
+
+namespace dure {
+
+// Run one collective: alone, counted, and not on a broken group.
+template <typename F>
+Status Group::guarded(F collective) {
+    Visit visit(*this);
+    if (!visit) return Status::aborted;
+    std::lock_guard hold(running_);
+    if (failed_.load(std::memory_order_acquire)) return failure().status;
+    if (broken()) return adopt_verdict();
+    return collective();
+}
+
+Status Group::all_reduce(Block tensor, DType dtype, Reduction reduction) {
+    return guarded([&] {
+        Call call;
+        call.op = Op::all_reduce;
+        call.dtype = dtype;
+        call.reduction = reduction;
+        return reduce(tensor, call);
+    });
+}
+
+Status Group::run(const Call& call) {
+    return guarded([&] {
+        switch (call.op) {
+            case Op::barrier: announce(call, 0, 0); return open();
+            case Op::all_reduce:
+            case Op::reduce: return reduce(call.outputs[0], call);
+            case Op::broadcast:
+            case Op::all_gather:
+            case Op::gather:
+            case Op::scatter:
+            case Op::reduce_scatter:
+            case Op::all_to_all: return move(call);
+            default: return Status::usage;
+        }
+    });
+}
+
+std::shared_ptr<SharedBlock> Group::shared_empty(size_t bytes, Status& status) {
+    std::shared_ptr<SharedBlock> made;
+    status = guarded([&] {
+        Status inner = Status::ok;
+        made = allocate(bytes, inner);
+        return inner;
+    });
+    return status == Status::ok ? made : nullptr;
+}
+
+// Note "Making a shared block". Rank 0 makes the file before the opening and says its descriptor in
+// its slot (-1: could not); after the opening all map it; at a second meeting each says whether it
+// has; after a third nobody needs the descriptor. All ranks fail together.
+std::shared_ptr<SharedBlock> Group::allocate(size_t bytes, Status& status) {
+    const size_t stride = round_up(bytes, kPage);
+    MemoryFile file;
+    std::shared_ptr<Mapping> mapping;
+    Call call;
+    call.op = Op::shared_empty;
+    announce(call, bytes, 0);
+    int32_t fd = -1;
+    if (rank_ == 0) {
+        try {
+            file = MemoryFile::create("dure-arena", stride * static_cast<size_t>(size_));
+            fd = file.fd();
+        } catch (const std::system_error&) {
+        }
+    }
+    std::memcpy(slot(rank_).inlined, &fd, sizeof fd);
+    if (status = open(); status != Status::ok) return nullptr;
+    std::memcpy(&fd, slot(0).inlined, sizeof fd);
+    try {
+        if (rank_ != 0 && fd >= 0) file = MemoryFile::open_of(block(0).pid, fd);
+        if (fd >= 0) mapping = file.map();
+    } catch (const std::system_error&) {
+    }
+    auto made = std::make_shared<SharedBlock>();
+    *made = {mapping, arena_.next_id(), bytes, stride, rank_};
+    if (mapping) madvise(made->data(), stride, MADV_POPULATE_WRITE);
+    *reinterpret_cast<int32_t*>(stage(rank_)) = mapping ? 1 : 0;
+    if (status = meet(); status != Status::ok) return nullptr;
+    bool all = true;
+    for (int r = 0; r < size_; r++) all = all && *reinterpret_cast<int32_t*>(stage(r)) == 1;
+    if (all) madvise(mapping->data(), mapping->bytes(), MADV_POPULATE_WRITE);
+    if (status = meet(); status != Status::ok) return nullptr;
+    next_stage();
+    if (!all) {
+        status = Status::no_memory;
+        return nullptr;
+    }
+    arena_.add(made);
+    return made;
+}
+
+}  // namespace dure

@@ -1,0 +1,73 @@
+// Which of the compiled kernels this machine can run.
+#include <cstring>
+
+#include "kernels.h"
+
+namespace dure {
+
+namespace generic {
+ReduceFn find(DType dtype, Reduction reduction);
+}
+#if defined(DURE_X86_KERNELS)
+namespace avx2 {
+ReduceFn find(DType dtype, Reduction reduction);
+}
+namespace avx512 {
+ReduceFn find(DType dtype, Reduction reduction);
+}
+#endif
+
+namespace {
+
+struct Isa {
+    const char* name;
+    ReduceFn (*find)(DType, Reduction);
+};
+
+bool runs(const char* isa) {
+    if (std::strcmp(isa, "generic") == 0) return true;
+#if defined(DURE_X86_KERNELS)
+    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    if (std::strcmp(isa, "avx2") == 0) return avx2;
+    if (std::strcmp(isa, "avx512") == 0) {
+        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    }
+#endif
+    return false;
+}
+
+constexpr Isa kIsas[] = {
+#if defined(DURE_X86_KERNELS)
+    {"avx512", avx512::find},
+    {"avx2", avx2::find},
+#endif
+    {"generic", generic::find},
+};
+
+const Isa* best() {
+    for (const Isa& isa : kIsas) {
+        if (runs(isa.name)) return &isa;
+    }
+    return nullptr;
+}
+
+const Isa* chosen = best();
+
+}  // namespace
+
+ReduceFn reduce_kernel(DType dtype, Reduction reduction) { return chosen->find(dtype, reduction); }
+
+const char* kernel_isa() { return chosen->name; }
+
+bool select_kernel_isa(const char* name) {
+    for (const Isa& isa : kIsas) {
+        if (std::strcmp(isa.name, name) == 0 && runs(name)) {
+            chosen = &isa;
+            return true;
+        }
+    }
+    return false;
+}
+
+}  // namespace dure

@@ -1,0 +1,187 @@
+// A group: this rank's end of the shared segment, and the collectives on it.
+//
+// Threads: collectives may be called from any thread; a lock runs them one at a time, in the order
+// of the calls. `close` may come from any thread at any time. A group must not be used in a child
+// that was forked after `attach`: its threads do not exist there.
+//
+// After the first failure the group is broken for all ranks: the one that noticed writes the verdict
+// into the segment (`condemn`), and every pending and later call on any rank ends with that outcome.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <mutex>
+
+#include "arena.h"
+#include "kernels.h"
+#include "layout.h"
+#include "peers.h"
+#include "segment.h"
+
+namespace dure {
+
+struct Options {
+    int rank = 0;
+    int size = 1;
+    int64_t timeout_ns = 0;
+    int cores = 1;  // that this host has for the group's ranks
+};
+
+class Group {
+  public:
+    // Make the segment (rank 0), or map the one that rank 0 made. Throws std::system_error, or
+    // std::runtime_error where what was found is not this group's segment.
+    static std::unique_ptr<Group> create(const Options& options, uint64_t nonce);
+    static std::unique_ptr<Group> attach(const Options& options, int pid, int fd, uint64_t nonce);
+    ~Group();
+    Group(const Group&) = delete;
+    Group& operator=(const Group&) = delete;
+
+    // Ranks that have attached. Once all have, call `ready` before anything else.
+    int attached() const;
+    std::vector<int> not_attached() const;
+    void wait_attached(int64_t ns) const;  // at most `ns`, or until one more has come
+    void ready();
+
+    int rank() const { return rank_; }
+    int size() const { return size_; }
+    int file() const { return file_.fd(); }
+    int64_t timeout_ns() const { return timeout_ns_; }
+    void set_timeout(int64_t ns) { timeout_ns_ = ns; }
+    int pid_of(int rank) const;
+    std::string fate_of(int rank) const { return peers_.fate(rank); }
+
+    // Asked about every 100 ms of a wait, without locks of ours; true ends the wait (Ctrl-C).
+    void set_interrupt(std::function<bool()> asked) { interrupt_ = std::move(asked); }
+
+    // The collectives; see Call for which blocks each one takes. On anything but `ok`, `failure`
+    // tells more.
+    Status run(const Call& call);
+    Status all_reduce(Block tensor, DType dtype, Reduction reduction);
+    std::shared_ptr<SharedBlock> shared_empty(size_t bytes, Status& status);
+
+    // Leave. Pending operations of this rank end with `aborted`; returns when no thread is inside.
+    void close();
+    bool closing() const { return closing_.load(std::memory_order_acquire); }
+    Outcome failure() const;
+
+    // Give back the segment; after `close`, when the mailbox and the lane have stopped.
+    void release();
+    // What is to be told of an operation that ended with `status`.
+    Outcome outcome_of(Status status, Op op) const;
+
+    // Counts a thread that is inside; false if the group has been closed.
+    class Visit {
+      public:
+        explicit Visit(Group& group) : group_(group) { group_.inside_.fetch_add(1); }
+        ~Visit() { group_.inside_.fetch_sub(1); }
+        Visit(const Visit&) = delete;
+        Visit& operator=(const Visit&) = delete;
+        explicit operator bool() const { return !group_.closing(); }
+
+      private:
+        Group& group_;
+    };
+
+    // -- for the mailbox, which lives on the same segment ------------------------------------------
+    Header& header() const { return *reinterpret_cast<Header*>(base_); }
+    RankBlock& block(int rank) const {
+        return reinterpret_cast<RankBlock*>(base_ + layout_.ranks)[rank];
+    }
+    Ring& ring(int from, int to) const;
+    size_t ring_bytes() const { return layout_.ring_bytes; }
+    bool lost(int rank) const { return peers_.dead(rank); }
+    bool has_left(int rank) const;
+    bool broken() const { return header().verdict.phase.load(std::memory_order_relaxed) != 0; }
+    bool crowded() const { return crowded_; }
+    bool interrupted() { return interrupt_ && interrupt_(); }
+    // Break the group for all ranks, unless it is broken already; returns the verdict's status.
+    Status condemn(Outcome outcome);
+    Status adopt_verdict();
+
+  private:
+    Group(const Options& options, MemoryFile file, std::shared_ptr<Mapping> mapping);
+    void enter_rank();
+
+    // -- synchronisation (sync.cpp) ----------------------------------------------------------------
+    struct Wait;
+    OpSlot& slot(int rank) const { return block(rank).slot[seq_ & 1]; }
+    bool arrived(int rank) const;
+    void arrive();
+    Status await_all();
+    Status await_rank(int rank);
+    Status examine(Wait& wait);
+    Status meet() {
+        arrive();
+        return await_all();
+    }
+    void wake_everyone() const;
+
+    // -- the opening of every collective (opening.cpp) -----------------------------------------------
+    void announce(const Call& call, size_t bytes, uint64_t arena);
+    void announce_blocks(const Call& call);
+    Status open();
+    bool same_call(int rank) const;
+    Status check_blocks() const;
+    std::string describe_call(int rank) const;
+    Status report_desync();
+    uint64_t* table(int rank) const;
+    size_t send_bytes(int from, int to) const;
+    size_t most_bytes() const;
+
+    // -- the collectives ----------------------------------------------------------------------------
+    struct Slices;
+    struct Places;
+    struct Staged;
+    struct Transfer;
+    template <typename F>
+    Status guarded(F collective);
+    Status reduce(Block tensor, const Call& call);
+    Status reduce_inlined(Block tensor, int root, ReduceFn kernel);
+    Status reduce_small(Block tensor, int root, ReduceFn kernel);
+    Status reduce_staged(const Staged& staged);
+    Status reduce_direct(Block tensor, const SharedBlock& shared, ReduceFn kernel);
+    void copy_in(const Staged& staged, size_t at);
+    void reduce_own_slice(const Staged& staged, size_t at);
+    void copy_out(const Staged& staged, size_t at);
+    Status move(const Call& call);
+    bool inlined(const Transfer& transfer, int sender) const;
+    void put(const Transfer& transfer, size_t done);
+    const std::byte* source(const Transfer& transfer, int peer) const;
+    void take(const Transfer& transfer, size_t done);
+    std::shared_ptr<SharedBlock> allocate(size_t bytes, Status& status);
+
+    std::byte* stage(int rank) const {
+        return base_ + layout_.staging +
+               (static_cast<size_t>(rank) * kStages + (use_ % kStages)) * kStageBytes;
+    }
+    void next_stage() { use_++; }
+
+    const int rank_, size_;
+    std::atomic<int64_t> timeout_ns_;
+    const bool crowded_;  // fewer cores than ranks: do not spin
+    const Layout layout_;
+    MemoryFile file_;
+    std::shared_ptr<Mapping> mapping_;
+    std::byte* const base_;
+    Peers peers_;
+    Arena arena_;
+    std::function<bool()> interrupt_;
+
+    std::mutex running_;  // held during a collective; guards the three counters
+    uint32_t seq_ = 0;    // collectives begun
+    uint32_t tick_ = 0;   // arrivals made; equal on all ranks at equal places of the program
+    uint64_t use_ = 0;    // stages used
+    Op op_ = Op::none;
+    int64_t started_ns_ = 0;
+
+    std::atomic<bool> closing_{false};
+    std::atomic<int> inside_{0};
+    std::atomic<bool> failed_{false};
+    mutable std::mutex failure_lock_;
+    Outcome failure_;
+};
+
+}  // namespace dure

@@ -1,0 +1,251 @@
+// Reduction kernels: one source, compiled once per instruction set (see CMakeLists.txt).
+//
+// A range is reduced in blocks that stay in the first-level cache: the first source is widened into
+// an accumulator, every further source is added to it in the order of the ranks, and the result is
+// rounded once and copied out. So an element's value depends on the sources alone, never on
+// how a tensor was cut into ranges, and on no rank's place in time.
+//
+// Widened means: 16 and 8 bit floats accumulate in float, complex32 in complex64, everything else
+// in itself; integers as unsigned, which wraps around without undefined behaviour. Contraction to
+// fused multiply-add is off, so that all instruction sets give the same bits.
+//
+// As in floats.h, nothing here may be an inline function shared with other objects.
+#include "kernels.h"
+
+#include "floats.h"
+
+#ifndef DURE_ISA
+#define DURE_ISA generic
+#endif
+
+namespace dure {
+namespace {
+
+constexpr size_t kBlock = 1024;  // elements; 4 KiB of float
+
+// ---- element types: how to load, combine and store -----------------------------------------------
+
+template <typename T>
+struct Native {
+    using Stored = T;
+    using Acc = T;
+    static Acc load(T x) { return x; }
+    static T store(Acc x) { return x; }
+};
+
+template <typename F>
+struct Small {
+    using Stored = F;
+    using Acc = float;
+    static Acc load(F x) { return F::load(x); }
+    static F store(Acc x) { return F::store(x); }
+};
+
+struct Bool {
+    using Stored = uint8_t;
+    using Acc = uint8_t;
+    static Acc load(uint8_t x) { return x != 0; }
+    static uint8_t store(Acc x) { return x; }
+};
+
+template <typename T>
+struct Pair {
+    T re, im;
+};
+
+template <typename T>
+struct Complex {
+    using Stored = Pair<T>;
+    using Acc = Pair<T>;
+    static Acc load(Stored x) { return x; }
+    static Stored store(Acc x) { return x; }
+};
+
+struct ComplexHalf {
+    using Stored = Pair<Float16>;
+    using Acc = Pair<float>;
+    static Acc load(Stored x) { return {Float16::load(x.re), Float16::load(x.im)}; }
+    static Stored store(Acc x) { return {Float16::store(x.re), Float16::store(x.im)}; }
+};
+
+// ---- reductions ---------------------------------------------------------------------------------
+
+struct Sum {
+    template <typename T>
+    static T combine(T a, T b) { return static_cast<T>(a + b); }
+    template <typename T>
+    static Pair<T> combine(Pair<T> a, Pair<T> b) { return {a.re + b.re, a.im + b.im}; }
+    template <typename T>
+    static T finish(T x, int) { return x; }
+};
+
+struct Average : Sum {
+    template <typename T>
+    static T finish(T x, int n) { return x / static_cast<T>(n); }
+    template <typename T>
+    static Pair<T> finish(Pair<T> x, int n) {
+        return {x.re / static_cast<T>(n), x.im / static_cast<T>(n)};
+    }
+};
+
+struct Product {
+    static float combine(float a, float b) { return a * b; }
+    static double combine(double a, double b) { return a * b; }
+    static uint64_t combine(uint64_t a, uint64_t b) { return a * b; }
+    static uint32_t combine(uint32_t a, uint32_t b) { return a * b; }
+    static uint16_t combine(uint16_t a, uint16_t b) {
+        return static_cast<uint16_t>(uint32_t{a} * uint32_t{b});
+    }
+    static uint8_t combine(uint8_t a, uint8_t b) {
+        return static_cast<uint8_t>(uint32_t{a} * uint32_t{b});
+    }
+    template <typename T>
+    static Pair<T> combine(Pair<T> a, Pair<T> b) {
+        return {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re};
+    }
+    template <typename T>
+    static T finish(T x, int) { return x; }
+};
+
+// A NaN on either side wins: b's by the second test, a's because no comparison with it holds.
+struct Minimum {
+    template <typename T>
+    static T combine(T a, T b) { return (b < a || b != b) ? b : a; }
+    template <typename T>
+    static T finish(T x, int) { return x; }
+};
+
+struct Maximum {
+    template <typename T>
+    static T combine(T a, T b) { return (b > a || b != b) ? b : a; }
+    template <typename T>
+    static T finish(T x, int) { return x; }
+};
+
+struct And {
+    template <typename T>
+    static T combine(T a, T b) { return static_cast<T>(a & b); }
+    template <typename T>
+    static T finish(T x, int) { return x; }
+};
+
+struct Or {
+    template <typename T>
+    static T combine(T a, T b) { return static_cast<T>(a | b); }
+    template <typename T>
+    static T finish(T x, int) { return x; }
+};
+
+struct Xor {
+    template <typename T>
+    static T combine(T a, T b) { return static_cast<T>(a ^ b); }
+    template <typename T>
+    static T finish(T x, int) { return x; }
+};
+
+// ---- the loop -----------------------------------------------------------------------------------
+
+template <typename E, typename R>
+void reduce(const Operands& o) {
+    using Stored = typename E::Stored;
+    using Acc = typename E::Acc;
+    alignas(64) Acc acc[kBlock];
+    alignas(64) Stored done[kBlock];
+    for (size_t at = 0; at < o.count; at += kBlock) {
+        const size_t len = o.count - at < kBlock ? o.count - at : kBlock;
+        const Stored* first = static_cast<const Stored*>(o.sources[0]) + at;
+        for (size_t i = 0; i < len; i++) acc[i] = E::load(first[i]);
+        for (int r = 1; r < o.n; r++) {
+            const Stored* source = static_cast<const Stored*>(o.sources[r]) + at;
+            for (size_t i = 0; i < len; i++) acc[i] = R::combine(acc[i], E::load(source[i]));
+        }
+        for (size_t i = 0; i < len; i++) done[i] = E::store(R::finish(acc[i], o.n));
+        for (int k = 0; k < o.num_outs; k++) {
+            __builtin_memcpy(static_cast<Stored*>(o.outs[k]) + at, done, len * sizeof(Stored));
+        }
+    }
+}
+
+template <typename E>
+ReduceFn arithmetic(Reduction reduction) {
+    switch (reduction) {
+        case Reduction::sum: return reduce<E, Sum>;
+        case Reduction::product: return reduce<E, Product>;
+        default: return nullptr;
+    }
+}
+
+template <typename E>
+ReduceFn floating(Reduction reduction) {
+    switch (reduction) {
+        case Reduction::avg: return reduce<E, Average>;
+        case Reduction::min: return reduce<E, Minimum>;
+        case Reduction::max: return reduce<E, Maximum>;
+        default: return arithmetic<E>(reduction);
+    }
+}
+
+template <typename E>
+ReduceFn complex_valued(Reduction reduction) {
+    return reduction == Reduction::avg ? reduce<E, Average> : arithmetic<E>(reduction);
+}
+
+// Sums, products and bits do not care for signs; comparisons do.
+template <typename Signed, typename Unsigned>
+ReduceFn integral(Reduction reduction) {
+    switch (reduction) {
+        case Reduction::min: return reduce<Native<Signed>, Minimum>;
+        case Reduction::max: return reduce<Native<Signed>, Maximum>;
+        case Reduction::band: return reduce<Native<Unsigned>, And>;
+        case Reduction::bor: return reduce<Native<Unsigned>, Or>;
+        case Reduction::bxor: return reduce<Native<Unsigned>, Xor>;
+        default: return arithmetic<Native<Unsigned>>(reduction);
+    }
+}
+
+ReduceFn logical(Reduction reduction) {
+    switch (reduction) {
+        case Reduction::sum:
+        case Reduction::max:
+        case Reduction::bor: return reduce<Bool, Or>;
+        case Reduction::product:
+        case Reduction::min:
+        case Reduction::band: return reduce<Bool, And>;
+        case Reduction::bxor: return reduce<Bool, Xor>;
+        default: return nullptr;
+    }
+}
+
+}  // namespace
+
+namespace DURE_ISA {
+
+ReduceFn find(DType dtype, Reduction reduction) {
+    switch (dtype) {
+        case DType::f64: return floating<Native<double>>(reduction);
+        case DType::f32: return floating<Native<float>>(reduction);
+        case DType::f16: return floating<Small<Float16>>(reduction);
+        case DType::bf16: return floating<Small<BFloat16>>(reduction);
+        case DType::e4m3fn: return floating<Small<E4M3fn>>(reduction);
+        case DType::e5m2: return floating<Small<E5M2>>(reduction);
+        case DType::e4m3fnuz: return floating<Small<E4M3fnuz>>(reduction);
+        case DType::e5m2fnuz: return floating<Small<E5M2fnuz>>(reduction);
+        case DType::e8m0fnu: return floating<Small<E8M0fnu>>(reduction);
+        case DType::i8: return integral<int8_t, uint8_t>(reduction);
+        case DType::i16: return integral<int16_t, uint16_t>(reduction);
+        case DType::i32: return integral<int32_t, uint32_t>(reduction);
+        case DType::i64: return integral<int64_t, uint64_t>(reduction);
+        case DType::u8: return integral<uint8_t, uint8_t>(reduction);
+        case DType::u16: return integral<uint16_t, uint16_t>(reduction);
+        case DType::u32: return integral<uint32_t, uint32_t>(reduction);
+        case DType::u64: return integral<uint64_t, uint64_t>(reduction);
+        case DType::boolean: return logical(reduction);
+        case DType::c32: return complex_valued<ComplexHalf>(reduction);
+        case DType::c64: return complex_valued<Complex<float>>(reduction);
+        case DType::c128: return complex_valued<Complex<double>>(reduction);
+        default: return nullptr;
+    }
+}
+
+}  // namespace DURE_ISA
+}  // namespace dure

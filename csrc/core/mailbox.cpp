@@ -1,0 +1,187 @@
+// Requests: posting them, waiting for them, and the thread that drives those nobody waits for.
+#include "mailbox.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+namespace dure {
+
+namespace {
+
+constexpr int64_t kSpinNs = 30'000;
+constexpr int64_t kYieldNs = 200'000;
+constexpr int64_t kSliceNs = 4'000'000;
+
+Outcome refused(Op op) {
+    Outcome out;
+    out.status = Status::aborted;
+    out.op = op;
+    return out;
+}
+
+std::shared_ptr<Ticket> refused_ticket(Op op) {
+    auto ticket = std::make_shared<Ticket>();
+    ticket->finish(refused(op));
+    return ticket;
+}
+
+}  // namespace
+
+Mailbox::Mailbox(Group& group)
+    : group_(group),
+      sends_(static_cast<size_t>(group.size())),
+      arriving_(static_cast<size_t>(group.size())) {}
+
+Mailbox::RequestPtr Mailbox::post(Op op, Block data, DType dtype, int peer, int tag) {
+    auto request = std::make_shared<Request>();
+    request->op = op;
+    request->data = data;
+    request->dtype = dtype;
+    request->peer = peer;
+    request->tag = tag;
+    if (stopping_) {
+        settle(*request, Status::aborted);
+    } else if (group_.broken()) {
+        settle(*request, group_.adopt_verdict());
+    } else if (op == Op::recv) {
+        post_receive(request);
+    } else if (peer == group_.rank()) {
+        deliver_to_self(*request);
+    } else {
+        sends_[static_cast<size_t>(peer)].push_back(request);
+    }
+    progress();
+    return request;
+}
+
+Outcome Mailbox::send(Block data, DType dtype, int to, int tag) {
+    Group::Visit visit(group_);
+    if (!visit) return refused(Op::send);
+    RequestPtr request;
+    {
+        std::lock_guard hold(lock_);
+        request = post(Op::send, data, dtype, to, tag);
+    }
+    return drive(request);
+}
+
+Outcome Mailbox::receive(Block data, DType dtype, int from, int tag, int* source) {
+    Group::Visit visit(group_);
+    if (!visit) return refused(Op::recv);
+    RequestPtr request;
+    {
+        std::lock_guard hold(lock_);
+        request = post(Op::recv, data, dtype, from, tag);
+    }
+    Outcome out = drive(request);
+    *source = request->ticket->source();
+    return out;
+}
+
+std::shared_ptr<Ticket> Mailbox::start_send(Block data, DType dtype, int to, int tag) {
+    Group::Visit visit(group_);
+    if (!visit) return refused_ticket(Op::send);
+    std::lock_guard hold(lock_);
+    return hand_over(post(Op::send, data, dtype, to, tag));
+}
+
+std::shared_ptr<Ticket> Mailbox::start_receive(Block data, DType dtype, int from, int tag) {
+    Group::Visit visit(group_);
+    if (!visit) return refused_ticket(Op::recv);
+    std::lock_guard hold(lock_);
+    return hand_over(post(Op::recv, data, dtype, from, tag));
+}
+
+// Wait for `request` on the caller's thread, moving everybody's bytes meanwhile.
+Outcome Mailbox::drive(const RequestPtr& request) {
+    const Ticket& ticket = *request->ticket;
+    if (ticket.done()) return ticket.outcome();
+    const int64_t began = now_ns();
+    request->deadline_ns = began + group_.timeout_ns();
+    int64_t asked = began;
+    while (!ticket.done()) {
+        const int64_t waited = now_ns() - began;
+        if (waited < kYieldNs) {
+            {
+                std::lock_guard hold(lock_);
+                progress();
+            }
+            if (waited < kSpinNs && !group_.crowded()) relax();
+            else sched_yield();
+            continue;
+        }
+        rest(request);
+        if (!ticket.done() && now_ns() - asked > 100'000'000) {
+            asked = now_ns();
+            if (group_.interrupted()) {
+                std::lock_guard hold(lock_);
+                settle(*request, Status::interrupted);
+            }
+        }
+    }
+    return ticket.outcome();
+}
+
+// Sleep until a ring changes, at most a slice; then look for reasons not to go on.
+bool Mailbox::rest(const RequestPtr& waiter) {
+    RankBlock& mine = group_.block(group_.rank());
+    mine.sleepers.fetch_add(1);
+    const uint32_t seen = mine.bell.load();
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    bool moved;
+    {
+        std::lock_guard hold(lock_);
+        moved = progress();
+        if (!moved) examine(waiter);
+    }
+    if (!moved && !(waiter && waiter->ticket->done())) futex_wait(mine.bell, seen, kSliceNs);
+    mine.sleepers.fetch_sub(1);
+    return moved;
+}
+
+// ---- requests that nobody waits for -------------------------------------------------------------
+
+std::shared_ptr<Ticket> Mailbox::hand_over(RequestPtr request) {
+    std::shared_ptr<Ticket> ticket = request->ticket;
+    if (ticket->done()) return ticket;
+    request->deadline_ns = now_ns() + group_.timeout_ns();
+    handed_.push_back(std::move(request));
+    if (!thread_.joinable()) {
+        // Signals are for the program's own threads.
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        thread_ = std::thread([this] { background(); });
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        pthread_setname_np(thread_.native_handle(), "dure-mailbox");
+    }
+    work_.notify_one();
+    return ticket;
+}
+
+void Mailbox::background() {
+    std::unique_lock hold(lock_);
+    for (;;) {
+        std::erase_if(handed_, [](const RequestPtr& r) { return r->ticket->done(); });
+        work_.wait(hold, [this] { return stopping_ || !handed_.empty(); });
+        if (stopping_) return;
+        hold.unlock();
+        rest(nullptr);
+        hold.lock();
+    }
+}
+
+void Mailbox::stop() {
+    {
+        std::lock_guard hold(lock_);
+        stopping_ = true;
+        fail_all(Status::aborted);
+        work_.notify_one();
+        RankBlock& mine = group_.block(group_.rank());
+        mine.bell.fetch_add(1);
+        futex_wake_all(mine.bell);
+    }
+    if (thread_.joinable()) thread_.join();
+}
+
+}  // namespace dure

@@ -1,0 +1,36 @@
+// Watching the other ranks' processes.
+//
+// A pidfd of every peer is opened while all are known to be alive; it turns readable when the
+// process has ended, even as a zombie that nobody has reaped, and cannot be fooled by a reused
+// number. Asking costs one poll(2); the waiting loop asks only after it has slept (sync.cpp).
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace dure {
+
+class Peers {
+  public:
+    Peers() = default;
+    ~Peers() { close(); }
+    Peers(const Peers&) = delete;
+    Peers& operator=(const Peers&) = delete;
+
+    // Open the process of the next rank; `self` ranks are never watched. Returns false if the
+    // process has already gone.
+    bool add(int pid, unsigned long long start_time, bool self);
+    bool dead(int rank) const;
+    // "exit code 3", "signal 9 (SIGKILL)", or "" if it cannot be known.
+    std::string fate(int rank) const;
+    void close();
+
+  private:
+    struct Peer {
+        int pid;
+        int fd;
+    };
+    std::vector<Peer> peers_;
+};
+
+}  // namespace dure

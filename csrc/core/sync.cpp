@@ -1,0 +1,131 @@
+// Meeting: how ranks wait for each other.
+//
+// Note "Meeting". A rank arrives by raising its own `tick` and waits until every peer's tick has
+// reached the same number. Ticks count the meetings of the group, so one comparison tells "has come
+// this far, or further". Cost: one store, and n-1 cache lines read.
+//
+// Note "Waiting". Three stages. First look a while without giving up the core, but only if the host
+// has a core for every rank; a spinning rank on a shared core keeps away the very rank it waits for.
+// Then give up the core between looks, which costs 0.3 us if nobody wants it. Then sleep in the
+// kernel until the peer's word changes. A sleeper counts itself in `waiters` of the block whose
+// word it watches; the arriving rank makes a system call only if that counter is not 0. Both sides
+// use sequentially consistent operations: either the sleeper sees the new tick, or the arriving rank
+// sees the sleeper.
+//
+// Sleeps are cut into slices of kSlice. After each the waiter examines the world: broken by another
+// rank, left, dead, too late, closed here, interrupted. So nobody outlives a dead peer by more
+// than a slice and a poll(2), and the fast stages never look at any of it.
+#include "group.h"
+
+namespace dure {
+
+namespace {
+
+constexpr int kSpins = 1000;             // about 30 us: two wake-ups
+constexpr int kCrowdedSpins = 20;        // a peer may be just about to store
+constexpr int64_t kYieldNs = 200'000;    // then sleeping is cheap by comparison
+constexpr int64_t kSliceNs = 4'000'000;
+constexpr int64_t kInterruptNs = 100'000'000;
+
+}  // namespace
+
+// What a waiting rank remembers between two slices.
+struct Group::Wait {
+    int64_t began_ns;
+    int64_t asked_ns;
+};
+
+bool Group::arrived(int rank) const {
+    return static_cast<int32_t>(slot(rank).tick.load(std::memory_order_acquire) - tick_) >= 0;
+}
+
+void Group::arrive() {
+    RankBlock& mine = block(rank_);
+    Word& word = mine.slot[seq_ & 1].tick;
+    word.store(++tick_, std::memory_order_seq_cst);
+    if (mine.waiters.load(std::memory_order_seq_cst) != 0) futex_wake_all(word);
+}
+
+Status Group::await_all() {
+    for (int r = 0; r < size_; r++) {
+        if (arrived(r)) continue;
+        if (Status s = await_rank(r); s != Status::ok) return s;
+    }
+    return Status::ok;
+}
+
+Status Group::await_rank(int rank) {
+    for (int i = crowded_ ? kCrowdedSpins : kSpins; i > 0; i--) {
+        if (arrived(rank)) return Status::ok;
+        relax();
+    }
+    Wait wait{now_ns(), now_ns()};
+    do {
+        for (int i = 0; i < 8; i++) {
+            if (arrived(rank)) return Status::ok;
+            sched_yield();
+        }
+    } while (now_ns() - wait.began_ns < kYieldNs);
+    RankBlock& peer = block(rank);
+    Word& word = peer.slot[seq_ & 1].tick;
+    for (;;) {
+        if (arrived(rank)) return Status::ok;
+        if (Status s = examine(wait); s != Status::ok) return arrived(rank) ? Status::ok : s;
+        peer.waiters.fetch_add(1, std::memory_order_seq_cst);
+        uint32_t seen = word.load(std::memory_order_seq_cst);
+        if (static_cast<int32_t>(seen - tick_) < 0) futex_wait(word, seen, kSliceNs);
+        peer.waiters.fetch_sub(1, std::memory_order_seq_cst);
+    }
+}
+
+// Look for a reason not to wait any longer.
+Status Group::examine(Wait& wait) {
+    if (closing()) return Status::aborted;
+    if (broken()) return adopt_verdict();
+    Outcome out;
+    out.op = op_;
+    out.seq = seq_;
+    for (int r = 0; r < size_; r++) {
+        if (arrived(r)) continue;
+        out.missing.push_back(r);
+        bool left = has_left(r), dead = !left && lost(r);
+        if ((left || dead) && !arrived(r)) {
+            out.status = dead ? Status::peer_lost : Status::peer_left;
+            out.peer = r;
+        }
+    }
+    if (out.missing.empty()) return Status::ok;
+    if (out.status != Status::ok) {
+        out.missing.clear();
+        out.detail = peers_.fate(out.peer);
+        return condemn(std::move(out));
+    }
+    int64_t now = now_ns();
+    if (now - started_ns_ > timeout_ns_) {
+        out.status = Status::timeout;
+        out.peer = out.missing.front();
+        return condemn(std::move(out));
+    }
+    if (now - wait.asked_ns > kInterruptNs) {
+        wait.asked_ns = now;
+        if (interrupted()) {
+            out.status = Status::interrupted;
+            out.peer = rank_;
+            out.missing.clear();
+            return condemn(std::move(out));
+        }
+    }
+    return Status::ok;
+}
+
+// Make every sleeper of the group look again.
+void Group::wake_everyone() const {
+    for (int r = 0; r < size_; r++) {
+        RankBlock& b = block(r);
+        for (OpSlot& s : b.slot) futex_wake_all(s.tick);
+        b.bell.fetch_add(1);
+        futex_wake_all(b.bell);
+    }
+}
+
+}  // namespace dure

@@ -1,0 +1,23 @@
+#include "ticket.h"
+
+namespace dure {
+
+bool Ticket::wait(int64_t ns) {
+    const int64_t until = now_ns() + ns;
+    while (!done()) {
+        int64_t left = until - now_ns();
+        if (left <= 0) return false;
+        waiters_.fetch_add(1);
+        futex_wait(word_, 0, left);
+        waiters_.fetch_sub(1);
+    }
+    return true;
+}
+
+void Ticket::finish(Outcome outcome) {
+    outcome_ = std::move(outcome);
+    word_.store(1);
+    if (waiters_.load() != 0) futex_wake_all(word_);
+}
+
+}  // namespace dure

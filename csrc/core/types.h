@@ -1,0 +1,87 @@
+// The vocabulary of the core: what is called, on which memory, and how it ended.
+//
+// The core knows addresses, byte counts, dtype codes and ranks; nothing of Python, nothing of
+// torch. The numeric codes of `DType`, `Reduction` and `Op` cross the language border and the
+// shared segment, so their order is part of the protocol (kProtocol in layout.h).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace dure {
+
+enum class DType : uint8_t {
+    f64, f32, f16, bf16,
+    e4m3fn, e5m2, e4m3fnuz, e5m2fnuz, e8m0fnu,
+    i8, i16, i32, i64,
+    u8, u16, u32, u64,
+    boolean,
+    c32, c64, c128,
+    opaque,  // moves, does not reduce; codes above it name further such types
+};
+constexpr int kReducibleDTypes = static_cast<int>(DType::opaque);
+
+enum class Reduction : uint8_t { sum, avg, product, min, max, band, bor, bxor, none };
+constexpr int kReductions = static_cast<int>(Reduction::none);
+
+enum class Op : uint8_t {
+    none, barrier, broadcast, all_reduce, reduce, all_gather, gather, scatter, reduce_scatter,
+    all_to_all, shared_empty, send, recv,
+};
+
+// How an operation ended. One enum crosses the border; src/dure/native/status.py gives each
+// member its exception.
+enum class Status : int {
+    ok = 0,
+    timeout = 1,      // peers did not arrive in time; the group is broken
+    peer_lost = 2,    // a peer's process died
+    peer_left = 3,    // a peer closed its group
+    desync = 4,       // the ranks did not call the same thing
+    aborted = 5,      // this rank closed the group meanwhile
+    interrupted = 6,  // a signal's handler raised (Ctrl-C)
+    mismatch = 7,     // a message of another length or dtype than its receive; group is fine
+    late = 8,         // a point-to-point peer did not answer in time; group is fine
+    usage = 9,        // arguments that cannot be
+    no_memory = 10,   // some rank could not allocate
+    internal = 11,
+};
+
+// What is known about a failure. `peer` is the culprit, `reporter` the rank that noticed.
+struct Outcome {
+    Status status = Status::ok;
+    Op op = Op::none;
+    uint32_t seq = 0;
+    int peer = -1;
+    int reporter = -1;
+    double elapsed_s = 0;
+    std::vector<int> missing;
+    std::vector<std::string> calls;  // by rank, of a desync
+    std::string detail;
+};
+
+// A piece of user memory.
+struct Block {
+    std::byte* data = nullptr;
+    size_t bytes = 0;
+};
+
+// One collective call. Which of the lists is used depends on `op`:
+// broadcast, all_reduce, reduce: outputs[0] (in place); all_gather, gather: inputs[0], outputs[n];
+// scatter, reduce_scatter: inputs[n], outputs[0]; all_to_all: both n; barrier: none.
+struct Call {
+    Op op = Op::none;
+    DType dtype = DType::opaque;
+    Reduction reduction = Reduction::none;
+    int root = -1;
+    std::vector<Block> inputs;
+    std::vector<Block> outputs;
+};
+
+size_t item_bytes(DType dtype);
+const char* name_of(DType dtype);
+const char* name_of(Reduction reduction);
+const char* name_of(Op op);
+
+}  // namespace dure

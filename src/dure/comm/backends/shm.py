@@ -1,0 +1,340 @@
+"""The backend of one host: the native engine on one shared segment a group.
+
+What happens in a call is told in csrc/core: "Segment" (segment.h), "Meeting" and "Waiting"
+(sync.cpp), "Signature" (opening.cpp), "Four ways to all_reduce" (all_reduce.cpp), "Rounds"
+(move.cpp), "Streams" (stream.cpp), "Arena" (arena.h). This file turns tensors into addresses and
+lengths, and outcomes into exceptions.
+
+Rendezvous: rank 0 makes the segment and publishes "pid:fd:nonce" under "shm/segment". A rank that
+cannot map it says so under "shm/refused", so that all ranks raise the same error at once.
+
+Threads: calls from any thread, one at a time; tickets and `close` from any thread at any time. A
+group must not be used in a child process that was forked after the group was made.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+
+from dure.comm.backends.base import BackendOptions
+from dure.comm.ops import ReduceOp
+from dure.errors import DureError, RendezvousError, RendezvousTimeout
+from dure.native import Group, Outcome, SharedBlock, Ticket, available, require
+from dure.native.status import Status, error_of
+
+__all__ = ["MAX_RANKS", "ShmBackend", "ShmTicket", "available", "create"]
+
+MAX_RANKS = 256
+_SEGMENT_KEY = "shm/segment"
+_REFUSED_KEY = "shm/refused"
+
+_REDUCIBLE = (
+    "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz "
+    "float8_e8m0fnu int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool complex32 complex64 "
+    "complex128"
+).split()
+# The codes of csrc/core/types.h. Whatever else torch can hold moves as opaque bytes; sorted names
+# give each such dtype the same code on all ranks.
+_DTYPE: dict[torch.dtype, int] = {getattr(torch, name): i for i, name in enumerate(_REDUCIBLE)}
+_OTHERS = sorted(
+    {d for d in vars(torch).values() if isinstance(d, torch.dtype)} - _DTYPE.keys(), key=str
+)
+_DTYPE.update({dtype: len(_REDUCIBLE) + i for i, dtype in enumerate(_OTHERS)})
+
+_NO_REDUCTION = 8
+_BARRIER, _BROADCAST, _ALL_REDUCE, _REDUCE, _ALL_GATHER = 1, 2, 3, 4, 5
+_GATHER, _SCATTER, _REDUCE_SCATTER, _ALL_TO_ALL = 6, 7, 8, 9
+
+
+class ShmTicket:
+    """A pending operation of the engine (see `backends.base.Ticket`)."""
+
+    __slots__ = ("_backend", "_ticket")
+
+    def __init__(self, ticket: Ticket, backend: ShmBackend) -> None:
+        self._ticket, self._backend = ticket, backend
+
+    @property
+    def source(self) -> int:
+        """Group rank of the sender of a finished receive; -1 otherwise."""
+        return self._ticket.source
+
+    def done(self) -> bool:
+        """Tell, without blocking, whether the operation ended."""
+        return self._ticket.done()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it ended; raise its error. False if `timeout_s` passed first."""
+        if not self._ticket.wait(-1.0 if timeout_s is None else timeout_s):
+            return False
+        outcome = self._ticket.outcome
+        if outcome is not None:
+            raise self._backend.error(outcome)
+        return True
+
+
+def _blocks(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [number for t in tensors for number in (t.data_ptr(), t.nbytes)]
+
+
+def _even_blocks(tensor: torch.Tensor, n: int) -> list[int]:
+    start, length = tensor.data_ptr(), tensor.nbytes // n
+    return [number for i in range(n) for number in (start + i * length, length)]
+
+
+class ShmBackend:
+    """The ranks of a group on one host (see `backends.base.Backend` for the contract).
+
+    Cost and Numerics of each operation are told where it is implemented, in csrc/core.
+    """
+
+    name = "shm"
+    device_types = frozenset({"cpu"})
+
+    def __init__(self, group: Group, options: BackendOptions) -> None:
+        self._group = group
+        self._size, self._rank = options.size, options.rank
+        self._label = options.name
+        self._timeout_s = options.timeout.total_seconds()
+
+    def error(self, outcome: Outcome) -> DureError:
+        """Make the exception for what the engine says."""
+        pid = self._group.pid_of(outcome.peer) if outcome.peer >= 0 else 0
+        return error_of(
+            outcome,
+            group=self._label,
+            rank=self._rank,
+            size=self._size,
+            pid=pid,
+            timeout_s=self._timeout_s,
+        )
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long an operation may wait for its peers."""
+        self._timeout_s = timeout.total_seconds()
+        self._group.set_timeout(self._timeout_s)
+
+    def _finish(self, result: Outcome | Ticket | None) -> ShmTicket | None:
+        if result is None:
+            return None
+        if isinstance(result, Ticket):
+            return ShmTicket(result, self)
+        raise self.error(result)
+
+    def _move(
+        self, op: int, tensor: torch.Tensor, root: int, blocks: tuple[list[int], list[int]], wait: bool
+    ) -> ShmTicket | None:
+        code = _DTYPE[tensor.dtype]
+        return self._finish(self._group.run(op, code, _NO_REDUCTION, root, *blocks, not wait))
+
+    # ---- reductions -----------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> ShmTicket | None:
+        """Reduce `tensor` [*] of all ranks, in place, on all ranks."""
+        result = self._group.all_reduce(
+            tensor.data_ptr(), tensor.nbytes, _DTYPE[tensor.dtype], op.code, async_op
+        )
+        return None if result is None else self._finish(result)
+
+    def reduce(
+        self, tensor: torch.Tensor, dst: int, op: ReduceOp, async_op: bool
+    ) -> ShmTicket | None:
+        """Reduce `tensor` [*] of all ranks into that of `dst`; the others' stay as they are."""
+        blocks = [tensor.data_ptr(), tensor.nbytes]
+        code = _DTYPE[tensor.dtype]
+        return self._finish(self._group.run(_REDUCE, code, op.code, dst, [], blocks, async_op))
+
+    def reduce_scatter(
+        self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp, async_op: bool
+    ) -> ShmTicket | None:
+        """Reduce `inputs[i]` of all ranks into rank i's `tensor`; lengths may differ with i."""
+        return self._reduce_scatter(tensor, _blocks(inputs), op, async_op)
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, async_op: bool
+    ) -> ShmTicket | None:
+        """Reduce part i [k] of `tensor` [n*k] of all ranks into rank i's `output` [k]."""
+        return self._reduce_scatter(output, _even_blocks(tensor, self._size), op, async_op)
+
+    def _reduce_scatter(
+        self, output: torch.Tensor, inputs: list[int], op: ReduceOp, async_op: bool
+    ) -> ShmTicket | None:
+        outputs = [output.data_ptr(), output.nbytes]
+        code = _DTYPE[output.dtype]
+        return self._finish(
+            self._group.run(_REDUCE_SCATTER, code, op.code, -1, inputs, outputs, async_op)
+        )
+
+    # ---- moves ----------------------------------------------------------------------------------
+
+    def broadcast(self, tensor: torch.Tensor, src: int, async_op: bool) -> ShmTicket | None:
+        """Copy `tensor` [*] of `src` to all."""
+        blocks = [tensor.data_ptr(), tensor.nbytes]
+        return self._move(_BROADCAST, tensor, src, ([], blocks), not async_op)
+
+    def all_gather(
+        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, async_op: bool
+    ) -> ShmTicket | None:
+        """Copy rank i's `tensor` to `outputs[i]` on all ranks; lengths may differ between ranks."""
+        lists = ([tensor.data_ptr(), tensor.nbytes], _blocks(outputs))
+        return self._move(_ALL_GATHER, tensor, -1, lists, not async_op)
+
+    def all_gather_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool
+    ) -> ShmTicket | None:
+        """Copy rank i's `tensor` [k] to `output` [n*k] at i*k on all ranks."""
+        lists = ([tensor.data_ptr(), tensor.nbytes], _even_blocks(output, self._size))
+        return self._move(_ALL_GATHER, tensor, -1, lists, not async_op)
+
+    def gather(
+        self,
+        outputs: Sequence[torch.Tensor] | None,
+        tensor: torch.Tensor,
+        dst: int,
+        async_op: bool,
+    ) -> ShmTicket | None:
+        """Copy rank i's `tensor` to `outputs[i]` on `dst` (None elsewhere)."""
+        lists = ([tensor.data_ptr(), tensor.nbytes], _blocks(outputs or ()))
+        return self._move(_GATHER, tensor, dst, lists, not async_op)
+
+    def scatter(
+        self,
+        tensor: torch.Tensor,
+        inputs: Sequence[torch.Tensor] | None,
+        src: int,
+        async_op: bool,
+    ) -> ShmTicket | None:
+        """Copy `inputs[i]` of `src` (None elsewhere) to rank i's `tensor`."""
+        lists = (_blocks(inputs or ()), [tensor.data_ptr(), tensor.nbytes])
+        return self._move(_SCATTER, tensor, src, lists, not async_op)
+
+    def all_to_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
+    ) -> ShmTicket | None:
+        """Copy `inputs[j]` of rank i to `outputs[i]` of rank j."""
+        lists = (_blocks(inputs), _blocks(outputs))
+        return self._move(_ALL_TO_ALL, inputs[0], -1, lists, not async_op)
+
+    def all_to_all_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool
+    ) -> ShmTicket | None:
+        """Copy part j [k] of rank i's `tensor` [n*k] to part i of rank j's `output` [n*k]."""
+        lists = (_even_blocks(tensor, self._size), _even_blocks(output, self._size))
+        return self._move(_ALL_TO_ALL, tensor, -1, lists, not async_op)
+
+    def barrier(self, async_op: bool) -> ShmTicket | None:
+        """Return when all ranks have called."""
+        return self._finish(self._group.run(_BARRIER, 0, _NO_REDUCTION, -1, [], [], async_op))
+
+    # ---- point to point ---------------------------------------------------------------------------
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> ShmTicket | None:
+        """Send `tensor` [*] to `dst`; messages of one pair and tag arrive in order."""
+        code = _DTYPE[tensor.dtype]
+        return self._finish(
+            self._group.send(tensor.data_ptr(), tensor.nbytes, code, dst, tag, async_op)
+        )
+
+    def recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> ShmTicket:
+        """Receive into `tensor` from `src`, or from anyone; a finished ticket where not async."""
+        code = _DTYPE[tensor.dtype]
+        source = -1 if src is None else src
+        ticket = ShmTicket(
+            self._group.receive(tensor.data_ptr(), tensor.nbytes, code, source, tag, async_op), self
+        )
+        if not async_op:
+            ticket.wait()
+        return ticket
+
+    # ---- memory and life --------------------------------------------------------------------------
+
+    def shared_empty(self, nbytes: int) -> torch.Tensor:
+        """Allocate `nbytes` (uint8, zeroed) that peers can reach directly; all ranks call alike."""
+        made = self._group.shared_empty(nbytes)
+        if isinstance(made, SharedBlock):
+            return torch.frombuffer(made, dtype=torch.uint8) if nbytes else _empty()
+        raise self.error(made)
+
+    def close(self, abort: bool) -> None:
+        """Leave: pending operations end with `Aborted`; peers see that this rank left.
+
+        The engine makes no difference between an orderly end and an abort: a rank that has left
+        disturbs nobody who does not wait for it.
+        """
+        del abort
+        self._group.close()
+
+
+def _empty() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8)
+
+
+# ---- rendezvous -----------------------------------------------------------------------------------
+
+
+def create(options: BackendOptions) -> ShmBackend:
+    """Make the group's segment, or map it; return when all ranks have.
+
+    Raises:
+        UsageError: The engine is not built, or this is not Linux.
+        RendezvousError: A rank cannot map the segment; the same on all ranks.
+        RendezvousTimeout: Not all ranks came within the group's timeout.
+    """
+    require()
+    deadline = time.monotonic() + options.timeout.total_seconds()
+    try:
+        group = _open(options)
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, DureError):
+            raise
+        reason = f"rank {options.rank} (pid {os.getpid()}, uid {os.getuid()}): {error}"
+        options.store.set(_REFUSED_KEY, reason)
+        raise _refused(options, reason) from None
+    while group.attached() < options.size:
+        if options.store.check([_REFUSED_KEY]):
+            group.close()
+            raise _refused(options, options.store.get(_REFUSED_KEY).decode())
+        if time.monotonic() > deadline:
+            missing = group.not_attached()
+            group.close()
+            raise RendezvousTimeout(
+                "not all ranks mapped the group's shared segment",
+                came=tuple(r for r in range(options.size) if r not in missing),
+                missing=tuple(missing),
+                group=options.name,
+                rank=options.rank,
+                world_size=options.size,
+            )
+        group.wait_attached(0.05)
+    group.ready()
+    return ShmBackend(group, options)
+
+
+def _open(options: BackendOptions) -> Group:
+    timeout_s = options.timeout.total_seconds()
+    cores = len(os.sched_getaffinity(0))
+    if options.rank == 0:
+        nonce = secrets.randbits(63)
+        group = Group.create(0, options.size, timeout_s, cores, nonce)
+        options.store.set(_SEGMENT_KEY, f"{os.getpid()}:{group.file}:{nonce}")
+        return group
+    options.store.wait([_SEGMENT_KEY], options.timeout)
+    pid, fd, nonce = map(int, options.store.get(_SEGMENT_KEY).split(b":"))
+    return Group.attach(options.rank, options.size, timeout_s, cores, pid, fd, nonce)
+
+
+def _refused(options: BackendOptions, reason: str) -> RendezvousError:
+    return RendezvousError(
+        "the ranks cannot share memory",
+        group=options.name,
+        rank=options.rank,
+        world_size=options.size,
+        seen=reason,
+        fix="Run all ranks on one host, in one container, as one user; or use backend='gloo'.",
+    )

@@ -1,0 +1,164 @@
+"""The one place where a native status becomes an exception."""
+
+from __future__ import annotations
+
+import platform
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from dure.errors import (
+    Aborted,
+    CommError,
+    CommTimeout,
+    Desync,
+    DureError,
+    InternalError,
+    PeerLost,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from dure.native._engine import Outcome
+
+__all__ = ["Status", "error_of"]
+
+
+class Status(IntEnum):
+    """How a native operation ended; the numbers are those of csrc/core/types.h."""
+
+    OK = 0
+    """It succeeded."""
+    TIMEOUT = 1
+    """Peers did not arrive in time; the group is broken."""
+    PEER_LOST = 2
+    """A peer's process died."""
+    PEER_LEFT = 3
+    """A peer closed its group."""
+    DESYNC = 4
+    """The ranks did not call the same thing."""
+    ABORTED = 5
+    """This rank closed the group meanwhile."""
+    INTERRUPTED = 6
+    """A signal handler raised on some rank."""
+    MISMATCH = 7
+    """A message of another length or dtype than its receive; the group is whole."""
+    LATE = 8
+    """A point-to-point peer did not answer in time; the group is whole."""
+    USAGE = 9
+    """Arguments that cannot be."""
+    NO_MEMORY = 10
+    """Some rank could not allocate."""
+    INTERNAL = 11
+    """A mistake of ours."""
+
+
+def error_of(
+    outcome: Outcome, *, group: str, rank: int, size: int, pid: int, timeout_s: float
+) -> DureError:
+    """Make the exception for a failed native operation.
+
+    Args:
+        outcome: What the engine says.
+        group: Name of the group.
+        rank: This rank.
+        size: Ranks of the group.
+        pid: Process of the peer to blame, 0 if there is none.
+        timeout_s: The group's time limit.
+    """
+    peer = outcome.peer if outcome.peer >= 0 else None
+    fields: dict[str, object] = {
+        "group": group,
+        "op": outcome.op if outcome.op != "none" else None,
+        "seq": outcome.seq or None,
+        "rank": rank,
+        "world_size": size,
+        "peer": peer,
+    }
+    noticed = "" if outcome.reporter in (-1, rank) else f", as rank {outcome.reporter} noticed"
+    match Status(outcome.status):
+        case Status.TIMEOUT | Status.LATE:
+            return _timeout(outcome, noticed, timeout_s, fields)
+        case Status.PEER_LOST | Status.PEER_LEFT | Status.INTERRUPTED as status:
+            return _peer_lost(outcome, status, noticed, pid, fields)
+        case Status.DESYNC:
+            return _desync(outcome, fields)
+        case Status.MISMATCH:
+            return Desync(
+                "a message is not what its receive expects",
+                calls={rank: outcome.calls[0], outcome.peer: outcome.calls[1]},
+                seen=f"{outcome.calls[0]} here, {outcome.calls[1]} on rank {outcome.peer}",
+                fix="Receive into a tensor of the length and dtype that are sent; "
+                "the message is kept for a receive that fits.",
+                **fields,
+            )
+        case Status.ABORTED:
+            return Aborted(
+                "the group was destroyed while the operation was pending, or before it", **fields
+            )
+        case Status.NO_MEMORY:
+            return CommError(
+                "a rank could not allocate shared memory",
+                fix="Free memory, or raise the limit of the container.",
+                **fields,  # pyright: ignore[reportArgumentType]
+            )
+        case Status.USAGE:
+            return UsageError(
+                "the engine cannot do this operation on this dtype",
+                **fields,  # pyright: ignore[reportArgumentType]
+            )
+        case status:
+            return InternalError(
+                f"the engine reported {status.name}",
+                seen=outcome.detail,
+                **fields,  # pyright: ignore[reportArgumentType]
+            )
+
+
+def _timeout(
+    outcome: Outcome, noticed: str, timeout_s: float, fields: dict[str, object]
+) -> CommTimeout:
+    ranks = ", ".join(map(str, outcome.missing)) or "any"
+    plural = "s" if len(outcome.missing) > 1 else ""
+    return CommTimeout(
+        f"rank{plural} {ranks} did not arrive{noticed}",
+        missing=tuple(outcome.missing),
+        elapsed_s=timeout_s,
+        seen=f"waited {timeout_s:g} s",
+        fix="Look what that rank is doing (py-spy dump --pid), or give the group a longer timeout.",
+        **fields,
+    )
+
+
+def _peer_lost(
+    outcome: Outcome, status: Status, noticed: str, pid: int, fields: dict[str, object]
+) -> PeerLost:
+    text = {
+        Status.PEER_LOST: f"the process of rank {outcome.peer} ended",
+        Status.PEER_LEFT: f"rank {outcome.peer} left the group",
+        Status.INTERRUPTED: f"rank {outcome.peer} was interrupted",
+    }[status]
+    if outcome.peer < 0:
+        text = "all peers left the group" if status is Status.PEER_LEFT else "a peer's process ended"
+    seen = [f"pid {pid}"] if pid else []
+    if status is Status.PEER_LOST and outcome.detail:
+        seen.append(outcome.detail)
+    return PeerLost(
+        text + noticed,
+        pid=pid or None,
+        host=platform.node(),
+        exit=outcome.detail or None if status is Status.PEER_LOST else None,
+        seen=", ".join(seen),
+        fix="See that rank's own output; then make a new group of the ranks that are left.",
+        **fields,
+    )
+
+
+def _desync(outcome: Outcome, fields: dict[str, object]) -> Desync:
+    calls = dict(enumerate(outcome.calls))
+    return Desync(
+        "the ranks did not call the same thing",
+        calls=calls,
+        seen="; ".join(f"rank {r}: {call}" for r, call in calls.items()),
+        fix="No data were changed. Make all ranks call the same operations in the same order.",
+        **fields,
+    )
