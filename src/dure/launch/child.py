@@ -121,9 +121,9 @@ def _new_main(file: str | None, spec: ModuleSpec | None) -> ModuleType:
     module = ModuleType("__main__")
     module.__file__ = file
     module.__spec__ = spec
-    module.__dict__["__builtins__"] = sys.modules["builtins"]
-    module.__dict__["__cached__"] = None if spec is None else spec.cached
-    module.__dict__["__annotations__"] = {}
+    cached = None if spec is None else spec.cached
+    module.__dict__.update(__builtins__=sys.modules["builtins"], __cached__=cached)
+    module.__annotations__ = {}
     sys.modules["__dure_child__"] = sys.modules["__main__"]
     sys.modules["__main__"] = module
     return module

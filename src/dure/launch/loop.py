@@ -20,6 +20,7 @@ from dure.launch.processes import JobProcesses
 from dure.launch.report import ReportReader
 from dure.launch.signals import read_signals
 from dure.launch.spawn import RankProcess
+from dure.launch.spec import Stream
 from dure.launch.supervisor import Action, AskStacks, Phase, Signal, Supervisor
 from dure.launch.terminal import Terminal
 
@@ -59,7 +60,8 @@ class JobLoop:
         report = ReportReader()
         self.ranks.append(process)
         self.reports.append(report)
-        for pipe, stream in ((process.stdout, "stdout"), (process.stderr, "stderr")):
+        streams: tuple[Stream, Stream] = ("stdout", "stderr")
+        for pipe, stream in zip((process.stdout, process.stderr), streams, strict=True):
             reader = self.terminal.reader(process.rank, stream)
             self._pipes[pipe.fileno()] = partial(self._output, reader)
         self._pipes[process.report_fd] = partial(self._reported, process.rank)

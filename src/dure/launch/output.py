@@ -46,7 +46,8 @@ class LineReader:
     """Cuts the bytes of one pipe into lines."""
 
     def __init__(self, rank: int, stream: Stream) -> None:
-        self.rank, self.stream = rank, stream
+        self.rank = rank
+        self.stream: Stream = stream
         self.last_at = 0.0
         self._parts: list[bytes] = []
         self._held_bytes = 0

@@ -28,8 +28,8 @@ _LIBRARIES = tuple(
 )
 _HINTS = {
     signal.SIGKILL: "perhaps the kernel ran out of memory (see `dmesg`), or somebody killed it",
-    signal.SIGSEGV: "native code touched memory that is not its own; `python -X faulthandler` says where",
-    signal.SIGBUS: "a mapped file or the shared memory was too small (is the disk or /dev/shm full?)",
+    signal.SIGSEGV: "native code touched memory not its own; set PYTHONFAULTHANDLER=1 to see where",
+    signal.SIGBUS: "a file or memory it had mapped was too small (is the disk or /dev/shm full?)",
     signal.SIGABRT: "native code gave up; its last words are in the output above",
     signal.SIGILL: "a library was built for another processor",
     signal.SIGFPE: "native code divided by zero",
