@@ -4,7 +4,8 @@ Where it comes from, the first that applies (`load_for`):
 
 1. `DURE_JOB_KEY_FD`: a descriptor inherited from the launcher. It is read with `pread`, so its
    position never moves and every fork and grandchild can read it again.
-2. `DURE_JOB_KEY_FILE`: a file that only this user can read.
+2. `DURE_JOB_KEY_FILE`: a file that only this user can read. The launcher sets both, for processes
+   that a rank starts without its descriptors, as `multiprocessing` does.
 3. The user's own key file, `~/.config/dure/key`, for programs started by hand. The process on
    whose host the store lives makes it on first use; a process that must reach another host only
    uses one that is there already, for a key made here could not match the one made there.
@@ -105,9 +106,13 @@ def load_for(host: str) -> JobKey:
         StoreError: No key can be had, or its file is open to others. The text says what to do.
     """
     fd = env.integer("DURE_JOB_KEY_FD")
-    if fd is not None:
-        return _from_fd(fd)
     path = env.text("DURE_JOB_KEY_FILE")
+    if fd is not None:
+        try:
+            return _from_fd(fd)
+        except StoreError:
+            if path is None:
+                raise
     if path is not None:
         return _from_file(Path(path))
     own = user_key_path()
