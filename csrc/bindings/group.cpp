@@ -87,6 +87,9 @@ class Engine {
 
     void close() {
         nb::gil_scoped_release release;
+        std::lock_guard hold(closing_);
+        if (closed_) return;
+        closed_ = true;
         group_->close();
         mailbox_.stop();
         lane_.stop();
@@ -98,6 +101,8 @@ class Engine {
         return out.status == Status::ok ? nb::none() : nb::cast(out);
     }
 
+    std::mutex closing_;
+    bool closed_ = false;
     std::unique_ptr<Group> group_;
     Mailbox mailbox_;
     Lane lane_;

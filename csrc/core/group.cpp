@@ -123,7 +123,10 @@ Status Group::condemn(Outcome outcome) {
     v.reporter = rank_;
     for (int r : outcome.missing) v.missing[r / 64] |= uint64_t{1} << (r % 64);
     std::string text = outcome.detail;
-    for (const std::string& call : outcome.calls) text += "\n" + call;
+    for (const std::string& call : outcome.calls) {
+        text += '\n';
+        text += call;
+    }
     size_t n = std::min(text.size(), sizeof v.text - 1);
     std::memcpy(v.text, text.data(), n);
     v.text[n] = 0;

@@ -175,7 +175,7 @@ class Group {
     uint32_t tick_ = 0;   // arrivals made; equal on all ranks at equal places of the program
     uint64_t use_ = 0;    // stages used
     Op op_ = Op::none;
-    int64_t started_ns_ = 0;
+    int64_t started_ns_ = 0;  // of the operation's first wait that was not short
 
     std::atomic<bool> closing_{false};
     std::atomic<int> inside_{0};

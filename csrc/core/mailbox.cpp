@@ -174,6 +174,7 @@ void Mailbox::background() {
 void Mailbox::stop() {
     {
         std::lock_guard hold(lock_);
+        if (stopping_) return;
         stopping_ = true;
         fail_all(Status::aborted);
         work_.notify_one();

@@ -33,8 +33,9 @@ constexpr uint64_t kPidfdInfoExit = 1u << 3;
 std::string describe(int status) {
     if (WIFEXITED(status)) return "exit code " + std::to_string(WEXITSTATUS(status));
     if (!WIFSIGNALED(status)) return "";
-    const char* name = sigabbrev_np(WTERMSIG(status));
-    return "signal " + std::to_string(WTERMSIG(status)) + (name ? " (SIG" + std::string(name) + ")" : "");
+    std::string text = "signal " + std::to_string(WTERMSIG(status));
+    if (const char* name = sigabbrev_np(WTERMSIG(status))) text.append(" (SIG").append(name).append(")");
+    return text;
 }
 
 // The wait status of a zombie, from the last field but none of /proc/PID/stat; -1 if unknown.

@@ -60,6 +60,7 @@ Status Group::await_rank(int rank) {
         relax();
     }
     Wait wait{now_ns(), now_ns()};
+    if (started_ns_ == 0) started_ns_ = wait.began_ns;
     do {
         for (int i = 0; i < 8; i++) {
             if (arrived(rank)) return Status::ok;

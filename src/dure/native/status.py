@@ -138,7 +138,9 @@ def _peer_lost(
         Status.INTERRUPTED: f"rank {outcome.peer} was interrupted",
     }[status]
     if outcome.peer < 0:
-        text = "all peers left the group" if status is Status.PEER_LEFT else "a peer's process ended"
+        text = (
+            "all peers left the group" if status is Status.PEER_LEFT else "a peer's process ended"
+        )
     seen = [f"pid {pid}"] if pid else []
     if status is Status.PEER_LOST and outcome.detail:
         seen.append(outcome.detail)

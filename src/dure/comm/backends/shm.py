@@ -128,7 +128,12 @@ class ShmBackend:
         raise self.error(result)
 
     def _move(
-        self, op: int, tensor: torch.Tensor, root: int, blocks: tuple[list[int], list[int]], wait: bool
+        self,
+        op: int,
+        tensor: torch.Tensor,
+        root: int,
+        blocks: tuple[list[int], list[int]],
+        wait: bool,
     ) -> ShmTicket | None:
         code = _DTYPE[tensor.dtype]
         return self._finish(self._group.run(op, code, _NO_REDUCTION, root, *blocks, not wait))
