@@ -1,0 +1,181 @@
+"""Charts as inline SVG: lines over time, and stacked bars.
+
+The report must be one file that needs nothing else, be readable in light and in dark, and cost the
+installation little; a plotting library would bring tens of megabytes or a script of several. A
+chart here is text: colours are left to the page's style sheet through the classes ``c0, c1, ...``.
+
+Coordinates: the plot lies within fixed margins of a view box; `_Scale` maps values to it. An axis
+begins and ends at its first and last tick, and ticks are 1, 2 or 5 times a power of ten (powers of
+ten alone on a logarithmic axis).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+__all__ = ["Axis", "Bar", "Series", "line_chart", "stacked_bars", "ticks"]
+
+_WIDTH, _HEIGHT = 560, 320
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 34, 46
+_MAX_POINTS = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A line: its name in the legend, and its points."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """An axis: its label with unit, how a tick is written, and whether it is logarithmic."""
+
+    label: str
+    show: Callable[[float], str] = lambda value: f"{value:g}"
+    log: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A stacked bar: its name, and the length of each part."""
+
+    name: str
+    parts: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """Maps values from ``marks[0]`` to ``marks[-1]`` onto pixels from `start` to `end`."""
+
+    marks: Sequence[float]
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        low, high = self.marks[0], self.marks[-1]
+        if self.log:
+            low, high, value = math.log10(low), math.log10(high), math.log10(max(value, low))
+        return self.start + (value - low) / (high - low) * (self.end - self.start)
+
+
+def ticks(low: float, high: float, count: int = 5, *, log: bool = False) -> list[float]:
+    """Return round numbers, about `count`, whose first is at most `low` and last at least `high`.
+
+    On a logarithmic axis these are powers of ten, and `low` must be positive.
+    """
+    if log:
+        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        return [10.0**e for e in range(first, max(last, first + 1) + 1)]
+    span = (high - low) or abs(high) or 1.0
+    power = 10.0 ** math.floor(math.log10(span / count))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power * count >= span * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, max(last, first + 1) + 1)]
+
+
+def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
+    """Draw lines over a common pair of axes, with a legend.
+
+    Points that a logarithmic axis cannot show (y of 0 or less) are left out.
+    """
+    lines = [[p for p in s.points if not y.log or p[1] > 0] for s in series]
+    flat = [p for line in lines for p in line] or [(0.0, 1.0), (1.0, 1.0)]
+    xs, ys = [p[0] for p in flat], [p[1] for p in flat]
+    across = _Scale(ticks(min(0.0, *xs), max(xs)), _LEFT, _WIDTH - _RIGHT)
+    up = _Scale(ticks(min(ys), max(ys), log=y.log), _HEIGHT - _BOTTOM, _TOP, y.log)
+    body = _grid(across, up, x, y) + [
+        f'<polyline class="line c{i}" points="{_path(line, across, up)}"/>'
+        for i, line in enumerate(lines)
+    ]
+    return _svg(title, [*body, *_legend([s.name for s in series])])
+
+
+def stacked_bars(title: str, parts: Sequence[str], bars: Sequence[Bar], x: Axis) -> str:
+    """Draw one horizontal bar a `Bar`, cut into its parts, with a legend of the parts' names."""
+    top, bottom = _TOP, _HEIGHT - _BOTTOM
+    longest = max((sum(bar.parts) for bar in bars), default=1.0)
+    across = _Scale(ticks(0.0, longest), _LEFT, _WIDTH - _RIGHT)
+    room = (bottom - top) / max(1, len(bars))
+    body = _vertical_grid(across, x, top, bottom)
+    for row, bar in enumerate(bars):
+        body += _bar(bar, parts, across, x, (top + (row + 0.28) * room, room * 0.44))
+    return _svg(title, [*body, *_legend(parts, "p", "fill")])
+
+
+def _bar(
+    bar: Bar, parts: Sequence[str], across: _Scale, x: Axis, place: tuple[float, float]
+) -> list[str]:
+    """Draw one bar at `place` (top, thickness), its name before it and its total above its end."""
+    (top, thick), at = place, 0.0
+    name_y = top + thick / 2 + 4
+    out = [f'<text class="tick end" x="{_LEFT - 8}" y="{name_y:.1f}">{escape(bar.name)}</text>']
+    for i, length in enumerate(bar.parts):
+        left, right = across(at), across(at + length)
+        out.append(
+            f'<rect class="fill p{i}" x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" '
+            f'height="{thick:.1f}"><title>{escape(parts[i])}: {length:.2f}</title></rect>'
+        )
+        at += length
+    total = f"{at:.1f}"
+    out.append(f'<text class="tick end" x="{across(at):.1f}" y="{top - 6:.1f}">{total}</text>')
+    return out
+
+
+def _path(line: Sequence[tuple[float, float]], across: _Scale, up: _Scale) -> str:
+    """Return the points of a line, thinned where there are more than can be seen."""
+    stride = max(1, math.ceil(len(line) / _MAX_POINTS))
+    kept = [*line[:-1:stride], *line[-1:]]
+    return " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in kept)
+
+
+def _grid(across: _Scale, up: _Scale, x: Axis, y: Axis) -> list[str]:
+    """Draw both axes with their ticks and labels."""
+    out = _vertical_grid(across, x, _TOP, _HEIGHT - _BOTTOM)
+    for mark in up.marks:
+        at = up(mark)
+        out.append(f'<path class="grid" d="M{_LEFT} {at:.1f}H{_WIDTH - _RIGHT}"/>')
+        out.append(f'<text class="tick end" x="{_LEFT - 8}" y="{at + 4:.1f}">{y.show(mark)}</text>')
+    middle = (_TOP + _HEIGHT - _BOTTOM) / 2
+    turned = f'transform="rotate(-90 14 {middle:.0f})"'
+    out.append(f'<text class="label" x="14" y="{middle:.0f}" {turned}>{escape(y.label)}</text>')
+    return out
+
+
+def _vertical_grid(across: _Scale, x: Axis, top: float, bottom: float) -> list[str]:
+    """Draw the horizontal axis with its ticks and label."""
+    out: list[str] = []
+    for mark in across.marks:
+        at = across(mark)
+        out.append(f'<path class="grid" d="M{at:.1f} {top}V{bottom}"/>')
+        out.append(f'<text class="tick mid" x="{at:.1f}" y="{bottom + 17}">{x.show(mark)}</text>')
+    middle = (_LEFT + _WIDTH - _RIGHT) / 2
+    out.append(f'<text class="label" x="{middle:.0f}" y="{bottom + 38}">{escape(x.label)}</text>')
+    return out
+
+
+def _legend(names: Sequence[str], letter: str = "c", kind: str = "line") -> list[str]:
+    """Draw a swatch and a name each, in one row above the plot."""
+    out: list[str] = []
+    at = float(_LEFT)
+    for i, name in enumerate(names):
+        if kind == "line":
+            out.append(f'<path class="line {letter}{i}" d="M{at:.0f} 14h18"/>')
+        else:
+            out.append(
+                f'<rect class="fill {letter}{i}" x="{at:.0f}" y="8" width="12" height="12"/>'
+            )
+        offset = 24 if kind == "line" else 17
+        out.append(f'<text class="tick" x="{at + offset:.0f}" y="18">{escape(name)}</text>')
+        at += offset + 7.0 * len(name) + 12
+    return out
+
+
+def _svg(title: str, body: Sequence[str]) -> str:
+    head = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">'
+    return "\n".join([head, *body, "</svg>"])

@@ -1,0 +1,47 @@
+"""What the demo ran on: read from the system, for the report."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+
+__all__ = ["machine", "package_version", "usable_cores"]
+
+
+def machine() -> list[tuple[str, str]]:
+    """List what this machine is, as (name, value)."""
+    cores = psutil.cpu_count(logical=False) or usable_cores()
+    threads = psutil.cpu_count() or cores
+    return [
+        ("Processor", _processor()),
+        ("Cores", f"{cores} ({threads} hardware threads), {usable_cores()} usable by this process"),
+        ("Memory", f"{psutil.virtual_memory().total / 2**30:.1f} GiB"),
+        ("Kernel", f"{platform.system()} {platform.release()} {platform.machine()}"),
+    ]
+
+
+def usable_cores() -> int:
+    """Return how many hardware threads this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def package_version(name: str) -> str:
+    """Return an installed package's version, or say that it is run from its sources."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed, run from sources"
+
+
+def _processor() -> str:
+    """Return the processor's name as the kernel gives it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

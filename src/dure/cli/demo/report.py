@@ -1,0 +1,157 @@
+"""The demo's report: one HTML file that needs nothing else, written from finished runs."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from dure.cli.demo.charts import Axis, Bar, Series, line_chart, stacked_bars
+from dure.cli.demo.machine import machine, package_version
+from dure.cli.demo.results import Row, Run, comparison
+
+__all__ = ["Ran", "write_report"]
+
+_PHASES = ("data", "forward", "backward", "communication", "optimizer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """What was run.
+
+    Attributes:
+        command: The command line, with every option spelled out.
+        when: Local date and time.
+    """
+
+    command: str
+    when: str
+
+
+def write_report(path: Path, runs: Sequence[Run], ran: Ran) -> None:
+    """Write the report of `runs` (the last against the first) to `path`; make its directory.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    page = Template(files("dure.cli.demo").joinpath("report.html").read_text("utf-8"))
+    text = page.substitute(
+        headline=escape(_headline(runs)),
+        data=escape(_data(runs[0])),
+        when=escape(ran.when),
+        table=_table(runs, comparison(runs)),
+        notes=escape(_notes(runs)),
+        charts="\n".join(f"<figure><h2>{escape(t)}</h2>{svg}</figure>" for t, svg in _charts(runs)),
+        what=_definitions(_what(runs, ran)),
+        machine=_definitions(machine()),
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, "utf-8")
+
+
+def _headline(runs: Sequence[Run]) -> str:
+    """Say in a sentence what came out."""
+    last = runs[-1]
+    accuracies = " and ".join(f"{run.accuracy or 0:.1%}" for run in runs)
+    if len(runs) < 2:
+        return f"{last.name}: {last.images_per_s:,.0f} images/s, test accuracy {accuracies}"
+    gain = last.images_per_s / runs[0].images_per_s
+    return f"{last.name} train {gain:.2f} times as fast as one; test accuracy {accuracies}"
+
+
+def _data(run: Run) -> str:
+    start = run.start
+    if start is None:
+        return ""
+    size = f"{start.image_shape[0]} × {start.image_shape[1]} pixels"
+    return (
+        f"{start.data}: {start.train_images:,} images to learn from, {start.test_images:,} to test "
+        f"with, {size}"
+    )
+
+
+def _notes(runs: Sequence[Run]) -> str:
+    gap = max(
+        (abs(a.loss - b.loss) for a, b in zip(runs[0].points, runs[-1].points, strict=False)),
+        default=0.0,
+    )
+    text = (
+        "Training time leaves evaluations out; the loss is the mean of the last 11 steps. "
+        "Communication is the time in which a step does "
+        "nothing but wait for gradients of other ranks; what backward hides is not in it."
+    )
+    if len(runs) > 1:
+        text += (
+            " Every step sees the same images whatever the number of ranks, so the losses agree up "
+            f"to rounding: the largest difference in any step is {gap:.1g}."
+        )
+    return text
+
+
+def _charts(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """Draw every chart, as (title, SVG)."""
+    seconds = Axis(label="training time (s)")
+    loss = Axis(label="training loss (nats)")
+    by_step, by_time = "Loss by step", "Loss by time"
+    accuracy, breakdown = "Test accuracy by time", "Where a step's time goes"
+    smooth = [(run, run.smooth_losses()) for run in runs]
+    steps = [
+        Series(run.name, [(p.step, v) for p, v in zip(run.points, values, strict=True)])
+        for run, values in smooth
+    ]
+    times = [
+        Series(run.name, [(p.elapsed_s, v) for p, v in zip(run.points, values, strict=True)])
+        for run, values in smooth
+    ]
+    accuracies = [Series(run.name, run.accuracy_curve()) for run in runs]
+    bars = [Bar(run.name, [getattr(run.phases, name) * 1e3 for name in _PHASES]) for run in runs]
+    percent = Axis(label="test accuracy", show=lambda value: f"{value:.0%}")
+    return [
+        (by_time, line_chart(by_time, times, seconds, loss)),
+        (by_step, line_chart(by_step, steps, Axis(label="step"), loss)),
+        (accuracy, line_chart(accuracy, accuracies, seconds, percent)),
+        (breakdown, stacked_bars(breakdown, _PHASES, bars, Axis(label="mean time of a step (ms)"))),
+    ]
+
+
+def _what(runs: Sequence[Run], ran: Ran) -> list[tuple[str, str]]:
+    """List what was run, as (name, value)."""
+    start = runs[0].start
+    pairs = [("Command", ran.command), ("Dure", package_version("dure"))]
+    if start is not None:
+        last = runs[-1].start or start
+        pairs += [
+            ("PyTorch", start.torch_version),
+            ("Network", f"convolutional, {start.parameters:,} parameters"),
+            ("Training", f"{start.steps:,} steps of {runs[0].batch_size} images, one core a rank"),
+            ("Backend", last.backend),
+        ]
+    pairs += [
+        (
+            "Wall time",
+            ", ".join(f"{run.name} {run.wall_s:.1f} s" for run in runs) + ", start to end",
+        ),
+        ("Python", platform.python_version()),
+    ]
+    return pairs
+
+
+def _table(runs: Sequence[Run], rows: Sequence[Row]) -> str:
+    heads = ["", *(run.name for run in runs), *(["gain"] if len(runs) > 1 else [])]
+    out = ["<tr>" + "".join(f"<th>{escape(h)}</th>" for h in heads) + "</tr>"]
+    for row in rows:
+        cells = [*row.values, *([row.gain] if len(runs) > 1 else [])]
+        out.append(
+            f"<tr><th>{escape(row.label)}</th>"
+            + "".join(f"<td>{escape(c)}</td>" for c in cells)
+            + "</tr>"
+        )
+    return "\n".join(out)
+
+
+def _definitions(pairs: Sequence[tuple[str, str]]) -> str:
+    return "\n".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in pairs)

@@ -1,0 +1,195 @@
+"""What the demo's runs amount to: pure arithmetic on the events of their ranks.
+
+A `Run` collects the events of one job as they come. Ranks report the loss over their own part of a
+batch; the parts are equal, so the batch's loss is the mean over ranks. A step lasts as long as its
+slowest rank; where its time went is the mean over ranks. Evaluations are not part of training time.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from dure.cli.demo.events import EpochEnd, Event, Phases, Start, Step
+
+__all__ = ["Point", "Row", "Run", "common_target", "comparison"]
+
+# A single step's loss is noisy; times are read off the mean of a few.
+_SMOOTH_STEPS = 11
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """The state of a run after a step.
+
+    Attributes:
+        step: Steps taken, from 1.
+        loss: Mean over the whole batch.
+        elapsed_s: Training time since the first step began, without evaluations.
+        phases: Where the step's time went, mean over ranks.
+    """
+
+    step: int
+    loss: float
+    elapsed_s: float
+    phases: Phases
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """One training job, as far as it has come.
+
+    Attributes:
+        ranks: How many processes train.
+        batch_size: Images a step, of all ranks together.
+        start: What rank 0 said it would do; None until then.
+        points: One for each step that all ranks have finished.
+        accuracies: After each epoch: (steps taken, accuracy from 0 to 1).
+        wall_s: From starting the processes to the end of the last; 0 until then.
+    """
+
+    ranks: int
+    batch_size: int
+    start: Start | None = None
+    points: list[Point] = field(default_factory=list[Point])
+    accuracies: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
+    wall_s: float = 0.0
+    _pending: dict[int, list[Step]] = field(default_factory=dict[int, list[Step]])
+
+    def add(self, rank: int, event: Event) -> None:
+        """Take in an event of a rank; the ranks' events may come in any mix."""
+        match event:
+            case Step():
+                steps = self._pending.setdefault(event.step, [])
+                steps.append(event)
+                if len(steps) == self.ranks:
+                    self._finish(self._pending.pop(event.step))
+            case Start() if rank == 0:
+                self.start = event
+            case EpochEnd() if rank == 0 and self.start:
+                steps_taken = event.epoch * self.start.steps_per_epoch
+                self.accuracies.append((steps_taken, event.accuracy))
+            case _:
+                pass
+
+    def _finish(self, steps: Sequence[Step]) -> None:
+        """Add the point of a step that all ranks have reported."""
+        self.points.append(
+            Point(
+                step=steps[0].step,
+                loss=statistics.fmean(s.loss for s in steps),
+                elapsed_s=self.train_s + max(s.phases.total for s in steps),
+                phases=_mean([s.phases for s in steps]),
+            )
+        )
+
+    @property
+    def name(self) -> str:
+        """What tables and legends call this run."""
+        return f"{self.ranks} rank" + ("s" if self.ranks != 1 else "")
+
+    @property
+    def train_s(self) -> float:
+        """Training time so far, in seconds."""
+        return self.points[-1].elapsed_s if self.points else 0.0
+
+    @property
+    def images_per_s(self) -> float:
+        """Throughput of training so far."""
+        return self.batch_size * len(self.points) / self.train_s if self.points else 0.0
+
+    @property
+    def accuracy(self) -> float | None:
+        """Test accuracy after the last finished epoch; None before the first."""
+        return self.accuracies[-1][1] if self.accuracies else None
+
+    @property
+    def phases(self) -> Phases:
+        """Seconds of each phase, mean over the steps so far; there must be one."""
+        return _mean([p.phases for p in self.points])
+
+    @property
+    def communication_share(self) -> float:
+        """Share of step time spent waiting for other ranks' gradients, from 0 to 1."""
+        spent = sum(p.phases.total for p in self.points)
+        return sum(p.phases.communication for p in self.points) / spent if spent else 0.0
+
+    def accuracy_curve(self) -> list[tuple[float, float]]:
+        """Return (training time in seconds, accuracy from 0 to 1) after each epoch."""
+        elapsed = {p.step: p.elapsed_s for p in self.points}
+        return [(elapsed[step], value) for step, value in self.accuracies if step in elapsed]
+
+    def smooth_losses(self) -> list[float]:
+        """Return, for each step, the mean loss of the last few steps."""
+        losses = [p.loss for p in self.points]
+        ends = range(1, len(losses) + 1)
+        return [statistics.fmean(losses[max(0, i - _SMOOTH_STEPS) : i]) for i in ends]
+
+    def time_to(self, target: float) -> float | None:
+        """Return the training time, in seconds, until the smoothed loss is at most `target`."""
+        for point, loss in zip(self.points, self.smooth_losses(), strict=True):
+            if loss <= target:
+                return point.elapsed_s
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the final table: one value a run, and what the last gains over the first."""
+
+    label: str
+    values: tuple[str, ...]
+    gain: str = ""
+
+
+def common_target(runs: Sequence[Run]) -> float:
+    """Return a loss that every run reaches a little before its end, to two digits.
+
+    It is 5 percent above the worst final loss, rounded up, so that the flat, noisy tail of training
+    does not decide when a run is said to have got there.
+    """
+    worst = max(run.smooth_losses()[-1] for run in runs) * 1.05
+    unit = 10.0 ** (math.floor(math.log10(worst)) - 1)
+    return math.ceil(worst / unit) * unit
+
+
+def comparison(runs: Sequence[Run]) -> list[Row]:
+    """Return the final table's rows; every run has finished, with a step at least."""
+    target = common_target(runs)
+    times = [run.time_to(target) or run.train_s for run in runs]
+    return [
+        _row(f"time to training loss {target:.2g}", times, lambda t: f"{t:.2f} s", -1),
+        _row("images/s", [r.images_per_s for r in runs], lambda v: f"{v:,.0f}", 1),
+        _row("step time", [r.phases.total for r in runs], lambda t: f"{t * 1e3:.1f} ms", -1),
+        Row("test accuracy", tuple(_percent(r.accuracy) for r in runs), _points(runs)),
+        Row("step time in communication", tuple(_percent(r.communication_share) for r in runs)),
+    ]
+
+
+def _row(label: str, values: Sequence[float], show: Callable[[float], str], sense: int) -> Row:
+    """Make a row with a ratio; `sense` is 1 where more is better, -1 where less is."""
+    first, last = values[0], values[-1]
+    gain = f"{(last / first) ** sense:.2f}×" if len(values) > 1 and first and last else ""
+    return Row(label, tuple(show(v) for v in values), gain)
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
+
+
+def _points(runs: Sequence[Run]) -> str:
+    first, last = runs[0].accuracy, runs[-1].accuracy
+    if len(runs) < 2 or first is None or last is None:
+        return ""
+    return f"{(last - first) * 100:+.1f} points"
+
+
+def _mean(phases: Sequence[Phases]) -> Phases:
+    return Phases(
+        **{
+            name: statistics.fmean(getattr(p, name) for p in phases)
+            for name in Phases.__struct_fields__
+        }
+    )

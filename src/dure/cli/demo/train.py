@@ -1,0 +1,205 @@
+"""The program that `dure demo` trains with: an ordinary data-parallel PyTorch program.
+
+Every rank runs this file. It builds the same model, takes its share of each batch, and
+`DistributedDataParallel` averages the gradients while backward goes on, so that after each step all
+ranks hold the same parameters: those that one process would have after the whole batch.
+
+Run it by itself, on 2 ranks:  dure run --nproc 2 -m dure.cli.demo.train --epochs 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Subset
+
+import dure as dist
+from dure.cli.demo.events import EpochEnd, Event, Phases, Start, Step, encode
+from dure.data import DistributedSampler, ImageData, load_digits, load_idx
+from dure.errors import UsageError
+
+Report = Callable[[Event], None]
+Batches = DataLoader[tuple[torch.Tensor, torch.Tensor]]
+
+
+class ConvNet(nn.Module):
+    """Four convolutions and a linear layer; no dropout or batch norm, so ranks do not matter.
+
+    Args:
+        side: Pixels along an image's side; larger images are halved by the first convolution.
+        num_classes: How many labels there are.
+    """
+
+    def __init__(self, side: int, num_classes: int, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, width, 3, padding=1, stride=2 if side > 16 else 1),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(width, 2 * width, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(2 * width, 2 * width, 3, padding=1),
+            nn.ReLU(),
+            nn.AdaptiveMaxPool2d(3),
+            nn.Flatten(),
+            nn.Linear(2 * width * 9, num_classes),
+        )
+        for layer in self.layers:
+            if isinstance(layer, nn.Conv2d):
+                nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return logits [n, classes] of pixels [n, 1, side, side]."""
+        return self.layers(pixels)
+
+
+def main() -> None:
+    """Join the job, train, leave."""
+    options = parse_options()
+    torch.set_num_threads(1)  # one core a rank: more ranks, not more threads, make it faster
+    dist.init_process_group(options.backend)
+    try:
+        data = load_idx(options.data) if options.data else load_digits()
+        train(options, data, tell_by_line if options.events else tell_a_person)
+    finally:
+        dist.destroy_process_group()
+
+
+def train(options: argparse.Namespace, data: ImageData, report: Report) -> None:
+    """Train a `ConvNet` on `data`; every rank calls this."""
+    world_size = dist.get_world_size()
+    torch.manual_seed(options.seed)
+    model: nn.Module = ConvNet(data.train.pixels.shape[-1], data.num_classes)
+    if world_size > 1:
+        model = dist.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, weight_decay=1e-3)
+    images = Subset(data.train, range(min(options.images, len(data.train))))
+    sampler = DistributedSampler(images, seed=options.seed)
+    batches = DataLoader(
+        images, batch_size=options.batch_size // world_size, sampler=sampler, drop_last=True
+    )
+    steps = options.epochs * len(batches)
+    if options.batch_size % world_size or not steps:
+        raise UsageError(
+            "the batch cannot be shared out",
+            seen=f"{options.batch_size} of {len(images)} images a batch, {world_size} ranks",
+            fix="Use a batch size that the number of ranks divides, at most the training set.",
+        )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=steps)
+    report(describe(data, model, len(images), steps, len(batches)))
+    for epoch in range(options.epochs):
+        sampler.set_epoch(epoch)
+        for i, (loss, phases) in enumerate(run_epoch(model, optimizer, batches)):
+            schedule.step()
+            report(Step(step=epoch * len(batches) + i + 1, loss=loss, phases=phases))
+        report(EpochEnd(epoch=epoch + 1, accuracy=evaluate(model, data)))
+
+
+def run_epoch(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches
+) -> Iterator[tuple[float, Phases]]:
+    """Take one step a batch; yield its loss, and where its time went."""
+    clock = time.perf_counter
+    feed = iter(batches)
+    for _ in range(len(batches)):
+        begun = clock()
+        pixels, labels = next(feed)
+        fed = clock()
+        loss = F.cross_entropy(model(normalize(pixels)), labels, label_smoothing=0.05)
+        passed = clock()
+        optimizer.zero_grad()
+        loss.backward()
+        derived = clock()
+        optimizer.step()
+        ended = clock()
+        waited = exposed_communication(model)
+        yield (
+            loss.item(),
+            Phases(
+                data=fed - begun,
+                forward=passed - fed,
+                backward=derived - passed - waited,
+                communication=waited,
+                optimizer=ended - derived,
+            ),
+        )
+
+
+def exposed_communication(model: nn.Module) -> float:
+    """Return the seconds that the last backward spent waiting for other ranks' gradients."""
+    if isinstance(model, dist.DistributedDataParallel):
+        return model.step_times.exposed_comm_s
+    return 0.0
+
+
+def normalize(pixels: torch.Tensor) -> torch.Tensor:
+    """Bring pixels from 0 to 1, mostly dark, to a mean near 0 and a deviation near 1."""
+    return (pixels - 0.3) / 0.35
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, data: ImageData) -> float:
+    """Return the accuracy on the test images, of which each rank looks at its share."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    pixels, labels = (t[rank::world_size] for t in (data.test.pixels, data.test.labels))
+    correct = torch.zeros(1, dtype=torch.int64)
+    for i in range(0, len(labels), 500):
+        guesses = model(normalize(pixels[i : i + 500])).argmax(dim=1)
+        correct += (guesses == labels[i : i + 500]).sum()
+    dist.all_reduce(correct)
+    return correct.item() / len(data.test)
+
+
+def describe(
+    data: ImageData, model: nn.Module, train_images: int, steps: int, steps_per_epoch: int
+) -> Start:
+    """Say what is about to be trained."""
+    height, width = data.train.pixels.shape[-2:]
+    return Start(
+        data=data.name,
+        train_images=train_images,
+        test_images=len(data.test),
+        image_shape=(height, width),
+        parameters=sum(p.numel() for p in model.parameters()),
+        backend=dist.get_backend(),
+        steps=steps,
+        steps_per_epoch=steps_per_epoch,
+        torch_version=str(torch.__version__),
+    )
+
+
+def tell_by_line(event: Event) -> None:
+    """Print what `dure demo` reads."""
+    print(encode(event), flush=True)
+
+
+def tell_a_person(event: Event) -> None:
+    """Print each epoch's accuracy, once."""
+    if isinstance(event, EpochEnd) and dist.get_rank() == 0:
+        print(f"epoch {event.epoch}: test accuracy {event.accuracy:.2%}", flush=True)
+
+
+def parse_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Train a small convolutional network.")
+    parser.add_argument("--data", type=Path, help="directory of IDX files; default: digits")
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--batch-size", type=int, default=120, help="of all ranks together")
+    parser.add_argument("--lr", type=float, default=0.02)
+    parser.add_argument("--images", type=int, default=10**9, help="train on the first so many")
+    parser.add_argument("--backend", default="shm")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--events", action="store_true", help="print JSON lines for `dure demo`")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
