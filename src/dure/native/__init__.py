@@ -2,31 +2,16 @@
 
 Only `dure.comm` imports this package, and only this package imports the extension. On systems
 other than Linux, and in a checkout where the extension was not built, the package imports all the
-same; `available` then says why the engine cannot be used, and only making a group fails.
+same: `available` then says why the engine cannot be used, and the names of the engine are those of
+`_absent`, whose every use raises that reason.
 """
 
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from dure.errors import UsageError
-
-_reason = ""
-if sys.platform != "linux":
-    _reason = f"the native engine needs Linux; this is {sys.platform}"
-else:
-    try:
-        from dure.native._engine import (
-            Group,
-            Outcome,
-            SharedBlock,
-            Ticket,
-            kernel_isa,
-            reduce,
-            select_kernel_isa,
-        )
-    except ImportError as error:
-        _reason = f"the native engine is not built, or does not load: {error}"
 
 __all__ = [
     "Group",
@@ -39,6 +24,32 @@ __all__ = [
     "require",
     "select_kernel_isa",
 ]
+
+_reason = (
+    "" if sys.platform == "linux" else f"the native engine is for Linux; this is {sys.platform}"
+)
+
+if TYPE_CHECKING:
+    from dure.native._engine import (
+        Group,
+        Outcome,
+        SharedBlock,
+        Ticket,
+        kernel_isa,
+        reduce,
+        select_kernel_isa,
+    )
+else:
+    try:
+        from dure.native import _engine as _found
+    except ImportError as error:
+        from dure.native import _absent as _found
+
+        _reason = _reason or f"the native engine is not built, or does not load: {error}"
+    Group, Outcome = _found.Group, _found.Outcome
+    SharedBlock, Ticket = _found.SharedBlock, _found.Ticket
+    kernel_isa, select_kernel_isa = _found.kernel_isa, _found.select_kernel_isa
+    reduce = _found.reduce
 
 
 def available() -> tuple[bool, str]:

@@ -1,8 +1,8 @@
 """What the extension offers; csrc/bindings has one file a class.
 
 Addresses and byte counts are plain integers. `dtype`, `reduction` and `op` are the codes of
-csrc/core/types.h. A call that can be asynchronous returns None when it is done, an `Outcome` when it
-failed, or a `Ticket` where ``async_op`` is true.
+csrc/core/types.h. A call that can be asynchronous returns None when it is done, an `Outcome` when
+it failed, or a `Ticket` where ``async_op`` is true.
 """
 
 class Outcome:

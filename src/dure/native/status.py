@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from dure.errors import (
     Aborted,
@@ -21,6 +21,17 @@ if TYPE_CHECKING:
     from dure.native._engine import Outcome
 
 __all__ = ["Status", "error_of"]
+
+
+class _Fields(TypedDict):
+    """What every error is told."""
+
+    group: str
+    op: str | None
+    seq: int | None
+    rank: int
+    world_size: int
+    peer: int | None
 
 
 class Status(IntEnum):
@@ -66,7 +77,7 @@ def error_of(
         timeout_s: The group's time limit.
     """
     peer = outcome.peer if outcome.peer >= 0 else None
-    fields: dict[str, object] = {
+    fields: _Fields = {
         "group": group,
         "op": outcome.op if outcome.op != "none" else None,
         "seq": outcome.seq or None,
@@ -93,30 +104,29 @@ def error_of(
             )
         case Status.ABORTED:
             return Aborted(
-                "the group was destroyed while the operation was pending, or before it", **fields
+                "the group was destroyed while the operation was pending, or before it",
+                **fields,
             )
         case Status.NO_MEMORY:
             return CommError(
                 "a rank could not allocate shared memory",
                 fix="Free memory, or raise the limit of the container.",
-                **fields,  # pyright: ignore[reportArgumentType]
+                **fields,
             )
         case Status.USAGE:
             return UsageError(
                 "the engine cannot do this operation on this dtype",
-                **fields,  # pyright: ignore[reportArgumentType]
+                **fields,
             )
         case status:
             return InternalError(
                 f"the engine reported {status.name}",
                 seen=outcome.detail,
-                **fields,  # pyright: ignore[reportArgumentType]
+                **fields,
             )
 
 
-def _timeout(
-    outcome: Outcome, noticed: str, timeout_s: float, fields: dict[str, object]
-) -> CommTimeout:
+def _timeout(outcome: Outcome, noticed: str, timeout_s: float, fields: _Fields) -> CommTimeout:
     ranks = ", ".join(map(str, outcome.missing)) or "any"
     plural = "s" if len(outcome.missing) > 1 else ""
     return CommTimeout(
@@ -130,7 +140,7 @@ def _timeout(
 
 
 def _peer_lost(
-    outcome: Outcome, status: Status, noticed: str, pid: int, fields: dict[str, object]
+    outcome: Outcome, status: Status, noticed: str, pid: int, fields: _Fields
 ) -> PeerLost:
     text = {
         Status.PEER_LOST: f"the process of rank {outcome.peer} ended",
@@ -155,7 +165,7 @@ def _peer_lost(
     )
 
 
-def _desync(outcome: Outcome, fields: dict[str, object]) -> Desync:
+def _desync(outcome: Outcome, fields: _Fields) -> Desync:
     calls = dict(enumerate(outcome.calls))
     return Desync(
         "the ranks did not call the same thing",

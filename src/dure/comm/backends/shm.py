@@ -26,7 +26,7 @@ from dure.comm.backends.base import BackendOptions
 from dure.comm.ops import ReduceOp
 from dure.errors import DureError, RendezvousError, RendezvousTimeout
 from dure.native import Group, Outcome, SharedBlock, Ticket, available, require
-from dure.native.status import Status, error_of
+from dure.native.status import error_of
 
 __all__ = ["MAX_RANKS", "ShmBackend", "ShmTicket", "available", "create"]
 
@@ -35,10 +35,11 @@ _SEGMENT_KEY = "shm/segment"
 _REFUSED_KEY = "shm/refused"
 
 _REDUCIBLE = (
-    "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz "
-    "float8_e8m0fnu int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool complex32 complex64 "
-    "complex128"
-).split()
+    *("float64", "float32", "float16", "bfloat16"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"),
+    *("complex32", "complex64", "complex128"),
+)
 # The codes of csrc/core/types.h. Whatever else torch can hold moves as opaque bytes; sorted names
 # give each such dtype the same code on all ranks.
 _DTYPE: dict[torch.dtype, int] = {getattr(torch, name): i for i, name in enumerate(_REDUCIBLE)}
@@ -136,9 +137,9 @@ class ShmBackend:
         wait: bool,
     ) -> ShmTicket | None:
         code = _DTYPE[tensor.dtype]
-        return self._finish(self._group.run(op, code, _NO_REDUCTION, root, *blocks, not wait))
+        return self._finish(self._group.run(op, code, _NO_REDUCTION, root, *lists, async_op))
 
-    # ---- reductions -----------------------------------------------------------------------------
+    # ---- reductions ------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> ShmTicket | None:
         """Reduce `tensor` [*] of all ranks, in place, on all ranks."""
@@ -176,26 +177,26 @@ class ShmBackend:
             self._group.run(_REDUCE_SCATTER, code, op.code, -1, inputs, outputs, async_op)
         )
 
-    # ---- moves ----------------------------------------------------------------------------------
+    # ---- moves -----------------------------------------------------------------------------------
 
     def broadcast(self, tensor: torch.Tensor, src: int, async_op: bool) -> ShmTicket | None:
         """Copy `tensor` [*] of `src` to all."""
         blocks = [tensor.data_ptr(), tensor.nbytes]
-        return self._move(_BROADCAST, tensor, src, ([], blocks), not async_op)
+        return self._move(_BROADCAST, tensor, src, ([], blocks), async_op)
 
     def all_gather(
         self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, async_op: bool
     ) -> ShmTicket | None:
         """Copy rank i's `tensor` to `outputs[i]` on all ranks; lengths may differ between ranks."""
         lists = ([tensor.data_ptr(), tensor.nbytes], _blocks(outputs))
-        return self._move(_ALL_GATHER, tensor, -1, lists, not async_op)
+        return self._move(_ALL_GATHER, tensor, -1, lists, async_op)
 
     def all_gather_single(
         self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool
     ) -> ShmTicket | None:
         """Copy rank i's `tensor` [k] to `output` [n*k] at i*k on all ranks."""
         lists = ([tensor.data_ptr(), tensor.nbytes], _even_blocks(output, self._size))
-        return self._move(_ALL_GATHER, tensor, -1, lists, not async_op)
+        return self._move(_ALL_GATHER, tensor, -1, lists, async_op)
 
     def gather(
         self,
@@ -206,7 +207,7 @@ class ShmBackend:
     ) -> ShmTicket | None:
         """Copy rank i's `tensor` to `outputs[i]` on `dst` (None elsewhere)."""
         lists = ([tensor.data_ptr(), tensor.nbytes], _blocks(outputs or ()))
-        return self._move(_GATHER, tensor, dst, lists, not async_op)
+        return self._move(_GATHER, tensor, dst, lists, async_op)
 
     def scatter(
         self,
@@ -217,27 +218,27 @@ class ShmBackend:
     ) -> ShmTicket | None:
         """Copy `inputs[i]` of `src` (None elsewhere) to rank i's `tensor`."""
         lists = (_blocks(inputs or ()), [tensor.data_ptr(), tensor.nbytes])
-        return self._move(_SCATTER, tensor, src, lists, not async_op)
+        return self._move(_SCATTER, tensor, src, lists, async_op)
 
     def all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
     ) -> ShmTicket | None:
         """Copy `inputs[j]` of rank i to `outputs[i]` of rank j."""
         lists = (_blocks(inputs), _blocks(outputs))
-        return self._move(_ALL_TO_ALL, inputs[0], -1, lists, not async_op)
+        return self._move(_ALL_TO_ALL, inputs[0], -1, lists, async_op)
 
     def all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool
     ) -> ShmTicket | None:
         """Copy part j [k] of rank i's `tensor` [n*k] to part i of rank j's `output` [n*k]."""
         lists = (_even_blocks(tensor, self._size), _even_blocks(output, self._size))
-        return self._move(_ALL_TO_ALL, tensor, -1, lists, not async_op)
+        return self._move(_ALL_TO_ALL, tensor, -1, lists, async_op)
 
     def barrier(self, async_op: bool) -> ShmTicket | None:
         """Return when all ranks have called."""
         return self._finish(self._group.run(_BARRIER, 0, _NO_REDUCTION, -1, [], [], async_op))
 
-    # ---- point to point ---------------------------------------------------------------------------
+    # ---- point to point --------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> ShmTicket | None:
         """Send `tensor` [*] to `dst`; messages of one pair and tag arrive in order."""
@@ -257,7 +258,7 @@ class ShmBackend:
             ticket.wait()
         return ticket
 
-    # ---- memory and life --------------------------------------------------------------------------
+    # ---- memory and life -------------------------------------------------------------------------
 
     def shared_empty(self, nbytes: int) -> torch.Tensor:
         """Allocate `nbytes` (uint8, zeroed) that peers can reach directly; all ranks call alike."""
@@ -280,7 +281,7 @@ def _empty() -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8)
 
 
-# ---- rendezvous -----------------------------------------------------------------------------------
+# ---- rendezvous ----------------------------------------------------------------------------------
 
 
 def create(options: BackendOptions) -> ShmBackend:
