@@ -133,8 +133,8 @@ class ShmBackend:
         op: int,
         tensor: torch.Tensor,
         root: int,
-        blocks: tuple[list[int], list[int]],
-        wait: bool,
+        lists: tuple[list[int], list[int]],
+        async_op: bool,
     ) -> ShmTicket | None:
         code = _DTYPE[tensor.dtype]
         return self._finish(self._group.run(op, code, _NO_REDUCTION, root, *lists, async_op))
