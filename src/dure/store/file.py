@@ -152,13 +152,22 @@ class FileStore(Store):
 
         A file that somebody has deleted already is no error here.
         """
+        self._close(self._world_size if self._world_size > 0 else None)
+
+    def abandon(self) -> None:
+        """Close after a failure: the last one there deletes the file, however many came."""
+        self._close(1)
+
+    def _close(self, num_needed: int | None) -> None:
+        """Close; delete the file if at least `num_needed` opened it and all have closed it."""
         if self._closed or self._pid != os.getpid():
             return
         try:
             with self._mutex, self._log.locked(self._timeout.total_seconds()) as fd:
                 self._apply(self._log.read(fd))
                 self._gone.add(self._name)
-                if 0 < self._world_size <= len(self._gone) == len(self._opened):
+                done = len(self._gone) == len(self._opened)
+                if done and num_needed is not None and len(self._gone) >= num_needed:
                     self._log.remove()
                 else:
                     self._log.write(fd, [Record("close", self._name)])
@@ -258,4 +267,4 @@ def _start_afresh() -> None:
 
 
 os.register_at_fork(after_in_child=_start_afresh)
-at_process_end(_close_stores)
+at_process_end(_close_stores, order=2)

@@ -14,15 +14,16 @@ from multiprocessing import util
 __all__ = ["at_process_end"]
 
 
-def at_process_end(action: Callable[[], None]) -> None:
+def at_process_end(action: Callable[[], None], order: int) -> None:
     """Call `action` when this process ends in an orderly way, and when a forked child does.
 
     Args:
         action: Must tolerate being called twice, and return within about a second.
+        order: Actions with a lower one come first.
     """
 
     def register(_: object = None) -> None:
-        util.Finalize(None, action, exitpriority=1)
+        util.Finalize(None, action, exitpriority=100 - order)
 
     register()
     os.register_at_fork(after_in_child=register)

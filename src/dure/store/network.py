@@ -261,9 +261,10 @@ class TCPStore(NetworkStore):
         address = resolve(host_name, port)
         server = None
         if is_master:
-            replace_retired(address.endpoint)
             bind = env.text("DURE_STORE_BIND")
-            listener = listen(resolve(bind, port, "DURE_STORE_BIND") if bind else address)
+            at = resolve(bind, port, "DURE_STORE_BIND") if bind else address
+            replace_retired(at.endpoint)
+            listener = listen(at)
             server = StoreServer(listener, key)
             address = resolve(host_name, listener.port)
         self._host, self._port = host_name, address.port

@@ -111,6 +111,7 @@ class StoreServer:
         self._board = Board()
         self._peers: dict[int, str] = {}
         self._refusal = ""
+        self._ending = threading.Lock()  # between the thread's decision to end, and `adopt`
         self._retired_at: float | None = None
         self._linger_s = LINGER_S
         self._stopping = False
@@ -129,11 +130,6 @@ class StoreServer:
         self._thread.start()
 
     @property
-    def running(self) -> bool:
-        """Whether it still serves."""
-        return self._thread.is_alive() and not self._stopping
-
-    @property
     def retired(self) -> bool:
         """Whether its owner has left it, so that it can be adopted."""
         return self._retired_at is not None
@@ -143,10 +139,14 @@ class StoreServer:
         self._retired_at = time.monotonic()
         self._wake()
 
-    def adopt(self) -> None:
-        """Take back a retired server."""
-        self._retired_at = None
-        self._wake()
+    def adopt(self) -> bool:
+        """Take back a retired server; False, and it is gone, if it was ending already."""
+        with self._ending:
+            if not self._stopping:
+                self._retired_at = None
+                return True
+        self._thread.join()
+        return False
 
     def stop(self) -> None:
         """End now; returns when the thread, the sockets and the context are gone."""
@@ -211,22 +211,24 @@ class StoreServer:
                     _log.exception("the store's server goes on after an error")
         finally:
             self._stopping = True
-            _servers.discard(self)
             self._router.disable_monitor()
             self._close_sockets()
+            _servers.discard(self)  # last, so that whoever does not find it finds a free port
 
     def _ended(self) -> bool:
-        if self._stopping or self._retired_at is None:
+        with self._ending:
+            if self._retired_at is not None:
+                late = time.monotonic() >= self._retired_at + self._linger_s
+                self._stopping = self._stopping or late or not self._peers
             return self._stopping
-        return not self._peers or time.monotonic() >= self._retired_at + self._linger_s
 
     def _patience_ms(self) -> int | None:
         """Return how long the poll may take."""
-        times = [self._board.next_deadline()]
-        if self._retired_at is not None:
-            times.append(self._retired_at + self._linger_s)
-        due = [when for when in times if when is not None]
-        return max(0, int((min(due) - time.monotonic()) * 1000) + 1) if due else None
+        due, retired_at = self._board.next_deadline(), self._retired_at
+        if retired_at is not None:
+            end = retired_at + self._linger_s
+            due = end if due is None else min(due, end)
+        return None if due is None else max(0, int((due - time.monotonic()) * 1000) + 1)
 
     def _serve(self, ready: dict[object, int]) -> None:
         if self._wakened.fileno() in ready:
@@ -321,8 +323,7 @@ _inherited: list[StoreServer] = []
 def adopt(endpoint: str) -> StoreServer | None:
     """Return the retired server of this process at `endpoint`, no longer retired."""
     for server in list(_servers):
-        if server.endpoint == endpoint and server.retired and server.running:
-            server.adopt()
+        if server.endpoint == endpoint and server.retired and server.adopt():
             return server
     return None
 
@@ -355,4 +356,4 @@ def _finish_servers() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_servers)
-at_process_end(_finish_servers)
+at_process_end(_finish_servers, order=3)
