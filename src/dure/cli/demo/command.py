@@ -1,7 +1,7 @@
 """The command `dure demo`: one rank, then several, on the same images; a table and a report.
 
 Both jobs are started by `run_job`, which is what `dure run` calls, and both run `train.py`. What
-the user got wrong is found before anything is started: one line, exit code 2.
+the user got wrong is a `UsageError`, found before anything is started wherever it can be.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dure.launch import JobResult, JobSpec, Line, run_job
 
 __all__ = ["demo"]
 
-_USAGE = 2
+_USER_ERRORS = {"UsageError", "DataError"}
 _QUICK_IMAGES = 2400
 _KEPT_LINES = 200
 
@@ -61,11 +61,7 @@ def demo(
     ]
     command = shlex.join(["dure", "demo", "--ranks", str(ranks), *options, *_flags(quick)])
     report = out / "report.html"
-    try:
-        _check(data, ranks, batch_size)
-        report.parent.mkdir(parents=True, exist_ok=True)
-    except (UsageError, OSError) as e:
-        _fail(str(e), _USAGE)
+    _check(data, ranks, batch_size, out)
     if ranks > usable_cores():
         console.print(f"Note: {ranks} ranks share {usable_cores()} core(s); expect no gain.")
     if quick:
@@ -88,8 +84,8 @@ def _flags(quick: bool) -> list[str]:
     return ["--quick"] if quick else []
 
 
-def _check(data: Path | None, ranks: int, batch_size: int) -> None:
-    """Raise `UsageError` for whatever can be known to fail before anything is started."""
+def _check(data: Path | None, ranks: int, batch_size: int, out: Path) -> None:
+    """Make the report's directory; raise `UsageError` for whatever is known to fail later."""
     if batch_size % ranks:
         raise UsageError(
             "the ranks cannot share a batch equally",
@@ -100,6 +96,10 @@ def _check(data: Path | None, ranks: int, batch_size: int) -> None:
         require_digits()
     else:
         read_idx_directory(data)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UsageError(f"{out} cannot be the report's directory", seen=e.strerror or "") from e
 
 
 def _train(ranks: int, batch_size: int, options: list[str], watch: Watcher) -> Run:
@@ -139,22 +139,21 @@ def _train(ranks: int, batch_size: int, options: list[str], watch: Watcher) -> R
 
 
 def _explain(result: JobResult, output: list[str]) -> None:
-    """Say why a job failed, and leave with its exit code (2 where the user was wrong)."""
-    if result.interrupted_by is not None:
-        raise typer.Exit(result.exit_code)
+    """Say why a job failed, and leave with its exit code.
+
+    Raises:
+        UsageError: A rank says that the user is wrong.
+    """
     failure = result.first_failure
-    crash = failure.crash if failure else None
-    if crash is not None and crash.type.rpartition(".")[2] in {"UsageError", "DataError"}:
-        _fail(crash.message, _USAGE)
-    for line in output:
+    if failure is None:  # interrupted: the user knows
+        raise typer.Exit(result.exit_code)
+    crash = failure.crash
+    if crash is not None and crash.type.rpartition(".")[2] in _USER_ERRORS:
+        raise UsageError(crash.message)
+    why = f"{crash.type}: {crash.message}" if crash else str(failure.exit)
+    for line in (*output, f"dure demo: error: rank {failure.rank} failed: {why}"):
         print(line, file=sys.stderr)
-    what = f"{crash.type}: {crash.message}" if crash else str(failure.exit if failure else "")
-    _fail(f"rank {failure.rank if failure else '?'} failed: {what}", result.exit_code)
-
-
-def _fail(message: str, code: int) -> None:
-    print(f"dure demo: {message}", file=sys.stderr)
-    raise typer.Exit(code)
+    raise typer.Exit(result.exit_code)
 
 
 def _show(console: Console, runs: list[Run]) -> None:

@@ -1,0 +1,143 @@
+"""`dure demo`: what is asked of the launcher, and what the user is told when it cannot be done."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from dure.cli.app import run_command_line
+from dure.cli.demo import command
+from dure.cli.demo.events import EpochEnd, Step, encode
+from dure.data import images
+from dure.launch import Crash, Exit, JobResult, Line, RankResult
+from unit.demo.sample import START, phases
+
+
+@dataclass(frozen=True)
+class Outcome:
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def dure_demo(capsys):
+    """Call `dure demo ARGUMENTS` as the command line does."""
+
+    def call(*arguments):
+        exit_code = run_command_line(["demo", *map(str, arguments)])
+        shown = capsys.readouterr()
+        return Outcome(exit_code, shown.out, shown.err)
+
+    return call
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Stand in for the launcher: play two steps and an epoch on every rank; collect the specs."""
+    specs = []
+
+    def run_job(spec):
+        specs.append(spec)
+        for rank in range(spec.nproc):
+            for event in (
+                START,
+                Step(step=1, loss=2.0, phases=phases(0.5)),
+                Step(step=2, loss=1.0, phases=phases(0.5)),
+                EpochEnd(epoch=1, accuracy=0.75),
+            ):
+                spec.on_line(Line(rank, "stdout", encode(event).encode()))
+            spec.on_line(Line(rank, "stderr", b"a warning"))
+        return JobResult(exit_code=0, ranks=(), elapsed_s=1.0)
+
+    monkeypatch.setattr(command, "run_job", run_job)
+    return specs
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Stand in for the launcher: every job fails with the crash that is put in here."""
+    crash = {}
+
+    def run_job(spec):
+        spec.on_line(Line(0, "stderr", b"Traceback: noise"))
+        failed = RankResult(
+            rank=0, host="here", pid=1, exit=Exit(code=1), crash=Crash(traceback="", **crash)
+        )
+        return JobResult(exit_code=7, ranks=(failed,), elapsed_s=1.0, first_failure=failed)
+
+    monkeypatch.setattr(command, "run_job", run_job)
+    return crash
+
+
+def test_demo_runs_one_rank_and_then_two_alike(dure_demo, launched, tmp_path):
+    result = dure_demo("--out", tmp_path, "--seed", 5)
+    assert result.exit_code == 0, result.stderr
+    assert [spec.nproc for spec in launched] == [1, 2]
+    assert launched[0].args == launched[1].args
+    assert launched[0].args[-1] == "--events"
+    assert "time to training loss" in result.stdout
+    assert "[1] a warning" in result.stderr
+    assert (tmp_path / "report.html").exists()
+
+
+def test_demo_with_one_rank_compares_nothing(dure_demo, launched, tmp_path):
+    result = dure_demo("--out", tmp_path, "--ranks", 1)
+    assert result.exit_code == 0, result.stderr
+    assert [spec.nproc for spec in launched] == [1]
+    assert "gain" not in result.stdout
+
+
+def test_demo_quick_asks_for_fewer_images(dure_demo, launched, tmp_path):
+    dure_demo("--out", tmp_path, "--quick")
+    assert "--images" in launched[0].args
+
+
+def _assert_one_line(result, code):
+    assert result.exit_code == code
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert result.stderr.startswith("dure demo: error: ")
+
+
+def test_demo_with_a_missing_directory_is_one_line_and_code_2(dure_demo, launched, tmp_path):
+    _assert_one_line(dure_demo("--out", tmp_path, "--data", tmp_path / "nowhere"), 2)
+    assert launched == []
+
+
+def test_demo_with_a_foreign_file_is_one_line_and_code_2(dure_demo, launched, tmp_path):
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(b"GIF89a")
+    for name in ("train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+        (tmp_path / f"{name}-ubyte.gz").write_bytes(b"")
+    result = dure_demo("--out", tmp_path, "--data", tmp_path)
+    _assert_one_line(result, 2)
+    assert "train-images-idx3-ubyte" in result.stderr
+
+
+def test_demo_without_scikit_learn_is_one_line(dure_demo, launched, tmp_path, monkeypatch):
+    monkeypatch.setattr(images, "find_spec", lambda name: None)
+    result = dure_demo("--out", tmp_path)
+    _assert_one_line(result, 2)
+    assert "dure[demo]" in result.stderr
+
+
+def test_demo_with_an_odd_batch_for_its_ranks_is_one_line(dure_demo, launched, tmp_path):
+    result = dure_demo("--out", tmp_path, "--ranks", 7)
+    _assert_one_line(result, 2)
+    assert "119" in result.stderr
+
+
+def test_demo_with_an_output_that_is_a_file_is_one_line_and_code_2(dure_demo, launched, tmp_path):
+    (tmp_path / "file").write_text("")
+    _assert_one_line(dure_demo("--out", tmp_path / "file"), 2)
+
+
+def test_demo_rank_that_blames_the_user_is_one_line_and_code_2(dure_demo, failing, tmp_path):
+    failing.update(type="dure.errors.UsageError", message="the batch cannot be shared out")
+    _assert_one_line(dure_demo("--out", tmp_path), 2)
+
+
+def test_demo_rank_that_crashes_shows_its_output(dure_demo, failing, tmp_path):
+    failing.update(type="ZeroDivisionError", message="division by zero")
+    result = dure_demo("--out", tmp_path)
+    assert result.exit_code == 7
+    assert "[0] Traceback: noise" in result.stderr
+    assert "rank 0 failed: ZeroDivisionError" in result.stderr

@@ -1,0 +1,26 @@
+"""Events: a line stands for one event, and other output stands for none."""
+
+import pytest
+
+from dure.cli.demo.events import EpochEnd, Step, decode, encode
+from unit.demo.sample import START, phases
+
+
+@pytest.mark.parametrize(
+    "event",
+    [START, Step(step=3, loss=0.25, phases=phases(1.0, 0.5)), EpochEnd(epoch=1, accuracy=0.5)],
+)
+def test_event_comes_back_from_its_line(event):
+    assert "\n" not in encode(event)
+    assert decode(encode(event)) == event
+
+
+@pytest.mark.parametrize(
+    "line", ["", "epoch 1", '{"loss": 1}', '{"dure_demo":', '{"dure_demo":"other"}', "\ufffd"]
+)
+def test_ordinary_output_is_no_event(line):
+    assert decode(line) is None
+
+
+def test_phases_add_up_to_the_step():
+    assert phases(1.0, 0.5).total == 1.5
