@@ -167,7 +167,11 @@ def scatter_object_list(
     op = "scatter_object_list"
     pg = resolve(group, op)
     if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise UsageError("scatter_object_output_list must be a list with a place", op=op)
+        raise UsageError(
+            "Expected argument scatter_object_output_list to be a list of size at least 1.",
+            op=op,
+            seen=f"got {scatter_object_output_list!r}",
+        )
     root = 0 if src is None and group_src is None else pg.peer(src, group_src, op, "src")
     where = _device(pg)
     packed: list[torch.Tensor] | None = None

@@ -133,7 +133,7 @@ def _timeout(outcome: Outcome, noticed: str, timeout_s: float, fields: _Fields) 
         f"rank{plural} {ranks} did not arrive{noticed}",
         missing=tuple(outcome.missing),
         elapsed_s=timeout_s,
-        seen=f"waited {timeout_s:g} s",
+        seen=f"the timeout of {timeout_s:g} s passed",
         fix="Look what that rank is doing (py-spy dump --pid), or give the group a longer timeout.",
         **fields,
     )
