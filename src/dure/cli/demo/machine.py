@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
 
-__all__ = ["machine", "package_version", "usable_cores"]
+__all__ = ["machine", "usable_cores"]
 
 
 def machine() -> list[tuple[str, str]]:
@@ -29,14 +28,6 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def package_version(name: str) -> str:
-    """Return an installed package's version, or say that it is run from its sources."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed, run from sources"
 
 
 def _processor() -> str:

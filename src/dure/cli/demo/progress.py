@@ -8,6 +8,7 @@ from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Column
 
 from dure.cli.demo.results import Run
 
@@ -58,9 +59,9 @@ class _Bars:
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=16),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[state]}"),
+            TextColumn("{task.fields[state]}", table_column=Column(no_wrap=True)),
             console=console,
             refresh_per_second=1 / _REFRESH_S,
         )
@@ -126,9 +127,8 @@ class _Lines:
 
 
 def _state(run: Run) -> str:
-    """Say in a few words how a run does."""
-    text = (
-        f"loss {run.points[-1].loss:.4f}, {run.images_per_s:,.0f} images/s, "
-        f"{run.communication_share:.1%} communication"
+    """Say how a run does, short enough for a bar in 80 columns."""
+    return (
+        f"loss {run.points[-1].loss:.3f}, {run.images_per_s:,.0f} images/s, "
+        f"{run.communication_share:.1%} in communication"
     )
-    return text + (f", test accuracy {run.accuracy:.1%}" if run.accuracy is not None else "")

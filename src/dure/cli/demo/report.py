@@ -10,8 +10,9 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
+import dure
 from dure.cli.demo.charts import Axis, Bar, Series, line_chart, stacked_bars
-from dure.cli.demo.machine import machine, package_version
+from dure.cli.demo.machine import machine
 from dure.cli.demo.results import Row, Run, comparison
 
 __all__ = ["Ran", "write_report"]
@@ -121,7 +122,7 @@ def _charts(runs: Sequence[Run]) -> list[tuple[str, str]]:
 def _what(runs: Sequence[Run], ran: Ran) -> list[tuple[str, str]]:
     """List what was run, as (name, value)."""
     start = runs[0].start
-    pairs = [("Command", ran.command), ("Dure", package_version("dure"))]
+    pairs = [("Command", ran.command), ("Dure", dure.__version__)]
     if start is not None:
         last = runs[-1].start or start
         pairs += [
