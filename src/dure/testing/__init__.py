@@ -1,6 +1,7 @@
-"""Test tools for programs that use Dure: ranks as threads, and pools of real processes."""
+"""Test tools for programs that use Dure: ranks as threads, pools of real processes, a recorder."""
 
 from dure.testing.pool import ProcessPool
 from dure.testing.ranks import run_ranks
+from dure.testing.recorder import CommRecorder
 
-__all__ = ["ProcessPool", "run_ranks"]
+__all__ = ["CommRecorder", "ProcessPool", "run_ranks"]
