@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import dure as dist
-from dure.data import load_digits
+from dure.data import Images, load_digits
 
 STEPS, BATCH, LR = 240, 32, 0.2
 
@@ -52,18 +52,15 @@ def spread(model: nn.Module) -> float:
     return (high - low).max().item()
 
 
-def train(every: int, of_gradients: bool = False) -> tuple[nn.Module, float]:
+def train(data: Images, every: int, of_gradients: bool = False) -> tuple[nn.Module, float]:
     """Train; return the model and how far the ranks had drifted apart at the most."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    train_set = load_digits().train
-    order = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(7))[rank::size]
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(7))[rank::size]
     model = build_model()
     drift = 0.0
     for step in range(1, STEPS + 1):
         chosen = order[torch.arange(step * BATCH, (step + 1) * BATCH) % len(order)]
-        loss = nn.functional.cross_entropy(
-            model(train_set.pixels[chosen]), train_set.labels[chosen]
-        )
+        loss = nn.functional.cross_entropy(model(data.pixels[chosen]), data.labels[chosen])
         model.zero_grad()
         loss.backward()
         if of_gradients:
@@ -77,8 +74,7 @@ def train(every: int, of_gradients: bool = False) -> tuple[nn.Module, float]:
     return model, drift
 
 
-def accuracy(model: nn.Module) -> float:
-    test = load_digits().test
+def accuracy(model: nn.Module, test: Images) -> float:
     return (model(test.pixels).argmax(1) == test.labels).float().mean().item()
 
 
@@ -86,18 +82,19 @@ def main() -> None:
     dist.init_process_group()
     torch.set_num_threads(1)
     rank, size = dist.get_rank(), dist.get_world_size()
+    digits = load_digits()
 
-    by_gradients, _ = train(every=1, of_gradients=True)
-    by_parameters, _ = train(every=1)
+    by_gradients, _ = train(digits.train, every=1, of_gradients=True)
+    by_parameters, _ = train(digits.train, every=1)
     for a, b in zip(by_gradients.parameters(), by_parameters.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)  # they differ by rounding alone
 
-    results = [("gradients, every step", 0.0, accuracy(by_gradients))]
+    results = [("gradients, every step", 0.0, accuracy(by_gradients, digits.test))]
     for every in (1, 8, 40):
-        model, drift = train(every)
+        model, drift = train(digits.train, every)
         assert spread(model) == 0.0, "the last averaging must leave all ranks with the same model"
         assert every == 1 or size == 1 or drift > 0
-        results.append((f"parameters, every {every}", drift, accuracy(model)))
+        results.append((f"parameters, every {every}", drift, accuracy(model, digits.test)))
     if rank == 0:
         print(f"{'averaged over ' + str(size) + ' ranks':26}  largest drift  test accuracy")
         for name, drift, reached in results:

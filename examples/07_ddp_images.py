@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 import dure as dist
 from dure.data import Images, load_digits
 
-EPOCHS, GLOBAL_BATCH, ACCUMULATE = 10, 64, 2
+EPOCHS, GLOBAL_BATCH, ACCUMULATE = 8, 64, 2
 
 
 class Net(nn.Module):
@@ -108,7 +108,7 @@ def main() -> None:
     )
     torch.manual_seed(rank)  # on purpose not the same: DDP starts all ranks from rank 0's values
     ddp = dist.DistributedDataParallel(Net())
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.03, momentum=0.9)
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
         loss, share = train_epoch(ddp, loader, optimizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any, cast
 
 import pytest
@@ -228,6 +229,22 @@ def test_gradient_of_channels_last_weight_has_its_memory_order() -> None:
     conv(torch.ones(1, 3, 4, 4)).sum().backward()
     assert conv.weight.grad is not None
     assert conv.weight.grad.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_reducer_that_is_gone_frees_its_memory_without_the_garbage_collector() -> None:
+    module = Chain([])
+    reducer = reducer_of(module, [])
+    reducer.prepare(True)
+    loss = module(torch.ones(1, 2)).sum()
+    loss.backward()
+    flats = [weakref.ref(bucket.flat) for bucket in reducer.buckets]
+    gc.disable()
+    try:
+        module.zero_grad()
+        del reducer
+        assert [ref() for ref in flats] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_reducer_that_is_gone_leaves_the_parameters_alone() -> None:

@@ -58,13 +58,16 @@ class Slot:
     Threads: used by one thread at a time; the reducer's lock sees to it.
     """
 
-    __slots__ = ("_saved", "bucket", "name", "parameter", "ready", "used", "view")
+    __slots__ = ("_flat", "_saved", "bucket_index", "name", "parameter", "ready", "used", "view")
 
     def __init__(
         self, name: str, parameter: torch.nn.Parameter, bucket: Bucket, offset: int
     ) -> None:
-        self.name, self.parameter, self.bucket = name, parameter, bucket
-        self.view = _alias(bucket.flat, offset, parameter)
+        self.name, self.parameter = name, parameter
+        # Not the bucket itself: a cycle would keep its shared memory until the garbage collector
+        # comes round.
+        self._flat, self.bucket_index = bucket.flat, bucket.index
+        self.view = _alias(self._flat, offset, parameter)
         self.used = False  # got a gradient since the last reduction
         self.ready = False  # got a gradient in the present backward
         self._saved: torch.Tensor | None = None
@@ -112,7 +115,7 @@ class Slot:
             return
         offset = int(self.view.storage_offset())
         self.view.data = self.view.clone()
-        self.view = _alias(self.bucket.flat, offset, self.parameter)
+        self.view = _alias(self._flat, offset, self.parameter)
 
 
 def _alias(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:

@@ -175,7 +175,7 @@ class Reducer:
     def on_gradient(self, slot: Slot) -> None:
         """Take in a gradient that autograd has just accumulated."""
         with self._lock:
-            bucket = slot.bucket
+            bucket = self.buckets[slot.bucket_index]
             if self._syncing and bucket.work is not None:
                 raise ModuleError(
                     "a gradient changed after its bucket was reduced",

@@ -1,0 +1,93 @@
+"""DDP against torch's own on gloo, step for step, in two processes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed
+from torch import nn
+
+import dure as dist
+from dure.testing import ProcessPool
+
+STEPS = 6
+
+
+class Net(nn.Module):
+    """A small convolutional network with running statistics, dropout aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.out = nn.Linear(8 * 16, 10)
+        self.rare = nn.Linear(10, 10)
+
+    def forward(self, x: torch.Tensor, rare: bool) -> torch.Tensor:
+        y = self.out(torch.relu(self.norm(self.conv(x))).flatten(1))
+        return self.rare(y) if rare else y
+
+
+def train(ddp: nn.Module, rank: int, accumulate: bool) -> list[torch.Tensor]:
+    """Train on this rank's data; return losses and, after each step, all parameters."""
+    generator = torch.Generator().manual_seed(rank)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+    trace: list[torch.Tensor] = []
+    for step in range(STEPS):
+        x = torch.randn(4, 1, 4, 4, generator=generator)
+        y = torch.randint(10, (4,), generator=generator)
+        rare = step % 3 == rank or step == STEPS - 1  # unused: by all, by one, by none
+        if accumulate and step % 2 == 0:
+            with ddp.no_sync():  # pyright: ignore[reportAttributeAccessIssue]
+                nn.functional.cross_entropy(ddp(x, rare), y).backward()
+            continue
+        loss = nn.functional.cross_entropy(ddp(x, rare), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        trace += [loss.detach(), *(p.detach().clone() for p in ddp.state_dict().values())]
+    return trace
+
+
+def both(rank: int, folder: str, accumulate: bool) -> float:
+    """Train with both; return the largest difference between them."""
+    torch.manual_seed(rank)  # other values on each rank: both must take rank 0's
+    model = Net()
+    store = torch.distributed.FileStore(f"{folder}/{accumulate}", 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    try:
+        theirs = train(
+            nn.parallel.DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=True),
+            rank,
+            accumulate,
+        )
+    finally:
+        torch.distributed.destroy_process_group()
+    ours = train(
+        dist.DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=True),
+        rank,
+        accumulate,
+    )
+    assert len(ours) == len(theirs)
+    return max(
+        (a.double() - b.double()).abs().max().item() for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPool]:
+    with ProcessPool(2) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_ddp_equals_torchs_on_gloo_step_for_step_2_ranks(
+    pool: ProcessPool, tmp_path: Path, accumulate: bool
+) -> None:
+    run: Callable[..., list[float]] = pool.run
+    # With two ranks both average as (a + b) / 2, whatever the order: not a bit may differ.
+    assert run(both, str(tmp_path), accumulate) == [0.0, 0.0]
