@@ -1,0 +1,110 @@
+"""Run the command `dure run` on small programs, and see that nothing of it remains."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+DURE = (sys.executable, "-m", "dure.cli")
+
+
+def living(tag: str) -> list[int]:
+    """Return the processes that were started with `tag` in their environment."""
+    found: list[int] = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        try:
+            environment = Path(f"/proc/{name}/environ").read_bytes()
+        except OSError:
+            continue
+        if tag.encode() in environment:
+            found.append(int(name))
+    return found
+
+
+@dataclass
+class Finished:
+    code: int
+    out: str
+    err: str
+    elapsed_s: float
+
+    def lines(self, rank: int) -> list[str]:
+        """What `rank` printed, without its prefix."""
+        prefix = f"[{rank}] "
+        return [x.removeprefix(prefix) for x in self.out.splitlines() if x.startswith(prefix)]
+
+
+@dataclass
+class Launching:
+    """One test's jobs: a directory for programs, and a tag in every process's environment."""
+
+    directory: Path
+    tag: str = field(default_factory=lambda: f"LAUNCH_TEST={uuid.uuid4().hex}")
+
+    def write(self, text: str, name: str = "prog.py") -> str:
+        path = self.directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+        return str(path)
+
+    def start(self, *arguments: str, **options: object) -> subprocess.Popen[str]:
+        name, _, value = self.tag.partition("=")
+        environment = os.environ | {name: value, "TMPDIR": str(self.directory)}
+        environment.pop("OMP_NUM_THREADS", None)
+        environment |= options.pop("env", {})  # pyright: ignore
+        options.setdefault("stdin", subprocess.DEVNULL)
+        return subprocess.Popen(
+            [*DURE, "run", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            cwd=self.directory,
+            env=environment,
+            **options,  # pyright: ignore
+        )
+
+    def finish(self, process: subprocess.Popen[str], stdin: str | None = None) -> Finished:
+        start = time.monotonic()
+        try:
+            out, err = process.communicate(stdin, timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        elapsed = time.monotonic() - start
+        assert self.left() == []
+        return Finished(process.returncode, out, err, elapsed)
+
+    def run(self, *arguments: str, **options: object) -> Finished:
+        return self.finish(self.start(*arguments, **options))
+
+    def left(self) -> list[int]:
+        return living(self.tag)
+
+
+def launching(directory: Path) -> Iterator[Launching]:
+    """Yield a `Launching`; afterwards fail if a process, a file or shared memory was left."""
+    shared = set(os.listdir("/dev/shm"))
+    job = Launching(directory)
+    yield job
+    left = job.left()
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
+    assert {x for x in os.listdir("/dev/shm") if x not in shared and "dure" in x} == set()
+
+
+def wait_for_lines(process: subprocess.Popen[str], count: int) -> list[str]:
+    """Return once the job has printed `count` lines."""
+    assert process.stdout is not None
+    return [process.stdout.readline() for _ in range(count)]

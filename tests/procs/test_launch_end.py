@@ -1,0 +1,251 @@
+"""How a job ends: failures, signals, grandchildren; and what `JobResult` says of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dure.errors import LaunchError, UsageError
+from dure.launch import JobSpec, Line, run_job
+from procs.launching import Launching, living, wait_for_lines
+from procs.launching import launching as _launching
+
+FOREVER = """
+    import os, signal, subprocess, sys, time
+    print("up")
+    while True:
+        time.sleep(0.2)
+"""
+STUBBORN = """
+    import signal, time
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    print("up")
+    while True:
+        time.sleep(0.2)
+"""
+FAMILY = """
+    import os, signal, subprocess, sys, time
+    subprocess.Popen(["sleep", "600"])
+    subprocess.Popen(["setsid", "sleep", "600"])
+    if os.fork() == 0:  # a daemon: leaves its parent and its session
+        os.setsid()
+        if os.fork() == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(600)
+        os._exit(0)
+    os.wait()
+    print("up")
+    sys.stdin.read() if len(sys.argv) > 1 else time.sleep(600)
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Launching]:
+    yield from _launching(tmp_path)
+
+
+def failing(job: Launching, how: str) -> str:
+    """A program whose rank 1 fails while rank 0 waits in a function that is called `waiting`."""
+    return job.write(f"""
+        import os, signal, sys, time
+        def waiting():
+            time.sleep(600)
+        if os.environ["RANK"] == "0":
+            open("0.up", "w").close()
+            waiting()
+        while not os.path.exists("0.up"):
+            time.sleep(0.01)
+        time.sleep(0.1)
+        {how}
+    """)
+
+
+def quiet(lines: list[Line]) -> dict[str, object]:
+    return {"on_line": lines.append, "quiet": True, "stdin": "none"}
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "crash"),
+    [
+        ("raise ValueError('wrong')", 1, "ValueError"),
+        ("sys.exit(7)", 7, "SystemExit"),
+        ("sys.exit('words')", 1, "SystemExit"),
+        ("os._exit(9)", 9, None),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, None),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, None),
+        ("os.abort()", 134, None),
+    ],
+)
+def test_failure_ends_the_others_and_says_where_they_were(
+    job: Launching, monkeypatch: pytest.MonkeyPatch, how: str, code: int, crash: str | None
+) -> None:
+    monkeypatch.chdir(job.directory)
+    lines: list[Line] = []
+    result = run_job(JobSpec(program=failing(job, how), nproc=2, **quiet(lines)))  # pyright: ignore
+    assert result.exit_code == code
+    failure = result.first_failure
+    assert failure is not None
+    assert failure.rank == 1
+    assert (failure.crash.type if failure.crash else None) == crash
+    other = result.ranks[0]
+    assert other.ended_by_launcher
+    assert other.exit.signal == signal.SIGTERM
+    assert other.stack[0].function == "waiting"
+    assert result.elapsed_s < 5
+    with pytest.raises(LaunchError) as caught:
+        result.check()
+    assert caught.value.report is failure
+
+
+def test_crash_carries_the_programs_own_traceback(job: Launching) -> None:
+    program = job.write("def f():\n    raise KeyError('k')\nf()\n")
+    lines: list[Line] = []
+    result = run_job(JobSpec(program=program, **quiet(lines)))  # pyright: ignore
+    assert result.first_failure is not None
+    crash = result.first_failure.crash
+    assert crash is not None
+    assert crash.traceback.count("  File ") == 2
+    printed = [line.text.decode() for line in lines if line.stream == "stderr"]
+    plain = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    assert printed == plain.stderr.splitlines() == crash.traceback.splitlines()
+
+
+def test_crash_is_seen_even_if_the_rank_hangs_on_its_way_out(job: Launching) -> None:
+    program = job.write("""
+        import threading, time
+        threading.Thread(target=time.sleep, args=(600,)).start()
+        raise ValueError("wrong")
+    """)
+    result = run_job(JobSpec(program=program, quiet=True, on_line=lambda line: None))
+    assert result.exit_code == 1
+    assert result.first_failure is not None
+    assert result.first_failure.ended_by_launcher
+
+
+def test_all_succeed_without_failure_fields(job: Launching) -> None:
+    result = run_job(JobSpec(program=job.write("print(1)"), nproc=3, on_line=lambda line: None))
+    assert result.ok
+    assert result.first_failure is None
+    assert [rank.exit.code for rank in result.ranks] == [0, 0, 0]
+    result.check()
+
+
+def test_function_leaks_no_descriptor(job: Launching) -> None:
+    def descriptors_after_a_job() -> int:
+        run_job(JobSpec(program=program, nproc=2, on_line=lambda line: None, quiet=True))
+        for thread in threading.enumerate():
+            if thread.name.startswith("dure"):
+                thread.join(timeout=10)  # the store lets its clients leave first
+        return len(os.listdir("/proc/self/fd"))
+
+    program = job.write("print(1)")
+    first = descriptors_after_a_job()
+    assert [descriptors_after_a_job() for _ in range(3)] == [first] * 3
+
+
+def test_error_in_on_line_ends_the_job(job: Launching, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(line: Line) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setenv(*job.tag.split("="))
+    with pytest.raises(ZeroDivisionError):
+        run_job(JobSpec(program=job.write(FOREVER), nproc=2, on_line=fail, quiet=True))
+    assert job.left() == []
+
+
+def test_usage_error_starts_nothing() -> None:
+    with pytest.raises(UsageError):
+        run_job(JobSpec(program="prog.py", nproc=0))
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+@pytest.mark.parametrize("program", [FOREVER, STUBBORN, FAMILY])
+def test_signal_ends_everything_within_a_second(
+    job: Launching, number: int, code: int, program: str
+) -> None:
+    process = job.start("-n", "2", job.write(program))
+    wait_for_lines(process, 2)
+    process.send_signal(number)
+    done = job.finish(process)
+    assert done.code == code
+    assert done.elapsed_s < 1.5  # a second, and some for a busy test machine
+    assert "Traceback" not in done.err
+
+
+def test_ctrl_c_lets_ranks_clean_up(job: Launching) -> None:
+    program = job.write("""
+        import time
+        try:
+            print("up")
+            time.sleep(600)
+        finally:
+            print("saved")
+    """)
+    process = job.start("-n", "2", program)
+    wait_for_lines(process, 2)
+    process.send_signal(signal.SIGINT)
+    done = job.finish(process)
+    assert done.lines(0) == done.lines(1) == ["saved"]
+
+
+def test_second_ctrl_c_kills_at_once(job: Launching) -> None:
+    process = job.start("-n", "2", "--timeout-term", "60", job.write(STUBBORN))
+    wait_for_lines(process, 2)
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    process.send_signal(signal.SIGTERM)
+    done = job.finish(process)
+    assert done.code in (130, 143)  # which of the two arrived first is the kernel's choice
+    assert done.elapsed_s < 5
+
+
+def test_grandchildren_end_with_a_failing_rank(job: Launching) -> None:
+    process = job.start("-n", "2", job.write(FAMILY), "wait", stdin=subprocess.PIPE)
+    wait_for_lines(process, 2)
+    rank = next(pid for pid in living("RANK=1") if pid in job.left())
+    os.kill(rank, signal.SIGKILL)
+    done = job.finish(process)  # which checks that nothing is left
+    assert done.code in (137, 0)
+
+
+def test_grandchildren_end_with_successful_ranks(job: Launching) -> None:
+    program = job.write("""
+        import subprocess
+        subprocess.Popen(["setsid", "sleep", "600"], stdout=subprocess.DEVNULL)
+    """)
+    done = job.run("-n", "2", program)
+    assert done.code == 0
+
+
+def test_launcher_killed_takes_its_ranks_along(job: Launching) -> None:
+    process = job.start("-n", "2", job.write(FOREVER))
+    wait_for_lines(process, 2)
+    process.kill()
+    process.communicate(timeout=10)  # the pipes close when the last rank is gone
+    assert process.returncode == -signal.SIGKILL
+    deadline = 200
+    while job.left() and deadline:
+        deadline -= 1
+        os.sched_yield()
+    assert list(job.directory.iterdir()) == [job.directory / "prog.py"]
+
+
+def test_reader_that_leaves_ends_the_job(job: Launching) -> None:
+    program = job.write("while True: print('x' * 1000)")
+    process = job.start("-n", "2", program)
+    wait_for_lines(process, 1)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(timeout=10) == 128 + signal.SIGPIPE
+    assert process.stderr is not None
+    process.stderr.close()
