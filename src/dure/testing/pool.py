@@ -105,6 +105,11 @@ class ProcessPool:
         """Process id of each rank."""
         return [p.pid or -1 for p in self._processes]
 
+    @property
+    def broken(self) -> bool:
+        """Whether a call failed, so that the pool is of no use any more."""
+        return bool(self._broken)
+
     def __enter__(self) -> ProcessPool:
         """Return the pool."""
         return self

@@ -1,0 +1,167 @@
+"""Cases of the operations that combine the ranks' data."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+import dure as dist
+from dure.comm.ops import reducible_dtypes
+
+from .values import contribution, counts, noise, reduced, same
+
+_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+
+
+def _pairs() -> list[tuple[str, torch.dtype]]:
+    """Return every (operation, dtype) that has a meaning."""
+    return [
+        (op, dtype)
+        for op in _OPS
+        for dtype in sorted(reducible_dtypes(getattr(dist.ReduceOp, op)), key=str)
+    ]
+
+
+def case_all_reduce(rank, n):
+    for op, dtype in _pairs():
+        t = contribution(rank, 23, dtype, op)
+        dist.all_reduce(t, getattr(dist.ReduceOp, op))
+        assert same(t, reduced(n, 23, dtype, op)), (op, dtype, t)
+
+
+def case_all_reduce_counts(rank, n):
+    for dtype, count in itertools.product((torch.float32, torch.bfloat16, torch.uint8), counts(n)):
+        t = (torch.arange(count) % 7 + rank).to(dtype)
+        dist.all_reduce(t)
+        wanted = ((torch.arange(count) % 7) * n + n * (n - 1) // 2).to(dtype)
+        assert same(t, wanted), (dtype, count)
+
+
+def case_reduce(rank, n):
+    for i, (op, dtype) in enumerate(_pairs()):
+        dst = i % n
+        mine = contribution(rank, 2 * n + 1, dtype, op)
+        t = mine.clone()
+        dist.reduce(t, dst=dst, op=getattr(dist.ReduceOp, op))
+        wanted = reduced(n, 2 * n + 1, dtype, op) if rank == dst else mine
+        assert same(t, wanted), (op, dtype)
+
+
+def case_reduce_counts(rank, n):
+    for count in counts(n):
+        t = torch.full((count,), float(rank + 1))
+        dist.reduce(t, dst=0)
+        total = n * (n + 1) / 2 if rank == 0 else rank + 1.0
+        assert torch.equal(t, torch.full((count,), total)), count
+
+
+def case_reduce_scatter_single(rank, n):
+    for op, dtype in _pairs():
+        output = torch.empty_like(contribution(rank, 3, dtype, op))
+        dist.reduce_scatter_single(
+            output, contribution(rank, 3 * n, dtype, op), getattr(dist.ReduceOp, op)
+        )
+        assert same(output, reduced(n, 3 * n, dtype, op)[3 * rank : 3 * rank + 3]), (op, dtype)
+
+
+def case_reduce_scatter_single_counts(rank, n):
+    for count in counts(n):
+        output = torch.empty(count)
+        given = torch.arange(n * count, dtype=torch.float32) % 1000 + rank
+        kept = given.clone()
+        dist.reduce_scatter_single(output, given)
+        wanted = (torch.arange(n * count) % 1000) * n + n * (n - 1) // 2
+        assert torch.equal(output, wanted[rank * count : (rank + 1) * count].float()), count
+        assert torch.equal(given, kept), "the input was changed"
+
+
+def case_reduce_scatter_single_in_place(rank, n):
+    for count in (0, 1, 5, 50_000):
+        given = torch.arange(n * count, dtype=torch.float32) % 1000 + rank
+        output = given[rank * count : (rank + 1) * count]
+        dist.reduce_scatter_single(output, given)
+        wanted = (torch.arange(n * count) % 1000) * n + n * (n - 1) // 2
+        assert torch.equal(output, wanted[rank * count : (rank + 1) * count].float()), count
+
+
+def case_reduce_scatter_uneven(rank, n):
+    """Part r has 2 r + 1 elements."""
+    cuts = [2 * r + 1 for r in range(n)]
+    end = sum(cuts[: rank + 1])
+    for op, dtype in _pairs():
+        whole = contribution(rank, sum(cuts), dtype, op)
+        ends = list(itertools.accumulate(cuts))
+        parts = [whole[e - c : e].clone() for c, e in zip(cuts, ends, strict=True)]
+        output = torch.empty_like(parts[rank])
+        dist.reduce_scatter(output, parts, getattr(dist.ReduceOp, op))
+        wanted = reduced(n, sum(cuts), dtype, op)[end - cuts[rank] : end]
+        assert same(output, wanted), (op, dtype)
+
+
+def case_reduce_scatter_large(rank, n):
+    parts = [torch.full((60_001 + r,), float(rank + r)) for r in range(n)]
+    output = torch.empty(60_001 + rank)
+    dist.reduce_scatter(output, parts)
+    assert torch.equal(output, torch.full_like(output, n * (n - 1) / 2 + n * rank))
+
+
+def case_nan_is_handed_on(rank, n):
+    nan, low = float("nan"), float("-inf")
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+            t = torch.tensor([nan if rank == 0 else 1, nan if rank == n - 1 else low, -0.5])
+            t = t.to(dtype)
+            dist.all_reduce(t, op)
+            assert t.isnan().tolist() == [True, True, False], (dtype, op, t)
+            assert t[2] == -0.5
+
+
+def case_results_are_bitwise_equal_on_all_ranks(rank, n):
+    for dtype, count in itertools.product(
+        (torch.float32, torch.float64, torch.bfloat16), (n + 1, 33_331)
+    ):
+        floats = torch.randn(count, generator=torch.Generator().manual_seed(rank))
+        runs = [floats.to(dtype) for _ in range(2)]
+        for t in runs:
+            dist.all_reduce(t)
+        gathered = [torch.empty_like(runs[0]) for _ in range(n)]
+        dist.all_gather(gathered, runs[0])
+        assert all(same(g, runs[0]) for g in gathered), "ranks differ"
+        assert same(*runs), "runs differ"
+
+
+def case_order_of_reduction_is_that_of_ranks(rank, n):
+    """Each prefix sum is rounded in float32, from rank 0 on; bfloat16 is rounded once, at the end."""
+    for count in (3, 200_003):
+        everyone = [
+            torch.randn(count, generator=torch.Generator().manual_seed(r)) for r in range(n)
+        ]
+        for dtype in (torch.float32, torch.bfloat16):
+            rounded = [t.to(dtype) for t in everyone]
+            wanted = rounded[0].float()
+            for t in rounded[1:]:
+                wanted = wanted + t.float()
+            mine = rounded[rank].clone()
+            dist.all_reduce(mine)
+            assert same(mine, wanted.to(dtype)), (dtype, count)
+            scattered = torch.empty_like(mine)
+            dist.reduce_scatter(scattered, [rounded[rank]] * n)
+            assert same(scattered, wanted.to(dtype)), (dtype, count)
+
+
+def case_premultiplied_sum(rank, n):
+    t = torch.full((5,), 2.0)
+    dist.all_reduce(t, dist.ReduceOp.premul_sum(rank + 1.0))
+    assert torch.equal(t, torch.full((5,), float(n * (n + 1))))
+
+
+def case_all_reduce_does_not_touch_neighbours(rank, n):
+    base = noise(3, 64).nan_to_num().clamp(-9, 9)
+    before = base.clone()
+    view = base[7:20]
+    view.fill_(1.0)
+    dist.all_reduce(view)
+    assert torch.equal(base[:7], before[:7])
+    assert torch.equal(base[20:], before[20:])
+    assert torch.equal(view, torch.full((13,), float(n)))

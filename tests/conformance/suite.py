@@ -1,0 +1,33 @@
+"""Runs the cases of one subject on one rank."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import dure as dist
+
+
+def cases_of(module: ModuleType) -> list[str]:
+    """Return the names of a module's cases, in the order of the source."""
+    return [name for name in vars(module) if name.startswith("case_")]
+
+
+def run(rank: int, subject: str, skip: tuple[str, ...] = ()) -> list[str]:
+    """Run the cases of `conformance.<subject>`; return the names of those that ran.
+
+    The first case that fails ends the run: the ranks may have lost each other.
+    """
+    module = importlib.import_module(f"conformance.{subject}")
+    n, ran = dist.get_world_size(), []
+    for name in cases_of(module):
+        if name in skip:
+            continue
+        try:
+            getattr(module, name)(rank, n)
+        except Exception as e:
+            e.add_note(f"in {subject}.{name}, backend {dist.get_backend()}, rank {rank} of {n}")
+            raise
+        ran.append(name)
+    dist.barrier()
+    return ran

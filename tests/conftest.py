@@ -1,0 +1,92 @@
+"""Fixtures of all tests: pools of processes, and the check that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dure.testing import ProcessPool
+
+_PATIENCE_S = 3.0
+_POLL_S = 0.02
+_SERVERS = ("forkserver", "resource_tracker")  # multiprocessing's own; they live as long as pytest
+_UNTRACKED = ("anon_inode:[eventpoll]", "anon_inode:[eventfd]", "/dev/null", "/dev/urandom")
+
+
+@pytest.fixture(scope="module")
+def process_pool() -> Iterator[Callable[..., ProcessPool]]:
+    """Return a function `(n, backend)` that makes a pool, one for each pair in a module."""
+    pools: dict[tuple[int, str | None], ProcessPool] = {}
+
+    def pool(n: int, backend: str | None = None) -> ProcessPool:
+        for key in [k for k, p in pools.items() if k != (n, backend) or p.broken]:
+            pools.pop(key).close()
+        if (n, backend) not in pools:
+            pools[n, backend] = ProcessPool(n, backend)
+        return pools[n, backend]
+
+    yield pool
+    for p in pools.values():
+        p.close()
+
+
+def _threads() -> set[str]:
+    return {t.name for t in threading.enumerate() if not t.name.startswith("pytest_timeout")}
+
+
+def _children() -> set[str]:
+    found = set()
+    for child in psutil.Process().children(recursive=False):
+        with suppress(psutil.Error):
+            command = " ".join(child.cmdline())
+            if not any(server in command for server in _SERVERS):
+                found.add(f"{child.pid} {command}")
+    return found
+
+
+def _shared_memory() -> set[str]:
+    folder = Path("/dev/shm")
+    mine = {p for p in folder.iterdir() if p.name.startswith(("dure", "torch_"))}
+    return {str(p) for p in mine if p.exists() and p.stat().st_uid == os.getuid()}
+
+
+def _descriptors() -> set[str]:
+    found = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            target = link.readlink().as_posix()
+            if target not in _UNTRACKED and not target.startswith("/proc/"):
+                found.add(f"{link.name} {target}")
+    return found
+
+
+_KINDS: dict[str, Callable[[], set[str]]] = {
+    "threads": _threads,
+    "child processes": _children,
+    "shared memory": _shared_memory,
+    "descriptors": _descriptors,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail the module's last test if it left threads, processes, descriptors or shared memory.
+
+    What is on its way out gets a moment; a name that was there before the module is not ours.
+    """
+    before = {kind: look() for kind, look in _KINDS.items()}
+    yield
+    deadline = time.monotonic() + _PATIENCE_S
+    left = {"?": {"not looked yet"}}
+    while any(left.values()) and time.monotonic() < deadline:
+        left = {kind: look() - before[kind] for kind, look in _KINDS.items()}
+        if any(left.values()):
+            time.sleep(_POLL_S)
+    assert not any(left.values()), {kind: names for kind, names in left.items() if names}
