@@ -33,6 +33,7 @@ from dure.store.identity import Identity, alive
 __all__ = ["Meeting", "Member", "Verdict", "contest", "leave", "meet", "object_to"]
 
 _WATCH_S = 1.0
+_CONTEST = timedelta(seconds=1)
 _NAMED = 8
 """How many ranks a message names before it only counts them."""
 
@@ -139,17 +140,18 @@ def object_to(store: Store, me: Member, verdict: Verdict) -> None:
 
 
 def contest(store: Store, me: Member) -> None:
-    """Raise if another process has claimed the number of `me`; claim nothing.
+    """Raise the error about another process that claims the number of `me`; claim nothing.
 
     Raises:
         RendezvousError: Names both; those who wait get it, too.
+        StoreTimeout: Nobody claims it.
     """
     generation = store.add(f"next/{me.rank}", 0)
     key = f"{generation}/member/{me.rank}"
-    if store.check([key]):
-        verdict = _rivalry(_read_member(store.get(key)), me)
-        _agree(store, generation, verdict)
-        verdict.raise_for(me)
+    store.wait([key], _CONTEST)  # the other may be about to claim it
+    verdict = _rivalry(_read_member(store.get(key)), me)
+    _agree(store, generation, verdict)
+    verdict.raise_for(me)
 
 
 def _claim(store: Store, me: Member, active: set[str]) -> int:

@@ -1,5 +1,7 @@
 """The in-process store: a dictionary and a condition variable, for ranks that are threads."""
 
+# ruff: noqa: D102 (what a method of a store does is said once, in `Store`)
+
 from __future__ import annotations
 
 import threading

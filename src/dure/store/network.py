@@ -10,6 +10,8 @@ After a fork the child drops the parent's connections, untouched, and opens its 
 call; a server stays the parent's.
 """
 
+# ruff: noqa: D102 (what a method of a store does is said once, in `Store`)
+
 from __future__ import annotations
 
 import logging
@@ -39,6 +41,9 @@ _GRACE_S = 1.0
 
 _REDIAL_S = 2.0
 """How long a client whose server was there once looks for it again."""
+
+_LATE_S = 1.0
+"""How long the server of a failed meeting goes on for those who have not come yet."""
 
 _log = logging.getLogger("dure.store")
 
@@ -122,6 +127,13 @@ class NetworkStore(Store):
 
         Calls of other threads that wait in this store end with `StoreError`.
         """
+        self._close(0.0)
+
+    def abandon(self) -> None:
+        """Close after a meeting that failed: ranks that come late can still learn why."""
+        self._close(_LATE_S)
+
+    def _close(self, serve_s: float) -> None:
         with self._lock:
             if self._closed:
                 return
@@ -131,7 +143,7 @@ class NetworkStore(Store):
             connection.close()
         self._context.term()  # wakes the threads that use a connection, which close it
         if self._server is not None and self._server.pid == os.getpid():
-            self._server.retire()
+            self._server.retire(serve_s)
 
     def __del__(self) -> None:
         if hasattr(self, "_lock"):

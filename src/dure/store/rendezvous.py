@@ -30,6 +30,7 @@ from dure.store.file import FileStore
 from dure.store.identity import myself
 from dure.store.lifetime import at_process_end
 from dure.store.membership import Meeting, Member, Verdict, contest, leave, meet, object_to
+from dure.store.network import NetworkStore
 from dure.store.places import Place, find_place
 from dure.store.prefix import PrefixStore
 
@@ -230,11 +231,9 @@ def _translated(error: StoreError, me: Member) -> RendezvousError:
 
 
 def _give_up(store: Store) -> None:
-    """Close a store of a meeting that failed; the last one there takes its file away."""
-    if isinstance(store, FileStore):
-        store.abandon()
-    else:
-        store.close()
+    """Close a store of ours after a meeting that failed."""
+    assert isinstance(store, FileStore | NetworkStore)
+    store.abandon()
 
 
 def _leave(base: Store, keys: Store, rank: int, generation: int, owns: bool) -> None:

@@ -113,7 +113,7 @@ class StoreServer:
         self._refusal = ""
         self._ending = threading.Lock()  # between the thread's decision to end, and `adopt`
         self._retired_at: float | None = None
-        self._linger_s = LINGER_S
+        self._linger_s, self._at_least_s = LINGER_S, 0.0
         self._stopping = False
         self._waker, self._wakened = socket.socketpair()
         self._wakened.setblocking(False)
@@ -134,9 +134,14 @@ class StoreServer:
         """Whether its owner has left it, so that it can be adopted."""
         return self._retired_at is not None
 
-    def retire(self) -> None:
-        """Let it end by itself: when the last client leaves, or `LINGER_S` from now."""
+    def retire(self, at_least_s: float = 0.0) -> None:
+        """Let it end by itself: when the last client leaves, or `LINGER_S` from now.
+
+        Args:
+            at_least_s: How long to go on even without clients, for those who come late.
+        """
         self._retired_at = time.monotonic()
+        self._at_least_s = at_least_s
         self._wake()
 
     def adopt(self) -> bool:
@@ -157,7 +162,7 @@ class StoreServer:
     def finish(self, linger_s: float) -> None:
         """Give clients `linger_s` to leave, then stop."""
         self._linger_s = linger_s
-        self.retire()
+        self.retire(self._at_least_s)
         self._thread.join(linger_s + 1)
         self.stop()
 
@@ -218,15 +223,16 @@ class StoreServer:
     def _ended(self) -> bool:
         with self._ending:
             if self._retired_at is not None:
-                late = time.monotonic() >= self._retired_at + self._linger_s
-                self._stopping = self._stopping or late or not self._peers
+                age_s = time.monotonic() - self._retired_at
+                done = not self._peers and age_s >= self._at_least_s
+                self._stopping = self._stopping or done or age_s >= self._linger_s
             return self._stopping
 
     def _patience_ms(self) -> int | None:
         """Return how long the poll may take."""
         due, retired_at = self._board.next_deadline(), self._retired_at
         if retired_at is not None:
-            end = retired_at + self._linger_s
+            end = retired_at + (self._linger_s if self._peers else self._at_least_s)
             due = end if due is None else min(due, end)
         return None if due is None else max(0, int((due - time.monotonic()) * 1000) + 1)
 
