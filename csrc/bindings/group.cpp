@@ -58,7 +58,8 @@ class Engine {
         const Block block{reinterpret_cast<std::byte*>(data), bytes};
         const auto d = static_cast<DType>(dtype);
         if (async) {
-            return nb::cast(call_without_gil([&] { return mailbox_.start_send(block, d, to, tag); }));
+            return nb::cast(
+                call_without_gil([&] { return mailbox_.start_send(block, d, to, tag); }));
         }
         return result(call_without_gil([&] { return mailbox_.send(block, d, to, tag); }));
     }
@@ -73,7 +74,8 @@ class Engine {
         }
         auto ticket = std::make_shared<Ticket>();
         int source = -1;
-        Outcome out = call_without_gil([&] { return mailbox_.receive(block, d, from, tag, &source); });
+        Outcome out =
+            call_without_gil([&] { return mailbox_.receive(block, d, from, tag, &source); });
         ticket->set_source(source);
         ticket->finish(std::move(out));
         return ticket;
@@ -125,32 +127,40 @@ Options options(int rank, int size, double timeout_s, int cores) {
 
 void bind_group(nb::module_& m) {
     nb::class_<Engine>(m, "Group")
-        .def_static("create", [](int rank, int size, double timeout_s, int cores, uint64_t nonce) {
-            return new Engine(Group::create(options(rank, size, timeout_s, cores), nonce));
-        })
-        .def_static("attach", [](int rank, int size, double timeout_s, int cores, int pid, int fd,
-                                 uint64_t nonce) {
-            return new Engine(Group::attach(options(rank, size, timeout_s, cores), pid, fd, nonce));
-        })
+        .def_static(
+            "create",
+            [](int rank, int size, double timeout_s, int cores, uint64_t nonce) {
+                return new Engine(Group::create(options(rank, size, timeout_s, cores), nonce));
+            })
+        .def_static(
+            "attach",
+            [](int rank, int size, double timeout_s, int cores, int pid, int fd, uint64_t nonce) {
+                return new Engine(
+                    Group::attach(options(rank, size, timeout_s, cores), pid, fd, nonce));
+            })
         .def_prop_ro("file", [](Engine& e) { return e.group().file(); })
         .def("attached", [](Engine& e) { return e.group().attached(); })
         .def("not_attached", [](Engine& e) { return e.group().not_attached(); })
-        .def("wait_attached", [](Engine& e, double seconds) {
-            nb::gil_scoped_release release;
-            e.group().wait_attached(static_cast<int64_t>(seconds * 1e9));
-        })
+        .def("wait_attached",
+             [](Engine& e, double seconds) {
+                 nb::gil_scoped_release release;
+                 e.group().wait_attached(static_cast<int64_t>(seconds * 1e9));
+             })
         .def("ready", [](Engine& e) { e.group().ready(); })
         .def("pid_of", [](Engine& e, int rank) { return e.group().pid_of(rank); })
-        .def("set_timeout", [](Engine& e, double seconds) {
-            e.group().set_timeout(static_cast<int64_t>(seconds * 1e9));
-        })
+        .def("set_timeout",
+             [](Engine& e, double seconds) {
+                 e.group().set_timeout(static_cast<int64_t>(seconds * 1e9));
+             })
         .def("all_reduce", &Engine::all_reduce)
-        .def("run", [](Engine& e, int op, int dtype, int reduction, int root, const nb::list& inputs,
-                       const nb::list& outputs, bool async) {
-            return e.run({static_cast<Op>(op), static_cast<DType>(dtype),
-                          static_cast<Reduction>(reduction), root, blocks(inputs), blocks(outputs)},
-                         async);
-        })
+        .def("run",
+             [](Engine& e, int op, int dtype, int reduction, int root, const nb::list& inputs,
+                const nb::list& outputs, bool async) {
+                 return e.run(
+                     {static_cast<Op>(op), static_cast<DType>(dtype),
+                      static_cast<Reduction>(reduction), root, blocks(inputs), blocks(outputs)},
+                     async);
+             })
         .def("send", &Engine::send)
         .def("receive", &Engine::receive)
         .def("shared_empty", &Engine::shared_empty)

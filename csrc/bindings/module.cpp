@@ -1,8 +1,8 @@
+#include <nanobind/stl/string.h>
+
 #include "bindings.h"
 #include "kernels.h"
 #include "types.h"
-
-#include <nanobind/stl/string.h>
 
 namespace nb = nanobind;
 
@@ -13,7 +13,8 @@ NB_MODULE(_engine, m) {
     bind_shared_block(m);
     bind_group(m);
     m.def("kernel_isa", [] { return std::string(kernel_isa()); });
-    m.def("select_kernel_isa", [](const std::string& isa) { return select_kernel_isa(isa.c_str()); });
+    m.def("select_kernel_isa",
+          [](const std::string& isa) { return select_kernel_isa(isa.c_str()); });
     // Reduce `n` ranges of `count` elements: for the tests of the kernels.
     m.def("reduce", [](size_t out, nb::list sources, int dtype, int reduction, size_t count) {
         auto kernel = reduce_kernel(static_cast<DType>(dtype), static_cast<Reduction>(reduction));

@@ -11,7 +11,8 @@ namespace {
 
 int get_buffer(PyObject* self, Py_buffer* view, int flags) {
     SharedBlock* block = nb::inst_ptr<SharedBlock>(nb::handle(self));
-    return PyBuffer_FillInfo(view, self, block->data(), static_cast<Py_ssize_t>(block->bytes), 0, flags);
+    return PyBuffer_FillInfo(view, self, block->data(), static_cast<Py_ssize_t>(block->bytes), 0,
+                             flags);
 }
 
 PyType_Slot slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}, {0, nullptr}};

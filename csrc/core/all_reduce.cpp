@@ -42,7 +42,8 @@ struct Group::Staged {
 struct Group::Slices {
     size_t bytes, per;
     Slices(size_t bytes, int n)
-        : bytes(bytes), per(round_up((bytes + static_cast<size_t>(n) - 1) / static_cast<size_t>(n), kLine)) {}
+        : bytes(bytes),
+          per(round_up((bytes + static_cast<size_t>(n) - 1) / static_cast<size_t>(n), kLine)) {}
     size_t begin(int rank) const { return std::min(static_cast<size_t>(rank) * per, bytes); }
     size_t length(int rank) const { return begin(rank + 1) - begin(rank); }
 };

@@ -4,7 +4,8 @@
 
 namespace dure {
 
-uint64_t Arena::find(const std::byte* data, size_t bytes, std::shared_ptr<SharedBlock>* block) const {
+uint64_t Arena::find(const std::byte* data, size_t bytes,
+                     std::shared_ptr<SharedBlock>* block) const {
     if (empty()) return 0;
     std::lock_guard hold(lock_);
     auto after = blocks_.upper_bound(data);

@@ -1,4 +1,5 @@
-// The doors: what every collective does before and after, and the few that need no file of their own.
+// The doors: what every collective does before and after, and the few that need no file of their
+// own.
 #include <sys/mman.h>
 
 #include <system_error>
@@ -31,16 +32,21 @@ Status Group::all_reduce(Block tensor, DType dtype, Reduction reduction) {
 Status Group::run(const Call& call) {
     return guarded([&] {
         switch (call.op) {
-            case Op::barrier: announce(call, 0, 0); return open();
+            case Op::barrier:
+                announce(call, 0, 0);
+                return open();
             case Op::all_reduce:
-            case Op::reduce: return reduce(call.outputs[0], call);
+            case Op::reduce:
+                return reduce(call.outputs[0], call);
             case Op::broadcast:
             case Op::all_gather:
             case Op::gather:
             case Op::scatter:
             case Op::reduce_scatter:
-            case Op::all_to_all: return move(call);
-            default: return Status::usage;
+            case Op::all_to_all:
+                return move(call);
+            default:
+                return Status::usage;
         }
     });
 }

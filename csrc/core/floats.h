@@ -111,7 +111,8 @@ struct Float8 {
             out = as_bits(as_float(rest) + as_float(kMagic)) - kMagic;
         } else {
             out = (rest - (uint32_t{127 - Bias} << 23) + ((1u << (kShift - 1)) - 1) +
-                   (rest >> kShift & 1)) >> kShift;
+                   (rest >> kShift & 1)) >>
+                  kShift;
             if (out > kMax) out = F == Flavor::ieee ? kInf : kNan;
         }
         if (F == Flavor::fnuz && (out == 0 || out == kNan)) sign = 0;  // no -0; NaN has one code

@@ -46,6 +46,12 @@ std::unique_ptr<Group> Group::attach(const Options& options, int pid, int fd, ui
     return group;
 }
 
+std::unique_ptr<Group> Group::join(const Options& options, const Group& first) {
+    std::unique_ptr<Group> group(new Group(options, MemoryFile(), first.mapping_));
+    group->enter_rank();
+    return group;
+}
+
 Group::Group(const Options& options, MemoryFile file, std::shared_ptr<Mapping> mapping)
     : rank_(options.rank),
       size_(options.size),
@@ -157,8 +163,10 @@ Status Group::adopt_verdict() {
         std::string text(v.text);
         for (size_t at = 0, end; at <= text.size(); at = end + 1) {
             end = std::min(text.find('\n', at), text.size());
-            if (at == 0) out.detail = text.substr(0, end);
-            else out.calls.push_back(text.substr(at, end - at));
+            if (at == 0)
+                out.detail = text.substr(0, end);
+            else
+                out.calls.push_back(text.substr(at, end - at));
         }
     } else {
         out.status = Status::peer_lost;

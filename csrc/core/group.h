@@ -4,8 +4,9 @@
 // of the calls. `close` may come from any thread at any time. A group must not be used in a child
 // that was forked after `attach`: its threads do not exist there.
 //
-// After the first failure the group is broken for all ranks: the one that noticed writes the verdict
-// into the segment (`condemn`), and every pending and later call on any rank ends with that outcome.
+// After the first failure the group is broken for all ranks: the one that noticed writes the
+// verdict into the segment (`condemn`), and every pending and later call on any rank ends with that
+// outcome.
 #pragma once
 
 #include <atomic>
@@ -35,6 +36,9 @@ class Group {
     // std::runtime_error where what was found is not this group's segment.
     static std::unique_ptr<Group> create(const Options& options, uint64_t nonce);
     static std::unique_ptr<Group> attach(const Options& options, int pid, int fd, uint64_t nonce);
+    // As `attach`, on the very mapping of a rank of this process: so that thread-ranks share
+    // addresses, and a race detector sees what they do to each other (csrc/tests).
+    static std::unique_ptr<Group> join(const Options& options, const Group& first);
     ~Group();
     Group(const Group&) = delete;
     Group& operator=(const Group&) = delete;
@@ -85,7 +89,8 @@ class Group {
         Group& group_;
     };
 
-    // -- for the mailbox, which lives on the same segment ------------------------------------------
+    // -- for the mailbox, which lives on the same segment
+    // ------------------------------------------
     Header& header() const { return *reinterpret_cast<Header*>(base_); }
     RankBlock& block(int rank) const {
         return reinterpret_cast<RankBlock*>(base_ + layout_.ranks)[rank];
@@ -105,7 +110,8 @@ class Group {
     Group(const Options& options, MemoryFile file, std::shared_ptr<Mapping> mapping);
     void enter_rank();
 
-    // -- synchronisation (sync.cpp) ----------------------------------------------------------------
+    // -- synchronisation (sync.cpp)
+    // ----------------------------------------------------------------
     struct Wait;
     OpSlot& slot(int rank) const { return block(rank).slot[seq_ & 1]; }
     bool arrived(int rank) const;
@@ -119,19 +125,22 @@ class Group {
     }
     void wake_everyone() const;
 
-    // -- the opening of every collective (opening.cpp) -----------------------------------------------
+    // -- the opening of every collective (opening.cpp)
+    // -----------------------------------------------
     void announce(const Call& call, size_t bytes, uint64_t arena);
     void announce_blocks(const Call& call);
     Status open();
     bool same_call(int rank) const;
     Status check_blocks() const;
+    std::string describe_blocks(int rank) const;
     std::string describe_call(int rank) const;
     Status report_desync();
     uint64_t* table(int rank) const;
     size_t send_bytes(int from, int to) const;
     size_t most_bytes() const;
 
-    // -- the collectives ----------------------------------------------------------------------------
+    // -- the collectives
+    // ----------------------------------------------------------------------------
     struct Slices;
     struct Places;
     struct Staged;

@@ -23,7 +23,8 @@ namespace {
 
 constexpr size_t kBlock = 1024;  // elements; 4 KiB of float
 
-// ---- element types: how to load, combine and store -----------------------------------------------
+// ---- element types: how to load, combine and store
+// -----------------------------------------------
 
 template <typename T>
 struct Native {
@@ -72,16 +73,24 @@ struct ComplexHalf {
 
 struct Sum {
     template <typename T>
-    static T combine(T a, T b) { return static_cast<T>(a + b); }
+    static T combine(T a, T b) {
+        return static_cast<T>(a + b);
+    }
     template <typename T>
-    static Pair<T> combine(Pair<T> a, Pair<T> b) { return {a.re + b.re, a.im + b.im}; }
+    static Pair<T> combine(Pair<T> a, Pair<T> b) {
+        return {a.re + b.re, a.im + b.im};
+    }
     template <typename T>
-    static T finish(T x, int) { return x; }
+    static T finish(T x, int) {
+        return x;
+    }
 };
 
 struct Average : Sum {
     template <typename T>
-    static T finish(T x, int n) { return x / static_cast<T>(n); }
+    static T finish(T x, int n) {
+        return x / static_cast<T>(n);
+    }
     template <typename T>
     static Pair<T> finish(Pair<T> x, int n) {
         return {x.re / static_cast<T>(n), x.im / static_cast<T>(n)};
@@ -104,43 +113,65 @@ struct Product {
         return {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re};
     }
     template <typename T>
-    static T finish(T x, int) { return x; }
+    static T finish(T x, int) {
+        return x;
+    }
 };
 
 // A NaN on either side wins: b's by the second test, a's because no comparison with it holds.
 struct Minimum {
     template <typename T>
-    static T combine(T a, T b) { return (b < a || b != b) ? b : a; }
+    static T combine(T a, T b) {
+        return (b < a || b != b) ? b : a;
+    }
     template <typename T>
-    static T finish(T x, int) { return x; }
+    static T finish(T x, int) {
+        return x;
+    }
 };
 
 struct Maximum {
     template <typename T>
-    static T combine(T a, T b) { return (b > a || b != b) ? b : a; }
+    static T combine(T a, T b) {
+        return (b > a || b != b) ? b : a;
+    }
     template <typename T>
-    static T finish(T x, int) { return x; }
+    static T finish(T x, int) {
+        return x;
+    }
 };
 
 struct And {
     template <typename T>
-    static T combine(T a, T b) { return static_cast<T>(a & b); }
+    static T combine(T a, T b) {
+        return static_cast<T>(a & b);
+    }
     template <typename T>
-    static T finish(T x, int) { return x; }
+    static T finish(T x, int) {
+        return x;
+    }
 };
 
 struct Or {
     template <typename T>
-    static T combine(T a, T b) { return static_cast<T>(a | b); }
+    static T combine(T a, T b) {
+        return static_cast<T>(a | b);
+    }
     template <typename T>
-    static T finish(T x, int) { return x; }
+    static T finish(T x, int) {
+        return x;
+    }
 };
 
 struct Xor {
     template <typename T>
-    static T combine(T a, T b) { return static_cast<T>(a ^ b); }
+    static T combine(T a, T b) {
+        return static_cast<T>(a ^ b);
+    }
     template <typename T>
-    static T finish(T x, int) { return x; }
+    static T finish(T x, int) {
+        return x;
+    }
 };
 
 // ---- the loop -----------------------------------------------------------------------------------
@@ -169,19 +200,26 @@ void reduce(const Operands& o) {
 template <typename E>
 ReduceFn arithmetic(Reduction reduction) {
     switch (reduction) {
-        case Reduction::sum: return reduce<E, Sum>;
-        case Reduction::product: return reduce<E, Product>;
-        default: return nullptr;
+        case Reduction::sum:
+            return reduce<E, Sum>;
+        case Reduction::product:
+            return reduce<E, Product>;
+        default:
+            return nullptr;
     }
 }
 
 template <typename E>
 ReduceFn floating(Reduction reduction) {
     switch (reduction) {
-        case Reduction::avg: return reduce<E, Average>;
-        case Reduction::min: return reduce<E, Minimum>;
-        case Reduction::max: return reduce<E, Maximum>;
-        default: return arithmetic<E>(reduction);
+        case Reduction::avg:
+            return reduce<E, Average>;
+        case Reduction::min:
+            return reduce<E, Minimum>;
+        case Reduction::max:
+            return reduce<E, Maximum>;
+        default:
+            return arithmetic<E>(reduction);
     }
 }
 
@@ -194,12 +232,18 @@ ReduceFn complex_valued(Reduction reduction) {
 template <typename Signed, typename Unsigned>
 ReduceFn integral(Reduction reduction) {
     switch (reduction) {
-        case Reduction::min: return reduce<Native<Signed>, Minimum>;
-        case Reduction::max: return reduce<Native<Signed>, Maximum>;
-        case Reduction::band: return reduce<Native<Unsigned>, And>;
-        case Reduction::bor: return reduce<Native<Unsigned>, Or>;
-        case Reduction::bxor: return reduce<Native<Unsigned>, Xor>;
-        default: return arithmetic<Native<Unsigned>>(reduction);
+        case Reduction::min:
+            return reduce<Native<Signed>, Minimum>;
+        case Reduction::max:
+            return reduce<Native<Signed>, Maximum>;
+        case Reduction::band:
+            return reduce<Native<Unsigned>, And>;
+        case Reduction::bor:
+            return reduce<Native<Unsigned>, Or>;
+        case Reduction::bxor:
+            return reduce<Native<Unsigned>, Xor>;
+        default:
+            return arithmetic<Native<Unsigned>>(reduction);
     }
 }
 
@@ -207,12 +251,16 @@ ReduceFn logical(Reduction reduction) {
     switch (reduction) {
         case Reduction::sum:
         case Reduction::max:
-        case Reduction::bor: return reduce<Bool, Or>;
+        case Reduction::bor:
+            return reduce<Bool, Or>;
         case Reduction::product:
         case Reduction::min:
-        case Reduction::band: return reduce<Bool, And>;
-        case Reduction::bxor: return reduce<Bool, Xor>;
-        default: return nullptr;
+        case Reduction::band:
+            return reduce<Bool, And>;
+        case Reduction::bxor:
+            return reduce<Bool, Xor>;
+        default:
+            return nullptr;
     }
 }
 
@@ -222,28 +270,50 @@ namespace DURE_ISA {
 
 ReduceFn find(DType dtype, Reduction reduction) {
     switch (dtype) {
-        case DType::f64: return floating<Native<double>>(reduction);
-        case DType::f32: return floating<Native<float>>(reduction);
-        case DType::f16: return floating<Small<Float16>>(reduction);
-        case DType::bf16: return floating<Small<BFloat16>>(reduction);
-        case DType::e4m3fn: return floating<Small<E4M3fn>>(reduction);
-        case DType::e5m2: return floating<Small<E5M2>>(reduction);
-        case DType::e4m3fnuz: return floating<Small<E4M3fnuz>>(reduction);
-        case DType::e5m2fnuz: return floating<Small<E5M2fnuz>>(reduction);
-        case DType::e8m0fnu: return floating<Small<E8M0fnu>>(reduction);
-        case DType::i8: return integral<int8_t, uint8_t>(reduction);
-        case DType::i16: return integral<int16_t, uint16_t>(reduction);
-        case DType::i32: return integral<int32_t, uint32_t>(reduction);
-        case DType::i64: return integral<int64_t, uint64_t>(reduction);
-        case DType::u8: return integral<uint8_t, uint8_t>(reduction);
-        case DType::u16: return integral<uint16_t, uint16_t>(reduction);
-        case DType::u32: return integral<uint32_t, uint32_t>(reduction);
-        case DType::u64: return integral<uint64_t, uint64_t>(reduction);
-        case DType::boolean: return logical(reduction);
-        case DType::c32: return complex_valued<ComplexHalf>(reduction);
-        case DType::c64: return complex_valued<Complex<float>>(reduction);
-        case DType::c128: return complex_valued<Complex<double>>(reduction);
-        default: return nullptr;
+        case DType::f64:
+            return floating<Native<double>>(reduction);
+        case DType::f32:
+            return floating<Native<float>>(reduction);
+        case DType::f16:
+            return floating<Small<Float16>>(reduction);
+        case DType::bf16:
+            return floating<Small<BFloat16>>(reduction);
+        case DType::e4m3fn:
+            return floating<Small<E4M3fn>>(reduction);
+        case DType::e5m2:
+            return floating<Small<E5M2>>(reduction);
+        case DType::e4m3fnuz:
+            return floating<Small<E4M3fnuz>>(reduction);
+        case DType::e5m2fnuz:
+            return floating<Small<E5M2fnuz>>(reduction);
+        case DType::e8m0fnu:
+            return floating<Small<E8M0fnu>>(reduction);
+        case DType::i8:
+            return integral<int8_t, uint8_t>(reduction);
+        case DType::i16:
+            return integral<int16_t, uint16_t>(reduction);
+        case DType::i32:
+            return integral<int32_t, uint32_t>(reduction);
+        case DType::i64:
+            return integral<int64_t, uint64_t>(reduction);
+        case DType::u8:
+            return integral<uint8_t, uint8_t>(reduction);
+        case DType::u16:
+            return integral<uint16_t, uint16_t>(reduction);
+        case DType::u32:
+            return integral<uint32_t, uint32_t>(reduction);
+        case DType::u64:
+            return integral<uint64_t, uint64_t>(reduction);
+        case DType::boolean:
+            return logical(reduction);
+        case DType::c32:
+            return complex_valued<ComplexHalf>(reduction);
+        case DType::c64:
+            return complex_valued<Complex<float>>(reduction);
+        case DType::c128:
+            return complex_valued<Complex<double>>(reduction);
+        default:
+            return nullptr;
     }
 }
 

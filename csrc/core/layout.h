@@ -28,9 +28,9 @@ constexpr int kMaxRanks = 256;
 constexpr size_t kLine = 64;
 constexpr size_t kPage = 4096;
 
-constexpr size_t kInlineBytes = 32;          // payload inside an OpSlot
-constexpr size_t kStageBytes = 512 * 1024;   // one staging buffer; chosen in PEERS.md's "staged2"
-constexpr size_t kStages = 2;                // used in turn
+constexpr size_t kInlineBytes = 32;         // payload inside an OpSlot
+constexpr size_t kStageBytes = 512 * 1024;  // one staging buffer; chosen in PEERS.md's "staged2"
+constexpr size_t kStages = 2;               // used in turn
 constexpr size_t kSiteBytes = 160;
 
 constexpr size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
@@ -95,7 +95,9 @@ struct Ring {
 struct Layout {
     explicit Layout(int n)
         : size(static_cast<size_t>(n)),
-          ring_bytes(n <= 8 ? 256 * 1024 : n <= 32 ? 64 * 1024 : 16 * 1024),
+          ring_bytes(n <= 8    ? 256 * 1024
+                     : n <= 32 ? 64 * 1024
+                               : 16 * 1024),
           ranks(round_up(sizeof(Header), kPage)),
           tables(round_up(ranks + size * sizeof(RankBlock), kPage)),
           table_stride(round_up(2 * size * sizeof(uint64_t), 128)),

@@ -106,8 +106,10 @@ Outcome Mailbox::drive(const RequestPtr& request) {
                 std::lock_guard hold(lock_);
                 progress();
             }
-            if (waited < kSpinNs && !group_.crowded()) relax();
-            else sched_yield();
+            if (waited < kSpinNs && !group_.crowded())
+                relax();
+            else
+                sched_yield();
             continue;
         }
         rest(request);

@@ -1,8 +1,8 @@
 // Point to point: messages between two ranks, independent of the collectives.
 //
-// Threads: everything may be called from any thread; one lock guards all of it. Whoever waits drives
-// all traffic of the rank; a thread of its own does so for requests that nobody waits for. It begins
-// with the first of them and sleeps while there are none.
+// Threads: everything may be called from any thread; one lock guards all of it. Whoever waits
+// drives all traffic of the rank; a thread of its own does so for requests that nobody waits for.
+// It begins with the first of them and sleeps while there are none.
 //
 // Order: messages of one sender and tag are received in the order in which they were sent.
 #pragma once
@@ -43,7 +43,7 @@ class Mailbox {
         DType dtype;
         int peer;
         int tag;
-        size_t moved = 0;        // bytes; of a send including its header
+        size_t moved = 0;  // bytes; of a send including its header
         int64_t deadline_ns = 0;
         std::shared_ptr<Ticket> ticket = std::make_shared<Ticket>();
     };
@@ -59,8 +59,8 @@ class Mailbox {
         Envelope envelope;
         int source;
         size_t got = 0;
-        RequestPtr request;            // who receives it; may come later
-        std::vector<std::byte> kept;   // the bytes, if nobody had asked for them on arrival
+        RequestPtr request;           // who receives it; may come later
+        std::vector<std::byte> kept;  // the bytes, if nobody had asked for them on arrival
         bool complete() const { return got == envelope.bytes; }
     };
     using MessagePtr = std::shared_ptr<Message>;

@@ -1,9 +1,9 @@
-// Moving blocks: broadcast, all_gather, gather, scatter, all_to_all; and reduce_scatter, which is an
-// all_to_all whose receiver adds up what it gets.
+// Moving blocks: broadcast, all_gather, gather, scatter, all_to_all; and reduce_scatter, which is
+// an all_to_all whose receiver adds up what it gets.
 //
 // Note "Rounds". Rank i has a block for rank j. In every round each rank copies the next piece of
-// its blocks into its staging buffer, all meet, and each copies (or reduces) the pieces meant for it
-// out of the others' buffers. A buffer is cut into `parts` equal pieces:
+// its blocks into its staging buffer, all meet, and each copies (or reduces) the pieces meant for
+// it out of the others' buffers. A buffer is cut into `parts` equal pieces:
 //
 //   broadcast, all_gather        1 part that all read (the same block for everybody)
 //   gather                       1 part, for the root
@@ -27,32 +27,42 @@ namespace dure {
 struct Group::Transfer {
     const Call& call;
     const int rank, size;
-    const bool shared;   // one block for everybody
+    const bool shared;  // one block for everybody
     const size_t parts;
-    const size_t piece;  // bytes of a part
+    const size_t piece;         // bytes of a part
     ReduceFn kernel = nullptr;  // of reduce_scatter
 
     Transfer(const Call& c, int rank, int size)
-        : call(c), rank(rank), size(size),
+        : call(c),
+          rank(rank),
+          size(size),
           shared(c.op == Op::broadcast || c.op == Op::all_gather),
           parts(shared || c.op == Op::gather || size < 3 ? 1 : static_cast<size_t>(size) - 1),
           piece(kStageBytes / parts / kLine * kLine) {}
 
     Block to(int peer) const {
         switch (call.op) {
-            case Op::broadcast: return rank == call.root ? call.outputs[0] : Block{};
-            case Op::all_gather: return call.inputs[0];
-            case Op::gather: return peer == call.root ? call.inputs[0] : Block{};
-            case Op::scatter: return rank == call.root ? call.inputs[at(peer)] : Block{};
-            default: return call.inputs[at(peer)];
+            case Op::broadcast:
+                return rank == call.root ? call.outputs[0] : Block{};
+            case Op::all_gather:
+                return call.inputs[0];
+            case Op::gather:
+                return peer == call.root ? call.inputs[0] : Block{};
+            case Op::scatter:
+                return rank == call.root ? call.inputs[at(peer)] : Block{};
+            default:
+                return call.inputs[at(peer)];
         }
     }
     Block from(int peer) const {
         switch (call.op) {
             case Op::broadcast:
-            case Op::scatter: return peer == call.root ? call.outputs[0] : Block{};
-            case Op::gather: return rank == call.root ? call.outputs[at(peer)] : Block{};
-            default: return call.outputs[at(peer)];
+            case Op::scatter:
+                return peer == call.root ? call.outputs[0] : Block{};
+            case Op::gather:
+                return rank == call.root ? call.outputs[at(peer)] : Block{};
+            default:
+                return call.outputs[at(peer)];
         }
     }
     // Where in `sender`'s buffer the piece for `receiver` begins.
@@ -114,8 +124,10 @@ Status Group::move(const Call& call) {
         t.kernel = reduce_kernel(call.dtype, call.reduction);
         if (!t.kernel) return Status::usage;
     }
-    if (call.op == Op::broadcast) announce(call, call.outputs[0].bytes, 0);
-    else announce_blocks(call);
+    if (call.op == Op::broadcast)
+        announce(call, call.outputs[0].bytes, 0);
+    else
+        announce_blocks(call);
     put(t, 0);
     if (Status s = open(); s != Status::ok) return s;
     if (call.op != Op::reduce_scatter) {

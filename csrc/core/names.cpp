@@ -11,11 +11,11 @@ struct DTypeRow {
 };
 
 constexpr DTypeRow kDTypes[] = {
-    {"float64", 8},       {"float32", 4},         {"float16", 2},        {"bfloat16", 2},
-    {"float8_e4m3fn", 1}, {"float8_e5m2", 1},     {"float8_e4m3fnuz", 1}, {"float8_e5m2fnuz", 1},
-    {"float8_e8m0fnu", 1}, {"int8", 1},           {"int16", 2},          {"int32", 4},
-    {"int64", 8},         {"uint8", 1},           {"uint16", 2},         {"uint32", 4},
-    {"uint64", 8},        {"bool", 1},            {"complex32", 4},      {"complex64", 8},
+    {"float64", 8},        {"float32", 4},     {"float16", 2},         {"bfloat16", 2},
+    {"float8_e4m3fn", 1},  {"float8_e5m2", 1}, {"float8_e4m3fnuz", 1}, {"float8_e5m2fnuz", 1},
+    {"float8_e8m0fnu", 1}, {"int8", 1},        {"int16", 2},           {"int32", 4},
+    {"int64", 8},          {"uint8", 1},       {"uint16", 2},          {"uint32", 4},
+    {"uint64", 8},         {"bool", 1},        {"complex32", 4},       {"complex64", 8},
     {"complex128", 16},
 };
 static_assert(sizeof(kDTypes) / sizeof(kDTypes[0]) == kReducibleDTypes);
@@ -23,9 +23,9 @@ static_assert(sizeof(kDTypes) / sizeof(kDTypes[0]) == kReducibleDTypes);
 constexpr const char* kReductionNames[] = {"SUM",  "AVG", "PRODUCT", "MIN", "MAX",
                                            "BAND", "BOR", "BXOR",    ""};
 
-constexpr const char* kOpNames[] = {"none",   "barrier", "broadcast",      "all_reduce", "reduce",
-                                    "all_gather", "gather", "scatter", "reduce_scatter",
-                                    "all_to_all", "shared_empty", "send", "recv"};
+constexpr const char* kOpNames[] = {
+    "none",    "barrier",        "broadcast",  "all_reduce",   "reduce", "all_gather", "gather",
+    "scatter", "reduce_scatter", "all_to_all", "shared_empty", "send",   "recv"};
 
 }  // namespace
 

@@ -1,11 +1,11 @@
 // The opening of a collective: say what was called, meet, compare.
 //
 // Note "Signature". Before a rank arrives it writes into its slot what it called: operation, dtype,
-// reduction, root, bytes. Operations that move a block for each pair of ranks also write a table, the
-// bytes they send to and expect from each rank. When all have arrived everyone compares everything
-// with its own, so that all ranks come to the same verdict, and none has touched user data yet. In
-// the usual case (all blocks alike) that is 16 bytes a rank, in the line that was read for the tick
-// anyway; the tables are read only if some rank says that its blocks differ.
+// reduction, root, bytes. Operations that move a block for each pair of ranks also write a table,
+// the bytes they send to and expect from each rank. When all have arrived everyone compares
+// everything with its own, so that all ranks come to the same verdict, and none has touched user
+// data yet. In the usual case (all blocks alike) that is 16 bytes a rank, in the line that was read
+// for the tick anyway; the tables are read only if some rank says that its blocks differ.
 #include <cstdio>
 
 #include "group.h"
@@ -46,8 +46,10 @@ void Group::announce_blocks(const Call& call) {
     auto note = [&](uint64_t& cell, const std::vector<Block>& list, size_t i, bool used) {
         cell = !used || list.empty() ? 0 : list[list.size() == 1 ? 0 : i].bytes;
         if (!used) return;
-        if (first) common = cell;
-        else if (cell != common) even = false;
+        if (first)
+            common = cell;
+        else if (cell != common)
+            even = false;
         first = false;
     };
     for (size_t i = 0; i < n; i++) {
@@ -107,34 +109,37 @@ size_t Group::most_bytes() const {
     return most;
 }
 
-std::string Group::describe_call(int rank) const {
+// "float32[1000]", or the lengths of all blocks where they differ.
+std::string Group::describe_blocks(int rank) const {
     const OpSlot& s = slot(rank);
     const size_t item = item_bytes(s.dtype);
-    std::string text = name_of(s.op);
-    text += "(";
-    if (s.op == Op::shared_empty) {
-        text += std::to_string(s.bytes) + " bytes";
-    } else if (s.op != Op::barrier) {
-        text += name_of(s.dtype);
-        auto list = [&](const char* what, const uint64_t* cells) {
-            text += std::string(", ") + what + " [";
-            for (int i = 0; i < size_; i++) {
-                text += (i ? ", " : "") + std::to_string(cells[i] / item);
-            }
-            text += "]";
-        };
-        if (s.even) {
-            text += "[" + std::to_string(s.bytes / item) + "]";
-        } else {
-            list("sends", table(rank));
-            list("receives", table(rank) + size_);
+    std::string text = name_of(s.dtype);
+    if (s.even) return text.append("[").append(std::to_string(s.bytes / item)).append("]");
+    auto list = [&](const char* what, const uint64_t* cells) {
+        text.append(what);
+        for (int i = 0; i < size_; i++) {
+            text.append(i ? ", " : "").append(std::to_string(cells[i] / item));
         }
-        if (s.reduction != Reduction::none) text += std::string(", ") + name_of(s.reduction);
-        if (s.root >= 0) text += ", root " + std::to_string(s.root);
-    }
-    text += ")";
+        text.append("]");
+    };
+    list(", sends [", table(rank));
+    list(", receives [", table(rank) + size_);
+    return text;
+}
+
+std::string Group::describe_call(int rank) const {
+    const OpSlot& s = slot(rank);
+    std::string text = name_of(s.op);
+    text.append("(");
+    if (s.op == Op::shared_empty)
+        text.append(std::to_string(s.bytes)).append(" bytes");
+    else if (s.op != Op::barrier)
+        text.append(describe_blocks(rank));
+    if (s.reduction != Reduction::none) text.append(", ").append(name_of(s.reduction));
+    if (s.root >= 0) text.append(", root ").append(std::to_string(s.root));
+    text.append(")");
     const char* site = block(rank).site[seq_ & 1];
-    if (site[0]) text += std::string(" at ") + std::string(site, strnlen(site, kSiteBytes));
+    if (site[0]) text.append(" at ").append(site, strnlen(site, kSiteBytes));
     return text;
 }
 

@@ -34,7 +34,8 @@ std::string describe(int status) {
     if (WIFEXITED(status)) return "exit code " + std::to_string(WEXITSTATUS(status));
     if (!WIFSIGNALED(status)) return "";
     std::string text = "signal " + std::to_string(WTERMSIG(status));
-    if (const char* name = sigabbrev_np(WTERMSIG(status))) text.append(" (SIG").append(name).append(")");
+    if (const char* name = sigabbrev_np(WTERMSIG(status)))
+        text.append(" (SIG").append(name).append(")");
     return text;
 }
 

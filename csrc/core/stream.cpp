@@ -7,8 +7,8 @@
 //
 // The receiver takes bytes only while some receive could match that sender. When an envelope
 // arrives, the first posted receive for its sender and tag gets the data, straight into its
-// tensor; without one they go to private memory ("unexpected") until a receive asks. A receive whose
-// length or dtype differs from its message fails; the message stays, for one that fits.
+// tensor; without one they go to private memory ("unexpected") until a receive asks. A receive
+// whose length or dtype differs from its message fails; the message stays, for one that fits.
 //
 // Cost of S bytes: S written and S read by each side; pieces of 64 KiB keep both busy at once.
 #include <algorithm>
@@ -125,7 +125,8 @@ bool Mailbox::pull(int from) {
         Message& m = *current;
         const bool direct = m.request && m.kept.empty();
         std::byte* base = direct ? m.request->data.data : m.kept.data();
-        const size_t n = std::min({m.envelope.bytes - m.got, static_cast<size_t>(head - tail), kPiece});
+        const size_t n =
+            std::min({m.envelope.bytes - m.got, static_cast<size_t>(head - tail), kPiece});
         if (n) ring_read(ring, capacity, tail, base + m.got, n);
         m.got += n;
         if (m.request) m.request->moved += n;

@@ -5,12 +5,12 @@
 // this far, or further". Cost: one store, and n-1 cache lines read.
 //
 // Note "Waiting". Three stages. First look a while without giving up the core, but only if the host
-// has a core for every rank; a spinning rank on a shared core keeps away the very rank it waits for.
-// Then give up the core between looks, which costs 0.3 us if nobody wants it. Then sleep in the
-// kernel until the peer's word changes. A sleeper counts itself in `waiters` of the block whose
+// has a core for every rank; a spinning rank on a shared core keeps away the very rank it waits
+// for. Then give up the core between looks, which costs 0.3 us if nobody wants it. Then sleep in
+// the kernel until the peer's word changes. A sleeper counts itself in `waiters` of the block whose
 // word it watches; the arriving rank makes a system call only if that counter is not 0. Both sides
-// use sequentially consistent operations: either the sleeper sees the new tick, or the arriving rank
-// sees the sleeper.
+// use sequentially consistent operations: either the sleeper sees the new tick, or the arriving
+// rank sees the sleeper.
 //
 // Sleeps are cut into slices of kSlice. After each the waiter examines the world: broken by another
 // rank, left, dead, too late, closed here, interrupted. So nobody outlives a dead peer by more
@@ -21,9 +21,9 @@ namespace dure {
 
 namespace {
 
-constexpr int kSpins = 1000;             // about 30 us: two wake-ups
-constexpr int kCrowdedSpins = 20;        // a peer may be just about to store
-constexpr int64_t kYieldNs = 200'000;    // then sleeping is cheap by comparison
+constexpr int kSpins = 1000;           // about 30 us: two wake-ups
+constexpr int kCrowdedSpins = 20;      // a peer may be just about to store
+constexpr int64_t kYieldNs = 200'000;  // then sleeping is cheap by comparison
 constexpr int64_t kSliceNs = 4'000'000;
 constexpr int64_t kInterruptNs = 100'000'000;
 

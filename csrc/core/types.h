@@ -13,12 +13,27 @@
 namespace dure {
 
 enum class DType : uint8_t {
-    f64, f32, f16, bf16,
-    e4m3fn, e5m2, e4m3fnuz, e5m2fnuz, e8m0fnu,
-    i8, i16, i32, i64,
-    u8, u16, u32, u64,
+    f64,
+    f32,
+    f16,
+    bf16,
+    e4m3fn,
+    e5m2,
+    e4m3fnuz,
+    e5m2fnuz,
+    e8m0fnu,
+    i8,
+    i16,
+    i32,
+    i64,
+    u8,
+    u16,
+    u32,
+    u64,
     boolean,
-    c32, c64, c128,
+    c32,
+    c64,
+    c128,
     opaque,  // moves, does not reduce; codes above it name further such types
 };
 constexpr int kReducibleDTypes = static_cast<int>(DType::opaque);
@@ -27,8 +42,19 @@ enum class Reduction : uint8_t { sum, avg, product, min, max, band, bor, bxor, n
 constexpr int kReductions = static_cast<int>(Reduction::none);
 
 enum class Op : uint8_t {
-    none, barrier, broadcast, all_reduce, reduce, all_gather, gather, scatter, reduce_scatter,
-    all_to_all, shared_empty, send, recv,
+    none,
+    barrier,
+    broadcast,
+    all_reduce,
+    reduce,
+    all_gather,
+    gather,
+    scatter,
+    reduce_scatter,
+    all_to_all,
+    shared_empty,
+    send,
+    recv,
 };
 
 // How an operation ended. One enum crosses the border; src/dure/native/status.py gives each

@@ -1,0 +1,182 @@
+// Every collective on 1 to 5 ranks, at the sizes where the way of doing it changes.
+#include <algorithm>
+
+#include "harness.h"
+
+namespace dure {
+namespace {
+
+using namespace dure::testing;
+
+std::vector<size_t> counts(int n) {
+    const size_t chunk = kStageBytes / sizeof(int32_t), ranks = static_cast<size_t>(n);
+    return {0,    1,    ranks - 1, ranks, ranks + 1, 8,     9,
+            4096, 4097, chunk - 1, chunk, chunk + 1, 300007};
+}
+
+std::vector<int32_t> ramp(size_t count, int from) {
+    std::vector<int32_t> out(count);
+    for (size_t i = 0; i < count; i++) out[i] = static_cast<int32_t>(i) + from;
+    return out;
+}
+
+void on_all(const std::function<void(Group&, size_t)>& body) {
+    for (int n : {1, 2, 3, 5}) {
+        on_threads(n, [&](Group& g) {
+            for (size_t count : counts(n)) body(g, count);
+        });
+    }
+}
+
+TEST(all_reduce_sums) {
+    on_all([](Group& g, size_t count) {
+        const int n = g.size();
+        auto x = ramp(count, g.rank());
+        CHECK(g.all_reduce(block_of(x), DType::i32, Reduction::sum) == Status::ok);
+        for (size_t i = 0; i < count; i++) {
+            CHECK(x[i] == static_cast<int32_t>(i) * n + n * (n - 1) / 2);
+        }
+    });
+}
+
+TEST(reduce_changes_only_the_root) {
+    on_all([](Group& g, size_t count) {
+        const int n = g.size(), root = n - 1;
+        auto x = ramp(count, g.rank());
+        const auto before = x;
+        CHECK(g.run({Op::reduce, DType::i32, Reduction::sum, root, {}, {block_of(x)}}) ==
+              Status::ok);
+        if (g.rank() != root) CHECK(x == before);
+        for (size_t i = 0; g.rank() == root && i < count; i++) {
+            CHECK(x[i] == static_cast<int32_t>(i) * n + n * (n - 1) / 2);
+        }
+    });
+}
+
+TEST(broadcast_copies_from_every_root) {
+    on_all([](Group& g, size_t count) {
+        for (int root = 0; root < g.size(); root++) {
+            auto x = ramp(count, g.rank() * 1000);
+            Call call{Op::broadcast, DType::i32, Reduction::none, root, {}, {block_of(x)}};
+            CHECK(g.run(call) == Status::ok);
+            CHECK(x == ramp(count, root * 1000));
+        }
+    });
+}
+
+TEST(all_gather_takes_blocks_of_different_lengths) {
+    on_all([](Group& g, size_t count) {
+        std::vector<std::vector<int32_t>> out;
+        Call call{Op::all_gather, DType::i32, Reduction::none, -1, {}, {}};
+        for (int r = 0; r < g.size(); r++) out.emplace_back(count + static_cast<size_t>(r));
+        for (auto& o : out) call.outputs.push_back(block_of(o));
+        auto mine = ramp(count + static_cast<size_t>(g.rank()), g.rank());
+        call.inputs = {block_of(mine)};
+        CHECK(g.run(call) == Status::ok);
+        for (int r = 0; r < g.size(); r++) {
+            CHECK(out[static_cast<size_t>(r)] == ramp(count + static_cast<size_t>(r), r));
+        }
+    });
+}
+
+TEST(gather_and_scatter_are_inverse) {
+    on_all([](Group& g, size_t count) {
+        const int root = g.size() / 2;
+        std::vector<std::vector<int32_t>> parts;
+        Call call{Op::gather, DType::i32, Reduction::none, root, {}, {}};
+        for (int r = 0; r < g.size(); r++) parts.emplace_back(count + static_cast<size_t>(2 * r));
+        if (g.rank() == root) {
+            for (auto& p : parts) call.outputs.push_back(block_of(p));
+        }
+        const size_t length = count + static_cast<size_t>(2 * g.rank());
+        auto mine = ramp(length, g.rank());
+        call.inputs = {block_of(mine)};
+        CHECK(g.run(call) == Status::ok);
+        std::vector<int32_t> back(length);
+        Call inverse{Op::scatter, DType::i32,   Reduction::none,
+                     root,        call.outputs, {block_of(back)}};
+        CHECK(g.run(inverse) == Status::ok);
+        CHECK(back == mine);
+    });
+}
+
+TEST(all_to_all_takes_uneven_blocks) {
+    on_all([](Group& g, size_t count) {
+        const auto n = static_cast<size_t>(g.size()), me = static_cast<size_t>(g.rank());
+        std::vector<std::vector<int32_t>> in, out;
+        for (size_t r = 0; r < n; r++) {
+            in.push_back(ramp(count + me + 2 * r, static_cast<int>(100 * me + r)));
+            out.emplace_back(count + r + 2 * me);
+        }
+        Call call{Op::all_to_all, DType::i32, Reduction::none, -1, {}, {}};
+        for (auto& b : in) call.inputs.push_back(block_of(b));
+        for (auto& b : out) call.outputs.push_back(block_of(b));
+        CHECK(g.run(call) == Status::ok);
+        for (size_t r = 0; r < n; r++) {
+            CHECK(out[r] == ramp(count + r + 2 * me, static_cast<int>(100 * r + me)));
+        }
+    });
+}
+
+TEST(reduce_scatter_in_place) {
+    on_all([](Group& g, size_t count) {
+        const int n = g.size();
+        const auto ranks = static_cast<size_t>(n), me = static_cast<size_t>(g.rank());
+        auto x = ramp(count * ranks, g.rank());
+        Call call{Op::reduce_scatter, DType::i32, Reduction::sum, -1, {}, {}};
+        for (size_t r = 0; r < ranks; r++) {
+            call.inputs.push_back({reinterpret_cast<std::byte*>(x.data() + r * count), count * 4});
+        }
+        call.outputs = {call.inputs[me]};
+        CHECK(g.run(call) == Status::ok);
+        for (size_t i = 0; i < count; i++) {
+            CHECK(x[me * count + i] == static_cast<int32_t>(me * count + i) * n + n * (n - 1) / 2);
+        }
+    });
+}
+
+TEST(arena_tensors_are_reduced_in_place_and_mix_with_ordinary_ones) {
+    for (int n : {1, 2, 3, 5}) {
+        on_threads(n, [n](Group& g) {
+            constexpr size_t kCount = 200'003;
+            Status s;
+            auto block = g.shared_empty(kCount * 4, s);
+            CHECK(s == Status::ok && block);
+            auto* shared = reinterpret_cast<int32_t*>(block->data());
+            std::vector<int32_t> own(kCount);
+            for (bool mixed : {false, true}) {
+                int32_t* x = mixed && g.rank() == 0 ? own.data() : shared;
+                for (size_t i = 0; i < kCount; i++) x[i] = static_cast<int32_t>(i) + g.rank();
+                const Block tensor{reinterpret_cast<std::byte*>(x), kCount * 4};
+                CHECK(g.all_reduce(tensor, DType::i32, Reduction::sum) == Status::ok);
+                for (size_t i = 0; i < kCount; i++) {
+                    CHECK(x[i] == static_cast<int32_t>(i) * n + n * (n - 1) / 2);
+                }
+            }
+        });
+    }
+}
+
+TEST(small_calls_follow_each_other_without_mixing) {
+    on_processes(3, [](Group& g) {
+        for (int32_t k = 0; k < 20'000; k++) {
+            std::vector<int32_t> x{k + g.rank()};
+            CHECK(g.all_reduce(block_of(x), DType::i32, Reduction::sum) == Status::ok);
+            CHECK(x[0] == 3 * k + 3);
+        }
+    });
+}
+
+TEST(attach_refuses_what_is_not_its_segment) {
+    auto group = Group::create(options_of(0, 2), kNonce);
+    bool refused = false;
+    try {
+        Group::attach(options_of(1, 2), getpid(), group->file(), kNonce + 1);
+    } catch (const std::runtime_error&) {
+        refused = true;
+    }
+    CHECK(refused);
+}
+
+}  // namespace
+}  // namespace dure

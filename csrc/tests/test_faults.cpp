@@ -1,0 +1,119 @@
+// What goes wrong between ranks: death, silence, leaving, and calls that do not match.
+#include <signal.h>
+
+#include "harness.h"
+#include "mailbox.h"
+
+namespace dure {
+namespace {
+
+using namespace dure::testing;
+
+double seconds_since(int64_t began) { return static_cast<double>(now_ns() - began) * 1e-9; }
+
+TEST(a_killed_rank_is_lost_on_every_survivor_at_once) {
+    for (size_t count : {size_t{1}, size_t{1} << 20}) {
+        on_processes(3, [count](Group& g) {
+            std::vector<float> x(count, 1.0f);
+            for (int k = 0; k < 3; k++) {
+                CHECK(g.all_reduce(block_of(x), DType::f32, Reduction::sum) == Status::ok);
+            }
+            if (g.rank() == 2) raise(SIGKILL);
+            const int64_t began = now_ns();
+            CHECK(g.all_reduce(block_of(x), DType::f32, Reduction::sum) == Status::peer_lost);
+            CHECK(seconds_since(began) < 2);
+            CHECK(g.failure().peer == 2);
+            CHECK(g.run({Op::barrier}) == Status::peer_lost);
+        });
+    }
+}
+
+TEST(a_stopped_rank_is_named_at_the_timeout) {
+    pid_t stopped = 0;
+    std::vector<int> statuses = on_processes(
+        3,
+        [&stopped](Group& g) {
+            std::vector<float> x(100, 1.0f);
+            CHECK(g.all_reduce(block_of(x), DType::f32, Reduction::sum) == Status::ok);
+            if (g.rank() == 1) raise(SIGSTOP);
+            Status s = g.all_reduce(block_of(x), DType::f32, Reduction::sum);
+            CHECK(s == Status::timeout);
+            CHECK(g.failure().missing == std::vector<int>{1});
+            if (g.rank() == 0) {
+                stopped = g.pid_of(1);
+                kill(stopped, SIGCONT);
+            }
+        },
+        0.4);
+    for (int status : statuses) CHECK(status == 0);
+}
+
+TEST(a_rank_that_left_is_named) {
+    on_threads(3, [](Group& g) {
+        if (g.rank() == 1) return g.close();
+        std::vector<float> x(100, 1.0f);
+        CHECK(g.all_reduce(block_of(x), DType::f32, Reduction::sum) == Status::peer_left);
+        CHECK(g.failure().peer == 1);
+    });
+}
+
+TEST(leaving_after_the_last_call_disturbs_nobody) {
+    for (int round = 0; round < 50; round++) {
+        on_threads(3, [](Group& g) {
+            std::vector<float> x(300'000, 1.0f);
+            CHECK(g.all_reduce(block_of(x), DType::f32, Reduction::sum) == Status::ok);
+            g.close();
+            CHECK(x.front() == 3.0f && x.back() == 3.0f);
+        });
+    }
+}
+
+// Rank 1 makes another call than rank 0; both must be told, and keep their data.
+void expect_desync(const std::function<Call(Block, bool)>& call) {
+    on_threads(2, [&](Group& g) {
+        std::vector<float> x(2000, 5.0f);
+        const auto before = x;
+        CHECK(g.run(call(block_of(x), g.rank() == 1)) == Status::desync);
+        CHECK(x == before);
+        const Outcome out = g.failure();
+        CHECK(out.calls.size() == 2 && out.calls[0] != out.calls[1]);
+        CHECK(out.seq == 1);
+    });
+}
+
+TEST(calls_that_differ_are_told_to_all_before_data_change) {
+    expect_desync([](Block b, bool odd) {
+        return Call{odd ? Op::broadcast : Op::all_reduce,
+                    DType::f32,
+                    odd ? Reduction::none : Reduction::sum,
+                    odd ? 0 : -1,
+                    {},
+                    {b}};
+    });
+    expect_desync([](Block b, bool odd) {
+        b.bytes = odd ? 4000 : 8000;
+        return Call{Op::all_reduce, DType::f32, Reduction::sum, -1, {}, {b}};
+    });
+    expect_desync([](Block b, bool odd) {
+        return Call{Op::all_reduce, odd ? DType::i32 : DType::f32, Reduction::sum, -1, {}, {b}};
+    });
+    expect_desync([](Block b, bool odd) {
+        return Call{Op::all_reduce, DType::f32, odd ? Reduction::max : Reduction::sum, -1, {}, {b}};
+    });
+    expect_desync([](Block b, bool odd) {
+        return Call{Op::broadcast, DType::f32, Reduction::none, odd ? 1 : 0, {}, {b}};
+    });
+}
+
+TEST(blocks_that_do_not_match_are_told_to_all) {
+    expect_desync([](Block b, bool odd) {
+        // Rank 1 sends 12 bytes to rank 0, which expects 8.
+        const Block first{b.data, 8}, second{b.data + 100, odd ? size_t{12} : size_t{8}};
+        Call call{Op::all_to_all, DType::f32, Reduction::none, -1, {first, first}, {first, first}};
+        if (odd) call.inputs[0] = second;
+        return call;
+    });
+}
+
+}  // namespace
+}  // namespace dure
