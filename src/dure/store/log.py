@@ -1,16 +1,17 @@
 """The file store's file: a log of records that only ever grows, and that heals after a crash.
 
-Layout: eight magic bytes, then records. A record is its payload's length and CRC-32 (4 bytes each,
-little endian) and the payload, msgpack of `Record`. Whoever reads or writes holds an flock on the
-file, which the kernel takes away from a process that dies.
+Layout: eight magic bytes, sixteen random ones that are the file's own, then records. A record is
+its payload's length and CRC-32 (4 bytes each, little endian) and the payload, msgpack of `Record`.
+Whoever reads or writes holds an flock on the file, which the kernel takes away from a process that
+dies.
 
 A process killed in the middle of a write leaves a *torn tail*: fewer bytes than announced, or a
 checksum that does not fit. The next one to hold the lock cuts it off, which is safe: nobody can be
 writing, and nobody has ever read it as a record. Everybody keeps the offset up to which it has
 read, so a look at the file costs a `stat` unless there is news.
 
-The file is opened for each use and its inode compared with the one first opened: a store whose file
-was deleted, or replaced, says so instead of talking to itself.
+The file is opened for each use, and its inode and random bytes compared with what they were: a
+store whose file was deleted, or replaced, says so instead of talking to itself.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import struct
 import time
 import zlib
@@ -32,6 +34,7 @@ from dure.errors import StoreError, StoreTimeout
 __all__ = ["Log", "Record"]
 
 _MAGIC = b"DURElog1"
+_START_BYTES = len(_MAGIC) + 16
 _HEAD = struct.Struct("<II")
 
 
@@ -56,6 +59,7 @@ class Log:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._inode: tuple[int, int] | None = None
+        self._start = b""
         self._offset = 0
 
     def rewind(self) -> None:
@@ -91,11 +95,9 @@ class Log:
 
     def read(self, fd: int) -> list[Record]:
         """Return the records that are new since the last call; cut off a torn tail."""
-        size = os.fstat(fd).st_size
-        if self._offset == 0:
-            self._start(fd, size)
-            size = max(size, len(_MAGIC))
-        data = os.pread(fd, size - self._offset, self._offset)
+        self._check_start(fd)
+        self._offset = max(self._offset, _START_BYTES)
+        data = os.pread(fd, os.fstat(fd).st_size - self._offset, self._offset)
         records: list[Record] = []
         at = 0
         while (end := _record_end(data, at)) is not None:
@@ -172,23 +174,29 @@ class Log:
             return same
         if same and inode == self._inode:
             return True
-        raise StoreError(
+        raise self._replaced()
+
+    def _check_start(self, fd: int) -> None:
+        """Check the file's first bytes; write them if it is empty, or was torn within them."""
+        start = os.pread(fd, _START_BYTES, 0)
+        if not start.startswith(_MAGIC[: len(start)]):
+            raise StoreError(
+                f"the file {self.path} is not a store",
+                seen=f"it begins with {start[: len(_MAGIC)]!r}",
+                fix="Choose a path that does not exist yet.",
+            )
+        if len(start) < _START_BYTES:
+            start = _MAGIC + secrets.token_bytes(_START_BYTES - len(_MAGIC))
+            os.pwrite(fd, start, 0)
+        self._start = self._start or start
+        if start != self._start:
+            raise self._replaced()
+
+    def _replaced(self) -> StoreError:
+        return StoreError(
             f"the store's file {self.path} was deleted or replaced while the job ran",
             fix="Give each job a path of its own, and delete it only after the job.",
         )
-
-    def _start(self, fd: int, size: int) -> None:
-        """Check the magic bytes, or write them to a file that is empty or was torn there."""
-        begin = os.pread(fd, len(_MAGIC), 0)
-        if begin != _MAGIC:
-            if size >= len(_MAGIC) or not _MAGIC.startswith(begin):
-                raise StoreError(
-                    f"the file {self.path} is not a store",
-                    seen=f"it begins with {begin!r}",
-                    fix="Choose a path that does not exist yet.",
-                )
-            os.pwrite(fd, _MAGIC, 0)
-        self._offset = len(_MAGIC)
 
 
 def _record_end(data: bytes, at: int) -> int | None:

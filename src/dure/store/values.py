@@ -29,9 +29,9 @@ def encode(value: str | bytes) -> bytes:
 
 
 def added(key: str, current: bytes | None, amount: int) -> int:
-    """Return the number under `key` plus `amount`; no value counts as 0."""
+    """Return the number under `key` plus `amount`, of 64 bits; no value counts as 0."""
     try:
-        return int(current or b"0") + amount
+        total = int(current or b"0") + amount
     except ValueError:
         raise StoreError(
             f"cannot add to the key {key!r}",
@@ -39,6 +39,11 @@ def added(key: str, current: bytes | None, amount: int) -> int:
             seen=f"its value {bytes(current or b'')[:40]!r} is not a whole number",
             fix="Use `add` only on keys that `add` made, or that hold decimal text.",
         ) from None
+    if not -(1 << 63) <= total < 1 << 63:
+        raise StoreError(
+            f"cannot add to the key {key!r}", op="add", seen=f"{total} has more than 64 bits"
+        )
+    return total
 
 
 def exchanged(current: bytes | None, expected: bytes, desired: bytes) -> tuple[bytes | None, bytes]:

@@ -192,6 +192,8 @@ def step(model: dict[str, bytes], op: str, key: str, *values):
             total = int(model.get(key, b"0") or b"0") + values[0]
         except ValueError:
             return StoreError
+        if not -(2**63) <= total < 2**63:
+            return StoreError
         model[key] = str(total).encode()
         return total
     elif key not in model:

@@ -1,0 +1,241 @@
+"""What only the network store can do wrong: addresses, keys, strangers, lost servers."""
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import zmq
+
+from dure.errors import StoreError, StoreLost, StoreRefused, StoreTimeout
+from dure.store import JobKey, TCPStore
+from dure.store.address import is_local, resolve
+from dure.store.key import mint
+from dure.store.values import MAX_VALUE_BYTES, encode
+
+TIMEOUT = timedelta(seconds=10)
+
+
+@pytest.fixture
+def key() -> JobKey:
+    return mint()
+
+
+@pytest.fixture
+def master(key: JobKey) -> Iterator[TCPStore]:
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT, key=key)
+    yield store
+    store.close()
+
+
+def client(master: TCPStore, key: JobKey | None, timeout: timedelta = TIMEOUT) -> TCPStore:
+    return TCPStore(master.host, master.port, timeout=timeout, key=key)
+
+
+def test_port_zero_picks_a_port_on_the_given_address_only(master: TCPStore) -> None:
+    assert master.port > 0
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", master.port)) == 0
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.2", master.port)) != 0
+
+
+def test_a_taken_port_is_an_error_at_once(master: TCPStore, key: JobKey) -> None:
+    with pytest.raises(StoreError) as caught:
+        TCPStore("127.0.0.1", master.port, is_master=True, timeout=TIMEOUT, key=key)
+    assert f"127.0.0.1:{master.port}" in caught.value.what
+    assert not isinstance(caught.value, StoreTimeout)
+
+
+def test_a_port_is_free_again_after_close(key: JobKey) -> None:
+    port = 0
+    for round_ in range(5):
+        with_keys = TCPStore("127.0.0.1", port, is_master=True, timeout=TIMEOUT, key=key)
+        port = with_keys.port
+        assert with_keys.add("rounds", 1) == 1, f"round {round_} met old keys"
+        with_keys.close()
+
+
+def test_nobody_there_is_a_timeout_that_names_the_address(key: JobKey) -> None:
+    with socket.socket() as taken:  # bound, but not listening
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with pytest.raises(StoreTimeout) as caught:
+            TCPStore("127.0.0.1", port, timeout=timedelta(milliseconds=100), key=key)
+    assert f"127.0.0.1:{port}" in caught.value.what
+
+
+def test_a_listener_that_never_answers_is_a_timeout(key: JobKey) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(StoreTimeout):
+        TCPStore("127.0.0.1", mute.getsockname()[1], timeout=timedelta(milliseconds=100), key=key)
+
+
+def test_a_client_waits_for_a_server_that_comes_later(key: JobKey) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(TCPStore, "127.0.0.1", port, timeout=TIMEOUT, key=key)
+        with_server = TCPStore("127.0.0.1", port, is_master=True, timeout=TIMEOUT, key=key)
+        early.result(10).close()
+        with_server.close()
+
+
+def test_a_wrong_key_is_refused_logged_and_the_others_go_on(
+    master: TCPStore, key: JobKey, caplog: pytest.LogCaptureFixture
+) -> None:
+    friend = client(master, key)
+    with caplog.at_level(logging.WARNING, "dure.store"), pytest.raises(StoreRefused) as caught:
+        client(master, mint())
+    assert not isinstance(caught.value, StoreTimeout)
+    friend.set("k", "v")
+    assert master.get("k") == b"v"
+    assert [r for r in caplog.records if "127.0.0.1:" in r.getMessage()]
+    friend.close()
+
+
+def test_only_one_side_insecure_is_refused(
+    master: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DURE_INSECURE", "1")
+    with pytest.raises(StoreRefused):
+        client(master, None)
+
+
+def test_insecure_on_both_sides_works_and_warns(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DURE_INSECURE", "1")
+    with caplog.at_level(logging.WARNING, "dure.store"):
+        store = TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT)
+    assert caplog.records
+    other = client(store, None)
+    other.set("k", "v")
+    assert store.get("k") == b"v"
+    other.close()
+    store.close()
+
+
+def test_random_bytes_harm_nobody(master: TCPStore, key: JobKey) -> None:
+    friend = client(master, key)
+    greeting = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x01CURVE"
+    huge = b"\x06" + (1 << 62).to_bytes(8, "big")
+    for junk in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), greeting, greeting + huge):
+        with socket.create_connection(("127.0.0.1", master.port)) as stranger:
+            stranger.sendall(junk)
+            friend.set("k", junk)
+            assert master.get("k") == junk
+    friend.close()
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [[b""], [b"\xc1"], [b"\x95\xa3set"], [os.urandom(64)], [b"a", b"b"], [b"\x91\xa4kill"]],
+)
+def test_malformed_requests_of_a_member_get_an_error(
+    frames: list[bytes], master: TCPStore, key: JobKey
+) -> None:
+    with zmq.Context() as context:
+        peer = context.socket(zmq.DEALER)
+        own = key.pair("store client")
+        peer.curve_secretkey, peer.curve_publickey = own.secret, own.public
+        peer.curve_serverkey = key.pair("store server").public
+        peer.linger = 0
+        peer.connect(master.endpoint)
+        peer.send_multipart(frames)
+        assert peer.poll(5000)
+        assert b"error" in peer.recv()
+        peer.close()
+    assert master.add("alive", 1) == 1
+
+
+def test_a_number_out_of_range_is_an_error(master: TCPStore) -> None:
+    with pytest.raises(StoreError):
+        master.add("n", 2**70)
+    assert master.add("n", 2**62) == 2**62
+    with pytest.raises(StoreError):
+        master.add("n", 2**62)
+    assert master.get("n") == str(2**62).encode()
+    assert master.add("m", 1) == 1
+
+
+def test_a_lost_server_is_noticed_at_once_and_again(key: JobKey) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT, key=key)
+    other = client(store, key)
+    assert store._server is not None
+    with ThreadPoolExecutor(1) as pool:
+        parked = pool.submit(other.get, "never")
+        other.set("k", "")
+        store._server.stop()
+        with pytest.raises(StoreLost):
+            parked.result(5)
+    other.set_timeout(timedelta(milliseconds=50))
+    with pytest.raises(StoreError):
+        other.get("k")
+    other.close()
+    store.close()
+
+
+def test_close_ends_the_calls_of_other_threads(master: TCPStore, key: JobKey) -> None:
+    other = client(master, key)
+    inside = threading.Event()
+
+    def parked() -> bytes:
+        other.set("there", "")
+        inside.set()
+        return other.get("never")
+
+    with ThreadPoolExecutor(1) as pool:
+        value = pool.submit(parked)
+        inside.wait(5)
+        other.close()
+        with pytest.raises(StoreError):
+            value.result(5)
+    with pytest.raises(StoreError):
+        other.get("k")
+
+
+def test_a_retired_server_serves_those_who_are_left(key: JobKey) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT, key=key)
+    late = client(store, key)
+    store.set("k", "v")
+    store.close()
+    assert late.get("k") == b"v"
+    late.close()
+
+
+def test_the_master_waits_for_its_workers(key: JobKey) -> None:
+    with ThreadPoolExecutor(1) as pool, socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        held.close()
+        master = pool.submit(
+            TCPStore, "127.0.0.1", port, world_size=2, is_master=True, timeout=TIMEOUT, key=key
+        )
+        worker = TCPStore("127.0.0.1", port, world_size=2, timeout=TIMEOUT, key=key)
+        master.result(5).close()
+        worker.close()
+
+
+def test_the_master_says_how_many_workers_came_too_few(key: JobKey) -> None:
+    with pytest.raises(StoreTimeout):
+        TCPStore("127.0.0.1", 0, 2, True, timedelta(milliseconds=50), key=key)
+
+
+def test_a_value_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StoreError):
+        encode(bytes(MAX_VALUE_BYTES + 1))
+
+
+def test_names_and_ports_are_checked() -> None:
+    with pytest.raises(StoreError):
+        resolve("no-such-host.invalid", 1)
+    with pytest.raises(StoreError):
+        resolve("127.0.0.1", 65536)
+    assert is_local("127.0.0.1")
+    assert is_local("localhost")
+    assert not is_local("192.0.2.1")
