@@ -33,6 +33,7 @@ _UBYTE = 0x08
 _KINDS = {1: "labels", 3: "images"}
 _GZIP = b"\x1f\x8b"
 _PIECE_BYTES = 1 << 20
+_SHOWN_NAMES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,10 +154,12 @@ def _find(directory: Path, stem: str, ending: str) -> Path:
     for name in names:
         if (directory / name).exists():
             return directory / name
+    held = sorted(entry.name for entry in directory.iterdir())
+    shown = ", ".join(held[:_SHOWN_NAMES]) + (", ..." if len(held) > _SHOWN_NAMES else "")
     raise DataError(
-        f"{directory / names[0]} is missing",
-        seen=f"none of {', '.join(names)} is in {directory}",
-        fix="Give a directory that holds all four files of an IDX data set.",
+        f"{directory / names[0]}[.gz] is missing",
+        seen=f"the directory holds {shown or 'nothing'}",
+        fix="Give a directory with all four files of an IDX data set.",
     )
 
 

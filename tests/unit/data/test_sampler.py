@@ -140,3 +140,14 @@ def test_sampler_state_of_another_order_is_refused(change):
 def test_sampler_rank_outside_its_replicas_is_refused(ranks, rank):
     with pytest.raises(UsageError):
         DistributedSampler(SequentialSampler(range(10)), ranks, rank)
+
+
+def test_sampler_state_counts_padding_as_the_end_of_the_epoch():
+    sampler = DistributedSampler(range(11), 2, 0)
+    list(sampler)
+    assert sampler.state_dict()["consumed"] == 11
+
+
+def test_sampler_state_of_a_negative_position_is_refused():
+    with pytest.raises(UsageError):
+        DistributedSampler(range(11), 2, 0).state_dict(consumed=-1)
