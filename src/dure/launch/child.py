@@ -36,7 +36,7 @@ STACK_SIGNAL = signal.SIGRTMAX - 3
 
 USAGE_EXIT_CODE = 2
 _PR_SET_PDEATHSIG = 1
-_LONGEST_TEXT = 16_000  # a report must fit into a pipe's 64 KiB, or the dying rank would wait
+_LONGEST_TEXT = 8_000  # characters; two such texts fit into a pipe, so the dying rank never waits
 
 
 def main() -> None:
@@ -49,11 +49,11 @@ def main() -> None:
         os.execvp(program, [program, *args])
     sys.argv[:] = [program, *args]
     faulthandler.register(STACK_SIGNAL, file=report_fd, all_threads=False, chain=False)
-    me = os.getpid()
+    me, pipe = os.getpid(), os.fstat(report_fd)
     try:
         (_run_module if kind == "module" else _run_script)(program)
     except BaseException as error:
-        if os.getpid() == me:  # not a fork that returned up to here
+        if os.getpid() == me and _is_still(report_fd, pipe):  # else a fork came back up to here
             _report(report_fd, error)
         _hide_bootstrap_frames()
         raise
@@ -165,6 +165,14 @@ def _exit_code(error: BaseException) -> int:
     return error.code & 0xFF if isinstance(error.code, int) else 1
 
 
+def _is_still(fd: int, file: os.stat_result) -> bool:
+    """Tell whether `fd` is what it was, since programs that close everything reuse numbers."""
+    try:
+        return os.path.samestat(os.fstat(fd), file)
+    except OSError:
+        return False
+
+
 def _report(fd: int, error: BaseException) -> None:
     """Write the crash to the launcher's pipe; a launcher that is gone is no reason to fail."""
     code = _exit_code(error)
@@ -179,8 +187,9 @@ def _report(fd: int, error: BaseException) -> None:
         "exit_code": code,
         "peer": peer if isinstance(peer, int) else None,
     }
+    line = json.dumps(crash, ensure_ascii=False).encode(errors="backslashreplace")
     try:
-        os.write(fd, b"\n" + json.dumps(crash).encode() + b"\n")
+        os.write(fd, b"\n" + line + b"\n")
     except OSError:
         return
 

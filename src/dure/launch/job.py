@@ -75,7 +75,9 @@ def run_job(spec: JobSpec) -> JobResult:
             return result
     except OSError as error:
         raise LaunchError(
-            "the job could not be started", seen=str(error), fix="Free what is missing."
+            "the job could not be started",
+            seen=str(error),
+            fix="Start fewer ranks, or see what is used up (`ulimit -a`, `df`).",
         ) from error
 
 

@@ -49,20 +49,21 @@ def _check_module(name: str) -> None:
     """
     top, *rest = name.split(".")
     spec = _find_top(top) if top and all(rest) else None
-    missing = top if spec is None else ""
     path = top
     for part in rest:
         if spec is None or not _is_plain(spec):
             break
         path = f"{path}.{part}"
-        spec = PathFinder.find_spec(path, list(spec.submodule_search_locations or ()))
-        missing = path if spec is None else ""
-    if missing or not name:
-        raise UsageError("no such module", seen=missing or "''", fix="For a file, leave out -m.")
-    if spec is not None and spec.submodule_search_locations is not None and _is_plain(spec):
-        main = PathFinder.find_spec(f"{name}.__main__", list(spec.submodule_search_locations))
-        if main is None:
-            raise UsageError("the package cannot be run", seen=f"{name} has no __main__.py")
+        spec = _find_in(spec, path)
+    if spec is None:
+        raise UsageError("no such module", seen=path or name, fix="For a file, leave out -m.")
+    is_package = spec.submodule_search_locations is not None and _is_plain(spec)
+    if is_package and _find_in(spec, f"{name}.__main__") is None:
+        raise UsageError("the package cannot be run", seen=f"{name} has no __main__.py")
+
+
+def _find_in(package: ModuleSpec, name: str) -> ModuleSpec | None:
+    return PathFinder.find_spec(name, list(package.submodule_search_locations or ()))
 
 
 def _find_top(name: str) -> ModuleSpec | None:

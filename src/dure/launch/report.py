@@ -10,6 +10,7 @@ crash is one line of JSON (written by `child.py`), a stack is what faulthandler 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -56,7 +57,8 @@ class ReportReader:
 
     def _line(self, line: str) -> None:
         if line.startswith("{"):
-            self.crash = Crash(**json.loads(line))
+            with contextlib.suppress(ValueError, TypeError):  # a program may write here, too
+                self.crash = Crash(**json.loads(line))
         elif line.startswith("Stack "):
             self._frames.clear()
         elif line == "  ..." or line.startswith("  <"):  # too deep, or no Python frame
@@ -111,24 +113,35 @@ def _is_library(file: str) -> bool:
 
 
 def summary(result: JobResult) -> list[str]:
-    """Return the lines that tell the user why the job ended; none if it succeeded."""
-    failure = result.first_failure
-    if failure is None:
-        if result.interrupted_by is None:
-            return []
-        lines = [f"interrupted by {signal_name(result.interrupted_by)}; all ranks were ended"]
-        return lines + [f"  rank {rank.rank}: {_fate(rank)}" for rank in result.ranks]
-    head = (
+    """Return the lines that tell the user why the job ended; none if there is nothing to tell."""
+    if result.first_failure is not None:
+        return _failure(result, result.first_failure)
+    if result.interrupted_by is not None:
+        return _interruption(result, result.interrupted_by)
+    if not result.outlived:
+        return []
+    names = ", ".join(f"{command} (pid {pid})" for pid, command in result.outlived)
+    return [f"ended what the ranks had left running: {names}"]
+
+
+def _failure(result: JobResult, failure: RankResult) -> list[str]:
+    lines = [
         f"rank {failure.rank} on {failure.host} (pid {failure.pid}) failed first: {_how(failure)}"
-    )
-    lines = [head]
+    ]
     if failure.crash is not None:
         lines += ["  | " + line for line in failure.crash.traceback.rstrip().splitlines()]
     others = [rank for rank in result.ranks if rank.rank != failure.rank]
     if others:
         lines.append("where the others were:")
-    lines += [f"  rank {rank.rank}: {_fate(rank)}" for rank in others]
-    return lines
+    return lines + [f"  rank {rank.rank} (pid {rank.pid}): {_fate(rank)}" for rank in others]
+
+
+def _interruption(result: JobResult, number: int) -> list[str]:
+    if number == signal.SIGPIPE:
+        return ["nobody reads the output any more; all ranks were ended"]
+    lines = [f"{signal_name(number)}: all ranks were ended"]
+    told = [rank for rank in result.ranks if rank.stack]
+    return lines + [f"  rank {rank.rank} (pid {rank.pid}): {where(rank.stack)}" for rank in told]
 
 
 def _how(rank: RankResult) -> str:

@@ -1,0 +1,204 @@
+"""The state machine that ends jobs: single paths, and random histories."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dure.launch.spec import Exit
+from dure.launch.supervisor import Action, AskStacks, Phase, Signal, Supervisor, Sweep, Timing
+
+TIMING = Timing()
+TERM_ALL = Signal(signal.SIGTERM, everything=True)
+KILL_ALL = Signal(signal.SIGKILL, everything=True)
+
+
+def test_all_succeed_and_nothing_is_left_is_done() -> None:
+    machine = Supervisor(2, TIMING)
+    assert machine.exited(1, Exit(code=0), 1.0) == []
+    assert machine.exited(0, Exit(code=0), 2.0) == [Sweep()]
+    assert machine.phase is Phase.LEAVING
+    assert machine.swept(0, 2.0) == []
+    assert machine.phase is Phase.DONE
+    assert machine.first_failure is None
+    assert machine.wake_at is None
+
+
+def test_processes_that_outlive_successful_ranks_are_ended_after_a_while() -> None:
+    machine = Supervisor(1, TIMING)
+    machine.exited(0, Exit(code=0), 0.0)
+    machine.swept(1, 0.0)
+    assert machine.tick(0.1) == [Sweep()]
+    machine.swept(1, 0.1)
+    assert machine.tick(TIMING.leave_s) == [TERM_ALL, Sweep()]
+    assert machine.swept(0, 0.3) == []
+    assert machine.phase is Phase.DONE
+
+
+def test_failure_asks_the_others_before_it_ends_them() -> None:
+    machine = Supervisor(3, TIMING)
+    assert machine.exited(1, Exit(signal=9), 0.0) == [AskStacks((0, 2))]
+    assert machine.told(0, 0.01) == []
+    assert machine.told(2, 0.02) == [TERM_ALL]
+    assert machine.first_failure == 1
+    assert machine.ended_by_launcher == {0, 2}
+    assert machine.exited(0, Exit(signal=15), 0.1) == []
+    assert machine.exited(2, Exit(signal=15), 0.1) == [Sweep()]
+
+
+def test_silent_ranks_are_not_waited_for_long() -> None:
+    machine = Supervisor(2, TIMING)
+    machine.exited(1, Exit(code=3), 0.0)
+    assert machine.wake_at == pytest.approx(TIMING.stacks_s)
+    assert machine.tick(TIMING.stacks_s / 2) == []
+    assert machine.tick(TIMING.stacks_s) == [TERM_ALL]
+
+
+def test_crashed_rank_may_get_to_its_end() -> None:
+    machine = Supervisor(2, TIMING)
+    assert machine.crashed(0, 0.0) == [AskStacks((1,))]
+    assert machine.told(1, 0.01) == []
+    assert machine.exited(0, Exit(code=1), 0.05) == [TERM_ALL]
+    assert machine.ended_by_launcher == {1}
+
+
+def test_crashed_rank_that_hangs_is_ended() -> None:
+    machine = Supervisor(1, TIMING)
+    assert machine.crashed(0, 0.0) == []
+    assert machine.tick(TIMING.crash_s) == [TERM_ALL]
+    assert machine.ended_by_launcher == {0}
+
+
+def test_first_failure_stays_the_first() -> None:
+    machine = Supervisor(3, TIMING)
+    machine.exited(2, Exit(code=1), 0.0)
+    machine.exited(0, Exit(code=5), 0.0)
+    assert machine.first_failure == 2
+
+
+def test_grace_over_kills_until_nothing_is_left() -> None:
+    machine = Supervisor(2, TIMING)
+    machine.exited(1, Exit(code=1), 0.0)
+    machine.told(0, 0.0)
+    assert machine.tick(TIMING.grace_s) == [KILL_ALL]
+    machine.exited(0, Exit(signal=9), 5.0)
+    machine.swept(2, 5.0)
+    assert machine.tick(5.1) == [KILL_ALL, Sweep()]
+    machine.swept(0, 5.1)
+    assert machine.phase is Phase.DONE
+
+
+def test_first_interrupt_is_passed_on_and_escalates() -> None:
+    machine = Supervisor(2, TIMING)
+    actions = machine.interrupted(signal.SIGINT, 0.0)
+    assert actions == [AskStacks((0, 1)), Signal(signal.SIGINT, everything=False)]
+    assert machine.tick(TIMING.interrupt_grace_s / 2) == [TERM_ALL]
+    assert machine.tick(TIMING.interrupt_grace_s) == [KILL_ALL]
+
+
+def test_second_interrupt_kills_at_once() -> None:
+    machine = Supervisor(1, TIMING)
+    machine.interrupted(signal.SIGINT, 0.0)
+    assert machine.interrupted(signal.SIGINT, 0.01) == [KILL_ALL]
+    assert machine.interrupted_by == signal.SIGINT
+
+
+def test_sigterm_ends_at_once() -> None:
+    assert Supervisor(1, TIMING).interrupted(signal.SIGTERM, 0.0) == [TERM_ALL]
+
+
+def test_nothing_helps_gives_up() -> None:
+    machine = Supervisor(1, TIMING)
+    machine.interrupted(signal.SIGTERM, 0.0)
+    machine.tick(1.0)
+    machine.tick(1.0 + TIMING.give_up_s)
+    assert machine.phase is Phase.DONE
+
+
+class World:
+    """Ranks with a life of their own: when they end, what they obey, whom they leave behind."""
+
+    def __init__(self, plans: list[tuple[float, int, bool, bool, int]]) -> None:
+        self.plans = plans
+        self.orphans = 0
+        self.signals: list[int] = []
+        self.pending: list[tuple[float, int, Exit]] = [
+            (end, rank, Exit(code=code)) for rank, (end, code, *_) in enumerate(plans)
+        ]
+        self.machine = Supervisor(len(plans), TIMING)
+
+    def act(self, actions: list[Action], now: float) -> None:
+        for action in actions:
+            if isinstance(action, AskStacks):
+                for rank in action.ranks:
+                    if self.plans[rank][2]:
+                        self.act(self.machine.told(rank, now), now)
+            elif isinstance(action, Signal):
+                self.send(action, now)
+            else:
+                self.act(self.machine.swept(self.orphans, now), now)
+
+    def send(self, action: Signal, now: float) -> None:
+        self.signals.append(action.number)
+        certain = action.number == signal.SIGKILL
+        if action.everything and certain:
+            self.orphans = 0
+        for rank in self.machine.alive:
+            if certain or self.plans[rank][3]:
+                self.pending = [entry for entry in self.pending if entry[1] != rank]
+                self.pending.append((now, rank, Exit(signal=action.number)))
+
+    def run(self, interrupts: list[float], horizon: float) -> float:
+        """Advance to DONE; return when that was."""
+        now = 0.0
+        while self.machine.phase is not Phase.DONE:
+            times = [entry[0] for entry in self.pending] + interrupts
+            times += [] if self.machine.wake_at is None else [self.machine.wake_at]
+            now = max(now, min(times))
+            assert now < horizon
+            for entry in [e for e in self.pending if e[0] <= now]:
+                if entry in self.pending:
+                    self.pending.remove(entry)
+                    self.orphans += self.plans[entry[1]][4]
+                    self.act(self.machine.exited(entry[1], entry[2], now), now)
+            while interrupts and interrupts[0] <= now:
+                interrupts.pop(0)
+                self.act(self.machine.interrupted(signal.SIGINT, now), now)
+            self.act(self.machine.tick(now), now)
+        return now
+
+
+PLAN = st.tuples(
+    st.floats(0, 20),  # when it ends by itself
+    st.sampled_from([0, 0, 0, 1, 77]),  # with which code
+    st.booleans(),  # whether it tells its stack
+    st.booleans(),  # whether it obeys SIGINT and SIGTERM
+    st.integers(0, 2),  # how many processes it leaves behind
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    plans=st.lists(PLAN, min_size=1, max_size=6),
+    interrupts=st.lists(st.floats(0, 20), max_size=2).map(sorted),
+)
+def test_random_history_ends_in_time_with_everyone_gone(
+    plans: list[tuple[float, int, bool, bool, int]], interrupts: list[float]
+) -> None:
+    world = World(plans)
+    first_trouble = min(
+        [end for end, code, *_ in plans if code] + interrupts + [max(end for end, *_ in plans)]
+    )
+    longest = TIMING.crash_s + TIMING.grace_s + TIMING.leave_s + 1
+    end = world.run(list(interrupts), first_trouble + longest)
+    machine = world.machine
+    assert machine.alive == ()
+    assert world.orphans == 0
+    if machine.first_failure is None and machine.interrupted_by is None:
+        assert all(code == 0 for _, code, *_ in plans)
+    if signal.SIGKILL in world.signals and machine.interrupted_by is None:
+        assert signal.SIGTERM in world.signals[: world.signals.index(signal.SIGKILL)]
+    assert end >= 0
