@@ -111,7 +111,8 @@ class DureError(Exception):
 
 def _rebuild(cls: type[DureError], args: tuple[str, ...], state: dict[str, object]) -> DureError:
     """Unpickle an error with its fields: errors cross process boundaries in tests and launch."""
-    error = cls.__new__(cls)
+    new = OSError.__new__ if issubclass(cls, OSError) else Exception.__new__  # TimeoutError is one
+    error = new(cls)
     error.args = args
     error.__dict__.update(state)
     return error

@@ -65,6 +65,7 @@ class EngineState:
     ) -> None:
         self.name, self.rank, self.size = name, rank, size
         self.left = threading.Event()
+        self.failed = False
         self._ask_peers = ask_peers
 
     def translate(
@@ -78,6 +79,7 @@ class EngineState:
             began: When it began (`time.monotonic`).
             peer: The rank it was with, for point-to-point.
         """
+        self.failed = True
         text = _NOISE.sub("", str(error)).strip()
         where: dict[str, object] = {
             "group": self.name,
@@ -109,6 +111,23 @@ class EngineState:
         )
 
 
+class _Over:
+    """Stands for work that has ended: torch's own object would keep the connections open."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: timedelta = _SLICE) -> bool:
+        del timeout
+        return True
+
+    def _source_rank(self) -> int:
+        return -1
+
+
+_OVER = _Over()
+
+
 class CollectiveTicket:
     """A pending collective; `land`, if given, runs once when the engine is done.
 
@@ -130,7 +149,8 @@ class CollectiveTicket:
         land: Callable[[], object] | None,
         in_stream: bool,
     ) -> None:
-        self._state, self._op, self._work, self._land = state, op, work, land
+        self._state, self._op, self._land = state, op, land
+        self._work: EngineWork = work
         self._in_stream = in_stream
         self._began = time.monotonic()
         self._lock = threading.Lock()
@@ -155,6 +175,7 @@ class CollectiveTicket:
         if not over:
             return False
         with self._lock:
+            self._work = _OVER
             if self._error is not None:
                 raise self._error
             land, self._land = self._land, None
@@ -194,7 +215,8 @@ class MessageTicket:
     """
 
     def __init__(self, state: EngineState, op: str, work: EngineWork, peer: int | None) -> None:
-        self._state, self._op, self._work, self._peer = state, op, work, peer
+        self._state, self._op, self._peer = state, op, peer
+        self._work: EngineWork = work
         self._began = time.monotonic()
         self._lock = threading.Lock()
         self._waiting = False
@@ -220,6 +242,7 @@ class MessageTicket:
         except RuntimeError as e:
             self._error = self._state.translate(e, self._op, self._began, self._peer)
         finally:
+            self._work = _OVER
             self._over.set()
 
     def _claim(self) -> bool:

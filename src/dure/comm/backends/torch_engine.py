@@ -516,15 +516,19 @@ class TorchEngine:
         self._trouble.say("left")
         if self._in_stream:
             engine.abort() if abort or pending else engine.shutdown()
-        elif (abort or pending) and self._size > 1:
-            _poison(engine, (self._rank + 1) % self._size)
+        elif abort or pending or self._state.failed:
+            _poison(engine, [r for r in range(self._size) if r != self._rank])
 
 
-def _poison(engine: Engine, peer: int) -> None:
+def _poison(engine: Engine, peers: list[int]) -> None:
     """Make Gloo close the group's connections: see "Leaving" above."""
-    with suppress(RuntimeError):
-        nothing = torch.empty(1, dtype=torch.uint8)
-        engine.recv([nothing], peer, _POISON_TAG).wait(_POISON)
+    nothing = torch.empty(1, dtype=torch.uint8)
+    for peer in peers:
+        try:
+            engine.recv([nothing], peer, _POISON_TAG).wait(_POISON)
+        except RuntimeError as e:
+            if "Timed out" in str(e):
+                return  # else this connection was closed already: try another
 
 
 def _join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
