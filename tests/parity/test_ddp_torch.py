@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed
+import torch.distributed as torch_dist
 from torch import nn
 
 import dure as dist
@@ -34,6 +35,7 @@ class Net(nn.Module):
 
 def train(ddp: nn.Module, rank: int, accumulate: bool) -> list[torch.Tensor]:
     """Train on this rank's data; return losses and, after each step, all parameters."""
+    no_sync: Callable[[], AbstractContextManager[None]] = getattr(ddp, "no_sync")  # noqa: B009
     generator = torch.Generator().manual_seed(rank)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
     trace: list[torch.Tensor] = []
@@ -42,7 +44,7 @@ def train(ddp: nn.Module, rank: int, accumulate: bool) -> list[torch.Tensor]:
         y = torch.randint(10, (4,), generator=generator)
         rare = step % 3 == rank or step == STEPS - 1  # unused: by all, by one, by none
         if accumulate and step % 2 == 0:
-            with ddp.no_sync():  # pyright: ignore[reportAttributeAccessIssue]
+            with no_sync():
                 nn.functional.cross_entropy(ddp(x, rare), y).backward()
             continue
         loss = nn.functional.cross_entropy(ddp(x, rare), y)
@@ -57,8 +59,10 @@ def both(rank: int, folder: str, accumulate: bool) -> float:
     """Train with both; return the largest difference between them."""
     torch.manual_seed(rank)  # other values on each rank: both must take rank 0's
     model = Net()
-    store = torch.distributed.FileStore(f"{folder}/{accumulate}", 2)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    store = torch_dist.FileStore(  # pyright: ignore[reportPrivateImportUsage]
+        f"{folder}/{accumulate}", 2
+    )
+    torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     try:
         theirs = train(
             nn.parallel.DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=True),
@@ -66,7 +70,7 @@ def both(rank: int, folder: str, accumulate: bool) -> float:
             accumulate,
         )
     finally:
-        torch.distributed.destroy_process_group()
+        torch_dist.destroy_process_group()
     ours = train(
         dist.DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=True),
         rank,
@@ -78,16 +82,9 @@ def both(rank: int, folder: str, accumulate: bool) -> float:
     )
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPool]:
-    with ProcessPool(2) as pool:
-        yield pool
-
-
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_ddp_equals_torchs_on_gloo_step_for_step_2_ranks(
-    pool: ProcessPool, tmp_path: Path, accumulate: bool
+    process_pool: Callable[..., ProcessPool], tmp_path: Path, accumulate: bool
 ) -> None:
-    run: Callable[..., list[float]] = pool.run
     # With two ranks both average as (a + b) / 2, whatever the order: not a bit may differ.
-    assert run(both, str(tmp_path), accumulate) == [0.0, 0.0]
+    assert process_pool(2).run(both, str(tmp_path), accumulate) == [0.0, 0.0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -232,6 +234,33 @@ def test_state_dict_has_torchs_names_1_rank() -> None:
 
     names = ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
     assert run_ranks(1, rank_main) == [[f"module.{n}" for n in names]]
+
+
+def test_copy_and_pickle_come_back_working_2_ranks() -> None:
+    def rank_main(rank: int) -> tuple[list[float], list[float]]:
+        ddp = dist.DistributedDataParallel(nn.Linear(1, 1, bias=False))
+        ddp(torch.ones(1, 1)).sum().backward()
+        loaded = pickle.loads(pickle.dumps(ddp))
+        copied = copy.deepcopy(ddp)
+        for other in (loaded, copied):
+            other.zero_grad()
+            other(torch.full((1, 1), rank + 1.0)).sum().backward()
+        assert ddp.module.weight.grad.item() == 1
+        grads = [other.module.weight.grad.item() for other in (loaded, copied)]
+        return grads, [
+            other.module.weight.item() - ddp.module.weight.item() for other in (loaded, copied)
+        ]
+
+    assert run_ranks(2, rank_main) == [([1.5, 1.5], [0, 0])] * 2
+
+
+def test_copy_of_a_module_on_another_group_is_refused_2_ranks() -> None:
+    def rank_main(rank: int) -> None:
+        ddp = dist.DistributedDataParallel(nn.Linear(1, 1), process_group=dist.new_group([0, 1]))
+        with pytest.raises(ModuleError):
+            copy.deepcopy(ddp)
+
+    run_ranks(2, rank_main)
 
 
 def test_ignored_parameters_are_neither_broadcast_nor_reduced_2_ranks() -> None:

@@ -97,23 +97,52 @@ class DistributedDataParallel(torch.nn.Module):
         self.static_graph = static_graph
         self.require_backward_grad_sync = True
         self.bucket_bytes_cap = int((bucket_cap_mb or _DEFAULT_CAP_MB) * (1 << 20))
+        self._first_cap_bytes = self.bucket_bytes_cap if bucket_cap_mb else FIRST_CAP_BYTES
+        self._report = Report(self._settings())
         self._forward_buffers = True
-        self._buffer_sync = BufferSync(
-            self.process_group, _buffer_owners(module, self.parameters_to_ignore)
-        )
+        self._reducer: Reducer | None = None
+        self._buffer_sync: BufferSync | None = None
         if init_sync:
             self._replicate()
-        self.reducer = Reducer(
-            self.process_group,
-            trained,
-            ReducerOptions(
-                cap_bytes=self.bucket_bytes_cap,
-                first_cap_bytes=self.bucket_bytes_cap if bucket_cap_mb else FIRST_CAP_BYTES,
-                allow_unused=find_unused_parameters or static_graph,
-            ),
+        self._connect(trained)
+
+    def _connect(self, trained: Sequence[NamedParameter]) -> Reducer:
+        """Make the parts that communicate. Collective, where buckets are shared memory."""
+        group = self.process_group
+        owners = _buffer_owners(self.module, self.parameters_to_ignore)
+        self._buffer_sync = BufferSync(group, owners) if owners else None
+        options = ReducerOptions(
+            cap_bytes=self.bucket_bytes_cap,
+            first_cap_bytes=self._first_cap_bytes,
+            allow_unused=self.find_unused_parameters or self.static_graph,
         )
-        self._report = Report(self._settings())
-        self.reducer.on_step = self._report.sample
+        self._reducer = Reducer(group, trained, options)
+        self._reducer.on_step = self._report.sample
+        return self._reducer
+
+    @property
+    def reducer(self) -> Reducer:
+        """The part that averages gradients; a copy of a module makes its own on first use."""
+        if self._reducer is not None:
+            return self._reducer
+        return self._connect(_trained_parameters(self.module, self.parameters_to_ignore))
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return what `pickle`, `torch.save` and `copy.deepcopy` keep: all but the connections."""
+        if self.process_group is not resolve(None, "DistributedDataParallel"):
+            raise self._report.failed(
+                "only a module on the default process group can be copied or pickled",
+                seen=f"this one is on the group {self.process_group.group_name!r}",
+                fix="Save ddp.module.state_dict(), or copy ddp.module and wrap the copy.",
+            )
+        gone = {"process_group", "_reducer", "_buffer_sync"}
+        return {k: v for k, v in self.__dict__.items() if k not in gone}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Come back on the default group of the rank that loads (Any: as nn.Module's)."""
+        super().__setstate__(state)
+        self.process_group = resolve(None, "DistributedDataParallel")
+        self._reducer, self._buffer_sync, self._forward_buffers = None, None, False
 
     def _settings(self) -> dict[str, object]:
         """Describe how the module was wrapped, in torch's terms."""
@@ -142,8 +171,9 @@ class DistributedDataParallel(torch.nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on this rank's part of the batch (Any: whatever the module takes)."""
         sync = torch.is_grad_enabled() and self.require_backward_grad_sync
-        self.reducer.prepare(sync)
-        if self.broadcast_buffers and self._forward_buffers and len(self._buffer_sync):
+        if sync or self._reducer is not None:
+            self.reducer.prepare(sync)
+        if self.broadcast_buffers and self._forward_buffers and self._buffer_sync is not None:
             self._buffer_sync.broadcast()
         self._forward_buffers = sync
         if self.device_ids:

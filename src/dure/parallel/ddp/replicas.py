@@ -120,9 +120,6 @@ class BufferSync:
         self._group = group
         self._owners = dict(owners)
 
-    def __len__(self) -> int:
-        return len(self._owners)
-
     def buffers(self) -> list[torch.Tensor]:
         """Return the buffers as they are now."""
         found = [getattr(module, name, None) for module, name in self._owners.values()]
