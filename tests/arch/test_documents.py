@@ -2,6 +2,7 @@
 
 import re
 
+import dure.errors
 from arch.sources import CSRC, PACKAGE, ROOT, cpp_files, python_files
 
 DOCUMENTS = [
@@ -63,3 +64,8 @@ def test_both_readmes_show_the_same_code():
 def _without_comments(block: str) -> str:
     """Drop what a translation may change: shell and Python comments."""
     return re.sub(r"[ \t]*#.*$", "", block, flags=re.MULTILINE)
+
+
+def test_every_error_is_explained():
+    text = (ROOT / "docs" / "errors.md").read_text()
+    assert [name for name in dure.errors.__all__ if name not in text] == []
