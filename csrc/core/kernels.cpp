@@ -97,6 +97,18 @@ struct Average : Sum {
     }
 };
 
+// Keeps the compiler from fusing the multiplication that made `x` with what follows: GCC 12 does so
+// when it vectorises a complex product, even with -ffp-contract=off.
+template <typename T>
+inline T rounded(T x) {
+#if defined(__x86_64__)
+    asm("" : "+x"(x));
+#elif defined(__aarch64__)
+    asm("" : "+w"(x));
+#endif
+    return x;
+}
+
 struct Product {
     static float combine(float a, float b) { return a * b; }
     static double combine(double a, double b) { return a * b; }
@@ -110,7 +122,8 @@ struct Product {
     }
     template <typename T>
     static Pair<T> combine(Pair<T> a, Pair<T> b) {
-        return {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re};
+        return {rounded(a.re * b.re) - rounded(a.im * b.im),
+                rounded(a.re * b.im) + rounded(a.im * b.re)};
     }
     template <typename T>
     static T finish(T x, int) {
