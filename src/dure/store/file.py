@@ -160,8 +160,12 @@ class FileStore(Store):
         """Close after a failure: the last one there deletes the file, however many came."""
         self._close(1)
 
+    def close_and_keep(self) -> None:
+        """Close, and leave the file to whoever has to look into it."""
+        self._close(None)
+
     def _close(self, num_needed: int | None) -> None:
-        """Close; delete the file if at least `num_needed` opened it and all have closed it."""
+        """Close; delete the file if all, and at least `num_needed`, have closed (None: never)."""
         if self._closed or self._pid != os.getpid():
             return
         try:

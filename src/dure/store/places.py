@@ -202,13 +202,19 @@ class FilePlace:
 
         Raises:
             RendezvousError: Says whose file it is.
+            StoreTimeout: A guest (rank -1) makes no file, and nobody else has.
         """
+        deadline = time.monotonic() + timeout_s
+        while rank < 0 and not Path(self.path).exists():
+            if time.monotonic() > deadline:
+                raise StoreTimeout(f"nobody has made the file {self.path}")
+            time.sleep(0.01)
         store = FileStore(self.path, world_size, timedelta(seconds=timeout_s))
         others = [user for user in store.users if not user.mine]
         dead = [user for user in others if alive(user.process) is False]
         crashed = [user for user in dead if not user.closed]
         if crashed or (dead and all(user.closed for user in others)):
-            store.close()
+            store.close_and_keep()
             who = ", ".join(str(user.process) for user in (crashed or dead)[:8])
             raise RendezvousError(
                 f"the file {self.path} is left over from a job that has ended",

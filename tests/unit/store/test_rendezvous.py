@@ -1,0 +1,380 @@
+"""Meetings, with ranks as threads: who meets, and what each mistake becomes on every rank."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dure.errors import RendezvousError, RendezvousTimeout
+from dure.store import FileStore, HashStore, Store, TCPStore
+from dure.store.identity import Identity, alive, myself
+from dure.store.key import mint
+from dure.store.log import Log, Record
+from dure.store.rendezvous import Rendezvous, rendezvous
+
+TIMEOUT = timedelta(seconds=10)
+BRIEF = timedelta(milliseconds=100)
+JOB_VARIABLES = (
+    "RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT DURE_STORE_ADDR "
+    "TORCHELASTIC_USE_AGENT_STORE TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT"
+)
+
+
+@pytest.fixture(autouse=True)
+def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in JOB_VARIABLES.split():
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(params=["tcp", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path, port: int) -> str:
+    return f"tcp://127.0.0.1:{port}" if request.param == "tcp" else f"file://{tmp_path}/meeting"
+
+
+def each(*calls: Callable[[], Rendezvous]) -> list[Rendezvous | RendezvousError]:
+    """Make all calls at once; return what each returned or raised."""
+
+    def guarded(call: Callable[[], Rendezvous]) -> Rendezvous | RendezvousError:
+        try:
+            return call()
+        except RendezvousError as error:
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(guarded, calls))
+
+
+def joins(url: str, *numbers: tuple[int, int], timeout: timedelta = TIMEOUT):
+    def join(rank: int, world_size: int) -> Callable[[], Rendezvous]:
+        return lambda: rendezvous(url, rank, world_size, timeout=timeout)
+
+    return each(*(join(*number) for number in numbers))
+
+
+def errors_of(results: list[Rendezvous | RendezvousError]) -> list[RendezvousError]:
+    for result in results:
+        assert isinstance(result, RendezvousError), result
+    return [result for result in results if isinstance(result, RendezvousError)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_ranks_meet_and_share_keys(url: str, world_size: int) -> None:
+    ranks = joins(url, *((rank, world_size) for rank in range(world_size)))
+    for rank, meeting in enumerate(ranks):
+        assert isinstance(meeting, Rendezvous), meeting
+        assert (meeting.rank, meeting.world_size) == (rank, world_size)
+        assert [member.rank for member in meeting.members] == list(range(world_size))
+        assert meeting.members[0].pid == os.getpid()
+        assert meeting.same_host
+        assert meeting.same_process
+        assert meeting.local_world_size == world_size
+        assert meeting.store.timeout == TIMEOUT
+        meeting.store.set(f"from {rank}", str(rank))
+    for meeting in ranks:
+        assert meeting.store.get(f"from {world_size - 1}") == str(world_size - 1).encode()
+        meeting.close()
+        meeting.close()
+
+
+def test_they_meet_again_and_again_without_each_others_keys(url: str) -> None:
+    def life(rank: int) -> None:
+        for round_ in range(10):
+            meeting = rendezvous(url, rank, 3, timeout=TIMEOUT)
+            assert meeting.store.num_keys() <= 3
+            meeting.store.set(f"from {rank}", str(round_))
+            keys = [f"from {other}" for other in range(3)]
+            assert meeting.store.multi_get(keys) == [str(round_).encode()] * 3
+            meeting.close()
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(life, range(3)))
+
+
+def test_a_file_is_gone_when_all_have_left(tmp_path: Path) -> None:
+    for meeting in joins(f"file://{tmp_path}/meeting", (0, 2), (1, 2)):
+        meeting.close()
+    assert list(tmp_path.glob("meeting*")) == []
+
+
+def test_two_with_one_number_are_both_named_to_everybody(url: str) -> None:
+    errors = errors_of(joins(url, (0, 4), (1, 4), (1, 4), (2, 4)))
+    for error in errors:
+        assert not isinstance(error, TimeoutError)
+        assert error.seen.count(f"pid {os.getpid()}") == 2
+
+
+def test_a_second_rank_0_is_noticed_although_it_cannot_serve(port: int) -> None:
+    errors = errors_of(joins(f"tcp://127.0.0.1:{port}", (0, 3), (0, 3), (1, 3)))
+    for error in errors:
+        assert not isinstance(error, TimeoutError)
+        assert error.seen.count(f"pid {os.getpid()}") == 2
+
+
+@pytest.mark.parametrize("rank", [2, 3, -2])
+def test_a_rank_outside_the_world_is_told_to_everybody(url: str, rank: int) -> None:
+    errors = errors_of(joins(url, (0, 2), (rank, 2)))
+    for error in errors:
+        assert not isinstance(error, TimeoutError)
+        assert f"RANK={rank}" in error.seen
+
+
+@pytest.mark.parametrize("world_size", [0, -5])
+def test_an_impossible_world_size_is_refused(url: str, world_size: int) -> None:
+    errors_of(joins(url, (0, world_size)))
+
+
+def test_ranks_that_disagree_on_the_world_size_learn_who_says_what(url: str) -> None:
+    errors = errors_of(joins(url, (0, 2), (1, 3)))
+    for error in errors:
+        assert not isinstance(error, TimeoutError)
+        assert "2 says rank 0" in error.seen
+        assert "3 says rank 1" in error.seen
+
+
+def test_a_complete_meeting_refuses_one_of_another_size(url: str) -> None:
+    meetings = joins(url, (0, 2), (1, 2))
+    (error,) = errors_of(joins(url, (2, 3), timeout=timedelta(seconds=2)))
+    assert not isinstance(error, TimeoutError)
+    for meeting in meetings:
+        meeting.close()
+
+
+def test_a_missing_rank_is_named_with_those_who_came(url: str) -> None:
+    for error in errors_of(joins(url, (0, 4), (2, 4), timeout=BRIEF)):
+        assert isinstance(error, RendezvousTimeout)
+        assert error.came == (0, 2)
+        assert error.missing == (1, 3)
+        assert f"pid {os.getpid()}" in error.seen
+
+
+def test_a_missing_rank_0_is_named(port: int) -> None:
+    (error,) = errors_of(joins(f"tcp://127.0.0.1:{port}", (1, 2), timeout=BRIEF))
+    assert isinstance(error, RendezvousTimeout)
+    assert error.missing == (0,)
+    assert f"127.0.0.1:{port}" in error.what
+
+
+def test_after_a_failed_meeting_they_can_meet(url: str) -> None:
+    errors_of(joins(url, (0, 2), (1, 3)))
+    for meeting in joins(url, (0, 2), (1, 2)):
+        assert isinstance(meeting, Rendezvous), meeting
+        meeting.close()
+
+
+def test_a_taken_port_is_an_error_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        (error,) = errors_of(joins(f"tcp://127.0.0.1:{taken}", (0, 2)))
+    assert not isinstance(error, TimeoutError)
+    assert f"127.0.0.1:{taken}" in error.what
+
+
+def test_a_wrong_key_is_an_error_and_the_others_meet(
+    port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def stranger() -> None:
+        code = (
+            "import sys; from dure.store.rendezvous import rendezvous; from dure.errors import *\n"
+        )
+        code += "try: rendezvous(sys.argv[1], 1, 2)\n"
+        code += "except RendezvousTimeout: sys.exit(2)\nexcept RendezvousError: sys.exit(3)"
+        environment = os.environ | {"XDG_CONFIG_HOME": str(tmp_path / "another")}
+        command = [sys.executable, "-c", code, f"tcp://127.0.0.1:{port}"]
+        assert subprocess.run(command, check=False, env=environment, timeout=30).returncode == 3
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(rendezvous, f"tcp://127.0.0.1:{port}", 0, 2, timeout=TIMEOUT)
+        stranger()
+        second = rendezvous(f"tcp://127.0.0.1:{port}", 1, 2, timeout=TIMEOUT)
+        second.close()
+        first.result(5).close()
+
+
+def dead_process() -> Identity:
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    child.wait()
+    return msgspec.structs.replace(myself(), pid=child.pid, start="1")
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_file_of_a_dead_job_is_named(tmp_path: Path, closed: bool) -> None:
+    path, dead = tmp_path / "meeting", dead_process()
+    log = Log(path)
+    with log.locked(1) as fd:
+        log.read(fd)
+        log.write(fd, [Record("open", "a", msgspec.msgpack.encode(dead))])
+        if closed:
+            log.write(fd, [Record("close", "a")])
+    for rank in range(2):
+        (error,) = errors_of(joins(f"file://{path}", (rank, 2)))
+        assert not isinstance(error, TimeoutError)
+        assert str(path) in error.what
+        assert f"pid {dead.pid}" in error.seen
+    assert path.exists()
+
+
+def test_a_number_whose_holder_died_is_an_error() -> None:
+    store, dead = HashStore(), dead_process()
+    held = rendezvous(rank=0, world_size=1, store=store)
+    member = msgspec.structs.replace(held.members[0], process=dead, token="x")
+    store.set("dure/store//0/member/0", msgspec.msgpack.encode(member))
+    with pytest.raises(RendezvousError) as caught:
+        rendezvous(rank=0, world_size=1, store=store)
+    assert f"pid {dead.pid}" in caught.value.seen
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
+def test_a_given_store_is_used_twice_and_stays_open(kind: str, tmp_path: Path) -> None:
+    store: Store = HashStore(TIMEOUT)
+    if kind == "file":
+        store = FileStore(tmp_path / "f", timeout=TIMEOUT)
+    elif kind == "tcp":
+        store = TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT, key=mint())
+    for _ in range(2):
+        meetings = each(
+            *(lambda r=r: rendezvous(rank=r, world_size=2, store=store) for r in range(2))
+        )
+        for meeting in meetings:
+            assert isinstance(meeting, Rendezvous), meeting
+            meeting.close()
+    store.set("still", "open")
+    store.close()
+
+
+def test_group_names_set_meetings_in_one_store_apart() -> None:
+    store = HashStore()
+    first = rendezvous(rank=0, world_size=1, store=store, group_name="a")
+    second = rendezvous(rank=0, world_size=1, store=store, group_name="b")
+    first.store.set("k", "v")
+    assert not second.store.check(["k"])
+
+
+def test_a_process_that_forgot_to_leave_can_join_again() -> None:
+    store = HashStore()
+    forgotten = rendezvous(rank=0, world_size=1, store=store)
+    forgotten.members  # noqa: B018 (it is still alive here)
+    from dure.store import rendezvous as module
+
+    module._active.clear()  # as if it had been collected
+    again = rendezvous(rank=0, world_size=1, store=store)
+    assert again._generation == 1
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "udp://127.0.0.1:1?rank=0&world_size=1",
+        "tcp://127.0.0.1?rank=0&world_size=1",
+        "tcp://:29500?rank=0&world_size=1",
+        "tcp://127.0.0.1:port?rank=0&world_size=1",
+        "tcp://127.0.0.1:29500",
+        "tcp://127.0.0.1:29500?rank=zero&world_size=1",
+        "file://relative/path?rank=0&world_size=1",
+        "file://?rank=0&world_size=1",
+        "nonsense",
+    ],
+)
+def test_a_malformed_url_is_an_error(bad: str) -> None:
+    with pytest.raises(RendezvousError):
+        rendezvous(bad)
+
+
+def test_the_numbers_may_be_part_of_the_url(port: int) -> None:
+    meeting = rendezvous(f"tcp://127.0.0.1:{port}?rank=0&world_size=1")
+    assert (meeting.rank, meeting.world_size) == (0, 1)
+    meeting.close()
+
+
+class TestEnvironment:
+    def put(self, monkeypatch: pytest.MonkeyPatch, **variables: object) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+
+    def test_four_variables_are_enough(self, monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+        self.put(monkeypatch, RANK=0, WORLD_SIZE=1, MASTER_ADDR="localhost", MASTER_PORT=port)
+        rendezvous().close()
+
+    @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+    def test_a_missing_one_is_named(
+        self, monkeypatch: pytest.MonkeyPatch, port: int, name: str
+    ) -> None:
+        self.put(monkeypatch, RANK=0, WORLD_SIZE=1, MASTER_ADDR="localhost", MASTER_PORT=port)
+        monkeypatch.delenv(name)
+        with pytest.raises(RendezvousError) as caught:
+            rendezvous("env://")
+        assert name in caught.value.what
+
+    def test_all_missing_ones_are_named_together(self) -> None:
+        with pytest.raises(RendezvousError) as caught:
+            rendezvous()
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            assert name in caught.value.what
+
+    @pytest.mark.parametrize(
+        "change",
+        [{"RANK": "first"}, {"WORLD_SIZE": "2.0"}, {"MASTER_PORT": "http"}, {"MASTER_PORT": "0"}],
+    )
+    def test_one_that_is_no_number_is_named(
+        self, monkeypatch: pytest.MonkeyPatch, port: int, change: dict[str, str]
+    ) -> None:
+        self.put(monkeypatch, RANK=0, WORLD_SIZE=1, MASTER_ADDR="localhost", MASTER_PORT=port)
+        self.put(monkeypatch, **change)
+        with pytest.raises(RendezvousError) as caught:
+            rendezvous()
+        assert next(iter(change)) in caught.value.what
+
+    def test_an_unknown_host_is_named(self, monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+        host = "no-such-host.invalid"
+        self.put(monkeypatch, RANK=1, WORLD_SIZE=2, MASTER_ADDR=host, MASTER_PORT=port)
+        with pytest.raises(RendezvousError) as caught:
+            rendezvous()
+        assert "MASTER_ADDR" in caught.value.what
+        assert host in caught.value.seen
+
+    @pytest.mark.parametrize("local", [2, 1])
+    def test_under_torchrun_the_agents_port_stays_the_agents(
+        self, monkeypatch: pytest.MonkeyPatch, local: int
+    ) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as agent:
+            self.put(
+                monkeypatch,
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=agent.getsockname()[1],
+                LOCAL_WORLD_SIZE=local,
+                TORCHELASTIC_USE_AGENT_STORE="True",
+                TORCHELASTIC_RUN_ID="none",
+            )
+            for meeting in joins("env://", (0, 2), (1, 2)):
+                assert isinstance(meeting, Rendezvous), meeting
+                meeting.close()
+
+    def test_the_launchers_store_is_joined_by_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        launcher = TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT)
+        self.put(monkeypatch, DURE_STORE_ADDR=f"127.0.0.1:{launcher.port}")
+        for _ in range(2):
+            for meeting in joins("env://", (0, 2), (1, 2)):
+                assert isinstance(meeting, Rendezvous), meeting
+                meeting.close()
+        launcher.close()
+
+
+def test_a_process_is_known_by_more_than_its_number() -> None:
+    me = myself()
+    assert alive(me) is True
+    assert alive(msgspec.structs.replace(me, start="1")) is False
+    assert alive(msgspec.structs.replace(me, host_id="elsewhere")) is None
+    assert alive(dead_process()) is False
