@@ -40,17 +40,13 @@ def case_other_operation(rank, n):
 
 def case_other_count(rank, n):
     t = torch.full((4 if rank < n - 1 else 5,), float(rank))
-    _mismatch(
-        rank, n, lambda g: dist.all_reduce(t, group=g), lambda g: dist.all_reduce(t, group=g)
-    )
+    _mismatch(rank, n, lambda g: dist.all_reduce(t, group=g), lambda g: dist.all_reduce(t, group=g))
     assert torch.equal(t, torch.full_like(t, float(rank))), "data were touched"
 
 
 def case_other_large_count(rank, n):
     t = torch.full((400_000 if rank < n - 1 else 400_001,), float(rank))
-    _mismatch(
-        rank, n, lambda g: dist.all_reduce(t, group=g), lambda g: dist.all_reduce(t, group=g)
-    )
+    _mismatch(rank, n, lambda g: dist.all_reduce(t, group=g), lambda g: dist.all_reduce(t, group=g))
     assert torch.equal(t, torch.full_like(t, float(rank))), "data were touched"
 
 

@@ -6,7 +6,7 @@ import torch
 
 import dure as dist
 
-from .values import DTYPES, LARGE, noise, same
+from .values import LARGE, movable, noise, same
 
 
 def _ring(rank: int, n: int) -> tuple[int, int]:
@@ -33,7 +33,7 @@ def case_every_dtype_moves(rank, n):
     if n == 1:
         return
     right, left = _ring(rank, n)
-    for dtype in DTYPES:
+    for dtype in movable(n):
         got = torch.empty_like(noise(0, 11, dtype))
         sent = dist.isend(noise(rank, 11, dtype), dst=right)
         dist.recv(got, src=left)
@@ -98,7 +98,8 @@ def case_receives_posted_before_sends(rank, n):
     outputs = [torch.empty(500) for _ in range(6)]
     receives = [dist.irecv(o, src=left, tag=i) for i, o in enumerate(outputs)]
     sends = [
-        dist.isend(torch.full((500,), 10.0 * rank + i), dst=right, tag=i) for i in reversed(range(6))
+        dist.isend(torch.full((500,), 10.0 * rank + i), dst=right, tag=i)
+        for i in reversed(range(6))
     ]
     for i, (o, work) in enumerate(zip(outputs, receives, strict=True)):
         work.wait()
@@ -132,7 +133,10 @@ def case_odd_views_move(rank, n):
     if n == 1:
         return
     right, left = _ring(rank, n)
-    given, got = torch.arange(12).view(3, 4).t() + rank, torch.zeros(4, 6, dtype=torch.int64)[:, ::2]
+    given, got = (
+        torch.arange(12).view(3, 4).t() + rank,
+        torch.zeros(4, 6, dtype=torch.int64)[:, ::2],
+    )
     sent = dist.isend(given, dst=right)
     dist.recv(got, src=left)
     sent.wait()

@@ -1,4 +1,4 @@
-"""Cases of what a rank can know alone: a typed error before anything is sent, and the group lives."""
+"""Cases of what one rank alone can know: a typed error before anything is sent."""
 
 from __future__ import annotations
 

@@ -16,9 +16,14 @@ LARGE = 131_101
 """A prime; as float32 just over 512 KiB, more than one chunk of any backend."""
 
 
+def thorough(n: int) -> bool:
+    """Tell whether `n` ranks try every form with every dtype; other numbers of ranks try a few."""
+    return n in (2, 3)
+
+
 def counts(n: int) -> list[int]:
     """Return the lengths that every form is tried with on `n` ranks."""
-    return sorted({0, 1, n - 1, n, n + 1}) + [LARGE]
+    return [*sorted({0, 1, n - 1, n, n + 1}), LARGE]
 
 
 def _movable(dtype: torch.dtype) -> bool:
@@ -33,6 +38,14 @@ DTYPES = sorted(
     {d for d in vars(torch).values() if isinstance(d, torch.dtype) and _movable(d)}, key=str
 )
 """Every dtype of which torch can hold a tensor on the CPU and copy it."""
+
+
+FEW = [torch.bool, torch.bfloat16, torch.uint16, torch.float8_e5m2, torch.complex64, torch.int64]
+
+
+def movable(n: int) -> list[torch.dtype]:
+    """Return the dtypes that the forms that move data are tried with on `n` ranks."""
+    return DTYPES if thorough(n) else FEW
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from conformance import suite
 
+from conformance import suite
 from dure.native import available as native_available
 
 SUBJECTS = ("moving", "reducing", "layouts", "messages", "misuse", "failing")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from conformance import suite
 
+from conformance import suite
 from dure.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")

@@ -54,6 +54,8 @@ class EngineState:
         size: Ranks of the group.
         ask_peers: Called after a failure, with whether time ran out here; tells which ranks left
             and which gave up waiting, as far as that can be found out in a moment.
+        break_off: Closes the group's connections. Called once, after the first failure: ranks that
+            wait for this one would otherwise wait until their time is up.
     """
 
     def __init__(
@@ -62,11 +64,13 @@ class EngineState:
         rank: int,
         size: int,
         ask_peers: Callable[[bool], tuple[tuple[int, ...], tuple[int, ...]]],
+        break_off: Callable[[], None],
     ) -> None:
         self.name, self.rank, self.size = name, rank, size
         self.left = threading.Event()
-        self.failed = False
-        self._ask_peers = ask_peers
+        self._ask_peers, self._break_off = ask_peers, break_off
+        self._lock = threading.Lock()
+        self._failed = False
 
     def translate(
         self, error: Exception, op: str, began: float, peer: int | None = None
@@ -79,7 +83,7 @@ class EngineState:
             began: When it began (`time.monotonic`).
             peer: The rank it was with, for point-to-point.
         """
-        self.failed = True
+        self._fail()
         text = _NOISE.sub("", str(error)).strip()
         where: dict[str, object] = {
             "group": self.name,
@@ -109,6 +113,12 @@ class EngineState:
             fix="See what the missing ranks do, or raise the group's timeout.",
             **where,
         )
+
+    def _fail(self) -> None:
+        with self._lock:
+            first, self._failed = not self._failed, True
+        if first:
+            self._break_off()
 
 
 class _Over:

@@ -142,7 +142,9 @@ def _connect(
     try:
         engine = cls(bridge, options.rank, options.size, settings)
     except RuntimeError as e:
-        state = EngineState(options.name, options.rank, options.size, lambda _: ((), ()))
+        state = EngineState(
+            options.name, options.rank, options.size, lambda _: ((), ()), lambda: None
+        )
         raise state.translate(e, f"create {name}", began) from e
     return TorchEngine(name, device_types, engine, options)
 
@@ -187,7 +189,9 @@ class TorchEngine:
         self._rank, self._size = options.rank, options.size
         self._in_stream = "cuda" in device_types
         self._trouble = TroubleLog(options.store, options.rank, options.size)
-        self._state = EngineState(options.name, options.rank, options.size, self._trouble.ask)
+        self._state = EngineState(
+            options.name, options.rank, options.size, self._trouble.ask, self._break_off
+        )
         self._collectives: set[CollectiveTicket] = set()
         self._messages: WeakSet[MessageTicket] = WeakSet()
 
@@ -516,8 +520,15 @@ class TorchEngine:
         self._trouble.say("left")
         if self._in_stream:
             engine.abort() if abort or pending else engine.shutdown()
-        elif abort or pending or self._state.failed:
-            _poison(engine, [r for r in range(self._size) if r != self._rank])
+        elif abort or pending:
+            _poison(engine, self._peers())
+
+    def _peers(self) -> list[int]:
+        return [r for r in range(self._size) if r != self._rank]
+
+    def _break_off(self) -> None:
+        if self._engine is not None and not self._in_stream:
+            _poison(self._engine, self._peers())
 
 
 def _poison(engine: Engine, peers: list[int]) -> None:
