@@ -190,7 +190,7 @@ def _whole(consumed: int) -> int:
 
 def _place_in_world() -> tuple[int, int]:
     """Return the size of this process's world and its rank there."""
-    # Imported here so that data can be split and resumed without loading the communication layer.
+    # lazy: data can be split and resumed without the communication layer
     from dure.comm.queries import get_rank, get_world_size
 
     return get_world_size(), get_rank()

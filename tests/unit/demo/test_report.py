@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 from dure.cli.demo.report import Ran, write_report
 from unit.demo.sample import finished_run
 
-RAN = Ran(command="dure demo --out 'a <b>'", when="2026-01-31 12:00")
+RAN = Ran(command="dure demo --out 'a <b>'", when="2026-01-31 12:00", busy_cores=0.5)
 
 
 class _Reader(HTMLParser):

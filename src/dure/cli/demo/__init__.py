@@ -15,9 +15,10 @@ __all__ = ["demo"]
 
 
 def __getattr__(name: str) -> object:
-    """Load the command on first use: ranks run `train` from here and need none of it."""
+    """Load the command on first use."""
     if name != "demo":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # lazy: ranks run `train` from this package and need neither typer nor the launcher
     from dure.cli.demo import command
 
     return command.demo

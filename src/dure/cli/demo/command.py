@@ -10,6 +10,7 @@ import shlex
 import sys
 import time
 from collections import deque
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dure.cli.demo.events import decode
-from dure.cli.demo.machine import usable_cores
+from dure.cli.demo.machine import busy_cores, usable_cores
 from dure.cli.demo.progress import Watcher, watcher
 from dure.cli.demo.report import Ran, write_report
 from dure.cli.demo.results import Run, comparison
@@ -30,6 +31,7 @@ from dure.launch import JobResult, JobSpec, Line, run_job
 __all__ = ["demo"]
 
 _USER_ERRORS = {"UsageError", "DataError"}
+_QUIET_CORES = 0.5
 _QUICK_IMAGES = 2400
 _KEPT_LINES = 200
 
@@ -53,58 +55,91 @@ def demo(
     quick: Annotated[bool, typer.Option("--quick", help="A shorter run on fewer images.")] = False,
 ) -> None:
     """Train a small network on real images, with one process and with several, and compare."""
-    console = Console()
-    options = [
-        *(["--data", str(data)] if data else []),
-        *("--epochs", str(epochs or _default_epochs(data, quick))),
-        *("--batch-size", str(batch_size), "--backend", backend, "--seed", str(seed)),
-    ]
-    command = shlex.join(["dure", "demo", "--ranks", str(ranks), *options, *_flags(quick)])
-    report = out / "report.html"
-    _check(data, ranks, batch_size, out)
-    if ranks > usable_cores():
-        console.print(f"Note: {ranks} ranks share {usable_cores()} core(s); expect no gain.")
-    if quick:
-        options += ["--images", str(_QUICK_IMAGES)]
-    began = f"{datetime.now():%Y-%m-%d %H:%M}"
+    if epochs is None:
+        epochs = 2 if data else 6 if quick else 20
+    plan = Plan(
+        data=data,
+        ranks=ranks,
+        epochs=epochs,
+        batch_size=batch_size,
+        backend=backend,
+        out=out,
+        seed=seed,
+        quick=quick,
+    )
+    plan.check()
+    _carry_out(plan, Console())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What the user asked for; the fields are the options of `demo`."""
+
+    data: Path | None
+    ranks: int
+    epochs: int
+    batch_size: int
+    backend: str
+    out: Path
+    seed: int
+    quick: bool
+
+    @property
+    def training(self) -> tuple[str, ...]:
+        """The options that `train.py` shares with the command."""
+        return (
+            *(("--data", str(self.data)) if self.data else ()),
+            *("--epochs", str(self.epochs), "--batch-size", str(self.batch_size)),
+            *("--backend", self.backend, "--seed", str(self.seed)),
+        )
+
+    @property
+    def command(self) -> str:
+        """The command line, with every option spelled out."""
+        own = ("--ranks", str(self.ranks), "--out", str(self.out))
+        return shlex.join(
+            ["dure", "demo", *self.training, *own, *(["--quick"] if self.quick else [])]
+        )
+
+    def check(self) -> None:
+        """Make the report's directory; raise `UsageError` for what is known to fail later."""
+        if self.batch_size % self.ranks:
+            raise UsageError(
+                "the ranks cannot share a batch equally",
+                seen=f"--batch-size {self.batch_size}, --ranks {self.ranks}",
+                fix=f"Try --batch-size {max(1, round(self.batch_size / self.ranks)) * self.ranks}.",
+            )
+        if self.data is None:
+            require_digits()
+        else:
+            read_idx_directory(self.data)
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise UsageError(
+                f"{self.out} cannot be the report's directory", seen=e.strerror or str(e)
+            ) from e
+
+
+def _carry_out(plan: Plan, console: Console) -> None:
+    """Train with one rank and with several; show what came of it and write the report."""
+    cores, busy = usable_cores(), busy_cores()
+    if plan.ranks + busy > cores + _QUIET_CORES:
+        crowd = f"{plan.ranks} ranks, {cores} cores of which others use {busy:.1f}"
+        console.print(f"Note: {crowd}; times will suffer.", highlight=False)
+    ran = Ran(command=plan.command, when=f"{datetime.now():%Y-%m-%d %H:%M}", busy_cores=busy)
     with watcher(console) as watch:
-        runs = [_train(n, batch_size, options, watch) for n in sorted({1, ranks})]
+        runs = [_train(ranks, plan, watch) for ranks in sorted({1, plan.ranks})]
     _show(console, runs)
-    write_report(report, runs, Ran(command=command, when=began))
+    report = plan.out / "report.html"
+    write_report(report, runs, ran)
     console.print(f"Report: {report}", soft_wrap=True, highlight=False)
 
 
-def _default_epochs(data: Path | None, quick: bool) -> int:
-    if data is not None:
-        return 2
-    return 6 if quick else 20
-
-
-def _flags(quick: bool) -> list[str]:
-    return ["--quick"] if quick else []
-
-
-def _check(data: Path | None, ranks: int, batch_size: int, out: Path) -> None:
-    """Make the report's directory; raise `UsageError` for whatever is known to fail later."""
-    if batch_size % ranks:
-        raise UsageError(
-            "the ranks cannot share a batch equally",
-            seen=f"--batch-size {batch_size}, --ranks {ranks}",
-            fix=f"Try --batch-size {max(1, round(batch_size / ranks)) * ranks}.",
-        )
-    if data is None:
-        require_digits()
-    else:
-        read_idx_directory(data)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UsageError(f"{out} cannot be the report's directory", seen=e.strerror or "") from e
-
-
-def _train(ranks: int, batch_size: int, options: list[str], watch: Watcher) -> Run:
+def _train(ranks: int, plan: Plan, watch: Watcher) -> Run:
     """Run `train.py` on so many ranks; return what came of it, or leave with its exit code."""
-    run = Run(ranks=ranks, batch_size=batch_size)
+    run = Run(ranks=ranks, batch_size=plan.batch_size)
+    images = ("--images", str(_QUICK_IMAGES)) if plan.quick else ()
     other: deque[str] = deque(maxlen=_KEPT_LINES)
 
     def take(line: Line) -> None:
@@ -122,7 +157,7 @@ def _train(ranks: int, batch_size: int, options: list[str], watch: Watcher) -> R
         JobSpec(
             program="dure.cli.demo.train",
             kind="module",
-            args=(*options, "--events"),
+            args=(*plan.training, *images, "--events"),
             nproc=ranks,
             on_line=take,
             stdin="none",

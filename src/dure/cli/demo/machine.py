@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["machine", "usable_cores"]
+__all__ = ["busy_cores", "machine", "usable_cores"]
 
 
 def machine() -> list[tuple[str, str]]:
@@ -21,6 +21,11 @@ def machine() -> list[tuple[str, str]]:
         ("Memory", f"{psutil.virtual_memory().total / 2**30:.1f} GiB"),
         ("Kernel", f"{platform.system()} {platform.release()} {platform.machine()}"),
     ]
+
+
+def busy_cores(watch_s: float = 0.3) -> float:
+    """Watch the machine for `watch_s` seconds; return how many hardware threads are busy."""
+    return psutil.cpu_percent(watch_s) / 100 * (psutil.cpu_count() or 1)
 
 
 def usable_cores() -> int:

@@ -27,10 +27,12 @@ class Ran:
     Attributes:
         command: The command line, with every option spelled out.
         when: Local date and time.
+        busy_cores: Hardware threads that other programs kept busy just before.
     """
 
     command: str
     when: str
+    busy_cores: float
 
 
 def write_report(path: Path, runs: Sequence[Run], ran: Ran) -> None:
@@ -48,7 +50,9 @@ def write_report(path: Path, runs: Sequence[Run], ran: Ran) -> None:
         notes=escape(_notes(runs)),
         charts="\n".join(f"<figure><h2>{escape(t)}</h2>{svg}</figure>" for t, svg in _charts(runs)),
         what=_definitions(_what(runs, ran)),
-        machine=_definitions(machine()),
+        machine=_definitions(
+            [*machine(), ("Others at work", f"{ran.busy_cores:.1f} cores busy just before")]
+        ),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, "utf-8")

@@ -183,7 +183,7 @@ def _points(runs: Sequence[Run]) -> str:
     first, last = runs[0].accuracy, runs[-1].accuracy
     if len(runs) < 2 or first is None or last is None:
         return ""
-    return f"{(last - first) * 100:+.1f} points"
+    return f"{round((last - first) * 100, 1) + 0.0:+.1f} points"  # + 0.0: never "-0.0"
 
 
 def _mean(phases: Sequence[Phases]) -> Phases:

@@ -28,37 +28,30 @@ Report = Callable[[Event], None]
 Batches = DataLoader[tuple[torch.Tensor, torch.Tensor]]
 
 
-class ConvNet(nn.Module):
-    """Four convolutions and a linear layer; no dropout or batch norm, so ranks do not matter.
+def build_model(side: int, num_classes: int, width: int = 64) -> nn.Sequential:
+    """Build a network that maps pixels [n, 1, side, side] to logits [n, classes].
 
-    Args:
-        side: Pixels along an image's side; larger images are halved by the first convolution.
-        num_classes: How many labels there are.
+    It has neither dropout nor batch norm, so what it learns does not depend on who holds which part
+    of a batch. Images larger than 16 pixels are halved by the first convolution.
     """
-
-    def __init__(self, side: int, num_classes: int, width: int = 64) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(1, width, 3, padding=1, stride=2 if side > 16 else 1),
-            nn.ReLU(),
-            nn.Conv2d(width, width, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(width, 2 * width, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(2 * width, 2 * width, 3, padding=1),
-            nn.ReLU(),
-            nn.AdaptiveMaxPool2d(3),
-            nn.Flatten(),
-            nn.Linear(2 * width * 9, num_classes),
-        )
-        for layer in self.layers:
-            if isinstance(layer, nn.Conv2d):
-                nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-
-    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Return logits [n, classes] of pixels [n, 1, side, side]."""
-        return self.layers(pixels)
+    model = nn.Sequential(
+        nn.Conv2d(1, width, 3, padding=1, stride=2 if side > 16 else 1),
+        nn.ReLU(),
+        nn.Conv2d(width, width, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(width, 2 * width, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(2 * width, 2 * width, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveMaxPool2d(3),
+        nn.Flatten(),
+        nn.Linear(2 * width * 9, num_classes),
+    )
+    for layer in model:
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+    return model
 
 
 def main() -> None:
@@ -74,10 +67,10 @@ def main() -> None:
 
 
 def train(options: argparse.Namespace, data: ImageData, report: Report) -> None:
-    """Train a `ConvNet` on `data`; every rank calls this."""
+    """Train a network on `data`; every rank calls this."""
     world_size = dist.get_world_size()
     torch.manual_seed(options.seed)
-    model: nn.Module = ConvNet(data.train.pixels.shape[-1], data.num_classes)
+    model: nn.Module = build_model(data.train.pixels.shape[-1], data.num_classes)
     if world_size > 1:
         model = dist.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, weight_decay=1e-3)
@@ -97,9 +90,9 @@ def train(options: argparse.Namespace, data: ImageData, report: Report) -> None:
     report(describe(data, model, len(images), steps, len(batches)))
     for epoch in range(options.epochs):
         sampler.set_epoch(epoch)
-        for i, (loss, phases) in enumerate(run_epoch(model, optimizer, batches)):
+        for i, (loss, phases) in enumerate(run_epoch(model, optimizer, batches), start=1):
             schedule.step()
-            report(Step(step=epoch * len(batches) + i + 1, loss=loss, phases=phases))
+            report(Step(step=epoch * len(batches) + i, loss=loss, phases=phases))
         report(EpochEnd(epoch=epoch + 1, accuracy=evaluate(model, data)))
 
 
