@@ -78,10 +78,12 @@ template <int M, int Bias, Flavor F>
 struct Float8 {
     uint8_t bits;
     using Accumulator = float;
-    static constexpr uint32_t kNan = F == Flavor::fnuz ? 0x80 : F == Flavor::fn ? 0x7f : 0x7f;
+    static constexpr uint32_t kNan = F == Flavor::fnuz ? 0x80 : 0x7f;
     static constexpr uint32_t kInf = 0x7c;  // of the ieee flavor
-    // The largest finite code.
+    // The largest finite code, and what is beyond it: torch lets only "fn" saturate.
     static constexpr uint32_t kMax = F == Flavor::ieee ? 0x7b : F == Flavor::fn ? 0x7e : 0x7f;
+
+    static constexpr uint32_t kOverflow = F == Flavor::ieee ? kInf : F == Flavor::fn ? kMax : kNan;
 
     static float load(Float8 x) {
         uint32_t sign = uint32_t{x.bits & 0x80u} << 24, rest = x.bits & 0x7fu;
@@ -113,7 +115,7 @@ struct Float8 {
             out = (rest - (uint32_t{127 - Bias} << 23) + ((1u << (kShift - 1)) - 1) +
                    (rest >> kShift & 1)) >>
                   kShift;
-            if (out > kMax) out = F == Flavor::ieee ? kInf : kNan;
+            if (out > kMax) out = kOverflow;
         }
         if (F == Flavor::fnuz && (out == 0 || out == kNan)) sign = 0;  // no -0; NaN has one code
         if (F == Flavor::fnuz && out == kNan) return {0x80};

@@ -28,7 +28,7 @@ from dure.errors import DureError, RendezvousError, RendezvousTimeout
 from dure.native import Group, Outcome, SharedBlock, Ticket, available, require
 from dure.native.status import error_of
 
-__all__ = ["MAX_RANKS", "ShmBackend", "ShmTicket", "available", "create"]
+__all__ = ["MAX_RANKS", "ShmBackend", "ShmTicket", "available", "create", "dtype_code"]
 
 MAX_RANKS = 256
 _SEGMENT_KEY = "shm/segment"
@@ -51,6 +51,11 @@ _DTYPE.update({dtype: len(_REDUCIBLE) + i for i, dtype in enumerate(_OTHERS)})
 _NO_REDUCTION = 8
 _BARRIER, _BROADCAST, _ALL_REDUCE, _REDUCE, _ALL_GATHER = 1, 2, 3, 4, 5
 _GATHER, _SCATTER, _REDUCE_SCATTER, _ALL_TO_ALL = 6, 7, 8, 9
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """Return the engine's code of `dtype`."""
+    return _DTYPE[dtype]
 
 
 class ShmTicket:

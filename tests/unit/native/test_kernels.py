@@ -1,0 +1,161 @@
+"""Kernels against torch: every value of every small format, every reduction, every dtype."""
+
+import pytest
+import torch
+
+from dure import native
+from dure.comm.backends.shm import dtype_code
+from dure.comm.ops import ReduceOp, reducible_dtypes
+
+pytestmark = pytest.mark.skipif(not native.available()[0], reason=native.available()[1] or "-")
+
+EIGHT = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
+SIXTEEN = [torch.float16, torch.bfloat16]
+ISAS = ["generic", "avx2", "avx512"]
+OPS = [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX]
+MIN_MAX = [ReduceOp.MIN, ReduceOp.MAX]  # which zero is the smaller one is nowhere said
+BITS = [ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR]
+
+
+@pytest.fixture(params=ISAS)
+def isa(request):
+    best = native.kernel_isa()
+    if not native.select_kernel_isa(request.param):
+        pytest.skip(f"this machine cannot run {request.param}")
+    yield request.param
+    native.select_kernel_isa(best)
+
+
+def reduced(tensors, op):
+    out = torch.empty_like(tensors[0])
+    addresses = [t.data_ptr() for t in tensors]
+    assert native.reduce(out.data_ptr(), addresses, dtype_code(out.dtype), op.code, out.numel())
+    return out
+
+
+def assert_same_bits(got, expected, signed_zero=True):
+    """Equal bit for bit, but for which of its NaNs a format shows; zeros may have no sign."""
+    assert got.dtype == expected.dtype
+    if got.is_complex():
+        got, expected = torch.view_as_real(got), torch.view_as_real(expected)
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
+    same = got.view(whole) == expected.view(whole)
+    if got.dtype.is_floating_point:
+        same |= got.float().isnan() & expected.float().isnan()
+        if not signed_zero:
+            same |= (got.float() == 0) & (expected.float() == 0)
+    assert same.all(), (got[~same][:5], expected[~same][:5])
+
+
+def all_pairs(dtype):
+    every = torch.arange(256, dtype=torch.uint8)
+    return every.repeat_interleave(256).view(dtype), every.repeat(256).view(dtype)
+
+
+def by_torch(op, a, b):
+    x, y = a.float(), b.float()
+    result = {
+        "SUM": lambda: x + y,
+        "AVG": lambda: (x + y) / 2,
+        "PRODUCT": lambda: x * y,
+        "MIN": lambda: torch.minimum(x, y),
+        "MAX": lambda: torch.maximum(x, y),
+    }[op.name]()
+    return result.to(a.dtype)
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
+@pytest.mark.parametrize("dtype", [*EIGHT, torch.float8_e8m0fnu], ids=str)
+def test_eight_bit_floats_agree_with_torch_for_all_pairs(dtype, op, isa):
+    a, b = all_pairs(dtype)
+    assert_same_bits(reduced([a, b], op), by_torch(op, a, b), op not in MIN_MAX)
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
+@pytest.mark.parametrize("dtype", SIXTEEN, ids=str)
+def test_sixteen_bit_floats_agree_with_torch_for_all_values(dtype, op, isa):
+    every = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(dtype)
+    shuffled = torch.randperm(65536, generator=torch.Generator().manual_seed(3))
+    for b in (every, every[shuffled], every.flip(0)):
+        assert_same_bits(reduced([every, b], op), by_torch(op, every, b), op not in MIN_MAX)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_wide_floats_are_folded_in_rank_order(op, n, isa):
+    random = torch.Generator().manual_seed(n)
+    for dtype in (torch.float32, torch.float64):
+        tensors = [torch.randn(1500, dtype=dtype, generator=random) for _ in range(n)]
+        expected = tensors[0].clone()
+        for t in tensors[1:]:
+            if op in (ReduceOp.SUM, ReduceOp.AVG):
+                expected += t
+            elif op == ReduceOp.PRODUCT:
+                expected *= t
+            else:
+                minimum = op == ReduceOp.MIN
+                expected = (torch.minimum if minimum else torch.maximum)(expected, t)
+        if op == ReduceOp.AVG:
+            expected /= n
+        assert_same_bits(reduced(tensors, op), expected)
+
+
+def _integers(dtype, count, seed):
+    random = torch.Generator().manual_seed(seed)
+    raw = torch.randint(-(2**63), 2**63 - 1, (count,), dtype=torch.int64, generator=random)
+    if dtype == torch.bool:
+        return raw % 2 == 0
+    return raw.view(torch.uint8)[: count * dtype.itemsize].clone().view(dtype)
+
+
+@pytest.mark.parametrize("op", [*OPS, *BITS], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    sorted((d for d in reducible_dtypes(ReduceOp.BAND)), key=str),
+    ids=str,
+)
+def test_integers_wrap_and_compare_as_python_says(dtype, op, isa):
+    if dtype not in reducible_dtypes(op):
+        assert not native.reduce(0, [], dtype_code(dtype), op.code, 0)
+        return
+    a, b = (_integers(dtype, 1100, seed) for seed in (1, 2))
+    bits = 8 * dtype.itemsize
+    signed = dtype.is_signed and dtype != torch.bool
+
+    def value(x, y):
+        if dtype == torch.bool:
+            return {"SUM": x | y, "MAX": x | y, "BOR": x | y, "BXOR": x ^ y}.get(op.name, x & y)
+        z = {
+            "SUM": x + y, "PRODUCT": x * y, "MIN": min(x, y), "MAX": max(x, y),
+            "BAND": x & y, "BOR": x | y, "BXOR": x ^ y,
+        }[op.name] & ((1 << bits) - 1)  # fmt: skip
+        return z - (1 << bits) if signed and z >> (bits - 1) else z
+
+    got = reduced([a, b], op).tolist()
+    assert got == [value(x, y) for x, y in zip(a.tolist(), b.tolist(), strict=True)]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.complex32], ids=str)
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT], ids=str)
+def test_complex_numbers_are_folded_in_rank_order(dtype, op, isa):
+    random = torch.Generator().manual_seed(5)
+    wide = torch.complex64 if dtype == torch.complex32 else dtype
+    tensors = [torch.randn(1100, dtype=wide, generator=random).to(dtype) for _ in range(3)]
+    re, im = (torch.view_as_real(tensors[0].to(wide))[..., k].clone() for k in (0, 1))
+    for t in tensors[1:]:
+        x, y = torch.view_as_real(t.to(wide)).unbind(-1)
+        re, im = (re * x - im * y, re * y + im * x) if op == ReduceOp.PRODUCT else (re + x, im + y)
+    expected = torch.complex(re, im)
+    if op == ReduceOp.AVG:
+        expected = torch.complex(re / 3, im / 3)
+    assert_same_bits(reduced(tensors, op), expected.to(dtype))
+
+
+@pytest.mark.parametrize("op", [*OPS, *BITS], ids=str)
+def test_kernels_exist_exactly_where_the_reduction_has_a_meaning(op):
+    everything = {d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+    have = {d for d in everything if native.reduce(0, [0], dtype_code(d), op.code, 0)}
+    assert have >= reducible_dtypes(op)
+    beyond = have - reducible_dtypes(op)
+    assert all(d.is_complex for d in beyond)  # products of those, which no other backend has
