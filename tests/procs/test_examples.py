@@ -1,0 +1,65 @@
+"""Every example runs to its end; each of them checks its own results.
+
+Two ranks under `dure run`, as their texts say; in the drill (`make drill`) also three and four,
+where rings and grids look different, and under torchrun.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ALL = sorted(path.name for path in EXAMPLES.glob("[0-9]*.py"))
+LIMIT_S = 50
+
+
+def run(*command: str) -> str:
+    """Run a command; return what it printed after a check that it ended well."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    try:
+        output, _ = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 0, output
+    return output
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_example_runs_to_its_end_2_ranks(name: str) -> None:
+    assert run("dure.cli", "run", "--nproc", "2", str(EXAMPLES / name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", ["3", "4"])
+@pytest.mark.parametrize("name", ALL)
+def test_example_runs_to_its_end_with_more_ranks(name: str, n: str) -> None:
+    assert run("dure.cli", "run", "--nproc", n, str(EXAMPLES / name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+def test_example_runs_under_torchrun_2_ranks(name: str) -> None:
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert run(*torchrun, str(EXAMPLES / name))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_example_is_short_and_explains_itself(name: str) -> None:
+    lines = (EXAMPLES / name).read_text().splitlines()
+    assert len(lines) < 150
+    assert lines[0].startswith('"""')
+    assert any("dure run --nproc" in line and name in line for line in lines[:30])
