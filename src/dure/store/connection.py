@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
 import time
 
 import zmq
@@ -25,6 +26,9 @@ _HEARTBEAT_MS = 5_000
 _SILENCE_MS = 20_000
 _FAST_MS = 20
 """A reply normally comes within this time, so the monitor is only looked at afterwards."""
+
+
+_numbers = itertools.count()
 
 
 class _Outcome(enum.Enum):
@@ -54,7 +58,24 @@ class Connection:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, key: JobKey | None):
         self._endpoint = endpoint
-        self._socket = socket = context.socket(zmq.DEALER)
+        self._socket = context.socket(zmq.DEALER)
+        try:
+            self._monitor = context.socket(zmq.PAIR)
+        except zmq.ZMQError:
+            self._socket.close(0)
+            raise
+        try:
+            self._connect(key)
+        except zmq.ZMQError:
+            self.close()  # an open socket would keep the context from ending
+            raise
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    def _connect(self, key: JobKey | None) -> None:
+        """Watch the socket, and let it connect once."""
+        socket, endpoint = self._socket, self._endpoint
         socket.linger = 0
         socket.reconnect_ivl = -1
         socket.rcvtimeo = _FAST_MS
@@ -68,11 +89,10 @@ class Connection:
         events = 0
         for event in _OUTCOMES:
             events |= event
-        self._monitor = socket.get_monitor_socket(events)
+        watch = f"inproc://monitor-{next(_numbers)}"
+        socket.monitor(watch, events)
+        self._monitor.connect(watch)
         socket.connect(endpoint)
-        self._poller = zmq.Poller()
-        self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
 
     def attempt(self, timeout_s: float) -> _Outcome | None:
         """Wait for the handshake; None if nothing was heard in time."""
@@ -82,8 +102,11 @@ class Connection:
 
     @property
     def broken(self) -> bool:
-        """Whether the peer has gone; asked before a connection is used again."""
-        return self._monitor.poll(0) != 0
+        """Whether the peer, or our context, has gone; asked before a connection is used again."""
+        try:
+            return self._monitor.poll(0) != 0
+        except zmq.ContextTerminated:
+            return True
 
     def call(self, frame: bytes, deadline: float) -> bytes | None:
         """Send a request and return the reply; None if none came by `deadline`.

@@ -18,7 +18,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +34,7 @@ from dure.store.values import added, encode, exchanged
 
 __all__ = ["FileStore", "FileUser"]
 
+_GOODBYE = timedelta(seconds=1)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
 
 
@@ -74,9 +75,11 @@ class FileStore(Store):
         self._name = uuid.uuid4().hex
         self._pid = os.getpid()
         self._closed = False
+        self._opened_here = False
         self.start_afresh()
         with self._writing() as write:
             write([Record("open", self._name, msgspec.msgpack.encode(myself()))])
+        self._opened_here = True
         _stores.add(self)
 
     @property
@@ -159,6 +162,10 @@ class FileStore(Store):
     def abandon(self) -> None:
         """Close after a failure: the last one there deletes the file, however many came."""
         self._close(1)
+
+    def __del__(self) -> None:
+        if getattr(self, "_opened_here", False):
+            _close_forgotten(self)
 
     def close_and_keep(self) -> None:
         """Close, and leave the file to whoever has to look into it."""
@@ -256,14 +263,16 @@ class FileStore(Store):
 _stores: weakref.WeakSet[FileStore] = weakref.WeakSet()
 
 
+def _close_forgotten(store: FileStore) -> None:
+    """Close a store that nobody closed: whoever forgot that is not one that died."""
+    store.set_timeout(_GOODBYE)
+    with suppress(DureError):
+        store.close()
+
+
 def _close_stores() -> None:
-    """At the end of the process: a rank that forgot to close is not one that died."""
     for store in list(_stores):
-        try:
-            store.set_timeout(timedelta(seconds=1))
-            store.close()
-        except DureError:
-            continue
+        _close_forgotten(store)
 
 
 def _start_afresh() -> None:

@@ -228,6 +228,10 @@ class NetworkStore(Store):
             return read_reply(answer) if answer is not None else None
         except zmq.ContextTerminated:
             raise StoreError(f"the store at {self._endpoint} was closed meanwhile") from None
+        except zmq.ZMQError as error:
+            raise StoreError(
+                f"no connection to the store at {self._endpoint} can be made", seen=str(error)
+            ) from None
         finally:
             if connection is not None:
                 if whole:

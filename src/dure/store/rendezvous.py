@@ -13,7 +13,6 @@ import contextlib
 import os
 import time
 import uuid
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -42,7 +41,7 @@ _COMEBACK_S = 30.0
 """How long a server that was lost during a meeting is waited for."""
 
 
-@dataclass(slots=True, kw_only=True, weakref_slot=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Rendezvous:
     """A meeting that took place, from one rank's side.
 
@@ -92,13 +91,16 @@ class Rendezvous:
         if self._closed or self.members[self.rank].pid != os.getpid():
             return
         self._closed = True
+        _open.discard(self)
         _active.discard(self.members[self.rank].token)
         _leave(self._base, self._keys, self.rank, self._generation, self._owns)
 
 
-_open: weakref.WeakSet[Rendezvous] = weakref.WeakSet()
+_open: set[Rendezvous] = set()
+"""The meetings that ranks of this process are in: until they leave, or the process ends."""
+
 _active: set[str] = set()
-"""Tokens of the meetings that ranks of this process are in."""
+"""The tokens of these, and of those that this process is about to be in."""
 
 
 def rendezvous(

@@ -1,0 +1,176 @@
+"""Processes that die at the worst moment, and what the others see."""
+
+import os
+import signal
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from dure.errors import RendezvousError, RendezvousTimeout, StoreLost
+from dure.store import FileStore, TCPStore
+from dure.store.rendezvous import rendezvous
+from procs.store_programs import line, running
+
+TIMEOUT = timedelta(seconds=20)
+
+
+@pytest.fixture(autouse=True)
+def own_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_writer_killed_in_the_middle_of_a_record_holds_nobody_up(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    code = """
+store = FileStore(args[0])
+store.set("whole", "1")
+pwrite = os.pwrite
+def half(fd, data, at):
+    pwrite(fd, data[: len(data) // 2], at)
+    say("written")
+    sys.stdin.read()
+os.pwrite = half
+store.set("torn", "x" * 100)
+"""
+    with running((code, str(path))) as (writer,):
+        assert line(writer) == "written"  # it holds the lock now, for ever
+        size = path.stat().st_size
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        store = FileStore(path, timeout=TIMEOUT)
+        assert store.list_keys() == ["whole"]
+        assert path.stat().st_size != size
+        store.set("after", "2")
+        assert FileStore(path).multi_get(["whole", "after"]) == [b"1", b"2"]
+
+
+def test_writers_killed_at_any_moment_lose_only_their_last_word(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    code = """
+store = FileStore(args[0])
+say("ready")
+while True: store.append(args[1], "x"); store.add("n", 1)
+"""
+    with running(*((code, str(path), str(i)) for i in range(3))) as writers:
+        for writer in writers:
+            line(writer)
+        reader = FileStore(path, timeout=TIMEOUT)
+        for i, writer in enumerate(writers):
+            reader.wait([str(i)])
+            writer.kill()
+            writer.wait()
+        total = sum(len(reader.get(str(i))) for i in range(3))
+        assert total - 3 <= int(reader.get("n")) <= total
+
+
+def test_a_killed_server_is_noticed_in_time() -> None:
+    code = """
+store = TCPStore("127.0.0.1", 0, is_master=True)
+say(store.port)
+sys.stdin.read()
+"""
+    with running((code,)) as (server,):
+        store = TCPStore("127.0.0.1", int(line(server)), timeout=TIMEOUT)
+        store.set("k", "v")
+        server.kill()
+        start = time.monotonic()
+        with pytest.raises(StoreLost):
+            store.get("never")
+        assert time.monotonic() - start < 5
+        start = time.monotonic()
+        store.close()
+        assert time.monotonic() - start < 1
+
+
+def test_a_killed_server_is_noticed_although_a_forked_child_of_it_lives() -> None:
+    code = """
+store = TCPStore("127.0.0.1", 0, is_master=True)
+other = TCPStore("127.0.0.1", store.port)
+if os.fork():
+    say(store.port)
+sys.stdin.read()
+"""
+    with running((code,)) as (server,):
+        store = TCPStore("127.0.0.1", int(line(server)), timeout=TIMEOUT)
+        store.set("pid", str(server.pid))
+        server.send_signal(signal.SIGKILL)
+        with pytest.raises(StoreLost):
+            store.get("never")
+        store.close()
+
+
+def test_a_stopped_server_ends_in_a_timeout() -> None:
+    code = """
+store = TCPStore("127.0.0.1", 0, is_master=True)
+say(store.port)
+sys.stdin.read()
+"""
+    with running((code,)) as (server,):
+        store = TCPStore("127.0.0.1", int(line(server)), timeout=timedelta(milliseconds=100))
+        server.send_signal(signal.SIGSTOP)
+        with pytest.raises(TimeoutError):
+            store.get("k")
+        server.send_signal(signal.SIGCONT)
+        store.set_timeout(TIMEOUT)
+        assert store.add("n", 1) == 1
+        store.close()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_a_rank_that_dies_before_all_came_is_named(kind: str, port: int, tmp_path: Path) -> None:
+    url = f"tcp://127.0.0.1:{port}" if kind == "tcp" else f"file://{tmp_path}/meeting"
+    code = "say('up'); rendezvous(args[0], int(args[1]), 3, timeout=timedelta(seconds=20))"
+    with running((code, url, "0"), (code, url, "1")) as programs:
+        for program in programs:
+            line(program)
+        watched = WATCH % (url,)
+        with running((watched,)) as (watcher,):
+            assert line(watcher) == "both came"
+            programs[1].kill()
+            programs[1].wait()
+            _, err = programs[0].communicate(timeout=10)
+        assert "RendezvousError" in err
+        assert f"pid {programs[1].pid}" in err
+
+
+WATCH = """
+from dure.store.places import find_place
+from dure.store.prefix import PrefixStore
+spot = find_place("%s", 2, 3)
+store = spot.place.open(-1, 3, 20)
+PrefixStore(f"dure/{spot.place.name}/", store).wait(["0/member/0", "0/member/1"])
+say("both came")
+sys.stdin.read()
+os._exit(0)
+"""
+
+
+def test_the_file_of_a_killed_job_is_named(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/meeting"
+    code = """
+rendezvous(args[0], int(args[1]), 2)
+say("met")
+sys.stdin.read()
+"""
+    with running((code, url, "0"), (code, url, "1")) as programs:
+        for program in programs:
+            assert line(program) == "met"
+            program.kill()
+            program.wait()
+    for rank in range(2):
+        with pytest.raises(RendezvousError) as caught:
+            rendezvous(url, rank, 2, timeout=TIMEOUT)
+        assert not isinstance(caught.value, RendezvousTimeout)
+        assert f"{tmp_path}/meeting" in caught.value.what
+        assert f"pid {programs[0].pid}" in caught.value.seen
+    os.remove(tmp_path / "meeting")

@@ -1,0 +1,59 @@
+"""Small programs that a test starts as processes of their own, and talks to line by line.
+
+No program loads torch, so starting one costs a tenth of a second.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+PRELUDE = """
+import os, sys, time
+from datetime import timedelta
+from dure.errors import *
+from dure.store import FileStore, JobKey, TCPStore
+from dure.store.rendezvous import rendezvous
+args = sys.argv[1:]
+def say(*words): print(*words, flush=True)
+"""
+
+Program = subprocess.Popen[str]
+
+
+@contextmanager
+def running(*commands: tuple[str, ...], **environment: object) -> Iterator[list[Program]]:
+    """Start (code, *arguments) programs; afterwards none of them is left."""
+    variables = os.environ | {name: str(value) for name, value in environment.items()}
+    programs: list[Program] = []
+    try:
+        for code, *arguments in commands:
+            programs.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", PRELUDE + code, *arguments],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    env=variables,
+                )
+            )
+        yield programs
+    finally:
+        for program in programs:
+            program.kill()
+            program.communicate()
+
+
+def line(program: Program) -> str:
+    """Return the next line the program says."""
+    assert program.stdout is not None
+    return program.stdout.readline().strip()
+
+
+def output(program: Program, timeout_s: float = 30) -> str:
+    """Let the program end well and return what it said."""
+    out, err = program.communicate(timeout=timeout_s)
+    assert program.returncode == 0, err
+    return out.strip()
