@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -227,16 +228,17 @@ def test_grandchildren_end_with_successful_ranks(job: Launching) -> None:
     assert done.code == 0
 
 
-def test_launcher_killed_takes_its_ranks_along(job: Launching) -> None:
-    process = job.start("-n", "2", job.write(FOREVER))
+@pytest.mark.parametrize("program", [FOREVER, STUBBORN, FAMILY])
+def test_launcher_killed_takes_everything_along(job: Launching, program: str) -> None:
+    process = job.start("-n", "2", job.write(program))
     wait_for_lines(process, 2)
     process.kill()
-    process.communicate(timeout=10)  # the pipes close when the last rank is gone
+    process.communicate(timeout=10)  # the pipes close when the last process is gone
     assert process.returncode == -signal.SIGKILL
-    deadline = 200
-    while job.left() and deadline:
-        deadline -= 1
+    deadline = time.monotonic() + 10
+    while job.left() and time.monotonic() < deadline:
         os.sched_yield()
+    assert job.left() == []
     assert list(job.directory.iterdir()) == [job.directory / "prog.py"]
 
 

@@ -6,13 +6,17 @@ for what `dure demo` needs, and `dure --help` for neither.
 
 from __future__ import annotations
 
+import signal
 import sys
-
-from dure.cli.app import run_command_line
 
 __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command line and exit with its code."""
-    sys.exit(run_command_line(sys.argv[1:]))
+    """Run the command line and exit with its code; Ctrl-C is 130, as in a shell."""
+    try:
+        from dure.cli.app import run_command_line  # lazy: Ctrl-C while it loads
+
+        sys.exit(run_command_line(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

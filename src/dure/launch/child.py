@@ -48,9 +48,9 @@ def main() -> None:
     if kind == "executable":
         os.execvp(program, [program, *args])
     sys.argv[:] = [program, *args]
-    faulthandler.register(STACK_SIGNAL, file=report_fd, all_threads=False, chain=False)
     me, pipe = os.getpid(), os.fstat(report_fd)
     try:
+        faulthandler.register(STACK_SIGNAL, file=report_fd, all_threads=False, chain=False)
         (_run_module if kind == "module" else _run_script)(program)
     except BaseException as error:
         if os.getpid() == me and _is_still(report_fd, pipe):  # else a fork came back up to here

@@ -22,7 +22,7 @@ from dure.launch.processes import adopting_orphans
 from dure.launch.program import check_program
 from dure.launch.report import root_cause, summary
 from dure.launch.signals import caught_signals
-from dure.launch.spawn import RankProcess, start_rank
+from dure.launch.spawn import RankProcess, guarded, start_rank
 from dure.launch.spec import Exit, JobResult, JobSpec, RankResult
 from dure.launch.supervisor import Supervisor, Timing
 from dure.launch.terminal import Terminal
@@ -64,7 +64,8 @@ def run_job(spec: JobSpec) -> JobResult:
             loop = JobLoop(address.name, supervisor, terminal, signals)
             try:
                 _start_ranks(spec, address, loop)
-                loop.run()
+                with guarded(address.name):
+                    loop.run()
                 result = _result(loop, time.monotonic() - started)
                 for line in summary(result):
                     terminal.say(line)

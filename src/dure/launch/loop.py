@@ -219,4 +219,7 @@ class JobLoop:
             if self._processes.signal(process.pid, action.number) and not self.supervisor.alive:
                 self.outlived[process.pid] = process.command
         for rank in self.supervisor.alive:
-            self.ranks[rank].signal(action.number)
+            if action.number == signal.SIGINT:
+                self.ranks[rank].interrupt()
+            else:
+                self.ranks[rank].signal(action.number)

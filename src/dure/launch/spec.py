@@ -16,7 +16,18 @@ from typing import Literal
 
 from dure.errors import LaunchError
 
-__all__ = ["Crash", "Exit", "Frame", "JobResult", "JobSpec", "Line", "RankResult", "signal_name"]
+__all__ = [
+    "Crash",
+    "Exit",
+    "Frame",
+    "JobResult",
+    "JobSpec",
+    "Kind",
+    "Line",
+    "RankResult",
+    "Stream",
+    "signal_name",
+]
 
 Stream = Literal["stdout", "stderr"]
 Kind = Literal["script", "module", "executable"]
