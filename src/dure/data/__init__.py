@@ -10,8 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from dure.data.digits import read_digits, require_digits
     from dure.data.idx import IdxSplit, read_idx, read_idx_directory
-    from dure.data.images import ImageData, Images, load_digits, load_idx, require_digits
+    from dure.data.images import ImageData, Images, load_digits, load_idx
     from dure.data.partition import DataPartitioner, Partition
     from dure.data.sampler import DistributedSampler
 
@@ -24,6 +25,7 @@ __all__ = [
     "Partition",
     "load_digits",
     "load_idx",
+    "read_digits",
     "read_idx",
     "read_idx_directory",
     "require_digits",
@@ -33,6 +35,8 @@ _HOME = {
     "DataPartitioner": "dure.data.partition",
     "Partition": "dure.data.partition",
     "DistributedSampler": "dure.data.sampler",
+    "read_digits": "dure.data.digits",
+    "require_digits": "dure.data.digits",
     "IdxSplit": "dure.data.idx",
     "read_idx": "dure.data.idx",
     "read_idx_directory": "dure.data.idx",
@@ -40,7 +44,6 @@ _HOME = {
     "Images": "dure.data.images",
     "load_digits": "dure.data.images",
     "load_idx": "dure.data.images",
-    "require_digits": "dure.data.images",
 }
 
 

@@ -6,21 +6,17 @@ a test split, so that a program need not know which it was given.
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from dure.data.digits import read_digits
 from dure.data.idx import IdxSplit, read_idx_directory
 from dure.data.partition import DataPartitioner
-from dure.errors import DataError
 
-__all__ = ["ImageData", "Images", "load_digits", "load_idx", "require_digits"]
+__all__ = ["ImageData", "Images", "load_digits", "load_idx"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,22 +57,8 @@ class ImageData:
     num_classes: int
 
 
-def require_digits() -> None:
-    """Check, without loading anything, that `load_digits` has what it needs.
-
-    Raises:
-        DataError: scikit-learn, which carries the images, is not installed.
-    """
-    if find_spec("sklearn") is None:
-        raise DataError(
-            "the handwritten digits are not installed",
-            seen="they ship with scikit-learn, which Python cannot find",
-            fix="Run `pip install dure[demo]`, or give a directory of IDX files (MNIST and alike).",
-        )
-
-
 def load_digits(test_fraction: float = 0.2, seed: int = 1234) -> ImageData:
-    """Load 1,797 real handwritten digits of 8 x 8 pixels (UCI), without a download.
+    """Load the handwritten digits of `dure.data.digits`, without a download.
 
     Args:
         test_fraction: The part kept for testing, from 0 to 1.
@@ -86,16 +68,12 @@ def load_digits(test_fraction: float = 0.2, seed: int = 1234) -> ImageData:
         DataError: scikit-learn is not installed.
         UsageError: `test_fraction` is not from 0 to 1.
     """
-    require_digits()
-    # scikit-learn is an extra and has no type information: it is imported where it is wanted.
-    bunch = importlib.import_module("sklearn.datasets").load_digits()
-    pixels: NDArray[np.float64] = bunch.images / 16.0
-    labels: NDArray[np.int64] = bunch.target
+    pixels, labels = read_digits()
     cut = DataPartitioner(range(len(labels)), (1 - test_fraction, test_fraction), seed)
     train, test = (
         Images(
-            pixels=torch.as_tensor(pixels[part], dtype=torch.float32).unsqueeze(1),
-            labels=torch.as_tensor(labels[part], dtype=torch.int64),
+            pixels=torch.as_tensor(pixels[part]).unsqueeze(1),
+            labels=torch.as_tensor(labels[part]),
         )
         for part in cut.partitions
     )

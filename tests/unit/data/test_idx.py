@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dure.data import idx, images
+from dure.data import digits, idx
 from dure.data.idx import read_idx, read_idx_directory
 from dure.data.images import load_digits, load_idx
 from dure.errors import DataError
@@ -144,7 +144,7 @@ def test_digits_are_real_images_split_without_overlap():
 
 
 def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
-    monkeypatch.setattr(images, "find_spec", lambda name: None)
+    monkeypatch.setattr(digits, "find_spec", lambda name: None)
     with pytest.raises(DataError) as caught:
         load_digits()
     assert "dure[demo]" in caught.value.fix

@@ -7,7 +7,7 @@ import pytest
 from dure.cli.app import run_command_line
 from dure.cli.demo import command
 from dure.cli.demo.events import EpochEnd, Step, encode
-from dure.data import images
+from dure.data import digits
 from dure.launch import Crash, Exit, JobResult, Line, RankResult
 from unit.demo.sample import START, phases
 
@@ -113,7 +113,7 @@ def test_demo_with_a_foreign_file_is_one_line_and_code_2(dure_demo, launched, tm
 
 
 def test_demo_without_scikit_learn_is_one_line(dure_demo, launched, tmp_path, monkeypatch):
-    monkeypatch.setattr(images, "find_spec", lambda name: None)
+    monkeypatch.setattr(digits, "find_spec", lambda name: None)
     result = dure_demo("--out", tmp_path)
     _assert_one_line(result, 2)
     assert "dure[demo]" in result.stderr
