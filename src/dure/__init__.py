@@ -80,6 +80,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "reduce_scatter_single",
         "scatter",
     ),
+    "dure.comm.memory": ("shared_empty",),
     "dure.comm.monitored": ("monitored_barrier",),
     "dure.comm.coalescing": ("coalescing_manager",),
     "dure.comm.point_to_point": ("P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"),

@@ -98,9 +98,12 @@ def test_lists_are_given_at_the_root_only():
 
 def test_nested_coalescing_raises():
     def body(rank):
-        with dist.coalescing_manager():
-            with pytest.raises(UsageError), dist.coalescing_manager():
-                pass
+        with (
+            dist.coalescing_manager(),
+            pytest.raises(UsageError),
+            dist.coalescing_manager(),
+        ):
+            pass
         dist.barrier()
 
     run_ranks(2, body)

@@ -34,7 +34,7 @@ import torch
 from dure.comm.ops import ReduceOp
 from dure.store.base import Store
 
-__all__ = ["Backend", "BackendOptions", "BackendFactory", "Ticket"]
+__all__ = ["Backend", "BackendFactory", "BackendOptions", "Ticket"]
 
 
 class Ticket(Protocol):
