@@ -115,7 +115,8 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "reduce_scatter_tensor",
     ),
     "dure.comm.backends.registry": ("known_backends", "register_backend"),
-    "dure.data": ("DataPartitioner", "DistributedSampler", "Partition"),
+    "dure.data.partition": ("DataPartitioner", "Partition"),
+    "dure.data.sampler": ("DistributedSampler",),
     "dure.parallel": ("DistributedDataParallel", "GradBucket"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
