@@ -25,7 +25,7 @@ def run(rank: int, subject: str, skip: tuple[str, ...] = ()) -> list[str]:
             continue
         try:
             getattr(module, name)(rank, n)
-        except Exception as e:
+        except BaseException as e:
             e.add_note(f"in {subject}.{name}, backend {dist.get_backend()}, rank {rank} of {n}")
             raise
         ran.append(name)

@@ -25,7 +25,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
@@ -36,10 +37,11 @@ import torch
 import dure
 from dure.errors import CommTimeout, LaunchError
 
-__all__ = ["ProcessPool"]
+__all__ = ["ProcessPool", "start_server"]
 
 T = TypeVar("T")
 
+_PRELOAD = ["dure.testing.pool", "dure.comm.init", "dure.comm.collectives"]
 _CLOSE_S = 10.0
 _GRACE_S = 2.0
 
@@ -64,6 +66,14 @@ class _Seat:
     timeout_s: float
 
 
+def start_server() -> ForkServerContext:
+    """Start the process that all ranks are forked from, unless it runs; it ends with this one."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    forkserver.ensure_running()
+    return context
+
+
 class ProcessPool:
     """`n` processes that form one group, until the end of a `with` block.
 
@@ -80,8 +90,7 @@ class ProcessPool:
         self.size, self.backend, self.timeout = n, backend, timeout
         self._broken = ""
         self._folder = tempfile.TemporaryDirectory(prefix="dure-pool-")
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["dure.testing.pool", "dure.comm"])
+        context = start_server()
         self._pipes: list[connection.Connection] = []
         self._processes: list[BaseProcess] = []
         for rank in range(n):
