@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from types import ModuleType
 
 import dure as dist
+
+from . import failing, layouts, messages, misuse, moving, reducing
+
+SUBJECTS = {
+    m.__name__.rpartition(".")[2]: m for m in (moving, reducing, layouts, messages, misuse, failing)
+}
 
 
 def cases_of(module: ModuleType) -> list[str]:
@@ -18,7 +23,7 @@ def run(rank: int, subject: str, skip: tuple[str, ...] = ()) -> list[str]:
 
     The first case that fails ends the run: the ranks may have lost each other.
     """
-    module = importlib.import_module(f"conformance.{subject}")
+    module = SUBJECTS[subject]
     n, ran = dist.get_world_size(), []
     for name in cases_of(module):
         if name in skip:

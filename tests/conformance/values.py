@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import warnings
 
 import torch
 
@@ -28,7 +29,9 @@ def counts(n: int) -> list[int]:
 
 def _movable(dtype: torch.dtype) -> bool:
     try:
-        torch.zeros(32, dtype=torch.uint8).view(dtype).clone()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of complex32, once in a process
+            torch.zeros(32, dtype=torch.uint8).view(dtype).clone()
     except (RuntimeError, NotImplementedError, TypeError):
         return False
     return True

@@ -7,7 +7,6 @@ import pytest
 from conformance import suite
 from dure.native import available as native_available
 
-SUBJECTS = ("moving", "reducing", "layouts", "messages", "misuse", "failing")
 GLOO_CANNOT = (
     # Gloo has no signatures, and folds the ranks in its own order.
     "case_other_operation",
@@ -22,7 +21,7 @@ GLOO_CANNOT = (
 
 
 @pytest.mark.skipif(not native_available()[0], reason=native_available()[1] or "no engine")
-@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("subject", suite.SUBJECTS)
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
 def test_shm_backend_keeps_the_contract(n, subject, process_pool):
     ran = process_pool(n, "shm").run(suite.run, subject)
@@ -30,7 +29,7 @@ def test_shm_backend_keeps_the_contract(n, subject, process_pool):
     assert len(ran[0]) >= 5
 
 
-@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("subject", suite.SUBJECTS)
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
 def test_gloo_backend_keeps_the_contract(n, subject, process_pool):
     ran = process_pool(n, "gloo").run(suite.run, subject, GLOO_CANNOT)

@@ -1,4 +1,4 @@
-"""The conformance suite over the threads backend, and over Gloo with ranks as threads."""
+"""The conformance suite over the threads backend."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import pytest
 from conformance import suite
 from dure.testing import run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
-SUBJECTS = ("moving", "reducing", "layouts", "messages", "misuse", "failing")
-
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("subject", suite.SUBJECTS)
 def test_threads_backend_keeps_the_contract(subject, n):
     ran = run_ranks(n, suite.run, subject)
     assert ran[0] == ran[-1]

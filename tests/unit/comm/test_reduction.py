@@ -1,0 +1,103 @@
+"""`reduce_in_order` and the carriers of foreign engines, against plain Python."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conformance.values import contribution, reduced, same
+from dure.comm.backends.carriers import carry
+from dure.comm.ops import ReduceOp, reducible_dtypes
+from dure.comm.reduction import reduce_in_order
+
+OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+PAIRS = [
+    (name, dtype)
+    for name in OPS
+    for dtype in sorted(reducible_dtypes(getattr(ReduceOp, name)), key=str)
+]
+IDS = [f"{name}-{str(dtype).removeprefix('torch.')}" for name, dtype in PAIRS]
+
+
+@pytest.mark.parametrize(("name", "dtype"), PAIRS, ids=IDS)
+def test_reduce_in_order_equals_plain_python(name, dtype):
+    for n in (1, 2, 5):
+        tensors = [contribution(r, 24, dtype, name) for r in range(n)]
+        out = torch.empty_like(tensors[0])
+        reduce_in_order(tensors, getattr(ReduceOp, name), out)
+        assert same(out, reduced(n, 24, dtype, name))
+
+
+@pytest.mark.parametrize(("name", "dtype"), PAIRS, ids=IDS)
+def test_carrier_reduced_by_a_simple_engine_lands_right(name, dtype):
+    """An engine that knows the plain dtypes only reduces the carriers, part by part."""
+    n = 3
+    op = getattr(ReduceOp, name)
+    tensors = [contribution(r, 24, dtype, name) for r in range(n)]
+    carriers = [carry(t, op, n) for t in tensors]
+    if dtype.is_complex and name == "PRODUCT":
+        assert carriers == [None] * n
+        return
+    out = torch.empty_like(tensors[0])
+    wires = [c.wire.clone() for c in carriers if c is not None]
+    first = carriers[0]
+    assert first is not None
+    assert first.wire.dtype in {
+        torch.float32,
+        torch.float64,
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+    }
+    result = torch.empty_like(wires[0])
+    reduce_in_order(wires, getattr(ReduceOp, first.op), result)
+    ratio = len(result) // 24
+    for begin, end in ((0, 7), (7, 24)):
+        part, target = result[begin * ratio : end * ratio], out[begin:end]
+        if first.land is None:
+            target.copy_(part)
+        else:
+            first.land(part, target)
+    assert same(out, reduced(n, 24, dtype, name))
+
+
+def test_engine_without_bit_operations_has_no_carrier_for_them():
+    assert carry(torch.zeros(3, dtype=torch.int64), ReduceOp.BXOR, 2, bitwise=False) is None
+    either = carry(torch.zeros(3, dtype=torch.bool), ReduceOp.BOR, 2, bitwise=False)
+    assert either is not None
+    assert either.op == "MAX"
+
+
+def test_out_may_be_one_of_the_inputs():
+    tensors = [torch.arange(4.0) + r for r in range(3)]
+    reduce_in_order(tensors, ReduceOp.SUM, tensors[1])
+    assert tensors[1].tolist() == [3.0, 6.0, 9.0, 12.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_nan_wins_min_and_max(dtype):
+    a = torch.tensor([float("nan"), 1.0, -2.0], dtype=dtype)
+    b = torch.tensor([5.0, float("nan"), 3.0], dtype=dtype)
+    for name, last in (("MIN", -2.0), ("MAX", 3.0)):
+        out = torch.empty_like(a)
+        reduce_in_order([a, b], getattr(ReduceOp, name), out)
+        assert out.isnan().tolist() == [True, True, False]
+        assert out[2] == last
+        carriers = [carry(t, getattr(ReduceOp, name), 2) for t in (a, b)]
+        wires = [c.wire for c in carriers if c is not None]
+        keys = torch.minimum(*wires) if name == "MIN" else torch.maximum(*wires)
+        assert carriers[0] is not None
+        assert carriers[0].land is not None
+        carriers[0].land(keys, out)
+        assert out.isnan().tolist() == [True, True, False]
+        assert out[2] == last
+
+
+def test_sixteen_bit_floats_are_rounded_once():
+    """1 + 2^-9 + 2^-9 is 1 + 2^-8 in float32, but 1 where bfloat16 rounds each step."""
+    tiny = torch.tensor([2.0**-9], dtype=torch.bfloat16)
+    tensors = [torch.ones(1, dtype=torch.bfloat16), tiny, tiny, tiny, tiny]
+    out = torch.empty(1, dtype=torch.bfloat16)
+    reduce_in_order(tensors, ReduceOp.SUM, out)
+    assert out.item() == 1 + 2.0**-7

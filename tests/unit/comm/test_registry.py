@@ -1,0 +1,51 @@
+"""Backends by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from dure.comm.backends import registry
+from dure.errors import UsageError
+
+
+@pytest.fixture
+def own_backend():
+    registry.register_backend("Mine", lambda options: options, devices=("cpu", "cuda"))
+    yield "mine"
+    registry.unregister_backend("mine")
+
+
+def test_bare_name_stands_for_the_backends_devices():
+    assert registry.parse_backend("gloo") == {"cpu": "gloo"}
+    assert registry.parse_backend(" NCCL ") == {"cuda": "nccl"}
+
+
+def test_one_backend_for_each_device():
+    assert registry.parse_backend("cpu:gloo, cuda:nccl") == {"cpu": "gloo", "cuda": "nccl"}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["nosuch", "cpu:nosuch", "cpu:", ":gloo", "cpu:gloo,cpu:shm", "cuda:shm", "cpu:gloo,", ""],
+)
+def test_malformed_or_unknown_backend_is_a_usage_error(spec):
+    with pytest.raises(UsageError):
+        registry.parse_backend(spec)
+
+
+def test_registered_backend_is_found_and_created(own_backend):
+    assert own_backend in registry.known_backends()
+    assert registry.parse_backend("mine") == {"cpu": "mine", "cuda": "mine"}
+    options = object()
+    assert registry.create_backend("mine", options) is options
+
+
+@pytest.mark.parametrize("name", ["shm", "two words", "mine"])
+def test_name_that_is_taken_or_malformed_is_refused(own_backend, name):
+    with pytest.raises(UsageError):
+        registry.register_backend(name, lambda options: options)
+
+
+def test_only_registered_backends_can_be_removed():
+    with pytest.raises(UsageError):
+        registry.unregister_backend("shm")
