@@ -23,10 +23,10 @@ namespace {
 struct PidfdInfo {
     uint64_t mask;
     uint64_t cgroup;
-    uint32_t ids[12];
+    uint32_t ids[11];
     int32_t exit_code;
-    uint32_t padding;
 };
+static_assert(sizeof(PidfdInfo) == 64);
 constexpr unsigned long kPidfdGetInfo = _IOWR(0xFF, 11, PidfdInfo);
 constexpr uint64_t kPidfdInfoExit = 1u << 3;
 

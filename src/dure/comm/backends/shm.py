@@ -121,6 +121,11 @@ class ShmBackend:
             timeout_s=self._timeout_s,
         )
 
+    @property
+    def timeout(self) -> timedelta:
+        """How long an operation may wait for its peers."""
+        return timedelta(seconds=self._timeout_s)
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long an operation may wait for its peers."""
         self._timeout_s = timeout.total_seconds()
@@ -305,8 +310,9 @@ def create(options: BackendOptions) -> ShmBackend:
         if isinstance(error, DureError):
             raise
         reason = f"rank {options.rank} (pid {os.getpid()}, uid {os.getuid()}): {error}"
-        options.store.set(_REFUSED_KEY, reason)
-        raise _refused(options, reason) from None
+        # Others may fail because this rank did: the first reason is the one to tell.
+        first = options.store.compare_set(_REFUSED_KEY, "", reason)
+        raise _refused(options, first.decode()) from None
     while group.attached() < options.size:
         if options.store.check([_REFUSED_KEY]):
             group.close()

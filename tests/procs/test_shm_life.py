@@ -1,0 +1,138 @@
+"""Making and unmaking a group of the shm backend: refusals, late ranks, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+from dure.comm.ops import ReduceOp
+from dure.errors import RendezvousError, RendezvousTimeout
+from dure.native import available
+from dure.store.file import FileStore
+from dure.store.prefix import PrefixStore
+from procs.shm_ranks import Ranks, Seat, descriptors, join, mapped_segments
+
+pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
+
+
+class _Misled(FileStore):
+    """Tells of a segment that is not there."""
+
+    def get(self, key: str) -> bytes:
+        value = super().get(key)
+        return b"%d:0:1" % os.getpid() if key == "shm/segment" else value
+
+
+def _cannot_map(seat: Seat):
+    try:
+        join(seat, _Misled(seat.path, -1) if seat.rank == 1 else None)
+    except RendezvousError as error:
+        return error
+    return None
+
+
+def test_rank_that_cannot_map_is_refused_on_all_of_3_ranks(tmp_path):
+    with Ranks(3, tmp_path, _cannot_map) as ranks:
+        for rank in range(3):
+            error = ranks.result(rank)
+            assert type(error) is RendezvousError
+            assert "rank 1" in error.seen
+
+
+def _stays_away(seat: Seat):
+    if seat.rank == 2:
+        return None
+    try:
+        join(seat)
+    except RendezvousTimeout as error:
+        return error
+    return None
+
+
+def test_rank_that_never_comes_is_named_on_the_others_of_3(tmp_path):
+    with Ranks(3, tmp_path, _stays_away, timeout_s=0.5) as ranks:
+        for rank in (0, 1):
+            error = ranks.result(rank)
+            assert isinstance(error, RendezvousTimeout)
+            assert error.missing == (2,)
+            assert error.came == (0, 1)
+
+
+def _opens_and_closes(seat: Seat, rounds: int):
+    store = FileStore(seat.path, -1)
+    seen = []
+    for k in range(rounds):
+        backend = join(seat, PrefixStore(str(k), store))
+        x = torch.ones(200_000)
+        ticket = backend.all_reduce(x, ReduceOp.SUM, True)
+        assert ticket is not None
+        ticket.wait()
+        shared = backend.shared_empty(1 << 20).view(torch.float32)
+        shared.fill_(1)
+        backend.all_reduce(shared, ReduceOp.SUM, False)
+        backend.send(x[:1].clone(), seat.rank, 0, False)
+        backend.recv(x[:1], seat.rank, 0, True).wait()
+        backend.close(False)
+        assert shared[-1] == seat.size  # memory lives as long as its tensor
+        del shared
+        seen.append((descriptors(), len(mapped_segments()), len(os.listdir("/proc/self/task"))))
+    return seen
+
+
+def test_groups_that_come_and_go_leave_nothing_on_2_ranks(tmp_path):
+    with Ranks(2, tmp_path, _opens_and_closes, 10) as ranks:
+        for seen in ranks.values():
+            assert isinstance(seen, list)
+            assert {segments for _, segments, _ in seen} == {0}
+            assert len({(files, threads) for files, _, threads in seen[2:]}) == 1
+
+
+def _names_in_shared_memory(seat: Seat):
+    before = set(os.listdir("/dev/shm"))
+    backend = join(seat)
+    backend.shared_empty(4096)
+    backend.barrier(False)
+    mine = [n for n in set(os.listdir("/dev/shm")) - before if "dure" in n]
+    backend.close(False)
+    return mine
+
+
+def test_segments_have_no_name_that_could_leak(tmp_path):
+    with Ranks(2, tmp_path, _names_in_shared_memory) as ranks:
+        assert ranks.values() == [[], []]
+
+
+def _is_idle(seat: Seat):
+    backend = join(seat)
+    x = torch.ones(1000)
+    ticket = backend.all_reduce(x, ReduceOp.SUM, True)
+    assert ticket is not None
+    ticket.wait()
+    backend.recv(x[:1], seat.rank, 0, True)
+    backend.send(x[:1].clone(), seat.rank, 0, False)
+    backend.barrier(False)
+    used = _switches()
+    time.sleep(0.25)  # what is measured: many slices of a thread that waits
+    used = _switches() - used
+    backend.barrier(False)
+    backend.close(False)
+    return used
+
+
+def _switches() -> int:
+    """Count how often the process's threads went to sleep or were put to sleep."""
+    total = 0
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/status") as status:
+            total += sum(int(line.split()[1]) for line in status if "ctxt_switches" in line)
+    return total
+
+
+def test_idle_group_of_2_ranks_uses_no_processor(tmp_path):
+    with Ranks(2, tmp_path, _is_idle) as ranks:
+        for switches in ranks.values():
+            assert isinstance(switches, int)
+            assert switches < 12  # a thread that polled would have 60
