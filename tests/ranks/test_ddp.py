@@ -160,6 +160,16 @@ def test_parameters_used_under_no_sync_only_are_reduced_2_ranks() -> None:
         assert grads == [[[1.5, 1.5]] * 2] * 2
 
 
+def test_parameter_frozen_after_wrapping_is_not_missed_2_ranks() -> None:
+    def rank_main(rank: int) -> tuple[float, Any]:
+        ddp = dist.DistributedDataParallel(Branches())
+        ddp.module.right.weight.requires_grad_(False)
+        ddp(torch.full((1, 2), rank + 1.0), "left", "right").backward()
+        return ddp.module.left.weight.grad[0, 0].item(), ddp.module.right.weight.grad
+
+    assert run_ranks(2, rank_main) == [(1.5, None)] * 2
+
+
 def test_no_sync_is_undone_when_its_body_raises_1_rank() -> None:
     def rank_main(rank: int) -> bool:
         ddp = dist.DistributedDataParallel(nn.Linear(1, 1))

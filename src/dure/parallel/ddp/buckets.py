@@ -154,7 +154,9 @@ class Bucket:
         self.flags[1].fill_(0)
         for i, slot in enumerate(self.slots):
             if not slot.used:
-                self.flags[0, i], self.flags[1, i] = 0, 1
+                self.flags[0, i] = 0
+                # One that was frozen after the module was wrapped is not missed.
+                self.flags[1, i] = int(slot.parameter.requires_grad)
 
     def reset(self) -> None:
         """Get ready for the next backward."""

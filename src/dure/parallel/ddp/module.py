@@ -48,7 +48,8 @@ class DistributedDataParallel(torch.nn.Module):
 
     Args:
         module: The module; its parameters and buffers must be the same in kind on all ranks, and
-            take rank 0's values. Change neither their number nor `requires_grad` afterwards.
+            take rank 0's values. Parameters may be frozen afterwards, on all ranks alike; those
+            added or unfrozen afterwards are not averaged.
         device_ids: None, or the one device that the module is on; inputs are then moved to it.
         output_device: Accepted for compatibility; it can only be the module's device.
         dim: Accepted for compatibility; batches are not split here.

@@ -275,7 +275,7 @@ class Reducer:
 def _settle(bucket: Bucket) -> list[Slot]:
     """Point parameters to their results; return the slots that some rank did not use."""
     used, missing = bucket.flags
-    if not bool(missing.any()):
+    if bool(used.all()) and not bool(missing.any()):
         for slot in bucket.slots:
             slot.settle(True)
         return []
