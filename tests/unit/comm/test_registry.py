@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from dure.comm.backends import registry
 from dure.errors import UsageError
 
 
+def _factory(options: Any) -> Any:
+    return options
+
+
 @pytest.fixture
 def own_backend():
-    registry.register_backend("Mine", lambda options: options, devices=("cpu", "cuda"))
+    registry.register_backend("Mine", _factory, devices=("cpu", "cuda"))
     yield "mine"
     registry.unregister_backend("mine")
 
@@ -36,14 +42,14 @@ def test_malformed_or_unknown_backend_is_a_usage_error(spec):
 def test_registered_backend_is_found_and_created(own_backend):
     assert own_backend in registry.known_backends()
     assert registry.parse_backend("mine") == {"cpu": "mine", "cuda": "mine"}
-    options = object()
+    options: Any = object()
     assert registry.create_backend("mine", options) is options
 
 
 @pytest.mark.parametrize("name", ["shm", "two words", "mine"])
 def test_name_that_is_taken_or_malformed_is_refused(own_backend, name):
     with pytest.raises(UsageError):
-        registry.register_backend(name, lambda options: options)
+        registry.register_backend(name, _factory)
 
 
 def test_only_registered_backends_can_be_removed():
