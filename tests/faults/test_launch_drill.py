@@ -108,3 +108,28 @@ def test_collectives_with_a_killed_rank_leave_nothing(job: Launching, block: int
     program = job.write(COLLECTIVES)
     kills = drill(job, (program, "20000"), seed=100 + block, longest_s=4.0)
     assert kills > RUNS_OF_A_BLOCK // 4
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
+def test_launcher_signalled_at_a_random_moment_leaves_nothing(
+    job: Launching, number: int, code: int
+) -> None:
+    program = job.write(LIGHT)
+    chance = random.Random(number)
+    before = sorted(os.listdir(job.directory))
+    for run in range(RUNS_OF_A_BLOCK):
+        process = job.start("-n", "2", program, "1000")
+        moment_s = chance.uniform(0, 1.5)
+        time.sleep(moment_s)
+        process.send_signal(number)
+        process.communicate(timeout=30)
+        deadline = time.monotonic() + 10
+        while job.left() and time.monotonic() < deadline:
+            os.sched_yield()
+        note = (run, moment_s, process.returncode)
+        assert job.left() == [], note
+        starting = (-number, 1)  # what the interpreter answers before a line of ours has run
+        assert process.returncode in (code, *starting), note
+        assert sorted(os.listdir(job.directory)) == before, note
