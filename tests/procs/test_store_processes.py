@@ -59,7 +59,7 @@ for rank in range(size):
         os.read(going[0], 1)  # returns when the parent closes its end
         start = time.perf_counter()
         meeting = rendezvous(url, rank, size, timeout=timedelta(seconds=20))
-        say(time.perf_counter() - start)
+        os.write(1, b"%f " % (time.perf_counter() - start))
         meeting.close()
         sys.exit()
     children.append(child)

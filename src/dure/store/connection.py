@@ -20,7 +20,7 @@ from dure.errors import StoreLost, StoreRefused, StoreTimeout
 from dure.store.key import JobKey
 from dure.store.wire import MAX_FRAME_BYTES
 
-__all__ = ["Connection", "dial"]
+__all__ = ["Connection", "dial", "lost"]
 
 _HEARTBEAT_MS = 5_000
 _SILENCE_MS = 20_000

@@ -27,12 +27,12 @@ import msgspec
 
 from dure.errors import DureError, StoreError, StoreTimeout
 from dure.store.base import DEFAULT_TIMEOUT, Store
-from dure.store.identity import Identity, myself
+from dure.store.identity import Identity, alive, myself
 from dure.store.lifetime import at_process_end
 from dure.store.log import Log, Record
 from dure.store.values import added, encode, exchanged
 
-__all__ = ["FileStore", "FileUser"]
+__all__ = ["FileStore", "FileUser", "remove_if_ended"]
 
 _GOODBYE = timedelta(seconds=1)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
@@ -157,11 +157,7 @@ class FileStore(Store):
 
         A file that somebody has deleted already is no error here.
         """
-        self._close(self._world_size if self._world_size > 0 else None)
-
-    def abandon(self) -> None:
-        """Close after a failure: the last one there deletes the file, however many came."""
-        self._close(1)
+        self._close(keep=False)
 
     def __del__(self) -> None:
         if getattr(self, "_opened_here", False):
@@ -169,18 +165,17 @@ class FileStore(Store):
 
     def close_and_keep(self) -> None:
         """Close, and leave the file to whoever has to look into it."""
-        self._close(None)
+        self._close(keep=True)
 
-    def _close(self, num_needed: int | None) -> None:
-        """Close; delete the file if all, and at least `num_needed`, have closed (None: never)."""
+    def _close(self, keep: bool) -> None:
         if self._closed or self._pid != os.getpid():
             return
         try:
             with self._mutex, self._log.locked(self._timeout.total_seconds()) as fd:
                 self._apply(self._log.read(fd))
                 self._gone.add(self._name)
-                done = len(self._gone) == len(self._opened)
-                if done and num_needed is not None and len(self._gone) >= num_needed:
+                all_closed = len(self._gone) == len(self._opened)
+                if all_closed and 0 < self._world_size <= len(self._gone) and not keep:
                     self._log.remove()
                 else:
                     self._log.write(fd, [Record("close", self._name)])
@@ -235,7 +230,7 @@ class FileStore(Store):
                 case "delete":
                     self._data.pop(record.key, None)
                 case "open":
-                    self._opened[record.key] = msgspec.msgpack.decode(record.value, type=Identity)
+                    self._opened[record.key] = _IDENTITY.decode(record.value)
                 case "close":
                     self._gone.add(record.key)
 
@@ -259,6 +254,25 @@ class FileStore(Store):
             time.sleep(min(pause_s, left_s))
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
 
+
+def remove_if_ended(path: str | os.PathLike[str], timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+    """Delete the file of a job that has ended in order, although not all of it ever came.
+
+    That is: everybody who opened the file has closed it again, and lives no more.
+    """
+    log = Log(Path(path).absolute())
+    if not log.path.exists():
+        return
+    with log.locked(timeout.total_seconds()) as fd:
+        records = log.read(fd)
+        closed = {record.key for record in records if record.kind == "close"}
+        users = [record for record in records if record.kind == "open"]
+        lives = [alive(_IDENTITY.decode(user.value)) is not False for user in users]
+        if users and not any(lives) and all(user.key in closed for user in users):
+            log.remove()
+
+
+_IDENTITY = msgspec.msgpack.Decoder(Identity)
 
 _stores: weakref.WeakSet[FileStore] = weakref.WeakSet()
 

@@ -97,7 +97,13 @@ class Log:
         """Return the records that are new since the last call; cut off a torn tail."""
         self._check_start(fd)
         self._offset = max(self._offset, _START_BYTES)
-        data = os.pread(fd, os.fstat(fd).st_size - self._offset, self._offset)
+        size = os.fstat(fd).st_size
+        if size < self._offset:
+            raise StoreError(
+                f"the store's file {self.path} was shortened while the job ran",
+                seen=f"{size} bytes, of which {self._offset} had been read",
+            )
+        data = os.pread(fd, size - self._offset, self._offset)
         records: list[Record] = []
         at = 0
         while (end := _record_end(data, at)) is not None:

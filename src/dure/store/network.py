@@ -28,7 +28,7 @@ from dure import env
 from dure.errors import StoreError, StoreTimeout
 from dure.store.address import resolve
 from dure.store.base import DEFAULT_TIMEOUT, Store
-from dure.store.connection import Connection, dial
+from dure.store.connection import Connection, dial, lost
 from dure.store.key import JobKey, load_for
 from dure.store.server import StoreServer, listen, replace_retired
 from dure.store.values import encode
@@ -163,6 +163,7 @@ class NetworkStore(Store):
 
     def _take(self, timeout_s: float) -> Connection:
         """Return a working connection, which is this thread's until `_put_back`."""
+        had_one = False
         while True:
             with self._lock:
                 if self._closed:
@@ -173,8 +174,13 @@ class NetworkStore(Store):
             if not connection.broken:
                 return connection
             connection.close()
-            timeout_s = min(timeout_s, _REDIAL_S)
-        return dial(self._context, self._endpoint, self._key, timeout_s)
+            had_one = True
+        if not had_one:
+            return dial(self._context, self._endpoint, self._key, timeout_s)
+        try:
+            return dial(self._context, self._endpoint, self._key, min(timeout_s, _REDIAL_S))
+        except StoreTimeout:
+            raise lost(self._endpoint) from None
 
     def _put_back(self, connection: Connection) -> None:
         with self._lock:

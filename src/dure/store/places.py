@@ -33,7 +33,7 @@ from dure import env
 from dure.errors import RendezvousError, StoreError, StoreTimeout
 from dure.store.address import resolve
 from dure.store.base import Store
-from dure.store.file import FileStore
+from dure.store.file import FileStore, remove_if_ended
 from dure.store.identity import alive
 from dure.store.key import JobKey
 from dure.store.network import NetworkStore, job_key
@@ -198,7 +198,7 @@ class FilePlace:
         return "file"
 
     def open(self, rank: int, world_size: int, timeout_s: float) -> Store:
-        """Open the file; refuse one that a dead or ended job has left.
+        """Open the file; refuse one that a dead job has left, delete one of a job that has ended.
 
         Raises:
             RendezvousError: Says whose file it is.
@@ -209,16 +209,16 @@ class FilePlace:
             if time.monotonic() > deadline:
                 raise StoreTimeout(f"nobody has made the file {self.path}")
             time.sleep(0.01)
-        store = FileStore(self.path, world_size, timedelta(seconds=timeout_s))
-        others = [user for user in store.users if not user.mine]
-        dead = [user for user in others if alive(user.process) is False]
-        crashed = [user for user in dead if not user.closed]
-        if crashed or (dead and all(user.closed for user in others)):
+        timeout = timedelta(seconds=timeout_s)
+        remove_if_ended(self.path, timeout)
+        store = FileStore(self.path, world_size, timeout)
+        open_users = [user.process for user in store.users if not user.closed]
+        dead = [process for process in open_users if alive(process) is False]
+        if dead:
             store.close_and_keep()
-            who = ", ".join(str(user.process) for user in (crashed or dead)[:8])
             raise RendezvousError(
-                f"the file {self.path} is left over from a job that has ended",
-                seen=f"it was used by {who}, which {'is' if len(dead) == 1 else 'are'} no more",
+                f"the file {self.path} is left over from a job that died",
+                seen=f"still open by {', '.join(map(str, dead[:8]))}: no longer alive",
                 fix=f"Delete it (rm {self.path}), or give each job a new path.",
             )
         return store

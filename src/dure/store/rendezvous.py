@@ -25,7 +25,6 @@ from dure.errors import (
     StoreTimeout,
 )
 from dure.store.base import DEFAULT_TIMEOUT, Store
-from dure.store.file import FileStore
 from dure.store.identity import myself
 from dure.store.lifetime import at_process_end
 from dure.store.membership import Meeting, Member, Verdict, contest, leave, meet, object_to
@@ -36,7 +35,12 @@ from dure.store.prefix import PrefixStore
 __all__ = ["Member", "Rendezvous", "rendezvous"]
 
 _GOODBYE = timedelta(seconds=1)
-_GUEST_S = 0.3
+_CONTEST_S = 0.3
+"""How long a rank 0 that cannot serve looks for the one that does."""
+
+_GUEST_S = 1.0
+"""How long a rank that cannot take part looks for the others, to tell them why."""
+
 _COMEBACK_S = 30.0
 """How long a server that was lost during a meeting is waited for."""
 
@@ -199,7 +203,7 @@ def _check_number(me: Member, where: Place | Store, name: str) -> None:
         if isinstance(where, Store):
             object_to(PrefixStore(f"dure/{name}", where), me, verdict)
         else:
-            _visit(where, me, name, lambda keys: object_to(keys, me, verdict))
+            _visit(where, me, name, lambda keys: object_to(keys, me, verdict), _GUEST_S)
     verdict.raise_for(me)
 
 
@@ -209,14 +213,16 @@ def _open_place(place: Place, me: Member, name: str, deadline: float) -> Store:
         return place.open(me.rank, me.world_size, max(0.1, deadline - time.monotonic()))
     except StoreError as error:
         if me.rank == 0:
-            _visit(place, me, name, lambda keys: contest(keys, me))
+            _visit(place, me, name, lambda keys: contest(keys, me), _CONTEST_S)
         raise _translated(error, me) from None
 
 
-def _visit(place: Place, me: Member, name: str, action: Callable[[Store], None]) -> None:
+def _visit(
+    place: Place, me: Member, name: str, action: Callable[[Store], None], limit_s: float
+) -> None:
     """Do something in the job's store without taking part; a store that fails is left alone."""
     with contextlib.suppress(StoreError):
-        store = place.open(-1, me.world_size, _GUEST_S)
+        store = place.open(-1, me.world_size, limit_s)
         try:
             action(PrefixStore(f"dure/{name}", store))
         finally:
@@ -234,8 +240,10 @@ def _translated(error: StoreError, me: Member) -> RendezvousError:
 
 def _give_up(store: Store) -> None:
     """Close a store of ours after a meeting that failed."""
-    assert isinstance(store, FileStore | NetworkStore)
-    store.abandon()
+    if isinstance(store, NetworkStore):
+        store.abandon()
+    else:
+        store.close()
 
 
 def _leave(base: Store, keys: Store, rank: int, generation: int, owns: bool) -> None:

@@ -23,13 +23,21 @@ def test_every_possible_torn_tail_is_cut_off(path: Path) -> None:
     whole = path.stat().st_size
     store.set("lost", "2")
     full = path.read_bytes()
+    store.close()
     for size in range(whole, len(full)):
         path.write_bytes(full[:size])  # the same inode: what a killed writer leaves
         reader = FileStore(path, timeout=TIMEOUT)
         assert reader.list_keys() == ["kept"]
         reader.set("next", "3")
         assert FileStore(path, timeout=TIMEOUT).get("next") == b"3"
-    store.close()
+
+
+def test_a_file_cut_short_under_a_reader_is_an_error(path: Path) -> None:
+    store = FileStore(path, timeout=TIMEOUT)
+    store.set("k", "v")
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(StoreError):
+        store.get("k")
 
 
 def test_a_reader_that_is_up_to_date_survives_anothers_torn_tail(path: Path) -> None:

@@ -133,7 +133,10 @@ def test_a_rank_outside_the_world_is_told_to_everybody(url: str, rank: int) -> N
 
 
 @pytest.mark.parametrize("world_size", [0, -5])
-def test_an_impossible_world_size_is_refused(url: str, world_size: int) -> None:
+def test_an_impossible_world_size_is_refused(
+    url: str, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dure.store.rendezvous._GUEST_S", 0.05)  # nobody else comes here
     errors_of(joins(url, (0, world_size)))
 
 
@@ -210,21 +213,34 @@ def dead_process() -> Identity:
     return msgspec.structs.replace(myself(), pid=child.pid, start="1")
 
 
-@pytest.mark.parametrize("closed", [False, True])
-def test_a_file_of_a_dead_job_is_named(tmp_path: Path, closed: bool) -> None:
-    path, dead = tmp_path / "meeting", dead_process()
+def leave_file(path: Path, user: Identity, closed: bool) -> None:
     log = Log(path)
     with log.locked(1) as fd:
         log.read(fd)
-        log.write(fd, [Record("open", "a", msgspec.msgpack.encode(dead))])
+        log.write(fd, [Record("open", "a", msgspec.msgpack.encode(user))])
+        log.write(fd, [Record("set", "dure/file//0/verdict", b"\x80")])
         if closed:
             log.write(fd, [Record("close", "a")])
+
+
+def test_a_file_of_a_dead_job_is_named_and_kept(tmp_path: Path) -> None:
+    path, dead = tmp_path / "meeting", dead_process()
+    leave_file(path, dead, closed=False)
     for rank in range(2):
         (error,) = errors_of(joins(f"file://{path}", (rank, 2)))
         assert not isinstance(error, TimeoutError)
         assert str(path) in error.what
         assert f"pid {dead.pid}" in error.seen
     assert path.exists()
+
+
+def test_a_file_of_a_job_that_ended_is_never_joined(tmp_path: Path) -> None:
+    path = tmp_path / "meeting"
+    leave_file(path, dead_process(), closed=True)
+    for meeting in joins(f"file://{path}", (0, 2), (1, 2)):
+        assert isinstance(meeting, Rendezvous), meeting
+        meeting.close()
+    assert not path.exists()
 
 
 def test_a_number_whose_holder_died_is_an_error() -> None:
