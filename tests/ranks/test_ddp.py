@@ -147,6 +147,31 @@ def test_unused_parameters_are_averaged_where_used_and_left_alone_elsewhere() ->
         assert kept == [one, three]
 
 
+def test_gradient_of_a_parameter_nobody_used_is_kept_bit_by_bit_7_ranks() -> None:
+    # The mean of seven equal numbers is not always that number, so averaging again would show.
+    values = torch.rand(4096, generator=torch.Generator().manual_seed(0))
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.zeros(4096)), nn.Parameter(torch.zeros(1))
+
+        def forward(self, both: bool) -> torch.Tensor:
+            return (self.a * values).sum() + self.b.sum() if both else self.b.sum()
+
+    def rank_main(rank: int) -> bool:
+        ddp = dist.DistributedDataParallel(Two(), find_unused_parameters=True)
+        ddp(True).backward()
+        before = ddp.module.a.grad.clone()
+        ddp(False).backward()
+        again = before.clone()
+        dist.all_reduce(again, dist.ReduceOp.AVG)
+        assert not torch.equal(again, before)
+        return torch.equal(before, ddp.module.a.grad)
+
+    assert run_ranks(7, rank_main) == [True] * 7
+
+
 def test_parameters_used_under_no_sync_only_are_reduced_2_ranks() -> None:
     def rank_main(rank: int) -> list[list[list[float]]]:
         ddp = dist.DistributedDataParallel(Branches())
