@@ -228,6 +228,19 @@ def test_grandchildren_end_with_successful_ranks(job: Launching) -> None:
     assert done.code == 0
 
 
+def test_orphan_with_an_empty_environment_ends_by_its_session(job: Launching) -> None:
+    program = job.write("""
+        import os, subprocess
+        orphan = subprocess.Popen(["/bin/sleep", "600"], env={}, stdout=subprocess.DEVNULL)
+        print(orphan.pid, os.getsid(0) == os.getpid())
+    """)
+    done = job.run(program)
+    pid, leads_a_session = done.lines(0)[0].split()
+    assert done.code == 0
+    assert leads_a_session == "True"
+    assert not Path(f"/proc/{pid}").exists()
+
+
 @pytest.mark.parametrize("program", [FOREVER, STUBBORN, FAMILY])
 def test_launcher_killed_takes_everything_along(job: Launching, program: str) -> None:
     process = job.start("-n", "2", job.write(program))
