@@ -48,9 +48,7 @@ class Engine {
         }
         std::shared_ptr<Ticket> ticket = lane_.start(std::move(call));
         if (async) return nb::cast(ticket);
-        while (!call_without_gil([&] { return ticket->wait(100'000'000); })) {
-            if (PyErr_CheckSignals() != 0) throw nb::python_error();
-        }
+        wait_or_break(*ticket);
         return result(ticket->outcome());
     }
 
@@ -99,6 +97,24 @@ class Engine {
     }
 
   private:
+    // Wait for a queued operation of a synchronous call. Its memory is the caller's, so where a
+    // signal handler raises, the operation must end before we return: the group is broken.
+    void wait_or_break(Ticket& ticket) {
+        while (!call_without_gil([&] { return ticket.wait(100'000'000); })) {
+            if (PyErr_CheckSignals() == 0) continue;
+            nb::python_error raised;
+            Outcome out;
+            out.status = Status::interrupted;
+            out.peer = group_->rank();
+            group_->condemn(std::move(out));
+            call_without_gil([&] {
+                while (!ticket.wait(100'000'000)) continue;
+                return true;
+            });
+            throw std::move(raised);
+        }
+    }
+
     static nb::object result(const Outcome& out) {
         return out.status == Status::ok ? nb::none() : nb::cast(out);
     }

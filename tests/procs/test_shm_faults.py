@@ -264,13 +264,15 @@ def test_interrupt_ends_a_wait_of_2_ranks(tmp_path, operation):
 # ---- drills --------------------------------------------------------------------------------------
 
 
-def _works_until_killed(seat: Seat):
+def _works_until_killed(seat: Seat, after_s: float):
     backend = join(seat)
-    x = torch.ones(100_000)
+    if seat.rank == 1:
+        threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    x, y = torch.ones(100_000), torch.empty(100_000)
     try:
         while True:
             backend.all_reduce(x, SUM, False)
-            ticket = backend.recv(torch.empty_like(x), (seat.rank - 1) % seat.size, 0, True)
+            ticket = backend.recv(y, (seat.rank - 1) % seat.size, 0, True)
             backend.send(x, (seat.rank + 1) % seat.size, 0, False)
             ticket.wait()
             x.fill_(1.0)
@@ -282,9 +284,7 @@ def _works_until_killed(seat: Seat):
 @pytest.mark.slow
 @pytest.mark.parametrize("round_", range(40))
 def test_rank_killed_at_a_random_moment_is_lost_on_3_ranks(tmp_path, round_):
-    with Ranks(3, tmp_path, _works_until_killed) as ranks:
-        time.sleep(0.1 + 0.003 * round_)
-        ranks.processes[1].kill()
+    with Ranks(3, tmp_path, _works_until_killed, 0.005 * round_) as ranks:
         for rank in (0, 2):
             error = ranks.result(rank)
             assert isinstance(error, PeerLost)

@@ -17,8 +17,10 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 
@@ -49,7 +51,7 @@ _OTHERS = sorted(
 _DTYPE.update({dtype: len(_REDUCIBLE) + i for i, dtype in enumerate(_OTHERS)})
 
 _NO_REDUCTION = 8
-_BARRIER, _BROADCAST, _ALL_REDUCE, _REDUCE, _ALL_GATHER = 1, 2, 3, 4, 5
+_BARRIER, _BROADCAST, _REDUCE, _ALL_GATHER = 1, 2, 4, 5
 _GATHER, _SCATTER, _REDUCE_SCATTER, _ALL_TO_ALL = 6, 7, 8, 9
 
 
@@ -59,12 +61,12 @@ def dtype_code(dtype: torch.dtype) -> int:
 
 
 class ShmTicket:
-    """A pending operation of the engine (see `backends.base.Ticket`)."""
+    """A pending operation of the engine (see `backends.base.Ticket`); keeps its tensors alive."""
 
-    __slots__ = ("_backend", "_ticket")
+    __slots__ = ("_backend", "_tensors", "_ticket")
 
-    def __init__(self, ticket: Ticket, backend: ShmBackend) -> None:
-        self._ticket, self._backend = ticket, backend
+    def __init__(self, ticket: Ticket, backend: ShmBackend, tensors: object) -> None:
+        self._ticket, self._backend, self._tensors = ticket, backend, tensors
 
     @property
     def source(self) -> int:
@@ -79,19 +81,43 @@ class ShmTicket:
         """Wait until it ended; raise its error. False if `timeout_s` passed first."""
         if not self._ticket.wait(-1.0 if timeout_s is None else timeout_s):
             return False
+        self._tensors = None
         outcome = self._ticket.outcome
         if outcome is not None:
             raise self._backend.error(outcome)
         return True
 
 
-def _blocks(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [number for t in tensors for number in (t.data_ptr(), t.nbytes)]
+class _Blocks(NamedTuple):
+    """Pieces of memory as the engine reads them, and the tensors that own them."""
+
+    numbers: list[int]
+    owners: object
 
 
-def _even_blocks(tensor: torch.Tensor, n: int) -> list[int]:
+_NOTHING = _Blocks([], None)
+
+
+def _one(tensor: torch.Tensor) -> _Blocks:
+    return _Blocks([tensor.data_ptr(), tensor.nbytes], tensor)
+
+
+def _each(tensors: Sequence[torch.Tensor]) -> _Blocks:
+    return _Blocks([number for t in tensors for number in (t.data_ptr(), t.nbytes)], tensors)
+
+
+def _even(tensor: torch.Tensor, n: int) -> _Blocks:
     start, length = tensor.data_ptr(), tensor.nbytes // n
-    return [number for i in range(n) for number in (start + i * length, length)]
+    return _Blocks([k for i in range(n) for k in (start + i * length, length)], tensor)
+
+
+class _Call(NamedTuple):
+    """What is called, in the engine's codes."""
+
+    op: int
+    dtype: int = 0
+    reduction: int = _NO_REDUCTION
+    root: int = -1
 
 
 class ShmBackend:
@@ -108,6 +134,7 @@ class ShmBackend:
         self._size, self._rank = options.size, options.rank
         self._label = options.name
         self._timeout_s = options.timeout.total_seconds()
+        self._pending: deque[ShmTicket] = deque()
 
     def error(self, outcome: Outcome) -> DureError:
         """Make the exception for what the engine says."""
@@ -131,23 +158,24 @@ class ShmBackend:
         self._timeout_s = timeout.total_seconds()
         self._group.set_timeout(self._timeout_s)
 
-    def _finish(self, result: Outcome | Ticket | None) -> ShmTicket | None:
-        if result is None:
-            return None
+    def _finish(self, result: Outcome | Ticket, tensors: object) -> ShmTicket:
         if isinstance(result, Ticket):
-            return ShmTicket(result, self)
+            return self._start(result, tensors)
         raise self.error(result)
 
-    def _move(
-        self,
-        op: int,
-        tensor: torch.Tensor,
-        root: int,
-        lists: tuple[list[int], list[int]],
-        async_op: bool,
+    def _start(self, pending: Ticket, tensors: object) -> ShmTicket:
+        """Hold on to the tensors of an operation, even if the caller drops its ticket."""
+        ticket = ShmTicket(pending, self, tensors)
+        while self._pending and self._pending[0].done():
+            self._pending.popleft()
+        self._pending.append(ticket)
+        return ticket
+
+    def _run(
+        self, call: _Call, inputs: _Blocks, outputs: _Blocks, async_op: bool
     ) -> ShmTicket | None:
-        code = _DTYPE[tensor.dtype]
-        return self._finish(self._group.run(op, code, _NO_REDUCTION, root, *lists, async_op))
+        result = self._group.run(*call, inputs.numbers, outputs.numbers, async_op)
+        return None if result is None else self._finish(result, (inputs.owners, outputs.owners))
 
     # ---- reductions ------------------------------------------------------------------------------
 
@@ -156,57 +184,49 @@ class ShmBackend:
         result = self._group.all_reduce(
             tensor.data_ptr(), tensor.nbytes, _DTYPE[tensor.dtype], op.code, async_op
         )
-        return None if result is None else self._finish(result)
+        return None if result is None else self._finish(result, tensor)
 
     def reduce(
         self, tensor: torch.Tensor, dst: int, op: ReduceOp, async_op: bool
     ) -> ShmTicket | None:
         """Reduce `tensor` [*] of all ranks into that of `dst`; the others' stay as they are."""
-        blocks = [tensor.data_ptr(), tensor.nbytes]
-        code = _DTYPE[tensor.dtype]
-        return self._finish(self._group.run(_REDUCE, code, op.code, dst, [], blocks, async_op))
+        call = _Call(_REDUCE, _DTYPE[tensor.dtype], op.code, dst)
+        return self._run(call, _NOTHING, _one(tensor), async_op)
 
     def reduce_scatter(
         self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp, async_op: bool
     ) -> ShmTicket | None:
         """Reduce `inputs[i]` of all ranks into rank i's `tensor`; lengths may differ with i."""
-        return self._reduce_scatter(tensor, _blocks(inputs), op, async_op)
+        call = _Call(_REDUCE_SCATTER, _DTYPE[tensor.dtype], op.code)
+        return self._run(call, _each(inputs), _one(tensor), async_op)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, async_op: bool
     ) -> ShmTicket | None:
         """Reduce part i [k] of `tensor` [n*k] of all ranks into rank i's `output` [k]."""
-        return self._reduce_scatter(output, _even_blocks(tensor, self._size), op, async_op)
-
-    def _reduce_scatter(
-        self, output: torch.Tensor, inputs: list[int], op: ReduceOp, async_op: bool
-    ) -> ShmTicket | None:
-        outputs = [output.data_ptr(), output.nbytes]
-        code = _DTYPE[output.dtype]
-        return self._finish(
-            self._group.run(_REDUCE_SCATTER, code, op.code, -1, inputs, outputs, async_op)
-        )
+        call = _Call(_REDUCE_SCATTER, _DTYPE[tensor.dtype], op.code)
+        return self._run(call, _even(tensor, self._size), _one(output), async_op)
 
     # ---- moves -----------------------------------------------------------------------------------
 
     def broadcast(self, tensor: torch.Tensor, src: int, async_op: bool) -> ShmTicket | None:
         """Copy `tensor` [*] of `src` to all."""
-        blocks = [tensor.data_ptr(), tensor.nbytes]
-        return self._move(_BROADCAST, tensor, src, ([], blocks), async_op)
+        call = _Call(_BROADCAST, _DTYPE[tensor.dtype], root=src)
+        return self._run(call, _NOTHING, _one(tensor), async_op)
 
     def all_gather(
         self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, async_op: bool
     ) -> ShmTicket | None:
         """Copy rank i's `tensor` to `outputs[i]` on all ranks; lengths may differ between ranks."""
-        lists = ([tensor.data_ptr(), tensor.nbytes], _blocks(outputs))
-        return self._move(_ALL_GATHER, tensor, -1, lists, async_op)
+        call = _Call(_ALL_GATHER, _DTYPE[tensor.dtype])
+        return self._run(call, _one(tensor), _each(outputs), async_op)
 
     def all_gather_single(
         self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool
     ) -> ShmTicket | None:
         """Copy rank i's `tensor` [k] to `output` [n*k] at i*k on all ranks."""
-        lists = ([tensor.data_ptr(), tensor.nbytes], _even_blocks(output, self._size))
-        return self._move(_ALL_GATHER, tensor, -1, lists, async_op)
+        call = _Call(_ALL_GATHER, _DTYPE[tensor.dtype])
+        return self._run(call, _one(tensor), _even(output, self._size), async_op)
 
     def gather(
         self,
@@ -216,8 +236,8 @@ class ShmBackend:
         async_op: bool,
     ) -> ShmTicket | None:
         """Copy rank i's `tensor` to `outputs[i]` on `dst` (None elsewhere)."""
-        lists = ([tensor.data_ptr(), tensor.nbytes], _blocks(outputs or ()))
-        return self._move(_GATHER, tensor, dst, lists, async_op)
+        call = _Call(_GATHER, _DTYPE[tensor.dtype], root=dst)
+        return self._run(call, _one(tensor), _each(outputs or ()), async_op)
 
     def scatter(
         self,
@@ -227,45 +247,44 @@ class ShmBackend:
         async_op: bool,
     ) -> ShmTicket | None:
         """Copy `inputs[i]` of `src` (None elsewhere) to rank i's `tensor`."""
-        lists = (_blocks(inputs or ()), [tensor.data_ptr(), tensor.nbytes])
-        return self._move(_SCATTER, tensor, src, lists, async_op)
+        call = _Call(_SCATTER, _DTYPE[tensor.dtype], root=src)
+        return self._run(call, _each(inputs or ()), _one(tensor), async_op)
 
     def all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
     ) -> ShmTicket | None:
         """Copy `inputs[j]` of rank i to `outputs[i]` of rank j."""
-        lists = (_blocks(inputs), _blocks(outputs))
-        return self._move(_ALL_TO_ALL, inputs[0], -1, lists, async_op)
+        call = _Call(_ALL_TO_ALL, _DTYPE[inputs[0].dtype])
+        return self._run(call, _each(inputs), _each(outputs), async_op)
 
     def all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool
     ) -> ShmTicket | None:
         """Copy part j [k] of rank i's `tensor` [n*k] to part i of rank j's `output` [n*k]."""
-        lists = (_even_blocks(tensor, self._size), _even_blocks(output, self._size))
-        return self._move(_ALL_TO_ALL, tensor, -1, lists, async_op)
+        call = _Call(_ALL_TO_ALL, _DTYPE[tensor.dtype])
+        return self._run(call, _even(tensor, self._size), _even(output, self._size), async_op)
 
     def barrier(self, async_op: bool) -> ShmTicket | None:
         """Return when all ranks have called."""
-        return self._finish(self._group.run(_BARRIER, 0, _NO_REDUCTION, -1, [], [], async_op))
+        return self._run(_Call(_BARRIER), _NOTHING, _NOTHING, async_op)
 
     # ---- point to point --------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> ShmTicket | None:
         """Send `tensor` [*] to `dst`; messages of one pair and tag arrive in order."""
         code = _DTYPE[tensor.dtype]
-        return self._finish(
-            self._group.send(tensor.data_ptr(), tensor.nbytes, code, dst, tag, async_op)
-        )
+        result = self._group.send(tensor.data_ptr(), tensor.nbytes, code, dst, tag, async_op)
+        return None if result is None else self._finish(result, tensor)
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> ShmTicket:
         """Receive into `tensor` from `src`, or from anyone; a finished ticket where not async."""
         code = _DTYPE[tensor.dtype]
         source = -1 if src is None else src
-        ticket = ShmTicket(
-            self._group.receive(tensor.data_ptr(), tensor.nbytes, code, source, tag, async_op), self
-        )
-        if not async_op:
-            ticket.wait()
+        pending = self._group.receive(tensor.data_ptr(), tensor.nbytes, code, source, tag, async_op)
+        if async_op:
+            return self._start(pending, tensor)
+        ticket = ShmTicket(pending, self, None)
+        ticket.wait()
         return ticket
 
     # ---- memory and life -------------------------------------------------------------------------
