@@ -16,33 +16,17 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
 
+from dure.comm.backends.engine_calls import EngineWork
 from dure.errors import Aborted, CommError, CommTimeout, InternalError, PeerLost
 
-__all__ = ["CollectiveTicket", "EngineState", "EngineWork", "MessageTicket"]
+__all__ = ["CollectiveTicket", "EngineState", "MessageTicket"]
 
 _NOISE = re.compile(r"^\[\S+\.cc:\d+\]|This is typically caused by.*|\n", re.DOTALL)
 _SLICE = timedelta(milliseconds=200)
 _SLICE_OVER = "Operation timed out"  # what torch says when a slice is over, and nothing else
 _TIMED_OUT = ("timed out", "timeout", "application timeout")
 _LOST = ("connection closed", "connection reset", "broken pipe", "refused", "connect ", "socket")
-
-
-class EngineWork(Protocol):
-    """What is used of torch's `Work`."""
-
-    def is_completed(self) -> bool:
-        """Tell whether it ended, well or badly."""
-        ...
-
-    def wait(self, timeout: timedelta = ...) -> bool:
-        """Block until it ended, or raise."""
-        ...
-
-    def _source_rank(self) -> int:
-        """Return who sent what a finished receive got."""
-        ...
 
 
 class EngineState:
