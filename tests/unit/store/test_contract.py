@@ -164,7 +164,7 @@ STEPS = st.lists(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(steps=STEPS)
 def test_any_sequence_of_operations_equals_a_dictionary(kind: str, steps: list[tuple]) -> None:
     model: dict[str, bytes] = {}
