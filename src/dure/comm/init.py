@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +17,7 @@ from dure.comm.world import GroupMember, World, current_world, resolve
 from dure.errors import CommError, DureError, UsageError
 from dure.native import available as native_available
 from dure.store.base import Store
+from dure.store.lifetime import at_process_end
 from dure.store.rendezvous import Rendezvous, rendezvous
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def init_process_group(
         meeting.close()
         world.clear()
         raise
-    atexit.register(_leave_at_exit, world)
+    _to_leave.add(world)
 
 
 def _default_backend(meeting: Rendezvous) -> str:
@@ -177,7 +178,7 @@ def destroy_process_group(group: Any = None) -> None:
 
 def _leave(world: World, abort: bool = False) -> None:
     """Close all groups, the default one last, then say goodbye to the store."""
-    atexit.unregister(_leave_at_exit)
+    _to_leave.discard(world)
     groups, meeting, default = list(world.groups.values()), world.rendezvous, world.default
     world.clear()
     first: DureError | None = None
@@ -192,10 +193,19 @@ def _leave(world: World, abort: bool = False) -> None:
         raise first
 
 
-def _leave_at_exit(world: World) -> None:
-    """Leave a job that the program forgot to leave, so that peers see it at once."""
-    if world.default is not None:
-        _leave(world, abort=True)
+_to_leave: set[World] = set()
+"""Worlds of this process that are in a job; empty again in a forked child."""
+
+
+def _leave_at_exit() -> None:
+    """Leave the jobs that the program forgot to leave, so that peers see it at once."""
+    for world in list(_to_leave):
+        if world.default is not None:
+            _leave(world, abort=True)
+
+
+os.register_at_fork(after_in_child=_to_leave.clear)
+at_process_end(_leave_at_exit, order=0)
 
 
 @contextmanager
