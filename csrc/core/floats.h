@@ -6,6 +6,7 @@
 // library: the linker keeps one copy of such a function, and it might be the AVX-512 one.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #if defined(__F16C__)
@@ -44,6 +45,23 @@ struct Float16 {
 #if defined(__F16C__)
     static float load(Float16 x) { return _cvtsh_ss(x.bits); }
     static Float16 store(float x) { return {static_cast<uint16_t>(_cvtss_sh(x, 0))}; }
+    // The compiler does not find these instructions by itself.
+    static void load_many(const Float16* in, float* out, size_t n) {
+        size_t i = 0;
+        for (; i + 8 <= n; i += 8) {
+            __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i));
+            _mm256_storeu_ps(out + i, _mm256_cvtph_ps(half));
+        }
+        for (; i < n; i++) out[i] = load(in[i]);
+    }
+    static void store_many(const float* in, Float16* out, size_t n) {
+        size_t i = 0;
+        for (; i + 8 <= n; i += 8) {
+            __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(in + i), 0);
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), half);
+        }
+        for (; i < n; i++) out[i] = store(in[i]);
+    }
 #else
     static float load(Float16 x) {
         uint32_t sign = uint32_t{x.bits & 0x8000u} << 16, rest = x.bits & 0x7fffu;

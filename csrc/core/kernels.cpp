@@ -189,23 +189,57 @@ struct Xor {
 
 // ---- the loop -----------------------------------------------------------------------------------
 
+// Formats that convert many numbers at a time do so into a block of their own.
+template <typename E>
+constexpr bool kConvertsMany = false;
+#if defined(__F16C__)
+template <>
+constexpr bool kConvertsMany<Small<Float16>> = true;
+#endif
+
+template <typename E>
+inline void widen(const typename E::Stored* in, typename E::Acc* out, size_t n) {
+    if constexpr (kConvertsMany<E>) {
+        E::Stored::load_many(in, out, n);
+    } else {
+        for (size_t i = 0; i < n; i++) out[i] = E::load(in[i]);
+    }
+}
+
+template <typename E, typename R>
+inline void fold(typename E::Acc* acc, const typename E::Stored* in, size_t n) {
+    if constexpr (kConvertsMany<E>) {
+        alignas(64) typename E::Acc wide[kBlock];
+        widen<E>(in, wide, n);
+        for (size_t i = 0; i < n; i++) acc[i] = R::combine(acc[i], wide[i]);
+    } else {
+        for (size_t i = 0; i < n; i++) acc[i] = R::combine(acc[i], E::load(in[i]));
+    }
+}
+
+template <typename E, typename R>
+inline void narrow(typename E::Acc* acc, typename E::Stored* out, size_t n, int ranks) {
+    if constexpr (kConvertsMany<E>) {
+        for (size_t i = 0; i < n; i++) acc[i] = R::finish(acc[i], ranks);
+        E::Stored::store_many(acc, out, n);
+    } else {
+        for (size_t i = 0; i < n; i++) out[i] = E::store(R::finish(acc[i], ranks));
+    }
+}
+
 template <typename E, typename R>
 void reduce(const Operands& o) {
     using Stored = typename E::Stored;
-    using Acc = typename E::Acc;
-    alignas(64) Acc acc[kBlock];
+    alignas(64) typename E::Acc acc[kBlock];
     alignas(64) Stored done[kBlock];
     for (size_t at = 0; at < o.count; at += kBlock) {
-        const size_t len = o.count - at < kBlock ? o.count - at : kBlock;
-        const Stored* first = static_cast<const Stored*>(o.sources[0]) + at;
-        for (size_t i = 0; i < len; i++) acc[i] = E::load(first[i]);
-        for (int r = 1; r < o.n; r++) {
-            const Stored* source = static_cast<const Stored*>(o.sources[r]) + at;
-            for (size_t i = 0; i < len; i++) acc[i] = R::combine(acc[i], E::load(source[i]));
-        }
-        for (size_t i = 0; i < len; i++) done[i] = E::store(R::finish(acc[i], o.n));
+        const size_t n = o.count - at < kBlock ? o.count - at : kBlock;
+        auto source = [&](int r) { return static_cast<const Stored*>(o.sources[r]) + at; };
+        widen<E>(source(0), acc, n);
+        for (int r = 1; r < o.n; r++) fold<E, R>(acc, source(r), n);
+        narrow<E, R>(acc, done, n, o.n);
         for (int k = 0; k < o.num_outs; k++) {
-            __builtin_memcpy(static_cast<Stored*>(o.outs[k]) + at, done, len * sizeof(Stored));
+            __builtin_memcpy(static_cast<Stored*>(o.outs[k]) + at, done, n * sizeof(Stored));
         }
     }
 }
