@@ -178,6 +178,19 @@ def test_missing_gradient_is_named() -> None:
     (module["used"](torch.ones(1, 2)) + module["unused"](torch.ones(1, 2))).sum().backward()
 
 
+def test_gradient_that_is_undefined_counts_as_none() -> None:
+    module = nn.ParameterDict({"w": torch.ones(2)})
+    undefined: Any = torch._C._functions.UndefinedGrad()  # pyright: ignore
+    reducer = reducer_of(module, [])
+    reducer.prepare(True)
+    with pytest.raises(ModuleError):
+        undefined(module["w"].sum()).backward()
+    reducer = reducer_of(module, [], allow_unused=True)
+    reducer.prepare(True)
+    undefined(module["w"].sum()).backward()
+    assert module["w"].grad is None
+
+
 def test_unused_parameter_keeps_its_gradient_when_allowed() -> None:
     module = nn.ParameterDict({"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)})
     reducer = reducer_of(module, [], allow_unused=True)

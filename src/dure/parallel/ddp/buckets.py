@@ -75,7 +75,8 @@ class Slot:
     def adopt(self) -> None:
         """Make sure that the parameter's gradient lies in the bucket."""
         gradient = self.parameter.grad
-        if gradient is None or gradient is self.view:
+        assert gradient is not None
+        if gradient is self.view:
             return
         self._free_view()
         with torch.no_grad():

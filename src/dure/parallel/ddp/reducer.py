@@ -184,10 +184,12 @@ class Reducer:
                     fix="Reentrant checkpointing of shared parameters does this; use the "
                     "checkpoint function with use_reentrant=False.",
                 )
-            slot.adopt()
-            slot.used = True
             if self._armed:
                 self._begin()
+            if slot.parameter.grad is None:
+                return  # autograd came by with nothing; `finish` sees to the slot
+            slot.adopt()
+            slot.used = True
             if not self._syncing or slot.ready:
                 return
             slot.ready = True
