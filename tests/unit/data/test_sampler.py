@@ -1,5 +1,6 @@
 """DistributedSampler: torch's order, and a ledger of who saw which sample across resumes."""
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -151,3 +152,16 @@ def test_sampler_state_counts_padding_as_the_end_of_the_epoch():
 def test_sampler_state_of_a_negative_position_is_refused():
     with pytest.raises(UsageError):
         DistributedSampler(range(11), 2, 0).state_dict(consumed=-1)
+
+
+@given(length=st.integers(1, 200), ranks=st.integers(1, 6), local=st.integers(1, 8))
+def test_sampler_that_drops_gives_the_batches_of_one_rank_to_any_number(length, ranks, local):
+    whole = BatchSampler(DistributedSampler(range(length), 1, 0), ranks * local, drop_last=True)
+    shares = [
+        BatchSampler(
+            DistributedSampler(range(length), ranks, r, drop_last=True), local, drop_last=True
+        )
+        for r in range(ranks)
+    ]
+    joined = [sorted(itertools.chain(*parts)) for parts in zip(*shares, strict=True)]
+    assert joined == [sorted(batch) for batch in whole]

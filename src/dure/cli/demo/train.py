@@ -75,7 +75,8 @@ def train(options: argparse.Namespace, data: ImageData, report: Report) -> None:
         model = dist.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, weight_decay=1e-3)
     images = Subset(data.train, range(min(options.images, len(data.train))))
-    sampler = DistributedSampler(images, seed=options.seed)
+    # Dropping the odd images, here and below, gives any number of ranks the same batches.
+    sampler = DistributedSampler(images, seed=options.seed, drop_last=True)
     batches = DataLoader(
         images, batch_size=options.batch_size // world_size, sampler=sampler, drop_last=True
     )
