@@ -79,8 +79,9 @@ class Slot:
         if gradient is self.view:
             return
         self._free_view()
-        with torch.no_grad():
-            self.view.copy_(gradient if gradient.layout is torch.strided else gradient.to_dense())
+        # Detached: with create_graph the gradient has a history, which the bucket must not get.
+        values = gradient.detach() if gradient.requires_grad else gradient
+        self.view.copy_(values if values.layout is torch.strided else values.to_dense())
         self.parameter.grad = self.view
 
     def contribute_unused(self) -> None:
