@@ -17,7 +17,7 @@ from arch.sources import (
 
 MAY_IMPORT_TORCH_DISTRIBUTED = {
     PACKAGE / "comm" / "backends" / "torch_engine.py",
-    PACKAGE / "torch_backend.py",
+    *(PACKAGE / "torch_backend").glob("*.py"),
 }
 REASON = re.compile(r"#\s*lazy: \S")
 FOREIGN_HEADER = re.compile(r'#\s*include\s*[<"](Python\.h|nanobind/|torch/|ATen/|c10/|pybind11/)')

@@ -140,6 +140,14 @@ class GroupCore:
         self._num_monitored += 1
         return self._num_monitored
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long operations wait for their peers, where the backend can change it."""
+        self.timeout = timeout
+        for backend in self._backends.values():
+            change = getattr(backend, "set_timeout", None)
+            if change is not None:
+                change(timeout)
+
     # ---------------------------------------------------------------- the road of every operation
 
     def _backend(self, op: str, *tensors: torch.Tensor) -> Backend:

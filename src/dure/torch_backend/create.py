@@ -1,0 +1,65 @@
+"""What torch calls to make a group, once a program has asked for "dure"."""
+
+from __future__ import annotations
+
+import atexit
+from datetime import timedelta
+from typing import Any
+
+from torch._C import _distributed_c10d as c10d
+
+from dure.torch_backend import NAME
+from dure.torch_backend.engine import Plan
+from dure.torch_backend.group import TorchGroup, make
+from dure.torch_backend.identity import live_groups
+
+__all__ = ["create", "create_dist2"]
+
+
+def create(options: Any, backend_options: object = None) -> TorchGroup:
+    """Make this rank's side of the group that torch describes.
+
+    Args:
+        options: Torch's `_DistributedBackendOptions`; no ranks mean the default group.
+        backend_options: What the program gave as `pg_options`.
+
+    Raises:
+        RendezvousTimeout: A rank did not come; it is named.
+        RendezvousError: The ranks of a host cannot share memory.
+        Desync: The ranks do not agree on the group.
+    """
+    plan = Plan(
+        store=options.store,
+        rank=options.group_rank,
+        global_ranks=tuple(options.global_ranks_in_group or range(options.group_size)),
+        timeout=options.timeout,
+        name=options.group_id or "",
+        pg_options=backend_options,
+    )
+    return make(plan, NAME)
+
+
+def create_dist2(
+    store: c10d.Store,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    device: object,
+    options: dict[str, object],
+) -> TorchGroup:
+    """Make this rank's side of a group for `torch.distributed._dist2`."""
+    del device
+    plan = Plan(
+        store=c10d.PrefixStore("dist2/", store),
+        rank=rank,
+        global_ranks=tuple(range(world_size)),
+        timeout=timeout,
+        pg_options=options or None,
+    )
+    return make(plan, NAME)
+
+
+@atexit.register
+def _leave_all() -> None:
+    for group in list(live_groups):
+        group.leave_at_exit()

@@ -1,0 +1,238 @@
+"""Who a group is, for torch.distributed: rank, size, names, devices, abilities, and its end.
+
+Torch's `ProcessGroup` is a C++ class that dispatches to backends by device. A Python subclass takes
+its place as a whole: Python callers reach the methods below directly, C++ callers through a few of
+them (`getGroupName`, `splitGroup`, ... under their C++ names). What the base class would look up in
+a backend of its own is answered here, since there is none: the group is its own backend.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from dure.comm.group import ProcessGroup
+from dure.comm.monitored import monitored_barrier
+from dure.comm.work import Work, combine
+from dure.errors import DeviceError
+from dure.torch_backend.calls import Mode
+from dure.torch_backend.work import Finished, Keeper, TorchWork, Waiters
+
+__all__ = ["Identity", "NoBackendForDevice", "Options", "live_groups"]
+
+if TYPE_CHECKING:
+    Base = object  # torch's stub names parameters otherwise than torch's callers do
+else:
+    Base = c10d.ProcessGroup
+
+live_groups: weakref.WeakSet[Identity] = weakref.WeakSet()
+"""Groups that were made and not yet left; `create` leaves them when the program ends."""
+
+_FINISHED = Finished()
+
+
+class NoBackendForDevice(DeviceError, RuntimeError):
+    """The group does not serve this kind of device; torch's callers expect a RuntimeError."""
+
+
+class Options:
+    """What `backend.options` is: torch and its users read and set these.
+
+    Args:
+        group: Whose options; setting `_timeout` changes its timeout.
+    """
+
+    def __init__(self, group: Identity) -> None:
+        self._group = group
+        self.backend = group.name()
+        self.group_name = group.group_name
+        self.global_ranks_in_group = list(group.ours.global_ranks)
+
+    @property
+    def _timeout(self) -> timedelta:
+        return self._group.ours.timeout
+
+    @_timeout.setter
+    def _timeout(self, timeout: timedelta) -> None:
+        self._group.set_timeout(timeout)
+
+    def __deepcopy__(self, memo: object) -> Options:
+        """Return other options of the same group: `split_group` copies those of the parent."""
+        del memo
+        return Options(self._group)
+
+
+class Identity(Base):
+    """What torch.distributed asks a group about itself.
+
+    Args:
+        ours: The group that does the work.
+        store: The store that torch gave us for this group.
+        name: The backend's name.
+
+    Attributes:
+        ours: The group that does the work, with all that Dure's own groups can do.
+        options: Its settings, as torch's backends have them.
+    """
+
+    supports_splitting = True
+    supports_coalescing = True
+    supports_time_estimate = False
+    supports_shrinking = False
+
+    def __init__(self, ours: ProcessGroup, store: c10d.Store, name: str) -> None:
+        super().__init__(ours.rank(), ours.size())  # pyright: ignore[reportCallIssue]
+        self.ours, self._torch_store, self._backend_name = ours, store, name
+        self._name, self._desc = ours.group_name, ours.desc
+        self._keeper, self._waiters = Keeper(), Waiters()
+        self._process = os.getpid()
+        self.options = Options(self)
+        live_groups.add(self)
+
+    # ---------------------------------------------------------------- names
+
+    def rank(self) -> int:
+        """Return this rank's number within the group."""
+        return self.ours.rank()
+
+    def size(self) -> int:
+        """Return how many ranks the group has."""
+        return self.ours.size()
+
+    getRank, getSize = rank, size
+
+    def name(self) -> str:
+        """Return the backend's name."""
+        return self._backend_name
+
+    _get_backend_name = getBackendName = name
+
+    @property
+    def group_name(self) -> str:
+        """The group's name."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What the group is for."""
+        return self._desc
+
+    def getGroupName(self) -> str:
+        """Return the group's name."""
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        """Return what the group is for."""
+        return self._desc
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    setGroupName, setGroupDesc = _set_group_name, _set_group_desc
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._name!r}, {self.ours!r})"
+
+    # ---------------------------------------------------------------- devices and abilities
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(kind) for kind in sorted(self.ours.device_types)]
+
+    def _get_backend(self, device: torch.device) -> Identity:
+        if torch.device(device).type not in self.ours.device_types:
+            raise NoBackendForDevice(
+                f"the group has no backend for {device}",
+                group=self._name,
+                seen=f"it serves {', '.join(sorted(self.ours.device_types))}",
+                fix="Make another group for tensors on that device.",
+            )
+        return self
+
+    def get_group_store(self) -> c10d.Store:
+        """Return the store that torch gave us for this group."""
+        return self._torch_store
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Tell that there is no allocator of the group's own that torch could use."""
+        del device
+        return False
+
+    def eager_connect_single_device(self, device: torch.device | None = None) -> None:
+        """Do nothing: a group is connected when it has been made."""
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def _wait_for_pending_works(self) -> None:
+        """Do nothing: there are no hooks that works would run."""
+
+    def _enable_collectives_timing(self) -> None:
+        """Do nothing: `dure.trace` times every operation for who asks for it."""
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: numbers start at 0 on all ranks."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.ours.seq
+
+    # ---------------------------------------------------------------- running an operation
+
+    def _wrap(self, work: Work | None, mode: Mode, value: object = None) -> c10d.Work:
+        """Return torch's work for ours; for None, the one of an operation that is over."""
+        if work is None:
+            return _FINISHED
+        wrapped = TorchWork(work, self._keeper, self._waiters, mode[1], value)
+        if not mode[0]:
+            wrapped.wait()
+        return wrapped
+
+    def _joined(
+        self, works: Sequence[Work | None], outputs: list[torch.Tensor], mode: Mode
+    ) -> c10d.Work:
+        """Return one work for several of ours."""
+        ours = combine([w for w in works if w is not None], outputs, async_op=True)
+        return self._wrap(ours, mode)
+
+    def monitored_barrier(
+        self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait for all ranks, and name who does not come."""
+        monitored_barrier(self.ours, timeout, wait_all_ranks)
+
+    # ---------------------------------------------------------------- life
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long operations wait for their peers."""
+        self.ours.set_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
+    def shutdown(self) -> None:
+        """Leave the group; pending operations end with `Aborted`."""
+        self._leave(abort=False)
+
+    def abort(self) -> None:
+        """Leave the group at once, whatever is pending."""
+        self._leave(abort=True)
+
+    def _leave(self, abort: bool) -> None:
+        live_groups.discard(self)
+        if self._process != os.getpid():
+            return  # a forked child: the group is its parent's
+        self.ours.close(abort)
+        self._waiters.close()
+        self._keeper.clear()
+
+    def leave_at_exit(self) -> None:
+        """Leave when the program ends without having done so, so that peers see it at once."""
+        self._leave(abort=True)

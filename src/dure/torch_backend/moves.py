@@ -1,0 +1,137 @@
+"""The operations that move data without changing it, in the forms of torch's process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from dure.torch_backend.calls import mode_of, only, root_of, slots
+from dure.torch_backend.identity import Identity
+
+__all__ = ["Moves"]
+
+Tensors = Sequence[torch.Tensor]
+
+
+class Moves(Identity):
+    """Operations that copy the ranks' tensors to each other. `opts` are torch's options."""
+
+    def broadcast(
+        self,
+        tensors: Any,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+    ) -> c10d.Work:
+        """Copy the one tensor of `tensors` from the root to all."""
+        mode = mode_of(opts, timeout)
+        root = root_of(opts) if root is None else root
+        return self._wrap(self.ours.broadcast(only(tensors, "broadcast"), root, mode[0]), mode)
+
+    def allgather(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
+    ) -> c10d.Work:
+        """Copy the one tensor of `inputs` of rank i to place i of the list in `outputs`."""
+        mode = mode_of(opts, timeout)
+        places = slots(outputs, "all_gather")
+        work = self.ours.all_gather(places, only(inputs, "all_gather"), mode[0])
+        return self._wrap(work, mode, [list(places)])
+
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
+    ) -> c10d.Work:
+        """Copy `input` of rank i to part i of `output`."""
+        mode = mode_of(opts)
+        return self._wrap(self.ours.all_gather_single(output, input, mode[0]), mode)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> c10d.Work:
+        """Run `all_gather_single` for each pair."""
+        mode = mode_of(opts)
+        works = [
+            self.ours.all_gather_single(o, i, async_op=True)
+            for o, i in zip(outputs, inputs, strict=True)
+        ]
+        return self._joined(works, list(outputs), mode)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather_coalesced(
+        self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None
+    ) -> c10d.Work:
+        """Run `allgather` for each of `inputs`; `output_lists[r]` is what came from rank r."""
+        mode = mode_of(opts)
+        works = [
+            self.ours.all_gather([row[k] for row in output_lists], tensor, async_op=True)
+            for k, tensor in enumerate(inputs)
+        ]
+        return self._joined(works, [t for row in output_lists for t in row], mode)
+
+    def gather(
+        self,
+        outputs: Any,
+        inputs: Any,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+    ) -> c10d.Work:
+        """Copy the one tensor of `inputs` of rank i to place i of the list the root gives."""
+        mode = mode_of(opts, timeout)
+        root = root_of(opts) if root is None else root
+        places = slots(outputs, "gather") if outputs else None
+        work = self.ours.gather(only(inputs, "gather"), places, root, mode[0])
+        return self._wrap(work, mode, [list(places or ())])
+
+    def scatter(
+        self,
+        outputs: Any,
+        inputs: Any,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+    ) -> c10d.Work:
+        """Copy place i of the list that the root gives to the one tensor of `outputs` of rank i."""
+        mode = mode_of(opts, timeout)
+        root = root_of(opts) if root is None else root
+        places = slots(inputs, "scatter") if inputs else None
+        return self._wrap(self.ours.scatter(only(outputs, "scatter"), places, root, mode[0]), mode)
+
+    def alltoall(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None, timeout: timedelta | None = None
+    ) -> c10d.Work:
+        """Copy `inputs[j]` of rank i to `outputs[i]` of rank j."""
+        mode = mode_of(opts, timeout)
+        return self._wrap(self.ours.all_to_all(outputs, inputs, mode[0]), mode)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> c10d.Work:
+        """Exchange rows of `input`, equal parts unless split sizes are given."""
+        mode = mode_of(opts, timeout)
+        work = self.ours.all_to_all_single(
+            output, input, output_split_sizes, input_split_sizes, mode[0]
+        )
+        return self._wrap(work, mode)
+
+    alltoall_base = all_to_all_single
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> c10d.Work:
+        """Wait for all ranks."""
+        mode = mode_of(opts, timeout)
+        return self._wrap(self.ours.barrier(mode[0]), mode)

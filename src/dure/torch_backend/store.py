@@ -1,0 +1,88 @@
+"""Torch's key-value store, in our terms."""
+
+# ruff: noqa: D102 (what a method of a store does is said once, in `Store`)
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch._C import _distributed_c10d as c10d
+
+from dure.errors import StoreLost, StoreTimeout
+from dure.store.base import DEFAULT_TIMEOUT, Store
+
+__all__ = ["TorchStore"]
+
+
+class TorchStore(Store):
+    """A store of torch.distributed (TCP, file, hash, or a prefix of one) as a `Store`.
+
+    Torch's stores say that time ran out by an error whose text differs with the kind of store;
+    what is missing is asked for afterwards, which tells a timeout from a lost connection.
+
+    Args:
+        store: Torch's store. It stays the caller's: `close` does not close it.
+
+    Threads: those of torch's store; a TCP store does one thing at a time.
+    """
+
+    def __init__(self, store: c10d.Store) -> None:
+        super().__init__(getattr(store, "timeout", DEFAULT_TIMEOUT))
+        self._store = store
+
+    @property
+    def underlying_store(self) -> c10d.Store:
+        """Torch's store."""
+        return self._store
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._store.set(key, value)  # pyright: ignore[reportArgumentType]
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._store.get(key)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        began = time.monotonic()
+        try:
+            self._store.wait(list(keys), self.timeout if timeout is None else timeout)
+        except (RuntimeError, ValueError) as error:  # DistStoreError, DistNetworkError
+            raise self._explain(error, keys, time.monotonic() - began) from error
+
+    def _explain(
+        self, error: Exception, keys: Sequence[str], elapsed_s: float
+    ) -> StoreTimeout | StoreLost:
+        try:
+            missing = tuple(k for k in keys if not self._store.check([k]))
+        except RuntimeError:
+            return StoreLost("the connection to torch's store broke", seen=str(error))
+        return StoreTimeout(
+            "keys did not appear in time",
+            keys=missing,
+            elapsed_s=elapsed_s,
+            seen=f"waited for {', '.join(missing) or 'keys that have come meanwhile'}",
+            fix="See whether all ranks came this far.",
+        )
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._store.append(key, value)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        return self._store.compare_set(key, expected, desired)  # pyright: ignore[reportArgumentType]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._store.check(list(keys))
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)
+
+    def num_keys(self) -> int:
+        return self._store.num_keys()
+
+    def list_keys(self) -> list[str]:
+        return sorted(self._store.list_keys())
