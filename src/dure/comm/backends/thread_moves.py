@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from dure.comm.ops import ReduceOp
 from dure.comm.reduction import as_bytes, reduce_in_order
 
-__all__ = ["Call", "check_calls", "move"]
+__all__ = ["Call", "check_calls", "in_one_form", "move"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +63,24 @@ def _describe(tensors: Sequence[torch.Tensor]) -> str:
     if len(tensors) == 1:
         return f"{dtype}{list(tensors[0].shape)}"
     return f"{dtype} of lengths {[t.numel() for t in tensors]}"
+
+
+def in_one_form(calls: Sequence[Call]) -> Sequence[Call]:
+    """Let ranks that give split sizes to all_to_all_single meet ranks that give none."""
+    if {call.op for call in calls} != {"all_to_all", "all_to_all_single"}:
+        return calls
+    n = len(calls)
+    return [
+        call
+        if call.op == "all_to_all"
+        else replace(
+            call,
+            op="all_to_all",
+            inputs=call.inputs[0].view(-1).tensor_split(n),
+            outputs=call.outputs[0].view(-1).tensor_split(n),
+        )
+        for call in calls
+    ]
 
 
 def check_calls(calls: Sequence[Call]) -> str:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dure.comm.backends.thread_moves import Call, check_calls, move
+from dure.comm.backends.thread_moves import Call, check_calls, in_one_form, move
 from dure.errors import Aborted, CommError, CommTimeout, Desync, InternalError, PeerLost
 
 __all__ = ["Failure", "Meeting", "Message", "Receive", "Room"]
@@ -223,7 +223,7 @@ class Room:
 
     def _hold(self, number: int, meeting: Meeting) -> None:
         """Compare the calls, move the data, end the meeting."""
-        calls = [c for c in meeting.calls if c is not None]
+        calls = in_one_form([c for c in meeting.calls if c is not None])
         failure: Failure | None = None
         try:
             problem = check_calls(calls)
