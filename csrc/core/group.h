@@ -101,6 +101,9 @@ class Group {
     bool has_left(int rank) const;
     bool broken() const { return header().verdict.phase.load(std::memory_order_relaxed) != 0; }
     bool crowded() const { return crowded_; }
+    // The second stage of waiting (see "Waiting" in sync.cpp).
+    bool may_yield(int64_t now) const { return now >= contended_until_ns_.load(); }
+    int64_t yield_core(int64_t now);
     bool interrupted() { return interrupt_ && interrupt_(); }
     // Break the group for all ranks, unless it is broken already; returns the verdict's status.
     Status condemn(Outcome outcome);
@@ -186,6 +189,7 @@ class Group {
     Op op_ = Op::none;
     int64_t started_ns_ = 0;  // of the operation's first wait that was not short
 
+    std::atomic<int64_t> contended_until_ns_{0};  // someone else computes on our cores
     std::atomic<bool> closing_{false};
     std::atomic<int> inside_{0};
     std::atomic<bool> failed_{false};

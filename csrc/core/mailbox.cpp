@@ -99,22 +99,21 @@ Outcome Mailbox::drive(const RequestPtr& request) {
     const int64_t began = now_ns();
     request->deadline_ns = began + group_.timeout_ns();
     int64_t asked = began;
-    while (!ticket.done()) {
-        const int64_t waited = now_ns() - began;
-        if (waited < kYieldNs) {
+    for (int64_t now = began; !ticket.done(); now = now_ns()) {
+        if (now - began < kYieldNs && group_.may_yield(now)) {
             {
                 std::lock_guard hold(lock_);
-                progress();
+                if (progress()) continue;
             }
-            if (waited < kSpinNs && !group_.crowded())
+            if (now - began < kSpinNs && !group_.crowded())
                 relax();
             else
-                sched_yield();
+                group_.yield_core(now_ns());
             continue;
         }
         rest(request);
-        if (!ticket.done() && now_ns() - asked > 100'000'000) {
-            asked = now_ns();
+        if (!ticket.done() && now - asked > 100'000'000) {
+            asked = now;
             if (group_.interrupted()) {
                 std::lock_guard hold(lock_);
                 settle(*request, Status::interrupted);

@@ -21,9 +21,11 @@ namespace dure {
 
 namespace {
 
-constexpr int kSpins = 1000;           // about 30 us: two wake-ups
-constexpr int kCrowdedSpins = 20;      // a peer may be just about to store
-constexpr int64_t kYieldNs = 200'000;  // then sleeping is cheap by comparison
+constexpr int kSpins = 1000;               // about 30 us: two wake-ups
+constexpr int kCrowdedSpins = 20;          // a peer may be just about to store
+constexpr int64_t kYieldNs = 200'000;      // then sleeping is cheap by comparison
+constexpr int64_t kContendedNs = 100'000;  // a yield that long met no small operation of ours
+constexpr int64_t kContentionNs = 5'000'000;
 constexpr int64_t kSliceNs = 4'000'000;
 constexpr int64_t kInterruptNs = 100'000'000;
 
@@ -61,12 +63,10 @@ Status Group::await_rank(int rank) {
     }
     Wait wait{now_ns(), now_ns()};
     if (started_ns_ == 0) started_ns_ = wait.began_ns;
-    do {
-        for (int i = 0; i < 8; i++) {
-            if (arrived(rank)) return Status::ok;
-            sched_yield();
-        }
-    } while (now_ns() - wait.began_ns < kYieldNs);
+    for (int64_t now = wait.began_ns; now - wait.began_ns < kYieldNs && may_yield(now);) {
+        if (arrived(rank)) return Status::ok;
+        now = yield_core(now);
+    }
     RankBlock& peer = block(rank);
     Word& word = peer.slot[seq_ & 1].tick;
     for (;;) {
@@ -77,6 +77,14 @@ Status Group::await_rank(int rank) {
         if (static_cast<int32_t>(seen - tick_) < 0) futex_wait(word, seen, kSliceNs);
         peer.waiters.fetch_sub(1, std::memory_order_seq_cst);
     }
+}
+
+// Give up the core at `now`; returns the time after. Remembers if that took long.
+int64_t Group::yield_core(int64_t now) {
+    sched_yield();
+    const int64_t after = now_ns();
+    if (after - now > kContendedNs) contended_until_ns_.store(after + kContentionNs);
+    return after;
 }
 
 // Look for a reason not to wait any longer.
