@@ -65,7 +65,7 @@ def _describe(tensors: Sequence[torch.Tensor]) -> str:
     return f"{dtype} of lengths {[t.numel() for t in tensors]}"
 
 
-def in_one_form(calls: Sequence[Call]) -> Sequence[Call]:
+def in_one_form(calls: list[Call]) -> list[Call]:
     """Let ranks that give split sizes to all_to_all_single meet ranks that give none."""
     if {call.op for call in calls} != {"all_to_all", "all_to_all_single"}:
         return calls
