@@ -56,7 +56,7 @@ Status Group::reduce(Block tensor, const Call& call) {
     uint64_t arena = 0;
     if (large && call.root < 0) arena = arena_.find(tensor.data, tensor.bytes, &shared);
     announce(call, tensor.bytes, arena);
-    if (tensor.bytes == 0) return open();
+    if (tensor.bytes == 0 || size_ == 1) return open();
     if (tensor.bytes <= kInlineBytes) return reduce_inlined(tensor, call.root, kernel);
     if (!large) return reduce_small(tensor, call.root, kernel);
     Staged staged{tensor, kernel, item_bytes(call.dtype), call.root < 0 || call.root == rank_};
