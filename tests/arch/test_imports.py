@@ -23,7 +23,7 @@ REASON = re.compile(r"#\s*lazy: \S")
 FOREIGN_HEADER = re.compile(r'#\s*include\s*[<"](Python\.h|nanobind/|torch/|ATen/|c10/|pybind11/)')
 
 
-def test_torch_distributed_is_imported_only_by_the_engine_adapter():
+def test_torch_distributed_is_imported_only_by_adapter_and_plug_in():
     offenders = [
         shown(path, line)
         for path in python_files()
