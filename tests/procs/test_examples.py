@@ -7,6 +7,7 @@ where rings and grids look different, and under torchrun.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 ALL = sorted(path.name for path in EXAMPLES.glob("[0-9]*.py"))
 LIMIT_S = 50
 
@@ -41,6 +43,15 @@ def run(*command: str) -> str:
 @pytest.mark.parametrize("name", ALL)
 def test_example_runs_to_its_end_2_ranks(name: str) -> None:
     assert run("dure.cli", "run", "--nproc", "2", str(EXAMPLES / name))
+
+
+def test_program_in_the_readme_runs_2_ranks(tmp_path: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    program = tmp_path / "train.py"
+    program.write_text(blocks[0])
+    output = run("dure.cli", "run", "--nproc", "2", str(program))
+    for rank in range(2):
+        assert f"rank {rank} of 2: [1.0, 1.0, 1.0, 1.0]" in output
 
 
 @pytest.mark.slow
