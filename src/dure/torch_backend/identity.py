@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -195,6 +195,10 @@ class Identity(Base):
         if not mode[0]:
             wrapped.wait()
         return wrapped
+
+    def run_aside(self, job: Callable[[], object]) -> None:
+        """Run `job` on a thread that waits for this group's operations."""
+        self._waiters.run(job)
 
     def _joined(
         self, works: Sequence[Work | None], outputs: list[torch.Tensor], mode: Mode

@@ -14,6 +14,7 @@ from torch._C import _distributed_c10d as c10d
 
 from dure.torch_backend.calls import Mode, only
 from dure.torch_backend.identity import Identity
+from dure.torch_backend.profiling import profiled
 from dure.torch_backend.work import TorchWork
 
 __all__ = ["Messages", "ReceiveWork"]
@@ -37,15 +38,18 @@ class ReceiveWork(TorchWork):
 class Messages(Identity):
     """Point-to-point operations, and coalescing."""
 
+    @profiled("send")
     def send(self, tensors: Any, dst: int, tag: int = 0) -> c10d.Work:
         """Begin to send the one tensor of `tensors` to group rank `dst`."""
         work = self.ours.send(only(tensors, "send"), dst, tag, async_op=True)
         return self._wrap(work, _ASYNC)
 
+    @profiled("recv")
     def recv(self, tensors: Any, src: int, tag: int = 0) -> c10d.Work:
         """Begin to receive into the one tensor of `tensors` from group rank `src`."""
         return self._receive(tensors, src, tag)
 
+    @profiled("recvAnySource")
     def recv_anysource(self, tensors: Any, tag: int = 0) -> c10d.Work:
         """Begin to receive into the one tensor of `tensors` from whoever sends first."""
         return self._receive(tensors, None, tag)

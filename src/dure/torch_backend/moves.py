@@ -11,6 +11,7 @@ from torch._C import _distributed_c10d as c10d
 
 from dure.torch_backend.calls import mode_of, only, root_of, slots
 from dure.torch_backend.identity import Identity
+from dure.torch_backend.profiling import profiled
 
 __all__ = ["Moves"]
 
@@ -20,6 +21,7 @@ Tensors = Sequence[torch.Tensor]
 class Moves(Identity):
     """Operations that copy the ranks' tensors to each other. `opts` are torch's options."""
 
+    @profiled("broadcast")
     def broadcast(
         self,
         tensors: Any,
@@ -33,6 +35,7 @@ class Moves(Identity):
         root = root_of(opts) if root is None else root
         return self._wrap(self.ours.broadcast(only(tensors, "broadcast"), root, mode[0]), mode)
 
+    @profiled("all_gather", inputs=1)
     def allgather(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> c10d.Work:
@@ -42,6 +45,7 @@ class Moves(Identity):
         work = self.ours.all_gather(places, only(inputs, "all_gather"), mode[0])
         return self._wrap(work, mode, [list(places)])
 
+    @profiled("all_gather_into_tensor", inputs=1)
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> c10d.Work:
@@ -51,6 +55,7 @@ class Moves(Identity):
 
     _allgather_base = all_gather_single
 
+    @profiled("all_gather_into_tensor_coalesced", inputs=1)
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> c10d.Work:
@@ -64,6 +69,7 @@ class Moves(Identity):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    @profiled("all_gather", inputs=1)
     def allgather_coalesced(
         self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None
     ) -> c10d.Work:
@@ -75,6 +81,7 @@ class Moves(Identity):
         ]
         return self._joined(works, [t for row in output_lists for t in row], mode)
 
+    @profiled("gather", inputs=1)
     def gather(
         self,
         outputs: Any,
@@ -91,6 +98,7 @@ class Moves(Identity):
         work = self.ours.gather(only(inputs, "gather"), places, root, mode[0])
         return self._wrap(work, mode, [list(places or ())])
 
+    @profiled("scatter", inputs=1)
     def scatter(
         self,
         outputs: Any,
@@ -106,6 +114,7 @@ class Moves(Identity):
         places = slots(inputs, "scatter") if inputs else None
         return self._wrap(self.ours.scatter(only(outputs, "scatter"), places, root, mode[0]), mode)
 
+    @profiled("all_to_all", inputs=1)
     def alltoall(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None, timeout: timedelta | None = None
     ) -> c10d.Work:
@@ -113,6 +122,7 @@ class Moves(Identity):
         mode = mode_of(opts, timeout)
         return self._wrap(self.ours.all_to_all(outputs, inputs, mode[0]), mode)
 
+    @profiled("all_to_all", inputs=1)
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -131,6 +141,7 @@ class Moves(Identity):
 
     alltoall_base = all_to_all_single
 
+    @profiled("barrier", inputs=None)
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> c10d.Work:
         """Wait for all ranks."""
         mode = mode_of(opts, timeout)

@@ -11,6 +11,7 @@ from torch._C import _distributed_c10d as c10d
 
 from dure.torch_backend.calls import mode_of, only, reduction_of, slots
 from dure.torch_backend.identity import Identity
+from dure.torch_backend.profiling import profiled
 
 __all__ = ["Reductions"]
 
@@ -20,6 +21,7 @@ Tensors = Sequence[torch.Tensor]
 class Reductions(Identity):
     """Operations that combine the ranks' tensors. `opts` are torch's options, or a reduction."""
 
+    @profiled("all_reduce")
     def allreduce(
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, op: Any = None
     ) -> c10d.Work:
@@ -29,12 +31,14 @@ class Reductions(Identity):
         work = self.ours.all_reduce(tensor, reduction_of(opts if op is None else op), mode[0])
         return self._wrap(work, mode)
 
+    @profiled("all_reduce")
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> c10d.Work:
         """Reduce each of `tensors`, in place, on all ranks."""
         mode = mode_of(opts)
         work = self.ours.all_reduce_coalesced(tensors, reduction_of(opts), mode[0])
         return self._wrap(work, mode)
 
+    @profiled("reduce")
     def reduce(
         self,
         tensors: Any,
@@ -53,6 +57,7 @@ class Reductions(Identity):
         work = self.ours.reduce(only(tensors, "reduce"), root, reduction, mode[0])
         return self._wrap(work, mode)
 
+    @profiled("reduce_scatter", inputs=1)
     def reduce_scatter(
         self,
         outputs: Any,
@@ -72,6 +77,7 @@ class Reductions(Identity):
         )
         return self._wrap(work, mode)
 
+    @profiled("reduce_scatter_tensor", inputs=1)
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> c10d.Work:
@@ -82,6 +88,7 @@ class Reductions(Identity):
 
     _reduce_scatter_base = reduce_scatter_single
 
+    @profiled("reduce_scatter_tensor_coalesced", inputs=1)
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> c10d.Work:

@@ -4,7 +4,8 @@
 a work that Python code gave it, the Python half of the object can die while the C++ half lives on;
 its `wait` is then the base class's, which waits for something that never comes. So a work that is
 dropped before anybody waited for it is not let go: its finaliser hands it to a `Keeper`, which
-keeps it until it has ended, and then, without its tensors, until some more have ended after it.
+keeps it until it has ended, and then until some more have ended after it (without its tensors, if
+they are large).
 
 **Errors in futures.** An error that Python sets on a future cannot be seen by C++, which goes on as
 if the operation had succeeded. An error raised inside a callback can. So `get_future` returns the
@@ -30,11 +31,13 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from dure.comm.work import Work
+from dure.torch_backend.compiling import opaque
 
 __all__ = ["Finished", "Keeper", "TorchWork", "Waiters"]
 
 _IDLE_S = 10.0
 _REMEMBERED = 64
+_SMALL = 1 << 20
 
 
 class Waiters:
@@ -95,20 +98,16 @@ class Keeper:
                 oldest = self._pending.popleft()
             except IndexError:
                 return
-            (self._ended if oldest.let_go() else self._pending).append(oldest)
+            if oldest.is_completed():
+                oldest.let_go()
+                self._ended.append(oldest)
+            else:
+                self._pending.append(oldest)
 
     def clear(self) -> None:
         """Forget all."""
         self._pending.clear()
         self._ended.clear()
-
-
-class _Settled(Work):
-    """What stands for a work that has ended, without its tensors."""
-
-    def __init__(self, error: BaseException | None) -> None:
-        super().__init__(None, [])
-        self._error = error
 
 
 class TorchWork(c10d.Work):
@@ -121,6 +120,9 @@ class TorchWork(c10d.Work):
         limit: How long `wait` waits where its caller sets no limit; None for no limit but the
             group's.
         value: What the future holds, if not the list of outputs.
+
+    Attributes:
+        recorded: Set when a profile has noted the end, if one is taken.
 
     Threads: every method may be called from any thread.
     """
@@ -136,6 +138,7 @@ class TorchWork(c10d.Work):
         super().__init__()
         self._work, self._keeper, self._waiters = work, keeper, waiters
         self._limit, self._value = limit, value
+        self.recorded: threading.Event | None = None
         self._waited = False
         self._lock = threading.Lock()
         self._future: Any = None
@@ -145,13 +148,12 @@ class TorchWork(c10d.Work):
             self._waited = True
             self._keeper.keep(self)
 
-    def let_go(self) -> bool:
-        """Drop the tensors if the operation has ended; tell whether it has."""
-        if not self._work.is_completed():
-            return False
-        self._work, self._value = _Settled(self._work.exception()), None
-        return True
+    def let_go(self) -> None:
+        """Drop the tensors of an operation that has ended, if they are large."""
+        if self.is_success() and sum(t.nbytes for t in self._work.result()) > _SMALL:
+            self._work, self._value = Work(None, []), None
 
+    @opaque
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the operation has ended; raise its error.
 
@@ -159,9 +161,17 @@ class TorchWork(c10d.Work):
             timeout: None, zero or less: no limit but the group's (C++ passes zero for that).
         """
         limit = timeout if timeout is not None and timeout > _NO_TIME else self._limit
-        self._work.wait(limit)
+        try:
+            self._work.wait(limit)
+        finally:
+            if self.recorded is not None and self._work.is_completed():
+                self.recorded.wait()
         self._waited = True
         return True
+
+    def settle(self) -> None:
+        """Wait for the end without raising the operation's error."""
+        self._work.settle(None)
 
     def synchronize(self) -> None:
         """Make the results visible; on CPU the same as `wait`."""

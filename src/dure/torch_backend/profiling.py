@@ -1,0 +1,95 @@
+"""Operations in torch's profiler, as its own backends show them: "dure:all_reduce", with shapes.
+
+Such an event begins in the call and ends when the operation has, on another thread: it is marked
+as asynchronous in a trace, so that it does not seem to contain what the caller does meanwhile.
+Torch's profiler follows an event to another thread by a future. A thread of the group's `Waiters`
+sets that future when the operation has ended, and whoever waits for the operation waits for the
+event's end too: else a profile could be closed before it, and the event be lost.
+
+While nobody profiles, this costs one question for each call.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch._C import _autograd
+
+from dure.torch_backend.compiling import opaque
+from dure.torch_backend.work import TorchWork
+
+__all__ = ["profiled"]
+
+_is_profiling: Callable[[], bool] = _autograd._profiler_enabled  # pyright: ignore[reportPrivateUsage]
+_begin: Callable[..., torch.Tensor] = _autograd._record_function_with_args_enter  # pyright: ignore[reportPrivateUsage]
+
+Method = Callable[..., Any]
+
+
+def profiled(name: str, inputs: int | None = 0) -> Callable[[Method], Method]:
+    """Make a group's method appear in torch's profiler.
+
+    Args:
+        name: The operation, as profiles show it after the backend's name.
+        inputs: Which argument's shapes are shown; None for no shapes.
+    """
+
+    def decorate(method: Method) -> Method:
+        @opaque
+        @functools.wraps(method)
+        def run(self: Any, *args: Any, **more: Any) -> Any:
+            if not _is_profiling():
+                return method(self, *args, **more)
+            shown = [] if inputs is None else list(_tensors(args[inputs : inputs + 1]))
+            return _profile(self, name, shown, functools.partial(method, self, *args, **more))
+
+        return run
+
+    return decorate
+
+
+def _tensors(nested: Any) -> Iterator[torch.Tensor]:
+    for item in nested:
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, (list, tuple)):
+            yield from _tensors(item)
+
+
+def _profile(group: Any, name: str, shown: list[torch.Tensor], call: Callable[[], Any]) -> Any:
+    future: torch.futures.Future[None] = torch.futures.Future()
+    record = _begin(f"{_known_as(group)}:{name}", *shown)
+    torch.ops.profiler._call_end_callbacks_on_jit_fut(record, future)
+    over = threading.Event()
+
+    def end(work: TorchWork | None = None) -> None:
+        if work is not None:
+            work.settle()
+        future.set_result(None)
+        over.set()
+
+    try:
+        work = call()
+    except BaseException:
+        group.run_aside(end)
+        raise
+    if isinstance(work, TorchWork) and not work.is_completed():
+        work.recorded = over
+        group.run_aside(lambda: end(work))
+    else:
+        group.run_aside(end)
+        over.wait()
+    return work
+
+
+def _known_as(group: Any) -> str:
+    """Return the name of the backend that the program asked torch for."""
+    try:
+        return torch_dist.get_backend(group)
+    except (ValueError, RuntimeError):
+        return group.name()  # not one of torch.distributed's own groups
