@@ -100,8 +100,9 @@ class Group {
     bool lost(int rank) const { return peers_.dead(rank); }
     bool has_left(int rank) const;
     bool broken() const { return header().verdict.phase.load(std::memory_order_relaxed) != 0; }
-    bool crowded() const { return crowded_; }
-    // The second stage of waiting (see "Waiting" in sync.cpp).
+    // The first two stages of waiting (see "Waiting" in sync.cpp).
+    void show_core() const;
+    bool may_spin(int rank) const;
     bool may_yield(int64_t now) const { return now >= contended_until_ns_.load(); }
     int64_t yield_core(int64_t now);
     bool interrupted() { return interrupt_ && interrupt_(); }
@@ -118,6 +119,7 @@ class Group {
     struct Wait;
     OpSlot& slot(int rank) const { return block(rank).slot[seq_ & 1]; }
     bool arrived(int rank) const;
+    bool spin(int rank, int times) const;
     void arrive();
     Status await_all();
     Status await_rank(int rank);

@@ -56,6 +56,7 @@ struct alignas(128) RankBlock {
     // Rarely written, so that the arriving rank finds it in its cache.
     Word waiters;   // who sleeps on slot[].tick
     Word sleepers;  // threads of this rank that sleep on `bell`
+    Word cpu;       // where the rank was seen last
     std::atomic<RankState> state;
     int32_t pid;
     uint64_t start_time;

@@ -8,7 +8,7 @@ namespace dure {
 
 namespace {
 
-constexpr int64_t kSpinNs = 30'000;
+constexpr int64_t kSpinNs = 100'000;
 constexpr int64_t kYieldNs = 200'000;
 constexpr int64_t kSliceNs = 4'000'000;
 
@@ -99,13 +99,15 @@ Outcome Mailbox::drive(const RequestPtr& request) {
     const int64_t began = now_ns();
     request->deadline_ns = began + group_.timeout_ns();
     int64_t asked = began;
+    const bool spins = request->peer != kAnySource;
+    group_.show_core();
     for (int64_t now = began; !ticket.done(); now = now_ns()) {
         if (now - began < kYieldNs && group_.may_yield(now)) {
             {
                 std::lock_guard hold(lock_);
                 if (progress()) continue;
             }
-            if (now - began < kSpinNs && !group_.crowded())
+            if (now - began < kSpinNs && spins && group_.may_spin(request->peer))
                 relax();
             else
                 group_.yield_core(now_ns());

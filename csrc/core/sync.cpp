@@ -21,8 +21,8 @@ namespace dure {
 
 namespace {
 
-constexpr int kSpins = 1000;               // about 30 us: two wake-ups
-constexpr int kCrowdedSpins = 20;          // a peer may be just about to store
+constexpr int kSpins = 20;                 // a peer may be just about to store
+constexpr int64_t kSpinNs = 100'000;       // as long as a chunk's copy, or several wake-ups
 constexpr int64_t kYieldNs = 200'000;      // then sleeping is cheap by comparison
 constexpr int64_t kContendedNs = 100'000;  // a yield that long met no small operation of ours
 constexpr int64_t kContentionNs = 5'000'000;
@@ -43,6 +43,7 @@ bool Group::arrived(int rank) const {
 
 void Group::arrive() {
     RankBlock& mine = block(rank_);
+    show_core();
     Word& word = mine.slot[seq_ & 1].tick;
     word.store(++tick_, std::memory_order_seq_cst);
     if (mine.waiters.load(std::memory_order_seq_cst) != 0) futex_wake_all(word);
@@ -56,14 +57,33 @@ Status Group::await_all() {
     return Status::ok;
 }
 
-Status Group::await_rank(int rank) {
-    for (int i = crowded_ ? kCrowdedSpins : kSpins; i > 0; i--) {
-        if (arrived(rank)) return Status::ok;
+void Group::show_core() const {
+    Word& cpu = block(rank_).cpu;
+    const auto now = static_cast<uint32_t>(sched_getcpu());
+    if (cpu.load(std::memory_order_relaxed) != now) cpu.store(now, std::memory_order_relaxed);
+}
+
+bool Group::may_spin(int rank) const {
+    return !crowded_ &&
+           block(rank).cpu.load(std::memory_order_relaxed) != static_cast<uint32_t>(sched_getcpu());
+}
+
+bool Group::spin(int rank, int times) const {
+    for (int i = 0; i < times; i++) {
+        if (arrived(rank)) return true;
         relax();
     }
+    return false;
+}
+
+Status Group::await_rank(int rank) {
+    if (spin(rank, kSpins)) return Status::ok;
     Wait wait{now_ns(), now_ns()};
+    while (may_spin(rank) && now_ns() - wait.began_ns < kSpinNs) {
+        if (spin(rank, kSpins)) return Status::ok;
+    }
     if (started_ns_ == 0) started_ns_ = wait.began_ns;
-    for (int64_t now = wait.began_ns; now - wait.began_ns < kYieldNs && may_yield(now);) {
+    for (int64_t now = now_ns(); now - wait.began_ns < kYieldNs && may_yield(now);) {
         if (arrived(rank)) return Status::ok;
         now = yield_core(now);
     }
