@@ -29,7 +29,7 @@ constexpr size_t kLine = 64;
 constexpr size_t kPage = 4096;
 
 constexpr size_t kInlineBytes = 32;         // payload inside an OpSlot
-constexpr size_t kStageBytes = 512 * 1024;  // one staging buffer; chosen in PEERS.md's "staged2"
+constexpr size_t kStageBytes = 512 * 1024;  // one staging buffer; measured in docs/log.md
 constexpr size_t kStages = 2;               // used in turn
 constexpr size_t kSiteBytes = 160;
 
