@@ -114,7 +114,10 @@ class Connection:
         Raises:
             StoreLost: The connection broke meanwhile.
         """
-        self._socket.send(frame)
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)  # a socket without a peer would wait for ever
+        except zmq.Again:
+            raise lost(self._endpoint) from None
         try:
             return self._socket.recv()
         except zmq.Again:

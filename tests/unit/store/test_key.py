@@ -111,3 +111,9 @@ def test_a_home_that_cannot_be_written_is_an_error(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
     with pytest.raises(StoreError):
         load_for("127.0.0.1")
+
+
+def test_a_home_that_cannot_be_looked_into_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/" + 300 * "x")  # ENAMETOOLONG, also for root
+    with pytest.raises(StoreError):
+        load_for("127.0.0.1")

@@ -14,6 +14,7 @@ import zmq
 from dure.errors import StoreError, StoreLost, StoreRefused, StoreTimeout
 from dure.store import JobKey, TCPStore
 from dure.store.address import is_local, resolve
+from dure.store.connection import Connection
 from dure.store.key import mint
 from dure.store.values import MAX_VALUE_BYTES, encode
 
@@ -176,6 +177,22 @@ def test_a_lost_server_is_noticed_at_once_and_again(key: JobKey) -> None:
     other.set_timeout(timedelta(milliseconds=50))
     with pytest.raises(StoreError):
         other.get("k")
+    other.close()
+    store.close()
+
+
+def test_a_server_lost_just_before_a_request_is_noticed(
+    key: JobKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT, key=key)
+    other = client(store, key)
+    assert store._server is not None
+    store._server.stop()
+    assert other._idle[0]._monitor.poll(5000)
+    monkeypatch.setattr(Connection, "broken", False)  # the look came a moment before the loss
+    with pytest.raises(StoreLost):
+        other.set("k", "")
+    monkeypatch.undo()
     other.close()
     store.close()
 
