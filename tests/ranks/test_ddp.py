@@ -15,7 +15,7 @@ from torch import nn
 
 import dure as dist
 from dure import trace
-from dure.errors import ModuleError
+from dure.errors import ModuleError, PeerLost
 from dure.testing import run_ranks
 
 
@@ -368,6 +368,18 @@ def test_module_that_cannot_be_wrapped_is_refused_1_rank(
             dist.DistributedDataParallel(module, **options)
 
     run_ranks(1, rank_main)
+
+
+def test_rank_that_leaves_is_named_by_backward_2_ranks() -> None:
+    def rank_main(rank: int) -> int | None:
+        ddp = dist.DistributedDataParallel(nn.Linear(1, 1))
+        if rank == 1:
+            return None
+        with pytest.raises(PeerLost) as caught:
+            ddp(torch.ones(1, 1)).sum().backward()
+        return caught.value.peer
+
+    assert run_ranks(2, rank_main) == [1, None]
 
 
 def test_step_times_cover_the_step_2_ranks() -> None:
