@@ -71,6 +71,7 @@ def rank_variables(
         "DURE_LAUNCHER": address.name,
         "DURE_JOB_KEY_FD": str(address.key_fd),
         "DURE_JOB_KEY_FILE": address.key_file,
+        "DURE_INSECURE": None,  # every rank has the key, and the launcher's store asks for it
     }
     if spec.log_dir is not None:
         variables["TORCHELASTIC_ERROR_FILE"] = str(rank_log_dir(spec.log_dir, rank) / "error.json")

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Iterator
 
 from dure import env
-from dure.errors import LaunchError, UsageError
+from dure.errors import LaunchError, StoreError, UsageError
 from dure.launch.environment import MASTER_ADDR, JobAddress, default_threads, rank_variables
 from dure.launch.loop import JobLoop
 from dure.launch.ports import reserve_port
@@ -26,8 +26,9 @@ from dure.launch.spawn import RankProcess, guarded, start_rank
 from dure.launch.spec import Exit, JobResult, JobSpec, RankResult
 from dure.launch.supervisor import Supervisor, Timing
 from dure.launch.terminal import Terminal
-from dure.store import JobKey, TCPStore
-from dure.store.key import mint
+from dure.store.address import resolve
+from dure.store.key import JobKey, mint
+from dure.store.server import StoreServer, listen
 
 __all__ = ["run_job"]
 
@@ -74,7 +75,7 @@ def run_job(spec: JobSpec) -> JobResult:
             finally:
                 loop.close()
             return result
-    except OSError as error:
+    except (OSError, StoreError) as error:
         raise LaunchError(
             "the job could not be started",
             seen=str(error),
@@ -91,12 +92,13 @@ def _address(spec: JobSpec) -> Iterator[JobAddress]:
         stack.callback(keeper.close)
         key_fd = _key_memory(key)
         stack.callback(os.close, key_fd)
-        store = TCPStore(MASTER_ADDR, 0, is_master=True, wait_for_workers=False, key=key)
-        stack.callback(store.close)
+        # Not a TCPStore: DURE_STORE_BIND is for rank 0's store, and this one never leaves the host.
+        server = StoreServer(listen(resolve(MASTER_ADDR, 0)), key)
+        stack.callback(server.retire)
         yield JobAddress(
             name=uuid.uuid4().hex,
             master_port=port,
-            store=f"{MASTER_ADDR}:{store.port}",
+            store=f"{MASTER_ADDR}:{server.port}",
             key_fd=key_fd,
             key_file=f"/proc/{os.getpid()}/fd/{key_fd}",
         )
