@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import dure as dist
+from dure.comm.work import Work
 from dure.errors import Aborted, CommError, CommTimeout, PeerLost, UsageError
 from dure.testing import run_ranks
 
@@ -26,6 +27,38 @@ def test_work_ends_with_results_in_place():
         return out is t, t.item()
 
     assert run_ranks(3, body) == [(True, 6.0)] * 3
+
+
+def test_results_that_cannot_be_copied_back_are_a_failure_at_every_wait():
+    class Done:
+        source = -1
+
+        def done(self):
+            return True
+
+        def wait(self, timeout_s=None):
+            return True
+
+    def copy_back():
+        raise RuntimeError("no memory")
+
+    work = Work(Done(), [], finish=copy_back)
+    future = work.get_future()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no memory"):
+            work.wait()
+    with pytest.raises(RuntimeError, match="no memory"):
+        future.wait()
+    assert not work.is_success()
+
+
+@pytest.mark.parametrize("limit", [5, 5.0, timedelta(seconds=5)])
+def test_limits_are_times_or_seconds(limit):
+    def body(rank):
+        dist.barrier(timeout=limit)
+        return dist.barrier(async_op=True).wait(limit)
+
+    assert run_ranks(2, body) == [True, True]
 
 
 def test_wait_with_a_limit_raises_and_can_be_repeated():

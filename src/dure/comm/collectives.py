@@ -343,7 +343,7 @@ def barrier(
     group: ProcessGroup | None = None,
     async_op: bool = False,
     device_ids: object = None,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
 ) -> Work | None:
     """Return when all ranks of the group have called.
 
@@ -351,7 +351,7 @@ def barrier(
         group: The ranks that take part.
         async_op: Return a `Work` instead of waiting.
         device_ids: Accepted for torch's sake; devices need no help here.
-        timeout: Takes the place of the group's timeout for this call.
+        timeout: A limit for this call, shorter than the group's timeout, which holds as well.
 
     Cost:
         1 step, no data.

@@ -54,9 +54,12 @@ class Work:
     def _end(self, error: BaseException | None) -> None:
         """Copy results back, let go of the inputs, and tell who listens; called once."""
         finish, self._finish, self._keep = self._finish, None, None
-        self._error = error
         if error is None and finish is not None:
-            finish()
+            try:
+                finish()
+            except Exception as e:  # results that are not in place are a failure, at every wait
+                error = e
+        self._error = error
         self._ended = True
         if self._settled is not None:
             self._settled(error)
@@ -78,12 +81,12 @@ class Work:
                 self._end(error)
         return True
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Block until the operation has ended.
 
         Args:
-            timeout: How long to wait here; the group's own timeout holds in any case. None and
-                zero mean no limit of its own.
+            timeout: How long to wait here, as a timedelta or in seconds; the group's own timeout
+                holds in any case. None and zero mean no limit of its own.
 
         Returns:
             True.
@@ -92,7 +95,8 @@ class Work:
             CommTimeout: `timeout` passed; the operation goes on and can be waited for again.
             CommError: The operation failed; the same error at every call.
         """
-        limit = timeout.total_seconds() if timeout else None
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        limit = seconds or None
         if not self.settle(limit):
             raise CommTimeout(
                 "the operation did not end in the time given to wait()",
@@ -138,7 +142,10 @@ class Work:
         """Return a future of the output tensors; it is set when the operation ends."""
         with self._lock:
             if self._future is None:
-                future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+                devices = sorted({str(t.device) for t in self._outputs if t.device.type != "cpu"})
+                future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(
+                    devices=[torch.device(d) for d in devices]
+                )
                 self._future = future
                 if self._ended:
                     self._set_future(future)

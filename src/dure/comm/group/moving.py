@@ -227,8 +227,10 @@ class Moving(GroupCore):
             call = lambda a: backend.all_to_all(outs, ins, a)  # noqa: E731
         return self._issue(name, call, [output], finish=finish, async_op=async_op, data=source)
 
-    def barrier(self, async_op: bool = False, timeout: timedelta | None = None) -> Work | None:
-        """Return when all ranks have called; `timeout` takes the place of the group's."""
+    def barrier(
+        self, async_op: bool = False, timeout: timedelta | float | None = None
+    ) -> Work | None:
+        """Return when all ranks have called; `timeout` is a limit below the group's own."""
         backend = self._backend("barrier")
         if timeout is None:
             return self._issue("barrier", backend.barrier, [], async_op=async_op)
