@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import dure as dist
 from dure.errors import ShapeError, UsageError
@@ -78,3 +79,34 @@ def test_wrong_lengths_raise_before_anything_is_sent():
         dist.barrier()
 
     run_ranks(2, body)
+
+
+def test_empty_object_list_is_sent_and_received():
+    def body(rank):
+        if rank == 0:
+            dist.send_object_list([], 1)
+            return None
+        return dist.recv_object_list([], 0)
+
+    assert run_ranks(2, body) == [None, 0]
+
+
+def test_objects_and_sparse_tensors_are_refused_within_a_coalescing_manager():
+    def body(rank):
+        calls = (
+            lambda: dist.all_gather_object([None] * 2, rank),
+            lambda: dist.gather_object(rank, [None] * 2 if rank == 0 else None),
+            lambda: dist.broadcast_object_list([rank]),
+            lambda: dist.scatter_object_list([None], [1, 2]),
+            lambda: dist.send_object_list([rank], 1 - rank),
+            lambda: dist.recv_object_list([rank], 1 - rank),
+            lambda: dist.all_reduce(torch.eye(3).to_sparse()),
+        )
+        for call in calls:
+            with pytest.raises(UsageError), dist._coalescing_manager():
+                call()
+        t = torch.eye(3).to_sparse()
+        dist.all_reduce(t)
+        return torch.equal(t.to_dense(), 2 * torch.eye(3))
+
+    assert run_ranks(2, body) == [True, True]

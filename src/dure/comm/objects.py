@@ -34,8 +34,26 @@ def _pack(obj: object, device: torch.device | str | None = None) -> torch.Tensor
     return torch.frombuffer(data, dtype=torch.uint8).to(device or "cpu")
 
 
+def _joined(packed: list[torch.Tensor], device: torch.device | str) -> torch.Tensor:
+    return torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *packed])
+
+
 def _unpack(data: torch.Tensor) -> Any:
     return pickle.loads(data.cpu().numpy().tobytes())
+
+
+def _group(group: ProcessGroup | None, op: str) -> ProcessGroup:
+    """Return the group that is meant; refuse one whose operations are being coalesced."""
+    pg = resolve(group, op)
+    if pg.coalesced is not None:
+        raise UsageError(
+            "objects cannot be sent within a coalescing manager",
+            op=op,
+            group=pg.group_name,
+            seen="their lengths must be known before their bytes are sent",
+            fix="Call it before or after the manager's block.",
+        )
+    return pg
 
 
 def _device(pg: ProcessGroup, device: torch.device | str | None = None) -> torch.device | str:
@@ -63,7 +81,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | No
     Raises:
         ShapeError: `object_list` does not have n places.
     """
-    pg = resolve(group, "all_gather_object")
+    pg = _group(group, "all_gather_object")
     if len(object_list) != pg.size():
         raise ShapeError(
             "object_list has the wrong length",
@@ -93,7 +111,7 @@ def gather_object(
         group_dst: The root as a rank of the group, in place of `dst`.
     """
     op = "gather_object"
-    pg = resolve(group, op)
+    pg = _group(group, op)
     root = 0 if dst is None and group_dst is None else pg.peer(dst, group_dst, op, "dst")
     at_root = pg.rank() == root
     if at_root and (object_gather_list is None or len(object_gather_list) != pg.size()):
@@ -129,7 +147,7 @@ def broadcast_object_list(
         group_src: The root as a rank of the group, in place of `src`.
     """
     op = "broadcast_object_list"
-    pg = resolve(group, op)
+    pg = _group(group, op)
     root = 0 if src is None and group_src is None else pg.peer(src, group_src, op, "src")
     where = _device(pg, device)
     packed: list[torch.Tensor] = []
@@ -140,7 +158,7 @@ def broadcast_object_list(
     pg.broadcast(sizes, root)
     lengths: list[int] = sizes.tolist()
     if pg.rank() == root:
-        data = torch.cat(packed) if packed else torch.empty(0, dtype=torch.uint8, device=where)
+        data = _joined(packed, where)
     else:
         data = torch.empty(sum(lengths), dtype=torch.uint8, device=where)
     pg.broadcast(data, root)
@@ -165,7 +183,7 @@ def scatter_object_list(
         group_src: The root as a rank of the group, in place of `src`.
     """
     op = "scatter_object_list"
-    pg = resolve(group, op)
+    pg = _group(group, op)
     if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UsageError(
             "Expected argument scatter_object_output_list to be a list of size at least 1.",
@@ -211,12 +229,12 @@ def send_object_list(
         group_dst: The receiver as a rank of the group, in place of `dst`.
         use_batch: Accepted for torch's sake.
     """
-    pg = resolve(group, "send_object_list")
+    pg = _group(group, "send_object_list")
     peer = pg.peer(dst, group_dst, "send_object_list", "dst")
     where = _device(pg, device)
     packed = [_pack(o, where) for o in object_list]
     pg.send(torch.tensor([p.numel() for p in packed], dtype=torch.int64, device=where), peer)
-    pg.send(torch.cat(packed), peer)
+    pg.send(_joined(packed, where), peer)
 
 
 def recv_object_list(
@@ -237,7 +255,7 @@ def recv_object_list(
         group_src: The sender as a rank of the group, in place of `src`.
         use_batch: Accepted for torch's sake.
     """
-    pg = resolve(group, "recv_object_list")
+    pg = _group(group, "recv_object_list")
     anyone = src is None and group_src is None
     peer = None if anyone else pg.peer(src, group_src, "recv_object_list", "src")
     where = _device(pg, device)

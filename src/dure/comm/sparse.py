@@ -14,7 +14,7 @@ import torch
 
 from dure.comm.ops import ReduceOp
 from dure.comm.work import Work, combine
-from dure.errors import DeviceError
+from dure.errors import DeviceError, UsageError
 
 if TYPE_CHECKING:
     from dure.comm.group.moving import Moving
@@ -40,15 +40,24 @@ def sparse_all_reduce(
             seen=f"{tensor.layout}, {op}",
             fix="Use .to_sparse_coo(), or .to_dense().",
         )
+    if group.coalesced is not None:
+        raise UsageError(
+            "sparse tensors cannot be reduced within a coalescing manager",
+            op="all_reduce",
+            group=group.group_name,
+            seen="their numbers of entries must be known before the entries are sent",
+            fix="Call it before or after the manager's block.",
+        )
     mine = tensor.detach().coalesce()
-    n = group.size()
-    count = torch.tensor([mine._nnz()])
-    counts = torch.empty(n, dtype=torch.int64)
+    n, device = group.size(), tensor.device
+    count = torch.tensor([mine._nnz()], device=device)
+    counts = torch.empty(n, dtype=torch.int64, device=device)
     group.all_gather_single(counts, count)
     rows = mine.sparse_dim()
-    indices = [torch.empty((rows, k), dtype=torch.int64) for k in counts.tolist()]
+    lengths: list[int] = counts.tolist()
+    indices = [torch.empty((rows, k), dtype=torch.int64, device=device) for k in lengths]
     tail = mine.values().shape[1:]
-    values = [torch.empty((k, *tail), dtype=mine.dtype) for k in counts.tolist()]
+    values = [torch.empty((k, *tail), dtype=mine.dtype, device=device) for k in lengths]
     first = group.all_gather(indices, mine.indices(), async_op=True)
     second = group.all_gather(values, mine.values(), async_op=True)
     assert first is not None
