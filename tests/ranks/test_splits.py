@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 import dure as dist
@@ -33,3 +34,17 @@ def test_uneven_splits_meet_a_rank_whose_parts_are_equal():
         return out.tolist()
 
     assert run_ranks(2, body) == [[0.0, 1.0], [0.0, 1.0, 1.0, 1.0]]
+
+
+def test_splits_and_ranks_may_be_arrays_and_sizes():
+    def body(rank):
+        group = dist.new_group(torch.arange(2) if rank == 0 else np.arange(2))
+        assert all(type(r) is int for r in dist.get_process_group_ranks(group))
+        out = torch.empty(4)
+        splits = (np.array([2, 2]), torch.tensor([2, 2]))[rank]
+        dist.all_to_all_single(
+            out, torch.full((4,), float(rank)), splits, torch.Size([2, 2]), group
+        )
+        return out.tolist()
+
+    assert run_ranks(2, body) == [[0.0, 0.0, 1.0, 1.0]] * 2

@@ -7,6 +7,7 @@ returns what copies the result back once the operation has ended.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,6 +16,7 @@ from dure.errors import DeviceError, DtypeError, ShapeError, UsageError
 
 __all__ = [
     "Finish",
+    "as_splits",
     "check_list",
     "check_same_dtype",
     "check_tensor",
@@ -146,14 +148,24 @@ def run_all(finishes: Sequence[Finish | None]) -> Finish | None:
     return run
 
 
+def as_splits(splits: Sequence[int] | None, op: str, what: str) -> list[int]:
+    """Return split sizes (None, a sequence, an array) as plain ints; empty for equal parts."""
+    try:
+        return [] if splits is None else [operator.index(s) for s in splits]
+    except TypeError:
+        raise UsageError(
+            f"{what}_split_sizes must be a list of whole numbers", op=op, seen=f"got {splits!r}"
+        ) from None
+
+
 def split_bounds(
-    tensor: torch.Tensor, splits: Sequence[int] | None, size: int, op: str, what: str
+    tensor: torch.Tensor, splits: Sequence[int], size: int, op: str, what: str
 ) -> list[int]:
     """Return how many elements of `tensor` belong to each rank.
 
     Args:
         tensor: Split along dimension 0.
-        splits: Rows for each rank; None (or empty) for equal parts.
+        splits: Rows for each rank; empty for equal parts.
         size: Ranks.
         op: Name of the operation, for errors.
         what: Name of the argument, for errors.

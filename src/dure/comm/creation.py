@@ -7,6 +7,7 @@ backend is built, so that a disagreement is an error on all of them and not a ha
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -144,16 +145,23 @@ def _agree(own: Store, rank: int, spec: GroupSpec) -> None:
         )
 
 
-def check_ranks(ranks: Sequence[int], world_size: int, op: str) -> None:
-    """Raise unless `ranks` are different numbers from 0 to `world_size` - 1."""
-    for r in ranks:
+def check_ranks(ranks: Sequence[int], world_size: int, op: str) -> tuple[int, ...]:
+    """Return `ranks` as plain ints; raise unless they differ and lie within the world."""
+    try:
+        plain = tuple(operator.index(r) for r in ranks)
+    except TypeError:
+        raise UsageError(
+            "ranks must be a list of whole numbers", op=op, seen=f"got {ranks!r}"
+        ) from None
+    for r in plain:
         if not 0 <= r < world_size:
             raise UsageError(
                 f"Rank {r} is out of range",
                 op=op,
                 seen=f"the world has ranks 0 to {world_size - 1}",
             )
-    if len(set(ranks)) != len(ranks):
-        raise UsageError("a rank is named twice", op=op, seen=f"ranks {list(ranks)}")
-    if not ranks:
+    if len(set(plain)) != len(plain):
+        raise UsageError("a rank is named twice", op=op, seen=f"ranks {list(plain)}")
+    if not plain:
         raise UsageError("a group needs at least one rank", op=op, seen="ranks=[]")
+    return plain

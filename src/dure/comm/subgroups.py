@@ -74,8 +74,8 @@ def new_group(
     """
     world = current_world()
     default = world.need_default()
-    members = tuple(range(default.size()) if ranks is None else ranks)
-    check_ranks(members, default.size(), "new_group")
+    wanted = range(default.size()) if ranks is None else ranks
+    members = check_ranks(wanted, default.size(), "new_group")
     if sort_ranks:
         members = tuple(sorted(members))
     name = _next_name(world, members, use_local_synchronization)
@@ -122,8 +122,7 @@ def new_subgroups_by_enumeration(
         raise UsageError("there must be at least one list of ranks", op=op)
     owner: dict[int, int] = {}
     for i, ranks in enumerate(ranks_per_subgroup_list):
-        check_ranks(ranks, world_size, op)
-        for r in ranks:
+        for r in check_ranks(ranks, world_size, op):
             if r in owner:
                 raise UsageError(
                     f"Rank {r} has appeared in both subgroup "

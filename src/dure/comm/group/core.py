@@ -106,10 +106,13 @@ class GroupCore:
 
     def group_rank(self, global_rank: int) -> int:
         """Return the group rank of `global_rank`."""
-        rank = self._group_rank_of.get(global_rank)
+        try:
+            rank = self._group_rank_of.get(global_rank)
+        except TypeError:  # a list, say
+            rank = None
         if rank is None:
             raise NotInGroupError(
-                f"global rank {global_rank} is not in the group",
+                f"global rank {global_rank!r} is not in the group",
                 group=self.group_name,
                 seen=f"its members are {list(self.global_ranks)}",
             )
@@ -126,9 +129,9 @@ class GroupCore:
         if global_rank is not None:
             return self.group_rank(global_rank)
         assert group_rank is not None
-        if not 0 <= group_rank < self._size:
+        if group_rank not in range(self._size):
             raise NotInGroupError(
-                f"group_{what}={group_rank} is not a rank of the group",
+                f"group_{what}={group_rank!r} is not a rank of the group",
                 op=op,
                 group=self.group_name,
                 seen=f"its ranks are 0 to {self._size - 1}",

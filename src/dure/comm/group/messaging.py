@@ -16,6 +16,9 @@ from dure.errors import UsageError
 
 __all__ = ["Messaging"]
 
+_NUM_TAGS = 0x7FFFFFF0
+"""What every backend has; those above, of 31 bits, are the backends' own."""
+
 
 class Messaging(GroupCore):
     """Operations between two ranks."""
@@ -29,8 +32,13 @@ class Messaging(GroupCore):
                 group=self.group_name,
                 fix="Copy the tensor instead.",
             )
-        if tag < 0:
-            raise UsageError(f"tag {tag} is negative", op=op, rank=self._rank)
+        if not 0 <= tag < _NUM_TAGS:
+            raise UsageError(
+                f"a tag must lie between 0 and {_NUM_TAGS - 1}",
+                op=op,
+                rank=self._rank,
+                seen=f"{tag}",
+            )
 
     def send(
         self, tensor: torch.Tensor, dst: int, tag: int = 0, async_op: bool = False

@@ -204,13 +204,15 @@ class Moving(GroupCore):
         name, n = "all_to_all_single", self._size
         backend = self._backend(name, output, input)
         checks.check_same_dtype([input], output.dtype, name)
-        even = not output_split_sizes and not input_split_sizes
+        out_rows = checks.as_splits(output_split_sizes, name, "output")
+        in_rows = checks.as_splits(input_split_sizes, name, "input")
+        even = not out_rows and not in_rows
         if even and output.numel() != input.numel():
             raise self._wrong_size(
                 name, f"output has {output.numel()} elements, input {input.numel()}"
             )
-        takes = checks.split_bounds(output, output_split_sizes, n, name, "output")
-        gives = checks.split_bounds(input, input_split_sizes, n, name, "input")
+        takes = checks.split_bounds(output, out_rows, n, name, "output")
+        gives = checks.split_bounds(input, in_rows, n, name, "input")
         memory, finish = checks.writable(output, load=False, op=name)
         source = checks.readable(input)
         if even:
