@@ -133,3 +133,22 @@ def test_mail_of_a_rank_that_left_can_still_be_read():
         room.post(1, Receive(got, 0, 0))
     with pytest.raises(PeerLost):
         room.send(1, 0, 0, got)
+
+
+@pytest.mark.parametrize("posted_first", [True, False])
+def test_a_message_that_does_not_fit_is_kept_for_a_receive_that_does(posted_first):
+    room, got = _room(2), torch.zeros(3)
+    wrong, right = Receive(torch.zeros(4), 0, 0), Receive(got, 0, 0)
+    if posted_first:
+        room.post(1, wrong)
+        room.post(1, right)
+    room.send(0, 1, 0, torch.ones(3))
+    if not posted_first:
+        room.post(1, wrong)
+        room.post(1, right)
+    assert wrong.ended.is_set()
+    assert wrong.failure is not None
+    assert wrong.failure.kind is Desync
+    assert right.ended.is_set()
+    assert right.failure is None
+    assert got.tolist() == [1, 1, 1]

@@ -91,22 +91,29 @@ class Receive:
         """Tell whether a message from `src` with `tag` is for this receive."""
         return self.tag == tag and self.src in (None, src)
 
-    def fill(self, src: int, dst: int, tensor: torch.Tensor) -> None:
-        """Copy a message into place and end, or fail where the two do not fit."""
-        target, self.source = self.tensor, src
-        if target.dtype != tensor.dtype or target.numel() != tensor.numel():
-            calls = {
-                src: f"send {tensor.dtype} {list(tensor.shape)}",
-                dst: f"recv {target.dtype} {list(target.shape)}",
-            }
-            self.failure = Failure(
-                kind=Desync,
-                what="a message does not fit the tensor it is received into",
-                fields={"calls": calls, "seen": "; ".join(calls.values())},
-            )
-        else:
-            with torch.no_grad():
-                target.detach().view(-1).copy_(tensor.detach().view(-1))
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a message is what this receive has room for."""
+        return self.tensor.dtype == tensor.dtype and self.tensor.numel() == tensor.numel()
+
+    def fill(self, src: int, tensor: torch.Tensor) -> None:
+        """Copy a message that fits into place, and end."""
+        self.source = src
+        with torch.no_grad():
+            self.tensor.detach().view(-1).copy_(tensor.detach().view(-1))
+        self.ended.set()
+
+    def refuse(self, src: int, dst: int, tensor: torch.Tensor) -> None:
+        """Fail because of a message that does not fit; the message is kept for one that does."""
+        self.source, target = src, self.tensor
+        calls = {
+            src: f"send {tensor.dtype} {list(tensor.shape)}",
+            dst: f"recv {target.dtype} {list(target.shape)}",
+        }
+        self.failure = Failure(
+            kind=Desync,
+            what="a message does not fit the tensor it is received into",
+            fields={"calls": calls, "seen": "; ".join(calls.values())},
+        )
         self.ended.set()
 
 
@@ -268,17 +275,17 @@ class Room:
 
     def send(self, rank: int, dst: int, tag: int, tensor: torch.Tensor) -> None:
         """Hand `tensor` to a posted receive of `dst`, or leave a copy in its mailbox."""
-        receive = self._match_posted(rank, dst, tag)
+        receive = self._match_posted(rank, dst, tag, tensor)
         if receive is None:
             copy = tensor.detach().clone()
             with self.lock:
-                receive = self._take_posted(rank, dst, tag)
+                receive = self._take_posted(rank, dst, tag, tensor)
                 if receive is None:
                     self._members[dst].mail.append(Message(rank, tag, copy))
                     return
-        receive.fill(rank, dst, tensor)
+        receive.fill(rank, tensor)
 
-    def _match_posted(self, rank: int, dst: int, tag: int) -> Receive | None:
+    def _match_posted(self, rank: int, dst: int, tag: int, tensor: torch.Tensor) -> Receive | None:
         with self.lock:
             self._check_here(rank, "send")
             self._seen(rank)
@@ -286,13 +293,16 @@ class Room:
                 how = self._members[dst].left
                 lost = Failure(kind=PeerLost, what=f"rank {dst} {how}", peer=dst)
                 raise lost.error(self, rank, "send", 0.0)
-            return self._take_posted(rank, dst, tag)
+            return self._take_posted(rank, dst, tag, tensor)
 
-    def _take_posted(self, src: int, dst: int, tag: int) -> Receive | None:
+    def _take_posted(self, src: int, dst: int, tag: int, tensor: torch.Tensor) -> Receive | None:
+        """Return the first receive that takes the message; those that it does not fit fail."""
         posted = self._members[dst].posted
-        for i, receive in enumerate(posted):
-            if receive.takes(src, tag):
-                return posted.pop(i)
+        for receive in [r for r in posted if r.takes(src, tag)]:
+            posted.remove(receive)
+            if receive.fits(tensor):
+                return receive
+            receive.refuse(src, dst, tensor)
         return None
 
     def post(self, rank: int, receive: Receive) -> None:
@@ -300,18 +310,16 @@ class Room:
         with self.lock:
             self._check_here(rank, "recv")
             member = self._seen(rank)
-            message = self._take_mail(member, receive)
+            message = next((m for m in member.mail if receive.takes(m.src, m.tag)), None)
             if message is None:
                 self._check_senders(rank, receive)
                 member.posted.append(receive)
                 return
-        receive.fill(message.src, rank, message.tensor)
-
-    def _take_mail(self, member: _Member, receive: Receive) -> Message | None:
-        for i, message in enumerate(member.mail):
-            if receive.takes(message.src, message.tag):
-                return member.mail.pop(i)
-        return None
+            if not receive.fits(message.tensor):
+                receive.refuse(message.src, rank, message.tensor)
+                return
+            member.mail.remove(message)
+        receive.fill(message.src, message.tensor)
 
     def _check_senders(self, rank: int, receive: Receive) -> None:
         """Raise where nobody is left who could send what `receive` waits for."""
