@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import dure as dist
-from dure.errors import Desync, NotInGroupError, RendezvousTimeout, UsageError
+from dure.comm.backends.registry import register_backend, unregister_backend
+from dure.errors import CommTimeout, Desync, NotInGroupError, RendezvousTimeout, UsageError
 from dure.testing import run_ranks
 
 
@@ -236,3 +237,55 @@ def test_process_group_context_manager_does_not_hide_an_error():
     ):
         _ = 1 // 0
     assert not dist.is_initialized()
+
+
+@pytest.fixture
+def half_built():
+    """Two backends, of which the second cannot be made; yields how the first was closed."""
+    closed = []
+
+    class First:
+        name, device_types = "first", frozenset({"cpu"})
+
+        def close(self, abort):
+            closed.append(abort)
+
+    def fail(options):
+        raise UsageError("cannot run here")
+
+    register_backend("first", lambda options: First(), devices=("cpu",))
+    register_backend("second", fail, devices=("cuda",))
+    yield closed
+    unregister_backend("first")
+    unregister_backend("second")
+
+
+def test_a_backend_is_closed_where_the_groups_other_one_cannot_be_made(half_built):
+    def body(rank):
+        with pytest.raises(UsageError):
+            dist.new_group(backend="cpu:first,cuda:second")
+        return dist.get_pg_count()
+
+    assert run_ranks(1, body) == [1]
+    assert half_built == [True]
+
+
+@pytest.mark.parametrize(("wait_all", "missing"), [(False, (1,)), (True, (1, 3))])
+def test_monitored_barrier_names_the_absent_on_all_that_came(wait_all, missing):
+    def body(rank):
+        if rank in (0, 2):
+            with pytest.raises(CommTimeout) as caught:
+                dist.monitored_barrier(timeout=0.2, wait_all_ranks=wait_all)
+            assert caught.value.missing == missing
+        dist.barrier()
+
+    run_ranks(4, body)
+
+
+def test_monitored_barrier_looks_at_every_rank_when_time_is_up():
+    def body(rank):
+        if rank == 0:
+            dist.group.WORLD.store.wait(["monitored/1/1", "monitored/1/2"])
+        dist.monitored_barrier(timeout=0 if rank == 0 else 10)
+
+    run_ranks(3, body)

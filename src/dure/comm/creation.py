@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -18,7 +19,7 @@ from dure.comm.backends.base import Backend, BackendOptions
 from dure.comm.backends.registry import create_backend, parse_backend
 from dure.comm.group import ProcessGroup
 from dure.comm.world import World
-from dure.errors import Desync, RendezvousTimeout, StoreTimeout, UsageError
+from dure.errors import Desync, DureError, RendezvousTimeout, StoreTimeout, UsageError
 from dure.store.base import Store
 from dure.store.prefix import PrefixStore
 
@@ -80,22 +81,7 @@ def create_group(world: World, store: Store, my_global_rank: int, spec: GroupSpe
     rank = spec.global_ranks.index(my_global_rank)
     own = PrefixStore(f"group/{spec.name}", store)
     _agree(own, rank, spec)
-    backends: dict[str, Backend] = {}
-    built: dict[str, Backend] = {}
-    for device, name in parse_backend(spec.backend).items():
-        if name not in built:
-            options = BackendOptions(
-                store=PrefixStore(name, own),
-                rank=rank,
-                size=len(spec.global_ranks),
-                global_ranks=spec.global_ranks,
-                timeout=spec.timeout,
-                name=spec.name,
-                device_id=spec.device_id,
-                pg_options=spec.pg_options,
-            )
-            built[name] = create_backend(name, options)
-        backends[device] = built[name]
+    backends = _build_backends(own, rank, spec)
     group = ProcessGroup(
         name=spec.name,
         rank=rank,
@@ -108,6 +94,31 @@ def create_group(world: World, store: Store, my_global_rank: int, spec: GroupSpe
     with world.lock:
         world.groups[spec.name] = group
     return group
+
+
+def _build_backends(own: Store, rank: int, spec: GroupSpec) -> dict[str, Backend]:
+    """Build the backend of each kind of device; where one fails, none is left behind."""
+    built: dict[str, Backend] = {}
+    names = parse_backend(spec.backend)
+    try:
+        for name in dict.fromkeys(names.values()):
+            options = BackendOptions(
+                store=PrefixStore(name, own),
+                rank=rank,
+                size=len(spec.global_ranks),
+                global_ranks=spec.global_ranks,
+                timeout=spec.timeout,
+                name=spec.name,
+                device_id=spec.device_id,
+                pg_options=spec.pg_options,
+            )
+            built[name] = create_backend(name, options)
+    except BaseException:
+        for backend in built.values():
+            with suppress(DureError):
+                backend.close(True)
+        raise
+    return {device: built[name] for device, name in names.items()}
 
 
 def _agree(own: Store, rank: int, spec: GroupSpec) -> None:

@@ -14,7 +14,7 @@ from dure import env
 from dure.comm.backends.registry import known_backends, parse_backend
 from dure.comm.creation import DEFAULT_TIMEOUT, MEETING_LIMIT, GroupSpec, as_timeout, create_group
 from dure.comm.world import GroupMember, World, current_world, resolve
-from dure.errors import CommError, DureError, UsageError
+from dure.errors import DureError, UsageError
 from dure.native import available as native_available
 from dure.store.base import Store
 from dure.store.lifetime import at_process_end
@@ -185,7 +185,7 @@ def _leave(world: World, abort: bool = False) -> None:
     for pg in sorted(groups, key=lambda g: g is default):
         try:
             pg.close(abort)
-        except CommError as e:
+        except DureError as e:
             first = first or e
     if meeting is not None:
         meeting.close()
