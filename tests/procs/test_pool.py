@@ -79,3 +79,14 @@ def test_pool_hang_shows_the_stack():
 def test_pool_reply_that_cannot_be_pickled_is_an_error():
     with ProcessPool(1, "gloo") as pool, pytest.raises(LaunchError):
         pool.run(_lock)
+
+
+def test_a_rank_that_died_between_two_calls_is_a_launch_error():
+    with ProcessPool(2, "gloo") as pool:
+        victim = psutil.Process(pool.pids[1])
+        victim.kill()
+        victim.wait(10)
+        with pytest.raises(LaunchError) as caught:
+            pool.run(_sum, 1.0)
+        assert caught.value.rank == 1
+        assert pool.broken

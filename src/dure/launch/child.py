@@ -179,19 +179,30 @@ def _report(fd: int, error: BaseException) -> None:
     if code == 0:
         return
     lines = traceback.format_exception(type(error), error, _without_bootstrap(error.__traceback__))
-    peer = getattr(error, "peer", None)
     crash = {
         "type": type(error).__qualname__,
         "message": _text(error)[:_LONGEST_TEXT],
         "traceback": "".join(lines)[-_LONGEST_TEXT:],
         "exit_code": code,
-        "peer": peer if isinstance(peer, int) else None,
+        "peer": _blamed(error),
     }
     line = json.dumps(crash, ensure_ascii=False).encode(errors="backslashreplace")
     try:
         os.write(fd, b"\n" + line + b"\n")
     except OSError:
         return
+
+
+def _blamed(error: BaseException) -> int | None:
+    """Return the rank of the job that `error` blames; its `peer` is a rank of its `group`."""
+    peer, name = getattr(error, "peer", None), getattr(error, "group", None)
+    if not isinstance(peer, int):
+        return None
+    world = sys.modules.get("dure.comm.world")  # nothing to translate where it is not loaded
+    group = world.current_world().groups.get(str(name)) if world else None
+    if group is None or not 0 <= peer < group.size():
+        return peer
+    return group.global_ranks[peer]
 
 
 def _text(error: BaseException) -> str:

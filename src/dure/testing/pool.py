@@ -93,21 +93,28 @@ class ProcessPool:
         context = start_server()
         self._pipes: list[connection.Connection] = []
         self._processes: list[BaseProcess] = []
-        for rank in range(n):
-            seat = _Seat(
-                rank=rank, size=n, backend=backend, folder=self._folder.name, timeout_s=timeout
-            )
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(seat, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
         try:
+            for rank in range(n):
+                self._start(context, rank)
             self._collect(timeout)
         except BaseException:
             self._end(force=True)
             raise
+
+    def _start(self, context: ForkServerContext, rank: int) -> None:
+        seat = _Seat(
+            rank=rank,
+            size=self.size,
+            backend=self.backend,
+            folder=self._folder.name,
+            timeout_s=self.timeout,
+        )
+        ours, theirs = context.Pipe()
+        self._pipes.append(ours)
+        with theirs:
+            process = context.Process(target=_serve, args=(seat, theirs), daemon=True)
+            process.start()
+        self._processes.append(process)
 
     @property
     def pids(self) -> list[int]:
@@ -153,7 +160,8 @@ class ProcessPool:
         limit = self.timeout if timeout is None else timeout
         message = pickle.dumps((fn, args, limit))
         for pipe in self._pipes:
-            pipe.send_bytes(message)
+            with suppress(OSError):  # a rank that has ended: said when its reply does not come
+                pipe.send_bytes(message)
         try:
             return self._collect(limit)  # pyright: ignore[reportReturnType]
         except BaseException as e:
@@ -198,7 +206,7 @@ class ProcessPool:
     def _reply_of(self, rank: int) -> _Reply:
         try:
             return pickle.loads(self._pipes[rank].recv_bytes())
-        except EOFError:
+        except (EOFError, OSError):
             process = self._processes[rank]
             process.join(_GRACE_S)
             return _Reply(

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+import dure as dist
 import dure.launch.child
+from dure.errors import PeerLost
 from dure.launch.report import ReportReader, root_cause, summary, where
 from dure.launch.spec import Crash, Exit, Frame, JobResult, RankResult
+from dure.testing import run_ranks
 
 CHILD = dure.launch.child.__file__
 STACK = f"""Stack (most recent call first):
@@ -122,3 +125,15 @@ def test_child_file_shares_its_directory_with_no_name_of_the_standard_library() 
 
     names = {path.stem for path in Path(CHILD).parent.glob("*.py")}
     assert names & set(sys.stdlib_module_names) == set()
+
+
+def test_a_crash_blames_a_rank_of_the_job_not_of_a_group():
+    def body(rank):
+        group = dist.new_group([1, 2])
+        if rank == 0:
+            return dure.launch.child._blamed(ValueError("no peer"))
+        error = PeerLost("lost", group=group.group_name, peer=1)
+        return dure.launch.child._blamed(error)
+
+    assert run_ranks(3, body) == [None, 2, 2]
+    assert dure.launch.child._blamed(PeerLost("lost", group="gone", peer=1)) == 1
