@@ -31,7 +31,7 @@ def test_gather_object_fills_only_the_root(dst):
         dist.gather_object(thing(rank), out, dst=dst)
         return out
 
-    want = [None] * 3
+    want: list[object] = [None] * 3
     want[dst] = [thing(r) for r in range(3)]
     assert run_ranks(3, body) == want
 

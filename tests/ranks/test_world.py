@@ -58,6 +58,7 @@ def test_what_is_called_during_backward_keeps_its_own_group():
     def body(rank):
         x = torch.full((3,), float(rank), requires_grad=True)
         Sum.apply(x, dist.group.WORLD).sum().backward()
+        assert x.grad is not None
         return x.grad.tolist()
 
     assert run_ranks(4, body) == [[4.0] * 3] * 4

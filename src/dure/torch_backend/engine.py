@@ -15,9 +15,9 @@ from torch._C import _distributed_c10d as c10d
 from dure import env
 from dure.comm.creation import MEETING_LIMIT, GroupSpec, create_group
 from dure.comm.group import ProcessGroup
+from dure.comm.init import is_backend_available
 from dure.comm.world import World
 from dure.errors import RendezvousTimeout, StoreTimeout
-from dure.native import available as native_available
 from dure.store.base import Store
 from dure.store.identity import myself
 from dure.torch_backend.store import TorchStore
@@ -76,7 +76,7 @@ def _choose(store: Store, plan: Plan) -> str:
         return named
     size = len(plan.global_ranks)
     keys = [f"place/{r}" for r in range(size)]
-    able = "able" if native_available()[0] else "unable"
+    able = "able" if is_backend_available("shm") else "unable"
     store.set(keys[plan.rank], f"{able} {myself().host_id}")
     limit = min(plan.timeout, MEETING_LIMIT)
     try:
