@@ -82,7 +82,10 @@ def _lead(group: GroupCore, prefix: str, end: float, limit_s: float, wait_all: b
     if missing:
         names = ", ".join(map(str, missing))
         one = f"Rank {names}" if len(missing) == 1 else f"Ranks {names}"
-        what = f"{one} failed to pass monitoredBarrier in time"
+        what = (
+            f"Rank {group.rank()} timed out in monitoredBarrier: "
+            f"{one} failed to pass monitoredBarrier in time"
+        )
         group.store.set(f"{prefix}/answer", ",".join(map(str, missing)))
         raise _error(group, what, tuple(missing), limit_s)
     group.store.set(f"{prefix}/answer", "")
