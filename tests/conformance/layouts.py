@@ -138,3 +138,19 @@ def case_async_and_sync_mix(rank, n):
     first.wait()
     assert torch.equal(a, torch.full_like(a, float(n)))
     assert torch.equal(b, torch.full_like(b, float(n)))
+
+
+def case_inference_tensors_outside_inference_mode(rank, n):
+    with torch.inference_mode():
+        views = [torch.ones(6), torch.ones(6, dtype=torch.float16), torch.ones(4, 6).t()]
+        parts, mail = [torch.zeros(2) for _ in range(n)], torch.zeros(1)
+    for t in views:
+        dist.all_reduce(t)
+        assert torch.equal(t, torch.full_like(t, n))
+    dist.all_to_all(parts, [torch.full((2,), float(rank))] * n)
+    assert all(torch.equal(p, torch.full((2,), float(r))) for r, p in enumerate(parts))
+    if n > 1:
+        work = dist.isend(torch.ones(1), dst=(rank + 1) % n)
+        dist.recv(mail, src=(rank - 1) % n)
+        work.wait()
+        assert mail.item() == 1

@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
+import torch
+
 from dure.comm.backends.engine_calls import EngineWork
 from dure.errors import Aborted, CommError, CommTimeout, InternalError, PeerLost
 
@@ -174,7 +176,8 @@ class CollectiveTicket:
                 raise self._error
             land, self._land = self._land, None
             if land is not None:
-                land()
+                with torch.inference_mode():  # the user's tensors may be inference tensors
+                    land()
         return True
 
     def _wait_slice(self, limit: float | None) -> bool | None:

@@ -133,7 +133,7 @@ def _check_lengths(calls: Sequence[Call]) -> str:
 
 def move(calls: Sequence[Call]) -> None:
     """Do the collective; `calls` are those of all ranks, in rank order, and fit together."""
-    with torch.no_grad():
+    with torch.inference_mode():  # outputs may be inference tensors; nothing is recorded
         _MOVES[calls[0].op](calls)
 
 

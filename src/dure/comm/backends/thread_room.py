@@ -98,7 +98,7 @@ class Receive:
     def fill(self, src: int, tensor: torch.Tensor) -> None:
         """Copy a message that fits into place, and end."""
         self.source = src
-        with torch.no_grad():
+        with torch.inference_mode():  # outputs may be inference tensors; nothing is recorded
             self.tensor.detach().view(-1).copy_(tensor.detach().view(-1))
         self.ended.set()
 
