@@ -101,7 +101,9 @@ def test_lists_are_given_at_the_root_only():
             dist.gather(torch.ones(1), None if rank == 0 else lists, dst=0)
         with pytest.raises(UsageError):
             dist.scatter(torch.ones(1), None if rank == 0 else lists, src=0)
-        dist.barrier()
+        with pytest.raises(UsageError):
+            dist.gather(torch.ones(1), torch.ones(2), dst=0)
+        dist.gather(torch.ones(1), lists if rank == 0 else (), dst=0)
 
     run_ranks(2, body)
 

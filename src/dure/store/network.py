@@ -247,7 +247,7 @@ class NetworkStore(Store):
 
 
 class TCPStore(NetworkStore):
-    """A store that one process serves over TCP; the arguments are those of torch's.
+    """A store that one process serves over TCP; the first six arguments are torch's.
 
     Args:
         host_name: Name or address of the master's host. The master listens on this address alone,

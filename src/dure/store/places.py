@@ -10,10 +10,11 @@ A place is one of four:
 **Under torchrun** the agent itself listens on MASTER_PORT, with torch's own store, which speaks
 another protocol; so rank 0 cannot bind that port. On one host the ranks need no port at all: they
 meet at a Unix socket in the abstract namespace, whose name is derived from the job key, the run's
-name, its restart count and MASTER_PORT. Nobody without the key can guess it, and it leaves no file,
-however the ranks die. Between hosts, rank 0 takes the first free one of the 16 ports after
-MASTER_PORT, and the others try these in turn. The job key keeps them from entering another user's
-store, and the run's name, which each store holds, from entering another job's.
+name, its restart count and MASTER_PORT. Nobody without the key can guess it beforehand (who reads
+it in /proc/net/unix still fails in the key exchange), and it leaves no file, however the ranks die.
+Between hosts, rank 0 takes the first free one of the 16 ports after MASTER_PORT, and the others try
+these in turn. The job key keeps them from entering another user's store, and the run's name, which
+each store holds, from entering another job's.
 """
 
 from __future__ import annotations

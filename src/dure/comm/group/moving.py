@@ -102,7 +102,8 @@ class Moving(GroupCore):
             raise UsageError(
                 f"{what} is missing on the root", op=op, rank=self._rank, group=self.group_name
             )
-        if self._rank != root and tensors:
+        none = tensors is None or (isinstance(tensors, (list, tuple)) and not tensors)
+        if self._rank != root and not none:
             raise UsageError(
                 f"{what} is given on a rank that is not the root",
                 op=op,
