@@ -3,7 +3,15 @@
 
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
+#include <cstdint>
+
 namespace dure {
+// A time from Python; "for ever" (timedelta.max) becomes a century, to which one can still add.
+inline int64_t nanoseconds(double seconds) {
+    return static_cast<int64_t>(std::min(seconds * 1e9, 3.2e18));
+}
+
 void bind_group(nanobind::module_& m);
 void bind_outcome(nanobind::module_& m);
 void bind_shared_block(nanobind::module_& m);

@@ -3,6 +3,9 @@
 // The core asks now and then whether to give up. Only a thread that came from Python, and is inside
 // one of our calls, may answer: it takes the GIL back and lets Python run signal handlers. What a
 // handler raised stays set and is thrown when the call returns.
+//
+// A handler may call us again, while the call it interrupted is still on the stack. So a thread
+// knows the calls it is inside, each by what the call works on.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -11,8 +14,10 @@ namespace dure {
 
 class PythonCall {
   public:
-    PythonCall() { current() = this; }
-    ~PythonCall() { current() = nullptr; }
+    explicit PythonCall(const void* subject) : subject_(subject), outer_(current()) {
+        current() = this;
+    }
+    ~PythonCall() { current() = outer_; }
     PythonCall(const PythonCall&) = delete;
     PythonCall& operator=(const PythonCall&) = delete;
 
@@ -23,17 +28,28 @@ class PythonCall {
         return PyErr_CheckSignals() != 0;
     }
 
+    // Whether this thread is inside a call on `subject`.
+    static bool inside(const void* subject) {
+        for (const PythonCall* c = current(); c; c = c->outer_) {
+            if (c->subject_ == subject) return true;
+        }
+        return false;
+    }
+
   private:
     static PythonCall*& current() {
         static thread_local PythonCall* call = nullptr;
         return call;
     }
+
+    const void* const subject_;
+    PythonCall* const outer_;
 };
 
-// Run `body` without the GIL; throw what a signal handler raised meanwhile.
+// Run `body`, a call on `subject`, without the GIL; throw what a signal handler raised meanwhile.
 template <typename F>
-auto call_without_gil(F body) {
-    PythonCall call;
+auto call_without_gil(const void* subject, F body) {
+    PythonCall call(subject);
     auto result = [&] {
         nanobind::gil_scoped_release release;
         return body();

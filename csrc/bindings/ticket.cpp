@@ -18,7 +18,7 @@ constexpr int64_t kSliceNs = 100'000'000;
 // Wait in slices, so that signal handlers run; `seconds` < 0 means for ever.
 bool wait(Ticket& ticket, double seconds) {
     if (ticket.done()) return true;
-    const int64_t until = seconds < 0 ? INT64_MAX : now_ns() + static_cast<int64_t>(seconds * 1e9);
+    const int64_t until = seconds < 0 ? INT64_MAX : now_ns() + nanoseconds(seconds);
     for (;;) {
         const int64_t left = until - now_ns();
         bool done;

@@ -2,6 +2,7 @@
 // own.
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <system_error>
 
 #include "group.h"
@@ -65,7 +66,7 @@ std::shared_ptr<SharedBlock> Group::shared_empty(size_t bytes, Status& status) {
 // its slot (-1: could not); after the opening all map it; at a second meeting each says whether it
 // has; after a third nobody needs the descriptor. All ranks fail together.
 std::shared_ptr<SharedBlock> Group::allocate(size_t bytes, Status& status) {
-    const size_t stride = round_up(bytes, kPage);
+    const size_t stride = round_up(std::max(bytes, size_t{1}), kPage);  // no file of 0 bytes maps
     MemoryFile file;
     std::shared_ptr<Mapping> mapping;
     Call call;

@@ -184,10 +184,14 @@ Outcome Group::failure() const {
 
 // ---- leaving ------------------------------------------------------------------------------------
 
-void Group::close() {
+void Group::leave() {
     if (closing_.exchange(true)) return;
     block(rank_).state.store(RankState::left);
     wake_everyone();
+}
+
+void Group::close() {
+    leave();
     // A thread that waits inside notices within one slice of its sleep.
     while (inside_.load() != 0) std::this_thread::sleep_for(std::chrono::microseconds(200));
     {

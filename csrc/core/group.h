@@ -66,7 +66,9 @@ class Group {
     Status all_reduce(Block tensor, DType dtype, Reduction reduction);
     std::shared_ptr<SharedBlock> shared_empty(size_t bytes, Status& status);
 
-    // Leave. Pending operations of this rank end with `aborted`; returns when no thread is inside.
+    // Say that this rank goes; its pending operations end with `aborted`. Does not wait for them.
+    void leave();
+    // Leave, and return when no thread is inside.
     void close();
     bool closing() const { return closing_.load(std::memory_order_acquire); }
     Outcome failure() const;

@@ -56,7 +56,6 @@ void Mailbox::examine(const RequestPtr& waiter) {
     for (const RequestPtr& r : all) {
         if (!r->ticket->done()) examine_one(*r, now);
     }
-    sweep();
 }
 
 // A peer that ended can still have left a message; so rings were emptied before we came here.
@@ -81,13 +80,15 @@ void Mailbox::examine_one(Request& request, int64_t now) {
     }
     if (others > 0 && gone == others && !progress() && !request.ticket->done()) {
         out.status = Status::peer_left;
-        return fail(request, std::move(out));
+        fail(request, std::move(out));
+        return sweep();  // before anything more is matched with it
     }
     if (request.ticket->done() || now < request.deadline_ns) return;
     if (out.peer >= 0) out.missing = {out.peer};
     out.status = request.moved == 0 ? Status::late : Status::timeout;
     if (request.moved != 0) group_.condemn(out);
     fail(request, std::move(out));
+    sweep();
 }
 
 }  // namespace dure

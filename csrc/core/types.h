@@ -72,6 +72,8 @@ enum class Status : int {
     usage = 9,        // arguments that cannot be
     no_memory = 10,   // some rank could not allocate
     internal = 11,
+    forked = 12,  // called in a child of the process that made the group
+    nested = 13,  // a signal handler called a collective during another
 };
 
 // What is known about a failure. `peer` is the culprit, `reporter` the rank that noticed.

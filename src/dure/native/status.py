@@ -61,6 +61,10 @@ class Status(IntEnum):
     """Some rank could not allocate."""
     INTERNAL = 11
     """A mistake of ours."""
+    FORKED = 12
+    """Called in a child of the process that made the group."""
+    NESTED = 13
+    """A signal handler called a collective during another."""
 
 
 def error_of(
@@ -116,6 +120,18 @@ def error_of(
         case Status.USAGE:
             return UsageError(
                 "the engine cannot do this operation on this dtype",
+                **fields,
+            )
+        case Status.FORKED:
+            return UsageError(
+                "the group belongs to the process that this one was forked from",
+                fix="Call from the rank's own process, or make a group in the child.",
+                **fields,
+            )
+        case Status.NESTED:
+            return UsageError(
+                "a signal handler called a collective while another one was waiting",
+                fix="Let the handler set a flag, or raise, and act on it after the call.",
                 **fields,
             )
         case status:

@@ -1,0 +1,160 @@
+"""The engine called where it is easily forgotten: in signal handlers, and in forked children."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+
+from dure.comm.ops import ReduceOp
+from dure.errors import Aborted, CommTimeout, UsageError
+from dure.native import available
+from procs.shm_ranks import Ranks, Seat, join
+
+pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
+_DELAY_S = 0.1
+
+
+class _Stop(Exception):
+    """What a program's handler raises."""
+
+
+def _on_alarm(handler) -> None:
+    signal.signal(signal.SIGALRM, lambda *_: handler())
+    signal.setitimer(signal.ITIMER_REAL, _DELAY_S)
+
+
+def _closes_in_handler(seat: Seat, operation: str, raises: bool) -> str:
+    backend = join(seat)
+    if seat.rank == 1:
+        return _wait_for_others(backend)
+
+    def handler() -> None:
+        backend.close(abort=True)
+        if raises:
+            raise _Stop
+
+    pending = backend.barrier(async_op=True) if operation == "queued" else None
+    _on_alarm(handler)
+    try:
+        if operation == "recv":
+            backend.recv(torch.zeros(4), 1, 0, async_op=False)
+        else:
+            backend.barrier(async_op=False)
+    except (Aborted, _Stop) as error:
+        return type(error).__name__
+    finally:
+        del pending
+        backend.close(abort=True)
+    return "done"
+
+
+def _wait_for_others(backend) -> str:
+    """Wait, without taking part, until the other rank has left."""
+    with pytest.raises(Exception) as told:
+        backend.recv(torch.zeros(1), 0, 99, async_op=False)
+    return type(told.value).__name__
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("operation", ["barrier", "queued", "recv"])
+def test_handler_that_closes_the_group_ends_the_wait_of_2_ranks(tmp_path, operation, raises):
+    with Ranks(2, tmp_path, _closes_in_handler, operation, raises, timeout_s=20) as ranks:
+        assert ranks.result(0) == ("_Stop" if raises else "Aborted")
+        assert ranks.result(1) == "PeerLost"
+
+
+def _calls_in_handler(seat: Seat) -> tuple[list[str], float]:
+    backend = join(seat)
+    told: list[str] = []
+    heard = threading.Event()
+
+    def handler() -> None:
+        try:
+            backend.barrier(async_op=False)
+        except UsageError as error:
+            told.append(type(error).__name__)
+        backend.send(torch.ones(1), 1, 0, async_op=False)
+        heard.set()
+
+    x = torch.ones(1)
+    if seat.rank == 0:
+        _on_alarm(handler)
+    else:
+        backend.recv(torch.zeros(1), 0, 0, async_op=False)  # arrive when the handler has run
+    backend.all_reduce(x, ReduceOp.SUM, async_op=False)
+    backend.close(abort=False)
+    return told, x.item()
+
+
+def test_collective_in_a_handler_is_refused_and_the_waiting_one_succeeds_on_2_ranks(tmp_path):
+    with Ranks(2, tmp_path, _calls_in_handler, timeout_s=10) as ranks:
+        assert ranks.values() == [(["UsageError"], 2.0), ([], 2.0)]
+
+
+def _forks(seat: Seat) -> tuple[int, float]:
+    backend = join(seat)
+    x = torch.ones(1)
+    pending = backend.all_reduce(x, ReduceOp.SUM, async_op=True)  # so that there is a lane thread
+    assert pending is not None
+    pending.wait()
+    del pending
+    status = 0
+    if seat.rank == 0:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(5)  # a child that waits for threads that it does not have ends here
+            try:
+                backend.barrier(async_op=False)
+            except UsageError:
+                backend.close(abort=True)
+                del backend
+                os._exit(7)
+            os._exit(1)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    backend.all_reduce(x, ReduceOp.SUM, async_op=False)
+    backend.close(abort=False)
+    return status, x.item()
+
+
+def test_forked_child_neither_uses_nor_leaves_the_group_of_2_ranks(tmp_path):
+    with Ranks(2, tmp_path, _forks, timeout_s=10) as ranks:
+        assert ranks.values() == [(7, 4.0), (0, 4.0)]
+
+
+def _waits_for_ever(seat: Seat) -> str:
+    backend = join(seat)
+    backend.set_timeout(type(backend.timeout).max)
+    try:
+        if seat.rank == 1:
+            backend.recv(torch.zeros(1), 0, 0, async_op=False)
+        else:
+            threading.Timer(
+                _DELAY_S, lambda: backend.send(torch.zeros(1), 1, 0, async_op=False)
+            ).start()
+        backend.barrier(async_op=False)
+    except CommTimeout as error:
+        return type(error).__name__
+    backend.close(abort=False)
+    return "met"
+
+
+def test_longest_timeout_of_python_does_not_expire_on_2_ranks(tmp_path):
+    with Ranks(2, tmp_path, _waits_for_ever) as ranks:
+        assert ranks.values() == ["met", "met"]
+
+
+def _allocates_nothing(seat: Seat) -> int:
+    backend = join(seat)
+    tensor = backend.shared_empty(0)
+    backend.barrier(async_op=False)
+    backend.close(abort=False)
+    return tensor.nbytes
+
+
+def test_empty_shared_tensor_is_empty_on_2_ranks(tmp_path):
+    with Ranks(2, tmp_path, _allocates_nothing) as ranks:
+        assert ranks.values() == [0, 0]
