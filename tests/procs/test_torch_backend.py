@@ -40,6 +40,21 @@ def test_trap(trap: str, process_pool: Callable[..., ProcessPool], tmp_path: Pat
     process_pool(2, "shm").run(TRAPS[trap], str(tmp_path))
 
 
+OTHERS = [
+    ranks.profiled,
+    ranks.unequal_calls,
+    ranks.left_without_a_word,
+    ranks.experimental_api,
+]
+
+
+@pytest.mark.parametrize("program", OTHERS, ids=lambda p: p.__name__)
+def test_program(
+    program: Callable[[int, str], None], process_pool: Callable[..., ProcessPool], tmp_path: Path
+):
+    process_pool(2, "shm").run(program, str(tmp_path))
+
+
 # ---- found without an import ---------------------------------------------------------------------
 
 
