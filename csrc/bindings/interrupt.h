@@ -9,8 +9,34 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <unistd.h>
 
 namespace dure {
+
+inline bool interpreter_ends() {
+#if PY_VERSION_HEX >= 0x030D0000
+    return Py_IsFinalizing() != 0;
+#else
+    return _Py_IsFinalizing() != 0;
+#endif
+}
+
+// Lets go of the GIL for a scope. A daemon thread that would take it back while the interpreter
+// ends is stopped for good: Python would unwind it, which C++ frames do not survive.
+class WithoutGil {
+  public:
+    WithoutGil() = default;
+    ~WithoutGil() {
+        while (!last_thread_ && interpreter_ends()) pause();
+        PyEval_RestoreThread(thread_);
+    }
+    WithoutGil(const WithoutGil&) = delete;
+    WithoutGil& operator=(const WithoutGil&) = delete;
+
+  private:
+    const bool last_thread_ = interpreter_ends();  // nobody else runs Python by then
+    PyThreadState* const thread_ = PyEval_SaveThread();
+};
 
 class PythonCall {
   public:
@@ -23,7 +49,7 @@ class PythonCall {
 
     // For the core: true if a handler raised.
     static bool interrupted() {
-        if (!current()) return false;
+        if (!current() || interpreter_ends()) return false;
         nanobind::gil_scoped_acquire gil;
         return PyErr_CheckSignals() != 0;
     }
@@ -51,7 +77,7 @@ template <typename F>
 auto call_without_gil(const void* subject, F body) {
     PythonCall call(subject);
     auto result = [&] {
-        nanobind::gil_scoped_release release;
+        WithoutGil release;
         return body();
     }();
     if (PyErr_Occurred()) throw nanobind::python_error();

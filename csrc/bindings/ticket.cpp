@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "bindings.h"
+#include "interrupt.h"
 
 namespace nb = nanobind;
 
@@ -23,7 +24,7 @@ bool wait(Ticket& ticket, double seconds) {
         const int64_t left = until - now_ns();
         bool done;
         {
-            nb::gil_scoped_release release;
+            WithoutGil release;
             done = ticket.wait(std::min(kSliceNs, std::max<int64_t>(left, 0)));
         }
         if (done) return true;

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
 import torch
 
 from dure.comm.ops import ReduceOp
-from dure.errors import Aborted, CommTimeout, UsageError
+from dure.errors import Aborted, CommTimeout, RendezvousError, UsageError
 from dure.native import available
+from dure.store.file import FileStore
 from procs.shm_ranks import Ranks, Seat, join
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
@@ -158,3 +162,59 @@ def _allocates_nothing(seat: Seat) -> int:
 def test_empty_shared_tensor_is_empty_on_2_ranks(tmp_path):
     with Ranks(2, tmp_path, _allocates_nothing) as ranks:
         assert ranks.values() == [0, 0]
+
+
+# Something slow in the modules' globals keeps the interpreter's end going on for a while.
+_ENDS_WHILE_WAITING = """
+import os, sys, threading, time
+from dure.native import Group
+
+group = Group.create(0, 2, 30.0, 2, 1)
+peer = Group.attach(1, 2, 30.0, 2, os.getpid(), group.file, 1)
+group.ready()
+peer.ready()
+barrier = (1, 0, 8, -1, [], [])
+waiting = threading.Event()
+
+def wait():
+    pending = group.run(*barrier, True) if sys.argv[1] == "async" else None
+    waiting.set()
+    pending.wait() if pending else group.run(*barrier, False)
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        for _ in range(40):
+            sleep(0.01)
+
+sys.modules["slow"] = Slow()
+threading.Thread(target=wait, daemon=True).start()
+waiting.wait()
+"""
+
+
+@pytest.mark.parametrize("call", ["async", "sync"])
+def test_program_that_ends_while_a_daemon_thread_waits_ends_well(call):
+    command = [sys.executable, "-c", _ENDS_WHILE_WAITING, call]
+    ended = subprocess.run(command, capture_output=True, timeout=30, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def _cannot_create(seat: Seat) -> str:
+    if seat.rank == 0:
+        store = FileStore(seat.path, -1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        return _refusal(seat, store)
+    return _refusal(seat, None)
+
+
+def _refusal(seat: Seat, store: FileStore | None) -> str:
+    with pytest.raises(RendezvousError) as told:
+        join(seat, store)
+    return str(told.value.seen)
+
+
+def test_segment_that_rank_0_cannot_make_is_refused_on_2_ranks_at_once(tmp_path):
+    with Ranks(2, tmp_path, _cannot_create, timeout_s=300) as ranks:
+        first, second = ranks.values()
+        assert first == second

@@ -331,6 +331,8 @@ def create(options: BackendOptions) -> ShmBackend:
         reason = f"rank {options.rank} (pid {os.getpid()}, uid {os.getuid()}): {error}"
         # Others may fail because this rank did: the first reason is the one to tell.
         first = options.store.compare_set(_REFUSED_KEY, "", reason)
+        if options.rank == 0:
+            options.store.set(_SEGMENT_KEY, "")  # nobody need wait for it
         raise _refused(options, first.decode()) from None
     while group.attached() < options.size:
         if options.store.check([_REFUSED_KEY]):
@@ -361,7 +363,10 @@ def _open(options: BackendOptions) -> Group:
         options.store.set(_SEGMENT_KEY, f"{os.getpid()}:{group.file}:{nonce}")
         return group
     options.store.wait([_SEGMENT_KEY], options.timeout)
-    pid, fd, nonce = map(int, options.store.get(_SEGMENT_KEY).split(b":"))
+    place = options.store.get(_SEGMENT_KEY)
+    if not place:
+        raise RuntimeError("rank 0 could not make the segment")
+    pid, fd, nonce = map(int, place.split(b":"))
     return Group.attach(options.rank, options.size, timeout_s, cores, pid, fd, nonce)
 
 
