@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 import secrets
 import struct
 import time
@@ -140,7 +141,7 @@ class Log:
     def _open(self) -> int:
         first = self._inode is None
         try:
-            return os.open(self.path, os.O_RDWR | (os.O_CREAT if first else 0), 0o600)
+            fd = os.open(self.path, os.O_RDWR | (os.O_CREAT if first else 0), 0o600)
         except OSError as error:
             raise StoreError(
                 f"the store's file {self.path} cannot be opened",
@@ -149,6 +150,14 @@ class Log:
                 if first
                 else "It was there before: do not delete it while the job runs.",
             ) from None
+        if os.fstat(fd).st_mode & stat.S_IWOTH:
+            os.close(fd)
+            raise StoreError(
+                f"the store's file {self.path} can be written by every user of this machine",
+                seen="whoever writes to it takes part in the job",
+                fix=f"chmod o-w {self.path}, or choose a new path.",
+            )
+        return fd
 
     def _lock(self, fd: int, deadline: float) -> None:
         pause_s = 0.0005

@@ -166,3 +166,13 @@ def test_a_closed_store_says_so(path: Path) -> None:
     store.close()
     with pytest.raises(StoreError):
         store.get("k")
+
+
+def test_a_file_that_everybody_can_write_is_refused(tmp_path):
+    path = tmp_path / "store"
+    path.touch()
+    path.chmod(0o666)
+    with pytest.raises(StoreError):
+        FileStore(path)
+    path.chmod(0o600)
+    FileStore(path).close()
