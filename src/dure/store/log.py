@@ -19,8 +19,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import stat
 import secrets
+import stat
 import struct
 import time
 import zlib
