@@ -150,18 +150,21 @@ bool Mailbox::fits(const Message& message, const Request& request) const {
 
 // Find the receive for a message that begins to arrive. False: none yet; the message is kept.
 bool Mailbox::accept(const MessagePtr& message) {
-    for (auto it = receives_.begin(); it != receives_.end(); ++it) {
+    for (auto it = receives_.begin(); it != receives_.end();) {
         Request& r = **it;
-        if (r.tag != message->envelope.tag) continue;
-        if (r.peer != kAnySource && r.peer != message->source) continue;
+        const bool for_it = r.tag == message->envelope.tag &&
+                            (r.peer == kAnySource || r.peer == message->source);
+        if (!for_it) {
+            ++it;
+            continue;
+        }
         if (fits(*message, r)) {
             message->request = *it;
             receives_.erase(it);
             return true;
         }
         refuse(r, *message);
-        receives_.erase(it);
-        break;
+        it = receives_.erase(it);  // the next one that was posted may fit
     }
     unexpected_.push_back(message);
     return false;

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
@@ -26,13 +26,16 @@ import torch
 
 from dure.comm.backends.base import BackendOptions
 from dure.comm.ops import ReduceOp
-from dure.errors import DureError, RendezvousError, RendezvousTimeout
+from dure.errors import DureError, RendezvousError, RendezvousTimeout, UsageError
 from dure.native import Group, Outcome, SharedBlock, Ticket, available, require
 from dure.native.status import error_of
 
 __all__ = ["MAX_RANKS", "ShmBackend", "ShmTicket", "available", "create", "dtype_code"]
 
 MAX_RANKS = 256
+_MIN_SWEEP = 16
+"""Finished tickets are let go of once there are twice as many as were pending, and this many."""
+
 _SEGMENT_KEY = "shm/segment"
 _REFUSED_KEY = "shm/refused"
 
@@ -134,7 +137,9 @@ class ShmBackend:
         self._size, self._rank = options.size, options.rank
         self._label = options.name
         self._timeout_s = options.timeout.total_seconds()
-        self._pending: deque[ShmTicket] = deque()
+        self._lock = threading.Lock()  # of the two fields below
+        self._pending: list[ShmTicket] = []
+        self._sweep_at = _MIN_SWEEP
 
     def error(self, outcome: Outcome) -> DureError:
         """Make the exception for what the engine says."""
@@ -166,9 +171,11 @@ class ShmBackend:
     def _start(self, pending: Ticket, tensors: object) -> ShmTicket:
         """Hold on to the tensors of an operation, even if the caller drops its ticket."""
         ticket = ShmTicket(pending, self, tensors)
-        while self._pending and self._pending[0].done():
-            self._pending.popleft()
-        self._pending.append(ticket)
+        with self._lock:
+            self._pending.append(ticket)
+            if len(self._pending) > self._sweep_at:
+                self._pending = [t for t in self._pending if not t.done()]
+                self._sweep_at = 2 * len(self._pending) + _MIN_SWEEP
         return ticket
 
     def _run(
@@ -317,11 +324,17 @@ def create(options: BackendOptions) -> ShmBackend:
     """Make the group's segment, or map it; return when all ranks have.
 
     Raises:
-        UsageError: The engine is not built, or this is not Linux.
+        UsageError: The engine is not built, this is not Linux, or there are too many ranks.
         RendezvousError: A rank cannot map the segment; the same on all ranks.
         RendezvousTimeout: Not all ranks came within the group's timeout.
     """
     require()
+    if options.size > MAX_RANKS:
+        raise UsageError(
+            f"the shm backend takes at most {MAX_RANKS} ranks",
+            seen=f"the group has {options.size}",
+            fix="Use the gloo backend.",
+        )
     deadline = time.monotonic() + options.timeout.total_seconds()
     try:
         group = _open(options)
