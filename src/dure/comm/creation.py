@@ -23,9 +23,9 @@ from dure.errors import Desync, DureError, RendezvousTimeout, StoreTimeout, Usag
 from dure.store.base import Store
 from dure.store.prefix import PrefixStore
 
-__all__ = ["DEFAULT_TIMEOUT", "GroupSpec", "as_timeout", "create_group"]
+__all__ = ["GroupSpec", "as_timeout", "create_group", "default_pg_timeout"]
 
-DEFAULT_TIMEOUT = timedelta(minutes=30)
+default_pg_timeout = timedelta(minutes=30)
 """How long an operation waits for its peers where the program does not say."""
 
 MEETING_LIMIT = timedelta(minutes=5)

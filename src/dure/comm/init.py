@@ -11,8 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dure import env
-from dure.comm.backends.registry import known_backends, parse_backend
-from dure.comm.creation import DEFAULT_TIMEOUT, MEETING_LIMIT, GroupSpec, as_timeout, create_group
+from dure.comm.backends.registry import parse_backend
+from dure.comm.creation import (
+    MEETING_LIMIT,
+    GroupSpec,
+    as_timeout,
+    create_group,
+    default_pg_timeout,
+)
 from dure.comm.world import GroupMember, World, current_world, resolve
 from dure.errors import DureError, UsageError
 from dure.native import available as native_available
@@ -27,11 +33,6 @@ __all__ = [
     "Backend",
     "destroy_process_group",
     "init_process_group",
-    "is_available",
-    "is_backend_available",
-    "is_gloo_available",
-    "is_mpi_available",
-    "is_nccl_available",
     "process_group",
 ]
 
@@ -105,7 +106,7 @@ def init_process_group(
         )
     if store is not None and init_method is not None:
         raise UsageError("give either store or init_method, not both", op="init_process_group")
-    limit = as_timeout(timeout, DEFAULT_TIMEOUT)
+    limit = as_timeout(timeout, default_pg_timeout)
     if backend is not None:
         parse_backend(Backend(backend))
     meeting = rendezvous(
@@ -226,33 +227,3 @@ def process_group(*args: Any, **kwargs: Any) -> Iterator[ProcessGroup]:
         raise
     if world.default is not None:
         _leave(world)
-
-
-def is_available() -> bool:
-    """Tell that the package works here."""
-    return True
-
-
-def is_backend_available(backend: str) -> bool:
-    """Tell whether the backend `backend` exists and can run on this machine."""
-    name = backend.lower()
-    if name == "shm":
-        return native_available()[0]
-    if name == "nccl":
-        return is_nccl_available()
-    return name in known_backends()
-
-
-def is_gloo_available() -> bool:
-    """Tell whether torch was built with Gloo."""
-    return hasattr(torch._C, "_distributed_c10d")  # pyright: ignore[reportPrivateUsage]
-
-
-def is_nccl_available() -> bool:
-    """Tell whether torch was built with NCCL, and there is a GPU."""
-    return torch.cuda.is_available() and hasattr(torch._C, "_nccl_version")  # pyright: ignore[reportPrivateUsage]
-
-
-def is_mpi_available() -> bool:
-    """Tell whether there is a backend `mpi`."""
-    return "mpi" in known_backends()

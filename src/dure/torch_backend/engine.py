@@ -13,9 +13,9 @@ from datetime import timedelta
 from torch._C import _distributed_c10d as c10d
 
 from dure import env
+from dure.comm.availability import is_backend_available
 from dure.comm.creation import MEETING_LIMIT, GroupSpec, create_group
 from dure.comm.group import ProcessGroup
-from dure.comm.init import is_backend_available
 from dure.comm.world import World
 from dure.errors import RendezvousTimeout, StoreTimeout
 from dure.store.base import Store
