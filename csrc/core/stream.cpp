@@ -152,8 +152,8 @@ bool Mailbox::fits(const Message& message, const Request& request) const {
 bool Mailbox::accept(const MessagePtr& message) {
     for (auto it = receives_.begin(); it != receives_.end();) {
         Request& r = **it;
-        const bool for_it = r.tag == message->envelope.tag &&
-                            (r.peer == kAnySource || r.peer == message->source);
+        const bool for_it =
+            r.tag == message->envelope.tag && (r.peer == kAnySource || r.peer == message->source);
         if (!for_it) {
             ++it;
             continue;
