@@ -49,6 +49,7 @@ class Reducing(Moving):
             and reduction.name != "PREMUL_SUM"
             and not trace.hooks
             and not tensor.is_conj()
+            and not tensor.is_neg()
         ):
             self.seq += 1
             backend.all_reduce(tensor, reduction, False)
