@@ -181,6 +181,7 @@ def test_different_calls_are_told_to_all_of_3_ranks_before_data_change(tmp_path,
             assert set(error.calls) == {0, 1, 2}
             assert error.calls[0] == error.calls[2] != error.calls[1]
             assert error.seq == 1
+            assert error.op == error.calls[rank].partition("(")[0]
             assert took < SOON_S
             assert untouched
 

@@ -183,6 +183,8 @@ def _peer_lost(
 
 def _desync(outcome: Outcome, fields: _Fields) -> Desync:
     calls = dict(enumerate(outcome.calls))
+    # The outcome's own operation is that of the rank that noticed first.
+    fields["op"] = calls.get(fields["rank"], "").partition("(")[0] or fields["op"]
     return Desync(
         "the ranks did not call the same thing",
         calls=calls,
