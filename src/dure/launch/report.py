@@ -147,7 +147,7 @@ def _interruption(result: JobResult, number: int) -> list[str]:
 def _how(rank: RankResult) -> str:
     """Describe how a rank failed, with a hint where its signal has a usual cause."""
     if rank.ended_by_launcher and rank.crash is not None:
-        return f"it raised {rank.crash.type}, and hung on its way out"
+        return f"it raised {rank.crash.type}"
     hint = _hint(rank.exit)
     return f"{rank.exit}{f' ({hint})' if hint else ''}"
 
@@ -158,11 +158,11 @@ def _hint(exit: Exit) -> str:
 
 def _fate(rank: RankResult) -> str:
     """Describe in one line what became of a rank that did not fail first."""
-    if rank.stack:
-        return where(rank.stack)
     if rank.crash is not None:
         last = rank.crash.traceback.rstrip().rpartition("\n")[2]
         return f"failed as well: {last}"
+    if rank.stack:
+        return where(rank.stack)
     if rank.ended_by_launcher:
         return "did not say (still starting, or not a Python program)"
     return f"had ended: {rank.exit}"

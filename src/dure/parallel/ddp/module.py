@@ -142,7 +142,9 @@ class DistributedDataParallel(torch.nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Come back on the default group of the rank that loads (Any: as nn.Module's)."""
         super().__setstate__(state)
-        self.process_group = resolve(None, "DistributedDataParallel")
+        self.process_group = resolve(
+            None, "loading a whole DistributedDataParallel (save ddp.module.state_dict() instead)"
+        )
         self._reducer, self._buffer_sync, self._forward_buffers = None, None, False
 
     def _settings(self) -> dict[str, object]:
