@@ -188,7 +188,9 @@ def _points(runs: Sequence[Run]) -> str:
     first, last = runs[0].accuracy, runs[-1].accuracy
     if len(runs) < 2 or first is None or last is None:
         return ""
-    return f"{round((last - first) * 100, 1) + 0.0:+.1f} points"  # + 0.0: never "-0.0"
+    # Of the figures as they are shown; + 0.0: never "-0.0".
+    gain = round(round(last * 100, 1) - round(first * 100, 1), 1) + 0.0
+    return f"{gain:+.1f} points"
 
 
 def _mean(phases: Sequence[Phases]) -> Phases:
