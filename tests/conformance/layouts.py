@@ -154,3 +154,13 @@ def case_inference_tensors_outside_inference_mode(rank, n):
         dist.recv(mail, src=(rank - 1) % n)
         work.wait()
         assert mail.item() == 1
+
+
+def case_negated_view_is_reduced_by_what_it_shows(rank, n):
+    # Contiguous, but stored with the other sign: an engine that reads memory would take the
+    # smallest for the largest.
+    shown = torch.tensor([complex(0, -1.0 - rank)]).conj().imag
+    assert shown.is_neg()
+    assert shown.is_contiguous()
+    dist.all_reduce(shown, dist.ReduceOp.MAX)
+    assert shown.tolist() == [float(n)]

@@ -104,13 +104,11 @@ def stacked_bars(title: str, parts: Sequence[str], bars: Sequence[Bar], x: Axis)
     room = (bottom - top) / max(1, len(bars))
     body = _vertical_grid(across, x, top, bottom)
     for row, bar in enumerate(bars):
-        body += _bar(bar, parts, across, x, (top + (row + 0.28) * room, room * 0.44))
+        body += _bar(bar, parts, across, (top + (row + 0.28) * room, room * 0.44))
     return _svg(title, [*body, *_legend(parts, "p", "fill")])
 
 
-def _bar(
-    bar: Bar, parts: Sequence[str], across: _Scale, x: Axis, place: tuple[float, float]
-) -> list[str]:
+def _bar(bar: Bar, parts: Sequence[str], across: _Scale, place: tuple[float, float]) -> list[str]:
     """Draw one bar at `place` (top, thickness), its name before it and its total above its end."""
     (top, thick), at = place, 0.0
     name_y = top + thick / 2 + 4
