@@ -118,18 +118,25 @@ class Group {
 
     // -- synchronisation (sync.cpp)
     // ----------------------------------------------------------------
-    struct Wait;
+    // What a waiting rank remembers between two slices.
+    struct Wait {
+        int64_t began_ns;
+        int64_t asked_ns;
+    };
     OpSlot& slot(int rank) const { return block(rank).slot[seq_ & 1]; }
     bool arrived(int rank) const;
     bool spin(int rank, int times) const;
     void arrive();
     Status await_all();
     Status await_rank(int rank);
-    Status examine(Wait& wait);
     Status meet() {
         arrive();
         return await_all();
     }
+
+    // -- what a waiting rank looks at (watching.cpp)
+    // ---------------------------------------------
+    Status examine(Wait& wait);
     void wake_everyone() const;
 
     // -- the opening of every collective (opening.cpp)

@@ -2,7 +2,7 @@
 //
 // A pidfd of every peer is opened while all are known to be alive; it turns readable when the
 // process has ended, even as a zombie that nobody has reaped, and cannot be fooled by a reused
-// number. Asking costs one poll(2); the waiting loop asks only after it has slept (sync.cpp).
+// number. Asking costs one poll(2); the waiting loop asks only after it has slept (watching.cpp).
 #pragma once
 
 #include <string>

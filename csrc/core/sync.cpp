@@ -12,9 +12,8 @@
 // use sequentially consistent operations: either the sleeper sees the new tick, or the arriving
 // rank sees the sleeper.
 //
-// Sleeps are cut into slices of kSlice. After each the waiter examines the world: broken by another
-// rank, left, dead, too late, closed here, interrupted. So nobody outlives a dead peer by more
-// than a slice and a poll(2), and the fast stages never look at any of it.
+// Sleeps are cut into slices of kSlice. After each the waiter examines the world (watching.cpp);
+// the fast stages never look at any of it.
 #include "group.h"
 
 namespace dure {
@@ -27,15 +26,8 @@ constexpr int64_t kYieldNs = 200'000;      // then sleeping is cheap by comparis
 constexpr int64_t kContendedNs = 100'000;  // a yield that long met no small operation of ours
 constexpr int64_t kContentionNs = 5'000'000;
 constexpr int64_t kSliceNs = 4'000'000;
-constexpr int64_t kInterruptNs = 100'000'000;
 
 }  // namespace
-
-// What a waiting rank remembers between two slices.
-struct Group::Wait {
-    int64_t began_ns;
-    int64_t asked_ns;
-};
 
 bool Group::arrived(int rank) const {
     return static_cast<int32_t>(slot(rank).tick.load(std::memory_order_acquire) - tick_) >= 0;
@@ -105,56 +97,6 @@ int64_t Group::yield_core(int64_t now) {
     const int64_t after = now_ns();
     if (after - now > kContendedNs) contended_until_ns_.store(after + kContentionNs);
     return after;
-}
-
-// Look for a reason not to wait any longer.
-Status Group::examine(Wait& wait) {
-    if (closing()) return Status::aborted;
-    if (broken()) return adopt_verdict();
-    Outcome out;
-    out.op = op_;
-    out.seq = seq_;
-    for (int r = 0; r < size_; r++) {
-        if (arrived(r)) continue;
-        out.missing.push_back(r);
-        bool left = has_left(r), dead = !left && lost(r);
-        if ((left || dead) && !arrived(r)) {
-            out.status = dead ? Status::peer_lost : Status::peer_left;
-            out.peer = r;
-        }
-    }
-    if (out.missing.empty()) return Status::ok;
-    if (out.status != Status::ok) {
-        out.missing.clear();
-        out.detail = peers_.fate(out.peer);
-        return condemn(std::move(out));
-    }
-    int64_t now = now_ns();
-    if (now - started_ns_ > timeout_ns_) {
-        out.status = Status::timeout;
-        out.peer = out.missing.front();
-        return condemn(std::move(out));
-    }
-    if (now - wait.asked_ns > kInterruptNs) {
-        wait.asked_ns = now;
-        if (interrupted()) {
-            out.status = Status::interrupted;
-            out.peer = rank_;
-            out.missing.clear();
-            return condemn(std::move(out));
-        }
-    }
-    return Status::ok;
-}
-
-// Make every sleeper of the group look again.
-void Group::wake_everyone() const {
-    for (int r = 0; r < size_; r++) {
-        RankBlock& b = block(r);
-        for (OpSlot& s : b.slot) futex_wake_all(s.tick);
-        b.bell.fetch_add(1);
-        futex_wake_all(b.bell);
-    }
 }
 
 }  // namespace dure
