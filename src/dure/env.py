@@ -89,7 +89,17 @@ VARIABLES: dict[str, Variable] = {
             example="127.0.0.1:41234",
         ),
         Variable(name="DURE_LAUNCHER", meaning="the job's name; set by `dure run` in every rank"),
+        Variable(
+            name="DURE_TRACE_DIR",
+            meaning="where ranks write their flight records; off: not on errors",
+            example="traces",
+        ),
+        Variable(
+            name="DURE_VERIFY",
+            meaning="1: ranks compare every collective over gloo, nccl or mpi before data move",
+        ),
         Variable(name="XDG_CONFIG_HOME", meaning="where the user's own key file lives"),
+        Variable(name="XDG_STATE_HOME", meaning="where flight records lie, without DURE_TRACE_DIR"),
     )
 }
 

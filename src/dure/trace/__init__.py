@@ -1,0 +1,38 @@
+"""What ranks did, and when: events for whoever listens, and the flight recorder.
+
+* `events`: the one seam at which a recorder of communication or fault injection attaches.
+* `record`, `ring`, `flight`, `files`: the last operations of every rank, always kept, and written
+  down on an error, on SIGUSR2 (`signals`), or by `dump()`.
+* `merging`, `findings`, `timeline`: the files of all ranks side by side (`dure trace merge`).
+"""
+
+from dure.trace.events import (
+    Event,
+    Hook,
+    Ring,
+    State,
+    add_hook,
+    begin,
+    end,
+    hooks,
+    remove_hook,
+    span,
+)
+from dure.trace.flight import dump, recorded
+from dure.trace.record import Record
+
+__all__ = [
+    "Event",
+    "Hook",
+    "Record",
+    "Ring",
+    "State",
+    "add_hook",
+    "begin",
+    "dump",
+    "end",
+    "hooks",
+    "recorded",
+    "remove_hook",
+    "span",
+]

@@ -1,0 +1,182 @@
+"""Flight recorder: what every rank did last, kept always, and written down when something is wrong.
+
+A *source* keeps the last operations of one rank in one group: the shm engine's own ring, or a
+`FlightRing`. Sources are known here from `add_source` until `retire`, weakly; what a retired one
+kept survives it, because the end of a group is when its story is wanted.
+
+A *dump* writes the last `CAPACITY` operations of each rank of this process, and where its threads
+are now, to one JSON file a rank (`files`). It happens when the program asks (`dump`), when somebody
+sends SIGUSR2 (`signals`), and when an operation of a group first fails because of other ranks
+(`on_error`), in which case a note in the error says where the file is. `dure trace merge` reads the
+files of all ranks.
+
+Threads: everything here may be called from any thread, and from a signal handler.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from weakref import WeakSet
+
+from dure.errors import CommTimeout, Desync, DureError, PeerLost
+from dure.trace import files
+from dure.trace.record import Origin, Record, Source
+from dure.trace.ring import CAPACITY, FlightRing
+
+__all__ = [
+    "CAPACITY",
+    "FlightRing",
+    "Origin",
+    "Record",
+    "Source",
+    "add_source",
+    "dump",
+    "on_error",
+    "recorded",
+    "retire",
+    "set_job",
+]
+
+_ERRORS = (Desync, PeerLost, CommTimeout)
+
+
+class _Recorder:
+    """All sources of the process, and what retired ones kept."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # a signal handler may dump while its thread is in here
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything: the process is a forked child, and the groups are its parent's."""
+        self.sources: WeakSet[Source] = WeakSet()
+        self.retired: dict[int, deque[Record]] = {}
+        self.origins: deque[Origin] = deque(maxlen=64)
+        self.dumped: dict[tuple[str, int], Path | None] = {}
+        self.job = ""
+
+    def known(self) -> dict[int, list[Origin]]:
+        """Return every rank of the process with the groups that it is, or was lately, in."""
+        with self.lock:
+            origins = [*self.origins, *(s.origin for s in list(self.sources))]
+        found: dict[int, dict[str, Origin]] = {}
+        for origin in origins:  # a group that was made again replaces the one of its name
+            found.setdefault(origin.global_rank, {})[origin.group] = origin
+        return {rank: list(groups.values()) for rank, groups in found.items()}
+
+    def records(self, rank: int) -> list[Record]:
+        """Return the last operations of a rank, by their start."""
+        with self.lock:
+            found = list(self.retired.get(rank, ()))
+            sources = [s for s in list(self.sources) if s.origin.global_rank == rank]
+        for source in sources:
+            found += source.records()
+        return sorted(found, key=lambda r: r.start_ns)[-CAPACITY:]
+
+
+_recorder = _Recorder()
+os.register_at_fork(after_in_child=_recorder.clear)
+
+
+def add_source(source: Source) -> None:
+    """Let dumps show what `source` keeps; it is held weakly."""
+    origin = source.origin
+    with _recorder.lock:
+        _recorder.sources.add(source)
+        _recorder.dumped.pop((origin.group, origin.global_rank), None)
+
+
+def retire(source: Source) -> None:
+    """Keep what `source` has kept, and let go of it; nothing happens where it is not known."""
+    with _recorder.lock:
+        if source not in _recorder.sources:
+            return
+        _recorder.sources.discard(source)
+        origin = source.origin
+        kept = _recorder.retired.setdefault(origin.global_rank, deque(maxlen=CAPACITY))
+        kept.extend(source.records())
+        _recorder.origins.append(origin)
+
+
+def set_job(name: str) -> None:
+    """Name the job whose ranks these are, so that the files of its ranks come to lie together."""
+    _recorder.job = name
+
+
+def recorded(rank: int | None = None) -> list[Record]:
+    """Return the last operations of a global rank, or of all ranks of this process."""
+    ranks: Iterable[int] = _recorder.known() if rank is None else [rank]
+    found = [record for r in ranks for record in _recorder.records(r)]
+    return sorted(found, key=lambda r: r.start_ns)
+
+
+def dump(
+    directory_or_path: Path | str | None = None,
+    *,
+    rank: int | None = None,
+    reason: str = "dump()",
+) -> Path:
+    """Write what the ranks of this process did last, one JSON file a rank (`rank3.json`).
+
+    Args:
+        directory_or_path: A directory (made if missing), or the file, where its name ends with
+            ".json". None: DURE_TRACE_DIR, or the job's folder in the user's state directory.
+        rank: Write for this global rank alone.
+        reason: Why, as the file tells its reader.
+
+    Returns:
+        The file; the directory, where the process has several ranks (threads).
+
+    Raises:
+        OSError: It could not be written.
+    """
+    known = _recorder.known()
+    ranks = sorted(known) if rank is None else [rank]
+    target = files.target(directory_or_path, _recorder.job)
+    written = [
+        files.write(
+            target,
+            rank=r,
+            groups=known.get(r, []),
+            records=_recorder.records(r),
+            job=_recorder.job,
+            reason=reason,
+        )
+        for r in ranks or [-1]
+    ]
+    return written[0] if len(written) == 1 else written[0].parent
+
+
+def on_error(error: DureError, rank: int | None = None) -> None:
+    """Dump once for each group that fails here because of other ranks; note in `error` where.
+
+    Never raises, so that nothing hides the error itself. Does nothing for other kinds of errors,
+    or with DURE_TRACE_DIR=off.
+
+    Args:
+        error: What is about to be raised.
+        rank: Global rank that it is raised on; None where the process has only one.
+    """
+    if not isinstance(error, _ERRORS) or error.group is None or not files.wanted():
+        return
+    with suppress(Exception):
+        if rank is None:
+            rank = next(iter(_recorder.known()), -1)
+        key = (error.group, rank)
+        with _recorder.lock:
+            first = key not in _recorder.dumped
+            if first:
+                _recorder.dumped[key] = None
+        if first:
+            reason = f"{type(error).__name__}: {error}"
+            _recorder.dumped[key] = dump(rank=rank, reason=reason)
+        path = _recorder.dumped[key]
+        if path is not None:
+            note = f"Flight record: {path} (dure trace merge {path.parent})"
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)

@@ -1,0 +1,150 @@
+"""`FlightRing`: the last operations of a group whose backend keeps none itself.
+
+Noting an operation must cost next to nothing, so a ring notes only what is at hand: a list with the
+dtype as an object, the caller's code object and the offset in it, and two looks at the clock. Names
+and line numbers are made when somebody asks (`records`). The shm backend needs none of this: its
+engine keeps a ring of its own, below Python.
+
+The *call site* is the nearest frame outside Dure and torch: where DDP reduces a bucket during
+backward there is none on that thread, and the outermost frame stands in.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from time import monotonic_ns
+from types import CodeType
+from typing import Any
+
+from dure.trace.events import State
+from dure.trace.record import MESSAGES, Origin, Record
+
+__all__ = ["CAPACITY", "FlightRing"]
+
+CAPACITY = 2000
+"""How many operations are kept."""
+
+_INSIDE = {"dure", "torch"}
+_NOT_INSIDE = ("dure.testing", "dure.cli")  # programs of their own that use Dure
+_inside: dict[str, bool] = {}
+"""Whether a source file belongs to Dure or torch: a lookup for each frame of each call."""
+
+# What a ring notes of an operation, by position.
+_OP, _SEQ, _DTYPE, _NBYTES, _PEER, _DETAIL, _ASYNC, _CODE, _AT, _START, _END, _ERROR = range(12)
+_RUNNING, _GOOD = object(), object()
+
+Noted = list[Any]
+"""One operation in a ring; to be handed back to `FlightRing.end`, and otherwise left alone."""
+
+
+class FlightRing:
+    """The last `capacity` operations of one rank in one group (a `Source`).
+
+    Threads: every method, from any thread; one list operation each, so that no lock is needed.
+    """
+
+    def __init__(self, origin: Origin, capacity: int = CAPACITY) -> None:
+        self.origin = origin
+        self._noted: deque[Noted] = deque(maxlen=capacity)
+        self._num_collectives = self._num_messages = 0
+
+    def begin(
+        self,
+        op: str,
+        data: Any,
+        peer: int | None = None,
+        detail: str | int | None = None,
+        async_op: bool = False,
+    ) -> Noted:
+        """Note that an operation is called.
+
+        Args:
+            op: The operation.
+            data: The tensor it is about (whatever has `dtype` and `nbytes`), or None.
+            peer: Its root, or the other end of a message.
+            detail: Name of the reduction, or the tag of a message.
+            async_op: The caller goes on before it ends.
+
+        Returns:
+            What `end` wants.
+        """
+        if op in MESSAGES:
+            seq = self._num_messages = self._num_messages + 1
+        else:
+            seq = self._num_collectives = self._num_collectives + 1
+        frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+        while (
+            _inside[name] if (name := frame.f_code.co_filename) in _inside else _look(frame)
+        ) and frame.f_back is not None:
+            frame = frame.f_back
+        noted: Noted = [
+            op,
+            seq,
+            None if data is None else data.dtype,
+            0 if data is None else data.nbytes,
+            peer,
+            detail,
+            async_op,
+            frame.f_code,
+            frame.f_lasti,
+            monotonic_ns(),
+            0,
+            _RUNNING,
+        ]
+        self._noted.append(noted)
+        return noted
+
+    @staticmethod
+    def end(noted: Noted, error: BaseException | None = None) -> None:
+        """Note that an operation has ended, and how."""
+        noted[_END] = monotonic_ns()
+        noted[_ERROR] = _GOOD if error is None else type(error).__name__
+
+    def records(self) -> list[Record]:
+        """Return what is kept, the oldest first."""
+        return [self._record(noted) for noted in list(self._noted)]
+
+    def _record(self, noted: Noted) -> Record:
+        origin, how, detail = self.origin, noted[_ERROR], noted[_DETAIL]
+        code: CodeType = noted[_CODE]
+        return Record(
+            group=origin.group,
+            op=noted[_OP],
+            seq=noted[_SEQ],
+            rank=origin.rank,
+            global_rank=origin.global_rank,
+            world_size=len(origin.global_ranks),
+            dtype="" if noted[_DTYPE] is None else str(noted[_DTYPE]).removeprefix("torch."),
+            nbytes=noted[_NBYTES],
+            peer=noted[_PEER],
+            tag=detail if isinstance(detail, int) else None,
+            reduction=detail if isinstance(detail, str) else "",
+            async_op=noted[_ASYNC],
+            file=code.co_filename,
+            line=_line(code, noted[_AT]),
+            function=code.co_qualname,
+            start_ns=noted[_START],
+            end_ns=noted[_END],
+            state=_STATES.get(id(how), State.FAILED),
+            error=how if isinstance(how, str) else "",
+        )
+
+
+_STATES = {id(_RUNNING): State.STARTED, id(_GOOD): State.SUCCEEDED}
+
+
+def _look(frame: Any) -> bool:
+    """Find out whether a frame is Dure's or torch's, and remember it for its file."""
+    module = str(frame.f_globals.get("__name__", ""))
+    inside = module.partition(".")[0] in _INSIDE and not module.startswith(_NOT_INSIDE)
+    _inside[frame.f_code.co_filename] = inside
+    return inside
+
+
+def _line(code: CodeType, offset: int) -> int:
+    """Return the line of an instruction, as tracebacks do."""
+    for start, end, line in code.co_lines():
+        if start <= offset < end and line is not None:
+            return line
+    return code.co_firstlineno
