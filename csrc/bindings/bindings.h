@@ -12,8 +12,10 @@ inline int64_t nanoseconds(double seconds) {
     return static_cast<int64_t>(std::min(seconds * 1e9, 3.2e18));
 }
 
+void bind_callsite(nanobind::module_& m);
 void bind_group(nanobind::module_& m);
 void bind_outcome(nanobind::module_& m);
 void bind_shared_block(nanobind::module_& m);
+void bind_tensor(nanobind::module_& m);
 void bind_ticket(nanobind::module_& m);
 }  // namespace dure

@@ -15,6 +15,8 @@ NB_MODULE(_engine, m) {
     bind_ticket(m);
     bind_shared_block(m);
     bind_group(m);
+    bind_callsite(m);
+    bind_tensor(m);
     m.def("kernel_isa", [] { return std::string(kernel_isa()); });
     m.def("select_kernel_isa",
           [](const std::string& isa) { return select_kernel_isa(isa.c_str()); });

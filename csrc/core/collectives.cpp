@@ -14,18 +14,23 @@ template <typename F>
 Status Group::guarded(F collective) {
     Visit visit(*this);
     if (!visit) return Status::aborted;
-    std::lock_guard hold(running_);
+    std::unique_lock hold(running_, std::try_to_lock);
+    if (!hold) {
+        about_to_wait();
+        hold.lock();
+    }
     if (failed_.load(std::memory_order_acquire)) return failure().status;
     if (broken()) return adopt_verdict();
     return collective();
 }
 
-Status Group::all_reduce(Block tensor, DType dtype, Reduction reduction) {
+Status Group::all_reduce(Block tensor, DType dtype, Reduction reduction, const Site* site) {
     return guarded([&] {
         Call call;
         call.op = Op::all_reduce;
         call.dtype = dtype;
         call.reduction = reduction;
+        call.site = site;
         return reduce(tensor, call);
     });
 }
@@ -52,11 +57,11 @@ Status Group::run(const Call& call) {
     });
 }
 
-std::shared_ptr<SharedBlock> Group::shared_empty(size_t bytes, Status& status) {
+std::shared_ptr<SharedBlock> Group::shared_empty(size_t bytes, Status& status, const Site* site) {
     std::shared_ptr<SharedBlock> made;
     status = guarded([&] {
         Status inner = Status::ok;
-        made = allocate(bytes, inner);
+        made = allocate(bytes, inner, site);
         return inner;
     });
     return status == Status::ok ? made : nullptr;
@@ -65,12 +70,13 @@ std::shared_ptr<SharedBlock> Group::shared_empty(size_t bytes, Status& status) {
 // Note "Making a shared block". Rank 0 makes the file before the opening and says its descriptor in
 // its slot (-1: could not); after the opening all map it; at a second meeting each says whether it
 // has; after a third nobody needs the descriptor. All ranks fail together.
-std::shared_ptr<SharedBlock> Group::allocate(size_t bytes, Status& status) {
+std::shared_ptr<SharedBlock> Group::allocate(size_t bytes, Status& status, const Site* site) {
     const size_t stride = round_up(std::max(bytes, size_t{1}), kPage);  // no file of 0 bytes maps
     MemoryFile file;
     std::shared_ptr<Mapping> mapping;
     Call call;
     call.op = Op::shared_empty;
+    call.site = site;
     announce(call, bytes, 0);
     int32_t fd = -1;
     if (rank_ == 0) {

@@ -60,11 +60,16 @@ class Group {
     // Asked about every 100 ms of a wait, without locks of ours; true ends the wait (Ctrl-C).
     void set_interrupt(std::function<bool()> asked) { interrupt_ = std::move(asked); }
 
+    // Called before a thread waits for longer than it takes to look: to let go of what others may
+    // want meanwhile (Python's lock).
+    void set_about_to_wait(void (*told)()) { about_to_wait_ = told; }
+
     // The collectives; see Call for which blocks each one takes. On anything but `ok`, `failure`
     // tells more.
     Status run(const Call& call);
-    Status all_reduce(Block tensor, DType dtype, Reduction reduction);
-    std::shared_ptr<SharedBlock> shared_empty(size_t bytes, Status& status);
+    Status all_reduce(Block tensor, DType dtype, Reduction reduction, const Site* site = nullptr);
+    std::shared_ptr<SharedBlock> shared_empty(size_t bytes, Status& status,
+                                              const Site* site = nullptr);
 
     // Say that this rank goes; its pending operations end with `aborted`. Does not wait for them.
     void leave();
@@ -108,6 +113,7 @@ class Group {
     bool may_yield(int64_t now) const { return now >= contended_until_ns_.load(); }
     int64_t yield_core(int64_t now);
     bool interrupted() { return interrupt_ && interrupt_(); }
+    void about_to_wait() const { about_to_wait_(); }
     // Break the group for all ranks, unless it is broken already; returns the verdict's status.
     Status condemn(Outcome outcome);
     Status adopt_verdict();
@@ -143,6 +149,7 @@ class Group {
     // -----------------------------------------------
     void announce(const Call& call, size_t bytes, uint64_t arena);
     void announce_blocks(const Call& call);
+    void show_site(const Site* site);
     Status open();
     bool same_call(int rank) const;
     Status check_blocks() const;
@@ -174,7 +181,7 @@ class Group {
     void put(const Transfer& transfer, size_t done);
     const std::byte* source(const Transfer& transfer, int peer) const;
     void take(const Transfer& transfer, size_t done);
-    std::shared_ptr<SharedBlock> allocate(size_t bytes, Status& status);
+    std::shared_ptr<SharedBlock> allocate(size_t bytes, Status& status, const Site* site);
 
     std::byte* stage(int rank) const {
         return base_ + layout_.staging +
@@ -192,12 +199,14 @@ class Group {
     Peers peers_;
     Arena arena_;
     std::function<bool()> interrupt_;
+    void (*about_to_wait_)() = [] {};
 
     std::mutex running_;  // held during a collective; guards the three counters
     uint32_t seq_ = 0;    // collectives begun
     uint32_t tick_ = 0;   // arrivals made; equal on all ranks at equal places of the program
     uint64_t use_ = 0;    // stages used
     Op op_ = Op::none;
+    const Site* shown_[2] = {nullptr, nullptr};  // what `site` of the own block tells
     int64_t started_ns_ = 0;  // of the operation's first wait that was not short
 
     std::atomic<int64_t> contended_until_ns_{0};  // someone else computes on our cores

@@ -96,6 +96,7 @@ std::shared_ptr<Ticket> Mailbox::start_receive(Block data, DType dtype, int from
 Outcome Mailbox::drive(const RequestPtr& request) {
     const Ticket& ticket = *request->ticket;
     if (ticket.done()) return ticket.outcome();
+    group_.about_to_wait();
     const int64_t began = now_ns();
     request->deadline_ns = began + group_.timeout_ns();
     int64_t asked = began;

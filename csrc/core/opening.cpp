@@ -6,6 +6,7 @@
 // everything with its own, so that all ranks come to the same verdict, and none has touched user
 // data yet. In the usual case (all blocks alike) that is 16 bytes a rank, in the line that was read
 // for the tick anyway; the tables are read only if some rank says that its blocks differ.
+#include <algorithm>
 #include <cstdio>
 
 #include "group.h"
@@ -31,6 +32,17 @@ void Group::announce(const Call& call, size_t bytes, uint64_t arena) {
     s.root = call.root;
     s.bytes = bytes;
     s.arena = arena;
+    if (call.site != shown_[seq_ & 1]) show_site(call.site);
+}
+
+// Where the call was made is text, so it is written only when it changes: a loop that calls from
+// one line writes it twice.
+void Group::show_site(const Site* site) {
+    char* text = block(rank_).site[seq_ & 1];
+    const size_t n = site ? std::min(site->text.size(), kSiteBytes - 1) : 0;
+    if (n) std::memcpy(text, site->text.data(), n);
+    text[n] = 0;
+    shown_[seq_ & 1] = site;
 }
 
 // As `announce`, for operations on a block for each pair of ranks.

@@ -70,6 +70,7 @@ bool Group::spin(int rank, int times) const {
 
 Status Group::await_rank(int rank) {
     if (spin(rank, kSpins)) return Status::ok;
+    about_to_wait();
     Wait wait{now_ns(), now_ns()};
     while (may_spin(rank) && now_ns() - wait.began_ns < kSpinNs) {
         if (spin(rank, kSpins)) return Status::ok;

@@ -18,6 +18,19 @@ void Ticket::finish(Outcome outcome) {
     outcome_ = std::move(outcome);
     word_.store(1);
     if (waiters_.load() != 0) futex_wake_all(word_);
+    write_end();
+}
+
+// `finish` and `record` may run at once; the one that comes second finds both the end and the
+// entry, and the exchange lets only one of them write.
+void Ticket::record(std::shared_ptr<Flight> flight, uint64_t number) {
+    flight_ = std::move(flight);
+    entry_.store(number);
+    if (word_.load() != 0) write_end();
+}
+
+void Ticket::write_end() {
+    if (uint64_t number = entry_.exchange(0)) flight_->end(number, outcome_.status);
 }
 
 }  // namespace dure

@@ -95,6 +95,14 @@ struct Block {
     size_t bytes = 0;
 };
 
+// Where in the user's program a call was made. Sites live as long as the process.
+struct Site {
+    std::string text;  // "train.py:31 in step"
+    std::string file;
+    std::string function;
+    int line = 0;
+};
+
 // One collective call. Which of the lists is used depends on `op`:
 // broadcast, all_reduce, reduce: outputs[0] (in place); all_gather, gather: inputs[0], outputs[n];
 // scatter, reduce_scatter: inputs[n], outputs[0]; all_to_all: both n; barrier: none.
@@ -105,6 +113,7 @@ struct Call {
     int root = -1;
     std::vector<Block> inputs;
     std::vector<Block> outputs;
+    const Site* site = nullptr;
 };
 
 size_t item_bytes(DType dtype);

@@ -8,7 +8,7 @@ import torch
 
 from dure.errors import DtypeError, UsageError
 
-__all__ = ["ReduceOp", "as_reduce_op", "check_reducible", "reducible_dtypes"]
+__all__ = ["REDUCTIONS", "ReduceOp", "as_reduce_op", "check_reducible", "reducible_dtypes"]
 
 
 class ReduceOp:
@@ -55,8 +55,9 @@ class ReduceOp:
 
 
 _PREMUL = 8
-_NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
-for _code, _name in enumerate(_NAMES):
+REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+"""Names of the plain reductions; the place of each is its code in the engine."""
+for _code, _name in enumerate(REDUCTIONS):
     setattr(ReduceOp, _name, ReduceOp(_name, _code))
 ReduceOp.PREMUL_SUM = ReduceOp("PREMUL_SUM", _PREMUL)
 
@@ -66,12 +67,12 @@ def as_reduce_op(op: object) -> ReduceOp:
     if isinstance(op, ReduceOp):
         return op
     name = str(getattr(op, "name", op)).rpartition(".")[2].upper()
-    if name in _NAMES:
+    if name in REDUCTIONS:
         return getattr(ReduceOp, name)
     raise UsageError(
         "no such reduction",
         seen=f"{op!r}",
-        fix="Use one of " + ", ".join(_NAMES) + " of dure.ReduceOp.",
+        fix="Use one of " + ", ".join(REDUCTIONS) + " of dure.ReduceOp.",
     )
 
 

@@ -19,10 +19,13 @@ __all__ = [
     "SharedBlock",
     "Ticket",
     "available",
+    "call_site",
     "kernel_isa",
+    "know_torch",
     "reduce",
     "require",
     "select_kernel_isa",
+    "set_library_folders",
 ]
 
 _reason = (
@@ -35,9 +38,12 @@ if TYPE_CHECKING:
         Outcome,
         SharedBlock,
         Ticket,
+        call_site,
         kernel_isa,
+        know_torch,
         reduce,
         select_kernel_isa,
+        set_library_folders,
     )
 else:
     try:
@@ -49,7 +55,8 @@ else:
     Group, Outcome = _found.Group, _found.Outcome
     SharedBlock, Ticket = _found.SharedBlock, _found.Ticket
     kernel_isa, select_kernel_isa = _found.kernel_isa, _found.select_kernel_isa
-    reduce = _found.reduce
+    reduce, call_site = _found.reduce, _found.call_site
+    know_torch, set_library_folders = _found.know_torch, _found.set_library_folders
 
 
 def available() -> tuple[bool, str]:

@@ -11,9 +11,12 @@ __all__ = [
     "Outcome",
     "SharedBlock",
     "Ticket",
+    "call_site",
     "kernel_isa",
+    "know_torch",
     "reduce",
     "select_kernel_isa",
+    "set_library_folders",
 ]
 
 
@@ -31,6 +34,22 @@ class SharedBlock:
 
 class Ticket:
     """Stands for the engine's ticket."""
+
+
+def know_torch(tensor: type, parameter: type, reductions: list[object]) -> bool:
+    """Tell that tensors cannot be read natively."""
+    del tensor, parameter, reductions
+    return False
+
+
+def set_library_folders(folders: list[str]) -> None:
+    """Ignore whose frames are not the user's."""
+    del folders
+
+
+def call_site() -> str:
+    """Return that the place of a call is not known."""
+    return ""
 
 
 def kernel_isa() -> str:

@@ -109,10 +109,46 @@ class Group:
         self, data: int, nbytes: int, dtype: int, source: int, tag: int, async_op: bool, /
     ) -> Ticket:
         """Receive from `source`, -1 for anyone; a finished ticket where not asynchronous."""
+    def plain_all_reduce(self, tensor: object, op: object, /) -> bool | Outcome:
+        """Reduce a plain tensor; False where it is not plain and nothing was done."""
+    def plain_broadcast(self, tensor: object, root: int, /) -> bool | Outcome:
+        """Broadcast a plain tensor."""
+    def plain_all_gather(self, output: object, tensor: object, /) -> bool | Outcome:
+        """Gather plain tensors into one that is n times as long."""
+    def plain_reduce_scatter(self, output: object, tensor: object, op: object, /) -> bool | Outcome:
+        """Reduce part i of a plain tensor into rank i's."""
+    def plain_all_to_all(self, output: object, tensor: object, /) -> bool | Outcome:
+        """Exchange equal parts of plain tensors."""
+    def plain_barrier(self) -> bool | Outcome:
+        """Meet."""
+    def plain_send(self, tensor: object, to: int, tag: int, /) -> bool | Outcome:
+        """Send a plain tensor."""
+    def plain_receive(self, tensor: object, source: int, tag: int, /) -> bool | Outcome:
+        """Receive into a plain tensor."""
+    def flight(
+        self,
+    ) -> list[tuple[int, str, int, str, int, int, int, bool, int, int, int, str, int, str]]:
+        """Return the last operations, oldest first.
+
+        Each is: seq, op, dtype, reduction, nbytes, peer, tag, async, status (-1 while it runs),
+        start and end in monotonic ns, file, line, function.
+        """
     def shared_empty(self, nbytes: int, /) -> SharedBlock | Outcome:
         """Allocate in the arena; a collective."""
     def close(self) -> None:
         """Leave; safe to call twice, from any thread."""
+
+def know_torch(tensor: type, parameter: type, reductions: list[object], /) -> bool:
+    """Learn torch's types and our reductions, for the `plain_` calls.
+
+    False where torch lacks DLPack's exchange table: they then decline everything.
+    """
+
+def set_library_folders(folders: list[str], /) -> None:
+    """Say whose frames are not the user's (paths' beginnings)."""
+
+def call_site() -> str:
+    """Return the place of the user's program that calls, as "file:line in function"."""
 
 def kernel_isa() -> str:
     """Return the instruction set of the kernels in use: generic, avx2 or avx512."""

@@ -32,9 +32,10 @@ from typing import Protocol
 import torch
 
 from dure.comm.ops import ReduceOp
+from dure.errors import DureError
 from dure.store.base import Store
 
-__all__ = ["Backend", "BackendFactory", "BackendOptions", "Ticket"]
+__all__ = ["Backend", "BackendFactory", "BackendOptions", "PlainBackend", "PlainCalls", "Ticket"]
 
 
 class Ticket(Protocol):
@@ -186,6 +187,56 @@ class Backend(Protocol):
         With ``abort=False`` the caller promises that no operation of its own is pending, and
         peers that still finish the last common operation must not be disturbed.
         """
+        ...
+
+
+class PlainCalls(Protocol):
+    """Synchronous calls on tensors as they come, which the group has not looked at.
+
+    Each returns True when done, False when the tensors are not as simple as they could be (then
+    nothing has happened), or else what went wrong, for `PlainBackend.error`.
+    """
+
+    def plain_all_reduce(self, tensor: object, op: object, /) -> object:
+        """Reduce in place."""
+        ...
+
+    def plain_broadcast(self, tensor: object, root: int, /) -> object:
+        """Copy the root's tensor to all."""
+        ...
+
+    def plain_all_gather(self, output: object, tensor: object, /) -> object:
+        """Gather into one tensor."""
+        ...
+
+    def plain_reduce_scatter(self, output: object, tensor: object, op: object, /) -> object:
+        """Reduce part i of one tensor into rank i's."""
+        ...
+
+    def plain_all_to_all(self, output: object, tensor: object, /) -> object:
+        """Exchange equal parts."""
+        ...
+
+    def plain_barrier(self) -> object:
+        """Meet."""
+        ...
+
+    def plain_send(self, tensor: object, to: int, tag: int, /) -> object:
+        """Send to group rank `to`."""
+        ...
+
+    def plain_receive(self, tensor: object, source: int, tag: int, /) -> object:
+        """Receive from group rank `source`."""
+        ...
+
+
+class PlainBackend(Protocol):
+    """What a backend has besides, if it takes plain calls."""
+
+    plain: PlainCalls
+
+    def error(self, outcome: object) -> DureError:
+        """Make the exception for what a plain call returned."""
         ...
 
 

@@ -20,14 +20,24 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from dure.comm.backends.base import BackendOptions
-from dure.comm.ops import ReduceOp
+from dure.comm.ops import REDUCTIONS, ReduceOp
 from dure.errors import DureError, RendezvousError, RendezvousTimeout, UsageError
-from dure.native import Group, Outcome, SharedBlock, Ticket, available, require
+from dure.native import (
+    Group,
+    Outcome,
+    SharedBlock,
+    Ticket,
+    available,
+    know_torch,
+    require,
+    set_library_folders,
+)
 from dure.native.status import error_of
 
 __all__ = ["MAX_RANKS", "ShmBackend", "ShmTicket", "available", "create", "dtype_code"]
@@ -56,6 +66,18 @@ _DTYPE.update({dtype: len(_REDUCIBLE) + i for i, dtype in enumerate(_OTHERS)})
 _NO_REDUCTION = 8
 _BARRIER, _BROADCAST, _REDUCE, _ALL_GATHER = 1, 2, 4, 5
 _GATHER, _SCATTER, _REDUCE_SCATTER, _ALL_TO_ALL = 6, 7, 8, 9
+
+
+_LIBRARY_FOLDERS = [
+    *(str(Path(__file__).parents[2] / part) for part in ("comm", "parallel", "torch_backend")),
+    str(Path(torch.__file__).parent),
+]
+"""Where frames are not the user's, when a call's place in the program is told."""
+
+_DTYPE_NAMES = [str(dtype).removeprefix("torch.") for dtype in _DTYPE]
+
+know_torch(torch.Tensor, torch.nn.Parameter, [getattr(ReduceOp, n) for n in REDUCTIONS])
+set_library_folders(_LIBRARY_FOLDERS)
 
 
 def dtype_code(dtype: torch.dtype) -> int:
@@ -133,7 +155,7 @@ class ShmBackend:
     device_types = frozenset({"cpu"})
 
     def __init__(self, group: Group, options: BackendOptions) -> None:
-        self._group = group
+        self._group = self.plain = group
         self._size, self._rank = options.size, options.rank
         self._label = options.name
         self._timeout_s = options.timeout.total_seconds()

@@ -8,8 +8,9 @@ Every operation takes the same road:
 3. *issue*: the operation gets its number in the group and its trace event, and the backend runs
    it, at once or, with ``async_op=True``, behind the `Work` that is returned.
 
-A contiguous tensor in a synchronous all_reduce that nobody traces skips straight to the backend:
-five hops from the user's call to the C++ loop.
+A *plain* call skips all three: a synchronous one on plain tensors (contiguous ones on the CPU, of a
+real dtype) that nobody traces goes straight to the engine, which makes the same checks in one look
+at the tensor (csrc/bindings/plain.cpp). What it finds not to be plain takes the road above.
 
 Ranks are group ranks here; the public functions of `collectives` and `point_to_point` translate
 global ranks on one line each.
@@ -19,12 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from typing import cast
 
 import torch
 
 from dure import trace
 from dure.comm import checks
-from dure.comm.backends.base import Backend, Ticket
+from dure.comm.backends.base import Backend, PlainBackend, PlainCalls, Ticket
 from dure.comm.work import Work
 from dure.errors import DureError, NotInGroupError, ShapeError, UsageError
 from dure.store.base import Store
@@ -70,7 +72,9 @@ class GroupCore:
         self._backends = backends
         self.device_types = frozenset(backends)
         self._only: Backend | None = next(iter(backends.values())) if len(backends) == 1 else None
-        self.coalesced: list[Work] | None = None
+        self._engine: PlainCalls | None = getattr(self._only, "plain", None)
+        self._plain = self._engine
+        self._coalesced: list[Work] | None = None
         self.closed = False
 
     def __repr__(self) -> str:
@@ -120,6 +124,10 @@ class GroupCore:
 
     def peer(self, global_rank: int | None, group_rank: int | None, op: str, what: str) -> int:
         """Return the group rank meant by a pair of arguments such as `src` and `group_src`."""
+        if group_rank is None and type(global_rank) is int:
+            rank = self._group_rank_of.get(global_rank)
+            if rank is not None:
+                return rank
         if (global_rank is None) == (group_rank is None):
             raise UsageError(
                 f"give either {what} (a global rank) or group_{what} (a rank of the group)",
@@ -183,7 +191,7 @@ class GroupCore:
     ) -> Work | None:
         """Run a checked operation: number it, trace it, and hand out a `Work` if it is wanted."""
         self.seq += 1
-        coalesced = self.coalesced
+        coalesced = self._coalesced
         deferred = async_op or coalesced is not None
         event = self._begin(op, data, peer, deferred) if trace.hooks else None
         try:
@@ -210,6 +218,22 @@ class GroupCore:
         if coalesced is not None:
             coalesced.append(work)
         return work
+
+    @property
+    def coalesced(self) -> list[Work] | None:
+        """Where operations go that are to be waited for together; None outside a manager."""
+        return self._coalesced
+
+    @coalesced.setter
+    def coalesced(self, works: list[Work] | None) -> None:
+        self._coalesced = works
+        self._plain = self._engine if works is None else None
+
+    def _plainly(self, done: object) -> None:
+        """Count a plain call, or raise what became of it."""
+        self.seq += 1
+        if done is not True:
+            raise cast(PlainBackend, self._only).error(done)
 
     def _begin(
         self, op: str, data: torch.Tensor | None, peer: int | None, async_op: bool
@@ -244,6 +268,7 @@ class GroupCore:
         if self.closed:
             return
         self.closed = True
+        self._engine = self._plain = None
         first: DureError | None = None
         for backend in {id(b): b for b in self._backends.values()}.values():
             try:

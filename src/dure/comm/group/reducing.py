@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from dure import trace
 from dure.comm import checks
 from dure.comm.group.moving import Moving
 from dure.comm.ops import ReduceOp, as_reduce_op, check_reducible
 from dure.comm.sparse import sparse_all_reduce
 from dure.comm.work import Work, combine
 from dure.errors import UsageError
+from dure.trace import hooks
 
 __all__ = ["Reducing"]
 
@@ -37,23 +37,15 @@ class Reducing(Moving):
         self, tensor: torch.Tensor, op: object = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
         """Reduce `tensor` of all ranks, in place, on all ranks."""
+        if self._plain is not None and not async_op and not hooks:
+            done = self._plain.plain_all_reduce(tensor, op)
+            if done:
+                return self._plainly(done)
         reduction = as_reduce_op(op)
         if isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided:
             return sparse_all_reduce(self, tensor, reduction, async_op)
         backend = self._backend("all_reduce", tensor)
         check_reducible(tensor.dtype, reduction, "all_reduce")
-        if (
-            not async_op
-            and tensor.is_contiguous()
-            and self.coalesced is None
-            and reduction.name != "PREMUL_SUM"
-            and not trace.hooks
-            and not tensor.is_conj()
-            and not tensor.is_neg()
-        ):
-            self.seq += 1
-            backend.all_reduce(tensor, reduction, False)
-            return None
         memory, finish = checks.writable(tensor, load=True, op="all_reduce")
         scaled, reduction = self._premultiply(memory, reduction, "all_reduce")
         if scaled is not memory:
@@ -143,6 +135,10 @@ class Reducing(Moving):
         async_op: bool = False,
     ) -> Work | None:
         """Reduce part i [k] of `input` [n*k] of all ranks into rank i's `output` [k]."""
+        if self._plain is not None and not async_op and not hooks:
+            done = self._plain.plain_reduce_scatter(output, input, op)
+            if done:
+                return self._plainly(done)
         name = "reduce_scatter_single"
         backend = self._backend(name, output, input)
         checks.check_same_dtype([input], output.dtype, name)

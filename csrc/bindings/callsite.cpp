@@ -1,0 +1,149 @@
+#include "callsite.h"
+
+#include <frameobject.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <array>
+#include <functional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "bindings.h"
+
+namespace nb = nanobind;
+
+namespace dure {
+
+namespace {
+
+constexpr size_t kMostSites = 65536;  // beyond, a program makes up code as it runs
+constexpr size_t kMostText = 159;     // as much as the shared segment shows
+
+std::vector<std::string>& library_folders() {
+    static std::vector<std::string> folders;
+    return folders;
+}
+
+std::string text_of(PyObject* unicode) {
+    Py_ssize_t size = 0;
+    const char* text = PyUnicode_AsUTF8AndSize(unicode, &size);
+    if (!text) PyErr_Clear();
+    return text ? std::string(text, static_cast<size_t>(size)) : std::string("?");
+}
+
+// A code object and an offset in it, in bytes.
+struct Place {
+    PyCodeObject* code = nullptr;
+    int offset = 0;
+    bool operator==(const Place&) const = default;
+};
+
+struct PlaceHash {
+    size_t operator()(const Place& p) const {
+        return std::hash<const void*>()(p.code) ^
+               static_cast<size_t>(p.offset) * 0x9E3779B97F4A7C15;
+    }
+};
+
+// The frames of the calling thread, innermost first.
+class Frames {
+  public:
+    Frames() : frame_(PyEval_GetFrame()) { Py_XINCREF(frame_); }
+    ~Frames() { Py_XDECREF(frame_); }
+    Frames(const Frames&) = delete;
+    Frames& operator=(const Frames&) = delete;
+
+    explicit operator bool() const { return frame_ != nullptr; }
+    // The frame's code outlives the frame only if somebody keeps it.
+    Place place() const {
+        PyCodeObject* code = PyFrame_GetCode(frame_);
+        Py_DECREF(code);  // the frame has its own reference
+        return {code, PyFrame_GetLasti(frame_)};
+    }
+    void next() {
+        PyFrameObject* back = PyFrame_GetBack(frame_);
+        Py_DECREF(frame_);
+        frame_ = back;
+    }
+
+  private:
+    PyFrameObject* frame_;
+};
+
+// Whether a code object is the library's, remembered. Slots hold references, so that a code object
+// is never taken for another one at the same address.
+bool is_library(PyCodeObject* code) {
+    struct Known {
+        PyCodeObject* code = nullptr;
+        bool library = false;
+    };
+    static std::array<Known, 256> known;
+    Known& k = known[std::hash<const void*>()(code) / 64 % known.size()];
+    if (k.code != code) {
+        const std::string file = text_of(code->co_filename);
+        bool library = false;
+        for (const std::string& folder : library_folders()) {
+            library = library || file.compare(0, folder.size(), folder) == 0;
+        }
+        Py_INCREF(code);
+        Py_XDECREF(k.code);
+        k = {code, library};
+    }
+    return k.library;
+}
+
+Site describe(const Place& place) {
+    Site site;
+    site.file = text_of(place.code->co_filename);
+    site.function = text_of(place.code->co_qualname);
+    site.line = PyCode_Addr2Line(place.code, place.offset);
+    const std::string line = std::string(":").append(std::to_string(site.line));
+    const size_t room = kMostText - line.size();
+    // Of a long path the end tells more.
+    if (site.file.size() > room) site.text.append("...");
+    site.text.append(site.file, site.file.size() > room ? site.file.size() - room + 3 : 0);
+    site.text += line;
+    const std::string in = std::string(" in ").append(site.function);
+    if (site.text.size() + in.size() <= kMostText) site.text += in;
+    return site;
+}
+
+const Site* known_site(const Place& place) {
+    static std::unordered_map<Place, Site, PlaceHash> sites;  // entries never move
+    static Place last;
+    static const Site* last_site = nullptr;
+    if (last_site && place == last) return last_site;
+    auto found = sites.find(place);
+    if (found == sites.end()) {
+        static const Site too_many{"(one of many generated places)", "?", "?", 0};
+        if (sites.size() >= kMostSites) return &too_many;
+        Py_INCREF(place.code);
+        found = sites.emplace(place, describe(place)).first;
+    }
+    last = place;
+    last_site = &found->second;
+    return last_site;
+}
+
+}  // namespace
+
+const Site* call_site() {
+    static const Site nowhere{"(no Python frame)", "?", "?", 0};
+    Place first;
+    for (Frames frames; frames; frames.next()) {
+        const Place place = frames.place();
+        if (!is_library(place.code)) return known_site(place);
+        if (!first.code) first = place;
+    }
+    return first.code ? known_site(first) : &nowhere;
+}
+
+void bind_callsite(nb::module_& m) {
+    m.def("set_library_folders",
+          [](std::vector<std::string> folders) { library_folders() = std::move(folders); });
+    m.def("call_site", [] { return call_site()->text; });
+}
+
+}  // namespace dure

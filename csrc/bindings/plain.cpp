@@ -1,0 +1,174 @@
+// The short road: a synchronous call on plain tensors.
+//
+// What the road through Python checks step by step (comm/group) is checked here in one place, and
+// whatever is not as simple as it could be is declined, so that the other road deals with it and
+// words its errors: tensors that are not plain, sizes that do not fit together, reductions without
+// a meaning for the dtype, a call from a forked child or a signal handler, a lane that is busy.
+//
+// Small operations keep the GIL until they would have to wait (interrupt.h).
+#include "engine.h"
+#include "kernels.h"
+
+namespace nb = nanobind;
+
+namespace dure {
+
+namespace {
+
+constexpr int kNumTags = 0x7FFFFFF0;       // as in comm/group/messaging.py
+constexpr size_t kBriefBytes = 32 * 1024;  // copied in about a microsecond
+
+bool is_float(DType d) { return d <= DType::bf16; }
+bool is_integer(DType d) { return d >= DType::i8 && d <= DType::u64; }
+
+// As `check_reducible` in comm/ops.py, for the dtypes of plain tensors.
+bool has_meaning(Reduction reduction, DType dtype) {
+    switch (reduction) {
+        case Reduction::avg:
+            return is_float(dtype);
+        case Reduction::band:
+        case Reduction::bor:
+        case Reduction::bxor:
+            return is_integer(dtype);
+        case Reduction::none:
+            return false;
+        default:
+            return is_float(dtype) || is_integer(dtype);
+    }
+}
+
+// Both tensors plain, of one dtype, and `one` n times as long as the other.
+bool fit(nb::handle one, nb::handle other, size_t n, PlainTensor& a, PlainTensor& b) {
+    return read_plain(one, a) && read_plain(other, b) && a.dtype == b.dtype &&
+           a.block.bytes == n * b.block.bytes;
+}
+
+void cut(const Block& whole, int n, std::vector<Block>& parts) {
+    const size_t length = whole.bytes / static_cast<size_t>(n);
+    parts.resize(static_cast<size_t>(n));
+    for (size_t i = 0; i < parts.size(); i++) parts[i] = {whole.data + i * length, length};
+}
+
+// A call whose lists keep their memory from one operation to the next. A thread runs one of our
+// calls at a time; only a signal handler could begin another, and `may_begin` declines that.
+Call& empty_call(Op op, DType dtype) {
+    static thread_local Call call;
+    call.op = op;
+    call.dtype = dtype;
+    call.reduction = Reduction::none;
+    call.root = -1;
+    call.inputs.clear();
+    call.outputs.clear();
+    call.site = call_site();
+    return call;
+}
+
+nb::object declined() { return nb::borrow(Py_False); }
+
+}  // namespace
+
+// Run `body`; `bytes` is what it moves.
+template <typename F>
+nb::object Engine::plain(const Call& call, size_t bytes, F body) {
+    const uint64_t entry = note(call, false);
+    const Status s = bytes <= kBriefBytes ? call_briefly(group_.get(), body)
+                                          : call_without_gil(group_.get(), body);
+    flight_->end(entry, s);
+    return s == Status::ok ? nb::borrow(Py_True) : failed(s, call.op);
+}
+
+nb::object Engine::plain_all_reduce(nb::handle tensor, nb::handle op) {
+    const Reduction reduction = reduction_of(op);
+    PlainTensor t;
+    if (!may_begin() || !read_plain(tensor, t) || !has_meaning(reduction, t.dtype)) {
+        return declined();
+    }
+    Call& call = empty_call(Op::all_reduce, t.dtype);
+    call.reduction = reduction;
+    call.outputs.push_back(t.block);
+    return plain(call, t.block.bytes, [&] { return group_->run(call); });
+}
+
+nb::object Engine::plain_broadcast(nb::handle tensor, int root) {
+    PlainTensor t;
+    if (!may_begin() || !is_rank(root) || !read_plain(tensor, t)) return declined();
+    Call& call = empty_call(Op::broadcast, t.dtype);
+    call.root = root;
+    call.outputs.push_back(t.block);
+    return plain(call, t.block.bytes, [&] { return group_->run(call); });
+}
+
+nb::object Engine::plain_all_gather(nb::handle output, nb::handle input) {
+    PlainTensor out, in;
+    const int n = group_->size();
+    if (!may_begin() || !fit(output, input, static_cast<size_t>(n), out, in)) return declined();
+    Call& call = empty_call(Op::all_gather, in.dtype);
+    call.inputs.push_back(in.block);
+    cut(out.block, n, call.outputs);
+    return plain(call, out.block.bytes, [&] { return group_->run(call); });
+}
+
+nb::object Engine::plain_reduce_scatter(nb::handle output, nb::handle input, nb::handle op) {
+    const Reduction reduction = reduction_of(op);
+    PlainTensor out, in;
+    const int n = group_->size();
+    if (!may_begin() || !fit(input, output, static_cast<size_t>(n), in, out) ||
+        !has_meaning(reduction, in.dtype)) {
+        return declined();
+    }
+    Call& call = empty_call(Op::reduce_scatter, in.dtype);
+    call.reduction = reduction;
+    cut(in.block, n, call.inputs);
+    call.outputs.push_back(out.block);
+    return plain(call, in.block.bytes, [&] { return group_->run(call); });
+}
+
+nb::object Engine::plain_all_to_all(nb::handle output, nb::handle input) {
+    PlainTensor out, in;
+    const int n = group_->size();
+    if (!may_begin() || !fit(output, input, 1, out, in)) return declined();
+    const size_t part = in.block.bytes / item_bytes(in.dtype);
+    if (part % static_cast<size_t>(n) != 0) return declined();
+    Call& call = empty_call(Op::all_to_all, in.dtype);
+    cut(in.block, n, call.inputs);
+    cut(out.block, n, call.outputs);
+    return plain(call, in.block.bytes, [&] { return group_->run(call); });
+}
+
+nb::object Engine::plain_barrier() {
+    if (!may_begin()) return declined();
+    Call& call = empty_call(Op::barrier, DType::f64);
+    return plain(call, 0, [&] { return group_->run(call); });
+}
+
+nb::object Engine::plain_message(const Message& message, nb::handle tensor) {
+    PlainTensor t;
+    if (forked() || PythonCall::inside(mailbox_.get()) || !is_rank(message.peer) ||
+        message.peer == group_->rank() || message.tag < 0 || message.tag >= kNumTags ||
+        !read_plain(tensor, t)) {
+        return declined();
+    }
+    Mailbox* box = mailbox_.get();
+    const uint64_t entry = note(message, t.block, t.dtype, false);
+    Outcome out;
+    const auto body = [&] {
+        int source = -1;
+        out = message.op == Op::send
+                  ? box->send(t.block, t.dtype, message.peer, message.tag)
+                  : box->receive(t.block, t.dtype, message.peer, message.tag, &source);
+        return true;
+    };
+    t.block.bytes <= kBriefBytes ? call_briefly(box, body) : call_without_gil(box, body);
+    flight_->end(entry, out.status);
+    return out.status == Status::ok ? nb::borrow(Py_True) : nb::cast(out);
+}
+
+nb::object Engine::plain_send(nb::handle tensor, int to, int tag) {
+    return plain_message({Op::send, to, tag}, tensor);
+}
+
+nb::object Engine::plain_receive(nb::handle tensor, int from, int tag) {
+    return plain_message({Op::recv, from, tag}, tensor);
+}
+
+}  // namespace dure

@@ -1,0 +1,30 @@
+// Reading a tensor without asking Python attribute by attribute.
+//
+// torch offers a table of C functions on its tensor type (`__dlpack_c_exchange_api__`, DLPack 1.2
+// and later); one of them describes a tensor in place in some 40 ns, without a reference and
+// without torch's headers. Only *plain* tensors are read this way: of torch's own type, dense,
+// contiguous, not empty, on the CPU, of a real dtype, and not a negated view, whose memory holds
+// the values with the wrong sign (DLPack does not tell, so torch is asked). All others take the
+// road through Python, which knows what to do with them or what is wrong.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include "types.h"
+
+namespace dure {
+
+struct PlainTensor {
+    Block block;
+    DType dtype = DType::opaque;
+};
+
+// False where the tensor is not plain; never leaves a Python error set.
+bool read_plain(nanobind::handle tensor, PlainTensor& out);
+
+// The code of a `ReduceOp` object; `none` for others.
+Reduction reduction_of(nanobind::handle op);
+
+void bind_tensor(nanobind::module_& m);
+
+}  // namespace dure
