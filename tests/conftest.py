@@ -15,6 +15,8 @@ import pytest
 from dure.testing import ProcessPool
 from dure.testing.pool import start_server
 
+os.environ["DURE_TRACE_DIR"] = "off"  # what fails on purpose leaves no files; a test sets its own
+
 _PATIENCE_S = 3.0
 _POLL_S = 0.02
 _SERVERS = ("forkserver", "resource_tracker")  # multiprocessing's own; they live as long as pytest

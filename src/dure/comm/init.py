@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,6 +26,7 @@ from dure.native import available as native_available
 from dure.store.base import Store
 from dure.store.lifetime import at_process_end
 from dure.store.rendezvous import Rendezvous, rendezvous
+from dure.trace import flight, signals
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -135,6 +137,14 @@ def init_process_group(
         world.clear()
         raise
     _to_leave.add(world)
+    flight.set_job(env.text("DURE_LAUNCHER") or _job_name(meeting.store))
+    signals.install()
+
+
+def _job_name(store: Store) -> str:
+    """Agree on a name for a job whose launcher gave it none."""
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    return store.compare_set("trace/job", "", name).decode()
 
 
 def _default_backend(meeting: Rendezvous) -> str:
@@ -190,6 +200,8 @@ def _leave(world: World, abort: bool = False) -> None:
             first = first or e
     if meeting is not None:
         meeting.close()
+    if not _to_leave:
+        signals.remove()
     if first is not None and not abort:
         raise first
 

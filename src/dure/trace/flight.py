@@ -26,11 +26,12 @@ from weakref import WeakSet
 from dure.errors import CommTimeout, Desync, DureError, PeerLost
 from dure.trace import files
 from dure.trace.record import Origin, Record, Source
-from dure.trace.ring import CAPACITY, FlightRing
+from dure.trace.ring import CAPACITY, FlightRing, Noted
 
 __all__ = [
     "CAPACITY",
     "FlightRing",
+    "Noted",
     "Origin",
     "Record",
     "Source",

@@ -73,7 +73,7 @@ class FlightRing:
             seq = self._num_messages = self._num_messages + 1
         else:
             seq = self._num_collectives = self._num_collectives + 1
-        frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+        frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
         while (
             _inside[name] if (name := frame.f_code.co_filename) in _inside else _look(frame)
         ) and frame.f_back is not None:

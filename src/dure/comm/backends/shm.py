@@ -39,6 +39,7 @@ from dure.native import (
     set_library_folders,
 )
 from dure.native.status import error_of
+from dure.trace.record import Record
 
 __all__ = ["MAX_RANKS", "ShmBackend", "ShmTicket", "available", "create", "dtype_code"]
 
@@ -324,6 +325,10 @@ class ShmBackend:
         if isinstance(made, SharedBlock):
             return torch.frombuffer(made, dtype=torch.uint8) if nbytes else _empty()
         raise self.error(made)
+
+    def records(self) -> list[Record]:
+        """Return the last operations, as the engine has kept them."""
+        return []
 
     def close(self, abort: bool) -> None:
         """Leave: pending operations end with `Aborted`; peers see that this rank left.

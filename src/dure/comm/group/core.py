@@ -12,6 +12,9 @@ A *plain* call skips all three: a synchronous one on plain tensors (contiguous o
 real dtype) that nobody traces goes straight to the engine, which makes the same checks in one look
 at the tensor (csrc/bindings/plain.cpp). What it finds not to be plain takes the road above.
 
+Every operation is noted by the flight recorder (`trace.flight`): by the backend where it keeps a
+ring of its own (it has a method `records`), else here.
+
 Ranks are group ranks here; the public functions of `collectives` and `point_to_point` translate
 global ranks on one line each.
 """
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import cast
 
 import torch
@@ -30,6 +34,7 @@ from dure.comm.backends.base import Backend, PlainBackend, PlainCalls, Ticket
 from dure.comm.work import Work
 from dure.errors import DureError, NotInGroupError, ShapeError, UsageError
 from dure.store.base import Store
+from dure.trace import flight
 
 __all__ = ["GroupCore"]
 
@@ -76,6 +81,24 @@ class GroupCore:
         self._plain = self._engine
         self._coalesced: list[Work] | None = None
         self.closed = False
+        self._ring, self._ring_devices = self._open_ring()
+
+    def _open_ring(self) -> tuple[flight.FlightRing | None, frozenset[str]]:
+        """Make a flight recorder for the devices whose backend has none of its own."""
+        without = {d: b for d, b in self._backends.items() if not hasattr(b, "records")}
+        if not without:
+            return None, frozenset()
+        names = ",".join(dict.fromkeys(b.name for b in without.values()))
+        ring = flight.FlightRing(
+            flight.Origin(
+                group=self.group_name,
+                rank=self._rank,
+                global_ranks=self.global_ranks,
+                backend=names,
+            )
+        )
+        flight.add_source(ring)
+        return ring, frozenset(without)
 
     def __repr__(self) -> str:
         return (
@@ -188,23 +211,29 @@ class GroupCore:
         async_op: bool = False,
         data: torch.Tensor | None = None,
         peer: int | None = None,
+        detail: str | int | None = None,
     ) -> Work | None:
-        """Run a checked operation: number it, trace it, and hand out a `Work` if it is wanted."""
+        """Run a checked operation: number it, trace it, and hand out a `Work` if it is wanted.
+
+        `detail` is the name of the reduction, or the tag of a message.
+        """
         self.seq += 1
         coalesced = self._coalesced
         deferred = async_op or coalesced is not None
         event = self._begin(op, data, peer, deferred) if trace.hooks else None
+        noted = None
+        if self._ring is not None and (self._only or self._kind(data) in self._ring_devices):
+            noted = self._ring.begin(op, data, peer, detail, deferred)
+        ended = partial(self._ended, event, noted)
         try:
             ticket = call(deferred)
+            if not deferred and finish is not None:
+                finish()
         except BaseException as error:
-            if event is not None:
-                trace.end(event, error)
+            ended(error)
             raise
         if not deferred:
-            if finish is not None:
-                finish()
-            if event is not None:
-                trace.end(event)
+            ended(None)
             return None
         work = Work(
             ticket,
@@ -213,7 +242,7 @@ class GroupCore:
             keep=call,
             fields={"op": op, "seq": self.seq, "group": self.group_name, "rank": self._rank},
             source_of=self.global_ranks.__getitem__,
-            settled=None if event is None else lambda error: trace.end(event, error),
+            settled=ended,
         )
         if coalesced is not None:
             coalesced.append(work)
@@ -234,6 +263,24 @@ class GroupCore:
         self.seq += 1
         if done is not True:
             raise cast(PlainBackend, self._only).error(done)
+
+    def _kind(self, data: torch.Tensor | None) -> str:
+        """Return the device whose backend runs an operation on `data`."""
+        return min(self._backends) if data is None else data.device.type
+
+    def _ended(
+        self,
+        event: trace.Event | None,
+        noted: flight.Noted | None,
+        error: BaseException | None,
+    ) -> None:
+        """Tell whoever listens, and the flight recorder, that an operation is over."""
+        if noted is not None:
+            flight.FlightRing.end(noted, error)
+        if event is not None:
+            trace.end(event, error)
+        if isinstance(error, DureError):
+            flight.on_error(error, self.global_ranks[self._rank])
 
     def _begin(
         self, op: str, data: torch.Tensor | None, peer: int | None, async_op: bool
@@ -269,6 +316,8 @@ class GroupCore:
             return
         self.closed = True
         self._engine = self._plain = None
+        if self._ring is not None:
+            flight.retire(self._ring)
         first: DureError | None = None
         for backend in {id(b): b for b in self._backends.values()}.values():
             try:

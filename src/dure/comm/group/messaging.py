@@ -60,6 +60,7 @@ class Messaging(GroupCore):
             async_op=async_op,
             data=source,
             peer=dst,
+            detail=tag,
         )
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int = 0) -> int:
@@ -76,7 +77,7 @@ class Messaging(GroupCore):
             tickets.append(backend.recv(memory, src, tag, async_op))
             return tickets[0]
 
-        work = self._issue("recv", call, [tensor], finish=finish, data=memory, peer=src)
+        work = self._issue("recv", call, [tensor], finish=finish, data=memory, peer=src, detail=tag)
         if work is not None:
             work.wait()
         return tickets[0].source
@@ -92,6 +93,7 @@ class Messaging(GroupCore):
             async_op=True,
             data=memory,
             peer=src,
+            detail=tag,
         )
         assert work is not None
         return work

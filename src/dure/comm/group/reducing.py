@@ -57,6 +57,7 @@ class Reducing(Moving):
             finish=finish,
             async_op=async_op,
             data=memory,
+            detail=reduction.name,
         )
 
     def all_reduce_coalesced(
@@ -96,6 +97,7 @@ class Reducing(Moving):
             async_op=async_op,
             data=memory,
             peer=dst,
+            detail=reduction.name,
         )
 
     def reduce_scatter(
@@ -125,6 +127,7 @@ class Reducing(Moving):
             finish=finish,
             async_op=async_op,
             data=memory,
+            detail=reduction.name,
         )
 
     def reduce_scatter_single(
@@ -158,4 +161,5 @@ class Reducing(Moving):
             finish=finish,
             async_op=async_op,
             data=source,
+            detail=reduction.name,
         )
