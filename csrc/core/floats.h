@@ -48,6 +48,12 @@ struct Float16 {
     // The compiler does not find these instructions by itself.
     static void load_many(const Float16* in, float* out, size_t n) {
         size_t i = 0;
+#if defined(__AVX512F__)
+        for (; i + 16 <= n; i += 16) {
+            __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + i));
+            _mm512_storeu_ps(out + i, _mm512_cvtph_ps(half));
+        }
+#endif
         for (; i + 8 <= n; i += 8) {
             __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i));
             _mm256_storeu_ps(out + i, _mm256_cvtph_ps(half));
@@ -56,6 +62,12 @@ struct Float16 {
     }
     static void store_many(const float* in, Float16* out, size_t n) {
         size_t i = 0;
+#if defined(__AVX512F__)
+        for (; i + 16 <= n; i += 16) {
+            __m256i half = _mm512_cvtps_ph(_mm512_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT);
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), half);
+        }
+#endif
         for (; i + 8 <= n; i += 8) {
             __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(in + i), 0);
             _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), half);

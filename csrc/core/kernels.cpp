@@ -1,9 +1,9 @@
 // Reduction kernels: one source, compiled once per instruction set (see CMakeLists.txt).
 //
-// A range is reduced in blocks that stay in the first-level cache: the first source is widened into
-// an accumulator, every further source is added to it in the order of the ranks, and the result is
-// rounded once and copied out. So an element's value depends on the sources alone, never on
-// how a tensor was cut into ranges, and on no rank's place in time.
+// A range is reduced in blocks that stay in the first-level cache: the sources are widened into an
+// accumulator, one after the other in the order of the ranks, and the result is rounded once,
+// written to the first place and copied to the others. So an element's value depends on the sources
+// alone, never on how a tensor was cut into ranges, and on no rank's place in time.
 //
 // Widened means: 16 and 8 bit floats accumulate in float, complex32 in complex64, everything else
 // in itself; integers as unsigned, which wraps around without undefined behaviour. Contraction to
@@ -206,6 +206,10 @@ inline void widen(const typename E::Stored* in, typename E::Acc* out, size_t n) 
     }
 }
 
+// The three loops: two sources into the accumulator, one more source into it, and the rounded
+// result out of it. The result may lie where a source lay, element for element, which the compiler
+// need not fear (ivdep).
+
 template <typename E, typename R>
 inline void fold(typename E::Acc* acc, const typename E::Stored* in, size_t n) {
     if constexpr (kConvertsMany<E>) {
@@ -214,6 +218,17 @@ inline void fold(typename E::Acc* acc, const typename E::Stored* in, size_t n) {
         for (size_t i = 0; i < n; i++) acc[i] = R::combine(acc[i], wide[i]);
     } else {
         for (size_t i = 0; i < n; i++) acc[i] = R::combine(acc[i], E::load(in[i]));
+    }
+}
+
+template <typename E, typename R>
+inline void first_two(typename E::Acc* acc, const typename E::Stored* a,
+                      const typename E::Stored* b, size_t n) {
+    if constexpr (kConvertsMany<E>) {
+        widen<E>(a, acc, n);
+        fold<E, R>(acc, b, n);
+    } else {
+        for (size_t i = 0; i < n; i++) acc[i] = R::combine(E::load(a[i]), E::load(b[i]));
     }
 }
 
@@ -227,19 +242,37 @@ inline void narrow(typename E::Acc* acc, typename E::Stored* out, size_t n, int 
     }
 }
 
+// As `first_two` and `narrow`, without the accumulator's way through memory.
+template <typename E, typename R>
+inline void only_two(const typename E::Stored* a, const typename E::Stored* b,
+                     typename E::Stored* out, size_t n) {
+#pragma GCC ivdep
+    for (size_t i = 0; i < n; i++) {
+        out[i] = E::store(R::finish(R::combine(E::load(a[i]), E::load(b[i])), 2));
+    }
+}
+
 template <typename E, typename R>
 void reduce(const Operands& o) {
     using Stored = typename E::Stored;
     alignas(64) typename E::Acc acc[kBlock];
-    alignas(64) Stored done[kBlock];
     for (size_t at = 0; at < o.count; at += kBlock) {
         const size_t n = o.count - at < kBlock ? o.count - at : kBlock;
         auto source = [&](int r) { return static_cast<const Stored*>(o.sources[r]) + at; };
-        widen<E>(source(0), acc, n);
-        for (int r = 1; r < o.n; r++) fold<E, R>(acc, source(r), n);
-        narrow<E, R>(acc, done, n, o.n);
-        for (int k = 0; k < o.num_outs; k++) {
-            __builtin_memcpy(static_cast<Stored*>(o.outs[k]) + at, done, n * sizeof(Stored));
+        Stored* out = static_cast<Stored*>(o.outs[0]) + at;
+        if (o.n == 2 && !kConvertsMany<E>) {
+            only_two<E, R>(source(0), source(1), out, n);
+        } else {
+            if (o.n == 1) {
+                widen<E>(source(0), acc, n);
+            } else {
+                first_two<E, R>(acc, source(0), source(1), n);
+            }
+            for (int r = 2; r < o.n; r++) fold<E, R>(acc, source(r), n);
+            narrow<E, R>(acc, out, n, o.n);
+        }
+        for (int k = 1; k < o.num_outs; k++) {
+            __builtin_memcpy(static_cast<Stored*>(o.outs[k]) + at, out, n * sizeof(Stored));
         }
     }
 }
