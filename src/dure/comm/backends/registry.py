@@ -47,6 +47,7 @@ _OURS: Mapping[str, _Entry] = {
     "gloo": _Entry(
         devices=("cpu",), module="dure.comm.backends.torch_engine", attribute="create_gloo"
     ),
+    "mpi": _Entry(devices=("cpu",), module="dure.comm.backends.mpi", attribute="create_mpi"),
     "nccl": _Entry(
         devices=("cuda",), module="dure.comm.backends.torch_engine", attribute="create_nccl"
     ),

@@ -1,0 +1,469 @@
+"""The lane: how operations over MPI make progress, wait, fail, and leave.
+
+An *operation* is a generator that yields stages: lists of MPI requests that run together. Whoever
+waits *polls*: it tests the requests of the current stage and, when all have ended, lets the
+generator go on. So nobody ever blocks inside MPI: a wait can be interrupted, and has a limit.
+
+* **Collectives** run one after another, in the order of the calls, on all ranks alike.
+* **Messages** are operations of one stage, independent of collectives and of each other.
+* **Asynchronous operations** are polled by a helper thread while nobody waits for them; it sleeps
+  when there are none. Where MPI allows one thread only, they go on when the program waits or asks.
+* **Verdicts.** A rank that leaves, or whose collective fails, tells all peers in a message of its
+  own, with the number of collectives that it completed: later ones will never take place, and all
+  who wait for one raise. A peer looks for verdicts before a collective, before its data move, and
+  now and then while it waits.
+
+A communicator is freed when all peers have said that they left, so that no message is ever on its
+way to one that is gone; until then it is *retired*, and looked at whenever a group comes or goes.
+That of a group that failed is kept to the end, because MPI cannot call off a send.
+
+Threads: every method, from any thread; `Library.lock` guards everything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Generator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from dure.comm.backends.mpi_frames import Stage
+from dure.comm.backends.mpi_library import Library
+from dure.errors import Aborted, CommError, CommTimeout, Desync, DureError, InternalError, PeerLost
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Lane", "Operation", "Steps"]
+
+Steps = Generator[Stage, None, None]
+"""The stages of an operation; what runs between two of them works on what has arrived."""
+
+_LOOK_EVERY = 16
+"""Polls between two looks for verdicts: a look costs about as much as a poll."""
+
+_SPIN = 200
+_YIELD = 2_000
+_NAP_S = 5e-5
+_LONG_NAP_S = 1e-3
+_GRACE_S = 0.2
+"""How long a message of a peer that left may still be on its way."""
+
+_KINDS: dict[str, type[CommError]] = {
+    kind.__name__: kind for kind in (PeerLost, CommTimeout, Desync, Aborted)
+}
+
+
+class Operation:
+    """A collective or a message on its way; also its ticket (see `base.Ticket`).
+
+    Args:
+        lane: Where it runs.
+        name: As users call it.
+        steps: Its stages.
+        peer: The rank at the other end of a message; None for a collective, or for anyone.
+    """
+
+    __slots__ = ("began", "ended", "error", "lane", "name", "peer", "seq", "source", "stage")
+    __slots__ += ("steps",)
+
+    def __init__(self, lane: Lane, name: str, steps: Steps, peer: int | None = None) -> None:
+        self.lane, self.name, self.peer = lane, name, peer
+        self.steps: Steps | None = steps
+        self.stage = Stage([], [])
+        self.began = time.monotonic()
+        self.seq: int | None = None
+        self.source = -1
+        self.ended = False
+        self.error: DureError | None = None
+
+    def done(self) -> bool:
+        """See `Ticket.done`."""
+        if not self.ended:
+            self.lane.poll()
+        return self.ended
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """See `Ticket.wait`."""
+        if not self.ended and not self.lane.wait(self, timeout_s):
+            return False
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def end(self, error: DureError | None) -> None:
+        """End, well or badly, and let the tensors go."""
+        if not self.ended:
+            self.steps, self.error = None, error
+            self.ended = True
+
+
+class Lane:
+    """The operations of one group on one rank.
+
+    Args:
+        library: MPI.
+        comm: The group's communicator.
+        name: The group's name.
+        timeout_s: How long an operation may wait for its peers.
+        tag: Which messages are verdicts.
+        crowded: More ranks than cores share this host: do not spin.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        comm: MPI.Intracomm,
+        name: str,
+        timeout_s: float,
+        tag: int,
+        crowded: bool,
+    ) -> None:
+        self._library, self._comm, self._tag = library, comm, tag
+        self._lock, self._testall = library.lock, library.MPI.Request.Testall
+        self.name, self.timeout_s = name, timeout_s
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self._spin = 0 if crowded else _SPIN
+        self._queue: deque[Operation] = deque()
+        self._messages: list[Operation] = []
+        self._num_started = self._num_completed = self._num_polls = 0
+        self._end_at: int | None = None  # the first collective that will never take place, and why
+        self._why: dict[str, Any] = {}
+        self._left: dict[int, float] = {}  # who left, and when we heard
+        self._closed = self._failed = False
+        self._waiters = 0
+        self._busy = threading.Condition(self._lock)
+        self._helper: threading.Thread | None = None
+
+    # Beginning ----------------------------------------------------------------------------------
+
+    @property
+    def head(self) -> Operation:
+        """The collective that is running; its steps may ask."""
+        return self._queue[0]
+
+    def collective(self, operation: Operation, async_op: bool) -> Operation | None:
+        """Begin the next collective; return it if it is asynchronous, else wait for it.
+
+        Raises:
+            CommError: The group has failed, or was left; then nothing is sent.
+        """
+        with self._lock:
+            self._check_open(operation)
+            operation.seq = self._num_started
+            self.look(operation)
+            self._num_started += 1
+            self._queue.append(operation)
+            if async_op:
+                self._wake_helper()
+            self._poll()
+        if async_op:
+            return operation
+        operation.wait()
+        return None
+
+    def message(self, operation: Operation, async_op: bool) -> Operation:
+        """Begin a message, and wait for it unless it is asynchronous."""
+        with self._lock:
+            self._check_open(operation)
+            self._hear()
+            if not self._advance(operation):
+                self._messages.append(operation)
+                if async_op:
+                    self._wake_helper()
+        if not async_op:
+            operation.wait()
+        return operation
+
+    def look(self, operation: Operation) -> None:
+        """Raise if `operation` will never take place."""
+        self._hear()
+        if self._is_doomed(operation):
+            raise self._verdict(operation)
+
+    def _check_open(self, operation: Operation) -> None:
+        if self._closed:
+            raise self._error(Aborted, "this rank has left the group", operation)
+
+    # Progress -----------------------------------------------------------------------------------
+
+    def wait(self, operation: Operation, timeout_s: float | None) -> bool:
+        """Poll until `operation` has ended; False if `timeout_s` passed first."""
+        limit = None if timeout_s is None else time.monotonic() + timeout_s
+        self._waiters += 1
+        try:
+            num_polls = 0
+            while not operation.ended:
+                with self._lock:
+                    self._poll()
+                if operation.ended:
+                    break
+                if limit is not None and time.monotonic() >= limit:
+                    return False
+                num_polls += 1
+                self._pause(num_polls)
+        finally:
+            self._waiters -= 1
+        return True
+
+    def _pause(self, num_polls: int) -> None:
+        """Wait a moment: not at all at first, then give up the core, then sleep."""
+        if num_polls < self._spin:
+            return
+        if num_polls < _YIELD:
+            os.sched_yield()
+        else:
+            time.sleep(_NAP_S if num_polls < 4 * _YIELD else _LONG_NAP_S)
+
+    def poll(self) -> None:
+        """Make what progress there is, unless another thread does so right now."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._poll()
+            finally:
+                self._lock.release()
+
+    def _poll(self) -> None:
+        self._num_polls += 1
+        if not self._num_polls % _LOOK_EVERY and not self._closed:
+            self._hear()
+        queue = self._queue
+        while queue and self._advance(queue[0]):
+            if queue:
+                queue.popleft()
+        if self._messages:
+            self._messages = [m for m in self._messages if not self._advance(m)]
+
+    def _advance(self, operation: Operation) -> bool:
+        """Let an operation go as far as it can; True if it has ended."""
+        if operation.ended:
+            return True
+        try:
+            steps = operation.steps
+            assert steps is not None
+            stage = operation.stage
+            while not stage.requests or self._testall(stage.requests, stage.statuses):
+                stage = operation.stage = next(steps)
+        except StopIteration:
+            if operation.seq is not None:
+                self._num_completed += 1
+            operation.end(None)
+        except DureError as error:
+            self._fail(operation, error if error.op else self._placed(error, operation))
+        except self._library.MPI.Exception as error:
+            self._fail(operation, self._translate(operation, error))
+        except Exception as error:
+            seen = f"{type(error).__name__}: {error}"
+            self._fail(operation, self._error(InternalError, "a step failed", operation, seen=seen))
+        except BaseException:
+            self._fail(operation, self._error(Aborted, "interrupted", operation))
+            raise
+        else:
+            self._check_hope(operation)
+        return operation.ended
+
+    def _check_hope(self, operation: Operation) -> None:
+        """End an operation that will never take place, or whose time is up."""
+        if self._is_doomed(operation):
+            self._fail(operation, self._verdict(operation))
+        elif time.monotonic() - operation.began > self.timeout_s:
+            self._expire(operation)
+        elif self._left and operation.seq is None:
+            self._check_sender(operation)
+
+    def _expire(self, operation: Operation) -> None:
+        missing = self._missing(operation)
+        error = self._error(
+            CommTimeout,
+            "not all ranks called in time" if operation.seq is not None else "no peer came in time",
+            operation,
+            missing=missing,
+            seen=f"missing {list(missing)}",
+            fix="See what the missing ranks do, or raise the group's timeout.",
+        )
+        self._fail(operation, error)
+
+    def _missing(self, operation: Operation) -> tuple[int, ...]:
+        """Return the ranks that the current stage still waits for."""
+        waits = zip(operation.stage.requests, operation.stage.peers, strict=True)
+        return tuple(sorted({peer for request, peer in waits if peer >= 0 and not request.Test()}))
+
+    def _check_sender(self, operation: Operation) -> None:
+        """End a message whose other end has left, a moment after we heard of it."""
+        others = self.size - 1
+        peers = [operation.peer] if operation.peer is not None else list(self._left)
+        gone = [p for p in peers if time.monotonic() - self._left.get(p, 1e18) > _GRACE_S]
+        if len(gone) == (1 if operation.peer is not None else others):
+            what = f"rank {gone[0]} left the group"
+            self._fail(operation, self._error(PeerLost, what, operation, peer=gone[0]))
+
+    # Failing ------------------------------------------------------------------------------------
+
+    def _fail(self, operation: Operation, error: DureError) -> None:
+        """End an operation with `error`; a collective takes all later ones with it."""
+        self._abandon(operation)
+        operation.end(error)
+        if operation.seq is None:
+            return
+        self._failed = True
+        if self._end_at is None:
+            self._note(self._num_completed, _as_verdict(error))
+            self._tell(self._why)
+        for later in self._queue:
+            if not later.ended:
+                later.end(self._verdict(later))
+        self._queue.clear()
+
+    def _abandon(self, operation: Operation) -> None:
+        """Call off what can be called off, and keep the memory of what cannot."""
+        stage, mpi = operation.stage, self._library.MPI
+        for request in stage.requests[: stage.num_receives]:
+            with suppress(mpi.Exception):
+                if request != mpi.REQUEST_NULL:
+                    request.Cancel()
+        with suppress(mpi.Exception):
+            if not stage.requests or self._testall(stage.requests):
+                return
+        self._library.kept.append((stage, operation.steps))
+
+    def _note(self, end_at: int, why: dict[str, Any]) -> None:
+        """Remember from which collective on there will be none, and why."""
+        if self._end_at is None or end_at < self._end_at:
+            self._end_at, self._why = end_at, why
+
+    def _is_doomed(self, operation: Operation) -> bool:
+        end_at, seq = self._end_at, operation.seq
+        return end_at is not None and seq is not None and seq >= end_at
+
+    def _verdict(self, operation: Operation) -> DureError:
+        """Make this rank's error of what ended the group."""
+        fields = dict(self._why)
+        kind = _KINDS.get(fields.pop("kind"), InternalError)
+        if "missing" in fields:
+            fields["missing"] = tuple(fields["missing"])
+        if "calls" in fields:
+            fields["calls"] = {int(rank): text for rank, text in fields["calls"].items()}
+        return self._error(kind, fields.pop("what"), operation, **fields)
+
+    def _error(
+        self, kind: type[DureError], what: str, operation: Operation, **fields: Any
+    ) -> DureError:
+        return kind(
+            what,
+            group=self.name,
+            op=operation.name,
+            seq=operation.seq,
+            rank=self.rank,
+            world_size=self.size,
+            elapsed_s=time.monotonic() - operation.began,
+            **fields,
+        )
+
+    def _placed(self, error: DureError, operation: Operation) -> DureError:
+        """Return `error` with where it happened."""
+        fields = _as_verdict(error)
+        fields.pop("kind")
+        return self._error(type(error), fields.pop("what"), operation, **fields)
+
+    def _translate(self, operation: Operation, error: MPI.Exception) -> DureError:
+        if error.Get_error_class() == self._library.MPI.ERR_TRUNCATE:
+            what = "a message does not fit the tensor it is received into"
+            return self._error(Desync, what, operation, peer=operation.peer)
+        return self._error(InternalError, "MPI failed", operation, seen=error.Get_error_string())
+
+    # Verdicts -----------------------------------------------------------------------------------
+
+    def _tell(self, verdict: dict[str, Any]) -> None:
+        """Tell all peers from which collective on there will be none, and why."""
+        text = json.dumps({"end_at": self._num_completed, **verdict}).encode()
+        peers = [r for r in range(self.size) if r != self.rank]
+        sent = [self._comm.Isend(text, r, self._tag) for r in peers]
+        if not self._testall(sent):
+            self._library.kept.append((sent, text))
+
+    def _hear(self) -> None:
+        """Take what verdicts have come."""
+        for peer, verdict in heard(self._library, self._comm, self._tag):
+            end_at = verdict.pop("end_at")
+            if verdict.pop("left", False):
+                self._left[peer] = time.monotonic()
+            self._note(end_at, verdict)
+
+    # Helping ------------------------------------------------------------------------------------
+
+    def _wake_helper(self) -> None:
+        if not self._library.threads:
+            return
+        if self._helper is None:
+            name = f"dure-mpi-{self.name}"
+            self._helper = threading.Thread(target=self._help, name=name, daemon=True)
+            self._helper.start()
+        self._busy.notify()
+
+    def _help(self) -> None:
+        """Poll while there is something to do and nobody else does."""
+        while True:
+            with self._lock:
+                while not (self._queue or self._messages or self._closed):
+                    self._busy.wait()
+                if self._closed:
+                    return
+                if not self._waiters:
+                    self._poll()
+            time.sleep(_LONG_NAP_S if self._waiters else _NAP_S)
+
+    # Leaving ------------------------------------------------------------------------------------
+
+    def close(self) -> bool:
+        """Leave: what is pending ends with `Aborted`, and peers are told.
+
+        Returns:
+            Whether the group ended in good order, so that its communicator can be retired.
+        """
+        with self._lock:
+            if self._closed:
+                return False
+            self._closed = True
+            pending = [o for o in [*self._queue, *self._messages] if not o.ended]
+            for operation in pending:
+                self._abandon(operation)
+                what = "the group was left while the operation was pending"
+                operation.end(self._error(Aborted, what, operation))
+            self._queue.clear()
+            self._messages.clear()
+            clean = not pending and not self._failed
+            what = f"rank {self.rank} left the group"
+            self._tell({"left": True, "kind": "PeerLost", "what": what, "peer": self.rank})
+            self._busy.notify_all()
+            helper = self._helper
+        if helper is not None and helper is not threading.current_thread():
+            helper.join()
+        return clean
+
+
+def heard(
+    library: Library, comm: MPI.Intracomm, tag: int
+) -> Generator[tuple[int, dict[str, Any]], None, None]:
+    """Yield the verdicts that have come on `comm`, and who sent them."""
+    mpi = library.MPI
+    status = mpi.Status()
+    while comm.Iprobe(mpi.ANY_SOURCE, tag, status):
+        peer = status.Get_source()
+        text = bytearray(status.Get_count(mpi.BYTE))
+        comm.Recv(text, peer, tag)
+        yield peer, json.loads(text)
+
+
+def _as_verdict(error: DureError) -> dict[str, Any]:
+    """Return what peers need in order to make the same error."""
+    verdict: dict[str, Any] = {"kind": type(error).__name__, "what": error.what}
+    verdict |= {"peer": error.peer, "seen": error.seen, "fix": error.fix}
+    if isinstance(error, CommTimeout):
+        verdict["missing"] = error.missing
+    if isinstance(error, Desync):
+        verdict["calls"] = error.calls
+    return verdict
