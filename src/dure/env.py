@@ -98,6 +98,9 @@ VARIABLES: dict[str, Variable] = {
             name="DURE_VERIFY",
             meaning="1: ranks compare every collective over gloo, nccl or mpi before data move",
         ),
+        Variable(name="OMPI_COMM_WORLD_SIZE", meaning="set by Open MPI's mpirun in every process"),
+        Variable(name="PMI_SIZE", meaning="set by the mpiexec of MPICH and Intel MPI"),
+        Variable(name="PMIX_RANK", meaning="set by launchers that speak PMIx, such as srun"),
         Variable(name="XDG_CONFIG_HOME", meaning="where the user's own key file lives"),
         Variable(name="XDG_STATE_HOME", meaning="where flight records lie, without DURE_TRACE_DIR"),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from dure import env
+from dure.comm.backends import mpi_library
 from dure.comm.backends.registry import known_backends
 from dure.native import available as native_available
 
@@ -33,6 +34,8 @@ def is_backend_available(backend: str) -> bool:
         return native_available()[0]
     if name == "nccl":
         return is_nccl_available()
+    if name == "mpi":
+        return is_mpi_available()
     return name in known_backends()
 
 
@@ -47,8 +50,11 @@ def is_nccl_available() -> bool:
 
 
 def is_mpi_available() -> bool:
-    """Tell whether there is a backend `mpi`."""
-    return "mpi" in known_backends()
+    """Tell whether the backend `mpi` can run: mpi4py is installed, and finds an MPI library.
+
+    MPI is not started by asking.
+    """
+    return mpi_library.available()
 
 
 def is_ucc_available() -> bool:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dure import env
+from dure.comm.backends import mpi_library
+from dure.comm.backends.mpi_place import find_mpi_place
 from dure.comm.backends.registry import parse_backend
 from dure.comm.creation import (
     MEETING_LIMIT,
@@ -25,7 +27,7 @@ from dure.errors import DureError, UsageError
 from dure.native import available as native_available
 from dure.store.base import Store
 from dure.store.lifetime import at_process_end
-from dure.store.rendezvous import Rendezvous, rendezvous
+from dure.store.rendezvous import Rendezvous, rendezvous, rendezvous_at
 from dure.trace import flight, signals
 
 if TYPE_CHECKING:
@@ -77,9 +79,10 @@ def init_process_group(
     """Join the job: find the other ranks, and create the default group.
 
     Args:
-        backend: "shm", "threads", "gloo", "nccl", or one for each kind of device such as
+        backend: "shm", "threads", "gloo", "mpi", "nccl", or one for each kind of device such as
             "cpu:gloo,cuda:nccl". None: "shm" if all ranks share a host, else "gloo".
-        init_method: "env://" (the default), "tcp://HOST:PORT", or "file:///PATH".
+        init_method: "env://", "tcp://HOST:PORT", or "file:///PATH". None: "env://"; under an MPI
+            launcher the ranks meet over MPI, with no environment variable at all.
         timeout: How long operations wait for their peers (30 minutes by default); joining waits
             for the other ranks that long too, but at most 5 minutes.
         world_size: Ranks in the job; read from WORLD_SIZE where not given.
@@ -111,14 +114,18 @@ def init_process_group(
     limit = as_timeout(timeout, default_pg_timeout)
     if backend is not None:
         parse_backend(Backend(backend))
-    meeting = rendezvous(
-        init_method=init_method,
-        rank=rank,
-        world_size=world_size,
-        store=store,
-        timeout=min(limit, MEETING_LIMIT),
-        group_name=group_name,
-    )
+    told = not (init_method is None and store is None and rank < 0 and world_size < 0)
+    if not told and _meets_by_mpi(backend):
+        meeting = _meet_by_mpi(min(limit, MEETING_LIMIT), group_name)
+    else:
+        meeting = rendezvous(
+            init_method=init_method,
+            rank=rank,
+            world_size=world_size,
+            store=store,
+            timeout=min(limit, MEETING_LIMIT),
+            group_name=group_name,
+        )
     world.rendezvous = meeting
     device = torch.device("cuda", device_id) if isinstance(device_id, int) else device_id
     spec = GroupSpec(
@@ -139,6 +146,26 @@ def init_process_group(
     _to_leave.add(world)
     flight.set_job(env.text("DURE_LAUNCHER") or _job_name(meeting.store))
     signals.install()
+
+
+def _meets_by_mpi(backend: str | None) -> bool:
+    """Tell whether MPI is what the ranks know each other by, as far as one rank can tell.
+
+    It is where an MPI launcher started them and the program wants MPI, or the environment has no
+    other way; and for a program that wants MPI and was started without any launcher.
+    """
+    wanted = backend is not None and "mpi" in parse_backend(backend).values()
+    told_otherwise = env.text("RANK") is not None or env.text("WORLD_SIZE") is not None
+    if mpi_library.launched():
+        return wanted or (not told_otherwise and mpi_library.available())
+    return wanted and not told_otherwise
+
+
+def _meet_by_mpi(timeout: timedelta, group_name: str) -> Rendezvous:
+    began = time.monotonic()
+    spot = find_mpi_place(timeout.total_seconds())
+    left_s = max(1.0, timeout.total_seconds() - (time.monotonic() - began))
+    return rendezvous_at(spot, timedelta(seconds=left_s), group_name)
 
 
 def _job_name(store: Store) -> str:

@@ -29,10 +29,10 @@ from dure.store.identity import myself
 from dure.store.lifetime import at_process_end
 from dure.store.membership import Meeting, Member, Verdict, contest, leave, meet, object_to
 from dure.store.network import NetworkStore
-from dure.store.places import Place, find_place
+from dure.store.places import Place, Spot, find_place
 from dure.store.prefix import PrefixStore
 
-__all__ = ["Member", "Rendezvous", "rendezvous"]
+__all__ = ["Member", "Rendezvous", "rendezvous", "rendezvous_at"]
 
 _GOODBYE = timedelta(seconds=1)
 _CONTEST_S = 0.3
@@ -143,7 +143,14 @@ def rendezvous(
         me = Member(rank, world_size, myself(), uuid.uuid4().hex)
         _check_number(me, store, f"store/{group_name}")
         return _join(store, False, me, f"store/{group_name}", deadline)
-    spot = find_place(init_method, rank, world_size)
+    return rendezvous_at(find_place(init_method, rank, world_size), timeout, group_name)
+
+
+def rendezvous_at(
+    spot: Spot, timeout: timedelta = DEFAULT_TIMEOUT, group_name: str = ""
+) -> Rendezvous:
+    """Meet the other ranks at a place that is known; otherwise as `rendezvous`."""
+    deadline = time.monotonic() + timeout.total_seconds()
     me = Member(spot.rank, spot.world_size, myself(), uuid.uuid4().hex)
     name = f"{spot.place.name}/{group_name}"
     _check_number(me, spot.place, name)

@@ -8,17 +8,18 @@ reductions are those of the native engine (see `reduction` for their order).
 
 With S bytes a rank, n ranks, and one exchange of frames (see `mpi_frames`) before all:
 
-| operation      | exchanges                                              | bytes a rank sends     |
-|----------------|--------------------------------------------------------|------------------------|
-| all_reduce     | few bytes: everything to everyone                      | (n-1) S                |
-|                | else, a segment at a time: *slice* i to rank i, which  | 2 S (n-1)/n            |
-|                | reduces it; the result to everyone                     |                        |
-| reduce         | the same, but the results go to `dst` alone            | S (n-1)/n + S/n        |
-| reduce_scatter | part i to rank i, which reduces it                     | S (n-1)/n              |
-| broadcast      | few bytes: root to everyone                            | root (n-1) S           |
-|                | else slice i to rank i, then every slice to everyone   | root S, others S (n-2)/n |
-| all_gather     | everything to everyone                                 | (n-1) S                |
-| gather, scatter, all_to_all | each part to where it belongs             | the parts              |
+| operation           | exchanges                                          | bytes a rank sends   |
+|---------------------|----------------------------------------------------|----------------------|
+| all_reduce          | few bytes: everything to everyone                  | (n-1) S              |
+|                     | else, a segment at a time: *slice* i to rank i,    | 2 S (n-1)/n          |
+|                     | which reduces it; the result to everyone           |                      |
+| reduce              | the same, but the results go to `dst` alone        | S                    |
+| reduce_scatter      | part i to rank i, which reduces it                 | S (n-1)/n            |
+| broadcast           | few bytes: root to everyone                        | root: (n-1) S        |
+|                     | else slice i to rank i, then slices to everyone    | about S              |
+| all_gather          | everything to everyone                             | (n-1) S              |
+| gather, scatter,    | each part to where it belongs                      | the parts            |
+| all_to_all          |                                                    |                      |
 
 Segments bound the memory for what arrives before it is reduced: (n-1) `_SEGMENT` bytes.
 """
@@ -30,6 +31,7 @@ import platform
 import zlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,7 +79,7 @@ class MpiBackend:
         self._library, self._comm, self._mpi = library, comm, library.MPI
         self._rank, self._size = options.rank, options.size
         self._peers = [r for r in range(options.size) if r != options.rank]
-        highest = comm.Get_attr(self._mpi.TAG_UB)
+        highest = _highest_tag(self._mpi, comm)
         self._verdict_tag, self._data_tag = highest, highest - 1
         self._num_tags = highest - _RESERVED_TAGS + 1
         self._frames = Frames(self._mpi, comm, highest - 2)
@@ -110,7 +112,8 @@ class MpiBackend:
         """Exchange frames, then what they say; few bytes come with the frames themselves."""
         nothing = [NOTHING] * self._size
         gives, takes = gives or nothing, takes or nothing
-        yield self._frames.start(call, self._lane.head.seq or 0, gives)
+        head = self._lane.head
+        yield self._frames.start(call, head.seq or 0, head.site, gives)
         self._frames.check(takes)
         self._frames.land(takes)
         rest = any(gives[r][1] > INLINE or takes[r][1] > INLINE for r in self._peers)
@@ -131,7 +134,7 @@ class MpiBackend:
         return self._run("all_reduce", steps, async_op)
 
     def _all_reduce_few(self, tensor: torch.Tensor, op: ReduceOp) -> Steps:
-        call = Call("all_reduce", tensor.dtype, op, count=tensor.numel())
+        call = Call("all_reduce", tensor.dtype, op, numel=tensor.numel())
         here, nbytes = tensor.data_ptr(), tensor.nbytes
         staging = None
         if nbytes <= INLINE:
@@ -145,7 +148,7 @@ class MpiBackend:
         del staging
 
     def _all_reduce_many(self, tensor: torch.Tensor, op: ReduceOp) -> Steps:
-        yield from self._open(Call("all_reduce", tensor.dtype, op, count=tensor.numel()))
+        yield from self._open(Call("all_reduce", tensor.dtype, op, numel=tensor.numel()))
         for slices in self._segments(tensor):
             mine = slices[self._rank]
             yield from self._reduce_slices(slices, mine, tensor.dtype, op)
@@ -188,7 +191,7 @@ class MpiBackend:
         lengths = tuple(nbytes for _, nbytes in parts)
         count = sum(lengths) // output.element_size()
         yield from self._open(
-            Call("reduce_scatter", output.dtype, op, count=count, lengths=lengths)
+            Call("reduce_scatter", output.dtype, op, numel=count, lengths=lengths)
         )
         out = _piece(output)
         for begin in range(0, max(lengths), _SEGMENT):
@@ -220,7 +223,7 @@ class MpiBackend:
         for begin in range(0, nbytes, longest):
             count = min(longest, nbytes - begin) // width
             ends = [begin + count * r // self._size * width for r in range(self._size + 1)]
-            yield [(start + a, b - a) for a, b in zip(ends, ends[1:], strict=False)]
+            yield [(start + a, b - a) for a, b in pairwise(ends)]
 
     # Movements ----------------------------------------------------------------------------------
 
@@ -231,7 +234,7 @@ class MpiBackend:
         return self._run("broadcast", steps, async_op)
 
     def _broadcast_few(self, tensor: torch.Tensor, src: int) -> Steps:
-        call = Call("broadcast", tensor.dtype, root=src, count=tensor.numel())
+        call = Call("broadcast", tensor.dtype, root=src, numel=tensor.numel())
         gives, takes = [NOTHING] * self._size, [NOTHING] * self._size
         if self._rank == src:
             gives = [_piece(tensor)] * self._size
@@ -240,10 +243,10 @@ class MpiBackend:
         yield from self._open(call, gives, takes)
 
     def _broadcast_many(self, tensor: torch.Tensor, src: int) -> Steps:
-        yield from self._open(Call("broadcast", tensor.dtype, root=src, count=tensor.numel()))
+        yield from self._open(Call("broadcast", tensor.dtype, root=src, numel=tensor.numel()))
         count, (start, _) = self._size, _piece(tensor)
         ends = [tensor.numel() * r // count * tensor.element_size() for r in range(count + 1)]
-        slices = [(start + a, b - a) for a, b in zip(ends, ends[1:], strict=False)]
+        slices = [(start + a, b - a) for a, b in pairwise(ends)]
         nothing, mine = [NOTHING] * count, slices[self._rank]
         if self._rank == src:
             yield self._exchange(slices, nothing)
@@ -266,7 +269,7 @@ class MpiBackend:
         self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool
     ) -> Ticket | None:
         """See `Backend.all_gather_single`."""
-        call = Call("all_gather", tensor.dtype, count=output.numel())
+        call = Call("all_gather", tensor.dtype, numel=output.numel())
         gives, takes = [_piece(tensor)] * self._size, _even(output, self._size)
         return self._move(call, gives, takes, (tensor, output), async_op)
 
@@ -355,9 +358,7 @@ class MpiBackend:
         operation.steps = self._recv(operation, tensor, src, tag)
         return self._lane.message(operation, async_op)
 
-    def _recv(
-        self, operation: Operation, tensor: torch.Tensor, src: int | None, tag: int
-    ) -> Steps:
+    def _recv(self, operation: Operation, tensor: torch.Tensor, src: int | None, tag: int) -> Steps:
         """Receive; of a long message, the parts after the first come from where that came from."""
         memory, status = self._mpi.memory.fromaddress, self._mpi.Status()
         source = self._mpi.ANY_SOURCE if src is None else src
@@ -402,6 +403,11 @@ class _Retired:
 
     def __init__(self, comm: MPI.Intracomm, tag: int, peers: Sequence[int]) -> None:
         self.comm, self.tag, self.still_there = comm, tag, set(peers)
+
+
+def _highest_tag(mpi: Any, comm: MPI.Intracomm) -> int:
+    """Return the highest tag of this MPI; 32767 is what every MPI has."""
+    return comm.Get_attr(mpi.TAG_UB) or 32_767
 
 
 def _free_retired(library: Library) -> None:
@@ -449,9 +455,7 @@ def _copy(mpi: Any, source: Piece, target: Piece) -> None:
         memoryview(memory(target[0], nbytes))[:] = memory(source[0], nbytes)
 
 
-def _reduce(
-    mpi: Any, parts: Sequence[Piece], dtype: torch.dtype, op: ReduceOp, out: Piece
-) -> None:
+def _reduce(mpi: Any, parts: Sequence[Piece], dtype: torch.dtype, op: ReduceOp, out: Piece) -> None:
     """Reduce `parts`, one of each rank, in their order, into `out`, which may be one of them."""
     if not out[1]:
         return

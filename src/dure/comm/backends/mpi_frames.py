@@ -1,9 +1,10 @@
 """Frames: the short messages with which every collective over MPI begins.
 
 Each rank sends every other rank one *frame* of fixed size. It holds the *signature* of the call,
-which must be the same on all ranks; how many bytes this rank will send to the receiver; and these
-bytes themselves where they are few (*inline*), so that a small collective needs nothing but frames.
-All ranks see all signatures before any data are touched, so all of them find the same mismatch.
+which must be the same on all ranks; the line of the program that made it; how many bytes this rank
+will send to the receiver; and these bytes themselves where they are few (*inline*), so that a small
+collective needs nothing but frames. All ranks see all signatures before any data are touched, so
+all of them find the same mismatch.
 
 The frames of all operations are sent and received in the same memory by the same persistent
 requests. That is safe because a group's collectives run one after another, and MPI keeps the order
@@ -35,6 +36,8 @@ INLINE = 256
 _SIGNATURE = struct.Struct("<7q")
 _GIVES = struct.Struct("<q")
 _INLINE_AT = FRAME - INLINE
+_SITE_AT = 64
+_SITE_BYTES = _INLINE_AT - _SITE_AT
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _NO_REDUCTION = -1
 _OPERATIONS = (
@@ -63,7 +66,7 @@ class Call(NamedTuple):
         dtype: Of the tensors, if there are any.
         reduction: The reduction, if it is one.
         root: The rank that gives or takes all; -1 if there is none.
-        count: Elements, as far as all ranks must agree on them.
+        numel: Elements, as far as all ranks must agree on them.
         lengths: The elements of each rank's part, where all ranks must agree on them.
     """
 
@@ -71,7 +74,7 @@ class Call(NamedTuple):
     dtype: torch.dtype | None = None
     reduction: ReduceOp | None = None
     root: int = -1
-    count: int = 0
+    numel: int = 0
     lengths: tuple[int, ...] = ()
 
     def pack(self, seq: int) -> bytes:
@@ -82,7 +85,7 @@ class Call(NamedTuple):
             -1 if self.dtype is None else dtype_code(self.dtype),
             _NO_REDUCTION if self.reduction is None else self.reduction.code,
             self.root,
-            self.count,
+            self.numel,
             zlib.crc32(repr(self.lengths).encode()) if self.lengths else 0,
         )
 
@@ -125,20 +128,23 @@ class Frames:
         receives = [comm.Recv_init(spots[self._size + r], r, tag) for r in self._peers]
         both = [*self._peers, *self._peers]
         self._stage = Stage([*receives, *sends], both, len(receives))
-        self._mine = b""
+        self._mine = self._site = b""
 
-    def start(self, call: Call, seq: int, gives: Sequence[Piece]) -> Stage:
+    def start(self, call: Call, seq: int, site: str, gives: Sequence[Piece]) -> Stage:
         """Send the frames of a call.
 
         Args:
             call: What is called.
             seq: Its number.
+            site: File and line of the program.
             gives: What this rank is about to send to each; few bytes are sent at once.
         """
         self._mine = call.pack(seq)
+        self._site = site.encode()[-_SITE_BYTES:].ljust(_SITE_BYTES, b"\0")
         for r in self._peers:
             out, (address, nbytes) = self._out[r], gives[r]
             out[: _SIGNATURE.size] = self._mine
+            out[_SITE_AT:_INLINE_AT] = self._site
             _GIVES.pack_into(out, _SIGNATURE.size, nbytes)
             if 0 < nbytes <= INLINE:
                 there = self._mpi.memory.fromaddress(address, nbytes)
@@ -154,7 +160,7 @@ class Frames:
             Desync: `calls` says what each rank called.
         """
         for r in self._peers:
-            if self._in[r][: _SIGNATURE.size] != self._mine:
+            if bytes(self._in[r][: _SIGNATURE.size]) != self._mine:
                 raise self._mismatch("the ranks did not call the same thing")
         for r in self._peers:
             gives, room = self._gives(r), takes[r][1]
@@ -184,8 +190,8 @@ class Frames:
         return _GIVES.unpack_from(self._in[rank], _SIGNATURE.size)[0]
 
     def _mismatch(self, what: str) -> Desync:
-        frames = [bytes(self._in[r][: _SIGNATURE.size]) for r in range(self._size)]
-        frames[self._rank] = self._mine
+        frames = [bytes(self._in[r][:_INLINE_AT]) for r in range(self._size)]
+        frames[self._rank] = self._mine.ljust(_SITE_AT, b"\0") + self._site
         calls = {r: _describe(frame) for r, frame in enumerate(frames)}
         return Desync(
             what,
@@ -195,9 +201,9 @@ class Frames:
         )
 
 
-def _describe(signature: bytes) -> str:
-    """Say a signature in words."""
-    seq, op, dtype, reduction, root, count, lengths = _SIGNATURE.unpack(signature)
+def _describe(frame: bytes) -> str:
+    """Say a frame's signature in words."""
+    seq, op, dtype, reduction, root, count, lengths = _SIGNATURE.unpack_from(frame)
     words = [f"#{seq} {_OPERATIONS[op]}"]
     if dtype >= 0:
         words.append(f"{_dtype_of(dtype)} [{count}]".removeprefix("torch."))
@@ -207,6 +213,9 @@ def _describe(signature: bytes) -> str:
         words.append(f"root {root}")
     if lengths:
         words.append(f"lengths of checksum {lengths:08x}")
+    site = frame[_SITE_AT:].rstrip(b"\0").decode(errors="replace")
+    if site:
+        words.append(f"at {site}")
     return " ".join(words)
 
 

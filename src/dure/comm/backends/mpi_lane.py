@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 from dure.comm.backends.mpi_frames import Stage
 from dure.comm.backends.mpi_library import Library
 from dure.errors import Aborted, CommError, CommTimeout, Desync, DureError, InternalError, PeerLost
+from dure.native import call_site
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -68,8 +69,19 @@ class Operation:
         peer: The rank at the other end of a message; None for a collective, or for anyone.
     """
 
-    __slots__ = ("began", "ended", "error", "lane", "name", "peer", "seq", "source", "stage")
-    __slots__ += ("steps",)
+    __slots__ = (
+        "began",
+        "ended",
+        "error",
+        "lane",
+        "name",
+        "peer",
+        "seq",
+        "site",
+        "source",
+        "stage",
+        "steps",
+    )
 
     def __init__(self, lane: Lane, name: str, steps: Steps, peer: int | None = None) -> None:
         self.lane, self.name, self.peer = lane, name, peer
@@ -77,6 +89,7 @@ class Operation:
         self.stage = Stage([], [])
         self.began = time.monotonic()
         self.seq: int | None = None
+        self.site = call_site() if peer is None else ""
         self.source = -1
         self.ended = False
         self.error: DureError | None = None
