@@ -3,6 +3,8 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <pthread.h>
 
+#include "whereabouts.h"
+
 namespace nb = nanobind;
 
 namespace dure {
@@ -37,6 +39,8 @@ Engine::Engine(std::unique_ptr<Group> group)
     first_look();
     group_->set_interrupt(&PythonCall::interrupted);
     group_->set_about_to_wait(&PythonCall::about_to_wait);
+    // The thread that makes a rank's group is the rank's own.
+    group_->set_where([rank = PyThread_get_thread_ident()] { return python_line_of(rank); });
 }
 
 Engine::~Engine() {

@@ -8,6 +8,12 @@
 
 namespace dure {
 
+namespace {
+
+constexpr int64_t kWriterNs = 5'000'000'000;
+
+}  // namespace
+
 std::unique_ptr<Group> Group::create(const Options& options, uint64_t nonce) {
     Layout layout(options.size);
     MemoryFile file = MemoryFile::create("dure-group", layout.total);
@@ -101,6 +107,7 @@ void Group::ready() {
         }
     }
     file_.close();
+    watcher_.start(block(rank_), mapping_);
 }
 
 int Group::pid_of(int rank) const {
@@ -121,7 +128,7 @@ bool Group::has_left(int rank) const {
 Status Group::condemn(Outcome outcome) {
     Verdict& v = header().verdict;
     uint32_t whole = 0;
-    if (!v.phase.compare_exchange_strong(whole, 1)) return adopt_verdict();
+    if (!v.phase.compare_exchange_strong(whole, kWriting + rank_)) return adopt_verdict();
     v.status = outcome.status;
     v.op = outcome.op;
     v.seq = outcome.seq;
@@ -136,9 +143,23 @@ Status Group::condemn(Outcome outcome) {
     size_t n = std::min(text.size(), sizeof v.text - 1);
     std::memcpy(v.text, text.data(), n);
     v.text[n] = 0;
-    v.phase.store(2, std::memory_order_release);
+    v.phase.store(kReadable, std::memory_order_release);
     wake_everyone();
     return adopt_verdict();
+}
+
+// Wait until the verdict has been written. That takes microseconds, but its writer can be kept from
+// its core, stopped, or killed. False if it died, or did not come to an end in kWriterNs.
+bool Group::await_verdict() const {
+    const Word& phase = header().verdict.phase;
+    const int64_t deadline = now_ns() + kWriterNs;
+    for (;;) {
+        const uint32_t now = phase.load(std::memory_order_acquire);
+        if (now == kReadable) return true;
+        const bool over = lost(static_cast<int>(now - kWriting)) || now_ns() > deadline;
+        if (over) return phase.load(std::memory_order_acquire) == kReadable;
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
 }
 
 // Copy the segment's verdict into `failure_`, once.
@@ -146,12 +167,9 @@ Status Group::adopt_verdict() {
     Verdict& v = header().verdict;
     std::lock_guard hold(failure_lock_);
     if (failed_) return failure_.status;
-    // The writer needs nanoseconds, unless it died in between; then the rest is unknown.
-    for (int i = 0; i < 1000 && v.phase.load(std::memory_order_acquire) == 1; i++) {
-        std::this_thread::sleep_for(std::chrono::microseconds(10));
-    }
+    const bool readable = await_verdict();
     Outcome out;
-    if (v.phase.load(std::memory_order_acquire) == 2) {
+    if (readable) {
         out.status = v.status;
         out.op = v.op;
         out.seq = v.seq;
@@ -170,7 +188,8 @@ Status Group::adopt_verdict() {
         }
     } else {
         out.status = Status::peer_lost;
-        out.detail = "a rank died while it reported a failure";
+        out.peer = static_cast<int>(v.phase.load() - kWriting);
+        out.detail = fate_of(out.peer);
     }
     failure_ = std::move(out);
     failed_ = true;
@@ -202,6 +221,7 @@ void Group::close() {
             failed_ = true;
         }
     }
+    watcher_.stop();
     file_.close();
 }
 

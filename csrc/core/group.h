@@ -20,6 +20,7 @@
 #include "layout.h"
 #include "peers.h"
 #include "segment.h"
+#include "watcher.h"
 
 namespace dure {
 
@@ -57,6 +58,9 @@ class Group {
     int pid_of(int rank) const;
     std::string fate_of(int rank) const { return peers_.fate(rank); }
 
+    // Where the program of this rank is, for peers that wait in vain; before `ready`. Called on a
+    // thread of its own.
+    void set_where(Watcher::Where where) { watcher_.set_where(std::move(where)); }
     // Asked about every 100 ms of a wait, without locks of ours; true ends the wait (Ctrl-C).
     void set_interrupt(std::function<bool()> asked) { interrupt_ = std::move(asked); }
 
@@ -104,7 +108,9 @@ class Group {
     }
     Ring& ring(int from, int to) const;
     size_t ring_bytes() const { return layout_.ring_bytes; }
-    bool lost(int rank) const { return peers_.dead(rank); }
+    bool lost(int rank) const { return life_ended(block(rank)) || peers_.dead(rank); }
+    // Where each of `ranks` is, by what it published and by what it answers within 100 ms.
+    std::vector<std::string> whereabouts(const std::vector<int>& ranks);
     bool has_left(int rank) const;
     bool broken() const { return header().verdict.phase.load(std::memory_order_relaxed) != 0; }
     // The first two stages of waiting (see "Waiting" in sync.cpp).
@@ -121,6 +127,7 @@ class Group {
   private:
     Group(const Options& options, MemoryFile file, std::shared_ptr<Mapping> mapping);
     void enter_rank();
+    bool await_verdict() const;
 
     // -- synchronisation (sync.cpp)
     // ----------------------------------------------------------------
@@ -143,6 +150,7 @@ class Group {
     // -- what a waiting rank looks at (watching.cpp)
     // ---------------------------------------------
     Status examine(Wait& wait);
+    std::string last_call(int rank) const;
     void wake_everyone() const;
 
     // -- the opening of every collective (opening.cpp)
@@ -197,6 +205,7 @@ class Group {
     std::shared_ptr<Mapping> mapping_;
     std::byte* const base_;
     Peers peers_;
+    Watcher watcher_;
     Arena arena_;
     std::function<bool()> interrupt_;
     void (*about_to_wait_)() = [] {};

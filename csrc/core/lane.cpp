@@ -1,24 +1,8 @@
 #include "lane.h"
 
-#include <pthread.h>
-#include <signal.h>
+#include "quiet_thread.h"
 
 namespace dure {
-
-namespace {
-
-// Signals are for the program's own threads: a Python handler runs in the main thread.
-std::thread start_quietly(auto body, const char* name) {
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    std::thread thread(body);
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    pthread_setname_np(thread.native_handle(), name);
-    return thread;
-}
-
-}  // namespace
 
 std::shared_ptr<Ticket> Lane::start(Call call) {
     auto ticket = std::make_shared<Ticket>();

@@ -7,7 +7,7 @@
 //
 // One writer a word. A rank writes its own RankBlock, table and staging; the ring from i to j is
 // filled by i and emptied by j. The exceptions are `waiters` and `sleepers` (counters of those who
-// sleep on the block's words), `attached`, and `verdict`.
+// sleep on the block's words), `asked`, `attached`, and `verdict`.
 //
 // An OpSlot is one cache line that holds all a peer wants to know of a small operation: that it
 // arrived (`tick`), what it called, and the data themselves if they fit. Slots alternate with the
@@ -23,7 +23,7 @@
 namespace dure {
 
 constexpr uint64_t kMagic = 0x6472645f65727564;  // "dure_drd"
-constexpr uint32_t kProtocol = 1;
+constexpr uint32_t kProtocol = 2;
 constexpr int kMaxRanks = 256;
 constexpr size_t kLine = 64;
 constexpr size_t kPage = 4096;
@@ -32,6 +32,7 @@ constexpr size_t kInlineBytes = 32;         // payload inside an OpSlot
 constexpr size_t kStageBytes = 512 * 1024;  // one staging buffer; measured in docs/log.md
 constexpr size_t kStages = 2;               // used in turn
 constexpr size_t kSiteBytes = 160;
+constexpr size_t kAnswerBytes = 512;
 
 constexpr size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
@@ -62,9 +63,17 @@ struct alignas(128) RankBlock {
     uint64_t start_time;
     char site[2][kSiteBytes];  // where the call was made, for texts
     alignas(128) Word bell;    // rung when one of this rank's rings changed
+    // See "Watcher" in watcher.h.
+    alignas(128) Word life;  // the number of a thread of this rank; the kernel marks its death
+    uint64_t life_link;
+    Word asked;     // how often this rank was asked where it is
+    Word answered;  // up to which question `answer` is the answer; 0 while it changes
+    std::atomic<uint64_t> answer[kAnswerBytes / 8];
 };
 
-// Why the group is broken. `phase` goes 0 (whole), 1 (being written), 2 (readable), once.
+// Why the group is broken. `phase` goes 0 (whole), kWriting + rank of the writer, 2 (readable),
+// once.
+constexpr uint32_t kReadable = 2, kWriting = 16;
 struct Verdict {
     Word phase;
     Status status;

@@ -85,6 +85,7 @@ void Mailbox::examine_one(Request& request, int64_t now) {
     }
     if (request.ticket->done() || now < request.deadline_ns) return;
     if (out.peer >= 0) out.missing = {out.peer};
+    out.calls = group_.whereabouts(out.missing);
     out.status = request.moved == 0 ? Status::late : Status::timeout;
     if (request.moved != 0) group_.condemn(out);
     fail(request, std::move(out));

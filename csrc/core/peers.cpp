@@ -39,20 +39,28 @@ std::string describe(int status) {
     return text;
 }
 
-// The wait status of a zombie, from the last field but none of /proc/PID/stat; -1 if unknown.
-int zombie_status(int pid) {
+constexpr int kFateMs = 8;
+
+// What /proc/PID/stat says of a process: its state, and its wait status, which is the last field
+// but none; that is known from the moment a signal began to end it.
+struct Stat {
+    char state = 0;
+    int status = 0;
+};
+
+Stat stat_of(int pid) {
     std::string path = "/proc/" + std::to_string(pid) + "/stat";
     int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return -1;
+    if (fd < 0) return {};
     char text[1024];
     ssize_t n = ::read(fd, text, sizeof text - 1);
     ::close(fd);
-    if (n <= 0) return -1;
+    if (n <= 0) return {};
     text[n] = 0;
     const char* after_name = std::strrchr(text, ')');
-    if (!after_name || after_name[1] == 0 || after_name[2] != 'Z') return -1;
     const char* last = std::strrchr(text, ' ');
-    return last ? std::atoi(last + 1) : -1;
+    if (!after_name || after_name[1] == 0 || !last) return {};
+    return {after_name[2], std::atoi(last + 1)};
 }
 
 }  // namespace
@@ -79,13 +87,25 @@ bool Peers::dead(int rank) const {
 std::string Peers::fate(int rank) const {
     if (rank < 0 || static_cast<size_t>(rank) >= peers_.size()) return "";
     const Peer& peer = peers_[static_cast<size_t>(rank)];
+    if (peer.fd < 0) return "";
+    const Stat now = stat_of(peer.pid);
+    const bool stopped = now.state == 'T' || now.state == 't';
+    if (now.status != 0 && !stopped) return describe(now.status);
+    pollfd end{peer.fd, POLLIN, 0};
+    if (poll(&end, 1, kFateMs) != 1) return "";
     PidfdInfo info{};
     info.mask = kPidfdInfoExit;
-    if (peer.fd >= 0 && ioctl(peer.fd, kPidfdGetInfo, &info) == 0 && (info.mask & kPidfdInfoExit)) {
+    if (ioctl(peer.fd, kPidfdGetInfo, &info) == 0 && (info.mask & kPidfdInfoExit)) {
         return describe(info.exit_code);
     }
-    int status = zombie_status(peer.pid);
-    return status < 0 ? "" : describe(status);
+    const Stat then = stat_of(peer.pid);
+    return then.state == 'Z' ? describe(then.status) : "";
+}
+
+char Peers::activity(int rank) const {
+    if (rank < 0 || static_cast<size_t>(rank) >= peers_.size()) return 0;
+    const Peer& peer = peers_[static_cast<size_t>(rank)];
+    return peer.fd < 0 ? 0 : stat_of(peer.pid).state;
 }
 
 void Peers::close() {

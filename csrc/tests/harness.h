@@ -53,14 +53,17 @@ inline Options options_of(int rank, int size, double timeout_s = 20) {
 using Body = std::function<void(Group&)>;
 
 // Run `body` on `n` ranks that are threads of this process and share one mapping.
-inline void on_threads(int n, const Body& body, double timeout_s = 20) {
+// `prepare` runs on each before it is ready.
+inline void on_threads(
+    int n, const Body& body, double timeout_s = 20, const Body& prepare = [](Group&) {}) {
     std::vector<std::unique_ptr<Group>> groups;
     groups.push_back(Group::create(options_of(0, n, timeout_s), kNonce));
     for (int r = 1; r < n; r++)
         groups.push_back(Group::join(options_of(r, n, timeout_s), *groups[0]));
     std::vector<std::thread> threads;
     for (auto& group : groups) {
-        threads.emplace_back([&body, &group] {
+        threads.emplace_back([&body, &prepare, &group] {
+            prepare(*group);
             group->ready();
             body(*group);
         });

@@ -1,5 +1,6 @@
 // What goes wrong between ranks: death, silence, leaving, and calls that do not match.
 #include <signal.h>
+#include <sys/mman.h>
 
 #include "harness.h"
 #include "mailbox.h"
@@ -28,6 +29,88 @@ TEST(a_killed_rank_is_lost_on_every_survivor_at_once) {
     }
 }
 
+// What the kernel takes apart at the end of a process: it takes long after the death is known.
+TEST(a_killed_rank_is_lost_before_its_memory_is_gone) {
+    auto* died = static_cast<std::atomic<int64_t>*>(
+        mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+    on_processes(2, [died](Group& g) {
+        std::vector<char> ballast(g.rank() == 1 ? size_t{256} << 20 : 1, 'x');
+        CHECK(g.run({Op::barrier}) == Status::ok);
+        if (g.rank() == 1) {
+            died->store(now_ns());
+            raise(SIGKILL);
+        }
+        CHECK(g.run({Op::barrier}) == Status::peer_lost);
+        CHECK(seconds_since(died->load()) < 0.1);
+        CHECK(g.failure().detail == "signal 9 (SIGKILL)");
+        CHECK(ballast.size() == 1);
+    });
+    munmap(died, 4096);
+}
+
+TEST(a_rank_is_watched_from_ready_to_close) {
+    on_threads(2, [](Group& g) {
+        CHECK(g.run({Op::barrier}) == Status::ok);
+        const RankBlock& mine = g.block(g.rank());
+        for (int i = 0; i < 1000 && mine.life.load() == 0; i++) usleep(1000);
+        CHECK(mine.life.load() != 0);
+        CHECK(!g.lost(1 - g.rank()));
+        CHECK(g.run({Op::barrier}) == Status::ok);
+        g.close();
+        CHECK(mine.life.load() == 0);
+    });
+}
+
+TEST(a_missing_rank_is_asked_where_it_is) {
+    std::atomic<bool> over{false};
+    on_threads(
+        3,
+        [&over](Group& g) {
+            std::vector<float> x(4, 1.0f);
+            CHECK(g.all_reduce(block_of(x), DType::f32, Reduction::sum) == Status::ok);
+            if (g.rank() == 1) {
+                while (!over) usleep(1000);
+                return;
+            }
+            CHECK(g.run({Op::barrier}) == Status::timeout);
+            const Outcome out = g.failure();
+            CHECK(out.missing == std::vector<int>{1});
+            CHECK(out.calls.size() == 1);
+            CHECK(out.calls[0].find("all_reduce #1") != std::string::npos);
+            CHECK(out.calls[0].find("now at rank 1's place") != std::string::npos);
+            over = true;
+        },
+        0.05,
+        [](Group& g) {
+            const int rank = g.rank();
+            g.set_where([rank] { return "rank " + std::to_string(rank) + "'s place"; });
+        });
+}
+
+TEST(a_verdict_is_waited_for_while_its_writer_lives) {
+    on_processes(2, [](Group& g) {
+        Verdict& verdict = g.header().verdict;
+        CHECK(g.run({Op::barrier}) == Status::ok);
+        if (g.rank() == 1) {
+            verdict.phase = kWriting + 1;
+            usleep(100'000);  // as one that was kept from its core
+            verdict.status = Status::timeout;
+            verdict.peer = 1;
+            verdict.phase = kReadable;
+        }
+        CHECK(g.run({Op::barrier}) == Status::timeout);
+    });
+    on_processes(2, [](Group& g) {
+        CHECK(g.run({Op::barrier}) == Status::ok);
+        if (g.rank() == 1) {
+            g.header().verdict.phase = kWriting + 1;
+            raise(SIGKILL);
+        }
+        CHECK(g.run({Op::barrier}) == Status::peer_lost);
+        CHECK(g.failure().peer == 1);
+    });
+}
+
 TEST(a_stopped_rank_is_named_at_the_timeout) {
     pid_t stopped = 0;
     std::vector<int> statuses = on_processes(
@@ -39,6 +122,7 @@ TEST(a_stopped_rank_is_named_at_the_timeout) {
             Status s = g.all_reduce(block_of(x), DType::f32, Reduction::sum);
             CHECK(s == Status::timeout);
             CHECK(g.failure().missing == std::vector<int>{1});
+            CHECK(g.failure().calls.at(0).find("stopped") != std::string::npos);
             if (g.rank() == 0) {
                 stopped = g.pid_of(1);
                 kill(stopped, SIGCONT);

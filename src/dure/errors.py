@@ -163,10 +163,21 @@ class CommError(DureError, RuntimeError):
 
 
 class CommTimeout(CommError, TimeoutError):
-    """The group's time limit passed; `missing` are the ranks that did not arrive."""
+    """The group's time limit passed; `missing` are the ranks that did not arrive.
 
-    def __init__(self, what: str, *, missing: tuple[int, ...] = (), **fields: object) -> None:
+    `whereabouts` says of each of them, as far as it is known, what it called last and where it is.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        missing: tuple[int, ...] = (),
+        whereabouts: dict[int, str] | None = None,
+        **fields: object,
+    ) -> None:
         self.missing = missing
+        self.whereabouts = whereabouts or {}
         super().__init__(what, **fields)  # pyright: ignore[reportArgumentType]
 
 

@@ -106,9 +106,34 @@ def test_stopped_rank_is_missing_at_the_timeout_of_3_ranks(tmp_path, operation):
             error = ranks.result(rank)
             assert isinstance(error, CommTimeout)
             assert error.missing == (1,)
+            assert "stopped" in error.whereabouts[1]
         os.kill(ranks.processes[1].pid, signal.SIGCONT)
         late = ranks.result(1)  # hears at once that the others gave up
         assert isinstance(late, CommTimeout)
+
+
+def _is_elsewhere(seat: Seat, calls: int):
+    backend = join(seat)
+    for _ in range(calls):
+        backend.all_reduce(torch.ones(4), SUM, False)
+    if seat.rank == 1:
+        backend.recv(torch.ones(4), 0, 0, False)  # the line that is told
+        return None
+    error = _caught(lambda: backend.barrier(False))[0]
+    return error
+
+
+@pytest.mark.parametrize("calls", [0, 3])
+def test_absent_rank_tells_its_line_at_the_timeout_of_3_ranks(tmp_path, calls):
+    with Ranks(3, tmp_path, _is_elsewhere, calls, timeout_s=0.3) as ranks:
+        code = _is_elsewhere.__code__
+        told = [ranks.result(rank) for rank in (0, 2)]
+        for error in told:
+            assert isinstance(error, CommTimeout)
+            assert error.missing == (1,)
+            where = error.whereabouts[1]
+            assert f"{code.co_filename}:{code.co_firstlineno + 5} in _is_elsewhere" in where
+            assert (f"all_reduce #{calls}" in where) == (calls > 0)
 
 
 def _receives_nothing(seat: Seat):

@@ -145,12 +145,16 @@ def error_of(
 def _timeout(outcome: Outcome, noticed: str, timeout_s: float, fields: _Fields) -> CommTimeout:
     ranks = ", ".join(map(str, outcome.missing)) or "any"
     plural = "s" if len(outcome.missing) > 1 else ""
+    places = zip(outcome.missing, outcome.calls, strict=False)
+    whereabouts = {rank: text for rank, text in places if text}
+    told = "".join(f"; rank {rank}: {text}" for rank, text in whereabouts.items())
     return CommTimeout(
         f"rank{plural} {ranks} did not arrive{noticed}",
         missing=tuple(outcome.missing),
+        whereabouts=whereabouts,
         elapsed_s=timeout_s,
-        seen=f"the timeout of {timeout_s:g} s passed",
-        fix="Look what that rank is doing (py-spy dump --pid), or give the group a longer timeout.",
+        seen=f"the timeout of {timeout_s:g} s passed{told}",
+        fix="See what keeps that rank, or give the group a longer timeout.",
         **fields,
     )
 
