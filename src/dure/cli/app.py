@@ -18,7 +18,7 @@ USAGE_EXIT_CODE = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A subcommand: the function that typer calls, and one line about it.
+    """A subcommand: the function that typer calls, or its own subcommands, and one line about it.
 
     `own_arguments` says that what follows the first word that is no option belongs to another
     program, options included.
@@ -44,6 +44,12 @@ COMMANDS = (
         module="dure.cli.demo",
         function="demo",
         summary="Train on real images with 2 ranks, and compare with 1.",
+    ),
+    Command(
+        name="trace",
+        module="dure.cli.trace",
+        function="commands",
+        summary="Show what ranks did last, and what did not match.",
     ),
     Command(
         name="env",
@@ -88,12 +94,16 @@ def _app(wanted: str | None) -> typer.Typer:
     app.callback()(_nothing)
     for command in COMMANDS:
         settings = {"allow_interspersed_args": not command.own_arguments}
-        register = app.command(command.name, help=command.summary, context_settings=settings)
-        register(_load(command) if command.name == wanted else _nothing)
+        code = _load(command) if command.name == wanted else _nothing
+        if isinstance(code, typer.Typer):
+            app.add_typer(code, name=command.name, help=command.summary)
+        else:
+            register = app.command(command.name, help=command.summary, context_settings=settings)
+            register(code)
     return app
 
 
-def _load(command: Command) -> Callable[..., object]:
+def _load(command: Command) -> Callable[..., object] | typer.Typer:
     return getattr(importlib.import_module(command.module), command.function)
 
 

@@ -27,6 +27,10 @@ def run(
     log_dir: Annotated[
         Path | None, typer.Option(help="Keep each rank's output in files here, too.")
     ] = None,
+    trace_dir: Annotated[
+        Path | None,
+        typer.Option(help="Where ranks write their flight records, for `dure trace merge`."),
+    ] = None,
     timeout_term: Annotated[
         float | None,
         typer.Option(
@@ -46,5 +50,6 @@ def run(
         nproc=nproc,
         log_dir=log_dir,
         grace_s=timeout_term,
+        trace_dir=trace_dir,
     )
     raise typer.Exit(run_job(spec).exit_code)

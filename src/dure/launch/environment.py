@@ -75,6 +75,8 @@ def rank_variables(
     }
     if spec.log_dir is not None:
         variables["TORCHELASTIC_ERROR_FILE"] = str(rank_log_dir(spec.log_dir, rank) / "error.json")
+    if spec.trace_dir is not None:
+        variables["DURE_TRACE_DIR"] = str(spec.trace_dir.absolute())
     if threads is not None:
         variables["OMP_NUM_THREADS"] = str(threads)
     return variables | dict(spec.env)

@@ -32,6 +32,9 @@ from dure.store.server import StoreServer, listen
 
 __all__ = ["run_job"]
 
+_SETTLE_S = 1.0
+"""For a rank to notice that a peer has gone, over any engine, and to write its flight record."""
+
 
 def run_job(spec: JobSpec) -> JobResult:
     """Start the ranks of a job on this host, show their output, and return when all have ended.
@@ -117,9 +120,10 @@ def _key_memory(key: JobKey) -> int:
 
 
 def _timing(spec: JobSpec) -> Timing:
+    settle_s = 0.0 if spec.trace_dir is None else _SETTLE_S
     if spec.grace_s is None:
-        return Timing()
-    return Timing(grace_s=spec.grace_s, interrupt_grace_s=spec.grace_s)
+        return Timing(settle_s=settle_s)
+    return Timing(grace_s=spec.grace_s, interrupt_grace_s=spec.grace_s, settle_s=settle_s)
 
 
 def _start_ranks(spec: JobSpec, address: JobAddress, loop: JobLoop) -> None:

@@ -66,6 +66,8 @@ class JobSpec:
         env: Variables for the ranks, over those of this process; None removes one.
         key: The job's key; without one, one is minted for this job alone.
         log_dir: Where to keep each rank's output as it came, besides showing it.
+        trace_dir: Where the ranks write their flight records. When one fails, the others get a
+            second to fail because of it, and to write theirs, before they are ended.
         on_line: Gets each line in place of the terminal. It runs on the thread of `run_job`, and
             the ranks' output waits for it.
         stdin: "rank0": rank 0 reads this process's standard input; "none": nobody does.
@@ -81,6 +83,7 @@ class JobSpec:
     env: Mapping[str, str | None] = field(default_factory=_no_variables)
     key: bytes | None = None
     log_dir: Path | None = None
+    trace_dir: Path | None = None
     on_line: Callable[[Line], None] | None = None
     stdin: Literal["rank0", "none"] = "rank0"
     grace_s: float | None = None

@@ -47,7 +47,8 @@ class Timing:
     `grace_s` and `interrupt_grace_s`: from asking politely to SIGKILL, after a failure and after
     Ctrl-C or SIGTERM; `leave_s`: for processes that outlive successful ranks to leave by
     themselves; `sweep_s`: between two looks for remaining processes; `give_up_s`: for SIGKILL to
-    work, which only a process stuck in the kernel resists.
+    work, which only a process stuck in the kernel resists; `settle_s`: for the other ranks to fail
+    because of the first, and to write down what they did.
     """
 
     stacks_s: float = 0.3
@@ -57,6 +58,7 @@ class Timing:
     leave_s: float = 0.2
     sweep_s: float = 0.02
     give_up_s: float = 5.0
+    settle_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,15 +202,16 @@ class Supervisor:
         self.first_failure = rank
         others = tuple(r for r in self.alive if r != rank and r not in self._crashed)
         self._silent = set(others)
-        self._deadline = now + (
-            self._timing.stacks_s if rank in self.exits else self._timing.crash_s
-        )
+        explain_s = self._timing.stacks_s if rank in self.exits else self._timing.crash_s
+        self._deadline = now + max(explain_s, self._timing.settle_s)
         asking: list[Action] = [AskStacks(others)] if others else []
         return asking + self._explained(now)
 
     def _explained(self, now: float) -> list[Action]:
         """Go on to ENDING once every answer is in and the crashed ranks have gone."""
         if self._silent or self._crashed.intersection(self.alive):
+            return []
+        if self.alive and self._timing.settle_s:
             return []
         self._mark_survivors()
         return self._end(now, self._grace)

@@ -1,0 +1,288 @@
+"""What the flight records of a job's ranks say when they are laid side by side.
+
+The collectives of a group are numbered alike on all ranks, so they can be compared by number:
+
+* *differences*: the first number under which the ranks called different things (another operation,
+  dtype, root or reduction; another size, where sizes must agree);
+* *absences*: a rank that has not called what others have; what it called last, and where it is now;
+* *arrivals*: who comes last, how often, and how long the first to come waits for it.
+
+A ring forgets: numbers before a rank's oldest record are not held against it. Only the first
+difference of a group counts; what follows it is mostly its consequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dure.trace.events import State
+from dure.trace.merging import Flight, Frame
+from dure.trace.record import Record
+
+__all__ = ["Absence", "Arrivals", "Difference", "Findings", "GroupView", "describe", "study"]
+
+_EQUAL_SIZES = frozenset(
+    {"all_reduce", "reduce", "broadcast", "all_gather_single", "reduce_scatter_single"}
+)
+
+
+def describe(record: Record) -> str:
+    """Return a call as text, such as "all_reduce #41 (float32, 4000 bytes, SUM)"."""
+    parts = [record.dtype] if record.dtype else []
+    if record.nbytes or record.dtype:
+        parts.append(f"{record.nbytes} bytes")
+    if record.reduction:
+        parts.append(record.reduction)
+    if record.peer is not None and record.peer >= 0:
+        parts.append(f"{'peer' if record.is_message else 'root'} {record.peer}")
+    return f"{record.op} #{record.seq}" + (f" ({', '.join(parts)})" if parts else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupView:
+    """The collectives of one group: members (global ranks), and their records by number."""
+
+    name: str
+    members: tuple[int, ...]
+    calls: dict[int, dict[int, Record]]
+    """For each member that left a file, its records by number."""
+
+    @property
+    def numbers(self) -> list[int]:
+        """Every number that some member remembers."""
+        return sorted({seq for calls in self.calls.values() for seq in calls})
+
+    def last(self, rank: int) -> int:
+        """Return the number of a member's last call; 0 where it made none that it remembers."""
+        return max(self.calls.get(rank, {}), default=0)
+
+    def at(self, seq: int) -> dict[int, Record]:
+        """Return what each member called under a number."""
+        return {rank: calls[seq] for rank, calls in self.calls.items() if seq in calls}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The first number under which the members of a group called different things."""
+
+    group: str
+    seq: int
+    what: tuple[str, ...]
+    calls: dict[int, Record]
+
+    def __str__(self) -> str:
+        calls = "; ".join(
+            f"rank {r} called {describe(c)}" + (f" at {c.site}" if c.site else "")
+            for r, c in self.calls.items()
+        )
+        what = " and ".join(self.what)
+        return f"the ranks differ in the {what} of #{self.seq} of group {self.group!r}: {calls}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Absence:
+    """A member that has not called what others have.
+
+    Attributes:
+        group: The group.
+        rank: The member's global rank.
+        missed: What others called first without it.
+        called_by: Global ranks of those others.
+        last: The member's last call in any group.
+        before_s: Seconds from `last` to the first of the others' calls; negative if it came later.
+        now: Where the member's main thread was when it wrote its file.
+        has_file: Whether it left a file at all.
+    """
+
+    group: str
+    rank: int
+    missed: Record
+    called_by: tuple[int, ...]
+    last: Record | None = None
+    before_s: float = 0.0
+    now: Frame | None = None
+    has_file: bool = True
+
+    def __str__(self) -> str:
+        others = ", ".join(map(str, self.called_by))
+        who = f"rank{'s' if len(self.called_by) > 1 else ''} {others}"
+        missed = f"{self.missed.op} #{self.missed.seq} of group {self.group!r}"
+        if not self.has_file:
+            return f"rank {self.rank} left no file, and {who} called {missed}"
+        text = f"rank {self.rank} never called {missed} ({who} did)"
+        if self.last is None:
+            text += "; it called nothing"
+        else:
+            when = "earlier" if self.before_s >= 0 else "later"
+            site = f" at {self.last.site}" if self.last.site else ""
+            still = " (still in it)" if self.last.state is State.STARTED else ""
+            text += f"; its last call was {describe(self.last)}{site}"
+            text += f" {abs(self.before_s):.3g} s {when}{still}"
+        return text + (f"; it is now at {self.now}" if self.now else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrivals:
+    """How a member comes to the collectives that all members with a file remember.
+
+    `late_s` are the mean and the most seconds after the first to come; `worst` is the latter's.
+    """
+
+    group: str
+    rank: int
+    num_calls: int
+    num_last: int
+    mean_late_s: float
+    max_late_s: float
+    worst: Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """All that was found; empty lists mean that nothing was."""
+
+    groups: tuple[GroupView, ...]
+    differences: tuple[Difference, ...]
+    absences: tuple[Absence, ...]
+    arrivals: tuple[Arrivals, ...]
+    failures: tuple[Record, ...]
+    """The first operation of each rank that failed."""
+
+    @property
+    def sentences(self) -> list[str]:
+        """What did not match, in words."""
+        return [*map(str, self.differences), *map(str, self.absences)]
+
+
+def study(flight: Flight) -> Findings:
+    """Compare the ranks' records."""
+    groups = _groups(flight)
+    differences = [d for g in groups if (d := _first_difference(g)) is not None]
+    failed = ([r for r in f.records if r.state is State.FAILED] for f in flight.ranks.values())
+    return Findings(
+        groups=groups,
+        differences=tuple(differences),
+        absences=tuple(a for g in groups for a in _absences(flight, g)),
+        arrivals=tuple(a for g in groups for a in _arrivals(flight, g)),
+        failures=tuple(records[0] for records in failed if records),
+    )
+
+
+def _groups(flight: Flight) -> tuple[GroupView, ...]:
+    members: dict[str, tuple[int, ...]] = {}
+    for file in flight.ranks.values():
+        for group in file.groups:
+            members.setdefault(group.name, group.ranks)
+    views: list[GroupView] = []
+    for name, ranks in members.items():
+        calls = {
+            r: {
+                c.seq: c
+                for c in flight.ranks[r].records
+                if c.group == name and not c.is_message and c.seq > 0
+            }
+            for r in ranks
+            if r in flight.ranks
+        }
+        views.append(GroupView(name=name, members=ranks, calls=calls))
+    return tuple(views)
+
+
+def _first_difference(group: GroupView) -> Difference | None:
+    for seq in group.numbers:
+        calls = group.at(seq)
+        what = _differing(list(calls.values()))
+        if what:
+            return Difference(group=group.name, seq=seq, what=what, calls=calls)
+    return None
+
+
+def _differing(calls: Sequence[Record]) -> tuple[str, ...]:
+    """Name what differs between calls that belong together."""
+    # The forms of an operation meet each other: a list of tensors here, one tensor there.
+    if _differ(c.op.removesuffix("_single") for c in calls):
+        return ("operation",)
+    sized = all(c.op in _EQUAL_SIZES for c in calls) or any(c.error == "Desync" for c in calls)
+    found = {
+        "dtype": _differ(c.dtype for c in calls),
+        "size": sized and _differ(c.nbytes for c in calls),
+        "root": _differ(c.peer for c in calls),
+        "reduction": _differ(c.reduction for c in calls),
+    }
+    return tuple(what for what, differs in found.items() if differs)
+
+
+def _differ(values: Iterable[object]) -> bool:
+    return len(set(values)) > 1
+
+
+def _absences(flight: Flight, group: GroupView) -> list[Absence]:
+    found: list[Absence] = []
+    for rank in group.members:
+        last = group.last(rank)
+        later = [seq for seq in group.numbers if seq > last]
+        if rank not in flight.ranks:  # what it called nobody knows: show what others called last
+            later = group.numbers[-1:]
+        if not later:
+            continue
+        others = group.at(later[0])
+        first = min(others, key=lambda r: flight.time_ns(r, others[r].start_ns))
+        absence = Absence(
+            group=group.name,
+            rank=rank,
+            missed=others[first],
+            called_by=tuple(others),
+            has_file=rank in flight.ranks,
+        )
+        found.append(_with_history(flight, absence) if absence.has_file else absence)
+    return found
+
+
+def _with_history(flight: Flight, absence: Absence) -> Absence:
+    file, rank = flight.ranks[absence.rank], absence.rank
+    last = file.records[-1] if file.records else None
+    before_s = 0.0
+    if last is not None:
+        missed_ns = flight.time_ns(absence.missed.global_rank, absence.missed.start_ns)
+        before_s = (missed_ns - flight.time_ns(rank, last.start_ns)) / 1e9
+    return Absence(
+        group=absence.group,
+        rank=rank,
+        missed=absence.missed,
+        called_by=absence.called_by,
+        last=last,
+        before_s=before_s,
+        now=file.where,
+    )
+
+
+def _arrivals(flight: Flight, group: GroupView) -> list[Arrivals]:
+    late: dict[int, list[tuple[float, Record]]] = {r: [] for r in group.members}
+    num_last = dict.fromkeys(group.members, 0)
+    for seq in group.numbers:
+        calls = group.at(seq)
+        if len(calls) < max(2, len(group.calls)):
+            continue
+        starts = {r: flight.time_ns(r, c.start_ns) for r, c in calls.items()}
+        first = min(starts.values())
+        num_last[max(starts, key=starts.__getitem__)] += 1
+        for r, start in starts.items():
+            late[r].append(((start - first) / 1e9, calls[r]))
+    found: list[Arrivals] = []
+    for rank, delays in late.items():
+        if not delays:
+            continue
+        worst_s, worst = max(delays, key=lambda d: d[0])
+        found.append(
+            Arrivals(
+                group=group.name,
+                rank=rank,
+                num_calls=len(delays),
+                num_last=num_last[rank],
+                mean_late_s=sum(s for s, _ in delays) / len(delays),
+                max_late_s=worst_s,
+                worst=worst,
+            )
+        )
+    return found

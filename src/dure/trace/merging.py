@@ -1,0 +1,216 @@
+"""The flight records of all ranks of a job, read back and brought onto one clock.
+
+Times of ranks that share a host and a boot share a clock already. Between hosts the pair of clocks
+that each file carries relates them, as well as the hosts' times of day agree.
+
+A folder may hold more than it should: half a file, a file of something else or of another version,
+two files of one rank, a file of another job. Each of them is named, and the others are merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from dure.errors import UsageError
+from dure.trace.files import FORMAT, VERSION
+from dure.trace.record import Record
+
+__all__ = ["Clock", "Flight", "Frame", "Membership", "RankFile", "ThreadStack", "read", "read_file"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """Two clocks, read at the same time."""
+
+    monotonic_ns: int
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """A group that a rank was in: its rank there, and the global ranks of all members."""
+
+    name: str
+    rank: int
+    ranks: tuple[int, ...]
+    backend: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """One level of a Python stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThreadStack:
+    """Where a thread was when its rank wrote its file; the innermost frame is the last."""
+
+    name: str
+    main: bool
+    stack: tuple[Frame, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFile:
+    """What one rank has written (`files` says what it means)."""
+
+    rank: int
+    world_size: int
+    host: str
+    boot: str
+    pid: int
+    job: str
+    reason: str
+    clock: Clock
+    groups: tuple[Membership, ...]
+    records: tuple[Record, ...]
+    threads: tuple[ThreadStack, ...] = ()
+
+    @property
+    def where(self) -> Frame | None:
+        """The innermost frame of the main thread that is the program's own, if any is."""
+        main = next((t.stack for t in self.threads if t.main), ())
+        own = [f for f in main if not _is_library(f.file)]
+        return own[-1] if own else (main[-1] if main else None)
+
+
+def _is_library(file: str) -> bool:
+    """Tell whether a file is the interpreter's or an installed package's."""
+    parts = Path(file).parts
+    return file.startswith("<") or any(
+        part in ("site-packages", "dist-packages", "dure", "torch")
+        or (part.startswith("python3.") and parts[i - 1] in ("lib", "lib64"))
+        for i, part in enumerate(parts[:-1])
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flight:
+    """The files of a job's ranks, and what was wrong with others in the folder.
+
+    Attributes:
+        ranks: The file of each global rank that left one.
+        problems: What was left out, and why.
+        zero_ns: The earliest start of all, in ns since the epoch.
+    """
+
+    ranks: dict[int, RankFile]
+    problems: tuple[str, ...] = ()
+    zero_ns: int = 0
+    _shift_ns: dict[int, int] = field(default_factory=dict[int, int])
+
+    def time_ns(self, rank: int, monotonic_ns: int) -> int:
+        """Return a time of `rank` as ns since `zero_ns`, the same for all ranks."""
+        return monotonic_ns + self._shift_ns[rank] - self.zero_ns
+
+    @property
+    def absent(self) -> tuple[int, ...]:
+        """Ranks that some group has, and that left no file."""
+        known = {r for f in self.ranks.values() for g in f.groups for r in g.ranks}
+        return tuple(sorted(known - self.ranks.keys()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Header:
+    format: str = ""
+    version: int = 0
+
+
+class _Unreadable(Exception):
+    """Why a file is left out."""
+
+
+def read(folder: Path) -> Flight:
+    """Read the files of all ranks.
+
+    Args:
+        folder: Where they lie, as `*.json`.
+
+    Raises:
+        UsageError: There is no such folder, or no flight record in it.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {folder}", fix="Name the folder of rank*.json files.")
+    found: list[tuple[Path, RankFile]] = []
+    problems: list[str] = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            found.append((path, _decode(path)))
+        except _Unreadable as problem:
+            problems.append(f"{path.name}: {problem}")
+    if not found:
+        raise UsageError(
+            f"there is no flight record in {folder}", seen="; ".join(problems) or "no *.json file"
+        )
+    kept = _one_of_each(found, problems)
+    return _on_one_clock(kept, tuple(problems))
+
+
+def read_file(path: Path) -> RankFile:
+    """Read the file of one rank.
+
+    Raises:
+        UsageError: It cannot be read, or is no flight record.
+    """
+    try:
+        return _decode(path)
+    except _Unreadable as problem:
+        raise UsageError(f"{path} cannot be shown", seen=str(problem)) from None
+
+
+def _decode(path: Path) -> RankFile:
+    try:
+        content = path.read_bytes()
+        header = msgspec.json.decode(content, type=_Header)
+    except OSError as error:
+        raise _Unreadable(f"cannot be read ({error.strerror})") from None
+    except msgspec.ValidationError:
+        raise _Unreadable("is no flight record") from None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise _Unreadable("is no JSON, or torn off") from None
+    if header.format != FORMAT:
+        raise _Unreadable("is no flight record")
+    if header.version != VERSION:
+        raise _Unreadable(f"has version {header.version}, this Dure reads {VERSION}")
+    try:
+        return msgspec.json.decode(content, type=RankFile)
+    except msgspec.ValidationError as error:
+        raise _Unreadable(f"is damaged ({error})") from None
+
+
+def _one_of_each(found: list[tuple[Path, RankFile]], problems: list[str]) -> dict[int, RankFile]:
+    """Keep the newest file of each rank, of the job whose file is the newest."""
+    found.sort(key=lambda item: item[1].clock.time_ns, reverse=True)
+    job = found[0][1].job
+    kept: dict[int, RankFile] = {}
+    for path, file in found:
+        if file.job != job:
+            problems.append(f"{path.name}: is of another job, {file.job!r} and not {job!r}")
+        elif file.rank in kept:
+            problems.append(f"{path.name}: is an older file of rank {file.rank}")
+        else:
+            kept[file.rank] = file
+    return dict(sorted(kept.items()))
+
+
+def _on_one_clock(files: dict[int, RankFile], problems: tuple[str, ...]) -> Flight:
+    shift_of_boot: dict[str, int] = {}
+    shifts: dict[int, int] = {}
+    for rank, file in files.items():
+        shift = file.clock.time_ns - file.clock.monotonic_ns
+        shifts[rank] = shift_of_boot.setdefault(file.boot, shift) if file.boot else shift
+    starts: Iterable[int] = (r.start_ns + shifts[n] for n, f in files.items() for r in f.records)
+    dumped = min(f.clock.monotonic_ns + shifts[n] for n, f in files.items())
+    zero = min(starts, default=dumped)
+    return Flight(ranks=files, problems=problems, zero_ns=zero, _shift_ns=shifts)

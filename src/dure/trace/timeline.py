@@ -1,0 +1,129 @@
+"""A timeline of all ranks in the trace-event format, which Perfetto and Chrome show.
+
+Each rank is a process, each group a track of it. Operations that the caller waited for are slices
+on the track (they cannot overlap); asynchronous ones are spans of their own kind below it, which
+can. An arrow leads from the last rank to arrive at a collective to the end of each operation that
+waited for it. Times are microseconds from the earliest record.
+
+Source: the trace-event format description,
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dure.trace.events import State
+from dure.trace.findings import GroupView
+from dure.trace.merging import Flight, RankFile
+from dure.trace.record import Record
+
+__all__ = ["timeline"]
+
+TraceEvent = dict[str, Any]
+"""One event of the format: an object of JSON."""
+
+
+def timeline(flight: Flight, groups: tuple[GroupView, ...]) -> dict[str, Any]:
+    """Return the timeline as an object to be written as JSON.
+
+    Args:
+        flight: The files of all ranks.
+        groups: What `findings.study` made of them, for the arrows.
+    """
+    events: list[TraceEvent] = []
+    for file in flight.ranks.values():
+        tracks = {g.name: i for i, g in enumerate(file.groups, start=1)}
+        events += _names(file, tracks)
+        for number, record in enumerate(file.records):
+            events += _operation(flight, file, record, tracks.get(record.group, 0), number)
+    for group in groups:
+        events += _arrows(flight, group)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _names(file: RankFile, tracks: dict[str, int]) -> list[TraceEvent]:
+    """Name the rank and its groups, and put ranks in order."""
+    rank = file.rank
+    about = [
+        {"name": "process_name", "args": {"name": f"rank {rank} ({file.host}, pid {file.pid})"}},
+        {"name": "process_sort_index", "args": {"sort_index": rank}},
+    ]
+    events = [e | {"ph": "M", "pid": rank, "tid": 0} for e in about]
+    for name, tid in tracks.items():
+        label = {"name": "thread_name", "args": {"name": f"group {name}"}}
+        events.append(label | {"ph": "M", "pid": rank, "tid": tid})
+    return events
+
+
+def _operation(
+    flight: Flight, file: RankFile, record: Record, track: int, number: int
+) -> list[TraceEvent]:
+    start = _microseconds(flight, file.rank, record.start_ns)
+    end_ns = max(record.end_ns or file.clock.monotonic_ns, record.start_ns)
+    end = _microseconds(flight, file.rank, end_ns)
+    common: TraceEvent = {
+        "name": record.op,
+        "cat": "message" if record.is_message else "collective",
+        "pid": file.rank,
+        "tid": track,
+    }
+    if not record.async_op:
+        return [common | {"ph": "X", "ts": start, "dur": end - start, "args": _arguments(record)}]
+    spans = common | {"cat": "async", "id": f"{file.rank}.{number}"}
+    return [
+        spans | {"ph": "b", "ts": start, "args": _arguments(record)},
+        spans | {"ph": "e", "ts": end},
+    ]
+
+
+def _arguments(record: Record) -> dict[str, Any]:
+    values = {
+        "seq": record.seq,
+        "group": record.group,
+        "bytes": record.nbytes,
+        "dtype": record.dtype,
+        "reduction": record.reduction,
+        "peer": record.peer,
+        "tag": record.tag,
+        "at": record.site,
+        "function": record.function,
+        "state": "running" if record.state is State.STARTED else record.state.value,
+        "error": record.error,
+    }
+    return {k: v for k, v in values.items() if v not in ("", None)}
+
+
+def _arrows(flight: Flight, group: GroupView) -> list[TraceEvent]:
+    events: list[TraceEvent] = []
+    for seq in group.numbers:
+        calls = {r: c for r, c in group.at(seq).items() if c.end_ns and not c.async_op}
+        if len(calls) < 2:
+            continue
+        last = max(calls, key=lambda r: flight.time_ns(r, calls[r].start_ns))
+        for rank, call in calls.items():
+            if rank == last:
+                continue
+            arrow: TraceEvent = {
+                "name": "last to arrive",
+                "cat": "arrival",
+                "id": f"{group.name}.{seq}.{rank}",
+            }
+            begin = _microseconds(flight, last, calls[last].start_ns)
+            end = _microseconds(flight, rank, call.end_ns)
+            tids = {r: _track(flight, r, group.name) for r in (last, rank)}
+            events.append(arrow | {"ph": "s", "ts": begin, "pid": last, "tid": tids[last]})
+            events.append(
+                arrow
+                | {"ph": "f", "bp": "e", "ts": max(begin, end), "pid": rank, "tid": tids[rank]}
+            )
+    return events
+
+
+def _track(flight: Flight, rank: int, group: str) -> int:
+    names = [g.name for g in flight.ranks[rank].groups]
+    return names.index(group) + 1 if group in names else 0
+
+
+def _microseconds(flight: Flight, rank: int, monotonic_ns: int) -> float:
+    return flight.time_ns(rank, monotonic_ns) / 1000
