@@ -46,6 +46,12 @@ COMMANDS = (
         summary="Train on real images with 2 ranks, and compare with 1.",
     ),
     Command(
+        name="bench",
+        module="dure.cli.bench",
+        function="bench",
+        summary="Measure collectives on this machine, beside Gloo and MPI.",
+    ),
+    Command(
         name="trace",
         module="dure.cli.trace",
         function="commands",

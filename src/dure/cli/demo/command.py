@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from dure.cli.demo.events import decode
-from dure.cli.demo.machine import busy_cores, usable_cores
 from dure.cli.demo.progress import Watcher, watcher
 from dure.cli.demo.report import Ran, write_report
 from dure.cli.demo.results import Run, comparison
+from dure.cli.machine import busy_cores, usable_cores
 from dure.data import read_idx_directory, require_digits
 from dure.errors import UsageError
 from dure.launch import JobResult, JobSpec, Line, run_job

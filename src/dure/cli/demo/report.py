@@ -6,18 +6,30 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from importlib.resources import files
 from pathlib import Path
-from string import Template
 
 import dure
-from dure.cli.demo.charts import Axis, Bar, Series, line_chart, stacked_bars
-from dure.cli.demo.machine import machine
+from dure.cli.charts import Axis, Bar, Series, line_chart, stacked_bars
 from dure.cli.demo.results import Row, Run, comparison
+from dure.cli.machine import machine
+from dure.cli.page import Page, definitions, figure, html_table, section, side_by_side
 
 __all__ = ["Ran", "write_report"]
 
 _PHASES = ("data", "forward", "backward", "communication", "optimizer")
+_COLOURS = {
+    "c0": ("#8a8f98", "#9aa0a8"),
+    "c1": ("#1769c2", "#5aa4ee"),
+    "p0": ("#b9bec6", "#6b7178"),
+    "p1": ("#7fb0e3", "#9cc5ef"),
+    "p2": ("#1769c2", "#4a93dd"),
+    "p3": ("#e07b39", "#ea9458"),
+    "p4": ("#5b9e6f", "#74b588"),
+}
+_STYLE = """\
+.line.c0 { stroke: var(--c0); stroke-width: 3.5; } .line.c1 { stroke: var(--c1); }
+.p0 { fill: var(--p0); } .p1 { fill: var(--p1); } .p2 { fill: var(--p2); }
+.p3 { fill: var(--p3); } .p4 { fill: var(--p4); }"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,21 +53,26 @@ def write_report(path: Path, runs: Sequence[Run], ran: Ran) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    page = Template(files("dure.cli.demo").joinpath("report.html").read_text("utf-8"))
-    text = page.substitute(
-        headline=escape(_headline(runs)),
-        data=escape(_data(runs[0])),
-        when=escape(ran.when),
-        table=_table(runs, comparison(runs)),
-        notes=escape(_notes(runs)),
-        charts="\n".join(f"<figure><h2>{escape(t)}</h2>{svg}</figure>" for t, svg in _charts(runs)),
-        what=_definitions(_what(runs, ran)),
-        machine=_definitions(
-            [*machine(), ("Others at work", f"{ran.busy_cores:.1f} cores busy just before")]
-        ),
+    about = [*machine(), ("Others at work", f"{ran.busy_cores:.1f} cores busy just before")]
+    page = Page(
+        kicker="dure demo",
+        headline=_headline(runs),
+        lead=f"{_data(runs[0])}. {ran.when}.",
+        colours=_COLOURS,
+        style=_STYLE,
+        blocks=[
+            section(f"{_table(runs, comparison(runs))}\n<p>{escape(_notes(runs))}</p>"),
+            side_by_side([figure(title, svg) for title, svg in _charts(runs)]),
+            side_by_side(
+                [
+                    section(definitions(_what(runs, ran)), "What was run"),
+                    section(definitions(about), "On what machine"),
+                ]
+            ),
+        ],
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, "utf-8")
+    path.write_text(page.html(), "utf-8")
 
 
 def _headline(runs: Sequence[Run]) -> str:
@@ -146,17 +163,7 @@ def _what(runs: Sequence[Run], ran: Ran) -> list[tuple[str, str]]:
 
 
 def _table(runs: Sequence[Run], rows: Sequence[Row]) -> str:
-    heads = ["", *(run.name for run in runs), *(["gain"] if len(runs) > 1 else [])]
-    out = ["<tr>" + "".join(f"<th>{escape(h)}</th>" for h in heads) + "</tr>"]
-    for row in rows:
-        cells = [*row.values, *([row.gain] if len(runs) > 1 else [])]
-        out.append(
-            f"<tr><th>{escape(row.label)}</th>"
-            + "".join(f"<td>{escape(c)}</td>" for c in cells)
-            + "</tr>"
-        )
-    return "\n".join(out)
-
-
-def _definitions(pairs: Sequence[tuple[str, str]]) -> str:
-    return "\n".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in pairs)
+    several = len(runs) > 1
+    heads = ["", *(run.name for run in runs), *(["gain"] if several else [])]
+    cells = [[row.label, *row.values, *([row.gain] if several else [])] for row in rows]
+    return html_table(heads, cells)

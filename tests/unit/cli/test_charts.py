@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.cli.demo.charts import Axis, Bar, Series, line_chart, stacked_bars, ticks
+from dure.cli.charts import Axis, Bar, Series, line_chart, stacked_bars, ticks
 
 PLAIN = Axis(label="time (s) <&>")
 SANE = st.floats(-1e6, 1e6, allow_subnormal=False).map(lambda v: round(v, 3))

@@ -1,4 +1,4 @@
-"""Charts as inline SVG: lines over time, and stacked bars.
+"""Charts as inline SVG: lines, and stacked bars.
 
 The report must be one file that needs nothing else, be readable in light and in dark, and cost the
 installation little; a plotting library would bring tens of megabytes or a script of several. A
@@ -6,7 +6,7 @@ chart here is text: colours are left to the page's style sheet through the class
 
 Coordinates: the plot lies within fixed margins of a view box; `_Scale` maps values to it. An axis
 begins and ends at its first and last tick, and ticks are 1, 2 or 5 times a power of ten (powers of
-ten alone on a logarithmic axis).
+ten alone on a logarithmic axis), unless the axis brings its own.
 """
 
 from __future__ import annotations
@@ -33,11 +33,16 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """An axis: its label with unit, how a tick is written, and whether it is logarithmic."""
+    """An axis: its label with unit, how a tick is written, whether it is logarithmic, its ticks.
+
+    Ticks of its own must hold all values: the first is at most the least, the last at least the
+    greatest.
+    """
 
     label: str
     show: Callable[[float], str] = lambda value: f"{value:g}"
     log: bool = False
+    marks: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +87,15 @@ def ticks(low: float, high: float, count: int = 5, *, log: bool = False) -> list
 def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
     """Draw lines over a common pair of axes, with a legend.
 
-    Points that a logarithmic axis cannot show (y of 0 or less) are left out.
+    Points that a logarithmic axis cannot show (0 or less) are left out. A linear horizontal axis
+    begins at 0 at the latest.
     """
-    lines = [[p for p in s.points if not y.log or p[1] > 0] for s in series]
-    flat = [p for line in lines for p in line] or [(0.0, 1.0), (1.0, 1.0)]
+    lines = [[p for p in s.points if _shown(p[0], x) and _shown(p[1], y)] for s in series]
+    flat = [p for line in lines for p in line] or [(1.0, 1.0)]
     xs, ys = [p[0] for p in flat], [p[1] for p in flat]
-    across = _Scale(ticks(min(0.0, *xs), max(xs)), _LEFT, _WIDTH - _RIGHT)
-    up = _Scale(ticks(min(ys), max(ys), log=y.log), _HEIGHT - _BOTTOM, _TOP, y.log)
+    left = min(xs) if x.log else min(0.0, *xs)
+    across = _Scale(x.marks or ticks(left, max(xs), log=x.log), _LEFT, _WIDTH - _RIGHT, x.log)
+    up = _Scale(y.marks or ticks(min(ys), max(ys), log=y.log), _HEIGHT - _BOTTOM, _TOP, y.log)
     body = _grid(across, up, x, y) + [
         f'<polyline class="line c{i}" points="{_path(line, across, up)}"/>'
         for i, line in enumerate(lines)
@@ -106,6 +113,10 @@ def stacked_bars(title: str, parts: Sequence[str], bars: Sequence[Bar], x: Axis)
     for row, bar in enumerate(bars):
         body += _bar(bar, parts, across, (top + (row + 0.28) * room, room * 0.44))
     return _svg(title, [*body, *_legend(parts, "p", "fill")])
+
+
+def _shown(value: float, axis: Axis) -> bool:
+    return not axis.log or value > 0
 
 
 def _bar(bar: Bar, parts: Sequence[str], across: _Scale, place: tuple[float, float]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the demo ran on: read from the system, for the report."""
+"""What this machine is and how busy it is: read from the system, for reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def machine() -> list[tuple[str, str]]:
         ("Processor", _processor()),
         ("Cores", f"{cores} ({threads} hardware threads), {usable_cores()} usable by this process"),
         ("Memory", f"{psutil.virtual_memory().total / 2**30:.1f} GiB"),
-        ("Kernel", f"{platform.system()} {platform.release()} {platform.machine()}"),
+        ("Kernel", f"{platform.system()} {_kernel()} {platform.machine()}"),
     ]
 
 
@@ -33,6 +33,11 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _kernel() -> str:
+    """Return the kernel's version, without what its builder added."""
+    return platform.release().partition("-")[0]
 
 
 def _processor() -> str:

@@ -1,0 +1,218 @@
+"""The command `dure bench`: options to a plan, and what was found to a table, JSON and a plot."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from platform import python_version
+from typing import Annotated
+
+import psutil
+import typer
+from rich.console import Console
+
+import dure
+from dure.cli.bench.group import find_rival, ours
+from dure.cli.bench.measure import Progress, measure
+from dure.cli.bench.operations import DTYPES, OPERATIONS
+from dure.cli.bench.plan import Plan, parse_names, parse_ranks, parse_rivals, parse_sizes, show_size
+from dure.cli.bench.plot import write_plot
+from dure.cli.bench.results import Cell, Key, Report, read_report, tables_of
+from dure.cli.bench.table import markdown, rich_tables
+from dure.cli.machine import busy_cores, machine, usable_cores
+from dure.errors import UsageError
+
+__all__ = ["bench"]
+
+_MOST_RANKS = 4
+_QUIET_CORES = 0.5
+_PAPER_COLUMNS = 140
+
+
+def bench(
+    op: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{', '.join(OPERATIONS)}, or all. Several: a,b."),
+    ] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help=f"{', '.join(DTYPES)}, or all.")] = None,
+    sizes: Annotated[
+        str, typer.Option(help="Bytes: a list such as 8,64K,1M, or MIN:MAX:FACTOR.")
+    ] = "8:64M:4x",
+    ranks: Annotated[
+        list[str] | None, typer.Option(help="Processes, such as 2 or 2,4; by default up to 4.")
+    ] = None,
+    backend: Annotated[str, typer.Option(help="Of Dure: shm, gloo, mpi or hybrid.")] = "shm",
+    redop: Annotated[str, typer.Option(help="sum, product, min, max or avg.")] = "sum",
+    root: Annotated[int, typer.Option(help="For broadcast and others; -1: in turn.", min=-1)] = -1,
+    arena: Annotated[bool, typer.Option("--arena", help="Tensors from shared_empty.")] = False,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(help="Rivals in the same run: gloo, mpi, mpi@PYTHON; several with commas."),
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Taken of each cell, in turn.", min=1)] = 7,
+    sample_time: Annotated[float, typer.Option(help="Seconds of a sample.", min=0.0)] = 0.03,
+    json: Annotated[Path | None, typer.Option(help="Write all figures to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw to this file, .html or .svg.")] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Show a file of --json; measure nothing.")
+    ] = None,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+) -> None:
+    """Measure collectives on this machine: time, bandwidth, checked results; beside rivals."""
+    plan = Plan(
+        backend=backend,
+        ops=parse_names("operation", op or ["all_reduce"], OPERATIONS),
+        dtypes=parse_names("dtype", dtype or ["float32"], DTYPES),
+        redop=redop,
+        ranks=parse_ranks(ranks or [str(min(_MOST_RANKS, max(2, usable_cores())))]),
+        sizes=parse_sizes(sizes),
+        root=root,
+        arena=arena,
+        against=parse_rivals(against or []),
+        samples=samples,
+        sample_s=sample_time,
+    )
+    out = Output(json=json, plot=plot, as_markdown=as_markdown)
+    out.check()
+    if source is None:
+        report = _measure(plan, _console(stderr=as_markdown))
+    else:
+        report = _load(source)
+        if not as_markdown:
+            _show(report, _console())
+    out.write(report)
+    _require_right_results(report)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """Where the figures go, besides the terminal; the fields are options of `bench`."""
+
+    json: Path | None
+    plot: Path | None
+    as_markdown: bool
+
+    def check(self) -> None:
+        """Raise `UsageError` for a file that cannot be written: now, not after all the work."""
+        for path in (self.json, self.plot):
+            if path is not None and not path.absolute().parent.is_dir():
+                raise UsageError("there is no such directory", seen=str(path.absolute().parent))
+        if self.plot is not None and self.plot.suffix not in {".html", ".svg"}:
+            raise UsageError("a plot is .html or .svg", seen=str(self.plot))
+
+    def write(self, report: Report) -> None:
+        """Write what was asked for."""
+        if self.as_markdown:
+            print(markdown(report))
+        try:
+            if self.json is not None:
+                self.json.write_bytes(report.encode())
+            if self.plot is not None:
+                write_plot(self.plot, report)
+        except OSError as error:
+            raise UsageError("the file cannot be written", seen=str(error)) from error
+
+
+class _Screen(Progress):
+    """Shows tables as they are finished and, on a terminal, what is being measured."""
+
+    def __init__(self, console: Console, report: Report) -> None:
+        self._console = console
+        self._report = report
+        self._status = console.status("")
+
+    def __enter__(self) -> _Screen:
+        self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
+
+    def starting(self, ranks: int, contestants: int) -> None:
+        """Say that processes are being started."""
+        what = f"{contestants} groups of {ranks} ranks" if contestants > 1 else f"{ranks} ranks"
+        self._status.update(f"starting {what}")
+
+    def cell(self, key: Key, num_bytes: int) -> None:
+        """Say what is being measured."""
+        self._status.update(f"{key.title}: {show_size(num_bytes)}")
+
+    def table(self, key: Key, cells: list[Cell]) -> None:
+        """Show a finished table."""
+        _print(self._console, key, cells, self._report)
+
+    def note(self, text: str) -> None:
+        """Show a note."""
+        print(f"dure bench: note: {text}", file=sys.stderr)
+
+
+def _measure(plan: Plan, console: Console) -> Report:
+    """Measure, and show the tables as they come."""
+    plan.check(psutil.virtual_memory().available)
+    contestants = [ours(plan.backend, plan.arena), *map(find_rival, plan.against)]
+    busy = busy_cores()
+    report = Report(
+        command=_command(plan),
+        when=f"{datetime.now():%Y-%m-%d %H:%M}",
+        machine={**dict(machine()), "Others at work": f"{busy:.1f} cores busy just before"},
+        versions={"dure": dure.__version__, "python": python_version()},
+        plan=plan,
+    )
+    with _Screen(console, report) as screen:
+        if max(plan.ranks) + busy > usable_cores() + _QUIET_CORES:
+            crowd = f"{usable_cores()} cores, of which others use {busy:.1f}"
+            screen.note(f"{max(plan.ranks)} ranks on {crowd}: times will suffer.")
+        measure(plan, contestants, report, screen)
+    return report
+
+
+def _command(plan: Plan) -> str:
+    """Return the command line of `plan`, with every option spelled out."""
+    words = ["dure", "bench", "--backend", plan.backend]
+    words += ["--op", ",".join(plan.ops), "--dtype", ",".join(plan.dtypes), "--redop", plan.redop]
+    words += ["--ranks", ",".join(map(str, plan.ranks))]
+    words += ["--sizes", ",".join(map(str, plan.sizes)), "--root", str(plan.root)]
+    words += ["--samples", str(plan.samples), "--sample-time", f"{plan.sample_s:g}"]
+    words += ["--arena"] if plan.arena else []
+    words += ["--against", ",".join(plan.against)] if plan.against else []
+    return shlex.join(words)
+
+
+def _load(path: Path) -> Report:
+    """Read a report that was written before."""
+    try:
+        return read_report(path.read_bytes(), str(path))
+    except OSError as error:
+        raise UsageError("the file cannot be read", seen=str(error)) from error
+
+
+def _show(report: Report, console: Console) -> None:
+    """Print all tables of a report."""
+    for key, rows in tables_of(report.cells).items():
+        cells = [cell for row in rows.values() for cell in row.values()]
+        _print(console, key, cells, report)
+
+
+def _print(console: Console, key: Key, cells: list[Cell], report: Report) -> None:
+    """Print what belongs to one operation."""
+    for table in rich_tables(key, cells, report.contestants):
+        console.print(table)
+
+
+def _console(*, stderr: bool = False) -> Console:
+    """Return the terminal, or paper with room for all columns."""
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=_PAPER_COLUMNS)
+
+
+def _require_right_results(report: Report) -> None:
+    """Leave with exit code 1 if an element was wrong, and say where."""
+    for cell in report.wrong:
+        what = Key(cell.op, cell.dtype, cell.redop, cell.ranks).title
+        where = f"{what}, {show_size(cell.num_bytes)}, {cell.contestant}"
+        print(f"dure bench: error: {where}: {cell.wrong} wrong elements", file=sys.stderr)
+    if report.wrong:
+        raise typer.Exit(1)

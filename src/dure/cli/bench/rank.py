@@ -1,0 +1,426 @@
+"""What a rank of the benchmark runs: it joins its group, then obeys the controller.
+
+    python rank.py ADDRESS dure BACKEND | torch BACKEND | mpi
+
+ADDRESS is the name of the controller's socket in the abstract namespace. The rank says who it is,
+then answers commands, one line of JSON each way: `prepare` (make the buffers, run and check once),
+`sample` (time k operations back to back), `finish` (check again, let the buffers go). Between
+commands it sleeps in a read of that socket and costs nothing.
+
+A rank of MPI may run on another Python, which has mpi4py and numpy but neither torch nor Dure. So
+this file needs the standard library alone, until it knows whom it plays.
+
+Values. Whole numbers that every element type holds exactly, and so are their sums:
+
+- *moved*: element i of rank r's buffer is 1 + (i + 17 r) mod 113.
+- *reduced*: 1 + (i + r) mod 5; for avg that times the number of ranks; for product, 2 where
+  i mod n = r and else 1.
+
+All are periodic in i, so a buffer is written, and compared, as rows of one short *table*. Shifted
+by a chunk, swapped between ranks, or with a rank left out, the result is another one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+# Any: buffers are tensors or numpy arrays, and what moves them one of three libraries.
+from typing import Any
+
+__all__ = ["Case", "Refusal", "Segment", "expected", "inputs", "table", "write", "wrong"]
+
+_ROW = 4096
+_MOVED_PERIOD, _MOVED_SHIFT, _REDUCED_PERIOD = 113, 17, 5
+_FOLDS: dict[str, Callable[[Sequence[int]], int]] = {
+    "sum": sum,
+    "avg": lambda values: sum(values) // len(values),
+    "min": min,
+    "max": max,
+    "product": math.prod,
+}
+Run = Callable[[int], object]
+
+
+class Refusal(Exception):
+    """This contestant does not offer what is asked; all its ranks say so, without communicating."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell on one rank; `count` as `operations` tells, and root -1: each rank in turn."""
+
+    op: str
+    dtype: str
+    redop: str
+    count: int
+    root: int
+    arena: bool
+    rank: int
+    size: int
+
+    @property
+    def part(self) -> int:
+        """The elements that belong to each rank."""
+        return self.count // self.size
+
+    @property
+    def checked_root(self) -> int:
+        """The root of the operation that is checked."""
+        return self.root if self.root >= 0 else self.size - 1
+
+    def root_of(self, turn: int) -> int:
+        """Return the root of operation number `turn`: with turns, no rank runs ahead."""
+        return self.root if self.root >= 0 else turn % self.size
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`length` elements that `owner` holds (None: reduced over all), from its element `start`."""
+
+    length: int
+    owner: int | None
+    start: int = 0
+
+
+def inputs(case: Case) -> list[Segment]:
+    """Return what this rank's source holds before the operation."""
+    short = case.op in {"all_gather", "gather"}
+    return [Segment(case.part if short else case.count, case.rank)]
+
+
+def expected(case: Case) -> list[Segment]:
+    """Return what this rank must hold after it; nothing where the operation leaves it open."""
+    rank, root, part, count = case.rank, case.checked_root, case.part, case.count
+    if case.op == "all_reduce" or (case.op == "reduce" and rank == root):
+        return [Segment(count, None)]
+    if case.op == "broadcast":
+        return [Segment(count, root)]
+    if case.op == "all_gather" or (case.op == "gather" and rank == root):
+        return [Segment(part, owner) for owner in range(case.size)]
+    if case.op == "reduce_scatter":
+        return [Segment(part, None, rank * part)]
+    if case.op == "all_to_all":
+        return [Segment(part, owner, rank * part) for owner in range(case.size)]
+    if case.op == "scatter":
+        return [Segment(part, root, rank * part)]
+    if case.op == "sendrecv" and rank < 2:
+        return [Segment(count, 1 - rank)]
+    return []
+
+
+def table(case: Case, segment: Segment) -> list[int]:
+    """Return the first elements of a segment, as many periods as fill a row."""
+    if case.redop == "":
+        period = _MOVED_PERIOD
+    else:
+        period = case.size if case.redop == "product" else _REDUCED_PERIOD
+    if segment.owner is not None:
+        once = [_value(case, segment.owner, segment.start + i) for i in range(period)]
+    else:
+        fold = _FOLDS[case.redop]
+        every = range(case.size)
+        once = [fold([_value(case, r, segment.start + i) for r in every]) for i in range(period)]
+    return once * math.ceil(_ROW / period)
+
+
+def _value(case: Case, rank: int, i: int) -> int:
+    """Return element `i` of what `rank` holds before the operation."""
+    if case.redop == "":
+        return 1 + (i + _MOVED_SHIFT * rank) % _MOVED_PERIOD
+    if case.redop == "product":
+        return 2 if i % case.size == rank else 1
+    return (1 + (i + rank) % _REDUCED_PERIOD) * (case.size if case.redop == "avg" else 1)
+
+
+def write(buffer: Any, row: Any) -> None:
+    """Fill a flat buffer with copies of `row`, a tensor or array of the same kind."""
+    whole = len(buffer) // len(row)
+    rest = whole * len(row)
+    buffer[:rest].reshape(whole, len(row))[:] = row
+    buffer[rest:] = row[: len(buffer) - rest]
+
+
+def wrong(buffer: Any, row: Any) -> int:
+    """Return how many elements of a flat buffer differ from copies of `row`."""
+    whole = len(buffer) // len(row)
+    rest = whole * len(row)
+    differs = (buffer[:rest].reshape(whole, len(row)) != row).sum()
+    return int(differs) + int((buffer[rest:] != row[: len(buffer) - rest]).sum())
+
+
+class TorchStyle:
+    """Dure, or torch.distributed: the same names."""
+
+    def __init__(self, module: str, backend: str) -> None:
+        import torch  # lazy: a rank of MPI has none
+
+        if module == "dure":
+            import dure as dist  # lazy: as above
+        else:
+            import torch.distributed as dist  # lazy: as above; the rival, not our engine
+        torch.set_num_threads(1)
+        self._torch: Any = torch
+        self._dist: Any = dist
+        dist.init_process_group(backend)
+        self.rank, self.size = int(dist.get_rank()), int(dist.get_world_size())
+        self.label = f"dure {dist.get_backend()}" if module == "dure" else backend
+        self.version = f"torch {torch.__version__}"
+
+    def empty(self, count: int, case: Case) -> Any:
+        """Return a new flat buffer."""
+        dtype = getattr(self._torch, case.dtype)
+        if case.arena:
+            return self._dist.shared_empty(count, dtype=dtype)
+        return self._torch.empty(count, dtype=dtype)
+
+    def row(self, values: list[int], case: Case) -> Any:
+        """Return `values` as a flat buffer; they wrap around as the element type does."""
+        return self._torch.tensor(values).to(getattr(self._torch, case.dtype))
+
+    def barrier(self) -> None:
+        """Meet the other ranks."""
+        self._dist.barrier()
+
+    def leave(self) -> None:
+        """Leave the group."""
+        self._dist.destroy_process_group()
+
+    def operation(self, case: Case, a: Any, b: Any) -> Run:
+        """Return a function that runs the operation once, on source `a` and target `b`."""
+        dist: Any = self._dist
+        redop = getattr(dist.ReduceOp, case.redop.upper()) if case.redop else None
+        if case.op == "all_reduce":
+            return lambda turn: dist.all_reduce(a, redop)
+        if case.op == "broadcast":
+            return lambda turn: dist.broadcast(a, case.root_of(turn))
+        if case.op == "reduce":
+            return lambda turn: dist.reduce(a, case.root_of(turn), redop)
+        if case.op == "barrier":
+            return lambda turn: dist.barrier()
+        if case.op == "sendrecv":
+            return _ping_pong(case, lambda to: dist.send(a, to), lambda peer: dist.recv(b, peer))
+        return self._divided(case, redop, a, b)
+
+    def _divided(self, case: Case, redop: Any, a: Any, b: Any) -> Run:
+        """Return the same for the operations on a part a rank."""
+        dist: Any = self._dist
+        if case.op == "all_gather":
+            gather = _either(dist, "all_gather_single", "all_gather_into_tensor")
+            return lambda turn: gather(b, a)
+        if case.op == "reduce_scatter":
+            scatter = _either(dist, "reduce_scatter_single", "reduce_scatter_tensor")
+            return lambda turn: scatter(b, a, redop)
+        if case.op == "all_to_all":
+            return lambda turn: dist.all_to_all_single(b, a)
+        whole, piece = (b, a) if case.op == "gather" else (a, b)
+        parts = list(whole.split(case.part))
+
+        def gather_or_scatter(turn: int) -> None:
+            root = case.root_of(turn)
+            mine = parts if root == case.rank else None
+            if case.op == "gather":
+                dist.gather(piece, mine, root)
+            else:
+                dist.scatter(piece, mine, root)
+
+        return gather_or_scatter
+
+
+class Mpi:
+    """MPI through mpi4py, on numpy arrays."""
+
+    def __init__(self) -> None:
+        import numpy  # lazy: ranks of torch do without
+        from mpi4py import MPI  # pyright: ignore[reportMissingImports] # lazy: an optional rival
+
+        self._numpy: Any = numpy
+        self._mpi: Any = MPI
+        self._comm: Any = self._mpi.COMM_WORLD
+        self.rank, self.size = int(self._comm.Get_rank()), int(self._comm.Get_size())
+        self.version = " ".join(str(self._mpi.Get_library_version()).split())[:64]
+        self.label = _mpi_name(self.version)
+
+    def empty(self, count: int, case: Case) -> Any:
+        """Return a new flat buffer."""
+        return self._numpy.empty(count, self._dtype(case))
+
+    def row(self, values: list[int], case: Case) -> Any:
+        """Return `values` as a flat buffer; they wrap around as the element type does."""
+        return self._numpy.array(values).astype(self._dtype(case))
+
+    def _dtype(self, case: Case) -> Any:
+        if case.dtype in {"float16", "bfloat16"}:
+            raise Refusal(f"MPI has no {case.dtype}")
+        return self._numpy.dtype(case.dtype)
+
+    def barrier(self) -> None:
+        """Meet the other ranks."""
+        self._comm.Barrier()
+
+    def leave(self) -> None:
+        """Leave the job."""
+        self._mpi.Finalize()
+
+    def operation(self, case: Case, a: Any, b: Any) -> Run:
+        """Return a function that runs the operation once, on source `a` and target `b`."""
+        comm, mpi = self._comm, self._mpi
+        if case.redop == "avg":
+            raise Refusal("MPI has no avg")
+        redop = {"sum": "SUM", "product": "PROD", "min": "MIN", "max": "MAX"}.get(case.redop)
+        reduction = getattr(mpi, redop) if redop else None
+
+        def reduce(turn: int) -> None:
+            root = case.root_of(turn)
+            mine = (mpi.IN_PLACE, a) if root == case.rank else (a, None)
+            comm.Reduce(*mine, reduction, root)
+
+        runs: dict[str, Run] = {
+            "all_reduce": lambda turn: comm.Allreduce(mpi.IN_PLACE, a, reduction),
+            "broadcast": lambda turn: comm.Bcast(a, case.root_of(turn)),
+            "reduce": reduce,
+            "all_gather": lambda turn: comm.Allgather(a, b),
+            "reduce_scatter": lambda turn: comm.Reduce_scatter_block(a, b, reduction),
+            "all_to_all": lambda turn: comm.Alltoall(a, b),
+            "gather": lambda turn: comm.Gather(a, b, case.root_of(turn)),
+            "scatter": lambda turn: comm.Scatter(a, b, case.root_of(turn)),
+            "barrier": lambda turn: comm.Barrier(),
+            "sendrecv": _ping_pong(
+                case, lambda to: comm.Send(a, to), lambda peer: comm.Recv(b, peer)
+            ),
+        }
+        return runs[case.op]
+
+
+def _either(module: Any, name: str, older: str) -> Any:
+    """Return a function under its name of today or, in an older torch, of yesterday."""
+    return getattr(module, name, None) or getattr(module, older)
+
+
+def _ping_pong(case: Case, send: Run, receive: Run) -> Run:
+    """Return a round trip between ranks 0 and 1; the others look on."""
+
+    def zero(turn: int) -> None:
+        send(1)
+        receive(1)
+
+    def one(turn: int) -> None:
+        receive(0)
+        send(0)
+
+    return (zero, one, lambda turn: None)[min(case.rank, 2)]
+
+
+def _mpi_name(version: str) -> str:
+    """Return a short name from what MPI says of itself."""
+    names = {"Open MPI": "Open MPI", "Intel(R) MPI": "Intel MPI", "MPICH": "MPICH"}
+    return next((short for name, short in names.items() if name in version), "MPI")
+
+
+class Server:
+    """Carries out the controller's commands."""
+
+    def __init__(self, contestant: TorchStyle | Mpi) -> None:
+        self._contestant = contestant
+        self._case: Case | None = None
+        self._source: Any = None
+        self._target: Any = None
+        self._run: Run = lambda turn: None
+
+    def prepare(self, **asked: Any) -> dict[str, int]:
+        """Make the buffers, run the operation once, and count wrong elements."""
+        who = self._contestant
+        case = Case(**asked, rank=who.rank, size=who.size)
+        self._case = case
+        if case.op != "barrier":
+            source, target = sum(s.length for s in inputs(case)), _target_length(case)
+            self._source = who.empty(source, case)
+            self._target = who.empty(target, case) if target else None
+        self._run = who.operation(case, self._source, self._target)
+        found = self._check()
+        if case.op in {"all_reduce", "reduce"}:
+            self._source[:] = 0  # in place, again and again: zeros stay what they are
+        return {"wrong": found}
+
+    def sample(self, repeats: int) -> dict[str, float]:
+        """Return the seconds of one operation, of `repeats` back to back."""
+        run = self._run
+        self._contestant.barrier()
+        start = time.perf_counter()
+        for turn in range(repeats):
+            run(turn)
+        return {"seconds": (time.perf_counter() - start) / repeats}
+
+    def finish(self) -> dict[str, int]:
+        """Check once more, while everything is warm, and let the buffers go."""
+        found = self._check()
+        self._run, self._source, self._target = (lambda turn: None), None, None
+        return {"wrong": found}
+
+    def _check(self) -> int:
+        """Run the operation once on fresh values and count the elements that come out wrong."""
+        case, who = self._case, self._contestant
+        assert case is not None
+        if case.op == "barrier":
+            self._run(0)
+            return 0
+        write(self._source, who.row(table(case, inputs(case)[0]), case))
+        result = self._source if self._target is None else self._target
+        if self._target is not None:
+            self._target[:] = 0
+        self._run(case.checked_root)
+        found = at = 0
+        for segment in expected(case):
+            row = who.row(table(case, segment), case)
+            found += wrong(result[at : at + segment.length], row)
+            at += segment.length
+        return found
+
+
+def _target_length(case: Case) -> int:
+    """Return the elements of the buffer that receives; 0 where the source does."""
+    lengths = {
+        **dict.fromkeys(("all_gather", "all_to_all", "gather", "sendrecv"), case.count),
+        **dict.fromkeys(("reduce_scatter", "scatter"), case.part),
+    }
+    return lengths.get(case.op, 0)
+
+
+def _serve(address: str, who: TorchStyle | Mpi) -> None:
+    """Answer commands until the controller says no more."""
+    with socket.socket(socket.AF_UNIX) as controller:
+        controller.connect("\0" + address)
+        lines = controller.makefile("r", encoding="utf-8")
+
+        def say(**answer: Any) -> None:
+            controller.sendall(json.dumps(answer).encode() + b"\n")
+
+        say(rank=who.rank, label=who.label, version=who.version, python=sys.version.split()[0])
+        server = Server(who)
+        for line in lines:
+            command = json.loads(line)
+            try:
+                say(**getattr(server, command.pop("command"))(**command))
+            except Refusal as refusal:
+                say(refused=str(refusal))
+            except Exception as error:
+                traceback.print_exc()
+                say(error=f"{type(error).__name__}: {error}")
+
+
+def main() -> None:
+    """Play one rank of the contestant that the command line names."""
+    address, kind, *rest = sys.argv[1:]
+    who = Mpi() if kind == "mpi" else TorchStyle(kind, rest[0])
+    _serve(address, who)
+    who.leave()
+
+
+if __name__ == "__main__":
+    main()
