@@ -1,6 +1,5 @@
 #include "callsite.h"
 
-#include <frameobject.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -11,6 +10,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "frames.h"
 
 namespace nb = nanobind;
 
@@ -33,43 +33,11 @@ std::string text_of(PyObject* unicode) {
     return text ? std::string(text, static_cast<size_t>(size)) : std::string("?");
 }
 
-// A code object and an offset in it, in bytes.
-struct Place {
-    PyCodeObject* code = nullptr;
-    int offset = 0;
-    bool operator==(const Place&) const = default;
-};
-
 struct PlaceHash {
     size_t operator()(const Place& p) const {
         return std::hash<const void*>()(p.code) ^
                static_cast<size_t>(p.offset) * 0x9E3779B97F4A7C15;
     }
-};
-
-// The frames of the calling thread, innermost first.
-class Frames {
-  public:
-    Frames() : frame_(PyEval_GetFrame()) { Py_XINCREF(frame_); }
-    ~Frames() { Py_XDECREF(frame_); }
-    Frames(const Frames&) = delete;
-    Frames& operator=(const Frames&) = delete;
-
-    explicit operator bool() const { return frame_ != nullptr; }
-    // The frame's code outlives the frame only if somebody keeps it.
-    Place place() const {
-        PyCodeObject* code = PyFrame_GetCode(frame_);
-        Py_DECREF(code);  // the frame has its own reference
-        return {code, PyFrame_GetLasti(frame_)};
-    }
-    void next() {
-        PyFrameObject* back = PyFrame_GetBack(frame_);
-        Py_DECREF(frame_);
-        frame_ = back;
-    }
-
-  private:
-    PyFrameObject* frame_;
 };
 
 // Whether a code object is the library's, remembered. Slots hold references, so that a code object

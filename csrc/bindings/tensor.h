@@ -17,6 +17,7 @@ namespace dure {
 struct PlainTensor {
     Block block;
     DType dtype = DType::opaque;
+    int64_t rows = 1;  // its first dimension
 };
 
 // False where the tensor is not plain; never leaves a Python error set.

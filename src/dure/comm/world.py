@@ -108,7 +108,8 @@ class GroupMember(metaclass=_GroupMeta):
 def resolve(group: object, op: str) -> ProcessGroup:
     """Return `group`, or the default group for None; raise for anything that is not a group."""
     if group is None:
-        return current_world().default or current_world().need_default()
+        world = _current.get() or _process_world
+        return world.default or world.need_default()
     if group is _NON_MEMBER:
         raise NotInGroupError(
             "Invalid process group specified: this rank is not a member of it",

@@ -1,20 +1,20 @@
 """`ProcessGroup`: a set of ranks that communicate.
 
-The class is made of four parts, one file each: `core` (membership, and the road of every
-operation), `reducing`, `moving` and `messaging`; `aliases.EngineNames` adds the names under which
+The class is made of five parts, one file each: `core` (membership, and the road of every
+operation), `reducing`, `moving` and `messaging`, and `plain`, the short road of plain tensors;
+`aliases.EngineNames` adds the names under which
 code written for torch's C++ groups calls the same operations.
 """
 
 from __future__ import annotations
 
 from dure.comm.aliases import EngineNames
-from dure.comm.group.messaging import Messaging
-from dure.comm.group.reducing import Reducing
+from dure.comm.group.plain import Plain
 
 __all__ = ["ProcessGroup"]
 
 
-class ProcessGroup(Reducing, Messaging, EngineNames):
+class ProcessGroup(Plain, EngineNames):
     """The ranks of one group, seen from one of them.
 
     All ranks must call the collectives of a group in the same order. Groups are independent of

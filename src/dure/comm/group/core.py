@@ -258,11 +258,10 @@ class GroupCore:
         self._coalesced = works
         self._plain = self._engine if works is None else None
 
-    def _plainly(self, done: object) -> None:
-        """Count a plain call, or raise what became of it."""
+    def _plain_error(self, outcome: object) -> DureError:
+        """Make the exception for a plain call that failed."""
         self.seq += 1
-        if done is not True:
-            raise cast(PlainBackend, self._only).error(done)
+        return cast(PlainBackend, self._only).error(outcome)
 
     def _kind(self, data: torch.Tensor | None) -> str:
         """Return the device whose backend runs an operation on `data`."""

@@ -13,7 +13,6 @@ from dure.comm.backends.base import Backend, Ticket
 from dure.comm.group.core import GroupCore
 from dure.comm.work import Work
 from dure.errors import UsageError
-from dure.trace import hooks
 
 __all__ = ["Messaging"]
 
@@ -45,10 +44,6 @@ class Messaging(GroupCore):
         self, tensor: torch.Tensor, dst: int, tag: int = 0, async_op: bool = False
     ) -> Work | None:
         """Send `tensor` to group rank `dst`."""
-        if self._plain is not None and not async_op and not hooks:
-            done = self._plain.plain_send(tensor, dst, tag)
-            if done:
-                return self._plainly(done)
         op = "isend" if async_op else "send"
         backend = self._backend(op, tensor)
         self._check_peer(dst, op, tag)
@@ -65,11 +60,6 @@ class Messaging(GroupCore):
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int = 0) -> int:
         """Receive into `tensor` from group rank `src`, or anyone; return the sender's rank."""
-        if self._plain is not None and src is not None and not hooks:
-            done = self._plain.plain_receive(tensor, src, tag)
-            if done:
-                self._plainly(done)
-                return src
         backend, memory, finish = self._prepare_receive(tensor, src, tag, "recv")
         tickets: list[Ticket] = []
 

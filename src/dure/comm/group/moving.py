@@ -11,7 +11,6 @@ from dure.comm import checks
 from dure.comm.group.core import GroupCore
 from dure.comm.work import Work
 from dure.errors import UsageError
-from dure.trace import hooks
 
 __all__ = ["Moving"]
 
@@ -21,10 +20,6 @@ class Moving(GroupCore):
 
     def broadcast(self, tensor: torch.Tensor, src: int, async_op: bool = False) -> Work | None:
         """Copy `tensor` of group rank `src` to all."""
-        if self._plain is not None and not async_op and not hooks:
-            done = self._plain.plain_broadcast(tensor, src)
-            if done:
-                return self._plainly(done)
         backend = self._backend("broadcast", tensor)
         if src == self._rank:
             memory, finish = checks.readable(tensor), None
@@ -82,10 +77,6 @@ class Moving(GroupCore):
         self, output: torch.Tensor, input: torch.Tensor, async_op: bool = False
     ) -> Work | None:
         """Copy rank i's `input` [k] to `output` [n*k] at i*k on all ranks."""
-        if self._plain is not None and not async_op and not hooks:
-            done = self._plain.plain_all_gather(output, input)
-            if done:
-                return self._plainly(done)
         name = "all_gather_single"
         backend = self._backend(name, output, input)
         checks.check_same_dtype([input], output.dtype, name)
@@ -211,12 +202,6 @@ class Moving(GroupCore):
         async_op: bool = False,
     ) -> Work | None:
         """Exchange rows of `input` by rank; equal parts unless split sizes (in rows) are given."""
-        if self._plain is not None and not (
-            async_op or hooks or output_split_sizes or input_split_sizes
-        ):
-            done = self._plain.plain_all_to_all(output, input)
-            if done:
-                return self._plainly(done)
         name, n = "all_to_all_single", self._size
         backend = self._backend(name, output, input)
         checks.check_same_dtype([input], output.dtype, name)
@@ -249,10 +234,6 @@ class Moving(GroupCore):
         self, async_op: bool = False, timeout: timedelta | float | None = None
     ) -> Work | None:
         """Return when all ranks have called; `timeout` is a limit below the group's own."""
-        if self._plain is not None and timeout is None and not async_op and not hooks:
-            done = self._plain.plain_barrier()
-            if done:
-                return self._plainly(done)
         backend = self._backend("barrier")
         if timeout is None:
             return self._issue("barrier", backend.barrier, [], async_op=async_op)

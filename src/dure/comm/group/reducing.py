@@ -12,7 +12,6 @@ from dure.comm.ops import ReduceOp, as_reduce_op, check_reducible
 from dure.comm.sparse import sparse_all_reduce
 from dure.comm.work import Work, combine
 from dure.errors import UsageError
-from dure.trace import hooks
 
 __all__ = ["Reducing"]
 
@@ -37,10 +36,6 @@ class Reducing(Moving):
         self, tensor: torch.Tensor, op: object = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
         """Reduce `tensor` of all ranks, in place, on all ranks."""
-        if self._plain is not None and not async_op and not hooks:
-            done = self._plain.plain_all_reduce(tensor, op)
-            if done:
-                return self._plainly(done)
         reduction = as_reduce_op(op)
         if isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided:
             return sparse_all_reduce(self, tensor, reduction, async_op)
@@ -138,10 +133,6 @@ class Reducing(Moving):
         async_op: bool = False,
     ) -> Work | None:
         """Reduce part i [k] of `input` [n*k] of all ranks into rank i's `output` [k]."""
-        if self._plain is not None and not async_op and not hooks:
-            done = self._plain.plain_reduce_scatter(output, input, op)
-            if done:
-                return self._plainly(done)
         name = "reduce_scatter_single"
         backend = self._backend(name, output, input)
         checks.check_same_dtype([input], output.dtype, name)
