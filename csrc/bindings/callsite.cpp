@@ -99,13 +99,12 @@ const Site* known_site(const Place& place) {
 
 const Site* call_site() {
     static const Site nowhere{"(no Python frame)", "?", "?", 0};
-    Place first;
+    Place place;
     for (Frames frames; frames; frames.next()) {
-        const Place place = frames.place();
-        if (!is_library(place.code)) return known_site(place);
-        if (!first.code) first = place;
+        place = frames.place();
+        if (!is_library(place.code)) break;
     }
-    return first.code ? known_site(first) : &nowhere;
+    return place.code ? known_site(place) : &nowhere;
 }
 
 void bind_callsite(nb::module_& m) {

@@ -2,7 +2,7 @@
 //
 // Every operation notes its call site: it costs a look at a few frames, as long as nothing is made
 // into text. The innermost frame that is not the library's counts (`set_library_folders`); where
-// all frames are (a hook on autograd's own thread), the innermost one. What a frame says is a code
+// all frames are (a hook on autograd's own thread), the outermost one. What a frame says is a code
 // object and the place in it; each pair is turned into text once and kept.
 //
 // Threads: needs the GIL.

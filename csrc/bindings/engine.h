@@ -39,14 +39,15 @@ class Engine {
 
     // plain.cpp: tensors
     nanobind::object plain_all_reduce(nanobind::handle tensor, nanobind::handle op);
-    nanobind::object plain_broadcast(nanobind::handle tensor, int root);
+    nanobind::object plain_broadcast(nanobind::handle tensor, nanobind::handle root);
     nanobind::object plain_all_gather(nanobind::handle output, nanobind::handle input);
     nanobind::object plain_reduce_scatter(nanobind::handle output, nanobind::handle input,
                                           nanobind::handle op);
     nanobind::object plain_all_to_all(nanobind::handle output, nanobind::handle input);
     nanobind::object plain_barrier();
-    nanobind::object plain_send(nanobind::handle tensor, int to, int tag);
-    nanobind::object plain_receive(nanobind::handle tensor, int from, int tag);
+    nanobind::object plain_send(nanobind::handle tensor, nanobind::handle to, nanobind::handle tag);
+    nanobind::object plain_receive(nanobind::handle tensor, nanobind::handle from,
+                                   nanobind::handle tag);
 
   private:
     struct Message {

@@ -105,6 +105,7 @@ void bind_group(nb::module_& m) {
              [](Engine& e, size_t data, size_t bytes, int dtype, int from, int tag, bool async) {
                  return e.receive(block(data, bytes), static_cast<DType>(dtype), from, tag, async);
              })
+        // Without annotations nanobind's quickest dispatch, which takes anything but None.
         .def("plain_all_reduce", &Engine::plain_all_reduce)
         .def("plain_broadcast", &Engine::plain_broadcast)
         .def("plain_all_gather", &Engine::plain_all_gather)

@@ -63,6 +63,14 @@ Call& empty_call(Op op, DType dtype) {
     return call;
 }
 
+// The value of a Python integer; -1 for anything else.
+int number(nb::handle h) {
+    if (!PyLong_CheckExact(h.ptr())) return -1;
+    int overflow = 0;
+    const long value = PyLong_AsLongAndOverflow(h.ptr(), &overflow);
+    return overflow || value < 0 || value > INT32_MAX ? -1 : static_cast<int>(value);
+}
+
 nb::object declined() { return nb::borrow(Py_False); }
 
 }  // namespace
@@ -89,8 +97,9 @@ nb::object Engine::plain_all_reduce(nb::handle tensor, nb::handle op) {
     return plain(call, t.block.bytes, [&] { return group_->run(call); });
 }
 
-nb::object Engine::plain_broadcast(nb::handle tensor, int root) {
+nb::object Engine::plain_broadcast(nb::handle tensor, nb::handle source) {
     PlainTensor t;
+    const int root = number(source);
     if (!may_begin() || !is_rank(root) || !read_plain(tensor, t)) return declined();
     Call& call = empty_call(Op::broadcast, t.dtype);
     call.root = root;
@@ -162,12 +171,12 @@ nb::object Engine::plain_message(const Message& message, nb::handle tensor) {
     return out.status == Status::ok ? nb::borrow(Py_True) : nb::cast(out);
 }
 
-nb::object Engine::plain_send(nb::handle tensor, int to, int tag) {
-    return plain_message({Op::send, to, tag}, tensor);
+nb::object Engine::plain_send(nb::handle tensor, nb::handle to, nb::handle tag) {
+    return plain_message({Op::send, number(to), number(tag)}, tensor);
 }
 
-nb::object Engine::plain_receive(nb::handle tensor, int from, int tag) {
-    return plain_message({Op::recv, from, tag}, tensor);
+nb::object Engine::plain_receive(nb::handle tensor, nb::handle from, nb::handle tag) {
+    return plain_message({Op::recv, number(from), number(tag)}, tensor);
 }
 
 }  // namespace dure

@@ -67,6 +67,25 @@ class Status(IntEnum):
     """A signal handler called a collective during another."""
 
 
+_ERROR_NAMES: dict[Status, str] = {
+    Status.TIMEOUT: "CommTimeout",
+    Status.LATE: "CommTimeout",
+    Status.PEER_LOST: "PeerLost",
+    Status.PEER_LEFT: "PeerLost",
+    Status.INTERRUPTED: "PeerLost",
+    Status.DESYNC: "Desync",
+    Status.MISMATCH: "Desync",
+    Status.ABORTED: "Aborted",
+    Status.NO_MEMORY: "CommError",
+    Status.INTERNAL: "InternalError",
+}
+
+
+def error_name(status: int) -> str:
+    """Return the name of the error type that `error_of` makes of `status`."""
+    return _ERROR_NAMES.get(Status(status), "UsageError")
+
+
 def error_of(
     outcome: Outcome, *, group: str, rank: int, size: int, pid: int, timeout_s: float
 ) -> DureError:

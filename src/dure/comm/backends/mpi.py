@@ -40,7 +40,7 @@ from dure.comm.backends.base import BackendOptions, Ticket
 from dure.comm.backends.mpi_frames import INLINE, NOTHING, Call, Frames, Piece, Stage
 from dure.comm.backends.mpi_lane import Lane, Operation, Steps, heard
 from dure.comm.backends.mpi_library import Library, load
-from dure.comm.backends.shm import dtype_code
+from dure.comm.backends.shm_codes import dtype_code
 from dure.comm.ops import ReduceOp
 from dure.comm.reduction import reduce_in_order
 from dure.errors import Desync, UsageError

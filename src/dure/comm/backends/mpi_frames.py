@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from dure.comm.backends.shm import dtype_code
+from dure.comm.backends.shm_codes import dtype_code
 from dure.comm.ops import ReduceOp
 from dure.errors import Desync
 

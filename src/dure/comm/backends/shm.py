@@ -5,85 +5,38 @@ What happens in a call is told in csrc/core: "Segment" (segment.h), "Meeting" an
 (move.cpp), "Streams" (stream.cpp), "Arena" (arena.h). This file turns tensors into addresses and
 lengths, and outcomes into exceptions.
 
-Rendezvous: rank 0 makes the segment and publishes "pid:fd:nonce" under "shm/segment". A rank that
-cannot map it says so under "shm/refused", so that all ranks raise the same error at once.
-
 Threads: calls from any thread, one at a time; tickets and `close` from any thread at any time. A
 group must not be used in a child process that was forked after the group was made.
 """
 
 from __future__ import annotations
 
-import os
-import secrets
 import threading
-import time
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from dure.comm.backends.base import BackendOptions
-from dure.comm.ops import REDUCTIONS, ReduceOp
-from dure.errors import DureError, RendezvousError, RendezvousTimeout, UsageError
-from dure.native import (
-    Group,
-    Outcome,
-    SharedBlock,
-    Ticket,
-    available,
-    know_torch,
-    require,
-    set_library_folders,
-)
+from dure.comm.backends.shm_codes import dtype_code
+from dure.comm.backends.shm_flight import EngineFlight
+from dure.comm.backends.shm_meeting import open_segment
+from dure.comm.ops import ReduceOp
+from dure.errors import DureError
+from dure.native import Group, Outcome, SharedBlock, Ticket, available
 from dure.native.status import error_of
+from dure.trace import flight
 from dure.trace.record import Record
 
-__all__ = ["MAX_RANKS", "ShmBackend", "ShmTicket", "available", "create", "dtype_code"]
+__all__ = ["ShmBackend", "ShmTicket", "available", "create"]
 
-MAX_RANKS = 256
 _MIN_SWEEP = 16
 """Finished tickets are let go of once there are twice as many as were pending, and this many."""
-
-_SEGMENT_KEY = "shm/segment"
-_REFUSED_KEY = "shm/refused"
-
-_REDUCIBLE = (
-    *("float64", "float32", "float16", "bfloat16"),
-    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
-    *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"),
-    *("complex32", "complex64", "complex128"),
-)
-# The codes of csrc/core/types.h. Whatever else torch can hold moves as opaque bytes; sorted names
-# give each such dtype the same code on all ranks.
-_DTYPE: dict[torch.dtype, int] = {getattr(torch, name): i for i, name in enumerate(_REDUCIBLE)}
-_OTHERS = sorted(
-    {d for d in vars(torch).values() if isinstance(d, torch.dtype)} - _DTYPE.keys(), key=str
-)
-_DTYPE.update({dtype: len(_REDUCIBLE) + i for i, dtype in enumerate(_OTHERS)})
 
 _NO_REDUCTION = 8
 _BARRIER, _BROADCAST, _REDUCE, _ALL_GATHER = 1, 2, 4, 5
 _GATHER, _SCATTER, _REDUCE_SCATTER, _ALL_TO_ALL = 6, 7, 8, 9
-
-
-_LIBRARY_FOLDERS = [
-    *(str(Path(__file__).parents[2] / part) for part in ("comm", "parallel", "torch_backend")),
-    str(Path(torch.__file__).parent),
-]
-"""Where frames are not the user's, when a call's place in the program is told."""
-
-_DTYPE_NAMES = [str(dtype).removeprefix("torch.") for dtype in _DTYPE]
-
-know_torch(torch.Tensor, torch.nn.Parameter, [getattr(ReduceOp, n) for n in REDUCTIONS])
-set_library_folders(_LIBRARY_FOLDERS)
-
-
-def dtype_code(dtype: torch.dtype) -> int:
-    """Return the engine's code of `dtype`."""
-    return _DTYPE[dtype]
 
 
 class ShmTicket:
@@ -163,6 +116,8 @@ class ShmBackend:
         self._lock = threading.Lock()  # of the two fields below
         self._pending: list[ShmTicket] = []
         self._sweep_at = _MIN_SWEEP
+        self._flight = EngineFlight(group, options)
+        flight.add_source(self._flight)
 
     def error(self, outcome: Outcome) -> DureError:
         """Make the exception for what the engine says."""
@@ -212,7 +167,7 @@ class ShmBackend:
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> ShmTicket | None:
         """Reduce `tensor` [*] of all ranks, in place, on all ranks."""
         result = self._group.all_reduce(
-            tensor.data_ptr(), tensor.nbytes, _DTYPE[tensor.dtype], op.code, async_op
+            tensor.data_ptr(), tensor.nbytes, dtype_code(tensor.dtype), op.code, async_op
         )
         return None if result is None else self._finish(result, tensor)
 
@@ -220,42 +175,42 @@ class ShmBackend:
         self, tensor: torch.Tensor, dst: int, op: ReduceOp, async_op: bool
     ) -> ShmTicket | None:
         """Reduce `tensor` [*] of all ranks into that of `dst`; the others' stay as they are."""
-        call = _Call(_REDUCE, _DTYPE[tensor.dtype], op.code, dst)
+        call = _Call(_REDUCE, dtype_code(tensor.dtype), op.code, dst)
         return self._run(call, _NOTHING, _one(tensor), async_op)
 
     def reduce_scatter(
         self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp, async_op: bool
     ) -> ShmTicket | None:
         """Reduce `inputs[i]` of all ranks into rank i's `tensor`; lengths may differ with i."""
-        call = _Call(_REDUCE_SCATTER, _DTYPE[tensor.dtype], op.code)
+        call = _Call(_REDUCE_SCATTER, dtype_code(tensor.dtype), op.code)
         return self._run(call, _each(inputs), _one(tensor), async_op)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, async_op: bool
     ) -> ShmTicket | None:
         """Reduce part i [k] of `tensor` [n*k] of all ranks into rank i's `output` [k]."""
-        call = _Call(_REDUCE_SCATTER, _DTYPE[tensor.dtype], op.code)
+        call = _Call(_REDUCE_SCATTER, dtype_code(tensor.dtype), op.code)
         return self._run(call, _even(tensor, self._size), _one(output), async_op)
 
     # ---- moves -----------------------------------------------------------------------------------
 
     def broadcast(self, tensor: torch.Tensor, src: int, async_op: bool) -> ShmTicket | None:
         """Copy `tensor` [*] of `src` to all."""
-        call = _Call(_BROADCAST, _DTYPE[tensor.dtype], root=src)
+        call = _Call(_BROADCAST, dtype_code(tensor.dtype), root=src)
         return self._run(call, _NOTHING, _one(tensor), async_op)
 
     def all_gather(
         self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, async_op: bool
     ) -> ShmTicket | None:
         """Copy rank i's `tensor` to `outputs[i]` on all ranks; lengths may differ between ranks."""
-        call = _Call(_ALL_GATHER, _DTYPE[tensor.dtype])
+        call = _Call(_ALL_GATHER, dtype_code(tensor.dtype))
         return self._run(call, _one(tensor), _each(outputs), async_op)
 
     def all_gather_single(
         self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool
     ) -> ShmTicket | None:
         """Copy rank i's `tensor` [k] to `output` [n*k] at i*k on all ranks."""
-        call = _Call(_ALL_GATHER, _DTYPE[tensor.dtype])
+        call = _Call(_ALL_GATHER, dtype_code(tensor.dtype))
         return self._run(call, _one(tensor), _even(output, self._size), async_op)
 
     def gather(
@@ -266,7 +221,7 @@ class ShmBackend:
         async_op: bool,
     ) -> ShmTicket | None:
         """Copy rank i's `tensor` to `outputs[i]` on `dst` (None elsewhere)."""
-        call = _Call(_GATHER, _DTYPE[tensor.dtype], root=dst)
+        call = _Call(_GATHER, dtype_code(tensor.dtype), root=dst)
         return self._run(call, _one(tensor), _each(outputs or ()), async_op)
 
     def scatter(
@@ -277,21 +232,21 @@ class ShmBackend:
         async_op: bool,
     ) -> ShmTicket | None:
         """Copy `inputs[i]` of `src` (None elsewhere) to rank i's `tensor`."""
-        call = _Call(_SCATTER, _DTYPE[tensor.dtype], root=src)
+        call = _Call(_SCATTER, dtype_code(tensor.dtype), root=src)
         return self._run(call, _each(inputs or ()), _one(tensor), async_op)
 
     def all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
     ) -> ShmTicket | None:
         """Copy `inputs[j]` of rank i to `outputs[i]` of rank j."""
-        call = _Call(_ALL_TO_ALL, _DTYPE[inputs[0].dtype])
+        call = _Call(_ALL_TO_ALL, dtype_code(inputs[0].dtype))
         return self._run(call, _each(inputs), _each(outputs), async_op)
 
     def all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool
     ) -> ShmTicket | None:
         """Copy part j [k] of rank i's `tensor` [n*k] to part i of rank j's `output` [n*k]."""
-        call = _Call(_ALL_TO_ALL, _DTYPE[tensor.dtype])
+        call = _Call(_ALL_TO_ALL, dtype_code(tensor.dtype))
         return self._run(call, _even(tensor, self._size), _even(output, self._size), async_op)
 
     def barrier(self, async_op: bool) -> ShmTicket | None:
@@ -302,13 +257,13 @@ class ShmBackend:
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> ShmTicket | None:
         """Send `tensor` [*] to `dst`; messages of one pair and tag arrive in order."""
-        code = _DTYPE[tensor.dtype]
+        code = dtype_code(tensor.dtype)
         result = self._group.send(tensor.data_ptr(), tensor.nbytes, code, dst, tag, async_op)
         return None if result is None else self._finish(result, tensor)
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> ShmTicket:
         """Receive into `tensor` from `src`, or from anyone; a finished ticket where not async."""
-        code = _DTYPE[tensor.dtype]
+        code = dtype_code(tensor.dtype)
         source = -1 if src is None else src
         pending = self._group.receive(tensor.data_ptr(), tensor.nbytes, code, source, tag, async_op)
         if async_op:
@@ -328,7 +283,7 @@ class ShmBackend:
 
     def records(self) -> list[Record]:
         """Return the last operations, as the engine has kept them."""
-        return []
+        return self._flight.records()
 
     def close(self, abort: bool) -> None:
         """Leave: pending operations end with `Aborted`; peers see that this rank left.
@@ -337,6 +292,7 @@ class ShmBackend:
         disturbs nobody who does not wait for it.
         """
         del abort
+        flight.retire(self._flight)
         self._group.close()
 
 
@@ -344,78 +300,6 @@ def _empty() -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8)
 
 
-# ---- rendezvous ----------------------------------------------------------------------------------
-
-
 def create(options: BackendOptions) -> ShmBackend:
-    """Make the group's segment, or map it; return when all ranks have.
-
-    Raises:
-        UsageError: The engine is not built, this is not Linux, or there are too many ranks.
-        RendezvousError: A rank cannot map the segment; the same on all ranks.
-        RendezvousTimeout: Not all ranks came within the group's timeout.
-    """
-    require()
-    if options.size > MAX_RANKS:
-        raise UsageError(
-            f"the shm backend takes at most {MAX_RANKS} ranks",
-            seen=f"the group has {options.size}",
-            fix="Use the gloo backend.",
-        )
-    deadline = time.monotonic() + options.timeout.total_seconds()
-    try:
-        group = _open(options)
-    except (OSError, RuntimeError) as error:
-        if isinstance(error, DureError):
-            raise
-        reason = f"rank {options.rank} (pid {os.getpid()}, uid {os.getuid()}): {error}"
-        # Others may fail because this rank did: the first reason is the one to tell.
-        first = options.store.compare_set(_REFUSED_KEY, "", reason)
-        if options.rank == 0:
-            options.store.set(_SEGMENT_KEY, "")  # nobody need wait for it
-        raise _refused(options, first.decode()) from None
-    while group.attached() < options.size:
-        if options.store.check([_REFUSED_KEY]):
-            group.close()
-            raise _refused(options, options.store.get(_REFUSED_KEY).decode())
-        if time.monotonic() > deadline:
-            missing = group.not_attached()
-            group.close()
-            raise RendezvousTimeout(
-                "not all ranks mapped the group's shared segment",
-                came=tuple(r for r in range(options.size) if r not in missing),
-                missing=tuple(missing),
-                group=options.name,
-                rank=options.rank,
-                world_size=options.size,
-            )
-        group.wait_attached(0.05)
-    group.ready()
-    return ShmBackend(group, options)
-
-
-def _open(options: BackendOptions) -> Group:
-    timeout_s = options.timeout.total_seconds()
-    cores = len(os.sched_getaffinity(0))
-    if options.rank == 0:
-        nonce = secrets.randbits(63)
-        group = Group.create(0, options.size, timeout_s, cores, nonce)
-        options.store.set(_SEGMENT_KEY, f"{os.getpid()}:{group.file}:{nonce}")
-        return group
-    options.store.wait([_SEGMENT_KEY], options.timeout)
-    place = options.store.get(_SEGMENT_KEY)
-    if not place:
-        raise RuntimeError("rank 0 could not make the segment")
-    pid, fd, nonce = map(int, place.split(b":"))
-    return Group.attach(options.rank, options.size, timeout_s, cores, pid, fd, nonce)
-
-
-def _refused(options: BackendOptions, reason: str) -> RendezvousError:
-    return RendezvousError(
-        "the ranks cannot share memory",
-        group=options.name,
-        rank=options.rank,
-        world_size=options.size,
-        seen=reason,
-        fix="Run all ranks on one host, in one container, as one user; or use backend='gloo'.",
-    )
+    """Make the group's segment, or map it (`shm_meeting.open_segment`, also for the errors)."""
+    return ShmBackend(open_segment(options), options)

@@ -261,7 +261,9 @@ class GroupCore:
     def _plain_error(self, outcome: object) -> DureError:
         """Make the exception for a plain call that failed."""
         self.seq += 1
-        return cast(PlainBackend, self._only).error(outcome)
+        error = cast(PlainBackend, self._only).error(outcome)
+        flight.on_error(error, self.global_ranks[self._rank])
+        return error
 
     def _kind(self, data: torch.Tensor | None) -> str:
         """Return the device whose backend runs an operation on `data`."""

@@ -4,10 +4,13 @@ A synchronous call on plain tensors (contiguous, on the CPU, of a real dtype; se
 tensor.h) goes straight to the engine, which makes the checks of the long road in one look at the
 tensor: no list, no closure, no object is made on the way. What the engine declines, having done
 nothing, takes the long road; so does everything while a hook listens, in a coalescing manager, and
-on backends without plain calls.
+on backends without plain calls. None, which the binding does not take, takes it too.
 
 Every method has the same shape, written out because a helper would cost as much as the rest.
 """
+
+# pyright: reportUnnecessaryComparison=false
+# (what users pass is what is looked at)
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class Plain(Reducing, Messaging):
         self, tensor: torch.Tensor, op: object = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
         """Reduce `tensor` of all ranks, in place, on all ranks."""
-        if self._plain is not None and not (async_op or hooks):
+        if self._plain is not None and not (async_op or hooks or tensor is None or op is None):
             done = self._plain.plain_all_reduce(tensor, op)
             if done is True:
                 self.seq += 1
@@ -49,7 +52,9 @@ class Plain(Reducing, Messaging):
         async_op: bool = False,
     ) -> Work | None:
         """Reduce part i [k] of `input` [n*k] of all ranks into rank i's `output` [k]."""
-        if self._plain is not None and not (async_op or hooks):
+        if self._plain is not None and not (
+            async_op or hooks or output is None or input is None or op is None
+        ):
             done = self._plain.plain_reduce_scatter(output, input, op)
             if done is True:
                 self.seq += 1
@@ -60,7 +65,7 @@ class Plain(Reducing, Messaging):
 
     def broadcast(self, tensor: torch.Tensor, src: int, async_op: bool = False) -> Work | None:
         """Copy `tensor` of group rank `src` to all."""
-        if self._plain is not None and not (async_op or hooks):
+        if self._plain is not None and not (async_op or hooks or tensor is None):
             done = self._plain.plain_broadcast(tensor, src)
             if done is True:
                 self.seq += 1
@@ -73,7 +78,7 @@ class Plain(Reducing, Messaging):
         self, output: torch.Tensor, input: torch.Tensor, async_op: bool = False
     ) -> Work | None:
         """Copy rank i's `input` [k] to `output` [n*k] at i*k on all ranks."""
-        if self._plain is not None and not (async_op or hooks):
+        if self._plain is not None and not (async_op or hooks or output is None or input is None):
             done = self._plain.plain_all_gather(output, input)
             if done is True:
                 self.seq += 1
@@ -92,7 +97,9 @@ class Plain(Reducing, Messaging):
     ) -> Work | None:
         """Exchange rows of `input` by rank; equal parts unless split sizes (in rows) are given."""
         splits = output_split_sizes or input_split_sizes
-        if self._plain is not None and not (async_op or hooks or splits):
+        if self._plain is not None and not (
+            async_op or hooks or splits or output is None or input is None
+        ):
             done = self._plain.plain_all_to_all(output, input)
             if done is True:
                 self.seq += 1
@@ -120,7 +127,7 @@ class Plain(Reducing, Messaging):
         self, tensor: torch.Tensor, dst: int, tag: int = 0, async_op: bool = False
     ) -> Work | None:
         """Send `tensor` to group rank `dst`."""
-        if self._plain is not None and not (async_op or hooks):
+        if self._plain is not None and not (async_op or hooks or tensor is None):
             done = self._plain.plain_send(tensor, dst, tag)
             if done is True:
                 self.seq += 1
@@ -131,7 +138,7 @@ class Plain(Reducing, Messaging):
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int = 0) -> int:
         """Receive into `tensor` from group rank `src`, or anyone; return the sender's rank."""
-        if self._plain is not None and src is not None and not hooks:
+        if self._plain is not None and src is not None and not (hooks or tensor is None):
             done = self._plain.plain_receive(tensor, src, tag)
             if done is True:
                 self.seq += 1

@@ -1,0 +1,190 @@
+"""Plain calls: which tensors take the short road, that both roads agree, and what is noted."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+import dure as dist
+from dure import trace
+from dure.comm.world import current_world
+from dure.errors import DtypeError, ShapeError, UsageError
+from dure.native import available
+from dure.trace.flight import recorded
+
+pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
+
+
+def _plain():
+    group = current_world().default
+    assert group is not None
+    assert group._plain is not None
+    return group._plain
+
+
+def _strided() -> torch.Tensor:
+    return torch.ones(4, 4).t()
+
+
+def _sliced() -> torch.Tensor:
+    return torch.ones(8)[::2]
+
+
+class _Sub(torch.Tensor):
+    pass
+
+
+NOT_PLAIN = {
+    "transposed": _strided,
+    "with gaps": _sliced,
+    "negated view": lambda: torch._neg_view(torch.ones(4)),
+    "complex": lambda: torch.ones(4, dtype=torch.complex64),
+    "conjugated": lambda: torch.ones(4, dtype=torch.complex64).conj(),
+    "8 bit float": lambda: torch.ones(4).to(torch.float8_e4m3fn),
+    "empty": lambda: torch.ones(0, 3),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "meta": lambda: torch.ones(3, device="meta"),
+    "subclass": lambda: torch.ones(3).as_subclass(_Sub),
+    "list": lambda: [1.0],
+}
+
+
+def _declined(rank: int) -> list[str]:
+    del rank
+    return [k for k, make in NOT_PLAIN.items() if _plain().plain_broadcast(make(), 0) is not False]
+
+
+def _wrong_calls(rank: int) -> None:
+    plain, ones = _plain(), torch.ones
+    for done in (
+        plain.plain_all_reduce(ones(2), "sum"),
+        plain.plain_all_reduce(ones(2, dtype=torch.int64), dist.ReduceOp.AVG),
+        plain.plain_all_reduce(ones(2, dtype=torch.bool), dist.ReduceOp.SUM),
+        plain.plain_all_gather(ones(3), ones(2)),
+        plain.plain_all_gather(ones(4), ones(2, dtype=torch.float64)),
+        plain.plain_reduce_scatter(ones(2), ones(3), dist.ReduceOp.SUM),
+        plain.plain_all_to_all(ones(3, 4), ones(3, 4)),
+        plain.plain_broadcast(ones(2), 2),
+        plain.plain_broadcast(ones(2), -1),
+        plain.plain_send(ones(2), rank, 0),
+        plain.plain_send(ones(2), 1 - rank, -1),
+        plain.plain_receive(ones(2), 7, 0),
+    ):
+        assert done is False
+    for wrong, error in (
+        (lambda: dist.all_reduce(ones(2, dtype=torch.int64), dist.ReduceOp.AVG), DtypeError),
+        (lambda: dist.all_gather_into_tensor(ones(3), ones(2)), ShapeError),
+        (lambda: dist.all_to_all_single(ones(3, 4), ones(3, 4)), ShapeError),
+        (lambda: dist.send(ones(2), dst=rank), UsageError),
+        (lambda: dist.all_reduce(None), UsageError),  # type: ignore[arg-type]
+        (lambda: dist.all_reduce(ones(2), None), UsageError),
+    ):
+        with pytest.raises(error):
+            wrong()
+
+
+def _both_roads(rank: int) -> None:
+    """Every operation, plain and while a hook listens (which takes the long road): same bits."""
+    torch.manual_seed(rank)
+    for dtype in (torch.float32, torch.bfloat16, torch.int32):
+        for numel in (1, 8, 5000, 300_000):
+            source = (torch.randn(2 * numel) * 50).to(dtype)
+            first = _everything(rank, source)
+            hook = trace.add_hook(before=lambda event: None)
+            second = _everything(rank, source)
+            trace.remove_hook(hook)
+            for a, b in zip(first, second, strict=True):
+                assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def _everything(rank: int, source: torch.Tensor) -> list[torch.Tensor]:
+    n, empty = source.numel(), torch.empty_like
+    reduced, root = source.clone(), source.clone()
+    gathered, exchanged, got = source.new_empty(2 * n), empty(source), empty(source)
+    scattered = source.new_empty(n // 2)
+    dist.all_reduce(reduced)
+    dist.broadcast(root, 1)
+    dist.all_gather_into_tensor(gathered, source)
+    dist.reduce_scatter_tensor(scattered, source, dist.ReduceOp.MAX)
+    dist.all_to_all_single(exchanged, source)
+    dist.barrier()
+    if rank == 0:
+        dist.send(source, 1, tag=3)
+        dist.recv(got, 1, tag=4)
+    else:
+        dist.recv(got, 0, tag=3)
+        dist.send(source, 0, tag=4)
+    return [reduced, root, gathered, scattered, exchanged, got]
+
+
+def _noted(rank: int) -> None:
+    group = current_world().default
+    assert group is not None
+    line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
+    dist.all_reduce(torch.ones(10), dist.ReduceOp.MAX)
+    work = dist.broadcast(torch.ones(3, dtype=torch.int64), 1, async_op=True)
+    assert work is not None
+    work.wait()
+    if rank == 0:
+        dist.send(torch.ones(5), 1, tag=9)
+    else:
+        dist.recv(torch.ones(5), 0, tag=9)
+    # A broadcast's end may be noted a moment after its Work has settled.
+    dist.barrier()
+    reduce, cast, message, meet = recorded(rank)[-4:]
+    assert (reduce.op, reduce.reduction, reduce.dtype, reduce.nbytes) == (
+        "all_reduce",
+        "MAX",
+        "float32",
+        40,
+    )
+    assert reduce.site == f"{__file__}:{line}"
+    assert reduce.function == "_noted"
+    assert not reduce.async_op
+    assert 0 < reduce.start_ns <= reduce.end_ns <= meet.end_ns
+    assert (cast.op, cast.dtype, cast.peer, cast.async_op) == ("broadcast", "int64", 1, True)
+    assert cast.state is trace.State.SUCCEEDED
+    assert cast.seq == reduce.seq + 1
+    assert (message.op, message.peer, message.tag) == (("send", "recv")[rank], 1 - rank, 9)
+    assert (meet.op, meet.seq) == ("barrier", cast.seq + 1)
+
+
+def _ring_wraps(rank: int) -> None:
+    for _ in range(3000):
+        dist.barrier()
+    records = recorded(rank)
+    assert len(records) == 2000
+    assert [r.seq for r in records] == list(range(records[0].seq, records[0].seq + 2000))
+    starts = [r.start_ns for r in records]
+    assert starts == sorted(starts)
+
+
+@pytest.mark.parametrize("program", [_wrong_calls, _both_roads, _noted, _ring_wraps])
+def test_two_ranks(process_pool, program):
+    process_pool(2, "shm").run(program)
+
+
+def test_tensors_that_are_not_plain_are_declined(process_pool):
+    assert process_pool(2, "shm").run(_declined) == [[], []]
+
+
+def _desync(rank: int) -> dict[int, str]:
+    tensor = torch.full((4,), float(rank))
+    calls = (
+        lambda: dist.all_reduce(tensor),
+        lambda: dist.broadcast(tensor, 0),
+    )
+    with pytest.raises(dist.Desync) as caught:
+        calls[rank]()
+    assert tensor.tolist() == [rank] * 4
+    return caught.value.calls
+
+
+def test_a_desync_names_the_place_of_each_call(process_pool):
+    calls = process_pool(2, "shm").run(_desync)
+    lines, start = inspect.getsourcelines(_desync)
+    at = [start + i for i, text in enumerate(lines) if "lambda" in text]
+    for seen in calls:
+        assert [f"{__file__}:{line}" in seen[rank] for rank, line in enumerate(at)] == [True, True]
