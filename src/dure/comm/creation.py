@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch
 
+from dure.comm.backends import verify
 from dure.comm.backends.base import Backend, BackendOptions
 from dure.comm.backends.registry import create_backend, parse_backend
 from dure.comm.group import ProcessGroup
@@ -112,7 +113,10 @@ def _build_backends(own: Store, rank: int, spec: GroupSpec) -> dict[str, Backend
                 device_id=spec.device_id,
                 pg_options=spec.pg_options,
             )
-            built[name] = create_backend(name, options)
+            backend = create_backend(name, options)
+            if name not in verify.CHECK_THEMSELVES and verify.wanted(options):
+                backend = verify.VerifyingBackend(backend, options)
+            built[name] = backend
     except BaseException:
         for backend in built.values():
             with suppress(DureError):

@@ -14,13 +14,13 @@ from __future__ import annotations
 import sys
 from collections import deque
 from time import monotonic_ns
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 from dure.trace.events import State
 from dure.trace.record import MESSAGES, Origin, Record
 
-__all__ = ["CAPACITY", "FlightRing"]
+__all__ = ["CAPACITY", "FlightRing", "Noted", "call_site"]
 
 CAPACITY = 2000
 """How many operations are kept."""
@@ -73,11 +73,7 @@ class FlightRing:
             seq = self._num_messages = self._num_messages + 1
         else:
             seq = self._num_collectives = self._num_collectives + 1
-        frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-        while (
-            _inside[name] if (name := frame.f_code.co_filename) in _inside else _look(frame)
-        ) and frame.f_back is not None:
-            frame = frame.f_back
+        frame = _outside(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
         noted: Noted = [
             op,
             seq,
@@ -131,10 +127,25 @@ class FlightRing:
         )
 
 
+def call_site() -> str:
+    """Return file and line of the nearest caller outside Dure and torch."""
+    frame = _outside(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _outside(frame: FrameType) -> FrameType:
+    """Return the nearest frame that is the program's own; the outermost one, where none is."""
+    while (
+        _inside[name] if (name := frame.f_code.co_filename) in _inside else _look(frame)
+    ) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
 _STATES = {id(_RUNNING): State.STARTED, id(_GOOD): State.SUCCEEDED}
 
 
-def _look(frame: Any) -> bool:
+def _look(frame: FrameType) -> bool:
     """Find out whether a frame is Dure's or torch's, and remember it for its file."""
     module = str(frame.f_globals.get("__name__", ""))
     inside = module.partition(".")[0] in _INSIDE and not module.startswith(_NOT_INSIDE)

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Sequence
-from types import FrameType
 from weakref import WeakValueDictionary
 
 import torch
@@ -27,6 +25,7 @@ from dure.comm.backends.thread_moves import Call
 from dure.comm.backends.thread_room import Meeting, Receive, Room, wait_for
 from dure.comm.ops import ReduceOp
 from dure.errors import RendezvousTimeout, UsageError
+from dure.trace.ring import call_site
 
 __all__ = ["ThreadBackend", "create_threads"]
 
@@ -82,14 +81,6 @@ def _find_room(options: BackendOptions) -> Room:
     return room
 
 
-def _call_site() -> str:
-    """Return file and line of the nearest caller outside Dure."""
-    frame: FrameType | None = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
-    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("dure."):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
-
-
 class ThreadBackend:
     """One thread-rank's part of a group; the contract is that of `Backend`."""
 
@@ -112,7 +103,7 @@ class ThreadBackend:
     ) -> Ticket | None:
         """Take part in the next collective."""
         call = Call(
-            op=op, inputs=inputs, outputs=outputs, root=root, reduce=reduce, site=_call_site()
+            op=op, inputs=inputs, outputs=outputs, root=root, reduce=reduce, site=call_site()
         )
         meeting = self._room.arrive(self._rank, call)
         ticket = _MeetingTicket(self._room, self._rank, op, meeting, self._timeout_s)
