@@ -135,8 +135,8 @@ void run(Group& group, const std::vector<std::string>& wanted) {
 int main(int argc, char** argv) {
     using namespace dure;
     const int n = argc > 1 ? std::atoi(argv[1]) : 2;
-    const int cores = argc > 2 ? std::atoi(argv[2])
-                               : static_cast<int>(std::thread::hardware_concurrency());
+    const int cores =
+        argc > 2 ? std::atoi(argv[2]) : static_cast<int>(std::thread::hardware_concurrency());
     const std::vector<std::string> wanted(argv + std::min(argc, 3), argv + argc);
     const int64_t timeout_ns = 30'000'000'000;
     auto first = Group::create({0, n, timeout_ns, cores}, 1);

@@ -18,6 +18,7 @@
 #include "arena.h"
 #include "kernels.h"
 #include "layout.h"
+#include "patience.h"
 #include "peers.h"
 #include "segment.h"
 #include "watcher.h"
@@ -113,11 +114,10 @@ class Group {
     std::vector<std::string> whereabouts(const std::vector<int>& ranks);
     bool has_left(int rank) const;
     bool broken() const { return header().verdict.phase.load(std::memory_order_relaxed) != 0; }
-    // The first two stages of waiting (see "Waiting" in sync.cpp).
+    // For waiting (see "Waiting" in sync.cpp).
+    Cores& cores() { return cores_; }
     void show_core() const;
-    bool may_spin(int rank) const;
-    bool may_yield(int64_t now) const { return now >= contended_until_ns_.load(); }
-    int64_t yield_core(int64_t now);
+    bool shares_core(int rank) const;  // was last seen on this thread's core
     bool interrupted() { return interrupt_ && interrupt_(); }
     void about_to_wait() const { about_to_wait_(); }
     // Break the group for all ranks, unless it is broken already; returns the verdict's status.
@@ -138,10 +138,12 @@ class Group {
     };
     OpSlot& slot(int rank) const { return block(rank).slot[seq_ & 1]; }
     bool arrived(int rank) const;
-    bool spin(int rank, int times) const;
+    int first_missing(int r) const;
+    bool neighbour_missing(int r) const;
     void arrive();
     Status await_all();
-    Status await_rank(int rank);
+    Status await_missing(int r);
+    void sleep_for(int rank);
     Status meet() {
         arrive();
         return await_all();
@@ -199,7 +201,6 @@ class Group {
 
     const int rank_, size_;
     std::atomic<int64_t> timeout_ns_;
-    const bool crowded_;  // fewer cores than ranks: do not spin
     const Layout layout_;
     MemoryFile file_;
     std::shared_ptr<Mapping> mapping_;
@@ -209,6 +210,7 @@ class Group {
     Arena arena_;
     std::function<bool()> interrupt_;
     void (*about_to_wait_)() = [] {};
+    Cores cores_;
 
     std::mutex running_;  // held during a collective; guards the three counters
     uint32_t seq_ = 0;    // collectives begun
@@ -218,7 +220,6 @@ class Group {
     const Site* shown_[2] = {nullptr, nullptr};  // what `site` of the own block tells
     int64_t started_ns_ = 0;  // of the operation's first wait that was not short
 
-    std::atomic<int64_t> contended_until_ns_{0};  // someone else computes on our cores
     std::atomic<bool> closing_{false};
     std::atomic<int> inside_{0};
     std::atomic<bool> failed_{false};

@@ -8,8 +8,6 @@ namespace dure {
 
 namespace {
 
-constexpr int64_t kSpinNs = 100'000;
-constexpr int64_t kYieldNs = 200'000;
 constexpr int64_t kSliceNs = 4'000'000;
 
 Outcome refused(Op op) {
@@ -100,22 +98,20 @@ Outcome Mailbox::drive(const RequestPtr& request) {
     const int64_t began = now_ns();
     request->deadline_ns = began + group_.timeout_ns();
     int64_t asked = began;
-    const bool spins = request->peer != kAnySource;
+    Patience patience(group_.cores());
     group_.show_core();
-    for (int64_t now = began; !ticket.done(); now = now_ns()) {
-        if (now - began < kYieldNs && group_.may_yield(now)) {
-            {
-                std::lock_guard hold(lock_);
-                if (progress()) continue;
+    auto shares = [&] { return request->peer == kAnySource || group_.shares_core(request->peer); };
+    while (!ticket.done()) {
+        {
+            std::lock_guard hold(lock_);
+            if (progress()) {
+                patience.restart();
+                continue;
             }
-            if (now - began < kSpinNs && spins && group_.may_spin(request->peer))
-                relax();
-            else
-                group_.yield_core(now_ns());
-            continue;
         }
+        if (patience.pause(shares, [&] { group_.show_core(); })) continue;
         rest(request);
-        if (!ticket.done() && now - asked > 100'000'000) {
+        if (const int64_t now = now_ns(); !ticket.done() && now - asked > 100'000'000) {
             asked = now;
             if (group_.interrupted()) {
                 std::lock_guard hold(lock_);
