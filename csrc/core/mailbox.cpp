@@ -28,7 +28,8 @@ std::shared_ptr<Ticket> refused_ticket(Op op) {
 Mailbox::Mailbox(Group& group)
     : group_(group),
       sends_(static_cast<size_t>(group.size())),
-      arriving_(static_cast<size_t>(group.size())) {}
+      arriving_(static_cast<size_t>(group.size())),
+      ends_(static_cast<size_t>(group.size())) {}
 
 Mailbox::RequestPtr Mailbox::post(Op op, Block data, DType dtype, int peer, int tag) {
     auto request = std::make_shared<Request>();
@@ -55,6 +56,7 @@ Mailbox::RequestPtr Mailbox::post(Op op, Block data, DType dtype, int peer, int 
 Outcome Mailbox::send(Block data, DType dtype, int to, int tag) {
     Group::Visit visit(group_);
     if (!visit) return refused(Op::send);
+    if (send_at_once(data, dtype, to, tag)) return {};
     RequestPtr request;
     {
         std::lock_guard hold(lock_);
@@ -66,6 +68,10 @@ Outcome Mailbox::send(Block data, DType dtype, int to, int tag) {
 Outcome Mailbox::receive(Block data, DType dtype, int from, int tag, int* source) {
     Group::Visit visit(group_);
     if (!visit) return refused(Op::recv);
+    if (receive_at_once(data, dtype, from, tag)) {
+        *source = from;
+        return {};
+    }
     RequestPtr request;
     {
         std::lock_guard hold(lock_);

@@ -21,6 +21,7 @@
 namespace dure {
 
 constexpr int kAnySource = -1;
+constexpr size_t kPad = 16;  // messages lie at multiples of it in a ring
 
 class Mailbox {
   public:
@@ -43,7 +44,8 @@ class Mailbox {
         DType dtype;
         int peer;
         int tag;
-        size_t moved = 0;  // bytes; of a send including its header
+        size_t moved = 0;    // bytes of a send
+        bool begun = false;  // some of the message is in the ring, or in `data`
         int64_t deadline_ns = 0;
         std::shared_ptr<Ticket> ticket = std::make_shared<Ticket>();
     };
@@ -64,7 +66,19 @@ class Mailbox {
         bool complete() const { return got == envelope.bytes; }
     };
     using MessagePtr = std::shared_ptr<Message>;
+    // What this rank remembers of the two rings that join it with a peer.
+    struct Ends {
+        uint64_t seen_tail = 0;         // how far the peer is known to have read ours
+        std::atomic<uint64_t> read{0};  // how far we have read its
+        uint64_t shown = 0;             // of that, what the peer has been told
+    };
+    enum class Look { taken, nothing, otherwise };
 
+    // quick.cpp: messages that need no request
+    bool send_at_once(Block data, DType dtype, int to, int tag);
+    bool receive_at_once(Block data, DType dtype, int from, int tag);
+    Look look(Block data, DType dtype, int from, int tag);
+    bool undisturbed(int from) const;
     // mailbox.cpp: requests
     Outcome drive(const RequestPtr& request);
     std::shared_ptr<Ticket> hand_over(RequestPtr request);
@@ -76,12 +90,20 @@ class Mailbox {
     void examine_one(Request& request, int64_t now);
     void settle(Request& request, Status status);
     void fail_all(Status status);
-    void fail(Request& request, Outcome outcome);
+    void finish(Request& request, Outcome outcome);
     void sweep();
     // stream.cpp: bytes
     bool progress();
     bool push(int to);
     bool pull(int from);
+    uint64_t room(int to, uint64_t head, size_t wanted);
+    void write(int to, uint64_t head, const Envelope* envelope, const std::byte* data, size_t n);
+    void read(int from, uint64_t at, std::byte* data, size_t n);
+    void show_read(int from);
+    size_t piece(size_t bytes) const;
+    bool begin(int from, uint64_t at);
+    bool make_room(int from, Message& message);
+    void refuse_all(int from);
     bool accept(const MessagePtr& message);
     void complete(Message& message);
     bool fits(const Message& message, const Request& request) const;
@@ -96,6 +118,7 @@ class Mailbox {
     std::list<RequestPtr> receives_;             // posted, in order
     std::vector<MessagePtr> arriving_;           // by source: the message whose bytes come next
     std::list<MessagePtr> unexpected_;           // in order of arrival
+    std::vector<Ends> ends_;                     // by peer
 
     std::condition_variable work_;    // for the thread: there are requests
     std::vector<RequestPtr> handed_;  // requests that nobody waits for, yet

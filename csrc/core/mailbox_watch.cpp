@@ -5,9 +5,11 @@
 
 namespace dure {
 
-void Mailbox::fail(Request& request, Outcome outcome) {
+// Whoever waits for it may sleep on the bell of this rank.
+void Mailbox::finish(Request& request, Outcome outcome) {
     if (request.ticket->done()) return;
     request.ticket->finish(std::move(outcome));
+    notify(group_.rank());
 }
 
 // End a request with a status of the group's, or of its own.
@@ -16,12 +18,12 @@ void Mailbox::settle(Request& request, Status status) {
     if (status != Status::aborted && status != Status::interrupted) out = group_.failure();
     out.status = status;
     out.op = request.op;
-    if (request.moved != 0 && status == Status::interrupted) {
+    if (request.begun && status == Status::interrupted) {
         // Half a message is in the ring: nobody can go on after it.
         out.peer = group_.rank();
         group_.condemn(out);
     }
-    fail(request, std::move(out));
+    finish(request, std::move(out));
     sweep();
 }
 
@@ -40,7 +42,6 @@ void Mailbox::sweep() {
     for (MessagePtr& m : arriving_) {
         if (!m || !m->request || !done(m->request)) continue;
         m->request.reset();
-        m->kept.resize(m->envelope.bytes);
         unexpected_.push_back(m);
     }
     std::erase_if(receives_, done);
@@ -80,15 +81,15 @@ void Mailbox::examine_one(Request& request, int64_t now) {
     }
     if (others > 0 && gone == others && !progress() && !request.ticket->done()) {
         out.status = Status::peer_left;
-        fail(request, std::move(out));
+        finish(request, std::move(out));
         return sweep();  // before anything more is matched with it
     }
     if (request.ticket->done() || now < request.deadline_ns) return;
     if (out.peer >= 0) out.missing = {out.peer};
     out.calls = group_.whereabouts(out.missing);
-    out.status = request.moved == 0 ? Status::late : Status::timeout;
-    if (request.moved != 0) group_.condemn(out);
-    fail(request, std::move(out));
+    out.status = !request.begun ? Status::late : Status::timeout;
+    if (request.begun) group_.condemn(out);
+    finish(request, std::move(out));
     sweep();
 }
 

@@ -3,15 +3,23 @@
 // Note "Streams". Each ordered pair of ranks has a ring in the segment: a byte stream of messages,
 // each an envelope (length, tag, dtype) and its data, padded to 16 bytes. The sender writes as much
 // as there is room for and goes on when the receiver has made more; so a message may be larger than
-// the ring, and one that fits is sent whether or not anybody waits for it.
+// the ring, and one of up to three quarters of it is sent whether or not anybody waits for it.
 //
 // The receiver takes bytes only while some receive could match that sender. When an envelope
 // arrives, the first posted receive for its sender and tag gets the data, straight into its
 // tensor; without one they go to private memory ("unexpected") until a receive asks. A receive
-// whose length or dtype differs from its message fails; the message stays, for one that fits.
+// whose length or dtype differs from its message fails; the message stays, for one that fits. So
+// does the message for which there is no memory: the receives that wait for its sender fail.
 //
-// Cost of S bytes: S written and S read by each side; pieces of 64 KiB keep both busy at once.
+// Neither side reads or writes more of the other's lines than it must. The sender asks how far the
+// receiver is only when the room that it knows of has been used up; the receiver says so only after
+// each quarter of the ring. A sender waits for room for a whole piece, which is at most a quarter,
+// and so always comes.
+//
+// Cost of S bytes: S written and S read by each side; pieces of at most 64 KiB keep both busy at
+// once.
 #include <algorithm>
+#include <new>
 
 #include "mailbox.h"
 
@@ -19,22 +27,9 @@ namespace dure {
 
 namespace {
 
-constexpr size_t kPiece = 64 * 1024;
-constexpr size_t kPad = 16;
-constexpr size_t kEnvelope = 16;
-
-// Copy between linear memory and a ring at position `at`.
-void ring_write(Ring& ring, size_t capacity, uint64_t at, const std::byte* from, size_t n) {
-    size_t begin = at % capacity, first = std::min(n, capacity - begin);
-    std::memcpy(ring.data + begin, from, first);
-    if (n > first) std::memcpy(ring.data, from + first, n - first);
-}
-
-void ring_read(const Ring& ring, size_t capacity, uint64_t at, std::byte* to, size_t n) {
-    size_t begin = at % capacity, first = std::min(n, capacity - begin);
-    std::memcpy(to, ring.data + begin, first);
-    if (n > first) std::memcpy(to + first, ring.data, n - first);
-}
+constexpr size_t kLeastPiece = 16 * 1024;
+constexpr size_t kPieces = 4;   // of a message that is not large
+constexpr size_t kQuarter = 4;  // of the ring: the receiver's step
 
 }  // namespace
 
@@ -48,6 +43,62 @@ void Mailbox::notify(int rank) {
         futex_wake_all(block.bell);
     }
 }
+
+// ---- bytes to and from a ring -------------------------------------------------------------------
+
+// The room in the ring to `to`; exact only if it is less than `wanted`.
+uint64_t Mailbox::room(int to, uint64_t head, size_t wanted) {
+    uint64_t& tail = ends_[static_cast<size_t>(to)].seen_tail;
+    const size_t capacity = group_.ring_bytes();
+    if (capacity - (head - tail) < wanted) {
+        tail = group_.ring(group_.rank(), to).tail.load(std::memory_order_acquire);
+    }
+    return capacity - (head - tail);
+}
+
+// Write an envelope, if there is one, and data, for which there is room.
+void Mailbox::write(int to, uint64_t head, const Envelope* envelope, const std::byte* data,
+                    size_t n) {
+    Ring& ring = group_.ring(group_.rank(), to);
+    const size_t capacity = group_.ring_bytes();
+    if (envelope) {
+        std::memcpy(ring.data + head % capacity, envelope, sizeof *envelope);
+        head += sizeof *envelope;
+    }
+    const size_t begin = head % capacity, first = std::min(n, capacity - begin);
+    if (first) std::memcpy(ring.data + begin, data, first);
+    if (n > first) std::memcpy(ring.data, data + first, n - first);
+    ring.head.store(head + round_up(n, kPad), std::memory_order_release);
+    notify(to);
+}
+
+// Read data that have come, without their padding.
+void Mailbox::read(int from, uint64_t at, std::byte* data, size_t n) {
+    const Ring& ring = group_.ring(from, group_.rank());
+    const size_t capacity = group_.ring_bytes();
+    const size_t begin = at % capacity, first = std::min(n, capacity - begin);
+    if (first) std::memcpy(data, ring.data + begin, first);
+    if (n > first) std::memcpy(data + first, ring.data, n - first);
+    ends_[static_cast<size_t>(from)].read.store(at + round_up(n, kPad), std::memory_order_relaxed);
+}
+
+// Tell the sender how far we have read, if it is worth it.
+void Mailbox::show_read(int from) {
+    Ends& ends = ends_[static_cast<size_t>(from)];
+    const uint64_t read = ends.read.load(std::memory_order_relaxed);
+    if (read - ends.shown < group_.ring_bytes() / kQuarter) return;
+    ends.shown = read;
+    group_.ring(from, group_.rank()).tail.store(read, std::memory_order_release);
+    notify(from);
+}
+
+// How much of a message goes at once: little enough that both sides soon work at the same time.
+size_t Mailbox::piece(size_t bytes) const {
+    const size_t most = group_.ring_bytes() / kQuarter;
+    return std::clamp(round_up(bytes / kPieces, kPad), std::min(kLeastPiece, most), most);
+}
+
+// ---- messages -----------------------------------------------------------------------------------
 
 // Move what can be moved now; true if anything was.
 bool Mailbox::progress() {
@@ -71,34 +122,23 @@ bool Mailbox::progress() {
 // Write the queued messages for `to`, as far as there is room.
 bool Mailbox::push(int to) {
     auto& queue = sends_[static_cast<size_t>(to)];
-    Ring& ring = group_.ring(group_.rank(), to);
-    const size_t capacity = group_.ring_bytes();
+    const Ring& ring = group_.ring(group_.rank(), to);
     bool moved = false;
     while (!queue.empty()) {
         Request& r = *queue.front();
         const uint64_t head = ring.head.load(std::memory_order_relaxed);
-        const size_t room = capacity - (head - ring.tail.load(std::memory_order_acquire));
-        size_t written = 0;
-        if (r.moved == 0) {
-            if (room < kEnvelope + kPad) break;
-            Envelope envelope{r.data.bytes, r.tag, r.dtype};
-            std::byte raw[kEnvelope] = {};
-            std::memcpy(raw, &envelope, sizeof envelope);
-            ring_write(ring, capacity, head, raw, kEnvelope);
-            written = kEnvelope;
-        }
-        const size_t at = r.moved + written - kEnvelope;
-        const size_t n = std::min({r.data.bytes - at, (room - written) / kPad * kPad, kPiece});
-        if (written == 0 && n == 0 && at < r.data.bytes) break;
-        if (n) ring_write(ring, capacity, head + written, r.data.data + at, n);
-        r.moved += written + n;
-        ring.head.store(head + written + round_up(n, kPad), std::memory_order_release);
+        const Envelope envelope{r.data.bytes, r.tag, r.dtype};
+        const size_t first = r.begun ? 0 : sizeof envelope;
+        const size_t n = std::min(r.data.bytes - r.moved, piece(r.data.bytes));
+        const size_t wanted = first + round_up(n, kPad);
+        if (room(to, head, wanted) < wanted) break;
+        write(to, head, first ? &envelope : nullptr, r.data.data + r.moved, n);
+        r.begun = true;
+        r.moved += n;
         moved = true;
-        notify(to);
-        if (at + n == r.data.bytes) {
-            r.ticket->finish({});
-            queue.pop_front();
-        }
+        if (r.moved < r.data.bytes) continue;
+        finish(r, {});
+        queue.pop_front();
     }
     return moved;
 }
@@ -106,42 +146,73 @@ bool Mailbox::push(int to) {
 // Read what has come from `from`.
 bool Mailbox::pull(int from) {
     MessagePtr& current = arriving_[static_cast<size_t>(from)];
-    Ring& ring = group_.ring(from, group_.rank());
-    const size_t capacity = group_.ring_bytes();
-    bool moved = false;
-    for (;;) {
-        uint64_t tail = ring.tail.load(std::memory_order_relaxed);
+    const Ring& ring = group_.ring(from, group_.rank());
+    for (bool moved = false;; moved = true) {
+        uint64_t at = ends_[static_cast<size_t>(from)].read.load(std::memory_order_relaxed);
         const uint64_t head = ring.head.load(std::memory_order_acquire);
         if (!current) {
-            if (head - tail < kEnvelope) return moved;
-            current = std::make_shared<Message>();
-            std::byte raw[kEnvelope];
-            ring_read(ring, capacity, tail, raw, kEnvelope);
-            std::memcpy(&current->envelope, raw, sizeof current->envelope);
-            current->source = from;
-            if (!accept(current)) current->kept.resize(current->envelope.bytes);
-            tail += kEnvelope;
+            if (head == at) return moved;
+            if (!begin(from, at)) return true;
+            at += sizeof(Envelope);
         }
         Message& m = *current;
-        const bool direct = m.request && m.kept.empty();
-        std::byte* base = direct ? m.request->data.data : m.kept.data();
+        const size_t missing = m.envelope.bytes - m.got;
         const size_t n =
-            std::min({m.envelope.bytes - m.got, static_cast<size_t>(head - tail), kPiece});
-        if (n) ring_read(ring, capacity, tail, base + m.got, n);
+            std::min({missing, static_cast<size_t>(head - at), group_.ring_bytes() / kQuarter});
+        if (n == 0 && missing > 0) return moved;
+        if (!m.request && !make_room(from, m)) return true;
+        read(from, at, (m.request && m.kept.empty() ? m.request->data.data : m.kept.data()) + m.got,
+             n);
         m.got += n;
-        if (m.request) m.request->moved += n;
-        const uint64_t read = tail + round_up(n, kPad);
-        const bool progressed = read != ring.tail.load(std::memory_order_relaxed);
-        ring.tail.store(read, std::memory_order_release);
-        if (progressed) notify(from);
-        moved = moved || progressed;
-        if (m.complete()) {
-            if (m.request) complete(m);
-            current.reset();
-        } else if (!progressed) {
-            return moved;
-        }
+        if (m.request) m.request->begun = true;
+        show_read(from);
+        if (!m.complete()) continue;
+        if (m.request) complete(m);
+        current.reset();
     }
+}
+
+// A message's first bytes are here: find its receive. False: there is no memory for it.
+bool Mailbox::begin(int from, uint64_t at) {
+    try {
+        auto message = std::make_shared<Message>();
+        std::memcpy(&message->envelope,
+                    group_.ring(from, group_.rank()).data + at % group_.ring_bytes(),
+                    sizeof message->envelope);
+        message->source = from;
+        accept(message);
+        arriving_[static_cast<size_t>(from)] = std::move(message);
+    } catch (const std::bad_alloc&) {
+        refuse_all(from);
+        return false;
+    }
+    ends_[static_cast<size_t>(from)].read.store(at + sizeof(Envelope), std::memory_order_relaxed);
+    return true;
+}
+
+// Private memory for a message that nobody has asked for. False: there is none.
+bool Mailbox::make_room(int from, Message& message) {
+    if (message.kept.size() == message.envelope.bytes) return true;
+    try {
+        message.kept.resize(message.envelope.bytes);
+        return true;
+    } catch (const std::exception&) {  // too little memory, or more than any memory
+        refuse_all(from);
+        return false;
+    }
+}
+
+// Fail the receives that make us read from `from`.
+void Mailbox::refuse_all(int from) {
+    for (const RequestPtr& r : receives_) {
+        if (r->peer != from && r->peer != kAnySource) continue;
+        Outcome out;
+        out.status = Status::no_memory;
+        out.op = Op::recv;
+        out.peer = from;
+        finish(*r, std::move(out));
+    }
+    sweep();
 }
 
 bool Mailbox::fits(const Message& message, const Request& request) const {
@@ -183,7 +254,7 @@ void Mailbox::refuse(Request& request, const Message& message) {
                    std::to_string(request.tag) + ")";
     out.calls[1] = "send(" + text(message.envelope.dtype, message.envelope.bytes) + ", tag " +
                    std::to_string(message.envelope.tag) + ")";
-    fail(request, std::move(out));
+    finish(request, std::move(out));
 }
 
 // All bytes of a message with a receive are here.
@@ -191,7 +262,7 @@ void Mailbox::complete(Message& message) {
     Request& r = *message.request;
     if (!message.kept.empty()) std::memcpy(r.data.data, message.kept.data(), message.kept.size());
     r.ticket->set_source(message.source);
-    r.ticket->finish({});
+    finish(r, {});
 }
 
 // Give a new receive the message that has waited for it, or queue it.
@@ -222,7 +293,7 @@ void Mailbox::deliver_to_self(Request& request) {
     } else {
         message->kept.assign(request.data.data, request.data.data + request.data.bytes);
     }
-    request.ticket->finish({});
+    finish(request, {});
 }
 
 }  // namespace dure
