@@ -62,11 +62,11 @@ Group::Group(const Options& options, MemoryFile file, std::shared_ptr<Mapping> m
     : rank_(options.rank),
       size_(options.size),
       timeout_ns_(options.timeout_ns),
+      crowded_(options.cores < options.size),
       layout_(options.size),
       file_(std::move(file)),
       mapping_(std::move(mapping)),
-      base_(mapping_->data()),
-      cores_(options.cores < options.size) {}
+      base_(mapping_->data()) {}
 
 Group::~Group() { close(); }
 

@@ -18,7 +18,6 @@
 #include "arena.h"
 #include "kernels.h"
 #include "layout.h"
-#include "patience.h"
 #include "peers.h"
 #include "segment.h"
 #include "watcher.h"
@@ -115,7 +114,9 @@ class Group {
     bool has_left(int rank) const;
     bool broken() const { return header().verdict.phase.load(std::memory_order_relaxed) != 0; }
     // For waiting (see "Waiting" in sync.cpp).
-    Cores& cores() { return cores_; }
+    bool crowded() const { return crowded_; }
+    int64_t contended_until_ns() const { return contended_until_ns_.load(); }
+    void set_contended_until(int64_t ns) { contended_until_ns_.store(ns); }
     void show_core() const;
     bool shares_core(int rank) const;  // was last seen on this thread's core
     bool interrupted() { return interrupt_ && interrupt_(); }
@@ -201,6 +202,7 @@ class Group {
 
     const int rank_, size_;
     std::atomic<int64_t> timeout_ns_;
+    const bool crowded_;  // fewer cores than ranks
     const Layout layout_;
     MemoryFile file_;
     std::shared_ptr<Mapping> mapping_;
@@ -210,7 +212,6 @@ class Group {
     Arena arena_;
     std::function<bool()> interrupt_;
     void (*about_to_wait_)() = [] {};
-    Cores cores_;
 
     std::mutex running_;  // held during a collective; guards the three counters
     uint32_t seq_ = 0;    // collectives begun
@@ -218,8 +219,9 @@ class Group {
     uint64_t use_ = 0;    // stages used
     Op op_ = Op::none;
     const Site* shown_[2] = {nullptr, nullptr};  // what `site` of the own block tells
-    int64_t started_ns_ = 0;  // of the operation's first wait that was not short
+    int64_t started_ns_ = 0;                     // of the operation's first wait that was not short
 
+    std::atomic<int64_t> contended_until_ns_{0};  // someone else computes on our cores
     std::atomic<bool> closing_{false};
     std::atomic<int> inside_{0};
     std::atomic<bool> failed_{false};

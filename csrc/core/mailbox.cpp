@@ -4,6 +4,8 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include "patience.h"
+
 namespace dure {
 
 namespace {
@@ -104,7 +106,7 @@ Outcome Mailbox::drive(const RequestPtr& request) {
     const int64_t began = now_ns();
     request->deadline_ns = began + group_.timeout_ns();
     int64_t asked = began;
-    Patience patience(group_.cores());
+    Patience patience(group_);
     group_.show_core();
     auto shares = [&] { return request->peer == kAnySource || group_.shares_core(request->peer); };
     while (!ticket.done()) {
@@ -115,7 +117,7 @@ Outcome Mailbox::drive(const RequestPtr& request) {
                 continue;
             }
         }
-        if (patience.pause(shares, [&] { group_.show_core(); })) continue;
+        if (patience.pause(shares)) continue;
         rest(request);
         if (const int64_t now = now_ns(); !ticket.done() && now - asked > 100'000'000) {
             asked = now;

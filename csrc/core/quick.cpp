@@ -11,6 +11,7 @@
 #include <algorithm>
 
 #include "mailbox.h"
+#include "patience.h"
 
 namespace dure {
 
@@ -39,7 +40,7 @@ bool Mailbox::receive_at_once(Block data, DType dtype, int from, int tag) {
     const std::atomic<uint64_t>& read = ends_[static_cast<size_t>(from)].read;
     const std::atomic<uint64_t>& head = group_.ring(from, group_.rank()).head;
     group_.show_core();
-    for (Patience patience(group_.cores());;) {
+    for (Patience patience(group_);;) {
         switch (look(data, dtype, from, tag)) {
             case Look::taken:
                 return true;
@@ -49,8 +50,7 @@ bool Mailbox::receive_at_once(Block data, DType dtype, int from, int tag) {
                 break;
         }
         while (head.load(std::memory_order_acquire) == read.load(std::memory_order_relaxed)) {
-            if (!patience.pause([&] { return group_.shares_core(from); },
-                                [&] { group_.show_core(); })) {
+            if (!patience.pause([&] { return group_.shares_core(from); })) {
                 return false;
             }
         }

@@ -18,6 +18,7 @@
 // Sleeps are cut into slices of kSlice. After each the waiter examines the world (watching.cpp);
 // the fast stages never look at any of it.
 #include "group.h"
+#include "patience.h"
 
 namespace dure {
 
@@ -69,10 +70,10 @@ bool Group::neighbour_missing(int r) const {
 
 // Wait for all from `r` on; those before have arrived.
 Status Group::await_missing(int r) {
-    Patience patience(cores_);
+    Patience patience(*this);
     do {
         if (r = first_missing(r); r == size_) return Status::ok;
-    } while (patience.pause([&] { return neighbour_missing(r); }, [&] { show_core(); }));
+    } while (patience.pause([&] { return neighbour_missing(r); }));
     if (started_ns_ == 0) started_ns_ = patience.began_ns();
     for (Wait wait{started_ns_, now_ns()};;) {
         if (r = first_missing(r); r == size_) return Status::ok;
