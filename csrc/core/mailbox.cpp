@@ -1,10 +1,8 @@
 // Requests: posting them, waiting for them, and the thread that drives those nobody waits for.
 #include "mailbox.h"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include "patience.h"
+#include "quiet_thread.h"
 
 namespace dure {
 
@@ -155,13 +153,7 @@ std::shared_ptr<Ticket> Mailbox::hand_over(RequestPtr request) {
     request->deadline_ns = now_ns() + group_.timeout_ns();
     handed_.push_back(std::move(request));
     if (!thread_.joinable()) {
-        // Signals are for the program's own threads.
-        sigset_t all, before;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);
-        thread_ = std::thread([this] { background(); });
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
-        pthread_setname_np(thread_.native_handle(), "dure-mailbox");
+        thread_ = start_quietly([this] { background(); }, "dure-mailbox");
     }
     work_.notify_one();
     return ticket;
