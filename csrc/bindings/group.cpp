@@ -77,6 +77,11 @@ void bind_group(nb::module_& m) {
                  Group::Visit visit(e.group());
                  return visit ? e.group().pid_of(rank) : 0;
              })
+        .def("gone",
+             [](Engine& e, int rank) {
+                 Group::Visit visit(e.group());
+                 return visit && (e.group().has_left(rank) || e.group().lost(rank));
+             })
         .def("set_timeout",
              [](Engine& e, double seconds) { e.group().set_timeout(nanoseconds(seconds)); })
         .def("all_reduce",

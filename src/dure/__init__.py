@@ -105,6 +105,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "new_subgroups_by_enumeration",
         "split_group",
     ),
+    "dure.comm.shrinking": ("SHRINK_ABORT", "SHRINK_DEFAULT", "shrink", "shrink_group"),
     "dure.comm.debug": (
         "DebugLevel",
         "get_debug_level",

@@ -2,16 +2,19 @@
 
 A group is a name, a key space of its own in the store (a prefix made of the name), and one backend
 for each kind of device. Its members check in the store that they agree on who is in it before the
-backend is built, so that a disagreement is an error on all of them and not a hang.
+backend is built, so that a disagreement is an error on all of them and not a hang. Whoever waits
+for a member here looks now and then whether that one's process still lives.
 """
 
 from __future__ import annotations
 
 import operator
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,14 +23,19 @@ from dure.comm.backends.base import Backend, BackendOptions
 from dure.comm.backends.registry import create_backend, parse_backend
 from dure.comm.group import ProcessGroup
 from dure.comm.world import World
-from dure.errors import Desync, DureError, RendezvousTimeout, StoreTimeout, UsageError
+from dure.errors import Desync, DureError, PeerLost, RendezvousTimeout, StoreTimeout, UsageError
 from dure.store.base import Store
 from dure.store.prefix import PrefixStore
+
+if TYPE_CHECKING:
+    from dure.store.rendezvous import Rendezvous
 
 __all__ = ["GroupSpec", "as_timeout", "create_group", "default_pg_timeout"]
 
 default_pg_timeout = timedelta(minutes=30)
 """How long an operation waits for its peers where the program does not say."""
+
+_LOOK_S = 0.05
 
 MEETING_LIMIT = timedelta(minutes=5)
 """How long group creation waits for members, if the group's own timeout is longer."""
@@ -80,9 +88,11 @@ def create_group(world: World, store: Store, my_global_rank: int, spec: GroupSpe
         All members call, with equal `spec`.
     """
     rank = spec.global_ranks.index(my_global_rank)
-    own = PrefixStore(f"group/{spec.name}", store)
-    _agree(own, rank, spec)
-    backends = _build_backends(own, rank, spec)
+    prefix = f"group/{spec.name}"
+    own = PrefixStore(prefix, store)
+    watched = _WatchedStore(prefix, store, world.rendezvous, spec)
+    _agree(watched, rank, spec)
+    backends = _build_backends(watched, rank, spec)
     group = ProcessGroup(
         name=spec.name,
         rank=rank,
@@ -95,6 +105,53 @@ def create_group(world: World, store: Store, my_global_rank: int, spec: GroupSpe
     with world.lock:
         world.groups[spec.name] = group
     return group
+
+
+class _WatchedStore(PrefixStore):
+    """The keys of a group that is being made; waiting for a member that has died is `PeerLost`."""
+
+    def __init__(self, prefix: str, store: Store, meeting: Rendezvous | None, spec: GroupSpec):
+        super().__init__(prefix, store)
+        self._meeting, self._spec = meeting, spec
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Return when all `keys` exist; look at the members now and then, less and less often."""
+        limit = self.timeout if timeout is None else timeout
+        deadline = time.monotonic() + limit.total_seconds()
+        look_s = _LOOK_S
+        while True:
+            left_s = deadline - time.monotonic()
+            try:
+                return super().wait(keys, timedelta(seconds=max(0.0, min(left_s, look_s))))
+            except StoreTimeout:
+                if left_s <= look_s:
+                    raise
+            self._look()
+            look_s = min(2 * look_s, 1.0)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Tell at once whether all `keys` exist."""
+        here = super().check(keys)
+        if not here:
+            self._look()
+        return here
+
+    def _look(self) -> None:
+        if self._meeting is None:
+            return
+        for peer, global_rank in enumerate(self._spec.global_ranks):
+            if self._meeting.ended(global_rank):
+                member = self._meeting.members[global_rank]
+                raise PeerLost(
+                    f"the process of rank {peer} ended before the group was made",
+                    group=self._spec.name,
+                    world_size=len(self._spec.global_ranks),
+                    peer=peer,
+                    pid=member.pid,
+                    host=member.host,
+                    seen=f"global rank {global_rank}, pid {member.pid}",
+                    fix="Make the group of ranks that live: dure.shrink() finds them.",
+                )
 
 
 def _build_backends(own: Store, rank: int, spec: GroupSpec) -> dict[str, Backend]:

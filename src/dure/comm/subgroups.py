@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dure.comm.creation import GroupSpec, as_timeout, check_ranks, create_group
+from dure.comm.creation import MEETING_LIMIT, GroupSpec, as_timeout, check_ranks, create_group
 from dure.comm.world import GroupMember, World, current_world, resolve
-from dure.errors import UsageError
+from dure.errors import StoreLost, UsageError
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -64,6 +64,8 @@ def new_group(
         UsageError: A rank is out of range or named twice.
         Desync: The members gave different arguments.
         RendezvousTimeout: A member did not call; it is named.
+        PeerLost: A member's process has ended.
+        StoreLost: The store has died with rank 0, and cannot be held by another rank.
 
     Collective:
         All ranks of the world call, in the same order, members or not (see
@@ -79,18 +81,27 @@ def new_group(
     if sort_ranks:
         members = tuple(sorted(members))
     name = _next_name(world, members, use_local_synchronization)
+    assert world.rendezvous is not None
+    limit = as_timeout(timeout, default.timeout)
+    world.rendezvous.secure(default.gone, min(limit, MEETING_LIMIT).total_seconds())
     if default.rank() not in members:
         return GroupMember.NON_GROUP_MEMBER
-    assert world.rendezvous is not None
     spec = GroupSpec(
         name=name,
         global_ranks=members,
         backend=(backend or default.backend_config).lower(),
-        timeout=as_timeout(timeout, default.timeout),
+        timeout=limit,
         desc=group_desc or "",
         pg_options=pg_options,
         device_id=device_id,
     )
+    try:
+        return create_group(world, world.rendezvous.store, default.rank(), spec)
+    except StoreLost:
+        if not world.rendezvous.replaceable:
+            raise
+    # Its holder died while we asked it: then for all members alike.
+    world.rendezvous.secure(default.gone, min(limit, MEETING_LIMIT).total_seconds())
     return create_group(world, world.rendezvous.store, default.rank(), spec)
 
 

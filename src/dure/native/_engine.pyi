@@ -81,6 +81,8 @@ class Group:
         """Return when another rank has attached, or the time is over."""
     def ready(self) -> None:
         """Begin, once all have attached; lets go of the descriptor."""
+    def gone(self, rank: int, /) -> bool:
+        """Tell whether the process of `rank` has ended, or `rank` has left the group."""
     def pid_of(self, rank: int, /) -> int:
         """Process of `rank`; 0 after `close`."""
     def set_timeout(self, seconds: float, /) -> None:

@@ -63,6 +63,11 @@ class Place(Protocol):
         """What to call it in a message, and what sets its keys apart from other jobs'."""
         ...
 
+    @property
+    def held_by_rank_0(self) -> bool:
+        """Whether the store lives in rank 0's process, and dies with it."""
+        ...
+
     def open(self, rank: int, world_size: int, timeout_s: float) -> Store:
         """Open the store; rank 0 may have to make it."""
         ...
@@ -83,6 +88,11 @@ class TcpPlace:
     hosted: bool = False
     purpose: str = "the host of init_method"
 
+    @property
+    def held_by_rank_0(self) -> bool:
+        """Unless the launcher holds it."""
+        return not self.hosted
+
     def open(self, rank: int, world_size: int, timeout_s: float) -> Store:
         """Connect; rank 0 serves first, or takes back the server it left a moment ago."""
         address = resolve(self.host, self.port, self.purpose)
@@ -100,6 +110,11 @@ class LocalPlace:
     """A Unix socket of this host; `name` says which job's."""
 
     name: str
+
+    @property
+    def held_by_rank_0(self) -> bool:
+        """Always."""
+        return True
 
     def open(self, rank: int, world_size: int, timeout_s: float) -> Store:
         """Connect; rank 0 serves first."""
@@ -129,6 +144,11 @@ class NearPlace:
     host: str
     port: int
     name: str
+
+    @property
+    def held_by_rank_0(self) -> bool:
+        """Always."""
+        return True
 
     def open(self, rank: int, world_size: int, timeout_s: float) -> Store:
         """Serve on the first free port (rank 0), or look for rank 0's."""
@@ -197,6 +217,11 @@ class FilePlace:
     def name(self) -> str:
         """The file's own keys need no name."""
         return "file"
+
+    @property
+    def held_by_rank_0(self) -> bool:
+        """Never: the file outlives every rank."""
+        return False
 
     def open(self, rank: int, world_size: int, timeout_s: float) -> Store:
         """Open the file; refuse one that a dead job has left, delete one of a job that has ended.

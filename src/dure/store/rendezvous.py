@@ -3,6 +3,9 @@
 `find_place` reads the `init_method` and the environment, the place opens the store, `meet` checks
 the membership. What goes wrong in between becomes one `RendezvousError` here.
 
+A meeting can go on without some of its ranks: `secure` finds the others a new store where the old
+one's process has died, and `go_on_with` numbers them anew.
+
 A client may still reach the server of the ranks' previous meeting, which rank 0 is about to close.
 It then loses the connection before the meeting is complete, and begins again with the next server.
 """
@@ -13,9 +16,11 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+
+from msgspec.structs import replace
 
 from dure.errors import (
     RendezvousError,
@@ -25,12 +30,13 @@ from dure.errors import (
     StoreTimeout,
 )
 from dure.store.base import DEFAULT_TIMEOUT, Store
-from dure.store.identity import myself
+from dure.store.identity import alive, myself
 from dure.store.lifetime import at_process_end
 from dure.store.membership import Meeting, Member, Verdict, contest, leave, meet, object_to
 from dure.store.network import NetworkStore
 from dure.store.places import Place, Spot, find_place
 from dure.store.prefix import PrefixStore
+from dure.store.succession import succeed
 
 __all__ = ["Member", "Rendezvous", "rendezvous", "rendezvous_at"]
 
@@ -64,6 +70,8 @@ class Rendezvous:
     _keys: Store = field(repr=False)
     _generation: int = field(repr=False)
     _owns: bool = field(repr=False)
+    _holder: Member | None = field(repr=False)  # of the store, if it is a rank
+    _number: int = field(repr=False)  # of this rank when it came
     _closed: bool = field(default=False, repr=False)
 
     @property
@@ -87,6 +95,60 @@ class Rendezvous:
         here = self.members[self.rank].host_id
         return tuple(member.rank for member in self.members if member.host_id == here)
 
+    @property
+    def replaceable(self) -> bool:
+        """Whether `secure` can find a new store, should this one be lost."""
+        return self._holder is not None and self.same_host
+
+    def ended(self, rank: int) -> bool:
+        """Tell whether the process of `rank` is known to have ended."""
+        return alive(self.members[rank].process) is False
+
+    def secure(self, gone: Callable[[int], bool], timeout_s: float) -> None:
+        """Make sure that there is a store: a new one, if the process that held it has ended.
+
+        Args:
+            gone: Tells of a rank whether it is known to have ended.
+            timeout_s: How long to look for the ranks that are left.
+
+        Raises:
+            StoreLost: There is none, and why.
+
+        Collective:
+            All ranks that are left call.
+        """
+        holder, me = self._holder, self.members[self.rank]
+        if holder is None or holder.token == me.token:
+            return
+        if not gone(holder.rank) and alive(holder.process) is not False:
+            return
+        old = self._base
+        base, self._holder = succeed(self.members, me, gone, timeout_s)
+        base.set_timeout(old.timeout)
+        self._base, self._keys = base, PrefixStore("dure", base)
+        self.store = PrefixStore("keys", self._keys)
+        _give_up(old)
+
+    def go_on_with(self, ranks: Sequence[int], name: str) -> None:
+        """Go on with `ranks` alone, numbered from 0 in this order, on keys of their own.
+
+        Collective:
+            All of `ranks` call, with equal arguments.
+        """
+        mine = self.members[self.rank].token
+        kept = [self.members[rank] for rank in ranks]
+        self.members = tuple(
+            replace(member, rank=rank, world_size=len(kept)) for rank, member in enumerate(kept)
+        )
+        self.rank = next(member.rank for member in self.members if member.token == mine)
+        self.world_size = len(kept)
+        if self._holder is not None:
+            held_by = self._holder.token
+            # A holder that is no member any more holds on as long as its process lives.
+            found = [member for member in self.members if member.token == held_by]
+            self._holder = found[0] if found else None
+        self.store = PrefixStore(name, self.store)
+
     def close(self) -> None:
         """Leave; safe to call twice, and without effect in a forked child.
 
@@ -97,7 +159,7 @@ class Rendezvous:
         self._closed = True
         _open.discard(self)
         _active.discard(self.members[self.rank].token)
-        _leave(self._base, self._keys, self.rank, self._generation, self._owns)
+        _leave(self._base, self._keys, self._number, self._generation, self._owns)
 
 
 _open: set[Rendezvous] = set()
@@ -142,7 +204,7 @@ def rendezvous(
             )
         me = Member(rank, world_size, myself(), uuid.uuid4().hex)
         _check_number(me, store, f"store/{group_name}")
-        return _join(store, False, me, f"store/{group_name}", deadline)
+        return _join(store, None, me, f"store/{group_name}", deadline)
     return rendezvous_at(find_place(init_method, rank, world_size), timeout, group_name)
 
 
@@ -158,7 +220,7 @@ def rendezvous_at(
     while True:
         opened = _open_place(spot.place, me, name, deadline)
         try:
-            result = _join(opened, True, me, name, deadline)
+            result = _join(opened, spot.place, me, name, deadline)
             opened.set_timeout(timeout)
             return result
         except StoreLost as error:
@@ -167,8 +229,9 @@ def rendezvous_at(
                 raise _translated(error, me) from None
 
 
-def _join(store: Store, owns: bool, me: Member, name: str, deadline: float) -> Rendezvous:
-    """Meet in an open store; on failure close it, if it is ours."""
+def _join(store: Store, place: Place | None, me: Member, name: str, deadline: float) -> Rendezvous:
+    """Meet in an open store; on failure close it, if it is ours, that is, was opened at `place`."""
+    owns, held_by_rank_0 = place is not None, place is not None and place.held_by_rank_0
     keys = PrefixStore(f"dure/{name}", store)
     _active.add(me.token)
     try:
@@ -189,6 +252,8 @@ def _join(store: Store, owns: bool, me: Member, name: str, deadline: float) -> R
         _keys=keys,
         _generation=meeting.generation,
         _owns=owns,
+        _holder=meeting.members[0] if held_by_rank_0 else None,
+        _number=me.rank,
     )
     _open.add(result)
     return result

@@ -97,7 +97,7 @@ class EngineState:
             peer=peer,
             seen=f"missing {list(missing)}; the engine says: {text}",
             fix="See what the missing ranks do, or raise the group's timeout.",
-            **where,
+            **where,  # pyright: ignore[reportArgumentType]
         )
 
     def _fail(self) -> None:

@@ -48,6 +48,11 @@ class MpiPlace:
     server: StoreServer | None = None
     name: str = "mpi"
 
+    @property
+    def held_by_rank_0(self) -> bool:
+        """Always."""
+        return True
+
     def open(self, rank: int, world_size: int, timeout_s: float) -> Store:
         """Connect; rank 0 is the one that serves."""
         del world_size

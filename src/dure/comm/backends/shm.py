@@ -131,6 +131,10 @@ class ShmBackend:
             timeout_s=self._timeout_s,
         )
 
+    def gone(self, rank: int) -> bool:
+        """Tell whether `rank` has died, or left."""
+        return self._group.gone(rank)
+
     @property
     def timeout(self) -> timedelta:
         """How long an operation may wait for its peers."""

@@ -160,6 +160,12 @@ class Room:
         with self.lock:
             self._leave(rank, abort, how)
 
+    def has_left(self, rank: int) -> bool:
+        """Tell whether `rank` has gone, or its threads have ended."""
+        self.lose_ended_threads()
+        with self.lock:
+            return bool(self._members[rank].left)
+
     def _leave(self, rank: int, abort: bool, how: str) -> None:
         member = self._members[rank]
         if member.left:

@@ -91,6 +91,10 @@ class ThreadBackend:
         self._room, self._rank, self._size = room, options.rank, options.size
         self._timeout_s = options.timeout.total_seconds()
 
+    def gone(self, rank: int) -> bool:
+        """Tell whether `rank` has left, or ended."""
+        return self._room.has_left(rank)
+
     def _meet(
         self,
         op: str,

@@ -72,6 +72,7 @@ class GroupCore:
         self.timeout, self.store, self.desc = timeout, store, desc or name
         self.seq = 0
         self._num_monitored = 0
+        self._num_attempts = 0
         self._size = len(global_ranks)
         self._group_rank_of = {g: r for r, g in enumerate(global_ranks)}
         self._backends = backends
@@ -174,6 +175,16 @@ class GroupCore:
         self._num_monitored += 1
         return self._num_monitored
 
+    def next_attempt(self) -> int:
+        """Return the number of this rank's next attempt to shrink the group."""
+        self._num_attempts += 1
+        return self._num_attempts
+
+    def renumber(self, global_ranks: tuple[int, ...]) -> None:
+        """Give the members new global ranks, in the same order."""
+        self.global_ranks = global_ranks
+        self._group_rank_of = {g: r for r, g in enumerate(global_ranks)}
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long operations wait for their peers, where the backend can change it."""
         self.timeout = timeout
@@ -181,6 +192,11 @@ class GroupCore:
             change = getattr(backend, "set_timeout", None)
             if change is not None:
                 change(timeout)
+
+    def gone(self, rank: int) -> bool:
+        """Tell whether `rank` is known to have died, or left; backends that cannot know say no."""
+        questions = [getattr(backend, "gone", None) for backend in self._backends.values()]
+        return any(gone is not None and gone(rank) for gone in questions)
 
     # ---------------------------------------------------------------- the road of every operation
 

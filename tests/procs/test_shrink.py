@@ -1,0 +1,188 @@
+"""A group of the survivors: shrink, shrink_group, new_group after ranks have died."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import uuid
+from datetime import timedelta
+
+import pytest
+import torch
+
+import dure
+from dure.errors import CommError, PeerLost, RendezvousTimeout, UsageError
+from dure.native import available
+from procs.shm_ranks import Ranks, Seat
+
+pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
+
+SOON_S = 5.0  # it takes some 30 ms; a busy machine gets more
+
+
+def _join(seat: Seat, run: str = "", timeout_s: float = 20) -> None:
+    """Join over a file, or, where there is a run's name, over a socket that rank 0 holds."""
+    timeout = timedelta(seconds=timeout_s)
+    if not run:
+        url = f"file://{seat.path}"
+        dure.init_process_group("shm", url, timeout, world_size=seat.size, rank=seat.rank)
+        return
+    os.environ.update(
+        RANK=str(seat.rank),
+        WORLD_SIZE=str(seat.size),
+        LOCAL_WORLD_SIZE=str(seat.size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29500",  # nobody listens there
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RUN_ID=run,
+    )
+    dure.init_process_group("shm", timeout=timeout)
+
+
+def _sum_of_ranks(group=None) -> float:
+    x = torch.full((1000,), float(dure.get_rank(group)))
+    dure.all_reduce(x, group=group)
+    return x[0].item()
+
+
+def _reduce_until_loss(seat: Seat, victims: tuple[int, ...]) -> PeerLost:
+    """All reduce, and the victims are killed in the midst of it."""
+    if seat.rank in victims:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    x = torch.ones(300_000)
+    try:
+        while True:
+            dure.all_reduce(x)
+    except PeerLost as error:
+        return error
+
+
+def _shrinks(seat: Seat, victims: tuple[int, ...], run: str):
+    _join(seat, run)
+    sub = dure.new_group([0, 1])
+    lost = _reduce_until_loss(seat, victims)
+    with pytest.raises(PeerLost):  # the same at every call
+        dure.barrier()
+    began = time.monotonic()
+    group = dure.shrink()
+    took = time.monotonic() - began
+    assert group is dure.group.WORLD
+    assert dure.get_process_group_ranks(group) == list(range(seat.size - len(victims)))
+    assert sub is dure.GroupMember.NON_GROUP_MEMBER or sub.closed
+    total = _sum_of_ranks()
+    pair = dure.new_group([0, 1])
+    in_pair = _sum_of_ranks(pair) if dure.get_rank() < 2 else None
+    dure.destroy_process_group()
+    return lost.peer, took, total, in_pair
+
+
+HELD = "held by rank 0"
+
+
+@pytest.mark.parametrize(
+    ("victims", "run"), [((2,), ""), ((0,), ""), ((0,), HELD), ((1, 3), HELD), ((0, 1), HELD)]
+)
+def test_survivors_of_4_ranks_go_on_as_the_default_group(tmp_path, victims, run):
+    name = run and f"{run} {uuid.uuid4()}"
+    with Ranks(4, tmp_path, _shrinks, victims, name) as ranks:
+        left = [r for r in range(4) if r not in victims]
+        for rank, old in enumerate(left):
+            peer, took, total, in_pair = ranks.result(old)
+            assert peer in victims
+            assert took < SOON_S
+            assert total == sum(range(len(left)))
+            assert in_pair == (1.0 if rank < 2 else None)
+
+
+def _makes_a_group(seat: Seat, run: str):
+    _join(seat, run)
+    lost = _reduce_until_loss(seat, (0,))
+    group = dure.new_group([1, 2])
+    with pytest.raises(PeerLost) as named:
+        dure.new_group([0, 1, 2])
+    return lost.peer, _sum_of_ranks(group), dure.get_rank(), named.value.peer
+
+
+def test_new_group_of_2_survivors_of_3_ranks(tmp_path):
+    with Ranks(3, tmp_path, _makes_a_group, f"run {uuid.uuid4()}") as ranks:
+        for rank in (1, 2):
+            assert ranks.result(rank) == (0, 1.0, rank, 0)
+
+
+def _excludes(seat: Seat):
+    _join(seat)
+    trio = dure.new_group([1, 2, 3])
+    if seat.rank == 3:
+        with pytest.raises(CommError):  # the others leave the default group
+            dure.barrier()
+        return None
+    if seat.rank > 0:
+        trio = dure.shrink_group([2], trio)
+        assert (trio.size(), list(trio.global_ranks)) == (2, [1, 2])
+        assert _sum_of_ranks(trio) == 1.0
+        assert dure.get_world_size() == 4  # the default group is as it was
+    group = dure.shrink_group([3], shrink_flags=dure.SHRINK_ABORT)
+    return group.size(), _sum_of_ranks()
+
+
+def test_shrink_group_excludes_ranks_that_live_of_4_ranks(tmp_path):
+    with Ranks(4, tmp_path, _excludes) as ranks:
+        assert [ranks.result(rank) for rank in range(3)] == [(3, 3.0)] * 3
+        assert ranks.result(3) is None
+
+
+def _is_stopped(seat: Seat):
+    _join(seat, timeout_s=0.3)
+    if seat.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return None
+    with pytest.raises(CommError):
+        dure.barrier()
+    with pytest.raises(RendezvousTimeout) as refusal:
+        dure.shrink()
+    dure.shrink_group([1])
+    return refusal.value.missing, _sum_of_ranks()
+
+
+def test_stopped_rank_is_named_by_shrink_and_excluded_by_shrink_group_of_3_ranks(tmp_path):
+    with Ranks(3, tmp_path, _is_stopped) as ranks:
+        for rank in (0, 2):
+            assert ranks.result(rank) == ((1,), 1.0)
+        os.kill(ranks.processes[1].pid, signal.SIGCONT)
+
+
+def _loses_another(seat: Seat):
+    _join(seat)
+    if seat.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLost):
+        dure.barrier()
+    if seat.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dure.shrink()
+    return dure.get_world_size(), _sum_of_ranks()
+
+
+def test_death_during_shrink_is_seen_of_4_ranks(tmp_path):
+    with Ranks(4, tmp_path, _loses_another) as ranks:
+        for rank in (2, 3):
+            assert ranks.result(rank) == (2, 1.0)
+
+
+def _misuses(seat: Seat):
+    _join(seat)
+    for ranks in ([], [seat.size], [1, 1], [0, 1], [seat.rank]):
+        with pytest.raises(UsageError):
+            dure.shrink_group(ranks)
+    with pytest.raises(UsageError):
+        dure.shrink_group([1 - seat.rank], shrink_flags=7)
+    with pytest.raises(TypeError):
+        dure.shrink_group((1 - seat.rank,))  # pyright: ignore[reportArgumentType]
+    return _sum_of_ranks()
+
+
+def test_misuse_of_shrink_group_leaves_the_group_whole_on_2_ranks(tmp_path):
+    with Ranks(2, tmp_path, _misuses) as ranks:
+        assert [ranks.result(rank) for rank in range(2)] == [1.0, 1.0]
