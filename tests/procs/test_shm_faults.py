@@ -117,9 +117,11 @@ def _is_elsewhere(seat: Seat, calls: int):
     for _ in range(calls):
         backend.all_reduce(torch.ones(4), SUM, False)
     if seat.rank == 1:
-        backend.recv(torch.ones(4), 0, 0, False)  # the line that is told
+        backend.set_timeout(100 * backend.timeout)
+        _caught(lambda: backend.recv(torch.ones(4), 0, 0, False))  # the line that is told
         return None
     error = _caught(lambda: backend.barrier(False))[0]
+    backend.close(False)
     return error
 
 
@@ -132,7 +134,7 @@ def test_absent_rank_tells_its_line_at_the_timeout_of_3_ranks(tmp_path, calls):
             assert isinstance(error, CommTimeout)
             assert error.missing == (1,)
             where = error.whereabouts[1]
-            assert f"{code.co_filename}:{code.co_firstlineno + 5} in _is_elsewhere" in where
+            assert f"{code.co_filename}:{code.co_firstlineno + 6} in _is_elsewhere" in where
             assert (f"all_reduce #{calls}" in where) == (calls > 0)
 
 
