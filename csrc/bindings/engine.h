@@ -34,6 +34,7 @@ class Engine {
     nanobind::object send(Block block, DType dtype, int to, int tag, bool async);
     // A finished ticket where not asynchronous.
     std::shared_ptr<Ticket> receive(Block block, DType dtype, int from, int tag, bool async);
+    int sender_of(int tag) { return forked() ? -1 : mailbox_->sender_of(tag); }
     nanobind::object shared_empty(size_t bytes);
     void close();
 

@@ -48,6 +48,30 @@ Options options(int rank, int size, double timeout_s, int cores) {
     return {rank, size, nanoseconds(timeout_s), cores};
 }
 
+// What the group is broken by, or None.
+nb::object failure_of(Engine& e) {
+    Group& group = e.group();
+    Status status = Status::ok;
+    {
+        nb::gil_scoped_release release;
+        Group::Visit visit(group);
+        if (visit && group.broken()) status = group.adopt_verdict();
+    }
+    if (status == Status::ok) return nb::none();
+    return nb::cast(group.outcome_of(status, Op::none));
+}
+
+// Break the group for all ranks, unless it is broken.
+void condemn(Engine& e, std::string detail) {
+    nb::gil_scoped_release release;
+    Group::Visit visit(e.group());
+    if (!visit) return;
+    Outcome out;
+    out.status = Status::outside;
+    out.detail = std::move(detail);
+    e.group().condemn(std::move(out));
+}
+
 }  // namespace
 
 void bind_group(nb::module_& m) {
@@ -120,7 +144,15 @@ void bind_group(nb::module_& m) {
         .def("plain_send", &Engine::plain_send)
         .def("plain_receive", &Engine::plain_receive)
         .def("flight", &flight_of)
+        .def("sender_of", &Engine::sender_of, nb::call_guard<nb::gil_scoped_release>())
         .def("shared_empty", &Engine::shared_empty)
+        .def("condemn", &condemn)
+        .def("failure", &failure_of)
+        .def("has_left",
+             [](Engine& e, int rank) {
+                 Group::Visit visit(e.group());
+                 return !visit || e.group().has_left(rank);
+             })
         .def("close", &Engine::close);
 }
 

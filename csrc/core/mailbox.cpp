@@ -53,6 +53,17 @@ Mailbox::RequestPtr Mailbox::post(Op op, Block data, DType dtype, int peer, int 
     return request;
 }
 
+int Mailbox::sender_of(int tag) {
+    Group::Visit visit(group_);
+    if (!visit) return -1;
+    std::lock_guard hold(lock_);
+    progress();
+    for (const MessagePtr& m : unexpected_) {
+        if (m->envelope.tag == tag) return m->source;
+    }
+    return -1;
+}
+
 Outcome Mailbox::send(Block data, DType dtype, int to, int tag) {
     Group::Visit visit(group_);
     if (!visit) return refused(Op::send);

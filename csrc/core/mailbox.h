@@ -34,6 +34,8 @@ class Mailbox {
     Outcome receive(Block data, DType dtype, int from, int tag, int* source);
     std::shared_ptr<Ticket> start_send(Block data, DType dtype, int to, int tag);
     std::shared_ptr<Ticket> start_receive(Block data, DType dtype, int from, int tag);
+    // Who sent the first message with `tag` that came and awaits its receive; -1 if none did.
+    int sender_of(int tag);
     // End all requests with `aborted`. Call Group::close first.
     void stop();
 

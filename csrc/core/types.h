@@ -72,8 +72,9 @@ enum class Status : int {
     usage = 9,        // arguments that cannot be
     no_memory = 10,   // some rank could not allocate
     internal = 11,
-    forked = 12,  // called in a child of the process that made the group
-    nested = 13,  // a signal handler called a collective during another
+    forked = 12,   // called in a child of the process that made the group
+    nested = 13,   // a signal handler called a collective during another
+    outside = 14,  // broken from outside, by who uses the group; `detail` is his to read
 };
 
 // What is known about a failure. `peer` is the culprit, `reporter` the rank that noticed.

@@ -65,6 +65,8 @@ class Status(IntEnum):
     """Called in a child of the process that made the group."""
     NESTED = 13
     """A signal handler called a collective during another."""
+    OUTSIDE = 14
+    """Whoever uses the group broke it, for a reason of its own, which is in `detail`."""
 
 
 _ERROR_NAMES: dict[Status, str] = {
@@ -153,6 +155,8 @@ def error_of(
                 fix="Let the handler set a flag, or raise, and act on it after the call.",
                 **fields,
             )
+        case Status.OUTSIDE:
+            return CommError("the group was broken", seen=outcome.detail, **fields)
         case status:
             return InternalError(
                 f"the engine reported {status.name}",

@@ -289,6 +289,22 @@ class ShmBackend:
         """Return the last operations, as the engine has kept them."""
         return self._flight.records()
 
+    def sender_of(self, tag: int) -> int:
+        """Return who sent the first message with `tag` that awaits its receive; -1 if none did."""
+        return self._group.sender_of(tag)
+
+    def condemn(self, detail: str) -> None:
+        """Break the group on all ranks, for a reason that lies outside it."""
+        self._group.condemn(detail)
+
+    def failure(self) -> Outcome | None:
+        """Return what the group is broken by."""
+        return self._group.failure()
+
+    def has_left(self, rank: int) -> bool:
+        """Tell whether `rank` left the group; True once this rank has."""
+        return self._group.has_left(rank)
+
     def close(self, abort: bool) -> None:
         """Leave: pending operations end with `Aborted`; peers see that this rank left.
 
