@@ -19,6 +19,7 @@ __all__ = [
     "describe",
     "flag",
     "integer",
+    "put",
     "require",
     "text",
 ]
@@ -77,6 +78,11 @@ VARIABLES: dict[str, Variable] = {
         ),
         Variable(name="DURE_INSECURE", meaning="1: let strangers join, without a key (loudly)"),
         Variable(name="DURE_BACKEND", meaning="backend used where the program names none"),
+        Variable(
+            name="DURE_HOST_ID",
+            meaning="processes with different values count as being on different hosts",
+            example="node-a",
+        ),
         Variable(
             name="DURE_STORE_BIND", meaning="address the store listens on, if not MASTER_ADDR"
         ),
@@ -152,6 +158,13 @@ def require(name: str, purpose: str) -> str:
 def describe() -> list[tuple[str, str | None, str]]:
     """List (name, value or None, meaning) of every variable."""
     return [(v.name, os.environ.get(v.name), v.meaning) for v in VARIABLES.values()]
+
+
+def put(name: str, value: str) -> None:
+    """Set a variable for this process (a test's rank that plays another host)."""
+    if name not in VARIABLES:
+        raise KeyError(f"{name} is not declared in dure.env")
+    os.environ[name] = value
 
 
 def child_environment(changes: Mapping[str, str | None]) -> dict[str, str]:

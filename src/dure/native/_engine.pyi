@@ -111,7 +111,6 @@ class Group:
         self, data: int, nbytes: int, dtype: int, source: int, tag: int, async_op: bool, /
     ) -> Ticket:
         """Receive from `source`, -1 for anyone; a finished ticket where not asynchronous."""
-<<<<<<< HEAD
     def plain_all_reduce(self, tensor: object, op: object, /) -> bool | Outcome:
         """Reduce a plain tensor; False where it is not plain and nothing was done."""
     def plain_broadcast(self, tensor: object, root: int, /) -> bool | Outcome:
@@ -136,10 +135,8 @@ class Group:
         Each is: seq, op, dtype, reduction, nbytes, peer, tag, async, status (-1 while it runs),
         start and end in monotonic ns, file, line, function.
         """
-=======
     def sender_of(self, tag: int, /) -> int:
         """Return who sent the first message with `tag` that awaits its receive; -1 if none did."""
->>>>>>> 598c51d (Hybrid backend: shared memory inside a host, an engine between hosts (draft))
     def shared_empty(self, nbytes: int, /) -> SharedBlock | Outcome:
         """Allocate in the arena; a collective."""
     def condemn(self, detail: str, /) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 
+from dure import env
 from dure.errors import StoreError
+from dure.store.base import Store
 
-__all__ = ["Address", "is_local", "resolve"]
+__all__ = ["Address", "is_local", "outward_address", "resolve"]
 
 _WILDCARDS = frozenset({"0.0.0.0", "::", "*"})
 
@@ -60,3 +62,36 @@ def is_local(host: str) -> bool:
         except OSError:
             return False
     return True
+
+
+def outward_address(store: Store) -> str:
+    """Return the address of this host that the job's other hosts can reach.
+
+    That of the interface through which the store is reached; where the store is no network store,
+    through which MASTER_ADDR is; failing that, what this host's name means to itself.
+    """
+    endpoint = _endpoint_of(store)
+    for host in (endpoint, env.text("DURE_STORE_BIND"), env.text("MASTER_ADDR")):
+        if not host or host in _WILDCARDS:
+            continue
+        try:
+            address = resolve(host, 9)
+        except StoreError:
+            continue
+        with socket.socket(address.family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((address.ip, 9))  # sends nothing: only asks which interface it is
+            except OSError:
+                continue
+            return str(probe.getsockname()[0])
+    return resolve(socket.gethostname(), 9, "this host's own name").ip
+
+
+def _endpoint_of(store: Store) -> str | None:
+    """Return the host of the network store at the bottom of `store`, if there is one."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    endpoint = getattr(store, "endpoint", "")
+    if not endpoint.startswith("tcp://"):
+        return None
+    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")

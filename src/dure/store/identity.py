@@ -15,6 +15,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from dure import env
+
 __all__ = ["Identity", "alive", "myself"]
 
 
@@ -24,9 +26,9 @@ class Identity(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         pid: Its number, in its PID namespace.
         start: When it started, in a form only equality makes sense of.
-        host: The machine's name, for people.
+        host: The machine's name, or DURE_HOST_ID, for people.
         host_id: Equal for processes that can reach each other's memory: same boot of the same
-            machine, same PID namespace, same user.
+            machine, same PID namespace, same user, same DURE_HOST_ID.
     """
 
     pid: int
@@ -41,7 +43,8 @@ class Identity(msgspec.Struct, array_like=True, frozen=True):
 def myself() -> Identity:
     """Return who this process is."""
     pid = os.getpid()
-    return Identity(pid, _start(pid) or "", socket.gethostname(), _host_id())
+    host = env.text("DURE_HOST_ID") or socket.gethostname()
+    return Identity(pid, _start(pid) or "", host, _host_id())
 
 
 def alive(process: Identity) -> bool | None:
@@ -72,4 +75,4 @@ def _host_id() -> str:
         namespace = Path("/proc/self/ns/pid").readlink().name
     except OSError:
         boot, namespace = f"{socket.gethostname()} {psutil.boot_time():.0f}", ""
-    return f"{boot} {namespace} {os.getuid()}"
+    return f"{boot} {namespace} {os.getuid()} {env.text('DURE_HOST_ID') or ''}".rstrip()

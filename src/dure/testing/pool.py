@@ -21,7 +21,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,6 +35,7 @@ from typing import TypeVar
 import torch
 
 import dure
+from dure import env
 from dure.errors import CommTimeout, LaunchError
 
 __all__ = ["ProcessPool", "start_server"]
@@ -64,6 +65,7 @@ class _Seat:
     backend: str | None
     folder: str
     timeout_s: float
+    host: str | None
 
 
 def start_server() -> ForkServerContext:
@@ -81,12 +83,20 @@ class ProcessPool:
         n: How many ranks.
         backend: The default group's backend; None: what Dure chooses.
         timeout: Seconds one call may take unless it says otherwise; also the group's timeout.
+        hosts: For each rank, the name of the host that it pretends to be on; None: this one.
 
     Raises:
         LaunchError: A rank could not join.
     """
 
-    def __init__(self, n: int, backend: str | None = None, timeout: float = 30.0) -> None:
+    def __init__(
+        self,
+        n: int,
+        backend: str | None = None,
+        timeout: float = 30.0,
+        hosts: Sequence[str] | None = None,
+    ) -> None:
+        self._hosts = hosts
         self.size, self.backend, self.timeout = n, backend, timeout
         self._broken = ""
         self._folder = tempfile.TemporaryDirectory(prefix="dure-pool-")
@@ -108,6 +118,7 @@ class ProcessPool:
             backend=self.backend,
             folder=self._folder.name,
             timeout_s=self.timeout,
+            host=None if self._hosts is None else self._hosts[rank],
         )
         ours, theirs = context.Pipe()
         self._pipes.append(ours)
@@ -283,6 +294,8 @@ def _serve(seat: _Seat, pipe: connection.Connection) -> None:
 
 
 def _join(seat: _Seat) -> None:
+    if seat.host is not None:
+        env.put("DURE_HOST_ID", seat.host)
     dure.init_process_group(
         seat.backend,
         init_method=f"file://{seat.folder}/store",

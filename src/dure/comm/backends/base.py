@@ -71,6 +71,8 @@ class BackendOptions:
         timeout: How long an operation may wait for its peers.
         name: The group's name, the same on all ranks.
         device_id: The device the rank is bound to, if it said so.
+        patience: How long an operation may take whose time somebody else keeps, who also says who
+            left; None: the group keeps its time, and its ranks tell each other.
         pg_options: What the user gave as `pg_options` or `backend_options`, untouched.
     """
 
@@ -81,6 +83,7 @@ class BackendOptions:
     timeout: timedelta
     name: str
     device_id: torch.device | None = None
+    patience: timedelta | None = None
     pg_options: object = None
     extra: dict[str, object] = field(default_factory=dict)
 

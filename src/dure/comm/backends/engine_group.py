@@ -47,7 +47,9 @@ class EngineGroup:
         self._rank, self._size = options.rank, options.size
         self._in_stream, self._bitwise = engine.in_stream, engine.bitwise
         self._any_source = engine.any_source
-        self._trouble = TroubleLog(options.store, options.rank, options.size)
+        self._patience = options.patience
+        store = options.store if options.patience is None else None
+        self._trouble = TroubleLog(store, options.rank, options.size)
         self._state = EngineState(
             options.name, options.rank, options.size, self._trouble.ask, self._break_off
         )
@@ -344,7 +346,7 @@ class EngineGroup:
             work = start(self._open())
         except RuntimeError as e:
             raise self._translated(e, op, began, peer) from e
-        ticket = MessageTicket(self._state, op, work, peer)
+        ticket = MessageTicket(self._state, op, work, peer, self._patience)
         self._messages.add(ticket)
         return ticket
 

@@ -209,10 +209,19 @@ class MessageTicket:
         op: "send" or "recv".
         work: The engine's work.
         peer: The other rank; None for anyone.
+        patience: How long it may take; None: as long as the engine allows.
     """
 
-    def __init__(self, state: EngineState, op: str, work: EngineWork, peer: int | None) -> None:
+    def __init__(
+        self,
+        state: EngineState,
+        op: str,
+        work: EngineWork,
+        peer: int | None,
+        patience: timedelta | None = None,
+    ) -> None:
         self._state, self._op, self._peer = state, op, peer
+        self._patience = patience
         self._work: EngineWork = work
         self._began = time.monotonic()
         self._lock = threading.Lock()
@@ -233,7 +242,10 @@ class MessageTicket:
 
     def _wait_engine(self) -> None:
         try:
-            self._work.wait()
+            if self._patience is None:
+                self._work.wait()
+            else:
+                self._work.wait(self._patience)
             if self._op == "recv":
                 self._source = self._work._source_rank()  # pyright: ignore[reportPrivateUsage]
         except RuntimeError as e:

@@ -26,15 +26,23 @@ _KEY = "engine/trouble"
 
 
 class TroubleLog:
-    """The log of one group, seen from one rank. Threads: every method, from any thread."""
+    """The log of one group, seen from one rank. Threads: every method, from any thread.
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
+    Args:
+        store: Where the log is; None: there is none, because somebody else knows more.
+        rank: This rank.
+        size: Ranks of the group.
+    """
+
+    def __init__(self, store: Store | None, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._lines: list[str] = []
 
     def say(self, what: str) -> None:
         """Write that this rank has left, or gave up."""
-        _within(_ASK_S, lambda: self._store.append(_KEY, f"{what} {self._rank}\n"))
+        store = self._store
+        if store is not None:
+            _within(_ASK_S, lambda: store.append(_KEY, f"{what} {self._rank}\n"))
 
     def ask(self, timed_out: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return which ranks left and which gave up waiting, the first of them first.
@@ -45,18 +53,20 @@ class TroubleLog:
         if timed_out:
             self.say("gave-up")
         enough = self._size - 1 if timed_out else 1
-        _within(_ASK_S, lambda: self._read_until(enough))
+        store = self._store
+        if store is not None:
+            _within(_ASK_S, lambda: self._read_until(store, enough))
         words = [line.split() for line in self._lines]
         others = [(what, int(rank)) for what, rank in words if int(rank) != self._rank]
         gone = tuple(rank for what, rank in others if what == "left")
         return gone, tuple(rank for what, rank in others if what == "gave-up")
 
-    def _read_until(self, enough: int) -> None:
+    def _read_until(self, store: Store, enough: int) -> None:
         """Read the log until it tells of `enough` other ranks, or time is up."""
         until = time.monotonic() + _ASK_S
         while time.monotonic() < until:
-            if self._store.check([_KEY]):
-                self._lines = self._store.get(_KEY).decode().splitlines()
+            if store.check([_KEY]):
+                self._lines = store.get(_KEY).decode().splitlines()
             told = {line.split()[1] for line in self._lines} - {str(self._rank)}
             if len(told) >= enough:
                 return

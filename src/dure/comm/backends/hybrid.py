@@ -42,7 +42,7 @@ from dure.store.prefix import PrefixStore
 __all__ = ["HybridBackend", "create_with"]
 
 _log = logging.getLogger("dure.comm")
-_ENGINE_TIMEOUT = timedelta(days=365)
+_PATIENCE = timedelta(days=365)
 """The hybrid group keeps the time itself: an engine whose time is up cannot be used again."""
 
 Factory = Callable[[BackendOptions], Backend]
@@ -83,9 +83,7 @@ class HybridBackend:
         self._links.timeout_s = timeout.total_seconds()
         self._links.local.set_timeout(timeout)
 
-    def _run(
-        self, op: str, action: Callable[[], object], async_op: bool
-    ) -> Ticket | None:
+    def _run(self, op: str, action: Callable[[], object], async_op: bool) -> Ticket | None:
         """Run a collective, and let what goes wrong with it break the group on all ranks."""
 
         def guarded() -> None:
@@ -418,9 +416,7 @@ def create_with(engine: Factory, options: BackendOptions) -> Backend:
     try:
         watch = Watch.connect(links, options) if hosts.is_leader else None
         options.store.set(f"hybrid/ready/{options.rank}", b"")
-        options.store.wait(
-            [f"hybrid/ready/{r}" for r in range(options.size)], options.timeout
-        )
+        options.store.wait([f"hybrid/ready/{r}" for r in range(options.size)], options.timeout)
     except BaseException:
         _close_all(links)
         raise
@@ -481,8 +477,7 @@ def _connect(engine: Factory, options: BackendOptions, hosts: Hosts, local: ShmB
 
     def between(what: str, ranks: Sequence[int], number: int) -> Backend:
         part = _options_of(options, what, ranks, number)
-        extra = {"timeout": _ENGINE_TIMEOUT, "silent": True}
-        made.append(engine(replace(part, extra=extra)))
+        made.append(engine(replace(part, patience=_PATIENCE)))
         return made[-1]
 
     try:
@@ -497,9 +492,7 @@ def _connect(engine: Factory, options: BackendOptions, hosts: Hosts, local: ShmB
         raise
     fate = Fate(local, hosts, options.name)
     fate.engines = made
-    return Links(
-        hosts=hosts, local=local, lane=lane, mesh=mesh, fate=fate, timeout_s=timeout_s
-    )
+    return Links(hosts=hosts, local=local, lane=lane, mesh=mesh, fate=fate, timeout_s=timeout_s)
 
 
 def _close_all(links: Links) -> None:

@@ -255,9 +255,7 @@ class Messages:
             ticket.wait()
         return ticket
 
-    def answer(
-        self, wanted: _Wanted, tensor: torch.Tensor
-    ) -> tuple[Ticket | None, int | None]:
+    def answer(self, wanted: _Wanted, tensor: torch.Tensor) -> tuple[Ticket | None, int | None]:
         """Begin to receive what `wanted` asks for, if it is there.
 
         Returns:

@@ -209,9 +209,7 @@ class Opening:
         words = text.encode()[:_TEXT_BYTES]
         length = _ABSENT if data is None else sum(t.nbytes for t in data)
         sums = (call.count, call.expected, call.sends & _MASK, call.takes & _MASK)
-        _HEADER.pack_into(
-            self._mine, 0, self.begun, call.digest(), *sums, length, len(words)
-        )
+        _HEADER.pack_into(self._mine, 0, self.begun, call.digest(), *sums, length, len(words))
         self._mine[_HEADER.size : _HEADER.size + len(words)] = words
         at = _FIXED
         for t in data or ():

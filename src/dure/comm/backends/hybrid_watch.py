@@ -33,7 +33,7 @@ from zmq.utils.monitor import recv_monitor_message
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.hybrid_fate import Verdict
 from dure.comm.backends.hybrid_links import Links
-from dure.errors import PeerLost, RendezvousTimeout
+from dure.errors import RendezvousTimeout
 from dure.store.address import outward_address
 from dure.store.base import Store
 from dure.store.identity import myself
@@ -153,6 +153,7 @@ class Watch:
                     seen=", ".join(map(links.hosts.describe, silent)),
                     fix="Check that the hosts can reach each other's ports.",
                 )
+        self._tell(_Word(b""))  # what was said before the other was there is lost
 
     def _open_line(self, host: int, address: str, store: Store) -> _Line:
         here = self._links.here

@@ -48,6 +48,12 @@ _OURS: Mapping[str, _Entry] = {
         devices=("cpu",), module="dure.comm.backends.torch_engine", attribute="create_gloo"
     ),
     "mpi": _Entry(devices=("cpu",), module="dure.comm.backends.mpi", attribute="create_mpi"),
+    "hybrid": _Entry(
+        devices=("cpu",), module="dure.comm.backends.hybrid_engines", attribute="create_over_gloo"
+    ),
+    "hybrid_mpi": _Entry(
+        devices=("cpu",), module="dure.comm.backends.hybrid_engines", attribute="create_over_mpi"
+    ),
     "nccl": _Entry(
         devices=("cuda",), module="dure.comm.backends.torch_engine", attribute="create_nccl"
     ),

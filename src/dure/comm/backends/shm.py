@@ -301,6 +301,10 @@ class ShmBackend:
         """Return what the group is broken by."""
         return self._group.failure()
 
+    def pid_of(self, rank: int) -> int:
+        """Return the process of `rank`; 0 once this rank has left."""
+        return self._group.pid_of(rank)
+
     def has_left(self, rank: int) -> bool:
         """Tell whether `rank` left the group; True once this rank has."""
         return self._group.has_left(rank)

@@ -8,29 +8,27 @@ ends what is pending here and shows the peers that this rank has gone; so that i
 left in haste, with a receive that times out at once.
 
 Ranks find each other through our store, which torch's classes see as one of theirs. All ranks of
-one host: loopback; otherwise the interface that routes to the job's master.
+one host: loopback; otherwise the interface that routes to the store (store/address.py).
 """
 
 from __future__ import annotations
 
-import platform
-import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from dure import env
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.engine_calls import EngineWork
 from dure.comm.backends.engine_group import EngineGroup
 from dure.comm.backends.engine_tickets import EngineState
 from dure.errors import DureError, UsageError
+from dure.store.address import outward_address
 from dure.store.base import Store
+from dure.store.identity import myself
 
 __all__ = ["create_gloo", "create_nccl"]
 
@@ -173,7 +171,10 @@ def create_gloo(options: BackendOptions) -> EngineGroup:
     settings._devices = [cls.create_device(hostname=_own_address(options))]
     settings._timeout = options.timeout
     settings._threads = 2
-    return EngineGroup(_Gloo(_connect("gloo", cls, settings, options), options), options)
+    engine = _connect("gloo", cls, settings, options)
+    if options.patience is not None:
+        engine._set_default_timeout(options.patience)
+    return EngineGroup(_Gloo(engine, options), options)
 
 
 def create_nccl(options: BackendOptions) -> EngineGroup:
@@ -214,13 +215,8 @@ def _connect(
 def _own_address(options: BackendOptions) -> str:
     """Return the address peers can reach this rank at: loopback if all are on this host."""
     keys = [f"engine/host/{r}" for r in range(options.size)]
-    options.store.set(keys[options.rank], platform.node())
+    options.store.set(keys[options.rank], myself().host)
     options.store.wait(keys, options.timeout)
     if len({*options.store.multi_get(keys)}) == 1:
         return "127.0.0.1"
-    master = env.text("MASTER_ADDR")
-    if master is not None:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-            probe.connect((master, 9))  # sends nothing: only asks which interface it would be
-            return probe.getsockname()[0]
-    return platform.node()
+    return outward_address(options.store)
