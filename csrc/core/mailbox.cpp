@@ -57,7 +57,10 @@ int Mailbox::sender_of(int tag) {
     Group::Visit visit(group_);
     if (!visit) return -1;
     std::lock_guard hold(lock_);
-    progress();
+    if (stopping_ || group_.broken()) return -1;
+    for (int from = 0; from < group_.size(); from++) {
+        if (from != group_.rank()) pull(from);
+    }
     for (const MessagePtr& m : unexpected_) {
         if (m->envelope.tag == tag) return m->source;
     }

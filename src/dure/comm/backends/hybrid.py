@@ -45,6 +45,10 @@ _log = logging.getLogger("dure.comm")
 _PATIENCE = timedelta(days=365)
 """The hybrid group keeps the time itself: an engine whose time is up cannot be used again."""
 
+_SLACK = timedelta(seconds=1)
+"""How much longer the ranks of a host wait for each other: one of them may wait for another host,
+and knows better who is missing."""
+
 Factory = Callable[[BackendOptions], Backend]
 
 
@@ -81,7 +85,7 @@ class HybridBackend:
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long an operation may wait for its peers."""
         self._links.timeout_s = timeout.total_seconds()
-        self._links.local.set_timeout(timeout)
+        self._links.local.set_timeout(timeout + _SLACK)
 
     def _run(self, op: str, action: Callable[[], object], async_op: bool) -> Ticket | None:
         """Run a collective, and let what goes wrong with it break the group on all ranks."""
@@ -90,7 +94,8 @@ class HybridBackend:
             fate = self._links.fate
             fate.check(op)
             try:
-                action()
+                with torch.inference_mode():  # the user's tensors may be inference tensors
+                    action()
             except DureError as e:
                 raise fate.blame(e, op) from e
             except BaseException:  # Ctrl-C: peers must not wait for the rest
@@ -430,7 +435,7 @@ def _find_hosts(options: BackendOptions) -> tuple[Hosts, ShmBackend]:
     hosts = group_by_host(homes, options.rank)
     local, why = None, ""
     try:
-        local = create_shm(_options_of(options, "local", hosts.mine, hosts.here))
+        local = create_shm(_local_options(options, "local", hosts.mine, hosts.here))
     except RendezvousTimeout:
         raise
     except RendezvousError as e:
@@ -451,7 +456,7 @@ def _find_hosts(options: BackendOptions) -> tuple[Hosts, ShmBackend]:
         )
         hosts = group_by_host(homes, options.rank)
     if local is None:
-        local = create_shm(_options_of(options, "alone", (options.rank,), options.rank))
+        local = create_shm(_local_options(options, "alone", (options.rank,), options.rank))
     return hosts, local
 
 
@@ -468,6 +473,13 @@ def _options_of(
         name=f"{options.name}/{what}{number}",
         pg_options=None,
     )
+
+
+def _local_options(
+    options: BackendOptions, what: str, ranks: Sequence[int], number: int
+) -> BackendOptions:
+    part = _options_of(options, what, ranks, number)
+    return part if len(ranks) == options.size else replace(part, timeout=part.timeout + _SLACK)
 
 
 def _connect(engine: Factory, options: BackendOptions, hosts: Hosts, local: ShmBackend) -> Links:

@@ -3,10 +3,10 @@
 An engine cannot say what has arrived, nor take back a receive; yet a receive from anyone may be
 answered from either side. So each message between hosts is announced by an *envelope* (number, tag,
 bytes, dtype) under a tag of its own, and a thread of the receiver, the *postman*, takes envelopes
-from anyone. A receive waits until it has an envelope that fits, and only then asks the engine for
-the message, whose tag at the engine is its number. Messages of one pair and tag are matched in the
-order of their envelopes, which the engine keeps. A receive from anyone also looks, between naps,
-whether shared memory has a message for it.
+from anyone. As soon as a receive has an envelope that fits, the engine is asked for the message,
+whose tag at the engine is its number. Messages of one pair and tag are matched in the order of
+their envelopes, which the engine keeps. A receive from anyone also looks, between naps, whether
+shared memory has a message for it.
 
 The postman begins with the first receive that concerns other hosts.
 
@@ -51,10 +51,11 @@ class _Letter:
 
 @dataclass(slots=True, eq=False)
 class _Wanted:
-    """A posted receive; `letter` is what answers it."""
+    """A posted receive; `letter` is what answers it, `answered` is called then."""
 
     source: int | None
     tag: int
+    answered: Callable[[], object]
     letter: _Letter | None = None
     found: threading.Event = field(default_factory=threading.Event)
 
@@ -74,24 +75,26 @@ class _Box:
     def deliver(self, letter: _Letter) -> None:
         """Give a letter to the first receive that it fits."""
         with self._lock:
-            for wanted in self._wanted:
-                if wanted.fits(letter):
-                    self._wanted.remove(wanted)
-                    wanted.letter = letter
-                    wanted.found.set()
-                    return
-            self._letters.append(letter)
+            wanted = next((w for w in self._wanted if w.fits(letter)), None)
+            if wanted is None:
+                self._letters.append(letter)
+                return
+            self._wanted.remove(wanted)
+            wanted.letter = letter
+        wanted.answered()
+        wanted.found.set()
 
     def post(self, wanted: _Wanted) -> None:
         """Ask for a letter."""
         with self._lock:
-            for letter in self._letters:
-                if wanted.fits(letter):
-                    self._letters.remove(letter)
-                    wanted.letter = letter
-                    wanted.found.set()
-                    return
-            self._wanted.append(wanted)
+            letter = next((x for x in self._letters if wanted.fits(x)), None)
+            if letter is None:
+                self._wanted.append(wanted)
+                return
+            self._letters.remove(letter)
+            wanted.letter = letter
+        wanted.answered()
+        wanted.found.set()
 
     def withdraw(self, wanted: _Wanted) -> bool:
         """Take a receive back; False if it has been answered."""
@@ -131,10 +134,13 @@ class _SendTicket:
 
 
 class _ReceiveTicket:
-    """A pending receive that another host may answer; waiting for it, or asking, drives it."""
+    """A pending receive that another host may answer."""
 
-    def __init__(self, messages: Messages, tensor: torch.Tensor, wanted: _Wanted) -> None:
-        self._messages, self._tensor, self._wanted = messages, tensor, wanted
+    def __init__(
+        self, messages: Messages, tensor: torch.Tensor, source: int | None, tag: int
+    ) -> None:
+        self._messages, self._tensor = messages, tensor
+        self._wanted = _Wanted(source, tag, self._begin)
         self._lock = threading.Lock()
         self._inner: Ticket | None = None
         self._local_from: int | None = None
@@ -150,16 +156,28 @@ class _ReceiveTicket:
 
     def done(self) -> bool:
         """See `Ticket.done`."""
-        with suppress(DureError):
-            self._drive()
+        self._begin()
         return self._error is not None or (self._inner is not None and self._inner.done())
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """See `Ticket.wait`."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
+        if not self.await_answer(until):
+            return False
+        peer = self._wanted.source
+        return _await(self._messages.links, self._inner, "recv", peer, until)
+
+    def post(self) -> None:
+        """Ask for the message."""
+        self._messages.box.post(self._wanted)
+
+    def await_answer(self, until: float | None) -> bool:
+        """Wait until it is known where the message comes from; False when it is `until`."""
         looked = time.monotonic()
         while self._inner is None:
-            self._drive()
+            self._begin()
+            if self._error is not None:
+                raise self._error
             if self._inner is not None:
                 break
             now = time.monotonic()
@@ -170,21 +188,17 @@ class _ReceiveTicket:
                 self._messages.examine(self)
             nap = _NAP_S if self._wanted.source is None else _LOOK_S
             self._wanted.found.wait(nap if until is None else min(nap, max(0.0, until - now)))
-        peer = self._wanted.source
-        return _await(self._messages.links, self._inner, "recv", peer, until)
+        return True
 
-    def _drive(self) -> None:
-        """Begin to receive, once it is known from where."""
+    def _begin(self) -> None:
+        """Begin to receive, if it is known from where."""
         with self._lock:
-            if self._error is not None:
-                raise self._error
-            if self._inner is not None:
+            if self._inner is not None or self._error is not None:
                 return
             try:
                 self._inner, self._local_from = self._messages.answer(self._wanted, self._tensor)
             except DureError as e:
                 self._error = e
-                raise
 
     def give_up(self, error: DureError) -> None:
         """End with `error`, unless an answer has come."""
@@ -248,11 +262,12 @@ class Messages:
                 call = lambda: links.local.recv(tensor, place, tag, async_op)  # noqa: E731
                 return _Renumbered(self._guarded("recv", call), src, links)
         self._start_postman()
-        wanted = _Wanted(src, tag)
-        self.box.post(wanted)
-        ticket = _ReceiveTicket(self, tensor, wanted)
+        ticket = _ReceiveTicket(self, tensor, src, tag)
+        ticket.post()
         if not async_op:
             ticket.wait()
+        elif src is None:  # somebody must look into shared memory
+            threading.Thread(target=_attend, args=(ticket,), name="dure-recv", daemon=True).start()
         return ticket
 
     def answer(self, wanted: _Wanted, tensor: torch.Tensor) -> tuple[Ticket | None, int | None]:
@@ -262,7 +277,7 @@ class Messages:
             The ticket, and the sender where it is on this host.
         """
         links = self.links
-        if not wanted.found.is_set() and wanted.source is None:
+        if wanted.letter is None and wanted.source is None:
             place = links.local.sender_of(wanted.tag)
             if place >= 0 and self.box.withdraw(wanted):
                 ticket = links.local.recv(tensor, place, wanted.tag, True)
@@ -344,6 +359,11 @@ class Messages:
 
     def close(self) -> None:
         """Nothing to do: closing the mesh ends the postman."""
+
+
+def _attend(ticket: _ReceiveTicket) -> None:
+    with suppress(DureError):  # whoever waits sees it, too
+        ticket.await_answer(None)
 
 
 class _Nothing:
