@@ -1,0 +1,142 @@
+"""Thousands of rounds in each of which one rank is killed at a random moment of its collectives.
+
+Every survivor must raise `PeerLost` that names the victim, soon, and leave nothing behind; in every
+fourth round the survivors then form a group of their own and must reduce right.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+import dure
+from dure.errors import PeerLost
+from dure.native import available
+from faults.crew import Crew, Place
+from procs.shm_ranks import descriptors, mapped_segments
+
+pytestmark = [
+    pytest.mark.skipif(not available()[0], reason=available()[1] or "-"),
+    pytest.mark.timeout(3600),
+]
+
+SOON_S = 1.0
+ROUND_S = 30.0
+COUNTS = (1, 7, 1000, 40_000, 300_000)
+
+
+def _reduces(n: int, rng: random.Random, x: torch.Tensor) -> None:
+    if rng.random() < 0.3:
+        work = dure.all_reduce(x, async_op=True)
+        assert work is not None
+        work.wait()
+    else:
+        dure.all_reduce(x)
+
+
+def _moves(n: int, rng: random.Random, x: torch.Tensor) -> None:
+    dure.broadcast(x, rng.randrange(n))
+
+
+def _gathers(n: int, rng: random.Random, x: torch.Tensor) -> None:
+    dure.all_gather_single(torch.empty(n * x.numel()), x)
+
+
+def _scatters(n: int, rng: random.Random, x: torch.Tensor) -> None:
+    dure.reduce_scatter_single(x, torch.ones(n * x.numel()))
+
+
+def _exchanges(n: int, rng: random.Random, x: torch.Tensor) -> None:
+    dure.all_to_all_single(torch.empty(n * x.numel()), torch.ones(n * x.numel()))
+
+
+def _waits(n: int, rng: random.Random, x: torch.Tensor) -> None:
+    dure.barrier()
+
+
+def _passes_around(n: int, rng: random.Random, x: torch.Tensor) -> None:
+    rank = dure.get_rank()
+    work = dure.isend(x, (rank + 1) % n)
+    dure.recv(torch.empty_like(x), (rank - 1) % n)
+    assert work is not None
+    work.wait()
+
+
+OPERATIONS = (_reduces, _moves, _gathers, _scatters, _exchanges, _waits, _passes_around)
+
+
+def _round(place: Place, seed: int, victim: int, after_s: float, shrinks: bool):
+    """Collectives at random, alike on all ranks, until one of them is lost."""
+    before = descriptors(), len(mapped_segments()), _num_threads()
+    dure.init_process_group(
+        "shm", place.url, timedelta(seconds=20), world_size=place.size, rank=place.rank
+    )
+    rng = random.Random(seed)
+    if place.rank == victim:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process wherever it is
+        signal.setitimer(signal.ITIMER_REAL, after_s)
+    try:
+        while True:
+            began = time.monotonic()
+            operation, count = rng.choice(OPERATIONS), rng.choice(COUNTS)
+            operation(place.size, rng, torch.ones(count))
+    except PeerLost as error:
+        lost, took = error, time.monotonic() - began
+    total = None
+    if shrinks:
+        dure.shrink()
+        x = torch.ones(1000)
+        dure.all_reduce(x)
+        total = x.sum().item() / 1000
+    dure.destroy_process_group()
+    after = descriptors(), len(mapped_segments()), _num_threads()
+    return lost.peer, lost.exit, took, total, before, after
+
+
+def _num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _drill(folder: Path, num_rounds: int, seed: int) -> None:
+    rng = random.Random(seed)
+    slowest = 0.0
+    with Crew(4, folder) as crew:
+        for number in range(num_rounds):
+            size = rng.choice((3, 4))
+            victim, after_s = rng.randrange(size), rng.uniform(1e-5, 0.03)
+            shrinks = number % 4 == 0
+            replies = crew.run(
+                _round, size, rng.random(), victim, after_s, shrinks, limit_s=ROUND_S
+            )
+            where = f"round {number}, seed {seed}: {replies}"
+            for rank, reply in enumerate(replies):
+                if rank == victim:
+                    assert reply is None, where
+                    continue
+                peer, exit_, took, total, before, after = reply
+                assert peer == victim, where
+                assert exit_ in (None, "signal 14 (SIGALRM)"), where
+                assert took < SOON_S, where
+                assert total == (size - 1 if shrinks else None), where
+                assert after == before, where
+                slowest = max(slowest, took)
+        assert crew.num_started == 4 + num_rounds
+        pids = crew.pids
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    print(f"{num_rounds} rounds; the slowest survivor raised after {slowest * 1000:.0f} ms")
+
+
+def test_killed_at_random_moments_some_rounds(tmp_path):
+    _drill(tmp_path, 40, 1)
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_two_thousand_rounds(tmp_path):
+    _drill(tmp_path, 2000, random.SystemRandom().randrange(1 << 30))
