@@ -31,21 +31,28 @@ import platform
 import zlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dure.comm.backends.base import BackendOptions, Ticket
-from dure.comm.backends.mpi_frames import INLINE, NOTHING, Call, Frames, Piece, Stage
-from dure.comm.backends.mpi_lane import Lane, Operation, Steps, heard
+from dure.comm.backends.mpi_frames import INLINE, Call, Frames, Stage
+from dure.comm.backends.mpi_lane import Lane, Operation, Steps
 from dure.comm.backends.mpi_library import Library, load
-from dure.comm.backends.shm_codes import dtype_code
+from dure.comm.backends.mpi_memory import (
+    NOTHING,
+    Piece,
+    copy_piece,
+    cut,
+    messages,
+    piece_of,
+    reduce_pieces,
+    shares,
+    staging,
+)
+from dure.comm.backends.mpi_verdicts import Retired, free_retired
 from dure.comm.ops import ReduceOp
-from dure.comm.reduction import reduce_in_order
 from dure.errors import Desync, UsageError
-from dure.native import available as native_available
-from dure.native import reduce as native_reduce
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -57,9 +64,6 @@ _FEW = 32 << 10
 
 _SEGMENT = 1 << 20
 """Bytes of a slice that travel before the next are sent: they are reduced while in the cache."""
-
-_LONGEST = 1 << 30
-"""Bytes of one message; MPI counts in 32 bits."""
 
 _RESERVED_TAGS = 3
 
@@ -100,8 +104,8 @@ class MpiBackend:
     def _exchange(self, gives: Sequence[Piece], takes: Sequence[Piece], least: int = 0) -> Stage:
         """Send `gives[r]` to every rank r and receive `takes[r]`, where longer than `least`."""
         memory, comm, tag = self._mpi.memory.fromaddress, self._comm, self._data_tag
-        taken = [(r, part) for r in self._peers for part in _messages(takes[r], least)]
-        given = [(r, part) for r in self._peers for part in _messages(gives[r], least)]
+        taken = [(r, part) for r in self._peers for part in messages(takes[r], least)]
+        given = [(r, part) for r in self._peers for part in messages(gives[r], least)]
         requests = [comm.Irecv(memory(*part), r, tag) for r, part in taken]
         requests += [comm.Isend(memory(*part), r, tag) for r, part in given]
         return Stage(requests, [r for r, _ in taken] + [r for r, _ in given], len(taken))
@@ -120,7 +124,7 @@ class MpiBackend:
         if rest:
             self._lane.look(self._lane.head)
             yield self._exchange(gives, takes, INLINE)
-        _copy(self._mpi, gives[self._rank], takes[self._rank])
+        copy_piece(self._mpi, gives[self._rank], takes[self._rank])
 
     def _run(self, name: str, steps: Steps, async_op: bool) -> Ticket | None:
         return self._lane.collective(Operation(self._lane, name, steps), async_op)
@@ -136,16 +140,16 @@ class MpiBackend:
     def _all_reduce_few(self, tensor: torch.Tensor, op: ReduceOp) -> Steps:
         call = Call("all_reduce", tensor.dtype, op, numel=tensor.numel())
         here, nbytes = tensor.data_ptr(), tensor.nbytes
-        staging = None
+        room = None
         if nbytes <= INLINE:
             places = [self._frames.inline_address(r) for r in range(self._size)]
             takes = [(place, nbytes) for place in places]
         else:
-            staging, takes = self._staging(nbytes)
+            room, takes = staging(nbytes, self._size)
         takes[self._rank] = (here, nbytes)
         yield from self._open(call, [(here, nbytes)] * self._size, takes)
-        _reduce(self._mpi, takes, tensor.dtype, op, (here, nbytes))
-        del staging
+        reduce_pieces(self._mpi, takes, tensor.dtype, op, (here, nbytes))
+        del room
 
     def _all_reduce_many(self, tensor: torch.Tensor, op: ReduceOp) -> Steps:
         yield from self._open(Call("all_reduce", tensor.dtype, op, numel=tensor.numel()))
@@ -173,7 +177,7 @@ class MpiBackend:
         self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp, async_op: bool
     ) -> Ticket | None:
         """See `Backend.reduce_scatter`."""
-        parts = [_piece(t) for t in inputs]
+        parts = [piece_of(t) for t in inputs]
         steps = self._reduce_scatter(tensor, parts, op, (tensor, inputs))
         return self._run("reduce_scatter", steps, async_op)
 
@@ -181,7 +185,7 @@ class MpiBackend:
         self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, async_op: bool
     ) -> Ticket | None:
         """See `Backend.reduce_scatter_single`."""
-        parts = _even(tensor, self._size)
+        parts = shares(piece_of(tensor), self._size)
         steps = self._reduce_scatter(output, parts, op, tensor)
         return self._run("reduce_scatter_single", steps, async_op)
 
@@ -193,37 +197,28 @@ class MpiBackend:
         yield from self._open(
             Call("reduce_scatter", output.dtype, op, numel=count, lengths=lengths)
         )
-        out = _piece(output)
+        out = piece_of(output)
         for begin in range(0, max(lengths), _SEGMENT):
-            slices = [_cut(part, begin) for part in parts]
-            yield from self._reduce_slices(slices, _cut(out, begin), output.dtype, op)
+            slices = [cut(part, begin, _SEGMENT) for part in parts]
+            yield from self._reduce_slices(slices, cut(out, begin, _SEGMENT), output.dtype, op)
         del owners
 
     def _reduce_slices(
         self, slices: Sequence[Piece], out: Piece, dtype: torch.dtype, op: ReduceOp
     ) -> Steps:
         """Reduce slice i of all ranks on rank i; this rank's result goes to `out`."""
-        staging, takes = self._staging(slices[self._rank][1])
+        room, takes = staging(slices[self._rank][1], self._size)
         takes[self._rank] = slices[self._rank]
         yield self._exchange(slices, takes)
-        _reduce(self._mpi, takes, dtype, op, out)
-        del staging
-
-    def _staging(self, nbytes: int) -> tuple[torch.Tensor, list[Piece]]:
-        """Make room for `nbytes` of each rank."""
-        step = (nbytes + 63) & ~63
-        staging = torch.empty(step * self._size, dtype=torch.uint8)
-        start = staging.data_ptr()
-        return staging, [(start + r * step, nbytes) for r in range(self._size)]
+        reduce_pieces(self._mpi, takes, dtype, op, out)
+        del room
 
     def _segments(self, tensor: torch.Tensor) -> Iterator[list[Piece]]:
         """Cut a tensor into segments, and each of these into one slice for each rank."""
-        width, (start, nbytes) = tensor.element_size(), _piece(tensor)
+        width, whole = tensor.element_size(), piece_of(tensor)
         longest = _SEGMENT // width * width * self._size
-        for begin in range(0, nbytes, longest):
-            count = min(longest, nbytes - begin) // width
-            ends = [begin + count * r // self._size * width for r in range(self._size + 1)]
-            yield [(start + a, b - a) for a, b in pairwise(ends)]
+        for begin in range(0, whole[1], longest):
+            yield shares(cut(whole, begin, longest), self._size, width)
 
     # Movements ----------------------------------------------------------------------------------
 
@@ -237,16 +232,15 @@ class MpiBackend:
         call = Call("broadcast", tensor.dtype, root=src, numel=tensor.numel())
         gives, takes = [NOTHING] * self._size, [NOTHING] * self._size
         if self._rank == src:
-            gives = [_piece(tensor)] * self._size
+            gives = [piece_of(tensor)] * self._size
         else:
-            takes[src] = _piece(tensor)
+            takes[src] = piece_of(tensor)
         yield from self._open(call, gives, takes)
 
     def _broadcast_many(self, tensor: torch.Tensor, src: int) -> Steps:
         yield from self._open(Call("broadcast", tensor.dtype, root=src, numel=tensor.numel()))
-        count, (start, _) = self._size, _piece(tensor)
-        ends = [tensor.numel() * r // count * tensor.element_size() for r in range(count + 1)]
-        slices = [(start + a, b - a) for a, b in pairwise(ends)]
+        count = self._size
+        slices = shares(piece_of(tensor), count)
         nothing, mine = [NOTHING] * count, slices[self._rank]
         if self._rank == src:
             yield self._exchange(slices, nothing)
@@ -262,15 +256,15 @@ class MpiBackend:
         """See `Backend.all_gather`."""
         lengths = tuple(t.numel() for t in outputs)
         call = Call("all_gather", tensor.dtype, lengths=lengths)
-        gives = [_piece(tensor)] * self._size
-        return self._move(call, gives, [_piece(t) for t in outputs], (tensor, outputs), async_op)
+        gives = [piece_of(tensor)] * self._size
+        return self._move(call, gives, [piece_of(t) for t in outputs], (tensor, outputs), async_op)
 
     def all_gather_single(
         self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool
     ) -> Ticket | None:
         """See `Backend.all_gather_single`."""
         call = Call("all_gather", tensor.dtype, numel=output.numel())
-        gives, takes = [_piece(tensor)] * self._size, _even(output, self._size)
+        gives, takes = [piece_of(tensor)] * self._size, shares(piece_of(output), self._size)
         return self._move(call, gives, takes, (tensor, output), async_op)
 
     def gather(
@@ -282,9 +276,9 @@ class MpiBackend:
     ) -> Ticket | None:
         """See `Backend.gather`."""
         gives, takes = [NOTHING] * self._size, [NOTHING] * self._size
-        gives[dst] = _piece(tensor)
+        gives[dst] = piece_of(tensor)
         if outputs is not None:
-            takes = [_piece(t) for t in outputs]
+            takes = [piece_of(t) for t in outputs]
         call = Call("gather", tensor.dtype, root=dst)
         return self._move(call, gives, takes, (tensor, outputs), async_op)
 
@@ -297,9 +291,9 @@ class MpiBackend:
     ) -> Ticket | None:
         """See `Backend.scatter`."""
         gives, takes = [NOTHING] * self._size, [NOTHING] * self._size
-        takes[src] = _piece(tensor)
+        takes[src] = piece_of(tensor)
         if inputs is not None:
-            gives = [_piece(t) for t in inputs]
+            gives = [piece_of(t) for t in inputs]
         call = Call("scatter", tensor.dtype, root=src)
         return self._move(call, gives, takes, (tensor, inputs), async_op)
 
@@ -308,7 +302,7 @@ class MpiBackend:
     ) -> Ticket | None:
         """See `Backend.all_to_all`."""
         call = Call("all_to_all", inputs[0].dtype)
-        gives, takes = [_piece(t) for t in inputs], [_piece(t) for t in outputs]
+        gives, takes = [piece_of(t) for t in inputs], [piece_of(t) for t in outputs]
         return self._move(call, gives, takes, (inputs, outputs), async_op)
 
     def all_to_all_single(
@@ -317,7 +311,7 @@ class MpiBackend:
         """See `Backend.all_to_all_single`."""
         call = Call("all_to_all", tensor.dtype)
         source = tensor.clone() if tensor.data_ptr() == output.data_ptr() else tensor
-        gives, takes = _even(source, self._size), _even(output, self._size)
+        gives, takes = shares(piece_of(source), self._size), shares(piece_of(output), self._size)
         return self._move(call, gives, takes, (source, output), async_op)
 
     def barrier(self, async_op: bool) -> Ticket | None:
@@ -347,7 +341,7 @@ class MpiBackend:
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Steps:
         memory = self._mpi.memory.fromaddress
-        parts = _messages(_piece(tensor), -1)
+        parts = messages(piece_of(tensor), -1)
         requests = [self._comm.Isend(memory(*part), dst, tag) for part in parts]
         yield Stage(requests, [dst] * len(requests))
 
@@ -362,7 +356,7 @@ class MpiBackend:
         """Receive; of a long message, the parts after the first come from where that came from."""
         memory, status = self._mpi.memory.fromaddress, self._mpi.Status()
         source = self._mpi.ANY_SOURCE if src is None else src
-        for address, nbytes in _messages(_piece(tensor), -1):
+        for address, nbytes in messages(piece_of(tensor), -1):
             request = self._comm.Irecv(memory(address, nbytes), source, tag)
             yield Stage([request], [-1 if src is None else src], 1, [status])
             operation.source = source = status.Get_source()
@@ -394,78 +388,14 @@ class MpiBackend:
             return
         with self._library.lock:
             self._frames.close()
-            self._library.retired.append(_Retired(self._comm, self._verdict_tag, self._peers))
-            _free_retired(self._library)
-
-
-class _Retired:
-    """The communicator of a group that this rank left in good order."""
-
-    def __init__(self, comm: MPI.Intracomm, tag: int, peers: Sequence[int]) -> None:
-        self.comm, self.tag, self.still_there = comm, tag, set(peers)
+            still_there = self._lane.still_there()
+            self._library.retired.append(Retired(self._comm, self._verdict_tag, still_there))
+            free_retired(self._library)
 
 
 def _highest_tag(mpi: Any, comm: MPI.Intracomm) -> int:
     """Return the highest tag of this MPI; 32767 is what every MPI has."""
     return comm.Get_attr(mpi.TAG_UB) or 32_767
-
-
-def _free_retired(library: Library) -> None:
-    """Free the communicators that nobody can write to any more."""
-    for old in list(library.retired):
-        for peer, verdict in heard(library, old.comm, old.tag):
-            if verdict.get("left"):
-                old.still_there.discard(peer)
-        if not old.still_there:
-            library.retired.remove(old)
-            old.comm.Free()
-
-
-# ---- memory --------------------------------------------------------------------------------------
-
-
-def _piece(tensor: torch.Tensor) -> Piece:
-    return tensor.data_ptr(), tensor.nbytes
-
-
-def _even(tensor: torch.Tensor, n: int) -> list[Piece]:
-    start, length = tensor.data_ptr(), tensor.nbytes // n
-    return [(start + i * length, length) for i in range(n)]
-
-
-def _cut(piece: Piece, begin: int) -> Piece:
-    """Return the segment of `piece` that begins at `begin`, or nothing if it ends before."""
-    address, nbytes = piece
-    return address + begin, max(0, min(_SEGMENT, nbytes - begin))
-
-
-def _messages(piece: Piece, least: int) -> Iterator[Piece]:
-    """Yield the messages that `piece` travels in, if it has more than `least` bytes."""
-    address, nbytes = piece
-    if nbytes > least:
-        for begin in range(0, max(nbytes, 1), _LONGEST):
-            yield address + begin, min(_LONGEST, nbytes - begin)
-
-
-def _copy(mpi: Any, source: Piece, target: Piece) -> None:
-    """Copy a rank's part for itself."""
-    nbytes = min(source[1], target[1])
-    if nbytes and source[0] != target[0]:
-        memory = mpi.memory.fromaddress
-        memoryview(memory(target[0], nbytes))[:] = memory(source[0], nbytes)
-
-
-def _reduce(mpi: Any, parts: Sequence[Piece], dtype: torch.dtype, op: ReduceOp, out: Piece) -> None:
-    """Reduce `parts`, one of each rank, in their order, into `out`, which may be one of them."""
-    if not out[1]:
-        return
-    if native_available()[0]:
-        sources = [address for address, _ in parts]
-        native_reduce(out[0], sources, dtype_code(dtype), op.code, out[1] // dtype.itemsize)
-        return
-    memory = mpi.memory.fromaddress
-    tensors = [torch.frombuffer(memory(*p), dtype=torch.uint8).view(dtype) for p in [*parts, out]]
-    reduce_in_order(tensors[:-1], op, tensors[-1])
 
 
 def _no_steps() -> Steps:
@@ -500,7 +430,7 @@ def create_mpi(options: BackendOptions) -> MpiBackend:
         )
     num_here = sum(node == platform.node() for _, _, node in told)
     with library.lock:
-        _free_retired(library)
+        free_retired(library)
         members = world.Get_group().Incl(numbers)
         comm = world.Create_group(members, zlib.crc32(options.name.encode()) & 0x7FFF)
         members.Free()

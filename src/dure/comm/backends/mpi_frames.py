@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from dure.comm.backends.mpi_memory import Piece
 from dure.comm.backends.shm_codes import dtype_code
 from dure.comm.ops import ReduceOp
 from dure.errors import Desync
@@ -29,7 +30,7 @@ from dure.errors import Desync
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["FRAME", "INLINE", "NOTHING", "Call", "Frames", "Piece", "Stage"]
+__all__ = ["FRAME", "INLINE", "Call", "Frames", "Stage"]
 
 FRAME = 512
 INLINE = 256
@@ -51,11 +52,6 @@ _OPERATIONS = (
     "reduce_scatter",
     "all_to_all",
 )
-
-Piece = tuple[int, int]
-"""Memory: address and number of bytes."""
-
-NOTHING: Piece = (0, 0)
 
 
 class Call(NamedTuple):

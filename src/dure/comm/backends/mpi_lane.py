@@ -8,21 +8,15 @@ generator go on. So nobody ever blocks inside MPI: a wait can be interrupted, an
 * **Messages** are operations of one stage, independent of collectives and of each other.
 * **Asynchronous operations** are polled by a helper thread while nobody waits for them; it sleeps
   when there are none. Where MPI allows one thread only, they go on when the program waits or asks.
-* **Verdicts.** A rank that leaves, or whose collective fails, tells all peers in a message of its
-  own, with the number of collectives that it completed: later ones will never take place, and all
-  who wait for one raise. A peer looks for verdicts before a collective, before its data move, and
-  now and then while it waits.
-
-A communicator is freed when all peers have said that they left, so that no message is ever on its
-way to one that is gone; until then it is *retired*, and looked at whenever a group comes or goes.
-That of a group that failed is kept to the end, because MPI cannot call off a send.
+* **Verdicts** (see `mpi_verdicts`) are looked for before a collective, before its data move, and
+  now and then while a rank waits.
 
 Threads: every method, from any thread; `Library.lock` guards everything.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import threading
 import time
@@ -33,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 from dure.comm.backends.mpi_frames import Stage
 from dure.comm.backends.mpi_library import Library
-from dure.errors import Aborted, CommError, CommTimeout, Desync, DureError, InternalError, PeerLost
+from dure.comm.backends.mpi_verdicts import Verdicts
+from dure.errors import Aborted, CommTimeout, Desync, DureError, InternalError, PeerLost
 from dure.native import call_site
 
 if TYPE_CHECKING:
@@ -47,16 +42,16 @@ Steps = Generator[Stage, None, None]
 _LOOK_EVERY = 16
 """Polls between two looks for verdicts: a look costs about as much as a poll."""
 
-_SPIN = 200
-_YIELD = 2_000
+_SPIN = 5_000
+"""Polls, of about a microsecond, before a waiting rank gives up its core: see docs/log.md."""
+
+_YIELD = 20_000
+"""Polls before it sleeps between them."""
+
 _NAP_S = 5e-5
 _LONG_NAP_S = 1e-3
 _GRACE_S = 0.2
 """How long a message of a peer that left may still be on its way."""
-
-_KINDS: dict[str, type[CommError]] = {
-    kind.__name__: kind for kind in (PeerLost, CommTimeout, Desync, Aborted)
-}
 
 
 class Operation:
@@ -136,7 +131,7 @@ class Lane:
         tag: int,
         crowded: bool,
     ) -> None:
-        self._library, self._comm, self._tag = library, comm, tag
+        self._library, self._verdicts = library, Verdicts(library, comm, tag)
         self._lock, self._testall = library.lock, library.MPI.Request.Testall
         self.name, self.timeout_s = name, timeout_s
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
@@ -144,9 +139,6 @@ class Lane:
         self._queue: deque[Operation] = deque()
         self._messages: list[Operation] = []
         self._num_started = self._num_completed = self._num_polls = 0
-        self._end_at: int | None = None  # the first collective that will never take place, and why
-        self._why: dict[str, Any] = {}
-        self._left: dict[int, float] = {}  # who left, and when we heard
         self._closed = self._failed = False
         self._waiters = 0
         self._busy = threading.Condition(self._lock)
@@ -183,7 +175,9 @@ class Lane:
         """Begin a message, and wait for it unless it is asynchronous."""
         with self._lock:
             self._check_open(operation)
-            self._hear()
+            self._verdicts.hear()
+            if operation.name == "send" and operation.peer in self._verdicts.left:
+                raise self._lost(operation, operation.peer)
             if not self._advance(operation):
                 self._messages.append(operation)
                 if async_op:
@@ -194,9 +188,9 @@ class Lane:
 
     def look(self, operation: Operation) -> None:
         """Raise if `operation` will never take place."""
-        self._hear()
-        if self._is_doomed(operation):
-            raise self._verdict(operation)
+        self._verdicts.hear()
+        if self._verdicts.ends(operation.seq):
+            raise self._verdicts.error(self._where(operation))
 
     def _check_open(self, operation: Operation) -> None:
         if self._closed:
@@ -243,7 +237,7 @@ class Lane:
     def _poll(self) -> None:
         self._num_polls += 1
         if not self._num_polls % _LOOK_EVERY and not self._closed:
-            self._hear()
+            self._verdicts.hear()
         queue = self._queue
         while queue and self._advance(queue[0]):
             if queue:
@@ -273,7 +267,9 @@ class Lane:
             seen = f"{type(error).__name__}: {error}"
             self._fail(operation, self._error(InternalError, "a step failed", operation, seen=seen))
         except BaseException:
-            self._fail(operation, self._error(Aborted, "interrupted", operation))
+            what = f"rank {self.rank} was interrupted"
+            told = self._error(PeerLost, what, operation, peer=self.rank)
+            self._fail(operation, self._error(Aborted, "interrupted", operation), told)
             raise
         else:
             self._check_hope(operation)
@@ -281,11 +277,11 @@ class Lane:
 
     def _check_hope(self, operation: Operation) -> None:
         """End an operation that will never take place, or whose time is up."""
-        if self._is_doomed(operation):
-            self._fail(operation, self._verdict(operation))
+        if self._verdicts.ends(operation.seq):
+            self._fail(operation, self._verdicts.error(self._where(operation)))
         elif time.monotonic() - operation.began > self.timeout_s:
             self._expire(operation)
-        elif self._left and operation.seq is None:
+        elif self._verdicts.left and operation.seq is None:
             self._check_sender(operation)
 
     def _expire(self, operation: Operation) -> None:
@@ -307,28 +303,31 @@ class Lane:
 
     def _check_sender(self, operation: Operation) -> None:
         """End a message whose other end has left, a moment after we heard of it."""
-        others = self.size - 1
-        peers = [operation.peer] if operation.peer is not None else list(self._left)
-        gone = [p for p in peers if time.monotonic() - self._left.get(p, 1e18) > _GRACE_S]
+        others, left = self.size - 1, self._verdicts.left
+        peers = [operation.peer] if operation.peer is not None else list(left)
+        gone = [p for p in peers if time.monotonic() - left.get(p, math.inf) > _GRACE_S]
         if len(gone) == (1 if operation.peer is not None else others):
-            what = f"rank {gone[0]} left the group"
-            self._fail(operation, self._error(PeerLost, what, operation, peer=gone[0]))
+            self._fail(operation, self._lost(operation, gone[0]))
+
+    def _lost(self, operation: Operation, peer: int) -> DureError:
+        return self._error(PeerLost, f"rank {peer} left the group", operation, peer=peer)
 
     # Failing ------------------------------------------------------------------------------------
 
-    def _fail(self, operation: Operation, error: DureError) -> None:
-        """End an operation with `error`; a collective takes all later ones with it."""
+    def _fail(self, operation: Operation, error: DureError, told: DureError | None = None) -> None:
+        """End an operation with `error`; a collective takes all later ones with it.
+
+        Peers raise the same, or what they are `told`.
+        """
         self._abandon(operation)
         operation.end(error)
         if operation.seq is None:
             return
         self._failed = True
-        if self._end_at is None:
-            self._note(self._num_completed, _as_verdict(error))
-            self._tell(self._why)
+        self._verdicts.fail(told or error, self._num_completed)
         for later in self._queue:
             if not later.ended:
-                later.end(self._verdict(later))
+                later.end(self._verdicts.error(self._where(later)))
         self._queue.clear()
 
     def _abandon(self, operation: Operation) -> None:
@@ -343,68 +342,35 @@ class Lane:
                 return
         self._library.kept.append((stage, operation.steps))
 
-    def _note(self, end_at: int, why: dict[str, Any]) -> None:
-        """Remember from which collective on there will be none, and why."""
-        if self._end_at is None or end_at < self._end_at:
-            self._end_at, self._why = end_at, why
-
-    def _is_doomed(self, operation: Operation) -> bool:
-        end_at, seq = self._end_at, operation.seq
-        return end_at is not None and seq is not None and seq >= end_at
-
-    def _verdict(self, operation: Operation) -> DureError:
-        """Make this rank's error of what ended the group."""
-        fields = dict(self._why)
-        kind = _KINDS.get(fields.pop("kind"), InternalError)
-        if "missing" in fields:
-            fields["missing"] = tuple(fields["missing"])
-        if "calls" in fields:
-            fields["calls"] = {int(rank): text for rank, text in fields["calls"].items()}
-        return self._error(kind, fields.pop("what"), operation, **fields)
+    def _where(self, operation: Operation) -> dict[str, Any]:
+        return {
+            "group": self.name,
+            "op": operation.name,
+            "seq": operation.seq,
+            "rank": self.rank,
+            "world_size": self.size,
+            "elapsed_s": time.monotonic() - operation.began,
+        }
 
     def _error(
         self, kind: type[DureError], what: str, operation: Operation, **fields: Any
     ) -> DureError:
-        return kind(
-            what,
-            group=self.name,
-            op=operation.name,
-            seq=operation.seq,
-            rank=self.rank,
-            world_size=self.size,
-            elapsed_s=time.monotonic() - operation.began,
-            **fields,
-        )
+        return kind(what, **self._where(operation), **fields)
 
     def _placed(self, error: DureError, operation: Operation) -> DureError:
-        """Return `error` with where it happened."""
-        fields = _as_verdict(error)
-        fields.pop("kind")
-        return self._error(type(error), fields.pop("what"), operation, **fields)
+        """Return the error of a step with where it happened."""
+        fields: dict[str, Any] = {"peer": error.peer, "seen": error.seen, "fix": error.fix}
+        if isinstance(error, Desync):
+            fields["calls"] = error.calls
+        return self._error(type(error), error.what, operation, **fields)
 
     def _translate(self, operation: Operation, error: MPI.Exception) -> DureError:
-        if error.Get_error_class() == self._library.MPI.ERR_TRUNCATE:
+        classes = {error.Get_error_class()}
+        classes |= {status.Get_error() for status in operation.stage.statuses or ()}
+        if self._library.MPI.ERR_TRUNCATE in classes:
             what = "a message does not fit the tensor it is received into"
             return self._error(Desync, what, operation, peer=operation.peer)
         return self._error(InternalError, "MPI failed", operation, seen=error.Get_error_string())
-
-    # Verdicts -----------------------------------------------------------------------------------
-
-    def _tell(self, verdict: dict[str, Any]) -> None:
-        """Tell all peers from which collective on there will be none, and why."""
-        text = json.dumps({"end_at": self._num_completed, **verdict}).encode()
-        peers = [r for r in range(self.size) if r != self.rank]
-        sent = [self._comm.Isend(text, r, self._tag) for r in peers]
-        if not self._testall(sent):
-            self._library.kept.append((sent, text))
-
-    def _hear(self) -> None:
-        """Take what verdicts have come."""
-        for peer, verdict in heard(self._library, self._comm, self._tag):
-            end_at = verdict.pop("end_at")
-            if verdict.pop("left", False):
-                self._left[peer] = time.monotonic()
-            self._note(end_at, verdict)
 
     # Helping ------------------------------------------------------------------------------------
 
@@ -431,6 +397,10 @@ class Lane:
 
     # Leaving ------------------------------------------------------------------------------------
 
+    def still_there(self) -> set[int]:
+        """Return the peers that have not said that they left."""
+        return set(range(self.size)) - {self.rank} - set(self._verdicts.left)
+
     def close(self) -> bool:
         """Leave: what is pending ends with `Aborted`, and peers are told.
 
@@ -449,34 +419,9 @@ class Lane:
             self._queue.clear()
             self._messages.clear()
             clean = not pending and not self._failed
-            what = f"rank {self.rank} left the group"
-            self._tell({"left": True, "kind": "PeerLost", "what": what, "peer": self.rank})
+            self._verdicts.leave(self.rank, self._num_completed)
             self._busy.notify_all()
             helper = self._helper
         if helper is not None and helper is not threading.current_thread():
             helper.join()
         return clean
-
-
-def heard(
-    library: Library, comm: MPI.Intracomm, tag: int
-) -> Generator[tuple[int, dict[str, Any]], None, None]:
-    """Yield the verdicts that have come on `comm`, and who sent them."""
-    mpi = library.MPI
-    status = mpi.Status()
-    while comm.Iprobe(mpi.ANY_SOURCE, tag, status):
-        peer = status.Get_source()
-        text = bytearray(status.Get_count(mpi.BYTE))
-        comm.Recv(text, peer, tag)
-        yield peer, json.loads(text)
-
-
-def _as_verdict(error: DureError) -> dict[str, Any]:
-    """Return what peers need in order to make the same error."""
-    verdict: dict[str, Any] = {"kind": type(error).__name__, "what": error.what}
-    verdict |= {"peer": error.peer, "seen": error.seen, "fix": error.fix}
-    if isinstance(error, CommTimeout):
-        verdict["missing"] = error.missing
-    if isinstance(error, Desync):
-        verdict["calls"] = error.calls
-    return verdict

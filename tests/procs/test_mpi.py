@@ -1,0 +1,164 @@
+"""The mpi backend under this machine's mpirun: the contract, and what can happen to a job."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from conformance import suite
+from procs import mpi_jobs
+from procs.programs import mpi_cases
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+pytestmark = pytest.mark.skipif(bool(mpi_jobs.why_not()), reason=mpi_jobs.why_not() or "it is here")
+
+
+def write(folder: Path, text: str) -> Path:
+    program = folder / "program.py"
+    program.write_text(textwrap.dedent(text))
+    return program
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_mpi_backend_keeps_the_contract(n):
+    subjects = {**suite.SUBJECTS, "mpi_cases": mpi_cases}
+    ended = mpi_jobs.mpirun(n, "mpi_suite.py", *subjects)
+    assert ended.code == 0, ended.err
+    ran = json.loads(ended.out)
+    assert ran == {name: suite.cases_of(module) for name, module in subjects.items()}
+
+
+def test_program_meets_without_any_variable_2_ranks(tmp_path):
+    """With a backend named or not; MPI's own way of the fewest threads; and a second time."""
+    program = write(
+        tmp_path,
+        """
+        import dure as dist
+        import torch
+
+        for backend in ("mpi", None, "gloo", "mpi"):
+            with dist.process_group(backend):
+                t = torch.ones(2, dtype=torch.bfloat16)
+                work = dist.all_reduce(t, async_op=True)
+                work.wait()
+                n = int(t[0].item())
+                print(f"{dist.get_rank()} of {n}: {dist.get_backend()}\\n", end="")
+        """,
+    )
+    ended = mpi_jobs.mpirun(2, program, MPI4PY_RC_THREAD_LEVEL="funneled")
+    assert ended.code == 0, ended.err
+    named = ["gloo", "mpi", "mpi", "shm"]
+    assert sorted(ended.out.split("\n")[:-1]) == [f"{r} of 2: {b}" for r in (0, 1) for b in named]
+
+
+def test_example_runs_under_mpirun_2_ranks():
+    ended = mpi_jobs.mpirun(2, EXAMPLES / "02_collectives.py", DURE_BACKEND="mpi")
+    assert ended.code == 0, ended.err
+
+
+def test_program_without_a_launcher_is_a_world_of_one(tmp_path):
+    program = write(
+        tmp_path,
+        """
+        import dure as dist
+
+        with dist.process_group("mpi"):
+            dist.barrier()
+            print(dist.get_rank(), dist.get_world_size())
+        """,
+    )
+    ended = mpi_jobs.run(sys.executable, str(program))
+    assert (ended.code, ended.out) == (0, "0 1\n"), ended.err
+
+
+def test_ranks_that_mpi_did_not_start_are_told_so(tmp_path):
+    program = write(
+        tmp_path,
+        """
+        import dure as dist
+
+        try:
+            dist.init_process_group("mpi")
+        except dist.UsageError as error:
+            print("mpirun -n 2" in error.fix)
+        """,
+    )
+    ended = mpi_jobs.run(sys.executable, "-m", "dure.cli", "run", "--nproc", "2", str(program))
+    assert ended.code == 0, ended.err
+    assert ended.out.count("True") == 2, ended.out
+
+
+def test_rank_that_does_not_come_is_named_3_ranks(tmp_path):
+    program = write(
+        tmp_path,
+        """
+        import datetime
+        import dure as dist
+        from mpi4py import MPI
+
+        if MPI.COMM_WORLD.Get_rank() == 1:
+            MPI.COMM_WORLD.recv(source=0)
+        else:
+            try:
+                dist.init_process_group("mpi", timeout=datetime.timedelta(seconds=1))
+            except dist.RendezvousTimeout as error:
+                print(f"missing {error.missing}\\n", end="")
+        MPI.COMM_WORLD.send(None, dest=1) if MPI.COMM_WORLD.Get_rank() == 0 else None
+        """,
+    )
+    ended = mpi_jobs.mpirun(3, program)
+    assert ended.code == 0, ended.err
+    assert ended.out == "missing (1,)\n" * 2
+
+
+def test_rank_that_raises_ends_the_job_2_ranks(tmp_path):
+    """It leaves the group on its way out, so the other raises, and both end."""
+    program = write(
+        tmp_path,
+        """
+        import dure as dist
+        import torch
+
+        dist.init_process_group("mpi")
+        dist.barrier()
+        if dist.get_rank() == 1:
+            raise RuntimeError("on purpose")
+        try:
+            dist.all_reduce(torch.ones(1))
+        except dist.PeerLost as error:
+            print("lost", error.peer, flush=True)
+            raise
+        """,
+    )
+    ended = mpi_jobs.mpirun(2, program)
+    assert ended.code != 0
+    assert "on purpose" in ended.err
+
+
+def test_rank_that_is_killed_ends_the_job_2_ranks(tmp_path):
+    program = write(
+        tmp_path,
+        """
+        import os
+        import signal
+        import dure as dist
+        import torch
+
+        dist.init_process_group("mpi")
+        dist.barrier()
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
+        """,
+    )
+    assert mpi_jobs.mpirun(2, program).code != 0
+
+
+def test_availability_is_told_without_starting_mpi():
+    code = "import sys, dure; print(dure.is_mpi_available(), 'mpi4py.MPI' in sys.modules)"
+    assert mpi_jobs.run(sys.executable, "-c", code).out == "True False\n"
