@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +23,7 @@ from dure.trace.timeline import timeline
 __all__ = ["commands", "merge", "show"]
 
 _MAX_COLUMNS = 8
+_LONGEST_REASON = 200
 
 commands = typer.Typer(no_args_is_help=True)
 
@@ -147,8 +149,10 @@ def _short(record: Record) -> str:
 def _tell(console: Console, flight: Flight, findings: Findings) -> None:
     """Say in words what was found."""
     for rank, file in flight.ranks.items():
-        console.print(Text(f"rank {rank} ({file.host}, pid {file.pid}) wrote: {file.reason}"))
-    for rank in flight.absent:
+        reason = textwrap.shorten(file.reason, _LONGEST_REASON)
+        console.print(Text(f"rank {rank} ({file.host}, pid {file.pid}) wrote: {reason}"))
+    told = {absence.rank for absence in findings.absences}
+    for rank in set(flight.absent) - told:
         console.print(Text(f"rank {rank} left no file", "yellow"))
     for record in findings.failures:
         text = f"rank {record.global_rank}: {describe(record)} of group {record.group!r} failed"

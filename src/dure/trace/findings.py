@@ -109,7 +109,10 @@ class Absence:
         who = f"rank{'s' if len(self.called_by) > 1 else ''} {others}"
         missed = f"{self.missed.op} #{self.missed.seq} of group {self.group!r}"
         if not self.has_file:
-            return f"rank {self.rank} left no file, and {who} called {missed}"
+            return (
+                f"rank {self.rank} left no file (it was killed; or it still runs, and `kill -USR2` "
+                f"would make it write one), and {who} called {missed}"
+            )
         text = f"rank {self.rank} never called {missed} ({who} did)"
         if self.last is None:
             text += "; it called nothing"
