@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -69,11 +69,12 @@ class Meeting:
 
 @dataclass(slots=True, eq=False)
 class Message:
-    """A tensor under way to a mailbox; `tensor` is a copy of what was sent."""
+    """A tensor under way to a mailbox: a copy of what was sent, and the sender's file and line."""
 
     src: int
     tag: int
     tensor: torch.Tensor
+    site: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +84,7 @@ class Receive:
     tensor: torch.Tensor
     src: int | None
     tag: int
+    site: str = ""
     source: int = -1
     ended: threading.Event = field(default_factory=threading.Event)
     failure: Failure | None = None
@@ -102,12 +104,12 @@ class Receive:
             self.tensor.detach().view(-1).copy_(tensor.detach().view(-1))
         self.ended.set()
 
-    def refuse(self, src: int, dst: int, tensor: torch.Tensor) -> None:
+    def refuse(self, dst: int, message: Message) -> None:
         """Fail because of a message that does not fit; the message is kept for one that does."""
-        self.source, target = src, self.tensor
+        self.source = message.src
         calls = {
-            src: f"send {tensor.dtype} {list(tensor.shape)}",
-            dst: f"recv {target.dtype} {list(target.shape)}",
+            message.src: _message_text("send", message.tensor, message.site),
+            dst: _message_text("recv", self.tensor, self.site),
         }
         self.failure = Failure(
             kind=Desync,
@@ -279,19 +281,20 @@ class Room:
 
     # Messages -----------------------------------------------------------------------------------
 
-    def send(self, rank: int, dst: int, tag: int, tensor: torch.Tensor) -> None:
-        """Hand `tensor` to a posted receive of `dst`, or leave a copy in its mailbox."""
-        receive = self._match_posted(rank, dst, tag, tensor)
+    def send(self, dst: int, message: Message) -> None:
+        """Hand a message to a posted receive of `dst`, or leave a copy in its mailbox."""
+        receive = self._match_posted(dst, message)
         if receive is None:
-            copy = tensor.detach().clone()
+            copy = replace(message, tensor=message.tensor.detach().clone())
             with self.lock:
-                receive = self._take_posted(rank, dst, tag, tensor)
+                receive = self._take_posted(dst, message)
                 if receive is None:
-                    self._members[dst].mail.append(Message(rank, tag, copy))
+                    self._members[dst].mail.append(copy)
                     return
-        receive.fill(rank, tensor)
+        receive.fill(message.src, message.tensor)
 
-    def _match_posted(self, rank: int, dst: int, tag: int, tensor: torch.Tensor) -> Receive | None:
+    def _match_posted(self, dst: int, message: Message) -> Receive | None:
+        rank = message.src
         with self.lock:
             self._check_here(rank, "send")
             self._seen(rank)
@@ -299,16 +302,16 @@ class Room:
                 how = self._members[dst].left
                 lost = Failure(kind=PeerLost, what=f"rank {dst} {how}", peer=dst)
                 raise lost.error(self, rank, "send", 0.0)
-            return self._take_posted(rank, dst, tag, tensor)
+            return self._take_posted(dst, message)
 
-    def _take_posted(self, src: int, dst: int, tag: int, tensor: torch.Tensor) -> Receive | None:
+    def _take_posted(self, dst: int, message: Message) -> Receive | None:
         """Return the first receive that takes the message; those that it does not fit fail."""
         posted = self._members[dst].posted
-        for receive in [r for r in posted if r.takes(src, tag)]:
+        for receive in [r for r in posted if r.takes(message.src, message.tag)]:
             posted.remove(receive)
-            if receive.fits(tensor):
+            if receive.fits(message.tensor):
                 return receive
-            receive.refuse(src, dst, tensor)
+            receive.refuse(dst, message)
         return None
 
     def post(self, rank: int, receive: Receive) -> None:
@@ -322,7 +325,7 @@ class Room:
                 member.posted.append(receive)
                 return
             if not receive.fits(message.tensor):
-                receive.refuse(message.src, rank, message.tensor)
+                receive.refuse(rank, message)
                 return
             member.mail.remove(message)
         receive.fill(message.src, message.tensor)
@@ -354,6 +357,11 @@ class Room:
                 },
             )
         receive.ended.set()
+
+
+def _message_text(op: str, tensor: torch.Tensor, site: str) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{op}({dtype}{list(tensor.shape)})" + (f" at {site}" if site else "")
 
 
 def _desync(problem: str, calls: list[Call]) -> Failure:

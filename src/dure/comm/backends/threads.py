@@ -22,7 +22,7 @@ import torch
 
 from dure.comm.backends.base import BackendOptions, Ticket
 from dure.comm.backends.thread_moves import Call
-from dure.comm.backends.thread_room import Meeting, Receive, Room, wait_for
+from dure.comm.backends.thread_room import Meeting, Message, Receive, Room, wait_for
 from dure.comm.ops import ReduceOp
 from dure.errors import RendezvousTimeout, UsageError
 from dure.trace.ring import call_site
@@ -193,12 +193,12 @@ class ThreadBackend:
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Ticket | None:
         """See `Backend.send`; it is complete when it returns."""
-        self._room.send(self._rank, dst, tag, tensor)
+        self._room.send(dst, Message(self._rank, tag, tensor, call_site()))
         return _DONE if async_op else None
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Ticket:
         """See `Backend.recv`."""
-        receive = Receive(tensor, src, tag)
+        receive = Receive(tensor, src, tag, call_site())
         self._room.post(self._rank, receive)
         ticket = _ReceiveTicket(self._room, self._rank, receive, self._timeout_s)
         if not async_op:

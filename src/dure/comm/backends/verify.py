@@ -291,7 +291,7 @@ class VerifyingBackend:
 
     def close(self, abort: bool) -> None:
         """See `Backend.close`."""
-        self._rounds.left.set()
+        self._rounds.leave()
         with self._lock:
             worker, self._worker = self._worker, None
         if worker is not None:

@@ -94,7 +94,7 @@ class Rounds:
         Raises:
             Desync: They differ; the same on all ranks.
             CommTimeout: Ranks did not come in time.
-            PeerLost: The process that holds the store has ended.
+            PeerLost: A rank has left, or the process that holds the store has ended.
             Aborted: The group was left meanwhile.
         """
         try:
@@ -149,8 +149,29 @@ class Rounds:
                         rank=self._rank,
                         world_size=self._size,
                     ) from None
+                missing = [r for r, key in enumerate(keys) if not self._store.check([key])]
+                self._check_left(missing)
                 if rest <= _SLICE_S:
-                    return [r for r, key in enumerate(keys) if not self._store.check([key])]
+                    return missing
+
+    def leave(self) -> None:
+        """Say that this rank leaves the group, and end a round that it waits in."""
+        self.left.set()
+        with suppress(StoreError):
+            self._store.set(f"verify/left/{self._rank}", "")
+
+    def _check_left(self, ranks: list[int]) -> None:
+        """Raise where one of `ranks` has left the group, and so will not come."""
+        for rank in ranks:
+            if self._store.check([f"verify/left/{rank}"]):
+                raise PeerLost(
+                    f"rank {rank} left the group",
+                    peer=rank,
+                    group=self._name,
+                    seq=self._num,
+                    rank=self._rank,
+                    world_size=self._size,
+                )
 
     def _let_all_see(self) -> None:
         """Stay until all have read this round, for the store may end with the rank that raises."""

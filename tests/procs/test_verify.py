@@ -1,0 +1,64 @@
+"""Verification over Gloo: ranks that call different things all learn it before data move."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from dure.comm.backends.base import BackendOptions
+from dure.comm.backends.verify import wanted
+from dure.store import HashStore
+from procs import verify_ranks
+
+
+@pytest.mark.parametrize(
+    ("kind", "lengths", "dtypes"),
+    [
+        ("operation", (1000, 1000), ("float32", "float32")),
+        ("shape", (1000, 2000), ("float32", "float32")),
+        ("shape", (1000, 1001), ("float32", "float32")),
+        ("shape", (1 << 20, 2 << 20), ("float32", "float32")),
+        ("dtype", (1000, 1000), ("float32", "int32")),
+        ("dtype", (1000, 1000), ("float32", "float64")),
+        ("reduction", (1000, 1000), ("float32", "float32")),
+        ("root", (1000, 1000), ("float32", "float32")),
+        ("all_gather", (1000, 2000), ("float32", "float32")),
+    ],
+)
+def test_a_mismatch_over_gloo_is_desync_on_both_of_2_ranks(kind, lengths, dtypes, process_pool):
+    process_pool(2, "gloo").run(verify_ranks.differ, kind, lengths, dtypes)
+
+
+def test_a_rank_of_3_that_does_not_come_is_named_with_its_last_call(process_pool):
+    process_pool(3, "gloo").run(verify_ranks.come_late)
+
+
+def test_rounds_leave_a_bounded_number_of_keys(process_pool):
+    for found in process_pool(3, "gloo").run(verify_ranks.keys):
+        assert 0 < found <= 2 * 3
+
+
+@pytest.mark.parametrize("subject", ["failing", "moving", "messages"])
+def test_verified_gloo_keeps_the_whole_contract_with_2_ranks(subject, process_pool, tmp_path):
+    ran = process_pool(2, "gloo").run(verify_ranks.run_verified, 2, str(tmp_path), subject)
+    assert ran[0] == ran[1] and len(ran[0]) >= 5
+
+
+def test_verification_is_asked_for_by_variable_or_option(monkeypatch):
+    def options(pg_options: object = None, **extra: object) -> BackendOptions:
+        return BackendOptions(
+            store=HashStore(),
+            rank=0,
+            size=1,
+            global_ranks=(0,),
+            timeout=timedelta(seconds=1),
+            name="g",
+            pg_options=pg_options,
+            extra=extra,
+        )
+
+    assert not wanted(options())
+    assert wanted(options({"verify": True})) and wanted(options(verify=True))
+    monkeypatch.setenv("DURE_VERIFY", "1")
+    assert wanted(options()) and not wanted(options({"verify": False}))
