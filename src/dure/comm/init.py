@@ -157,7 +157,7 @@ def _meets_by_mpi(backend: str | None) -> bool:
     wanted = backend is not None and "mpi" in parse_backend(backend).values()
     told_otherwise = env.text("RANK") is not None or env.text("WORLD_SIZE") is not None
     if mpi_library.launched():
-        return wanted or (not told_otherwise and mpi_library.available())
+        return wanted or (not told_otherwise and mpi_library.installed())
     return wanted and not told_otherwise
 
 

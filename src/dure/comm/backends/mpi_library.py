@@ -24,7 +24,7 @@ from dure.errors import UsageError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Library", "available", "launched", "load"]
+__all__ = ["Library", "available", "installed", "launched", "load"]
 
 _PROBE_S = 20.0
 _PROBE = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
@@ -82,6 +82,11 @@ def _absent(seen: str, fix: str) -> UsageError:
     return UsageError("the mpi backend cannot run here", seen=seen, fix=fix)
 
 
+def installed() -> bool:
+    """Tell whether mpi4py is installed; whether it finds an MPI is another question."""
+    return importlib.util.find_spec("mpi4py") is not None
+
+
 @functools.cache
 def available() -> bool:
     """Tell whether mpi4py and an MPI library are here, without starting MPI.
@@ -91,7 +96,7 @@ def available() -> bool:
     """
     if "mpi4py.MPI" in sys.modules:
         return True
-    if importlib.util.find_spec("mpi4py") is None:
+    if not installed():
         return False
     try:
         found = subprocess.run(
