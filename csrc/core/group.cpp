@@ -23,6 +23,7 @@ std::unique_ptr<Group> Group::create(const Options& options, uint64_t nonce) {
     header->nonce = nonce;
     header->protocol = kProtocol;
     header->size = static_cast<uint32_t>(options.size);
+    header->chunk = options.cores < options.size ? kStageBytes : kSmallChunkBytes;
     std::unique_ptr<Group> group(new Group(options, std::move(file), std::move(mapping)));
     group->enter_rank();
     return group;
@@ -66,7 +67,8 @@ Group::Group(const Options& options, MemoryFile file, std::shared_ptr<Mapping> m
       layout_(options.size),
       file_(std::move(file)),
       mapping_(std::move(mapping)),
-      base_(mapping_->data()) {}
+      base_(mapping_->data()),
+      chunk_(header().chunk) {}
 
 Group::~Group() { close(); }
 

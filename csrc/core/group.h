@@ -149,6 +149,13 @@ class Group {
         arrive();
         return await_all();
     }
+    // As `await_all`, but for the last `lag` arrivals of the others.
+    Status await_all_but(uint32_t lag) {
+        tick_ -= lag;
+        const Status s = await_all();
+        tick_ += lag;
+        return s;
+    }
 
     // -- what a waiting rank looks at (watching.cpp)
     // ---------------------------------------------
@@ -159,7 +166,7 @@ class Group {
     // -- the opening of every collective (opening.cpp)
     // -----------------------------------------------
     void announce(const Call& call, size_t bytes, uint64_t arena);
-    void announce_blocks(const Call& call);
+    void announce_blocks(const Call& call, uint64_t arena);
     void show_site(const Site* site);
     Status open();
     bool same_call(int rank) const;
@@ -177,28 +184,35 @@ class Group {
     struct Places;
     struct Staged;
     struct Transfer;
+    enum class Sharing { none, some, all };  // of the ranks' tensors, in the arena at one place
     template <typename F>
     Status guarded(F collective);
     Status reduce(Block tensor, const Call& call);
     Status reduce_inlined(Block tensor, int root, ReduceFn kernel);
-    Status reduce_small(Block tensor, int root, ReduceFn kernel);
-    Status reduce_staged(const Staged& staged);
+    Status reduce_whole(const Staged& staged);
+    Status reduce_sliced(const Staged& staged);
     Status reduce_direct(Block tensor, const SharedBlock& shared, ReduceFn kernel);
-    void copy_in(const Staged& staged, size_t at);
-    void reduce_own_slice(const Staged& staged, size_t at);
-    void copy_out(const Staged& staged, size_t at);
+    void copy_whole(const Staged& staged, size_t chunk);
+    void copy_in(const Staged& staged, size_t chunk);
+    void reduce_own_slice(const Staged& staged, size_t chunk);
+    void copy_out(const Staged& staged, size_t chunk);
     Status move(const Call& call);
+    Status move_staged(const Transfer& transfer);
+    Status move_direct(const Transfer& transfer, const SharedBlock& shared);
     bool inlined(const Transfer& transfer, int sender) const;
-    void put(const Transfer& transfer, size_t done);
-    const std::byte* source(const Transfer& transfer, int peer) const;
-    void take(const Transfer& transfer, size_t done);
+    void put(const Transfer& transfer, size_t round);
+    const std::byte* source(const Transfer& transfer, int peer, size_t round) const;
+    void take(const Transfer& transfer, size_t round);
+    uint64_t place_of(const Transfer& transfer, std::shared_ptr<SharedBlock>* shared) const;
+    Sharing sharing_of(uint64_t place) const;
     std::shared_ptr<SharedBlock> allocate(size_t bytes, Status& status, const Site* site);
 
-    std::byte* stage(int rank) const {
+    // The buffer that `rank` uses after the next `ahead` ones.
+    std::byte* stage(int rank, size_t ahead = 0) const {
         return base_ + layout_.staging +
-               (static_cast<size_t>(rank) * kStages + (use_ % kStages)) * kStageBytes;
+               (static_cast<size_t>(rank) * kStages + (use_ + ahead) % kStages) * kStageBytes;
     }
-    void next_stage() { use_++; }
+    void next_stage(size_t used = 1) { use_ += used; }
 
     const int rank_, size_;
     std::atomic<int64_t> timeout_ns_;
@@ -207,6 +221,7 @@ class Group {
     MemoryFile file_;
     std::shared_ptr<Mapping> mapping_;
     std::byte* const base_;
+    const size_t chunk_;  // bytes of a staging buffer that are used
     Peers peers_;
     Watcher watcher_;
     Arena arena_;

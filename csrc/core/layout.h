@@ -29,8 +29,13 @@ constexpr size_t kLine = 64;
 constexpr size_t kPage = 4096;
 
 constexpr size_t kInlineBytes = 32;         // payload inside an OpSlot
-constexpr size_t kStageBytes = 512 * 1024;  // one staging buffer; measured in docs/log.md
-constexpr size_t kStages = 2;               // used in turn
+constexpr size_t kStageBytes = 512 * 1024;  // one staging buffer
+constexpr size_t kStages = 4;               // used in turn
+// How much of a buffer is used at a time where each rank has a core: what several chunks occupy
+// stays in its second-level cache. Where ranks share cores meetings cost more: all of it.
+constexpr size_t kSmallChunkBytes = 128 * 1024;
+constexpr size_t kDirectBytes =
+    16 * 1024;  // from here on it pays to look for a tensor in the arena
 constexpr size_t kSiteBytes = 160;
 constexpr size_t kAnswerBytes = 512;
 
@@ -90,6 +95,7 @@ struct Header {
     uint64_t nonce;
     uint32_t protocol;
     uint32_t size;
+    uint32_t chunk;
     Word attached;
     alignas(128) Verdict verdict;
 };

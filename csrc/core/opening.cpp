@@ -46,8 +46,8 @@ void Group::show_site(const Site* site) {
 }
 
 // As `announce`, for operations on a block for each pair of ranks.
-void Group::announce_blocks(const Call& call) {
-    announce(call, 0, 0);
+void Group::announce_blocks(const Call& call, uint64_t arena) {
+    announce(call, 0, arena);
     const auto n = static_cast<size_t>(size_), me = static_cast<size_t>(rank_);
     const auto root = static_cast<size_t>(call.root);
     const bool rooted = call.op == Op::gather || call.op == Op::scatter;

@@ -1,0 +1,21 @@
+// Copies of user data.
+//
+// Note "Streaming". A plain copy first reads the lines it is about to overwrite, and leaves them in
+// the cache in place of others. Where a result is so large that its beginning is gone from the
+// cache before anyone reads it, both are waste: non-temporal stores write whole lines past the
+// cache. They lose where the lines are in the cache already, or will be read soon; so staging
+// buffers and tensors that are reduced in place are never streamed into.
+#pragma once
+
+#include <cstddef>
+
+namespace dure {
+
+// Whether `bytes` are more than this machine's last cache holds.
+bool exceeds_cache(size_t bytes);
+
+// Copy with non-temporal stores where the machine has them; complete for other ranks at the
+// caller's next release, as any copy. The ranges do not overlap.
+void stream_copy(std::byte* to, const std::byte* from, size_t bytes);
+
+}  // namespace dure
