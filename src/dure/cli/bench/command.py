@@ -50,7 +50,7 @@ def bench(
     arena: Annotated[bool, typer.Option("--arena", help="Tensors from shared_empty.")] = False,
     against: Annotated[
         list[str] | None,
-        typer.Option(help="Rivals in the same run: gloo, mpi, mpi@PYTHON; several with commas."),
+        typer.Option(help="Rivals in the same run: gloo, mpi, mpi@PYTHON, arena."),
     ] = None,
     samples: Annotated[int, typer.Option(help="Taken of each cell, in turn.", min=1)] = 7,
     sample_time: Annotated[float, typer.Option(help="Seconds of a sample.", min=0.0)] = 0.03,
@@ -152,7 +152,8 @@ class _Screen(Progress):
 def _measure(plan: Plan, console: Console) -> Report:
     """Measure, and show the tables as they come."""
     plan.check(psutil.virtual_memory().available)
-    contestants = [ours(plan.backend, plan.arena), *map(find_rival, plan.against)]
+    contestants = [ours(plan.backend, arena=plan.arena)]
+    contestants += [find_rival(name, plan.backend) for name in plan.against]
     busy = busy_cores()
     report = Report(
         command=_command(plan),

@@ -94,7 +94,7 @@ class Contestant:
         return env.child_environment(changes)
 
 
-def ours(backend: str, arena: bool) -> Contestant:
+def ours(backend: str, *, arena: bool) -> Contestant:
     """Return Dure on `backend`."""
     mpirun = None
     if backend == "mpi":
@@ -103,12 +103,18 @@ def ours(backend: str, arena: bool) -> Contestant:
     return Contestant(name="dure", role=("dure", backend), mpirun=mpirun, arena=arena)
 
 
-def find_rival(name: str) -> Contestant:
-    """Return the rival that the user calls "gloo", "mpi" or "mpi@PYTHON".
+def find_rival(name: str, backend: str) -> Contestant:
+    """Return the rival that the user calls "arena", "gloo", "mpi" or "mpi@PYTHON".
+
+    Args:
+        name: The rival; "arena" is Dure itself, on tensors of `shared_empty`.
+        backend: Dure's.
 
     Raises:
         UsageError: It is not installed; says what to install.
     """
+    if name == "arena":
+        return ours(backend, arena=True)
     if name == "gloo":
         return Contestant(name=name, role=("torch", "gloo"))
     python = name.partition("@")[2] or sys.executable
@@ -223,7 +229,8 @@ class Group:
             connection.settimeout(_ANSWER_LIMIT_S)
             hello = json.loads(_read_line(connection))
             came[hello["rank"]] = connection
-            self.label, self.version = hello["label"], hello["version"]
+            self.label = hello["label"] + (" arena" if self.contestant.arena else "")
+            self.version = hello["version"]
         self._sockets = [came[rank] for rank in range(self.ranks)]
 
     def call(self, command: str, **arguments: object) -> list[dict[str, Any]]:
@@ -268,12 +275,17 @@ class Group:
         )
 
     def _last_words(self) -> list[str]:
-        """Return the last lines the job wrote."""
+        """Return the last lines that the first rank to fail wrote, or the job about it."""
         if self._output is None or self._output.closed:
             return []
         self._output.seek(0)
-        lines = self._output.read().decode(errors="replace").splitlines()
-        return [line.strip() for line in lines if line.strip()][-3:]
+        words: list[str] = []
+        for line in self._output.read().decode(errors="replace").splitlines():
+            text = line.strip().removeprefix("[dure]").strip(" |")
+            if text.startswith("where the others were"):
+                break
+            words += [text] if text else []
+        return words[-1:] if words and "Error" in words[-1] else words[-2:]
 
     def _end(self, *, politely: bool) -> None:
         """Wait for the job's end, after asking for it unless `politely`; kill it if need be."""

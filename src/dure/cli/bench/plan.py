@@ -38,7 +38,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         sizes: Bytes, ascending.
         root: For the operations that have one; -1: each rank in turn.
         arena: Whether Dure's tensors come from `shared_empty`.
-        against: The rivals: "gloo", "mpi", or "mpi@PYTHON".
+        against: The rivals: "gloo", "mpi", "mpi@PYTHON", or "arena" (Dure, as with `arena`).
         samples: How many are taken of each cell.
         sample_s: How long one should take; at least one operation.
     """
@@ -103,12 +103,13 @@ def parse_ranks(words: Sequence[str]) -> tuple[int, ...]:
 
 
 def parse_rivals(words: Sequence[str]) -> tuple[str, ...]:
-    """Read rivals: gloo, mpi, mpi@PYTHON."""
+    """Read rivals: gloo, mpi, mpi@PYTHON, arena."""
     names = tuple(dict.fromkeys(_words(words)))
     for name in names:
-        if name not in {"gloo", "mpi"} and not re.fullmatch("mpi@.+", name):
+        if name not in {"gloo", "mpi", "arena"} and not re.fullmatch("mpi@.+", name):
             raise UsageError(
-                f"there is no rival {name!r}", fix="Use gloo, mpi, or mpi@/path/to/python."
+                f"there is no rival {name!r}",
+                fix="Use gloo, mpi, mpi@/path/to/python, or arena.",
             )
     return names
 

@@ -1,0 +1,175 @@
+"""Take every figure of docs/performance.md again, and write them into it.
+
+    python benchmarks/performance.py [--mpi PYTHON]... [--only NAME]... [--render]
+
+Runs `dure bench` once for each entry of `RUNS`, which leaves benchmarks/results/NAME.json, and puts
+the tables between the markers of docs/performance.md. Each --mpi is a Python with mpi4py and an
+mpirun beside it. With --render nothing is measured: the tables are made from the files there are.
+The machine must be quiet, and have 16 GiB of memory free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dure.cli.bench.plan import show_size
+from dure.cli.bench.results import Cell, Key, Report, read_report, tables_of
+from dure.cli.bench.table import show_time
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENT = ROOT / "docs" / "performance.md"
+OURS, ARENA, GLOO = "dure shm", "dure shm arena", "gloo"
+MOVING = "all_reduce,reduce_scatter,all_gather,broadcast,all_to_all,sendrecv,barrier"
+HOW = ("--samples", "7", "--sample-time", "0.02")
+RUNS: dict[str, tuple[str, ...]] = {
+    "collectives": (
+        *("--op", MOVING, "--ranks", "2,4", "--sizes", "8,4K,64K,1M,16M,64M"),
+        *("--against", "arena,gloo"),
+    ),
+    "largest": (
+        *("--op", "all_reduce", "--ranks", "2,4", "--sizes", "256M", "--against", "arena,gloo"),
+    ),
+    "bfloat16": (
+        *("--op", "all_reduce", "--dtype", "float32,bfloat16", "--ranks", "2,4"),
+        *("--sizes", "512K,1M,2M,8M,16M,32M,64M"),
+    ),
+    "crowd": ("--op", "all_reduce", "--ranks", "2,8", "--sizes", "8,4K,64K,1M,16M,64M"),
+}
+RIVALS_OF_ALL = {"collectives", "largest"}
+
+
+def measure(name: str, pythons: Sequence[str]) -> None:
+    """Run one entry of `RUNS`; leave its file."""
+    words = list(RUNS[name])
+    if name in RIVALS_OF_ALL:
+        words[-1] = ",".join([words[-1], *(f"mpi@{python}" for python in pythons)])
+    path = RESULTS / f"{name}.json"
+    began = time.monotonic()
+    command = [sys.executable, "-m", "dure.cli", "bench", *words, *HOW, "--json", str(path)]
+    subprocess.run(command, check=True)
+    # Where a Python lies is this machine's business; which environment it is, is told.
+    path.write_text(re.sub(r"mpi@[^\s,\"]*?([^/\s,\"]+/bin/\w+)", r"mpi@\1", path.read_text()))
+    print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+
+
+def load(name: str) -> Report:
+    """Read the file of one entry."""
+    path = RESULTS / f"{name}.json"
+    return read_report(path.read_bytes(), str(path))
+
+
+def seconds(cell: Cell | None) -> float | None:
+    """Return the median of a cell, if it was measured."""
+    return cell.median_s if cell else None
+
+
+def ratio(a: float | None, b: float | None) -> str:
+    """Write a / b."""
+    return f"{a / b:.2f}×" if a and b else "-"
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a table in Markdown."""
+    lines = [f"| {' | '.join(heads)} |", "|" + " ---: |" * len(heads)]
+    return [*lines, *(f"| {' | '.join(row)} |" for row in rows), ""]
+
+
+def render_machine() -> list[str]:
+    """Say on what machine, when, and with which versions."""
+    report = load("collectives")
+    facts = [*report.machine.items(), *report.versions.items(), ("Taken", report.when)]
+    return [*(f"- {name}: {value}" for name, value in facts), "", f"    {report.command}", ""]
+
+
+def render_collectives() -> list[str]:
+    """Return a table for each operation and number of ranks."""
+    reports = [load("collectives"), load("largest")]
+    mpis = [n for n in reports[0].contestants if n not in {OURS, ARENA, GLOO}]
+    cells = [cell for report in reports for cell in report.cells]
+    out: list[str] = []
+    for key, rows in sorted(tables_of(cells).items(), key=lambda item: item[0].ranks):
+        heads = ["size", "Dure", "arena", GLOO, *mpis]
+        heads += ["Dure / best MPI", "arena / best MPI", "gloo / Dure"]
+        out += [f"**{key.title}**", ""]
+        out += table(heads, [_row(rows[size], size, mpis) for size in sorted(rows)])
+    return out
+
+
+def _row(cells: dict[str, Cell], size: int, mpis: Sequence[str]) -> list[str]:
+    ours, arena = seconds(cells.get(OURS)), seconds(cells.get(ARENA))
+    gloo = seconds(cells.get(GLOO))
+    rivals = [seconds(cells.get(name)) for name in mpis]
+    best = min((value for value in rivals if value), default=None)
+    times = [show_time(value) for value in (ours, arena, gloo, *rivals)]
+    many = f"{gloo / ours:.0f}×" if gloo and ours else "-"
+    return [show_size(size), *times, ratio(ours, best), ratio(arena, best), many]
+
+
+def render_bfloat16() -> list[str]:
+    """Compare bfloat16 with float32 at equal numbers of elements."""
+    tables = tables_of(load("bfloat16").cells)
+    out: list[str] = []
+    for ranks in sorted({key.ranks for key in tables}):
+        narrow = tables[Key("all_reduce", "bfloat16", "sum", ranks)]
+        wide = tables[Key("all_reduce", "float32", "sum", ranks)]
+        rows: list[list[str]] = []
+        for size in sorted(wide):
+            if size // 2 in narrow:
+                a, b = (seconds(cells.get(OURS)) for cells in (narrow[size // 2], wide[size]))
+                rows.append([f"{size // 4:,}", show_time(b), show_time(a), ratio(a, b)])
+        heads = ["elements", "float32", "bfloat16", "bfloat16 / float32"]
+        out += [f"**all_reduce, {ranks} ranks**", "", *table(heads, rows)]
+    return out
+
+
+def render_crowd() -> list[str]:
+    """Compare 8 ranks with 2."""
+    tables = tables_of(load("crowd").cells)
+    few, many = (tables[Key("all_reduce", "float32", "sum", ranks)] for ranks in (2, 8))
+    rows: list[list[str]] = []
+    for size in sorted(few):
+        a, b = (seconds(cells[size].get(OURS)) for cells in (few, many))
+        rows.append([show_size(size), show_time(a), show_time(b), ratio(b, a)])
+    return table(["size", "2 ranks", "8 ranks", "8 / 2"], rows)
+
+
+RENDERED: dict[str, Callable[[], list[str]]] = {
+    "machine": render_machine,
+    "collectives": render_collectives,
+    "bfloat16": render_bfloat16,
+    "crowd": render_crowd,
+}
+
+
+def render(text: str) -> str:
+    """Return the document with every table made anew."""
+    for name, make in RENDERED.items():
+        begin, end = f"<!-- figures: {name} -->", f"<!-- end: {name} -->"
+        head, _, rest = text.partition(begin)
+        _, _, tail = rest.partition(end)
+        text = "\n".join([head + begin, "", *make()]) + end + tail
+    return text
+
+
+def main() -> None:
+    """Measure what is asked for, and write the document."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--mpi", action="append", default=[], help="a Python with mpi4py")
+    parser.add_argument("--only", action="append", choices=list(RUNS), help="run only these")
+    parser.add_argument("--render", action="store_true", help="measure nothing")
+    options = parser.parse_args()
+    RESULTS.mkdir(exist_ok=True)
+    for name in [] if options.render else options.only or RUNS:
+        measure(name, options.mpi)
+    DOCUMENT.write_text(render(DOCUMENT.read_text("utf-8")), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
