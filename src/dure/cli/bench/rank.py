@@ -244,8 +244,9 @@ class Mpi:
         self._mpi: Any = MPI
         self._comm: Any = self._mpi.COMM_WORLD
         self.rank, self.size = int(self._comm.Get_rank()), int(self._comm.Get_size())
-        self.version = " ".join(str(self._mpi.Get_library_version()).split())[:64]
-        self.label = _mpi_name(self.version)
+        text = " ".join(str(self._mpi.Get_library_version()).split())
+        self.version = text.partition(",")[0].partition(" Release")[0]
+        self.label = _mpi_name(text)
 
     def empty(self, count: int, case: Case) -> Any:
         """Return a new flat buffer."""
