@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
 import time
@@ -18,6 +19,11 @@ from procs.shm_ranks import Ranks, Seat, join
 pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
 
 SUM = ReduceOp.SUM
+FATES = {
+    "killed": "signal 9 (SIGKILL)",
+    "exits": "exit code 3",
+    "crashes": "signal 11 (SIGSEGV)",
+}
 SOON_S = 2.0  # the engine promises milliseconds; a busy machine gets more
 
 
@@ -40,7 +46,15 @@ def _dies(seat: Seat, count: int, how: str):
     for _ in range(3):
         backend.all_reduce(x, SUM, False)
     if seat.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL) if how == "killed" else os._exit(3)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        match how:
+            case "exits":
+                os._exit(3)
+            case "crashes":
+                signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case _:
+                os.kill(os.getpid(), signal.SIGKILL)
     first, took = _caught(lambda: backend.all_reduce(x, SUM, False))
     again, again_took = _caught(lambda: backend.barrier(False))
     message, message_took = _caught(lambda: backend.recv(x, 0, 0, False))
@@ -49,7 +63,7 @@ def _dies(seat: Seat, count: int, how: str):
 
 
 @pytest.mark.parametrize("count", [1, 1 << 20])
-@pytest.mark.parametrize("how", ["killed", "exits"])
+@pytest.mark.parametrize("how", ["killed", "exits", "crashes"])
 def test_dead_rank_is_lost_on_all_of_3_ranks(tmp_path, how, count):
     with Ranks(3, tmp_path, _dies, count, how) as ranks:
         pid = ranks.processes[1].pid
@@ -60,8 +74,37 @@ def test_dead_rank_is_lost_on_all_of_3_ranks(tmp_path, how, count):
                 assert isinstance(error, PeerLost)
                 assert (error.peer, error.pid, error.rank) == (1, pid, rank)
                 # How it ended is known where the kernel says it to strangers (Linux 6.15).
-                fates = {"killed": "signal 9 (SIGKILL)", "exits": "exit code 3"}
-                assert error.exit in (None, fates[how])
+                assert error.exit in (None, FATES[how])
+
+
+def _forks_and_dies(seat: Seat):
+    backend = join(seat)
+    x = torch.ones(4)
+    if seat.rank == 1:
+        if os.fork() == 0:
+            os._exit(0)  # takes nothing of its parent's with it
+        os.wait()
+        backend.all_reduce(x, SUM, False)
+        read, write = os.pipe()
+        if os.fork() == 0:
+            os.close(write)
+            os.read(read, 1)  # outlives its parent, by a little
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    backend.all_reduce(x, SUM, False)
+    lost, took = _caught(lambda: backend.all_reduce(x, SUM, False))
+    backend.close(False)
+    return lost, took
+
+
+def test_forked_child_neither_is_nor_keeps_its_rank_of_3(tmp_path):
+    with Ranks(3, tmp_path, _forks_and_dies) as ranks:
+        pid = ranks.processes[1].pid
+        for rank in (0, 2):
+            error, took = ranks.result(rank)
+            assert isinstance(error, PeerLost)
+            assert (error.peer, error.pid) == (1, pid)
+            assert took < SOON_S
 
 
 def _dies_while_awaited(seat: Seat):

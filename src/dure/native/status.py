@@ -203,7 +203,7 @@ def _peer_lost(
         host=platform.node(),
         exit=outcome.detail or None if status is Status.PEER_LOST else None,
         seen=", ".join(seen),
-        fix="See that rank's own output; then make a new group of the ranks that are left.",
+        fix="See that rank's own output; dure.shrink() makes a group of the ranks that are left.",
         **fields,
     )
 
