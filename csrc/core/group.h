@@ -113,12 +113,14 @@ class Group {
     std::vector<std::string> whereabouts(const std::vector<int>& ranks);
     bool has_left(int rank) const;
     bool broken() const { return header().verdict.phase.load(std::memory_order_relaxed) != 0; }
-    // For waiting (see "Waiting" in sync.cpp).
+    // For waiting (see "Waiting" in sync.cpp, "Stepping aside" in cores.cpp).
     bool crowded() const { return crowded_; }
     int64_t contended_until_ns() const { return contended_until_ns_.load(); }
     void set_contended_until(int64_t ns) { contended_until_ns_.store(ns); }
     void show_core() const;
+    void show_asleep() const;
     bool shares_core(int rank) const;  // was last seen on this thread's core
+    void step_aside(int64_t now);
     bool interrupted() { return interrupt_ && interrupt_(); }
     void about_to_wait() const { about_to_wait_(); }
     // Break the group for all ranks, unless it is broken already; returns the verdict's status.
@@ -237,6 +239,8 @@ class Group {
     int64_t started_ns_ = 0;                     // of the operation's first wait that was not short
 
     std::atomic<int64_t> contended_until_ns_{0};  // someone else computes on our cores
+    std::atomic<uint32_t> shared_yields_{0};
+    std::atomic<int64_t> next_move_ns_{0}, move_pause_ns_{5'000'000};
     std::atomic<bool> closing_{false};
     std::atomic<int> inside_{0};
     std::atomic<bool> failed_{false};

@@ -37,6 +37,7 @@ constexpr size_t kSmallChunkBytes = 128 * 1024;
 constexpr size_t kDirectBytes =
     16 * 1024;  // from here on it pays to look for a tensor in the arena
 constexpr size_t kSiteBytes = 160;
+constexpr uint32_t kNoCore = UINT32_MAX;
 constexpr size_t kAnswerBytes = 512;
 
 constexpr size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
@@ -62,7 +63,7 @@ struct alignas(128) RankBlock {
     // Rarely written, so that the arriving rank finds it in its cache.
     Word waiters;   // who sleeps on slot[].tick
     Word sleepers;  // threads of this rank that sleep on `bell`
-    Word cpu;       // where the rank was seen last
+    Word cpu;       // where the rank was seen last, or kNoCore
     std::atomic<RankState> state;
     int32_t pid;
     uint64_t start_time;

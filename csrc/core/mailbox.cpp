@@ -154,7 +154,11 @@ bool Mailbox::rest(const RequestPtr& waiter) {
         moved = progress();
         if (!moved) examine(waiter);
     }
-    if (!moved && !(waiter && waiter->ticket->done())) futex_wait(mine.bell, seen, kSliceNs);
+    if (!moved && !(waiter && waiter->ticket->done())) {
+        if (waiter) group_.show_asleep();
+        futex_wait(mine.bell, seen, kSliceNs);
+        if (waiter) group_.show_core();
+    }
     mine.sleepers.fetch_sub(1);
     return moved;
 }

@@ -20,7 +20,8 @@ class Patience {
     bool pause(Shares shares_core) {
         if (looks_++ % kLooks == 0) {
             if (looks_ > 1) read_clock();
-            spins_ = may_spin() && !shares_core();
+            shares_ = shares_core();
+            spins_ = !shares_ && may_spin();
         }
         if (!spins_) return yield();
         relax();
@@ -71,12 +72,13 @@ class Patience {
         if (now_ns_ - before > kContendedNs) group_.set_contended_until(now_ns_ + kContentionNs);
         yielded_ns_ = now_ns_;
         looks_ = 0;
+        if (shares_) group_.step_aside(now_ns_);
         return true;
     }
 
     Group& group_;
     uint32_t looks_ = 0;
-    bool spins_ = false;
+    bool spins_ = false, shares_ = false;
     int64_t began_ns_ = 0, now_ns_ = 0, yielded_ns_ = 0;
 };
 

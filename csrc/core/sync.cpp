@@ -51,16 +51,6 @@ int Group::first_missing(int r) const {
     return r;
 }
 
-void Group::show_core() const {
-    Word& cpu = block(rank_).cpu;
-    const auto now = static_cast<uint32_t>(sched_getcpu());
-    if (cpu.load(std::memory_order_relaxed) != now) cpu.store(now, std::memory_order_relaxed);
-}
-
-bool Group::shares_core(int rank) const {
-    return block(rank).cpu.load(std::memory_order_relaxed) == static_cast<uint32_t>(sched_getcpu());
-}
-
 bool Group::neighbour_missing(int r) const {
     for (; r < size_; r++) {
         if (shares_core(r) && !arrived(r)) return true;
@@ -90,7 +80,11 @@ void Group::sleep_for(int rank) {
     Word& word = peer.slot[seq_ & 1].tick;
     peer.waiters.fetch_add(1, std::memory_order_seq_cst);
     const uint32_t seen = word.load(std::memory_order_seq_cst);
-    if (static_cast<int32_t>(seen - tick_) < 0) futex_wait(word, seen, kSliceNs);
+    if (static_cast<int32_t>(seen - tick_) < 0) {
+        show_asleep();
+        futex_wait(word, seen, kSliceNs);
+        show_core();
+    }
     peer.waiters.fetch_sub(1, std::memory_order_seq_cst);
 }
 

@@ -1,0 +1,72 @@
+// On which cores the ranks run, and how two of them part that share one for no reason.
+//
+// Note "Stepping aside". Two ranks that wait for each other by turns look idle by turns, and where
+// even a little else runs on the other cores, the kernel may leave both on one core for seconds:
+// every meeting then costs two switches, 20 times what it costs otherwise. So a rank that has given
+// up its core to a neighbour kSharedYields times looks where all the ranks were seen. If its own
+// core has two more of them than another that it may use, and it is the last of those on its own,
+// it moves: it forbids itself all cores but those with the fewest ranks, and at once allows itself
+// again what was allowed before. Each move doubles the time until the next, so that a kernel that
+// knows better is left alone.
+#include <sched.h>
+
+#include <algorithm>
+
+#include "group.h"
+
+namespace dure {
+
+namespace {
+
+constexpr uint32_t kSharedYields = 64;
+constexpr int64_t kLongestPauseNs = 2'000'000'000;
+
+}  // namespace
+
+void Group::show_core() const {
+    Word& cpu = block(rank_).cpu;
+    const auto now = static_cast<uint32_t>(sched_getcpu());
+    if (cpu.load(std::memory_order_relaxed) != now) cpu.store(now, std::memory_order_relaxed);
+}
+
+// A rank that sleeps is on no core.
+void Group::show_asleep() const { block(rank_).cpu.store(kNoCore, std::memory_order_relaxed); }
+
+bool Group::shares_core(int rank) const {
+    return block(rank).cpu.load(std::memory_order_relaxed) == static_cast<uint32_t>(sched_getcpu());
+}
+
+// Called after each yield, which showed our core.
+void Group::step_aside(int64_t now) {
+    if (shared_yields_.fetch_add(1, std::memory_order_relaxed) % kSharedYields != kSharedYields - 1)
+        return;
+    if (now < next_move_ns_.load(std::memory_order_relaxed)) return;
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;  // more cores than a set has
+    const auto core_of = [this](int r) { return block(r).cpu.load(std::memory_order_relaxed); };
+    const uint32_t here = core_of(rank_);
+    int ranks_on[CPU_SETSIZE] = {};
+    for (int r = 0; r < size_; r++) {
+        if (core_of(r) < CPU_SETSIZE) ranks_on[core_of(r)]++;
+        if (r > rank_ && core_of(r) == here) return;
+    }
+    int fewest = size_;
+    for (int c = 0; c < CPU_SETSIZE; c++) {
+        if (CPU_ISSET(c, &allowed)) fewest = std::min(fewest, ranks_on[c]);
+    }
+    if (here >= CPU_SETSIZE || ranks_on[here] < fewest + 2) return;
+    cpu_set_t better;
+    CPU_ZERO(&better);
+    for (int c = 0; c < CPU_SETSIZE; c++) {
+        if (CPU_ISSET(c, &allowed) && ranks_on[c] == fewest) CPU_SET(c, &better);
+    }
+    if (sched_setaffinity(0, sizeof better, &better) == 0) {
+        sched_setaffinity(0, sizeof allowed, &allowed);
+    }
+    show_core();
+    const int64_t pause = move_pause_ns_.load(std::memory_order_relaxed);
+    next_move_ns_.store(now + pause, std::memory_order_relaxed);
+    move_pause_ns_.store(std::min(2 * pause, kLongestPauseNs), std::memory_order_relaxed);
+}
+
+}  // namespace dure
