@@ -22,13 +22,13 @@ from dure.comm.creation import (
     create_group,
     default_pg_timeout,
 )
+from dure.comm.recording import begin_recording, end_recording
 from dure.comm.world import GroupMember, World, current_world, resolve
 from dure.errors import DureError, UsageError
 from dure.native import available as native_available
 from dure.store.base import Store
 from dure.store.lifetime import at_process_end
 from dure.store.rendezvous import Rendezvous, rendezvous, rendezvous_at
-from dure.trace import flight, signals
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -144,8 +144,7 @@ def init_process_group(
         world.clear()
         raise
     _to_leave.add(world)
-    flight.set_job(env.text("DURE_LAUNCHER") or _job_name(meeting.store))
-    signals.install()
+    begin_recording(meeting.store)
 
 
 def _meets_by_mpi(backend: str | None) -> bool:
@@ -166,12 +165,6 @@ def _meet_by_mpi(timeout: timedelta, group_name: str) -> Rendezvous:
     spot = find_mpi_place(timeout.total_seconds())
     left_s = max(1.0, timeout.total_seconds() - (time.monotonic() - began))
     return rendezvous_at(spot, timedelta(seconds=left_s), group_name)
-
-
-def _job_name(store: Store) -> str:
-    """Agree on a name for a job whose launcher gave it none."""
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    return store.compare_set("trace/job", "", name).decode()
 
 
 def _default_backend(meeting: Rendezvous) -> str:
@@ -227,8 +220,7 @@ def _leave(world: World, abort: bool = False) -> None:
             first = first or e
     if meeting is not None:
         meeting.close()
-    if not _to_leave:
-        signals.remove()
+    end_recording()
     if first is not None and not abort:
         raise first
 

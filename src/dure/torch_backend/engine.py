@@ -16,6 +16,7 @@ from dure import env
 from dure.comm.availability import is_backend_available
 from dure.comm.creation import MEETING_LIMIT, GroupSpec, create_group
 from dure.comm.group import ProcessGroup
+from dure.comm.recording import begin_recording
 from dure.comm.world import World
 from dure.errors import RendezvousTimeout, StoreTimeout
 from dure.store.base import Store
@@ -67,7 +68,9 @@ def build(plan: Plan) -> ProcessGroup:
         pg_options=plan.pg_options,
     )
     # The world is thrown away: it is torch that knows which groups there are.
-    return create_group(World(), store, plan.global_ranks[plan.rank], spec)
+    group = create_group(World(), store, plan.global_ranks[plan.rank], spec)
+    begin_recording(store)
+    return group
 
 
 def _choose(store: Store, plan: Plan) -> str:

@@ -19,6 +19,7 @@ from torch._C import _distributed_c10d as c10d
 
 from dure.comm.group import ProcessGroup
 from dure.comm.monitored import monitored_barrier
+from dure.comm.recording import end_recording
 from dure.comm.work import Work, combine
 from dure.errors import DeviceError
 from dure.torch_backend.calls import Mode
@@ -234,6 +235,7 @@ class Identity(Base):
         if self._process != os.getpid():
             return  # a forked child: the group is its parent's
         self.ours.close(abort)
+        end_recording()
         self._waiters.close()
         self._keeper.clear()
 

@@ -37,8 +37,10 @@ __all__ = [
     "Source",
     "add_source",
     "dump",
+    "job",
     "on_error",
     "recorded",
+    "recording",
     "retire",
     "set_job",
 ]
@@ -107,6 +109,17 @@ def retire(source: Source) -> None:
 def set_job(name: str) -> None:
     """Name the job whose ranks these are, so that the files of its ranks come to lie together."""
     _recorder.job = name
+
+
+def job() -> str:
+    """Return the name of the job; empty where there is none."""
+    return _recorder.job
+
+
+def recording() -> bool:
+    """Tell whether any group of this process is being recorded."""
+    with _recorder.lock:
+        return len(_recorder.sources) > 0
 
 
 def recorded(rank: int | None = None) -> list[Record]:

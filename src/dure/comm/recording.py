@@ -1,0 +1,43 @@
+"""When a rank's flight recorder has a job to write for, and listens to SIGUSR2.
+
+Both begin with the rank's first group and end with its last. The job has a name, so that the files
+of its ranks come to lie in one folder: the launcher's, or one that the ranks agree on in the store.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from dure import env
+from dure.store.base import Store
+from dure.trace import flight, signals
+
+__all__ = ["begin_recording", "end_recording"]
+
+_KEY = "trace/job"
+
+
+def begin_recording(store: Store) -> None:
+    """Name the job and listen to SIGUSR2, if this is the first group of the process.
+
+    Args:
+        store: One that all ranks of the job share.
+
+    Cost: at most one visit to the store.
+    """
+    if not flight.job():
+        flight.set_job(env.text("DURE_LAUNCHER") or _agree(store))
+    signals.install()
+
+
+def _agree(store: Store) -> str:
+    mine = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    return store.compare_set(_KEY, "", mine).decode()
+
+
+def end_recording() -> None:
+    """Forget the job and stop listening, if no group of the process is left."""
+    if not flight.recording():
+        flight.set_job("")
+        signals.remove()
