@@ -20,6 +20,7 @@ __all__ = ["Axis", "Bar", "Series", "line_chart", "stacked_bars", "ticks"]
 
 _WIDTH, _HEIGHT = 560, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 34, 46
+_LETTER, _GAP = 6.8, 10.0
 _MAX_POINTS = 400
 
 
@@ -169,9 +170,11 @@ def _vertical_grid(across: _Scale, x: Axis, top: float, bottom: float) -> list[s
 
 
 def _legend(names: Sequence[str], letter: str = "c", kind: str = "line") -> list[str]:
-    """Draw a swatch and a name each, in one row above the plot."""
+    """Draw a swatch and a name each, in one row above the plot, further left if they are many."""
     out: list[str] = []
-    at = float(_LEFT)
+    offset = 24 if kind == "line" else 17
+    widths = [offset + _LETTER * len(name) + _GAP for name in names]
+    at = max(0.0, min(float(_LEFT), _WIDTH - _RIGHT + _GAP - sum(widths)))
     for i, name in enumerate(names):
         if kind == "line":
             out.append(f'<path class="line {letter}{i}" d="M{at:.0f} 14h18"/>')
@@ -179,9 +182,8 @@ def _legend(names: Sequence[str], letter: str = "c", kind: str = "line") -> list
             out.append(
                 f'<rect class="fill {letter}{i}" x="{at:.0f}" y="8" width="12" height="12"/>'
             )
-        offset = 24 if kind == "line" else 17
         out.append(f'<text class="tick" x="{at + offset:.0f}" y="18">{escape(name)}</text>')
-        at += offset + 7.0 * len(name) + 12
+        at += widths[i]
     return out
 
 

@@ -41,8 +41,9 @@ _FRAME = {  # what the page's style sheet gives to charts, and a picture has to 
     "rule": ("#e3e3df", "#33373a"),
     "ink": ("#1d1f21", "#e8e8e6"),
 }
-_STYLE = "td { font-size: 14px; }\n.line.c0 { stroke-width: 3.5; }\n" + "\n".join(
-    f".line.{name} {{ stroke: var(--{name}); }}" for name in _COLOURS
+_STYLE = (
+    "body { max-width: 1400px; } td { font-size: 14px; }\n.line.c0 { stroke-width: 3.5; }\n"
+    + "\n".join(f".line.{name} {{ stroke: var(--{name}); }}" for name in _COLOURS)
 )
 _MARKS = 7
 _WIDTH, _HEIGHT, _TITLE = 560, 320, 34
@@ -119,7 +120,7 @@ def _charts(
         return []
     x = Axis(label="size", show=lambda v: show_size(int(v)), log=True, marks=_size_marks(sizes))
     wanted: list[tuple[str, Axis, Callable[[Cell], float | None]]] = [
-        ("time", Axis(label="time", show=_short_time, log=True), lambda cell: cell.median_s),
+        ("time", Axis(label="", show=_short_time, log=True), lambda cell: cell.median_s),
         (
             "bus bandwidth",
             Axis(label="bus bandwidth (GB/s)", show=_power, log=True),
