@@ -84,7 +84,7 @@ class HybridBackend:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long an operation may wait for its peers."""
-        self._links.timeout_s = timeout.total_seconds()
+        self._links.fate.timeout_s = timeout.total_seconds()
         self._links.local.set_timeout(timeout + _SLACK)
 
     def _run(self, op: str, action: Callable[[], object], async_op: bool) -> Ticket | None:
@@ -322,7 +322,7 @@ class HybridBackend:
                 return
             for output, frame in zip(outputs, frames, strict=True):
                 assert frame.data is not None
-                lengths = torch.frombuffer(bytearray(frame.data), dtype=torch.int32)[: self._size]
+                lengths = _as_tensor(frame.data[: table.nbytes], torch.int32)
                 begin = table.nbytes + int(lengths[: self._rank].sum())
                 _fill(output, frame.data[begin : begin + output.nbytes])
 
@@ -502,9 +502,9 @@ def _connect(engine: Factory, options: BackendOptions, hosts: Hosts, local: ShmB
         for backend in [*made, local]:
             backend.close(True)
         raise
-    fate = Fate(local, hosts, options.name)
+    fate = Fate(local, hosts, options.name, timeout_s)
     fate.engines = made
-    return Links(hosts=hosts, local=local, lane=lane, mesh=mesh, fate=fate, timeout_s=timeout_s)
+    return Links(hosts=hosts, local=local, lane=lane, mesh=mesh, fate=fate)
 
 
 def _close_all(links: Links) -> None:

@@ -89,10 +89,12 @@ class Fate:
         local: The ranks of this host.
         hosts: Who is where.
         name: The group's name.
+        timeout_s: How long an operation may wait.
     """
 
-    def __init__(self, local: ShmBackend, hosts: Hosts, name: str) -> None:
+    def __init__(self, local: ShmBackend, hosts: Hosts, name: str, timeout_s: float) -> None:
         self._local, self._hosts, self._name = local, hosts, name
+        self.timeout_s = timeout_s
         self._lock = threading.Lock()
         self._verdict: Verdict | None = None
         self.engines: list[Backend] = []
@@ -157,7 +159,7 @@ class Fate:
 
     def error(self, op: str, seq: int | None = None) -> DureError:
         """Make the error of a call in a group that is broken, or left."""
-        where = {
+        where: dict[str, Any] = {
             "group": self._name,
             "op": op,
             "seq": seq,
@@ -203,7 +205,7 @@ class Fate:
             case CommTimeout():
                 missing = error.missing if engine else tuple(mine[r] for r in error.missing)
                 ranks = ", ".join(map(str, missing)) or "any"
-                fields |= {"missing": missing, "elapsed_s": error.elapsed_s}
+                fields |= {"missing": missing, "elapsed_s": self.timeout_s}
                 fields["what"] = f"rank{'s' if len(missing) > 1 else ''} {ranks} did not arrive"
                 kind = "CommTimeout"
             case Desync():

@@ -44,7 +44,6 @@ class Links:
         lane: This rank's lane; None if it is in none.
         mesh: All ranks.
         fate: Whether the group is broken.
-        timeout_s: How long an operation may wait.
         absent: Tells which ranks have not begun the current operation, as far as known.
     """
 
@@ -53,7 +52,6 @@ class Links:
     lane: Backend | None
     mesh: Backend
     fate: Fate
-    timeout_s: float
     absent: Callable[[], tuple[int, ...]] = field(default=_nobody_known)
 
     @property
@@ -65,6 +63,11 @@ class Links:
     def num_hosts(self) -> int:
         """How many hosts there are."""
         return len(self.hosts.ranks)
+
+    @property
+    def timeout_s(self) -> float:
+        """How long an operation may wait."""
+        return self.fate.timeout_s
 
     def wait(self, ticket: Ticket | None, op: str) -> None:
         """Wait for an engine's work.

@@ -147,7 +147,8 @@ class Opening:
         self._mine_wire = torch.frombuffer(self._mine, dtype=torch.uint8)
         self._all_wire = torch.frombuffer(self._all, dtype=torch.uint8)
         here = len(hosts.mine) * self._length
-        self._host_wire = torch.zeros(self._stride, dtype=torch.uint8)
+        self._host = bytearray(self._stride)
+        self._host_wire = torch.frombuffer(self._host, dtype=torch.uint8)
         self._here_wire = self._host_wire[:here]
         self._ticket: Ticket | None = None
         self._text = ""
@@ -174,11 +175,9 @@ class Opening:
         self._seq = self.begun
         if links.hosts.is_leader and links.lane is not None:
             self._ticket = links.lane.all_gather_single(self._all_wire, self._host_wire, True)
-        mine = self._mine[8:16]
-        view = memoryview(self._host_wire.numpy())
         for i in range(len(links.hosts.mine)):
             at = i * self._length
-            if view[at + 8 : at + 16] != mine:
+            if self._host[at + 8 : at + 16] != self._mine[8:16]:
                 self.settle()  # which raises
 
     @property
@@ -219,13 +218,15 @@ class Opening:
                 at += len(flat)
 
     def _unpack(self, at: int) -> Frame:
-        *numbers, length, words = _HEADER.unpack_from(self._all, at)
+        seq, digest, count, expected, sends, takes, length, words = _HEADER.unpack_from(
+            self._all, at
+        )
         start = at + _HEADER.size
         text = self._all[start : start + words].decode(errors="replace")
         data = None
         if length != _ABSENT:
             data = bytes(self._all[at + _FIXED : at + _FIXED + length])
-        return Frame(*numbers, text, data)
+        return Frame(seq, digest, count, expected, sends, takes, text, data)
 
     def _compare(self, frames: Sequence[Frame]) -> None:
         first = frames[0]

@@ -79,15 +79,15 @@ class OperationQueue:
         with self._lock:
             if self._stopped:
                 raise self._aborted()
-            inline = not async_op and not self._running and not self._entries
-            if inline:
-                self._running = True
-            else:
+            entry = None
+            if async_op or self._running or self._entries:
                 entry = _Entry(action)
                 self._entries.append(entry)
                 self._start()
                 self._work.notify()
-        if inline:
+            else:
+                self._running = True
+        if entry is None:
             try:
                 action()
             finally:

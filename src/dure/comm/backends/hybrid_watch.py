@@ -43,8 +43,9 @@ __all__ = ["Watch"]
 BEAT_S = 1.0
 SILENCE_S = 3.0
 _LOOK_MS = 50
-_LINGER_MS = 500
-_ANSWER_S = 0.25
+_LINGER_MS = 100
+_ANSWER_S = 0.5
+_PAUSE_S = 0.002
 
 
 class _Progress(Protocol):
@@ -57,12 +58,15 @@ class _Progress(Protocol):
 
 
 class _Word(msgspec.Struct, array_like=True):
-    """What one leader says to another; `left` is -1 unless it leaves."""
+    """What one leader says to another.
+
+    `asked` is an operation for which time is up, or 0; `left` is -1 unless the leader leaves.
+    """
 
     token: bytes
     begun: int = 0
     opened: int = 0
-    ask: bool = False
+    asked: int = 0
     left: int = -1
     verdict: Verdict | None = None
 
@@ -108,7 +112,7 @@ class Watch:
         self._pids: dict[int, int] = {}
         self._progress: _Progress | None = None
         self._told = False
-        self._asking = False
+        self._asking = 0
         self._leaving = -1
         self._answered = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -256,8 +260,8 @@ class Watch:
             self._told = True
             self._tell(_Word(b"", verdict=verdict))
         if self._asking:
-            self._asking = False
-            self._tell(_Word(b"", ask=True))
+            self._asking, number = 0, self._asking
+            self._tell(_Word(b"", asked=number))
 
     @property
     def _begun(self) -> int:
@@ -291,8 +295,11 @@ class Watch:
             with self._answered:
                 line.begun, line.opened = word.begun, word.opened
                 self._answered.notify_all()
-            if word.ask:
+            if word.asked:
                 self._say(line, _Word(line.token))
+                progress = self._progress
+                if progress is not None and progress.begun >= word.asked > progress.opened:
+                    self._links.local.hurry()  # the group is broken; only we can tell by whom
             if word.verdict is not None:
                 self._links.fate.settle(word.verdict)
             if word.left >= 0:
@@ -345,18 +352,25 @@ class Watch:
     # ---- questions and the end -------------------------------------------------------------------
 
     def absent(self, number: int) -> tuple[int, ...]:
-        """Return the ranks of other hosts that have not come to operation `number`."""
+        """Return the ranks of other hosts that have not come to operation `number`.
+
+        A host that is in it, but not with all its ranks, finds out itself who is missing; there is
+        a verdict then.
+        """
+        until = time.monotonic() + _ANSWER_S
         with self._answered:
-            self._asking = True
+            self._asking = number
             self._prod()
             self._answered.wait(_ANSWER_S)
-            out: list[int] = []
-            for line in self._lines:
-                ranks = self._links.hosts.ranks[line.host]
-                if line.begun < number:
-                    out.append(ranks[0])
-                elif line.opened < number:
-                    out.extend(ranks[1:])
+        out: list[int] = []
+        for line in self._lines:
+            ranks = self._links.hosts.ranks[line.host]
+            while line.begun >= number > line.opened and time.monotonic() < until:
+                if self._links.fate.look() is not None:
+                    return ()
+                time.sleep(_PAUSE_S)
+            if line.opened < number:
+                out.extend(ranks[1:] if line.begun >= number else ranks[:1])
         return tuple(out)
 
     def stop(self, settled: int) -> None:
@@ -371,7 +385,7 @@ class Watch:
         for line in self._lines:
             line.socket.disable_monitor()
             line.monitor.close(0)
-            line.socket.close(_LINGER_MS)
+            line.socket.close(0 if line.over else _LINGER_MS)
         self._context.term()
         for fd in (self._wake, self._wakened, *self._pids):
             with contextlib.suppress(OSError):
