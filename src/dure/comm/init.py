@@ -50,6 +50,8 @@ class Backend(str):
     __slots__ = ()
 
     SHM = "shm"
+    HYBRID = "hybrid"
+    HYBRID_MPI = "hybrid_mpi"
     THREADS = "threads"
     GLOO = "gloo"
     NCCL = "nccl"
@@ -79,8 +81,9 @@ def init_process_group(
     """Join the job: find the other ranks, and create the default group.
 
     Args:
-        backend: "shm", "threads", "gloo", "mpi", "nccl", or one for each kind of device such as
-            "cpu:gloo,cuda:nccl". None: "shm" if all ranks share a host, else "gloo".
+        backend: "shm", "hybrid", "hybrid_mpi", "threads", "gloo", "mpi", "nccl", or one for each
+            kind of device such as "cpu:hybrid,cuda:nccl". None: "shm" if all ranks share a host,
+            else "hybrid", which is shared memory inside a host and gloo between hosts.
         init_method: "env://", "tcp://HOST:PORT", or "file:///PATH". None: "env://"; under an MPI
             launcher the ranks meet over MPI, with no environment variable at all.
         timeout: How long operations wait for their peers (30 minutes by default); joining waits
@@ -153,7 +156,8 @@ def _meets_by_mpi(backend: str | None) -> bool:
     It is where an MPI launcher started them and the program wants MPI, or the environment has no
     other way; and for a program that wants MPI and was started without any launcher.
     """
-    wanted = backend is not None and "mpi" in parse_backend(backend).values()
+    named = set() if backend is None else set(parse_backend(backend).values())
+    wanted = bool(named & {"mpi", "hybrid_mpi"})
     told_otherwise = env.text("RANK") is not None or env.text("WORLD_SIZE") is not None
     if mpi_library.launched():
         return wanted or (not told_otherwise and mpi_library.installed())
@@ -174,8 +178,8 @@ def _default_backend(meeting: Rendezvous) -> str:
         return named
     if meeting.same_process:
         return "threads"
-    if meeting.same_host and native_available()[0]:
-        return "shm"
+    if native_available()[0]:
+        return "shm" if meeting.same_host else "hybrid"
     return "gloo"
 
 

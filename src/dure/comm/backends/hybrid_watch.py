@@ -45,7 +45,7 @@ SILENCE_S = 3.0
 _LOOK_MS = 50
 _LINGER_MS = 100
 _ANSWER_S = 0.5
-_PAUSE_S = 0.002
+_PAUSE_S = 0.05
 
 
 class _Progress(Protocol):
@@ -358,19 +358,18 @@ class Watch:
         a verdict then.
         """
         until = time.monotonic() + _ANSWER_S
-        with self._answered:
-            self._asking = number
-            self._prod()
-            self._answered.wait(_ANSWER_S)
+        while True:
+            late = [line for line in self._lines if line.opened < number]
+            if not late or time.monotonic() > until or self._links.fate.look() is not None:
+                break
+            with self._answered:
+                self._asking = number
+                self._prod()
+                self._answered.wait(_PAUSE_S)
         out: list[int] = []
-        for line in self._lines:
+        for line in late:
             ranks = self._links.hosts.ranks[line.host]
-            while line.begun >= number > line.opened and time.monotonic() < until:
-                if self._links.fate.look() is not None:
-                    return ()
-                time.sleep(_PAUSE_S)
-            if line.opened < number:
-                out.extend(ranks[1:] if line.begun >= number else ranks[:1])
+            out.extend(ranks[1:] if line.begun >= number else ranks[:1])
         return tuple(out)
 
     def stop(self, settled: int) -> None:

@@ -1,0 +1,162 @@
+"""Hosts on one machine: network namespaces on a bridge, each rank in its host's own namespaces.
+
+A host is a network namespace with one address, 10.x.y.z, joined by a veth pair to a bridge in a
+namespace of its own, so that this machine's own network is never touched. Its ranks run there with
+a host name of the host's (UTS namespace), and share one PID namespace that no other host shares, so
+Dure takes them for what they play: processes that cannot reach other hosts' memory.
+
+Everything is named after this process and taken away at the end, whatever happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+PORT = 29500  # of rank 0's own namespace, where nobody else is
+ADDRESS = "10.213.7.{}"
+
+
+@functools.cache
+def why_not() -> str:
+    """Return why hosts cannot be made here; empty if they can."""
+    if sys.platform != "linux":
+        return "network namespaces are Linux's"
+    if os.geteuid() != 0:
+        return "only root makes network namespaces"
+    missing = [tool for tool in ("ip", "unshare", "nsenter") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} not found"
+    name = f"dure-{os.getpid()}-try"
+    if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
+        return "this container may not make network namespaces"
+    veth = ["ip", "-n", name, "link", "add", "veth0", "type", "veth", "peer", "name", "veth1"]
+    bad = subprocess.run(veth, capture_output=True, check=False).returncode
+    subprocess.run(["ip", "netns", "del", name], check=True)
+    return "the kernel has no veth devices" if bad else ""
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+class Host:
+    """One host: a network namespace, and a process that holds its UTS and PID namespaces.
+
+    Args:
+        name: The host's name.
+        number: Its number, from 0.
+        switch: The namespace with the bridge.
+    """
+
+    def __init__(self, name: str, number: int, switch: str) -> None:
+        self.name, self.address = name, ADDRESS.format(number + 1)
+        self._net, self._port = f"{switch}-{name}", f"p{number}"
+        self._switch = switch
+        self.ranks: list[subprocess.Popen[str]] = []
+        _ip("netns", "add", self._net)
+        peer = ["peer", "name", self._port, "netns", switch]
+        _ip("-n", self._net, "link", "add", "eth0", "type", "veth", *peer)
+        _ip("-n", switch, "link", "set", self._port, "master", "bridge", "up")
+        _ip("-n", self._net, "addr", "add", f"{self.address}/24", "dev", "eth0")
+        _ip("-n", self._net, "link", "set", "eth0", "up")
+        _ip("-n", self._net, "link", "set", "lo", "up")
+        script = f"hostname {name}; echo up; exec sleep infinity"
+        unshare = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        self._holder = subprocess.Popen(
+            ["ip", "netns", "exec", self._net, *unshare, "sh", "-c", script],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._holder.stdout is not None
+        self._holder.stdout.readline()
+        children = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children")
+        self._init = int(children.read_text().split()[0])
+
+    def start(
+        self, program: Sequence[str | os.PathLike[str]], variables: dict[str, str]
+    ) -> subprocess.Popen[str]:
+        """Start a rank: Python with the arguments `program`."""
+        enter = ["nsenter", f"--target={self._init}", "--net", "--uts", "--pid", "--mount"]
+        rank = subprocess.Popen(
+            [*enter, sys.executable, *program],
+            env={**os.environ, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.ranks.append(rank)
+        return rank
+
+    def cut(self) -> None:
+        """Cut the cable."""
+        _ip("-n", self._switch, "link", "set", self._port, "down")
+
+    def kill(self) -> None:
+        """Kill all its processes at once, as a power failure would."""
+        os.kill(self._init, signal.SIGKILL)  # who is number 1 takes all others along
+
+    def remove(self) -> None:
+        """Take everything away."""
+        for rank in self.ranks:
+            with contextlib.suppress(ProcessLookupError):
+                rank.kill()
+        self._holder.kill()
+        for process in (*self.ranks, self._holder):
+            process.wait()
+            for stream in (process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
+        _ip("netns", "del", self._net)
+
+
+@contextlib.contextmanager
+def hosts(count: int) -> Iterator[list[Host]]:
+    """Make `count` hosts on one network, for the length of a `with` block."""
+    switch = f"dure-{os.getpid()}"
+    made: list[Host] = []
+    _ip("netns", "add", switch)
+    try:
+        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge", "up")
+        for number in range(count):
+            made.append(Host("abcdefgh"[number], number, switch))
+        yield made
+    finally:
+        for host in made:
+            host.remove()
+        _ip("netns", "del", switch)
+
+
+def start_job(
+    made: Sequence[Host],
+    ranks_each: int,
+    program: Sequence[str | os.PathLike[str]],
+    key_file: Path,
+    **variables: str,
+) -> list[subprocess.Popen[str]]:
+    """Start `ranks_each` ranks on every host, host by host; rank 0's host has the store."""
+    if not key_file.exists():
+        key_file.write_bytes(os.urandom(32))
+        key_file.chmod(0o600)
+    world = {
+        "WORLD_SIZE": str(len(made) * ranks_each),
+        "MASTER_ADDR": made[0].address,
+        "MASTER_PORT": str(PORT),
+        "DURE_JOB_KEY_FILE": str(key_file),
+        "OMP_NUM_THREADS": "1",
+        **variables,
+    }
+    return [
+        host.start(program, {**world, "RANK": str(ranks_each * h + i), "LOCAL_RANK": str(i)})
+        for h, host in enumerate(made)
+        for i in range(ranks_each)
+    ]
