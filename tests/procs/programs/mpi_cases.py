@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -71,6 +72,17 @@ def case_long_messages_travel_in_parts(rank, n):
         assert holds(t, n * (n + 1) / 2)
     finally:
         mpi_memory._LONGEST = longest
+
+
+def case_reductions_without_the_native_kernels(rank, n):
+    native, mpi_memory._NATIVE = mpi_memory._NATIVE, False
+    try:
+        for dtype, count in itertools.product((torch.bfloat16, torch.uint16), (5, 200_003)):
+            t = torch.full((count,), rank + 1).to(dtype)
+            dist.all_reduce(t)
+            assert torch.equal(t, torch.full((count,), n * (n + 1) // 2).to(dtype))
+    finally:
+        mpi_memory._NATIVE = native
 
 
 def case_asynchronous_work_goes_on_while_nobody_waits(rank, n):

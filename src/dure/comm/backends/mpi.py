@@ -82,6 +82,7 @@ class MpiBackend:
     ) -> None:
         self._library, self._comm, self._mpi = library, comm, library.MPI
         self._rank, self._size = options.rank, options.size
+        self._nothing = [NOTHING] * options.size
         self._peers = [r for r in range(options.size) if r != options.rank]
         highest = _highest_tag(self._mpi, comm)
         self._verdict_tag, self._data_tag = highest, highest - 1
@@ -114,15 +115,14 @@ class MpiBackend:
         self, call: Call, gives: Sequence[Piece] | None = None, takes: Sequence[Piece] | None = None
     ) -> Steps:
         """Exchange frames, then what they say; few bytes come with the frames themselves."""
-        nothing = [NOTHING] * self._size
-        gives, takes = gives or nothing, takes or nothing
-        head = self._lane.head
-        yield self._frames.start(call, head.seq or 0, head.site, gives)
-        self._frames.check(takes)
+        head, nothing = self._lane.head, self._nothing
+        yield self._frames.start(call, head.seq or 0, head.site, gives or nothing)
+        self._frames.check(takes or nothing)
+        if gives is None or takes is None:
+            return
         self._frames.land(takes)
-        rest = any(gives[r][1] > INLINE or takes[r][1] > INLINE for r in self._peers)
-        if rest:
-            self._lane.look(self._lane.head)
+        if any(gives[r][1] > INLINE or takes[r][1] > INLINE for r in self._peers):
+            self._lane.look(head)
             yield self._exchange(gives, takes, INLINE)
         copy_piece(self._mpi, gives[self._rank], takes[self._rank])
 
@@ -164,7 +164,7 @@ class MpiBackend:
 
     def _reduce(self, tensor: torch.Tensor, dst: int, op: ReduceOp) -> Steps:
         yield from self._open(Call("reduce", tensor.dtype, op, dst, tensor.numel()))
-        nothing, here = [NOTHING] * self._size, self._rank == dst
+        nothing, here = self._nothing, self._rank == dst
         for slices in self._segments(tensor):
             mine = slices[self._rank]
             result = torch.empty(0 if here else mine[1], dtype=torch.uint8)
@@ -230,7 +230,7 @@ class MpiBackend:
 
     def _broadcast_few(self, tensor: torch.Tensor, src: int) -> Steps:
         call = Call("broadcast", tensor.dtype, root=src, numel=tensor.numel())
-        gives, takes = [NOTHING] * self._size, [NOTHING] * self._size
+        gives, takes = self._nothing[:], self._nothing[:]
         if self._rank == src:
             gives = [piece_of(tensor)] * self._size
         else:
@@ -239,9 +239,9 @@ class MpiBackend:
 
     def _broadcast_many(self, tensor: torch.Tensor, src: int) -> Steps:
         yield from self._open(Call("broadcast", tensor.dtype, root=src, numel=tensor.numel()))
-        count = self._size
+        count, nothing = self._size, self._nothing
         slices = shares(piece_of(tensor), count)
-        nothing, mine = [NOTHING] * count, slices[self._rank]
+        mine = slices[self._rank]
         if self._rank == src:
             yield self._exchange(slices, nothing)
             yield self._exchange([mine] * count, nothing)
@@ -275,7 +275,7 @@ class MpiBackend:
         async_op: bool,
     ) -> Ticket | None:
         """See `Backend.gather`."""
-        gives, takes = [NOTHING] * self._size, [NOTHING] * self._size
+        gives, takes = self._nothing[:], self._nothing[:]
         gives[dst] = piece_of(tensor)
         if outputs is not None:
             takes = [piece_of(t) for t in outputs]
@@ -290,7 +290,7 @@ class MpiBackend:
         async_op: bool,
     ) -> Ticket | None:
         """See `Backend.scatter`."""
-        gives, takes = [NOTHING] * self._size, [NOTHING] * self._size
+        gives, takes = self._nothing[:], self._nothing[:]
         takes[src] = piece_of(tensor)
         if inputs is not None:
             gives = [piece_of(t) for t in inputs]

@@ -365,9 +365,9 @@ class Lane:
         return self._error(type(error), error.what, operation, **fields)
 
     def _translate(self, operation: Operation, error: MPI.Exception) -> DureError:
-        classes = {error.Get_error_class()}
-        classes |= {status.Get_error() for status in operation.stage.statuses or ()}
-        if self._library.MPI.ERR_TRUNCATE in classes:
+        mpi, statuses = self._library.MPI, operation.stage.statuses or ()
+        codes = [error.Get_error_code(), *(status.Get_error() for status in statuses)]
+        if mpi.ERR_TRUNCATE in map(mpi.Get_error_class, codes):
             what = "a message does not fit the tensor it is received into"
             return self._error(Desync, what, operation, peer=operation.peer)
         return self._error(InternalError, "MPI failed", operation, seen=error.Get_error_string())

@@ -61,11 +61,11 @@ def load() -> Library:
     Raises:
         UsageError: mpi4py is not installed, or finds no MPI on this machine.
     """
+    if not installed():
+        raise _absent("mpi4py is not installed", "Install it: pip install 'dure[mpi]'.")
     try:
         from mpi4py import MPI  # lazy: an extra, and importing it starts MPI
-    except ImportError as error:
-        raise _absent(str(error), "Install it: pip install 'dure[mpi]'.") from None
-    except RuntimeError as error:
+    except (ImportError, RuntimeError) as error:
         raise _absent(str(error).splitlines()[0], _NO_LIBRARY) from None
     if not MPI.Is_initialized():
         MPI.Init_thread()

@@ -39,6 +39,7 @@ _LONGEST = 1 << 30
 """Bytes of one message; MPI counts in 32 bits."""
 
 _LINE = 64
+_NATIVE = native_available()[0]
 
 
 def piece_of(tensor: torch.Tensor) -> Piece:
@@ -90,7 +91,7 @@ def reduce_pieces(
     """Reduce `parts`, one of each rank, in their order, into `out`, which may be one of them."""
     if not out[1]:
         return
-    if native_available()[0]:
+    if _NATIVE:
         sources = [address for address, _ in parts]
         native_reduce(out[0], sources, dtype_code(dtype), op.code, out[1] // dtype.itemsize)
         return

@@ -41,6 +41,7 @@ class Verdicts:
 
     def __init__(self, library: Library, comm: MPI.Intracomm, tag: int) -> None:
         self._library, self._comm, self._tag = library, comm, tag
+        self._any = library.MPI.ANY_SOURCE
         self._end_at: int | None = None
         self._why: dict[str, Any] = {}
         self.left: dict[int, float] = {}
@@ -72,7 +73,9 @@ class Verdicts:
         self._tell({"end_at": num_completed, "left": True, **verdict})
 
     def hear(self) -> None:
-        """Take what verdicts have come."""
+        """Take what verdicts have come; most often there are none."""
+        if not self._comm.Iprobe(self._any, self._tag):
+            return
         for peer, verdict in _heard(self._library, self._comm, self._tag):
             end_at = verdict.pop("end_at")
             if verdict.pop("left", False):
@@ -120,8 +123,6 @@ def _heard(
 ) -> Generator[tuple[int, dict[str, Any]], None, None]:
     """Yield the verdicts that have come on `comm`, and who sent them."""
     mpi = library.MPI
-    if not comm.Iprobe(mpi.ANY_SOURCE, tag):
-        return
     status = mpi.Status()
     while comm.Iprobe(mpi.ANY_SOURCE, tag, status):
         peer = status.Get_source()
