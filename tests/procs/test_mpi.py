@@ -24,13 +24,23 @@ def write(folder: Path, text: str) -> Path:
     return program
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_mpi_backend_keeps_the_contract(n):
-    subjects = {**suite.SUBJECTS, "mpi_cases": mpi_cases}
-    ended = mpi_jobs.mpirun(n, "mpi_suite.py", *subjects)
+SUBJECTS = {**suite.SUBJECTS, "mpi_cases": mpi_cases}
+
+
+def check_all_ran(ended: mpi_jobs.Ended) -> None:
     assert ended.code == 0, ended.err
     ran = json.loads(ended.out)
-    assert ran == {name: suite.cases_of(module) for name, module in subjects.items()}
+    assert ran == {name: suite.cases_of(module) for name, module in SUBJECTS.items()}
+
+
+@pytest.mark.parametrize("n", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_mpi_backend_keeps_the_contract(n):
+    check_all_ran(mpi_jobs.mpirun(n, "mpi_suite.py", *SUBJECTS))
+
+
+def test_program_without_a_launcher_is_a_world_of_one_that_keeps_the_contract():
+    program = mpi_jobs.PROGRAMS / "mpi_suite.py"
+    check_all_ran(mpi_jobs.run(sys.executable, str(program), *SUBJECTS))
 
 
 def test_program_meets_without_any_variable_2_ranks(tmp_path):
@@ -59,21 +69,6 @@ def test_program_meets_without_any_variable_2_ranks(tmp_path):
 def test_example_runs_under_mpirun_2_ranks():
     ended = mpi_jobs.mpirun(2, EXAMPLES / "02_collectives.py", DURE_BACKEND="mpi")
     assert ended.code == 0, ended.err
-
-
-def test_program_without_a_launcher_is_a_world_of_one(tmp_path):
-    program = write(
-        tmp_path,
-        """
-        import dure as dist
-
-        with dist.process_group("mpi"):
-            dist.barrier()
-            print(dist.get_rank(), dist.get_world_size())
-        """,
-    )
-    ended = mpi_jobs.run(sys.executable, str(program))
-    assert (ended.code, ended.out) == (0, "0 1\n"), ended.err
 
 
 def test_ranks_that_mpi_did_not_start_are_told_so(tmp_path):
@@ -140,6 +135,7 @@ def test_rank_that_raises_ends_the_job_2_ranks(tmp_path):
     assert "on purpose" in ended.err
 
 
+@pytest.mark.slow
 def test_rank_that_is_killed_ends_the_job_2_ranks(tmp_path):
     program = write(
         tmp_path,
