@@ -127,6 +127,9 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "dure.data.sampler": ("DistributedSampler",),
     "dure.parallel": ("DistributedDataParallel", "GradBucket"),
 }
+_MODULES = frozenset({"trace"})
+"""Modules that are used under their own name, as `dure.trace.dump()`."""
+
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [n for n in _HOME_OF if not n.startswith("_")]  # pyright: ignore[reportUnsupportedDunderAll]
@@ -135,6 +138,8 @@ __all__ = [n for n in _HOME_OF if not n.startswith("_")]  # pyright: ignore[repo
 def __getattr__(name: str) -> Any:
     """Import the home of a public name on its first use."""
     module = _HOME_OF.get(name)
+    if name in _MODULES:
+        return importlib.import_module(f"dure.{name}")
     if module is None:
         raise AttributeError(f"module 'dure' has no attribute {name!r}")
     value = getattr(importlib.import_module(module), name)

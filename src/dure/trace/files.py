@@ -2,9 +2,9 @@
 
 A file is one JSON object: which rank wrote it (`rank`, `world_size`, `host`, `boot`, `pid`, `job`),
 why (`reason`), two clocks read together (`clock`), the groups it was in, its records by their start
-(`records`, as `Record.as_dict`), and the Python stack of each of its threads (`threads`, innermost
-frame last). Times are `time.monotonic_ns`, which all processes of a host share; `clock` relates
-them to the time of day, and so to other hosts.
+(`records`, with the fields of `Record`), and the Python stack of each of its threads (`threads`,
+innermost frame last). Times are `time.monotonic_ns`, which all processes of a host share; `clock`
+relates them to the time of day, and so to other hosts.
 
 Files are written under a temporary name and renamed, with mode 0600: they name files of the program
 and its functions. Without DURE_TRACE_DIR they lie below the user's state directory, a folder a job,
@@ -13,7 +13,6 @@ of which the newest are kept.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
@@ -24,6 +23,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+
+import msgspec
 
 from dure import env
 from dure.trace.record import Origin, Record
@@ -133,7 +134,7 @@ def write(
             {"name": g.group, "rank": g.rank, "ranks": list(g.global_ranks), "backend": g.backend}
             for g in groups
         ],
-        "records": [r.as_dict() for r in records],
+        "records": list(records),
         "threads": _threads(),
     }
     to.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -141,8 +142,8 @@ def write(
     fresh = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.part")
     try:
         descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "w", encoding="utf-8") as file:
-            json.dump(content, file)
+        with open(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(content))
         fresh.replace(path)
     except BaseException:
         fresh.unlink(missing_ok=True)

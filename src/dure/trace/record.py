@@ -7,8 +7,8 @@ or not, and are made of what a ring noted only when somebody asks for them.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from dure.trace.events import State
 
@@ -75,10 +75,6 @@ class Record:
     def site(self) -> str:
         """Where the call stands, as `file:line`; empty where that is not known."""
         return f"{self.file}:{self.line}" if self.file else ""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON can hold them."""
-        return asdict(self) | {"state": self.state.value}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,11 +99,14 @@ class FlightRing:
 
     def records(self) -> list[Record]:
         """Return what is kept, the oldest first."""
-        return [self._record(noted) for noted in list(self._noted)]
+        lines: dict[tuple[int, int], int] = {}
+        return [self._record(noted, lines) for noted in list(self._noted)]
 
-    def _record(self, noted: Noted) -> Record:
+    def _record(self, noted: Noted, lines: dict[tuple[int, int], int]) -> Record:
         origin, how, detail = self.origin, noted[_ERROR], noted[_DETAIL]
         code: CodeType = noted[_CODE]
+        place = (id(code), noted[_AT])
+        line = lines.get(place) or lines.setdefault(place, _line(code, noted[_AT]))
         return Record(
             group=origin.group,
             op=noted[_OP],
@@ -118,7 +121,7 @@ class FlightRing:
             reduction=detail if isinstance(detail, str) else "",
             async_op=noted[_ASYNC],
             file=code.co_filename,
-            line=_line(code, noted[_AT]),
+            line=line,
             function=code.co_qualname,
             start_ns=noted[_START],
             end_ns=noted[_END],

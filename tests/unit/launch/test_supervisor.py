@@ -57,6 +57,24 @@ def test_silent_ranks_are_not_waited_for_long() -> None:
     assert machine.tick(TIMING.stacks_s) == [TERM_ALL]
 
 
+def test_ranks_that_write_flight_records_get_time_to_fail_by_themselves() -> None:
+    machine = Supervisor(3, Timing(settle_s=1.0))
+    machine.exited(1, Exit(signal=9), 0.0)
+    machine.told(0, 0.01)
+    assert machine.told(2, 0.02) == []
+    assert machine.exited(0, Exit(code=1), 0.4) == []
+    assert machine.tick(0.9) == []
+    assert machine.tick(1.0) == [TERM_ALL]
+    assert machine.ended_by_launcher == {2}
+
+
+def test_nobody_is_waited_for_where_all_have_failed_by_themselves() -> None:
+    machine = Supervisor(2, Timing(settle_s=1.0))
+    machine.exited(1, Exit(signal=9), 0.0)
+    assert machine.exited(0, Exit(code=1), 0.1) == [TERM_ALL, Sweep()]
+    assert machine.ended_by_launcher == frozenset()
+
+
 def test_crashed_rank_may_get_to_its_end() -> None:
     machine = Supervisor(2, TIMING)
     assert machine.crashed(0, 0.0) == [AskStacks((1,))]
