@@ -45,6 +45,7 @@ class Crew:
         self._context.set_forkserver_preload(_PRELOAD)
         self._folder, self._num_rounds = folder, 0
         self.num_started = 0
+        self.ended_at: dict[int, float] = {}  # of ranks, in the last round in which they did
         self._members = [self._start() for _ in range(n)]
 
     def _start(self) -> tuple[BaseProcess, Connection]:
@@ -89,34 +90,40 @@ class Crew:
         for rank in range(size):
             place = Place(rank, size, f"file://{path}")
             self._members[rank][1].send_bytes(pickle.dumps((fn, place, args)))
+        replies: dict[int, Any] = {}
         try:
-            replies = self._collect(size, time.monotonic() + limit_s)
+            self._collect(replies, size, time.monotonic() + limit_s)
+        except BaseException:
+            for rank in range(size):
+                self._replace(rank)  # who knows where they are
+            raise
         finally:
             path.unlink(missing_ok=True)
-        for reply in replies:
-            if isinstance(reply, BaseException):
-                raise reply
-        return replies
+        return [replies[rank] for rank in range(size)]
 
-    def _collect(self, size: int, deadline: float) -> list[Any]:
-        replies: dict[int, Any] = {}
+    def _collect(self, replies: dict[int, Any], size: int, deadline: float) -> None:
         while len(replies) < size:
             open_ = {self._members[r][1]: r for r in range(size) if r not in replies}
             ready = wait(list(open_), min(0.05, max(0.0, deadline - time.monotonic())))
             for pipe in ready:
-                rank = open_[pipe]  # pyright: ignore[reportArgumentType]
-                try:
-                    replies[rank] = pickle.loads(self._members[rank][1].recv_bytes())
-                except (EOFError, OSError):
-                    replies[rank] = None
-                    self._replace(rank)
+                self._reply(replies, open_[pipe])  # pyright: ignore[reportArgumentType]
             stopped = [r for r in open_.values() if _is_stopped(self.pids[r])]
             if not ready and stopped and len(stopped) == len(open_):
                 for rank in stopped:
                     os.kill(self.pids[rank], signal.SIGKILL)
             elif not ready and time.monotonic() > deadline:
-                raise TimeoutError(f"ranks {list(open_.values())} neither answered nor ended")
-        return [replies[r] for r in range(size)]
+                raise TimeoutError(
+                    f"ranks {list(open_.values())} neither answered nor ended; so far {replies}"
+                )
+
+    def _reply(self, replies: dict[int, Any], rank: int) -> None:
+        try:
+            replies[rank] = pickle.loads(self._members[rank][1].recv_bytes())
+        except (EOFError, OSError):
+            replies[rank], self.ended_at[rank] = None, time.monotonic()
+            self._replace(rank)
+        if isinstance(replies[rank], BaseException):
+            raise replies[rank]
 
     def _replace(self, rank: int) -> None:
         self._end(self._members[rank])
