@@ -1,0 +1,67 @@
+"""What the mpi backend is made of, as far as it needs no MPI."""
+
+from __future__ import annotations
+
+import pytest
+
+from dure.comm.backends import mpi_library, mpi_memory
+from dure.comm.backends.mpi_frames import Call
+from dure.comm.ops import ReduceOp
+from dure.errors import UsageError
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+@pytest.mark.parametrize("width", [1, 2, 8])
+@pytest.mark.parametrize("count", [0, 1, 6, 7, 8, 1000])
+def test_shares_cover_the_whole_in_elements(n, width, count):
+    pieces = mpi_memory.shares((640, count * width), n, width)
+    assert [begin for begin, _ in pieces] == [
+        640 + sum(nbytes for _, nbytes in pieces[:i]) for i in range(n)
+    ]
+    assert sum(nbytes for _, nbytes in pieces) == count * width
+    assert all(nbytes % width == 0 for _, nbytes in pieces)
+    assert max(nbytes for _, nbytes in pieces) - min(nbytes for _, nbytes in pieces) <= width
+
+
+def test_cut_ends_with_the_piece():
+    assert mpi_memory.cut((100, 25), 0, 10) == (100, 10)
+    assert mpi_memory.cut((100, 25), 20, 10) == (120, 5)
+    assert mpi_memory.cut((100, 25), 30, 10)[1] == 0
+
+
+def test_messages_of_a_piece_are_no_longer_than_mpi_can_count(monkeypatch):
+    monkeypatch.setattr(mpi_memory, "_LONGEST", 10)
+    assert list(mpi_memory.messages((0, 25), 0)) == [(0, 10), (10, 10), (20, 5)]
+    assert list(mpi_memory.messages((0, 25), 25)) == []
+    assert list(mpi_memory.messages((0, 0), 0)) == []
+    assert list(mpi_memory.messages((0, 0), -1)) == [(0, 0)]
+
+
+def test_signature_tells_every_field():
+    call = Call("all_reduce", None, ReduceOp.SUM, 1, 5, (1, 2))
+    others = [
+        call._replace(op="reduce"),
+        call._replace(reduction=ReduceOp.MAX),
+        call._replace(root=0),
+        call._replace(numel=6),
+        call._replace(lengths=(2, 1)),
+    ]
+    signatures = {c.pack(3) for c in [call, *others]} | {call.pack(4)}
+    assert len(signatures) == 7
+    assert call.pack(3) == Call("all_reduce", None, ReduceOp.SUM, 1, 5, (1, 2)).pack(3)
+
+
+def test_missing_mpi4py_is_one_clear_error(monkeypatch):
+    monkeypatch.setattr(mpi_library, "installed", lambda: False)
+    with pytest.raises(UsageError) as info:
+        mpi_library.load.__wrapped__()
+    assert "dure[mpi]" in info.value.fix
+
+
+@pytest.mark.parametrize("mark", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"])
+def test_launcher_is_known_by_its_marks(monkeypatch, mark):
+    for other in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"):
+        monkeypatch.delenv(other, raising=False)
+    assert not mpi_library.launched()
+    monkeypatch.setenv(mark, "2")
+    assert mpi_library.launched()
