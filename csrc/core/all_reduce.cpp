@@ -3,26 +3,30 @@
 // Note "Five ways to all_reduce". n ranks, S bytes a rank; "line" is a cache line, C a chunk.
 //
 //   inlined  S <= 32      one meeting; data travel in the line of the tick
-//   whole    S <= 16 KiB, one meeting for each C bytes: every rank publishes them, reads those of
-//            or n = 2     the others and reduces everything itself. A rank writes S, reads (n-1) S.
-//   sliced   larger       one meeting for each C bytes and one more. A chunk is cut into n slices,
-//                         one a rank. Copy in what others reduce; meet; reduce the own slice from
-//                         all staging buffers straight into the own tensor and a copy into staging;
-//                         meet; copy out the others' slices.
-//                         A rank writes S (n-1)/n + S/n, reads 2 S (n-1)/n of others.
+//   whole    S <= 16 KiB  one meeting: every rank publishes S bytes, reads (n-1) S, and reduces
+//                         everything itself
+//   swapped  n = 2        see below: ceil(S / C) + 1 meetings; writes S, of others too
+//   sliced   larger       ceil(S / C) + 1 meetings. A chunk is cut into n slices, one a rank. Copy
+//                         in what others reduce; meet; reduce the own slice from all staging
+//                         buffers into the own tensor, and a copy into staging; meet; copy out the
+//                         others' slices. A rank writes S (n-1)/n + S/n, reads 2 S (n-1)/n of
+//                         others.
 //   direct   arena        two meetings in all, no staging: reduce the own slice of all regions,
 //                         write the result into all regions. A rank reads S, writes S.
 //
-// Two ranks work whole at any size: the slices would save half of the additions, which cost nothing
-// beside the bytes moved, and cost twice the meetings.
+// Note "Chunks overlap". One meeting serves two chunks: what must come after it in one lies beside
+// what must come before it in the other. `sliced`: reduce the slice of chunk k, copy in chunk k+1,
+// arrive, copy out chunk k-1, wait. Buffers are used in turn, and whoever begins to fill the buffer
+// of chunk k+1 knows that all have arrived in chunk k-1, thus have left chunk k-3: so four buffers
+// suffice. Slices are cut at multiples of a line, so no line is written by two ranks at a time.
 //
-// Note "Chunks overlap". Between two meetings a rank works on several chunks, so that one meeting
-// serves them all and what a chunk's slowest rank is late is made up in the next. `whole`: copy in
-// chunk k+1, arrive, see that all have arrived with chunk k, reduce it. `sliced`: reduce the slice
-// of chunk k, copy in chunk k+1, arrive, copy out chunk k-1, wait. Buffers are used in turn, and
-// whoever begins to fill the buffer of chunk k+1 knows that all have arrived with chunk k-1, thus
-// have left chunk k-3: so four buffers suffice. Slices are cut at multiples of a line, so no line
-// is written by two ranks.
+// Note "Swapped". What costs is moving lines between cores, most of all writing one that another
+// core has read: its copy must be called back first. Between two ranks that can be avoided. Each
+// puts the peer's half of a chunk into its own buffer; the peer adds its half and leaves the result
+// where it found the summand, a line that is then in its own cache and nowhere else; the owner
+// takes the result and leaves the next summand but one. So a line is always read and written at
+// once, and moves once for each half of the way. Only the owner touches a buffer after the last
+// meeting.
 //
 // An element is combined in the order of ranks whichever way is taken, and rounded once: the result
 // is the same bit for bit, on all ranks, in all ways. `reduce` is the same but that only the root
@@ -65,16 +69,17 @@ Status Group::reduce(Block tensor, const Call& call) {
     if (!kernel) return Status::usage;
     std::shared_ptr<SharedBlock> shared;
     uint64_t place = 0;
-    if (tensor.bytes >= kDirectBytes && call.root < 0) {
+    if (tensor.bytes > kWholeBytes && call.root < 0) {
         place = arena_.find(tensor.data, tensor.bytes, &shared);
     }
     announce(call, tensor.bytes, place);
     if (tensor.bytes == 0 || size_ == 1) return open();
     if (tensor.bytes <= kInlineBytes) return reduce_inlined(tensor, call.root, kernel);
-    const Staged staged{tensor, kernel, item_bytes(call.dtype), chunk_,
+    if (tensor.bytes <= kWholeBytes) return reduce_whole(tensor, call.root, kernel);
+    // Two ranks stage half of a chunk.
+    const Staged staged{tensor, kernel, item_bytes(call.dtype), size_ == 2 ? 2 * chunk_ : chunk_,
                         call.root < 0 || call.root == rank_};
-    const bool whole = size_ == 2 || tensor.bytes <= kWholeBytes;
-    auto begin = [&] { whole ? copy_whole(staged, 0) : copy_in(staged, 0); };
+    auto begin = [&] { size_ == 2 ? offer(staged, 0) : copy_in(staged, 0); };
     if (place == 0) begin();
     if (Status s = open(); s != Status::ok) return s;
     // Only now is it known where the others' tensors lie.
@@ -84,7 +89,7 @@ Status Group::reduce(Block tensor, const Call& call) {
         if (place != 0) begin();
         if (Status s = meet(); s != Status::ok) return s;
     }
-    return whole ? reduce_whole(staged) : reduce_sliced(staged);
+    return size_ == 2 ? reduce_swapped(staged) : reduce_sliced(staged);
 }
 
 // What a kernel reads and writes: filled as needed, on the stack.
@@ -106,34 +111,75 @@ Status Group::reduce_inlined(Block tensor, int root, ReduceFn kernel) {
     return Status::ok;
 }
 
-// ---- whole --------------------------------------------------------------------------------------
-
-void Group::copy_whole(const Staged& staged, size_t k) {
-    const Block piece = staged.piece(k);
-    std::memcpy(stage(rank_, k), piece.data, piece.bytes);
+Status Group::reduce_whole(Block tensor, int root, ReduceFn kernel) {
+    std::memcpy(stage(rank_), tensor.data, tensor.bytes);
+    const size_t count = tensor.bytes / item_bytes(slot(rank_).dtype);
+    if (Status s = open(); s != Status::ok) return s;
+    if (root < 0 || root == rank_) {
+        Places places;
+        for (int r = 0; r < size_; r++) places.from[r] = r == rank_ ? tensor.data : stage(r);
+        places.to[0] = tensor.data;
+        kernel({places.to, 1, places.from, size_, count});
+    }
+    next_stage();
+    return Status::ok;
 }
 
-// Chunk 0 has been copied in and met for.
-Status Group::reduce_whole(const Staged& staged) {
+// ---- swapped ------------------------------------------------------------------------------------
+
+// Put the half of chunk `k` that the peer reduces into the own buffer.
+void Group::offer(const Staged& staged, size_t k) {
+    const Block piece = staged.piece(k);
+    const Slices slices(piece.bytes, size_);
+    const int peer = 1 - rank_;
+    std::memcpy(stage(rank_, k % 2), piece.data + slices.begin(peer), slices.length(peer));
+}
+
+// Chunk 0 has been offered and met for.
+Status Group::reduce_swapped(const Staged& staged) {
     const size_t chunks = staged.chunks();
+    if (chunks > 1) offer(staged, 1);
     for (size_t k = 0; k < chunks; k++) {
-        const bool more = k + 1 < chunks;
-        if (more) {
-            copy_whole(staged, k + 1);
-            arrive();
-        }
-        if (k > 0) {
-            if (Status s = await_all_but(more ? 1 : 0); s != Status::ok) return s;
-        }
-        if (!staged.keeps) continue;
-        const Block piece = staged.piece(k);
-        Places places;
-        for (int r = 0; r < size_; r++) places.from[r] = r == rank_ ? piece.data : stage(r, k);
-        places.to[0] = piece.data;
-        staged.kernel({places.to, 1, places.from, size_, piece.bytes / staged.item});
+        answer(staged, k);
+        if (Status s = meet(); s != Status::ok) return s;
+        swap(staged, k);
     }
-    next_stage(chunks);
     return Status::ok;
+}
+
+// Reduce the own half of chunk `k` into the tensor, and where the peer's summand lay.
+void Group::answer(const Staged& staged, size_t k) {
+    const Block piece = staged.piece(k);
+    const Slices slices(piece.bytes, size_);
+    std::byte* mine = piece.data + slices.begin(rank_);
+    std::byte* theirs = stage(1 - rank_, k % 2);
+    const void* from[2] = {rank_ == 0 ? mine : theirs, rank_ == 0 ? theirs : mine};
+    void* to[2] = {theirs, mine};
+    const size_t length = slices.length(rank_);
+    if (length) staged.kernel({to, staged.keeps ? 2 : 1, from, 2, length / staged.item});
+}
+
+// Take the result of chunk `k` out of the own buffer, and offer chunk k+2 there.
+void Group::swap(const Staged& staged, size_t k) {
+    constexpr size_t kStep = 16 * 1024;  // stays in the first-level cache
+    const int peer = 1 - rank_;
+    const Block piece = staged.piece(k);
+    const Slices slices(piece.bytes, size_);
+    Block next;
+    if (k + 2 < staged.chunks()) {
+        next = staged.piece(k + 2);
+        const Slices halves(next.bytes, size_);
+        next = {next.data + halves.begin(peer), halves.length(peer)};
+    }
+    std::byte* buffer = stage(rank_, k % 2);
+    std::byte* out = piece.data + slices.begin(peer);
+    const size_t length = slices.length(peer);
+    for (size_t at = 0; at < length; at += kStep) {
+        if (staged.keeps) std::memcpy(out + at, buffer + at, std::min(kStep, length - at));
+        if (at < next.bytes) {
+            std::memcpy(buffer + at, next.data + at, std::min(kStep, next.bytes - at));
+        }
+    }
 }
 
 // ---- sliced -------------------------------------------------------------------------------------
@@ -171,9 +217,10 @@ void Group::reduce_own_slice(const Staged& staged, size_t k) {
     for (int r = 0; r < size_; r++) {
         places.from[r] = (r == rank_ ? piece.data : stage(r, k)) + lo;
     }
-    places.to[0] = stage(rank_, k) + lo;
-    places.to[1] = piece.data + lo;
-    staged.kernel({places.to, staged.keeps ? 2 : 1, places.from, size_, length / staged.item});
+    // One long copy into lines that others have read costs a third of many short ones.
+    places.to[0] = (staged.keeps ? piece.data : stage(rank_, k)) + lo;
+    staged.kernel({places.to, 1, places.from, size_, length / staged.item});
+    if (staged.keeps) std::memcpy(stage(rank_, k) + lo, piece.data + lo, length);
 }
 
 void Group::copy_out(const Staged& staged, size_t k) {

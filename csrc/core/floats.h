@@ -32,11 +32,12 @@ struct BFloat16 {
     uint16_t bits;
     using Accumulator = float;
     static float load(BFloat16 x) { return as_float(uint32_t{x.bits} << 16); }
-    static BFloat16 store(float x) {
+    // The rounded value in the upper half of the bits; what is below is rubbish.
+    static uint32_t upper(float x) {
         uint32_t b = as_bits(x);
-        uint32_t rounded = (b + 0x7fff + ((b >> 16) & 1)) >> 16;
-        return {static_cast<uint16_t>(x != x ? 0x7fc0u : rounded)};
+        return x != x ? 0x7fc00000u : b + 0x7fff + ((b >> 16) & 1);
     }
+    static BFloat16 store(float x) { return {static_cast<uint16_t>(upper(x) >> 16)}; }
 };
 
 struct Float16 {

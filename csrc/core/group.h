@@ -191,10 +191,13 @@ class Group {
     Status guarded(F collective);
     Status reduce(Block tensor, const Call& call);
     Status reduce_inlined(Block tensor, int root, ReduceFn kernel);
-    Status reduce_whole(const Staged& staged);
+    Status reduce_whole(Block tensor, int root, ReduceFn kernel);
+    Status reduce_swapped(const Staged& staged);
     Status reduce_sliced(const Staged& staged);
     Status reduce_direct(Block tensor, const SharedBlock& shared, ReduceFn kernel);
-    void copy_whole(const Staged& staged, size_t chunk);
+    void offer(const Staged& staged, size_t chunk);
+    void answer(const Staged& staged, size_t chunk);
+    void swap(const Staged& staged, size_t chunk);
     void copy_in(const Staged& staged, size_t chunk);
     void reduce_own_slice(const Staged& staged, size_t chunk);
     void copy_out(const Staged& staged, size_t chunk);

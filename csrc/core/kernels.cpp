@@ -9,10 +9,11 @@
 // in itself; integers as unsigned, which wraps around without undefined behaviour. Contraction to
 // fused multiply-add is off, so that all instruction sets give the same bits.
 //
-// As in floats.h, nothing here may be an inline function shared with other objects.
+// What an element is and how two are combined: elements.h. As there, nothing here may be an inline
+// function shared with other objects.
 #include "kernels.h"
 
-#include "floats.h"
+#include "elements.h"
 
 #ifndef DURE_ISA
 #define DURE_ISA generic
@@ -22,170 +23,6 @@ namespace dure {
 namespace {
 
 constexpr size_t kBlock = 1024;  // elements; 4 KiB of float
-
-// ---- element types: how to load, combine and store
-// -----------------------------------------------
-
-template <typename T>
-struct Native {
-    using Stored = T;
-    using Acc = T;
-    static Acc load(T x) { return x; }
-    static T store(Acc x) { return x; }
-};
-
-template <typename F>
-struct Small {
-    using Stored = F;
-    using Acc = float;
-    static Acc load(F x) { return F::load(x); }
-    static F store(Acc x) { return F::store(x); }
-};
-
-struct Bool {
-    using Stored = uint8_t;
-    using Acc = uint8_t;
-    static Acc load(uint8_t x) { return x != 0; }
-    static uint8_t store(Acc x) { return x; }
-};
-
-template <typename T>
-struct Pair {
-    T re, im;
-};
-
-template <typename T>
-struct Complex {
-    using Stored = Pair<T>;
-    using Acc = Pair<T>;
-    static Acc load(Stored x) { return x; }
-    static Stored store(Acc x) { return x; }
-};
-
-struct ComplexHalf {
-    using Stored = Pair<Float16>;
-    using Acc = Pair<float>;
-    static Acc load(Stored x) { return {Float16::load(x.re), Float16::load(x.im)}; }
-    static Stored store(Acc x) { return {Float16::store(x.re), Float16::store(x.im)}; }
-};
-
-// ---- reductions ---------------------------------------------------------------------------------
-
-struct Sum {
-    template <typename T>
-    static T combine(T a, T b) {
-        return static_cast<T>(a + b);
-    }
-    template <typename T>
-    static Pair<T> combine(Pair<T> a, Pair<T> b) {
-        return {a.re + b.re, a.im + b.im};
-    }
-    template <typename T>
-    static T finish(T x, int) {
-        return x;
-    }
-};
-
-struct Average : Sum {
-    template <typename T>
-    static T finish(T x, int n) {
-        return x / static_cast<T>(n);
-    }
-    template <typename T>
-    static Pair<T> finish(Pair<T> x, int n) {
-        return {x.re / static_cast<T>(n), x.im / static_cast<T>(n)};
-    }
-};
-
-// Keeps the compiler from fusing the multiplication that made `x` with what follows: GCC 12 does so
-// when it vectorises a complex product, even with -ffp-contract=off.
-template <typename T>
-inline T rounded(T x) {
-#if defined(__x86_64__)
-    asm("" : "+x"(x));
-#elif defined(__aarch64__)
-    asm("" : "+w"(x));
-#endif
-    return x;
-}
-
-struct Product {
-    static float combine(float a, float b) { return a * b; }
-    static double combine(double a, double b) { return a * b; }
-    static uint64_t combine(uint64_t a, uint64_t b) { return a * b; }
-    static uint32_t combine(uint32_t a, uint32_t b) { return a * b; }
-    static uint16_t combine(uint16_t a, uint16_t b) {
-        return static_cast<uint16_t>(uint32_t{a} * uint32_t{b});
-    }
-    static uint8_t combine(uint8_t a, uint8_t b) {
-        return static_cast<uint8_t>(uint32_t{a} * uint32_t{b});
-    }
-    template <typename T>
-    static Pair<T> combine(Pair<T> a, Pair<T> b) {
-        return {rounded(a.re * b.re) - rounded(a.im * b.im),
-                rounded(a.re * b.im) + rounded(a.im * b.re)};
-    }
-    template <typename T>
-    static T finish(T x, int) {
-        return x;
-    }
-};
-
-// A NaN on either side wins: b's by the second test, a's because no comparison with it holds.
-struct Minimum {
-    template <typename T>
-    static T combine(T a, T b) {
-        return (b < a || b != b) ? b : a;
-    }
-    template <typename T>
-    static T finish(T x, int) {
-        return x;
-    }
-};
-
-struct Maximum {
-    template <typename T>
-    static T combine(T a, T b) {
-        return (b > a || b != b) ? b : a;
-    }
-    template <typename T>
-    static T finish(T x, int) {
-        return x;
-    }
-};
-
-struct And {
-    template <typename T>
-    static T combine(T a, T b) {
-        return static_cast<T>(a & b);
-    }
-    template <typename T>
-    static T finish(T x, int) {
-        return x;
-    }
-};
-
-struct Or {
-    template <typename T>
-    static T combine(T a, T b) {
-        return static_cast<T>(a | b);
-    }
-    template <typename T>
-    static T finish(T x, int) {
-        return x;
-    }
-};
-
-struct Xor {
-    template <typename T>
-    static T combine(T a, T b) {
-        return static_cast<T>(a ^ b);
-    }
-    template <typename T>
-    static T finish(T x, int) {
-        return x;
-    }
-};
 
 // ---- the loop -----------------------------------------------------------------------------------
 
@@ -242,19 +79,69 @@ inline void narrow(typename E::Acc* acc, typename E::Stored* out, size_t n, int 
     }
 }
 
+// Formats that are the upper half of a wider one go two at a time: each is widened where it lies,
+// by a shift or a mask, so that no lanes of a vector change places.
+template <typename E>
+constexpr bool kGoesInPairs = false;
+template <>
+constexpr bool kGoesInPairs<Small<BFloat16>> = true;
+
+template <typename E, typename R>
+inline void only_two_pairs(const typename E::Stored* a, const typename E::Stored* b,
+                           typename E::Stored* out, size_t pairs) {
+#pragma GCC ivdep
+    for (size_t i = 0; i < pairs; i++) {
+        uint32_t x, y;
+        __builtin_memcpy(&x, a + 2 * i, 4);
+        __builtin_memcpy(&y, b + 2 * i, 4);
+        const float low = R::finish(R::combine(as_float(x << 16), as_float(y << 16)), 2);
+        const float high =
+            R::finish(R::combine(as_float(x & 0xffff0000u), as_float(y & 0xffff0000u)), 2);
+        const uint32_t z = BFloat16::upper(low) >> 16 | (BFloat16::upper(high) & 0xffff0000u);
+        __builtin_memcpy(out + 2 * i, &z, 4);
+    }
+}
+
 // As `first_two` and `narrow`, without the accumulator's way through memory.
 template <typename E, typename R>
 inline void only_two(const typename E::Stored* a, const typename E::Stored* b,
                      typename E::Stored* out, size_t n) {
+    if constexpr (kGoesInPairs<E>) {
+        const size_t pairs = n / 2;
+        only_two_pairs<E, R>(a, b, out, pairs);
+        a += 2 * pairs, b += 2 * pairs, out += 2 * pairs, n -= 2 * pairs;
+    }
 #pragma GCC ivdep
     for (size_t i = 0; i < n; i++) {
         out[i] = E::store(R::finish(R::combine(E::load(a[i]), E::load(b[i])), 2));
     }
 }
 
+// Both results at once, so that a line that comes from another core's cache is read and written in
+// one go. (The compiler makes vectors of this only where nothing is converted.)
+template <typename E>
+constexpr bool kWritesBoth = false;
+template <typename T>
+constexpr bool kWritesBoth<Native<T>> = true;
+
+template <typename T, typename R>
+void two_to_two(const Operands& o) {
+    const auto *a = static_cast<const T*>(o.sources[0]), *b = static_cast<const T*>(o.sources[1]);
+    auto *out = static_cast<T*>(o.outs[0]), *other = static_cast<T*>(o.outs[1]);
+#pragma GCC ivdep
+    for (size_t i = 0; i < o.count; i++) {
+        const T x = R::finish(R::combine(a[i], b[i]), 2);
+        out[i] = x;
+        other[i] = x;
+    }
+}
+
 template <typename E, typename R>
 void reduce(const Operands& o) {
     using Stored = typename E::Stored;
+    if constexpr (kWritesBoth<E>) {
+        if (o.n == 2 && o.num_outs == 2) return two_to_two<Stored, R>(o);
+    }
     alignas(64) typename E::Acc acc[kBlock];
     for (size_t at = 0; at < o.count; at += kBlock) {
         const size_t n = o.count - at < kBlock ? o.count - at : kBlock;
