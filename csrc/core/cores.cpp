@@ -6,8 +6,8 @@
 // up its core to a neighbour kSharedYields times looks where all the ranks were seen. If its own
 // core has two more of them than another that it may use, and it is the last of those on its own,
 // it moves: it forbids itself all cores but those with the fewest ranks, and at once allows itself
-// again what was allowed before. Each move doubles the time until the next, so that a kernel that
-// knows better is left alone.
+// again what was allowed before. It moves again after 5 ms at the earliest, and after twice the
+// time of before if it met contention where it went.
 #include <sched.h>
 
 #include <algorithm>
@@ -19,7 +19,8 @@ namespace dure {
 namespace {
 
 constexpr uint32_t kSharedYields = 64;
-constexpr int64_t kLongestPauseNs = 2'000'000'000;
+constexpr int64_t kShortestPauseNs = 5'000'000;
+constexpr int64_t kLongestPauseNs = 500'000'000;
 
 }  // namespace
 
@@ -40,7 +41,7 @@ bool Group::shares_core(int rank) const {
 void Group::step_aside(int64_t now) {
     if (shared_yields_.fetch_add(1, std::memory_order_relaxed) % kSharedYields != kSharedYields - 1)
         return;
-    if (now < next_move_ns_.load(std::memory_order_relaxed)) return;
+    if (now < moved_ns_.load() + move_pause_ns_.load()) return;
     cpu_set_t allowed;
     if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;  // more cores than a set has
     const auto core_of = [this](int r) { return block(r).cpu.load(std::memory_order_relaxed); };
@@ -64,9 +65,9 @@ void Group::step_aside(int64_t now) {
         sched_setaffinity(0, sizeof allowed, &allowed);
     }
     show_core();
-    const int64_t pause = move_pause_ns_.load(std::memory_order_relaxed);
-    next_move_ns_.store(now + pause, std::memory_order_relaxed);
-    move_pause_ns_.store(std::min(2 * pause, kLongestPauseNs), std::memory_order_relaxed);
+    const bool worse = contended_until_ns_.load() > moved_ns_.exchange(now);
+    const int64_t longer = std::clamp(2 * move_pause_ns_.load(), kShortestPauseNs, kLongestPauseNs);
+    move_pause_ns_.store(worse ? longer : kShortestPauseNs);
 }
 
 }  // namespace dure

@@ -243,7 +243,7 @@ class Group {
 
     std::atomic<int64_t> contended_until_ns_{0};  // someone else computes on our cores
     std::atomic<uint32_t> shared_yields_{0};
-    std::atomic<int64_t> next_move_ns_{0}, move_pause_ns_{5'000'000};
+    std::atomic<int64_t> moved_ns_{0}, move_pause_ns_{0};
     std::atomic<bool> closing_{false};
     std::atomic<int> inside_{0};
     std::atomic<bool> failed_{false};
