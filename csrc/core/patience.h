@@ -1,7 +1,10 @@
 // How a rank passes the time between two looks, before it sleeps: the first two stages of
 // "Waiting" (sync.cpp).
 //
-// The clock is read once in kLooks looks, and once a yield.
+// The clock is read once in kLooks looks, and once a yield. A yield that took long lent the core to
+// another program, which will not give it back soon; then a rank rather sleeps for a while, because
+// whoever wakes goes first. Not so where ranks outnumber cores: yields are long there at times, and
+// sleeping costs five times as much as they do.
 #pragma once
 
 #include <sched.h>
@@ -69,7 +72,9 @@ class Patience {
         sched_yield();
         group_.show_core();
         read_clock();
-        if (now_ns_ - before > kContendedNs) group_.set_contended_until(now_ns_ + kContentionNs);
+        if (!group_.crowded() && now_ns_ - before > kContendedNs) {
+            group_.set_contended_until(now_ns_ + kContentionNs);
+        }
         yielded_ns_ = now_ns_;
         looks_ = 0;
         if (shares_) group_.step_aside(now_ns_);
