@@ -73,6 +73,8 @@ class BackendOptions:
         device_id: The device the rank is bound to, if it said so.
         patience: How long an operation may take whose time somebody else keeps, who also says who
             left; None: the group keeps its time, and its ranks tell each other.
+        threads: Threads of each rank that compute while it waits, its own included: ranks spin only
+            where the host has cores for all of them.
         pg_options: What the user gave as `pg_options` or `backend_options`, untouched.
     """
 
@@ -84,6 +86,7 @@ class BackendOptions:
     name: str
     device_id: torch.device | None = None
     patience: timedelta | None = None
+    threads: int = 1
     pg_options: object = None
     extra: dict[str, object] = field(default_factory=dict)
 

@@ -4,67 +4,59 @@ A hybrid group is put together from other backends (hybrid_links.py): one `shm` 
 host, one engine group for each lane, and one that joins all ranks. hybrid_hosts.py has the words;
 hybrid_opening.py tells how every collective begins, and how the small ones are over with that;
 hybrid_reductions.py and hybrid_moves.py the large ones; hybrid_messages.py point-to-point;
-hybrid_fate.py and hybrid_watch.py what happens when a rank, a host or a link is lost.
+hybrid_rendezvous.py how the group comes about; hybrid_fate.py and hybrid_watch.py what happens when
+a rank, a host or a link is lost.
 
-Rendezvous: each rank says where it lives. The ranks of a host make a shared segment; where they
-cannot map it (another container, a hardened kernel), each of them counts as a host of its own, and
-the log says so. Then the lanes and the mesh are made, through the group's store like any engine
-group. A group whose ranks all share one host is a `shm` group, and nothing more.
+A group whose ranks all share one host is a `shm` group, and nothing more.
 
 Threads: as the contract says. Asynchronous collectives run on a thread of the group.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from datetime import timedelta
 
 import torch
 
 from dure.comm.backends.base import Backend, BackendOptions, Ticket
-from dure.comm.backends.hybrid_fate import Fate
-from dure.comm.backends.hybrid_hosts import Hosts, find_residents, group_by_host
 from dure.comm.backends.hybrid_links import Links
 from dure.comm.backends.hybrid_messages import Messages
 from dure.comm.backends.hybrid_moves import Moves
 from dure.comm.backends.hybrid_opening import Call, Frame, Opening, digest_of, mix
 from dure.comm.backends.hybrid_queue import OperationQueue
 from dure.comm.backends.hybrid_reductions import Reductions, fold_by_host
+from dure.comm.backends.hybrid_rendezvous import (
+    LOCAL_SLACK,
+    Factory,
+    await_all,
+    close_all,
+    connect,
+    find_hosts,
+)
 from dure.comm.backends.hybrid_watch import Watch
-from dure.comm.backends.shm import ShmBackend
-from dure.comm.backends.shm import create as create_shm
 from dure.comm.ops import ReduceOp
-from dure.errors import DureError, RendezvousError, RendezvousTimeout
-from dure.store.prefix import PrefixStore
+from dure.errors import DureError
 
 __all__ = ["HybridBackend", "create_with"]
-
-_log = logging.getLogger("dure.comm")
-_PATIENCE = timedelta(days=365)
-"""The hybrid group keeps the time itself: an engine whose time is up cannot be used again."""
-
-_SLACK = timedelta(seconds=1)
-"""How much longer the ranks of a host wait for each other: one of them may wait for another host,
-and knows better who is missing."""
-
-Factory = Callable[[BackendOptions], Backend]
 
 
 class HybridBackend:
     """One rank's part of a group over several hosts; the contract is that of `Backend`.
 
     Args:
+        name: The backend's name, which says what joins the hosts.
         links: The group's parts.
         watch: On a leader, who watches the other hosts.
         options: What the group is.
     """
 
-    name = "hybrid"
     device_types = frozenset({"cpu"})
 
-    def __init__(self, links: Links, watch: Watch | None, options: BackendOptions) -> None:
+    def __init__(
+        self, name: str, links: Links, watch: Watch | None, options: BackendOptions
+    ) -> None:
+        self.name = name
         self._links, self._watch, self._hosts = links, watch, links.hosts
         self._rank, self._size = options.rank, options.size
         self._opening = Opening(links)
@@ -85,7 +77,7 @@ class HybridBackend:
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long an operation may wait for its peers."""
         self._links.fate.timeout_s = timeout.total_seconds()
-        self._links.local.set_timeout(timeout + _SLACK)
+        self._links.local.set_timeout(timeout + LOCAL_SLACK)
 
     def _run(self, op: str, action: Callable[[], object], async_op: bool) -> Ticket | None:
         """Run a collective, and let what goes wrong with it break the group on all ranks."""
@@ -398,13 +390,11 @@ def _even(tensor: torch.Tensor, n: int) -> list[torch.Tensor]:
     return [flat[i * k : (i + 1) * k] for i in range(n)]
 
 
-# ---- rendezvous ----------------------------------------------------------------------------------
-
-
-def create_with(engine: Factory, options: BackendOptions) -> Backend:
+def create_with(name: str, engine: Factory, options: BackendOptions) -> Backend:
     """Make this rank's part of a hybrid group; every rank of the group must do so.
 
     Args:
+        name: The backend's name.
         engine: Makes a group between hosts.
         options: What the group is.
 
@@ -413,101 +403,15 @@ def create_with(engine: Factory, options: BackendOptions) -> Backend:
         RendezvousTimeout: A rank did not come.
         CommError: A host cannot be connected to.
     """
-    hosts, local = _find_hosts(options)
+    hosts, local = find_hosts(options)
     if len(hosts.ranks) == 1:
-        local.name = HybridBackend.name
+        local.name = name
         return local
-    links = _connect(engine, options, hosts, local)
+    links = connect(engine, options, hosts, local)
     try:
         watch = Watch.connect(links, options) if hosts.is_leader else None
-        options.store.set(f"hybrid/ready/{options.rank}", b"")
-        options.store.wait([f"hybrid/ready/{r}" for r in range(options.size)], options.timeout)
+        await_all(options, "ready")
     except BaseException:
-        _close_all(links)
+        close_all(links)
         raise
-    return HybridBackend(links, watch, options)
-
-
-def _find_hosts(options: BackendOptions) -> tuple[Hosts, ShmBackend]:
-    """Sort the ranks into hosts whose ranks share memory indeed."""
-    residents = find_residents(options, "", "first")
-    homes = [(r.process.host_id, r.process.host) for r in residents]
-    hosts = group_by_host(homes, options.rank)
-    local, why = None, ""
-    try:
-        local = create_shm(_local_options(options, "local", hosts.mine, hosts.here))
-    except RendezvousTimeout:
-        raise
-    except RendezvousError as e:
-        why = e.seen
-    options.store.set(f"hosts/apart/{options.rank}", why)
-    apart = [f"hosts/apart/{r}" for r in range(options.size)]
-    options.store.wait(apart, options.timeout)
-    reasons = options.store.multi_get(apart)
-    if local is None or any(reasons):
-        homes = [
-            (f"{home} {r}", name) if reasons[r] else (home, name)
-            for r, (home, name) in enumerate(homes)
-        ]
-        _log.warning(
-            "ranks %s cannot share memory and count as hosts of their own: %s",
-            [r for r, reason in enumerate(reasons) if reason],
-            next(reason.decode() for reason in reasons if reason),
-        )
-        hosts = group_by_host(homes, options.rank)
-    if local is None:
-        local = create_shm(_local_options(options, "alone", (options.rank,), options.rank))
-    return hosts, local
-
-
-def _options_of(
-    options: BackendOptions, what: str, ranks: Sequence[int], number: int
-) -> BackendOptions:
-    """Return the options of a part of the group."""
-    return replace(
-        options,
-        store=PrefixStore(f"{what}/{number}", options.store),
-        rank=list(ranks).index(options.rank),
-        size=len(ranks),
-        global_ranks=tuple(options.global_ranks[r] for r in ranks),
-        name=f"{options.name}/{what}{number}",
-        pg_options=None,
-    )
-
-
-def _local_options(
-    options: BackendOptions, what: str, ranks: Sequence[int], number: int
-) -> BackendOptions:
-    part = _options_of(options, what, ranks, number)
-    return part if len(ranks) == options.size else replace(part, timeout=part.timeout + _SLACK)
-
-
-def _connect(engine: Factory, options: BackendOptions, hosts: Hosts, local: ShmBackend) -> Links:
-    """Make the engine groups."""
-    timeout_s = options.timeout.total_seconds()
-    made: list[Backend] = []
-
-    def between(what: str, ranks: Sequence[int], number: int) -> Backend:
-        part = _options_of(options, what, ranks, number)
-        made.append(engine(replace(part, patience=_PATIENCE)))
-        return made[-1]
-
-    try:
-        lane = None
-        if hosts.lane is not None:
-            place = hosts.lane
-            lane = between("lane", [ranks[place] for ranks in hosts.ranks], place)
-        mesh = between("mesh", range(hosts.size), 0)
-    except BaseException:
-        for backend in [*made, local]:
-            backend.close(True)
-        raise
-    fate = Fate(local, hosts, options.name, timeout_s)
-    fate.engines = made
-    return Links(hosts=hosts, local=local, lane=lane, mesh=mesh, fate=fate)
-
-
-def _close_all(links: Links) -> None:
-    links.fate.left.set()
-    for backend in [*links.fate.engines, links.local]:
-        backend.close(True)
+    return HybridBackend(name, links, watch, options)

@@ -16,11 +16,11 @@ def create_over_gloo(options: BackendOptions) -> Backend:
     """Make this rank's part of a group that Gloo joins between hosts (see `hybrid.create_with`)."""
     from dure.comm.backends.torch_engine import create_gloo  # lazy: the engine that is wanted only
 
-    return create_with(create_gloo, options)
+    return create_with("hybrid", create_gloo, options)
 
 
 def create_over_mpi(options: BackendOptions) -> Backend:
     """Make this rank's part of a group that MPI joins between hosts (see `hybrid.create_with`)."""
     from dure.comm.backends.mpi import create_mpi  # lazy: the engine that is wanted only
 
-    return create_with(create_mpi, options)
+    return create_with("hybrid_mpi", create_mpi, options)

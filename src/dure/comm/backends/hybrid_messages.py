@@ -21,11 +21,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 import torch
 
 from dure.comm.backends.base import Ticket
+from dure.comm.backends.hybrid_letters import Box, Letter, Wanted
 from dure.comm.backends.hybrid_links import ENVELOPE_TAG, Links
 from dure.comm.backends.shm import dtype_code
 from dure.errors import CommTimeout, Desync, DureError
@@ -36,79 +36,6 @@ _ENVELOPE = struct.Struct("<QQQQ")
 _NUMBERS = 1 << 30
 _NAP_S = 0.0005
 _LOOK_S = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class _Letter:
-    """An announced message."""
-
-    source: int
-    number: int
-    tag: int
-    nbytes: int
-    dtype: int
-
-
-@dataclass(slots=True, eq=False)
-class _Wanted:
-    """A posted receive; `letter` is what answers it, `answered` is called then."""
-
-    source: int | None
-    tag: int
-    answered: Callable[[], object]
-    letter: _Letter | None = None
-    found: threading.Event = field(default_factory=threading.Event)
-
-    def fits(self, letter: _Letter) -> bool:
-        """Tell whether `letter` may answer."""
-        return self.tag == letter.tag and self.source in (None, letter.source)
-
-
-class _Box:
-    """Envelopes that nobody has asked for, and receives that nobody has answered."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._letters: list[_Letter] = []
-        self._wanted: list[_Wanted] = []
-
-    def deliver(self, letter: _Letter) -> None:
-        """Give a letter to the first receive that it fits."""
-        with self._lock:
-            wanted = next((w for w in self._wanted if w.fits(letter)), None)
-            if wanted is None:
-                self._letters.append(letter)
-                return
-            self._wanted.remove(wanted)
-            wanted.letter = letter
-        wanted.answered()
-        wanted.found.set()
-
-    def post(self, wanted: _Wanted) -> None:
-        """Ask for a letter."""
-        with self._lock:
-            letter = next((x for x in self._letters if wanted.fits(x)), None)
-            if letter is None:
-                self._wanted.append(wanted)
-                return
-            self._letters.remove(letter)
-            wanted.letter = letter
-        wanted.answered()
-        wanted.found.set()
-
-    def withdraw(self, wanted: _Wanted) -> bool:
-        """Take a receive back; False if it has been answered."""
-        with self._lock:
-            if wanted.letter is not None:
-                return False
-            if wanted in self._wanted:
-                self._wanted.remove(wanted)
-            return True
-
-    def put_back(self, letter: _Letter) -> None:
-        """Return a letter that its receive could not use, before all others."""
-        with self._lock:
-            self._letters.insert(0, letter)
 
 
 class _SendTicket:
@@ -140,7 +67,7 @@ class _ReceiveTicket:
         self, messages: Messages, tensor: torch.Tensor, source: int | None, tag: int
     ) -> None:
         self._messages, self._tensor = messages, tensor
-        self._wanted = _Wanted(source, tag, self._begin)
+        self._wanted = Wanted(source, tag, self._begin)
         self._lock = threading.Lock()
         self._inner: Ticket | None = None
         self._local_from: int | None = None
@@ -226,7 +153,7 @@ class Messages:
     """
 
     def __init__(self, links: Links) -> None:
-        self.links, self.box = links, _Box()
+        self.links, self.box = links, Box()
         self._lock = threading.Lock()
         self._sent: defaultdict[int, int] = defaultdict(int)
         self._postman: threading.Thread | None = None
@@ -270,7 +197,7 @@ class Messages:
             threading.Thread(target=_attend, args=(ticket,), name="dure-recv", daemon=True).start()
         return ticket
 
-    def answer(self, wanted: _Wanted, tensor: torch.Tensor) -> tuple[Ticket | None, int | None]:
+    def answer(self, wanted: Wanted, tensor: torch.Tensor) -> tuple[Ticket | None, int | None]:
         """Begin to receive what `wanted` asks for, if it is there.
 
         Returns:
@@ -292,7 +219,7 @@ class Messages:
             return _NOTHING, None
         return links.mesh.recv(tensor, letter.source, letter.number, True), None
 
-    def _mismatch(self, letter: _Letter, tensor: torch.Tensor) -> Desync:
+    def _mismatch(self, letter: Letter, tensor: torch.Tensor) -> Desync:
         here = f"recv of {tensor.nbytes} bytes, dtype {tensor.dtype}"
         there = f"send of {letter.nbytes} bytes, dtype number {letter.dtype}"
         rank = self.links.hosts.rank
@@ -355,7 +282,7 @@ class Messages:
             while not self.links.fate.left.is_set():
                 ticket = self.links.mesh.recv(memory, None, ENVELOPE_TAG, True)
                 ticket.wait()
-                self.box.deliver(_Letter(ticket.source, *_ENVELOPE.unpack(head)))
+                self.box.deliver(Letter(ticket.source, *_ENVELOPE.unpack(head)))
 
     def close(self) -> None:
         """Nothing to do: closing the mesh ends the postman."""

@@ -33,7 +33,7 @@ from dure.comm.reduction import reduce_in_order
 
 __all__ = ["Reductions", "fold_by_host"]
 
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 8 << 20
 """Of a chunk, all slices together; see docs/log.md."""
 _DEPTH = 3
 

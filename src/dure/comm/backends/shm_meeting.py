@@ -70,7 +70,7 @@ def open_segment(options: BackendOptions) -> Group:
 
 def _open(options: BackendOptions) -> Group:
     timeout_s = options.timeout.total_seconds()
-    cores = len(os.sched_getaffinity(0))
+    cores = max(1, len(os.sched_getaffinity(0)) // options.threads)
     if options.rank == 0:
         nonce = secrets.randbits(63)
         group = Group.create(0, options.size, timeout_s, cores, nonce)
