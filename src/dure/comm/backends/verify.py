@@ -34,7 +34,7 @@ from dure.trace.ring import call_site
 
 __all__ = ["CHECK_THEMSELVES", "VerifyingBackend", "wanted"]
 
-CHECK_THEMSELVES = frozenset({"shm", "threads", "mpi"})
+CHECK_THEMSELVES = frozenset({"shm", "threads", "mpi", "hybrid"})
 """Backends that compare calls anyway."""
 
 Start = Callable[[], Ticket | None]
@@ -108,6 +108,10 @@ class VerifyingBackend:
         change = getattr(self._inner, "set_timeout", None)
         if change is not None:
             change(timeout)
+
+    def gone(self, rank: int) -> bool:
+        """Tell whether `rank` has left."""
+        return self._rounds.has_left(rank)
 
     # Rounds -------------------------------------------------------------------------------------
 

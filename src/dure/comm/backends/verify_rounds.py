@@ -160,10 +160,14 @@ class Rounds:
         with suppress(StoreError):
             self._store.set(f"verify/left/{self._rank}", "")
 
+    def has_left(self, rank: int) -> bool:
+        """Tell whether `rank` has said that it leaves."""
+        return self._store.check([f"verify/left/{rank}"])
+
     def _check_left(self, ranks: list[int]) -> None:
         """Raise where one of `ranks` has left the group, and so will not come."""
         for rank in ranks:
-            if self._store.check([f"verify/left/{rank}"]):
+            if self.has_left(rank):
                 raise PeerLost(
                     f"rank {rank} left the group",
                     peer=rank,
