@@ -48,7 +48,8 @@ class Ended:
 def plain_environment() -> dict[str, str]:
     """Return the environment without what tells a rank who it is; programs may import tests."""
     named = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    left = {k: v for k, v in os.environ.items() if k not in named and not k.startswith("DURE_")}
+    named += ("DURE_BACKEND", "DURE_STORE_ADDR", "DURE_LAUNCHER")
+    left = {k: v for k, v in os.environ.items() if k not in named}
     left |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     path = os.pathsep.join(filter(None, [str(TESTS), left.get("PYTHONPATH")]))
     return left | {"PYTHONPATH": path}
