@@ -49,7 +49,7 @@ Status Group::examine(Wait& wait) {
     if (out.missing.empty()) return Status::ok;
     if (out.status != Status::ok) {
         out.missing.clear();
-        out.detail = peers_.fate(out.peer);
+        if (out.status == Status::peer_lost) out.detail = peers_.fate(out.peer);
         return condemn(std::move(out));
     }
     int64_t now = now_ns();

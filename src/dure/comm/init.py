@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import time
 from collections.abc import Iterator
@@ -147,6 +148,7 @@ def init_process_group(
         world.clear()
         raise
     _to_leave.add(world)
+    _leave_first()
     begin_recording(meeting.store)
 
 
@@ -238,6 +240,12 @@ def _leave_at_exit() -> None:
     for world in list(_to_leave):
         if world.default is not None:
             _leave(world, abort=True)
+
+
+def _leave_first() -> None:
+    """At the end of the process leave before other libraries clean up: peers should hear soon."""
+    atexit.unregister(_leave_at_exit)
+    atexit.register(_leave_at_exit)
 
 
 os.register_at_fork(after_in_child=_to_leave.clear)
