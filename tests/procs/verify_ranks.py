@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 
 import dure as dist
 from conformance import suite
-from dure.errors import CommTimeout, Desync
+from dure.errors import CommTimeout, Desync, PeerLost
 
 ORDER_IS_GLOOS = ("case_order_of_reduction_is_that_of_ranks",)
 
@@ -92,3 +95,18 @@ def run_verified(rank: int, n: int, folder: str, subject: str) -> list[str]:
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n)
     return suite.run(rank, subject, ORDER_IS_GLOOS)
+
+
+def lose_rank_1(rank: int, folder: str) -> None:
+    """Rank 1 is killed while the others hold a round that it does not come to."""
+    group = dist.new_group(backend="gloo", pg_options={"verify": True})
+    dist.barrier(group)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        dist.all_reduce(_ones(4), group=group)
+    except PeerLost as e:
+        Path(folder, str(rank)).write_text(
+            f"{e.peer} {e.op} {e.seq} {e.rank} {time.monotonic() - began}"
+        )

@@ -94,21 +94,36 @@ class Rounds:
         Raises:
             Desync: They differ; the same on all ranks.
             CommTimeout: Ranks did not come in time.
-            PeerLost: A rank has left, or the process that holds the store has ended.
+            PeerLost: A rank has left or died, or the process that holds the store has ended.
             Aborted: The group was left meanwhile.
         """
         try:
             self._hold(call)
-        except StoreLost as error:
-            raise PeerLost(
-                "the process that holds the group's store has ended",
-                group=self._name,
-                op=call.op,
-                seq=self._num,
-                rank=self._rank,
-                world_size=self._size,
-                seen=str(error),
-            ) from error
+        except (PeerLost, StoreLost) as error:
+            raise self._lost(call, error) from error
+
+    def _lost(self, call: Call, error: PeerLost | StoreLost) -> PeerLost:
+        """Make the error of a round that a rank has left or died in, of what the store says."""
+        peer, pid, host = None, None, None
+        what, seen = "the process that holds the group's store has ended", str(error)
+        if isinstance(error, PeerLost):
+            peer, pid, host = error.peer, error.pid, error.host
+            # The store itself knows of dead processes, but not of operations.
+            what = error.what if error.seq is not None else f"the process of rank {peer} ended"
+            seen = f"pid {pid}" if pid else ""
+        return PeerLost(
+            what,
+            pid=pid,
+            host=host,
+            peer=peer,
+            group=self._name,
+            op=call.op,
+            seq=self._num,
+            rank=self._rank,
+            world_size=self._size,
+            seen=seen,
+            fix="See that rank's own output; then make a new group of the ranks that are left.",
+        )
 
     def _hold(self, call: Call) -> None:
         self._num += 1
@@ -161,8 +176,11 @@ class Rounds:
             self._store.set(f"verify/left/{self._rank}", "")
 
     def has_left(self, rank: int) -> bool:
-        """Tell whether `rank` has said that it leaves."""
-        return self._store.check([f"verify/left/{rank}"])
+        """Tell whether `rank` has said that it leaves, or is known to have died."""
+        try:
+            return self._store.check([f"verify/left/{rank}"])
+        except PeerLost as error:
+            return error.peer == rank
 
     def _check_left(self, ranks: list[int]) -> None:
         """Raise where one of `ranks` has left the group, and so will not come."""
