@@ -8,7 +8,11 @@ from conformance import suite
 from dure.native import available as native_available
 from dure.testing import ProcessPool
 
-PLACEMENTS = ("aabb", "abbb", "abab", "abcc", "abc")
+PLACEMENTS = (
+    "aabb",
+    "abb",
+    *(pytest.param(hosts, marks=pytest.mark.slow) for hosts in ("abbb", "abab", "abcc", "abc")),
+)
 OF_ONE_HOST = ("case_order_of_reduction_is_that_of_ranks",)  # hosts are folded one after another
 
 pytestmark = pytest.mark.skipif(

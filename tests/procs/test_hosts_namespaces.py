@@ -22,7 +22,7 @@ def _reports(folder: Path) -> dict[int, dict]:
     return {int(p.stem): json.loads(p.read_text()) for p in folder.glob("*.json")}
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_operation_over_hosts_of_2_ranks(count, tmp_path):
     with hosts(count) as made:
         ranks = start_job(made, 2, [PROGRAM, "check", tmp_path], tmp_path / "key")
@@ -47,7 +47,7 @@ def _lose(tmp_path: Path, count: int, how: str) -> dict[int, dict]:
     return _reports(tmp_path)
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_dead_host_is_peer_lost_on_all_ranks_of_the_others(count, tmp_path):
     reports = _lose(tmp_path, count, "kill")
     lost = 2 * (count - 1)

@@ -116,6 +116,9 @@ def connect(engine: Factory, options: BackendOptions, hosts: Hosts, local: ShmBa
     def between(what: str, ranks: Sequence[int], number: int) -> Backend:
         part = _options_of(options, what, ranks, number)
         made.append(engine(replace(part, patience=_PATIENCE)))
+        change = getattr(made[-1], "set_timeout", None)
+        if change is not None:
+            change(_PATIENCE)
         return made[-1]
 
     try:

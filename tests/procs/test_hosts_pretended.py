@@ -1,0 +1,139 @@
+"""What is special to the hybrid backend, on hosts that are only pretended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import dure as dist
+from dure.errors import Desync, LaunchError, PeerLost
+from dure.native import available as native_available
+from dure.testing import ProcessPool
+from procs import mpi_jobs
+
+pytestmark = pytest.mark.skipif(
+    not native_available()[0], reason=native_available()[1] or "no engine"
+)
+
+
+@pytest.fixture(scope="module", params=["aabb", "abca"])
+def pool(request):
+    with ProcessPool(4, None, hosts=request.param) as pool:
+        yield pool
+
+
+def _kinds(rank: int) -> tuple[str, str, str]:
+    hosts = _backend(dist.group.WORLD).hosts
+    groups = [dist.new_group(ranks) for ranks in hosts]  # all ranks make all of them
+    mine = next(g for ranks, g in zip(hosts, groups, strict=True) if rank in ranks)
+    kinds = [type(_backend(group)).__name__ for group in (dist.group.WORLD, mine)]
+    return dist.get_backend(), kinds[0], kinds[1]
+
+
+def _backend(group):
+    return group._backends["cpu"]
+
+
+def test_default_over_hosts_is_hybrid_and_a_group_of_one_host_is_shared_memory(pool):
+    assert set(pool.run(_kinds)) == {("hybrid", "HybridBackend", "ShmBackend")}
+
+
+def _sums(rank: int, count: int, dtype: torch.dtype) -> bool:
+    """Tell whether sums are folded within hosts, then over hosts, and rounded once; every time."""
+    hosts = _backend(dist.group.WORLD).hosts
+    everyone = [torch.randn(count, generator=torch.Generator().manual_seed(r)) for r in range(4)]
+    everyone = [t.to(dtype) for t in everyone]
+    partial = []
+    for ranks in hosts:
+        total = everyone[ranks[0]].float()
+        for r in ranks[1:]:
+            total = total + everyone[r].float()
+        partial.append(total)
+    wanted = partial[0]
+    for total in partial[1:]:
+        wanted = wanted + total
+    wanted = wanted.to(dtype)
+    for async_op in (False, True):
+        mine = everyone[rank].clone()
+        work = dist.all_reduce(mine, async_op=async_op)
+        if work is not None:
+            work.wait()
+        assert torch.equal(mine, wanted), (count, dtype, async_op)
+        part = torch.empty_like(mine)
+        dist.reduce_scatter(part, [everyone[rank]] * 4)
+        assert torch.equal(part, wanted)
+        root = everyone[rank].clone()
+        dist.reduce(root, dst=3)
+        assert torch.equal(root, wanted if rank == 3 else everyone[rank])
+    return True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("count", [5, 3001, 2_500_001])  # small; one chunk; several
+def test_sums_are_folded_by_host_and_rounded_once(pool, count, dtype):
+    assert all(pool.run(_sums, count, dtype))
+
+
+def _mismatch(rank: int) -> dict[int, str]:
+    group = dist.new_group()
+    t = torch.full((300_000,), float(rank))
+    reduction = dist.ReduceOp.MAX if rank == 3 else dist.ReduceOp.SUM
+    with pytest.raises(Desync) as info:
+        dist.all_reduce(t, reduction, group=group)
+    assert torch.equal(t, torch.full_like(t, float(rank))), "data were touched"
+    with pytest.raises(Desync):
+        dist.barrier(group=group)
+    dist.destroy_process_group(group)
+    return info.value.calls
+
+
+def test_desync_over_hosts_names_the_call_and_the_line_of_every_rank(pool):
+    for calls in pool.run(_mismatch):
+        assert sorted(calls) == [0, 1, 2, 3]
+        assert all(Path(__file__).name in call for call in calls.values())
+        assert ["MAX" in calls[r] for r in range(4)] == [False, False, False, True]
+
+
+def _lose(rank: int, folder: str, who: int) -> None:
+    t = torch.ones(100_000)
+    dist.barrier()
+    if rank == who:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        while True:
+            dist.all_reduce(t)
+    except PeerLost as e:
+        Path(folder, str(rank)).write_text(f"{e.peer} {time.monotonic() - began}")
+
+
+@pytest.mark.parametrize("who", [2, 3])  # a leader, and a rank that is none
+def test_killed_rank_is_peer_lost_on_all_ranks_of_all_hosts(tmp_path, who):
+    with ProcessPool(4, None, hosts="aabb") as pool, pytest.raises(LaunchError):
+        pool.run(_lose, str(tmp_path), who)
+    reports = {int(p.name): p.read_text().split() for p in tmp_path.iterdir()}
+    assert sorted(reports) == [r for r in range(4) if r != who]
+    assert {r[0] for r in reports.values()} == {str(who)}
+    assert all(float(r[1]) < 2 for r in reports.values()), "far below the timeout of 30 s"
+
+
+@pytest.mark.skipif(bool(mpi_jobs.why_not()), reason=mpi_jobs.why_not() or "it is here")
+@pytest.mark.parametrize(
+    "subjects",
+    [
+        ("reducing", "failing"),
+        pytest.param(("moving", "layouts", "messages", "misuse"), marks=pytest.mark.slow),
+    ],
+    ids=["some", "others"],
+)
+def test_hybrid_over_mpi_keeps_the_contract(subjects):
+    ended = mpi_jobs.mpirun(4, "mpi_over_hosts.py", *subjects)
+    assert ended.code == 0, ended.err
+    ran = [line.split() for line in ended.out.splitlines()]
+    assert [name for name, _, _ in ran] == list(subjects)
+    assert {backend for _, _, backend in ran} == {"hybrid_mpi"}
