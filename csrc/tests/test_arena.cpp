@@ -1,0 +1,139 @@
+// Collectives on tensors of the arena, on ordinary ones, and on both at once: the same results.
+#include "harness.h"
+
+namespace dure {
+namespace {
+
+using namespace dure::testing;
+
+constexpr size_t kCount = 30'011;           // of a block; no multiple of a line
+constexpr size_t kLarge = 6 * 1024 * 1024;  // elements: more than most caches, so streamed
+
+// Room for n blocks on every rank: in the arena, or of this rank alone.
+struct Room {
+    std::shared_ptr<SharedBlock> shared;
+    std::vector<int32_t> own;
+    int32_t* data;
+
+    Room(Group& g, size_t count, bool in_arena) : own(in_arena ? 0 : count) {
+        Status s = Status::ok;
+        shared = g.shared_empty(count * sizeof(int32_t), s);
+        CHECK(s == Status::ok);
+        data = in_arena ? reinterpret_cast<int32_t*>(shared->data()) : own.data();
+    }
+    Block block(size_t i, size_t count) const {
+        return {reinterpret_cast<std::byte*>(data + i * count), count * sizeof(int32_t)};
+    }
+    std::vector<Block> blocks(size_t n, size_t count) const {
+        std::vector<Block> out;
+        for (size_t i = 0; i < n; i++) out.push_back(block(i, count));
+        return out;
+    }
+    void fill(size_t count, int32_t from) {
+        for (size_t i = 0; i < count; i++) data[i] = from + static_cast<int32_t>(i);
+    }
+    void expect(size_t block, size_t count, int32_t from, int32_t factor = 1) const {
+        for (size_t i = 0; i < count; i++) {
+            CHECK(data[block * count + i] == factor * static_cast<int32_t>(i) + from);
+        }
+    }
+};
+
+// Where the tensors lie: all in the arena, or those of rank 0 elsewhere.
+void on_all(const std::function<void(Group&, bool)>& body) {
+    for (int n : {2, 3, 5}) {
+        on_threads(n, [&](Group& g) {
+            for (bool mixed : {false, true}) body(g, !(mixed && g.rank() == 0));
+        });
+    }
+}
+
+TEST(all_gather_and_gather_take_blocks_from_the_arena) {
+    on_all([](Group& g, bool in_arena) {
+        const auto n = static_cast<size_t>(g.size());
+        Room in(g, kCount, in_arena), out(g, kCount * n, in_arena);
+        in.fill(kCount, g.rank() * 1000);
+        Call call{Op::all_gather, DType::i32, Reduction::none, -1, {}, {}};
+        call.inputs = {in.block(0, kCount)};
+        call.outputs = out.blocks(n, kCount);
+        CHECK(g.run(call) == Status::ok);
+        for (size_t r = 0; r < n; r++) out.expect(r, kCount, static_cast<int32_t>(r) * 1000);
+        out.fill(kCount * n, 0);
+        call.op = Op::gather;
+        call.root = g.size() - 1;
+        if (g.rank() != call.root) call.outputs.clear();
+        CHECK(g.run(call) == Status::ok);
+        for (size_t r = 0; r < n && g.rank() == call.root; r++) {
+            out.expect(r, kCount, static_cast<int32_t>(r) * 1000);
+        }
+    });
+}
+
+TEST(reduce_scatter_in_place_reads_the_arena) {
+    on_all([](Group& g, bool in_arena) {
+        const auto n = static_cast<size_t>(g.size()), me = static_cast<size_t>(g.rank());
+        Room x(g, kCount * n, in_arena);
+        x.fill(kCount * n, g.rank());
+        Call call{Op::reduce_scatter, DType::i32, Reduction::sum, -1, {}, {}};
+        call.inputs = x.blocks(n, kCount);
+        call.outputs = {call.inputs[me]};
+        CHECK(g.run(call) == Status::ok);
+        const int32_t first =
+            g.size() * (g.rank() * static_cast<int32_t>(kCount)) + g.size() * (g.size() - 1) / 2;
+        x.expect(me, kCount, first, g.size());
+    });
+}
+
+TEST(all_to_all_in_the_arena_in_place_and_not) {
+    on_all([](Group& g, bool in_arena) {
+        const auto n = static_cast<size_t>(g.size());
+        Room in(g, kCount * n, in_arena), out(g, kCount * n, in_arena);
+        for (bool in_place : {false, true}) {
+            Room& to = in_place ? in : out;
+            in.fill(kCount * n, g.rank() * 1000);
+            Call call{Op::all_to_all, DType::i32, Reduction::none, -1, {}, {}};
+            call.inputs = in.blocks(n, kCount);
+            call.outputs = to.blocks(n, kCount);
+            CHECK(g.run(call) == Status::ok);
+            for (size_t r = 0; r < n; r++) {
+                to.expect(r, kCount,
+                          static_cast<int32_t>(r) * 1000 + g.rank() * static_cast<int32_t>(kCount));
+            }
+        }
+    });
+}
+
+TEST(large_results_are_streamed) {
+    on_threads(2, [](Group& g) {
+        for (bool in_arena : {true, false}) {
+            Room x(g, kLarge, in_arena);
+            for (int root : {0, 1}) {
+                x.fill(kLarge, g.rank() + 7);
+                Call call{Op::broadcast, DType::i32, Reduction::none, root, {}, {}};
+                call.outputs = {x.block(0, kLarge)};
+                CHECK(g.run(call) == Status::ok);
+                x.expect(0, kLarge, root + 7);
+            }
+        }
+    });
+}
+
+TEST(the_way_cannot_be_seen_in_the_bits) {
+    for (int n : {2, 3}) {
+        on_threads(n, [](Group& g) {
+            constexpr size_t kFloats = 700'001;  // several chunks
+            Room shared(g, kFloats, true), own(g, kFloats, false);
+            auto* a = reinterpret_cast<float*>(shared.data);
+            auto* b = reinterpret_cast<float*>(own.data);
+            for (size_t i = 0; i < kFloats; i++) {
+                a[i] = b[i] = 1.0f / static_cast<float>(i + 1 + static_cast<size_t>(g.rank()) * 77);
+            }
+            CHECK(g.all_reduce(shared.block(0, kFloats), DType::f32, Reduction::avg) == Status::ok);
+            CHECK(g.all_reduce(own.block(0, kFloats), DType::f32, Reduction::avg) == Status::ok);
+            CHECK(std::memcmp(a, b, kFloats * sizeof(float)) == 0);
+        });
+    }
+}
+
+}  // namespace
+}  // namespace dure
