@@ -3,7 +3,8 @@
 // Note "Arena". `shared_empty` is a collective: rank 0 makes a memory file with one region a rank,
 // all map it, and each rank's tensor is its own region. A reduction of tensors that lie at the same
 // place of the same file on all ranks needs no staging: each rank reads its slice of all regions
-// and writes the result to all (all_reduce.cpp, "direct").
+// and writes the result to all (all_reduce.cpp, "direct"). Operations that move blocks read them
+// where they lie (move.cpp, "Direct").
 //
 // A file is known by a number that is equal on all ranks, as all allocate in the same order.
 // Freeing is local: a rank that has dropped its tensor no longer finds it in its own table, so its
