@@ -1,10 +1,12 @@
 // How a rank passes the time between two looks, before it sleeps: the first two stages of
 // "Waiting" (sync.cpp).
 //
-// The clock is read once in kLooks looks, and once a yield. A yield that took long lent the core to
-// another program, which will not give it back soon; then a rank rather sleeps for a while, because
-// whoever wakes goes first. Not so where ranks outnumber cores: yields are long there at times, and
-// sleeping costs five times as much as they do.
+// Where no rank that is waited for shares the core, yielding has no point: it would only lend the
+// core to another program, which keeps it for milliseconds. Where one does, and another program is
+// there too, the program gets what both give up: a yield that took that long is followed by a time
+// in which this rank rather sleeps, because whoever wakes goes first.
+//
+// The clock is read once in kLooks looks, and once a yield.
 #pragma once
 
 #include <sched.h>
@@ -26,7 +28,7 @@ class Patience {
             shares_ = shares_core();
             spins_ = !shares_ && may_spin();
         }
-        if (!spins_) return yield();
+        if (!spins_) return (shares_ || group_.crowded()) && yield();
         relax();
         return true;
     }
@@ -45,10 +47,9 @@ class Patience {
 
   private:
     static constexpr uint32_t kLooks = 32;
-    static constexpr int64_t kSpinNs = 100'000;    // as long as a chunk's copy, or several wake-ups
-    static constexpr int64_t kStretchNs = 20'000;  // of spinning where ranks share cores
-    static constexpr int64_t kYieldNs = 200'000;   // then sleeping is cheap by comparison
-    static constexpr int64_t kContendedNs = 100'000;  // a yield that long met no small operation
+    static constexpr int64_t kAwakeNs = 200'000;      // then sleeping is cheap by comparison
+    static constexpr int64_t kStretchNs = 20'000;     // of spinning where ranks share cores
+    static constexpr int64_t kContendedNs = 500'000;  // a yield that long met no rank of ours
     static constexpr int64_t kContentionNs = 5'000'000;
 
     // The first time is the end of a brief call.
@@ -62,19 +63,17 @@ class Patience {
     bool may_spin() const {
         if (began_ns_ == 0) return true;
         if (group_.crowded() && now_ns_ - yielded_ns_ >= kStretchNs) return false;
-        return now_ns_ - began_ns_ < kSpinNs;
+        return now_ns_ - began_ns_ < kAwakeNs;
     }
 
     bool yield() {
         if (began_ns_ == 0) read_clock();
         const int64_t before = now_ns_;
-        if (before - began_ns_ >= kYieldNs || before < group_.contended_until_ns()) return false;
+        if (before - began_ns_ >= kAwakeNs || before < group_.contended_until_ns()) return false;
         sched_yield();
         group_.show_core();
         read_clock();
-        if (!group_.crowded() && now_ns_ - before > kContendedNs) {
-            group_.set_contended_until(now_ns_ + kContentionNs);
-        }
+        if (now_ns_ - before > kContendedNs) group_.set_contended_until(now_ns_ + kContentionNs);
         yielded_ns_ = now_ns_;
         looks_ = 0;
         if (shares_) group_.step_aside(now_ns_);

@@ -8,12 +8,11 @@
 // who is waited for was last seen on it: a spinning rank keeps its neighbour away. Where ranks
 // outnumber cores, this makes one switch a core and rank of every meeting: who comes last on a core
 // spins until the other cores are through, goes on into the next meeting, and gives way to a
-// neighbour there. Then give up the core between looks, which costs 0.4 us if nobody wants it, 1.3
-// us if someone does. (These two stages are in patience.h.) Then sleep in the kernel until the
-// peer's word changes. A sleeper counts itself in `waiters` of the block whose word it watches; the
-// arriving rank makes a system call only if that counter is not 0. Both sides use sequentially
-// consistent operations: either the sleeper sees the new tick, or the arriving rank sees the
-// sleeper.
+// neighbour there. Or else give up the core between looks, which costs 1.3 us. (These two stages
+// are in patience.h.) Then sleep in the kernel until the peer's word changes. A sleeper counts
+// itself in `waiters` of the block whose word it watches; the arriving rank makes a system call
+// only if that counter is not 0. Both sides use sequentially consistent operations: either the
+// sleeper sees the new tick, or the arriving rank sees the sleeper.
 //
 // Sleeps are cut into slices of kSlice. After each the waiter examines the world (watching.cpp);
 // the fast stages never look at any of it.
