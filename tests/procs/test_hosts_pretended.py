@@ -126,8 +126,10 @@ def test_killed_rank_is_peer_lost_on_all_ranks_of_all_hosts(tmp_path, who):
 @pytest.mark.parametrize(
     "subjects",
     [
-        ("reducing", "failing"),
-        pytest.param(("moving", "layouts", "messages", "misuse"), marks=pytest.mark.slow),
+        ("failing",),
+        pytest.param(
+            ("moving", "reducing", "layouts", "messages", "misuse"), marks=pytest.mark.slow
+        ),
     ],
     ids=["some", "others"],
 )
