@@ -28,6 +28,9 @@ pytestmark = [
 ]
 
 SOON_S = 1.0
+STARVED_S = 10.0
+"""A machine with many more processes than cores may keep a survivor waiting for its core so long."""
+
 ROUND_S = 30.0
 COUNTS = (1, 7, 1000, 40_000, 300_000)
 
@@ -106,7 +109,7 @@ def _num_threads() -> int:
 
 def _drill(folder: Path, num_rounds: int, seed: int) -> None:
     rng = random.Random(seed)
-    slowest = -ROUND_S
+    slowest, num_late = -ROUND_S, 0
     with Crew(4, folder) as crew:
         for number in range(num_rounds):
             size = rng.choice((3, 4))
@@ -124,10 +127,12 @@ def _drill(folder: Path, num_rounds: int, seed: int) -> None:
                 took = at - crew.ended_at[victim]  # negative where we saw the end later
                 assert peer == victim, where
                 assert exit_ in (None, "signal 14 (SIGALRM)"), where
-                assert took < SOON_S, where
+                assert took < STARVED_S, where
+                num_late += took > SOON_S
                 assert total == (size - 1 if shrinks else None), where
                 assert after == before, where
                 slowest = max(slowest, took)
+        assert num_late <= num_rounds // 100
         assert crew.num_started == 4 + num_rounds
         pids = crew.pids
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
