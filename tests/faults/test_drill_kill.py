@@ -29,7 +29,7 @@ pytestmark = [
 
 SOON_S = 1.0
 STARVED_S = 10.0
-"""A machine with many more processes than cores may keep a survivor waiting for its core so long."""
+"""So long may a machine with many more processes than cores keep a survivor from its core."""
 
 ROUND_S = 30.0
 COUNTS = (1, 7, 1000, 40_000, 300_000)
