@@ -156,11 +156,17 @@ def _hint(exit: Exit) -> str:
     return _HINTS.get(signal.Signals(exit.signal), "") if exit.signal in set(signal.Signals) else ""
 
 
+def _last_words(traceback: str) -> str:
+    """Return the line of a traceback that names the error; notes may follow it."""
+    lines = traceback.rstrip().splitlines()
+    frames = [i for i, line in enumerate(lines) if line.startswith(" ")]
+    return lines[min(frames[-1] + 1, len(lines) - 1)] if frames else lines[-1]
+
+
 def _fate(rank: RankResult) -> str:
     """Describe in one line what became of a rank that did not fail first."""
     if rank.crash is not None:
-        last = rank.crash.traceback.rstrip().rpartition("\n")[2]
-        return f"failed as well: {last}"
+        return f"failed as well: {_last_words(rank.crash.traceback)}"
     if rank.stack:
         return where(rank.stack)
     if rank.ended_by_launcher:

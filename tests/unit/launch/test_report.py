@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 from pathlib import Path
@@ -118,6 +119,21 @@ def test_summary_of_failure_names_every_rank() -> None:
         text = "\n".join(summary(result))
         assert all(f"rank {number}" in text for number in range(5))
         assert f"pid {failure.pid}" in text
+
+
+def test_summary_tells_the_error_of_the_others_not_its_notes() -> None:
+    text = (
+        "Traceback (most recent call last):\n"
+        '  File "train.py", line 3, in <module>\n'
+        "    boom()\n"
+        "dure.errors.PeerLost: the process of rank 0 ended\n"
+        "a note on it"
+    )
+    second = dataclasses.replace(crash("PeerLost"), traceback=text)
+    ranks = (rank(0, Exit(code=1), crash()), rank(1, Exit(code=1), second))
+    result = JobResult(exit_code=1, ranks=ranks, elapsed_s=1, first_failure=ranks[0])
+    shown = "\n".join(summary(result))
+    assert "failed as well: dure.errors.PeerLost: the process of rank 0 ended\n" in shown + "\n"
 
 
 def test_child_file_shares_its_directory_with_no_name_of_the_standard_library() -> None:
