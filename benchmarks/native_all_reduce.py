@@ -27,8 +27,8 @@ import torch
 import torch.distributed as peer
 
 from dure import native
-from dure.comm.backends import shm
 from dure.comm.backends.base import BackendOptions
+from dure.comm.backends.shm import backend as shm
 from dure.comm.ops import ReduceOp
 from dure.store.file import FileStore
 

@@ -27,7 +27,7 @@ std::vector<Block> blocks(const nb::list& flat) {
 
 Block block(size_t data, size_t bytes) { return {reinterpret_cast<std::byte*>(data), bytes}; }
 
-// What the recorder holds, for comm/backends/shm.py.
+// What the recorder holds, for comm/backends/shm/backend.py.
 nb::list flight_of(const Engine& e) {
     nb::list out;
     for (const Flight::Entry& entry : e.flight().entries()) {

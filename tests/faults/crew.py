@@ -24,7 +24,12 @@ import torch
 
 _PRELOAD = [
     *("torch", "dure.comm.init", "dure.comm.collectives", "dure.comm.objects"),
-    *("dure.comm.point_to_point", "dure.comm.shrinking", "dure.comm.backends.shm", "faults.crew"),
+    *(
+        "dure.comm.point_to_point",
+        "dure.comm.shrinking",
+        "dure.comm.backends.shm.backend",
+        "faults.crew",
+    ),
 ]
 
 

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from dure.comm.backends import mpi_library
+from dure.comm.backends.mpi import library as mpi_library
 
 TESTS = Path(__file__).parents[1]
 PROGRAMS = TESTS / "procs" / "programs"

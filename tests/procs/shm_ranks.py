@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from dure.comm.backends import shm
 from dure.comm.backends.base import BackendOptions
+from dure.comm.backends.shm import backend as shm
 from dure.store.base import Store
 from dure.store.file import FileStore
 
@@ -56,7 +56,7 @@ class Ranks:
         self, n: int, folder: Path, fn: Callable[..., object], *args: object, timeout_s: float = 20
     ) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "dure.comm.backends.shm"])
+        context.set_forkserver_preload(["torch", "dure.comm.backends.shm.backend"])
         self._ends: list[Connection] = []
         self.processes = []
         for rank in range(n):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dure import env
-from dure.comm.backends import mpi_library
+from dure.comm.backends.mpi import library as mpi_library
 from dure.comm.backends.registry import known_backends
 from dure.native import available as native_available
 

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dure.comm.backends import verify
 from dure.comm.backends.base import Backend, BackendOptions
 from dure.comm.backends.registry import create_backend, parse_backend
+from dure.comm.backends.verify import backend as verify
 from dure.comm.group import ProcessGroup
 from dure.comm.world import World
 from dure.errors import Desync, DureError, PeerLost, RendezvousTimeout, StoreTimeout, UsageError

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dure import env
-from dure.comm.backends import mpi_library
-from dure.comm.backends.mpi_place import find_mpi_place
+from dure.comm.backends.mpi import library as mpi_library
+from dure.comm.backends.mpi.place import find_mpi_place
 from dure.comm.backends.registry import parse_backend
 from dure.comm.creation import (
     MEETING_LIMIT,

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import dure as dist
-from dure.comm.backends import mpi, mpi_memory
-from dure.comm.backends.mpi_frames import FRAME, INLINE
-from dure.comm.backends.mpi_library import load
-from dure.comm.backends.mpi_verdicts import free_retired
+from dure.comm.backends.mpi import backend as mpi
+from dure.comm.backends.mpi import memory as mpi_memory
+from dure.comm.backends.mpi.frames import FRAME, INLINE
+from dure.comm.backends.mpi.library import load
+from dure.comm.backends.mpi.verdicts import free_retired
 from dure.comm.world import current_world
 from dure.errors import CommTimeout, Desync, PeerLost, UsageError
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dure.comm.backends import mpi_library, mpi_memory
-from dure.comm.backends.mpi_frames import Call
+from dure.comm.backends.mpi import library as mpi_library
+from dure.comm.backends.mpi import memory as mpi_memory
+from dure.comm.backends.mpi.frames import Call
 from dure.comm.ops import ReduceOp
 from dure.errors import UsageError
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from conformance.values import contribution, reduced, same
-from dure.comm.backends.carriers import carry
+from dure.comm.backends.engine.carriers import carry
 from dure.comm.ops import ReduceOp, reducible_dtypes
 from dure.comm.reduction import reduce_in_order
 

@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from dure.comm.backends.thread_moves import Call
-from dure.comm.backends.thread_room import Receive, Room
+from dure.comm.backends.threads.moves import Call
+from dure.comm.backends.threads.room import Receive, Room
 from dure.comm.ops import ReduceOp
 from dure.errors import Aborted, CommTimeout, Desync, PeerLost
 

@@ -41,18 +41,20 @@ class _Entry:
 
 _OURS: Mapping[str, _Entry] = {
     "threads": _Entry(
-        devices=("cpu",), module="dure.comm.backends.threads", attribute="create_threads"
+        devices=("cpu",), module="dure.comm.backends.threads.backend", attribute="create_threads"
     ),
-    "shm": _Entry(devices=("cpu",), module="dure.comm.backends.shm", attribute="create"),
+    "shm": _Entry(devices=("cpu",), module="dure.comm.backends.shm.backend", attribute="create"),
     "gloo": _Entry(
         devices=("cpu",), module="dure.comm.backends.torch_engine", attribute="create_gloo"
     ),
-    "mpi": _Entry(devices=("cpu",), module="dure.comm.backends.mpi", attribute="create_mpi"),
+    "mpi": _Entry(
+        devices=("cpu",), module="dure.comm.backends.mpi.backend", attribute="create_mpi"
+    ),
     "hybrid": _Entry(
-        devices=("cpu",), module="dure.comm.backends.hybrid_engines", attribute="create_over_gloo"
+        devices=("cpu",), module="dure.comm.backends.hybrid.engines", attribute="create_over_gloo"
     ),
     "hybrid_mpi": _Entry(
-        devices=("cpu",), module="dure.comm.backends.hybrid_engines", attribute="create_over_mpi"
+        devices=("cpu",), module="dure.comm.backends.hybrid.engines", attribute="create_over_mpi"
     ),
     "nccl": _Entry(
         devices=("cuda",), module="dure.comm.backends.torch_engine", attribute="create_nccl"

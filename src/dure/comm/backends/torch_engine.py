@@ -22,9 +22,9 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from dure.comm.backends.base import BackendOptions
-from dure.comm.backends.engine_calls import EngineWork
-from dure.comm.backends.engine_group import EngineGroup
-from dure.comm.backends.engine_tickets import EngineState
+from dure.comm.backends.engine.calls import EngineWork
+from dure.comm.backends.engine.group import EngineGroup
+from dure.comm.backends.engine.tickets import EngineState
 from dure.errors import DureError, UsageError
 from dure.store.address import outward_address
 from dure.store.base import Store

@@ -1,0 +1,1 @@
+"""Shared memory within a host, another engine between hosts."""

@@ -1,0 +1,392 @@
+"""Watching other hosts: how a lost host, link or rank becomes one error everywhere.
+
+Each leader holds a *line* to every other leader: a ZeroMQ connection beside the engine's, encrypted
+with CURVE keys that are made for the group and exchanged through its store; who does not know them
+cannot connect. A thread of the leader sends a *beat* down each line every second, watches the
+processes of its own host (pidfd), and looks whether a rank of its host broke the group.
+
+* A line that breaks: the other leader's process, or its whole host, ended. The kernel says so at
+  once, where it still can.
+* A line that is silent for three seconds: the host is gone, or the link is cut.
+* A rank of this host died, or broke the group: the verdict goes down all lines.
+* A leader that leaves says how many collectives it has been through: who is in one more than that,
+  or begins it, waits in vain.
+
+Beats also carry how many collectives the leader has begun, and how many its host has; so who runs
+out of time knows which ranks did not come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from dure.comm.backends.base import BackendOptions
+from dure.comm.backends.hybrid.fate import Verdict
+from dure.comm.backends.hybrid.links import Links
+from dure.errors import RendezvousTimeout
+from dure.store.address import outward_address
+from dure.store.base import Store
+from dure.store.identity import myself
+
+__all__ = ["Watch"]
+
+BEAT_S = 1.0
+SILENCE_S = 3.0
+_LOOK_MS = 50
+_LINGER_MS = 100
+_ANSWER_S = 0.5
+_PAUSE_S = 0.05
+
+
+class _Progress(Protocol):
+    """How far this host's operations are."""
+
+    begun: int
+
+    @property
+    def opened(self) -> int: ...
+
+
+class _Word(msgspec.Struct, array_like=True):
+    """What one leader says to another.
+
+    `asked` is an operation for which time is up, or 0; `left` is -1 unless the leader leaves.
+    """
+
+    token: bytes
+    begun: int = 0
+    opened: int = 0
+    asked: int = 0
+    left: int = -1
+    verdict: Verdict | None = None
+
+
+class _Contact(msgspec.Struct, array_like=True):
+    """How a leader can be reached by one other."""
+
+    endpoint: str
+    public: bytes
+    token: bytes
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """A connection to the leader of `host`."""
+
+    host: int
+    socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    token: bytes = b""
+    heard: float = field(default_factory=time.monotonic)
+    greeted: bool = False
+    begun: int = 0
+    opened: int = 0
+    left: int = -1
+    over: bool = False
+
+
+class Watch:
+    """A leader's watch over the other hosts, and over its own. Threads: any.
+
+    Args:
+        links: The group's parts.
+        options: What the group is.
+    """
+
+    def __init__(self, links: Links, options: BackendOptions) -> None:
+        self._links, self._options = links, options
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._lines: list[_Line] = []
+        self._wake, self._wakened = os.pipe()[::-1]
+        os.set_blocking(self._wake, False)
+        self._pids: dict[int, int] = {}
+        self._progress: _Progress | None = None
+        self._told = False
+        self._asking = 0
+        self._leaving = -1
+        self._answered = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    # ---- connecting ------------------------------------------------------------------------------
+
+    @classmethod
+    def connect(cls, links: Links, options: BackendOptions) -> Watch:
+        """Open the lines to all other leaders; every leader calls.
+
+        Raises:
+            RendezvousTimeout: A leader cannot be reached.
+        """
+        watch = cls(links, options)
+        try:
+            watch._connect()
+        except BaseException:
+            watch._release()
+            raise
+        return watch
+
+    def _connect(self) -> None:
+        links, store = self._links, self._options.store
+        here = links.here
+        address = outward_address(store)
+        for host in range(links.num_hosts):
+            if host != here:
+                self._lines.append(self._open_line(host, address, store))
+        deadline = time.monotonic() + self._options.timeout.total_seconds()
+        while not all(line.greeted for line in self._lines):
+            for line in self._lines:
+                self._say(line, _Word(line.token))
+                if line.socket.poll(_LOOK_MS):
+                    self._hear(line)
+            if time.monotonic() > deadline:
+                silent = [line.host for line in self._lines if not line.greeted]
+                raise RendezvousTimeout(
+                    "not all hosts can be reached",
+                    missing=tuple(links.hosts.ranks[h][0] for h in silent),
+                    group=self._options.name,
+                    rank=self._options.rank,
+                    seen=", ".join(map(links.hosts.describe, silent)),
+                    fix="Check that the hosts can reach each other's ports.",
+                )
+        self._tell(_Word(b""))  # what was said before the other was there is lost
+
+    def _open_line(self, host: int, address: str, store: Store) -> _Line:
+        here = self._links.here
+        public, secret = zmq.curve_keypair()
+        socket = self._context.socket(zmq.DEALER)
+        socket.linger = 0
+        socket.ipv6 = ":" in address
+        socket.curve_publickey, socket.curve_secretkey = public, secret
+        socket.heartbeat_ivl = int(1000 * BEAT_S)
+        socket.heartbeat_timeout = int(1000 * SILENCE_S)
+        line = _Line(host, socket, self._context.socket(zmq.PAIR), secrets.token_bytes(16))
+        monitor = f"inproc://line-{host}"
+        socket.monitor(monitor, zmq.Event.DISCONNECTED)
+        line.monitor.connect(monitor)
+        timeout = self._options.timeout
+        key = f"lines/{min(host, here)}/{max(host, here)}"
+        if here < host:
+            socket.curve_server = True
+            where = f"[{address}]" if ":" in address else address
+            port = socket.bind_to_random_port(f"tcp://{where}")
+            contact = _Contact(f"tcp://{where}:{port}", public, line.token)
+            store.set(key, msgspec.msgpack.encode(contact))
+        else:
+            store.wait([key], timeout)
+            contact = msgspec.msgpack.decode(store.get(key), type=_Contact)
+            socket.ipv6 = "[" in contact.endpoint
+            socket.curve_serverkey = contact.public
+            socket.connect(contact.endpoint)
+            line.token = contact.token
+        return line
+
+    def start(self, progress: _Progress) -> None:
+        """Begin to watch."""
+        self._progress = progress
+        mine = self._links.hosts.mine
+        for place, rank in enumerate(mine):
+            if rank != self._links.hosts.rank:
+                with contextlib.suppress(OSError):
+                    self._pids[os.pidfd_open(self._links.local.pid_of(place))] = place
+        for line in self._lines:
+            line.heard = time.monotonic()
+        self._links.fate.listeners.append(self._prod)
+        self._thread = threading.Thread(target=self._serve, name="dure-watch", daemon=True)
+        self._thread.start()
+
+    def _prod(self) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._wake, b"x")
+
+    # ---- the thread ------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wakened, zmq.POLLIN)
+        for line in self._lines:
+            poller.register(line.socket, zmq.POLLIN)
+            poller.register(line.monitor, zmq.POLLIN)
+        for pidfd in self._pids:
+            poller.register(pidfd, zmq.POLLIN)
+        next_beat = 0.0
+        while self._leaving < 0:
+            ready = dict(poller.poll(_LOOK_MS))
+            if self._wakened in ready:
+                os.read(self._wakened, 64)
+            for pidfd in [fd for fd in self._pids if fd in ready]:
+                poller.unregister(pidfd)
+                self._bury(pidfd)
+            for line in self._lines:
+                if line.socket in ready:
+                    self._hear(line)
+                if line.monitor in ready and not line.over:
+                    self._broke(line)
+            now = time.monotonic()
+            if now >= next_beat:
+                next_beat = now + BEAT_S
+                self._tell(_Word(b""))
+            self._examine(now)
+        self._tell(_Word(b"", left=self._leaving))
+
+    def _examine(self, now: float) -> None:
+        """Look for silence, for leaders that left, and for what to tell."""
+        fate = self._links.fate
+        for line in self._lines:
+            if not line.over and now - line.heard > SILENCE_S:
+                line.over = True
+                self._lose(line.host, f"nothing was heard from it for {SILENCE_S:g} s")
+            if 0 <= line.left < self._begun:
+                rank = self._links.hosts.ranks[line.host][0]
+                fate.settle(
+                    Verdict(
+                        kind="PeerLost",
+                        what=f"rank {rank} left the group",
+                        peer=rank,
+                        host=self._links.hosts.names[line.host],
+                        fix="Make a new group of the ranks that are left.",
+                    )
+                )
+        verdict = fate.look()
+        if verdict is not None and not self._told:
+            self._told = True
+            self._tell(_Word(b"", verdict=verdict))
+        if self._asking:
+            self._asking, number = 0, self._asking
+            self._tell(_Word(b"", asked=number))
+
+    @property
+    def _begun(self) -> int:
+        return 0 if self._progress is None else self._progress.begun
+
+    def _tell(self, word: _Word) -> None:
+        for line in self._lines:
+            if not line.over:
+                word.token = line.token
+                self._say(line, word)
+
+    def _say(self, line: _Line, word: _Word) -> None:
+        word.begun = self._begun
+        word.opened = 0 if self._progress is None else self._progress.opened
+        with contextlib.suppress(zmq.Again):  # nobody there: silence or the monitor will tell
+            line.socket.send(msgspec.msgpack.encode(word), zmq.NOBLOCK)
+
+    def _hear(self, line: _Line) -> None:
+        """Read all that came down a line."""
+        while True:
+            try:
+                data = line.socket.recv(zmq.NOBLOCK)
+                word = msgspec.msgpack.decode(data, type=_Word)
+            except zmq.Again:
+                return
+            except msgspec.DecodeError:
+                continue
+            if not secrets.compare_digest(word.token, line.token):
+                continue
+            line.greeted, line.heard = True, time.monotonic()
+            with self._answered:
+                line.begun, line.opened = word.begun, word.opened
+                self._answered.notify_all()
+            if word.asked:
+                self._say(line, _Word(line.token))
+                progress = self._progress
+                if progress is not None and progress.begun >= word.asked > progress.opened:
+                    self._links.local.hurry()  # the group is broken; only we can tell by whom
+            if word.verdict is not None:
+                self._links.fate.settle(word.verdict)
+            if word.left >= 0:
+                line.left, line.over = word.left, True
+
+    def _broke(self, line: _Line) -> None:
+        """A line broke: see whether the other leader had said goodbye."""
+        with contextlib.suppress(zmq.Again):
+            recv_monitor_message(line.monitor, zmq.NOBLOCK)
+        self._hear(line)
+        if not line.over:
+            line.over = True
+            self._lose(line.host, "the connection to it broke")
+
+    def _lose(self, host: int, how: str) -> None:
+        hosts = self._links.hosts
+        self._links.fate.settle(
+            Verdict(
+                kind="PeerLost",
+                what=f"{hosts.describe(host)} is lost",
+                peer=hosts.ranks[host][0],
+                host=hosts.names[host],
+                seen=f"{how}, as rank {hosts.rank} noticed",
+                fix="See the output of its ranks, and whether the network is whole; "
+                "then make a new group of the ranks that are left.",
+            )
+        )
+
+    def _bury(self, pidfd: int) -> None:
+        """A process of this host ended: unless its rank had left, the group is broken."""
+        place = self._pids.pop(pidfd)
+        os.close(pidfd)
+        links = self._links
+        if links.local.has_left(place) or links.fate.look() is not None:
+            return
+        rank, me = links.hosts.mine[place], myself()
+        pid = links.local.pid_of(place)
+        links.fate.settle(
+            Verdict(
+                kind="PeerLost",
+                what=f"the process of rank {rank} ended",
+                peer=rank,
+                pid=pid,
+                host=me.host,
+                seen=f"pid {pid}, on {me.host}",
+                fix="See that rank's own output; then make a new group of the ranks that are left.",
+            )
+        )
+
+    # ---- questions and the end -------------------------------------------------------------------
+
+    def absent(self, number: int) -> tuple[int, ...]:
+        """Return the ranks of other hosts that have not come to operation `number`.
+
+        A host that is in it, but not with all its ranks, finds out itself who is missing; there is
+        a verdict then.
+        """
+        until = time.monotonic() + _ANSWER_S
+        while True:
+            late = [line for line in self._lines if line.opened < number]
+            if not late or time.monotonic() > until or self._links.fate.look() is not None:
+                break
+            with self._answered:
+                self._asking = number
+                self._prod()
+                self._answered.wait(_PAUSE_S)
+        out: list[int] = []
+        for line in late:
+            ranks = self._links.hosts.ranks[line.host]
+            out.extend(ranks[1:] if line.begun >= number else ranks[:1])
+        return tuple(out)
+
+    def stop(self, settled: int) -> None:
+        """Say goodbye, after `settled` collectives."""
+        self._leaving = settled
+        self._prod()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(2.0)
+        self._release()
+
+    def _release(self) -> None:
+        for line in self._lines:
+            line.socket.disable_monitor()
+            line.monitor.close(0)
+            line.socket.close(0 if line.over else _LINGER_MS)
+        self._context.term()
+        for fd in (self._wake, self._wakened, *self._pids):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._pids = {}

@@ -1,0 +1,1 @@
+"""The backend over any MPI, through mpi4py."""

@@ -1,0 +1,100 @@
+"""Pieces of memory that travel by MPI: addresses and lengths, and what is done with them.
+
+MPI takes anything that has Python's buffer interface; `MPI.memory.fromaddress` makes that of an
+address, so no tensor is ever copied or converted on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from dure.comm.backends.shm.codes import dtype_code
+from dure.comm.ops import ReduceOp
+from dure.comm.reduction import reduce_in_order
+from dure.native import available as native_available
+from dure.native import reduce as native_reduce
+
+__all__ = [
+    "NOTHING",
+    "Piece",
+    "copy_piece",
+    "cut",
+    "messages",
+    "piece_of",
+    "reduce_pieces",
+    "shares",
+    "staging",
+]
+
+Piece = tuple[int, int]
+"""Memory: address and number of bytes."""
+
+NOTHING: Piece = (0, 0)
+
+_LONGEST = 1 << 30
+"""Bytes of one message; MPI counts in 32 bits."""
+
+_LINE = 64
+_NATIVE = native_available()[0]
+
+
+def piece_of(tensor: torch.Tensor) -> Piece:
+    """Return the memory of a contiguous tensor."""
+    return tensor.data_ptr(), tensor.nbytes
+
+
+def shares(whole: Piece, n: int, width: int = 1) -> list[Piece]:
+    """Cut `whole` into `n` pieces of equal length, or nearly, of elements of `width` bytes."""
+    start, nbytes = whole
+    count = nbytes // width
+    ends = [count * i // n * width for i in range(n + 1)]
+    return [(start + a, b - a) for a, b in pairwise(ends)]
+
+
+def cut(piece: Piece, begin: int, longest: int) -> Piece:
+    """Return at most `longest` bytes of `piece` from `begin` on; nothing if it ends before."""
+    address, nbytes = piece
+    return address + begin, max(0, min(longest, nbytes - begin))
+
+
+def staging(nbytes: int, n: int) -> tuple[torch.Tensor, list[Piece]]:
+    """Make room for `n` times `nbytes`; the tensor owns the memory."""
+    step = (nbytes + _LINE - 1) // _LINE * _LINE
+    owner = torch.empty(step * n, dtype=torch.uint8)
+    start = owner.data_ptr()
+    return owner, [(start + i * step, nbytes) for i in range(n)]
+
+
+def messages(piece: Piece, least: int) -> Iterator[Piece]:
+    """Yield the messages that `piece` travels in, if it has more than `least` bytes."""
+    address, nbytes = piece
+    if nbytes > least:
+        for begin in range(0, max(nbytes, 1), _LONGEST):
+            yield address + begin, min(_LONGEST, nbytes - begin)
+
+
+def copy_piece(mpi: Any, source: Piece, target: Piece) -> None:
+    """Copy `source` to `target`, as far as both go."""
+    nbytes = min(source[1], target[1])
+    if nbytes and source[0] != target[0]:
+        memory = mpi.memory.fromaddress
+        memoryview(memory(target[0], nbytes))[:] = memory(source[0], nbytes)
+
+
+def reduce_pieces(
+    mpi: Any, parts: Sequence[Piece], dtype: torch.dtype, op: ReduceOp, out: Piece
+) -> None:
+    """Reduce `parts`, one of each rank, in their order, into `out`, which may be one of them."""
+    if not out[1]:
+        return
+    if _NATIVE:
+        sources = [address for address, _ in parts]
+        native_reduce(out[0], sources, dtype_code(dtype), op.code, out[1] // dtype.itemsize)
+        return
+    memory = mpi.memory.fromaddress
+    tensors = [torch.frombuffer(memory(*p), dtype=torch.uint8).view(dtype) for p in [*parts, out]]
+    reduce_in_order(tensors[:-1], op, tensors[-1])

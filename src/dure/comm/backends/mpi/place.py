@@ -1,0 +1,183 @@
+"""Meeting over MPI: no address, no port, no environment variable.
+
+MPI knows how many processes there are and which one this is, so the ranks only lack their store.
+Rank 0 serves one, with a job key of its own making, on a port that the system picks; every rank
+says hello to rank 0 by an MPI message, with the name of its host, and gets the store's place and
+key in return. If all ranks are on one host the store listens on loopback, else on the interface
+that leads to the first of the other hosts, unless DURE_STORE_BIND says better.
+
+A rank that does not come is named: rank 0 knows who said hello, and tells the others.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from dure import env
+from dure.comm.backends.mpi.library import Library, load
+from dure.errors import RendezvousTimeout, StoreError
+from dure.store.address import Address, resolve
+from dure.store.base import Store
+from dure.store.key import JobKey, mint
+from dure.store.network import NetworkStore
+from dure.store.places import Spot
+from dure.store.server import StoreServer, adopt, listen
+
+__all__ = ["MpiPlace", "find_mpi_place"]
+
+_MESSAGE = 1024
+_TAG = 29_500
+_POLL_S = 1e-3
+_REPLY_S = 2.0
+"""How much longer a rank waits for rank 0 than rank 0 for the ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MpiPlace:
+    """A store whose place and key the ranks know from each other."""
+
+    address: Address
+    key: JobKey
+    server: StoreServer | None = None
+    name: str = "mpi"
+
+    @property
+    def held_by_rank_0(self) -> bool:
+        """Always."""
+        return True
+
+    def open(self, rank: int, world_size: int, timeout_s: float) -> Store:
+        """Connect; rank 0 is the one that serves."""
+        del world_size
+        server, endpoint = self.server, self.address.endpoint
+        if rank == 0 and (server is None or server.retired):
+            server = adopt(endpoint) or StoreServer(listen(self.address), self.key)
+        return NetworkStore(endpoint, self.key, timedelta(seconds=timeout_s), server)
+
+
+def find_mpi_place(timeout_s: float) -> Spot:
+    """Learn from MPI who we are, and from rank 0 where the store is.
+
+    Raises:
+        UsageError: mpi4py or MPI is missing.
+        RendezvousTimeout: A rank did not come; `missing` says which.
+        StoreError: Rank 0 cannot serve.
+
+    Collective:
+        All processes that MPI started together call.
+    """
+    library = load()
+    rank, size = library.world.Get_rank(), library.world.Get_size()
+    meet = _invite if rank == 0 else _say_hello
+    return Spot(place=meet(library, timeout_s), rank=rank, world_size=size)
+
+
+def _invite(library: Library, timeout_s: float) -> MpiPlace:
+    """Wait for all ranks, serve, and say where."""
+    world, mpi = library.world, library.MPI
+    size = world.Get_size()
+    hellos = [bytearray(_MESSAGE) for _ in range(1, size)]
+    requests = [world.Irecv(hello, r, _TAG) for r, hello in enumerate(hellos, start=1)]
+    if not _finish(library, requests, timeout_s):
+        came = (0, *(r for r, request in enumerate(requests, start=1) if request.Test()))
+        missing = tuple(r for r in range(size) if r not in came)
+        for request in requests:
+            if request != mpi.REQUEST_NULL:
+                request.Cancel()
+        _reply(library, [r for r in came if r], {"came": came, "missing": missing})
+        raise _nobody(0, came, missing, timeout_s)
+    others = [bytes(hello).rstrip(b"\0").decode() for hello in hellos]
+    key = mint()
+    try:
+        server, address = _serve(others, key)
+    except StoreError as error:
+        _reply(library, range(1, size), {"failed": str(error)})
+        raise
+    place = {"ip": address.ip, "port": address.port, "key": key.raw.hex()}
+    _reply(library, range(1, size), place)
+    return MpiPlace(address=address, key=key, server=server)
+
+
+def _say_hello(library: Library, timeout_s: float) -> MpiPlace:
+    """Tell rank 0 that we are here, and take its reply."""
+    world = library.world
+    rank, answer = world.Get_rank(), bytearray(_MESSAGE)
+    hello = world.Isend(_padded(platform.node().encode()), 0, _TAG)
+    reply = world.Irecv(answer, 0, _TAG)
+    if not _finish(library, [reply, hello], timeout_s + _REPLY_S):
+        reply.Cancel()
+        raise _nobody(rank, (rank,), (0,), timeout_s)
+    told = json.loads(bytes(answer).rstrip(b"\0"))
+    if "missing" in told:
+        raise _nobody(rank, tuple(told["came"]), tuple(told["missing"]), timeout_s)
+    if "failed" in told:
+        raise StoreError("rank 0 cannot serve the store", rank=rank, seen=told["failed"])
+    address = resolve(told["ip"], told["port"], "rank 0's address")
+    return MpiPlace(address=address, key=JobKey(bytes.fromhex(told["key"])))
+
+
+def _serve(others: list[str], key: JobKey) -> tuple[StoreServer, Address]:
+    """Start the store where all can reach it; the ranks' hosts are `others`."""
+    bind = env.text("DURE_STORE_BIND")
+    abroad = [host for host in others if host != platform.node()]
+    reach = resolve("127.0.0.1" if not abroad else _interface_to(abroad[0]), 0)
+    listener = listen(resolve(bind, 0, "DURE_STORE_BIND") if bind else reach)
+    address = Address(family=reach.family, ip=reach.ip, port=listener.port)
+    return StoreServer(listener, key), address
+
+
+def _interface_to(host: str) -> str:
+    """Return the address of this machine that leads to `host`."""
+    try:
+        where = resolve(host, 9)
+        with socket.socket(where.family, socket.SOCK_DGRAM) as probe:
+            probe.connect((where.ip, 9))  # sends nothing: only asks which interface it would be
+            return probe.getsockname()[0]
+    except (OSError, StoreError):
+        return platform.node()
+
+
+def _reply(library: Library, ranks: Iterable[int], answer: Mapping[str, object]) -> None:
+    text = _padded(json.dumps(answer).encode())
+    sent = [library.world.Isend(text, r, _TAG) for r in ranks]
+    if not _finish(library, sent, _REPLY_S):
+        library.kept.append((sent, text))
+
+
+def _finish(library: Library, requests: list[Any], timeout_s: float) -> bool:
+    """Wait for all `requests`; False if they take longer than `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while requests:
+        with library.lock:
+            if library.MPI.Request.Testall(requests):
+                break
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _padded(text: bytes) -> bytes:
+    """Return `text` in the length of all messages here; a name that is too long is cut."""
+    return text[:_MESSAGE].ljust(_MESSAGE, b"\0")
+
+
+def _nobody(
+    rank: int, came: tuple[int, ...], missing: tuple[int, ...], timeout_s: float
+) -> RendezvousTimeout:
+    return RendezvousTimeout(
+        "not all ranks came",
+        rank=rank,
+        came=came,
+        missing=missing,
+        elapsed_s=timeout_s,
+        seen=f"MPI started ranks {list(missing)} too, but they did not call init_process_group",
+        fix="All processes of the MPI job must call it.",
+    )

@@ -1,0 +1,1 @@
+"""The backend of one host: the native engine on shared memory."""

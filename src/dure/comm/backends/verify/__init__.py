@@ -1,0 +1,1 @@
+"""Comparing calls over engines that do not compare them themselves."""
