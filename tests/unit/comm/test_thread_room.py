@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dure.comm.backends.threads.moves import Call
-from dure.comm.backends.threads.room import Receive, Room
+from dure.comm.backends.threads.room import Message, Receive, Room
 from dure.comm.ops import ReduceOp
 from dure.errors import Aborted, CommTimeout, Desync, PeerLost
 
@@ -98,18 +98,18 @@ def test_thread_that_ended_without_a_word_is_lost():
 
 def test_message_before_and_after_its_receive():
     room, early, late = _room(2), torch.zeros(1), torch.zeros(1)
-    room.send(0, 1, 7, torch.ones(1))
+    room.send(1, Message(0, 7, torch.ones(1)))
     room.post(1, Receive(early, 0, 7))
     receive = Receive(late, None, 7)
     room.post(1, receive)
     assert not receive.ended.is_set()
-    room.send(0, 1, 7, torch.ones(1) * 2)
+    room.send(1, Message(0, 7, torch.ones(1) * 2))
     assert (early.item(), late.item(), receive.source) == (1.0, 2.0, 0)
 
 
 def test_message_is_a_copy():
     room, sent, got = _room(2), torch.ones(1), torch.zeros(1)
-    room.send(0, 1, 0, sent)
+    room.send(1, Message(0, 0, sent))
     sent.fill_(5)
     room.post(1, Receive(got, 0, 0))
     assert got.item() == 1.0
@@ -118,21 +118,21 @@ def test_message_is_a_copy():
 def test_message_of_another_length_is_a_desync():
     room, receive = _room(2), Receive(torch.zeros(3), 0, 0)
     room.post(1, receive)
-    room.send(0, 1, 0, torch.zeros(2))
+    room.send(1, Message(0, 0, torch.zeros(2)))
     assert receive.failure is not None
     assert receive.failure.kind is Desync
 
 
 def test_mail_of_a_rank_that_left_can_still_be_read():
     room, got = _room(2), torch.zeros(1)
-    room.send(0, 1, 0, torch.ones(1))
+    room.send(1, Message(0, 0, torch.ones(1)))
     room.leave(0, abort=False)
     room.post(1, Receive(got, 0, 0))
     assert got.item() == 1.0
     with pytest.raises(PeerLost):
         room.post(1, Receive(got, 0, 0))
     with pytest.raises(PeerLost):
-        room.send(1, 0, 0, got)
+        room.send(0, Message(1, 0, got))
 
 
 @pytest.mark.parametrize("posted_first", [True, False])
@@ -142,7 +142,7 @@ def test_a_message_that_does_not_fit_is_kept_for_a_receive_that_does(posted_firs
     if posted_first:
         room.post(1, wrong)
         room.post(1, right)
-    room.send(0, 1, 0, torch.ones(3))
+    room.send(1, Message(0, 0, torch.ones(3)))
     if not posted_first:
         room.post(1, wrong)
         room.post(1, right)
