@@ -95,7 +95,9 @@ def recv(
         CommTimeout: Nothing came in time.
     """
     pg = resolve(group, "recv")
-    return pg.global_ranks[pg.recv(tensor, _source(pg, src, group_src, "recv"), tag)]
+    anyone = src is None and group_src is None
+    source = None if anyone else pg.peer(src, group_src, "recv", "src")
+    return pg.global_ranks[pg.recv(tensor, source, tag)]
 
 
 def irecv(
