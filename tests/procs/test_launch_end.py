@@ -264,3 +264,34 @@ def test_reader_that_leaves_ends_the_job(job: Launching) -> None:
     assert process.wait(timeout=10) == 128 + signal.SIGPIPE
     assert process.stderr is not None
     process.stderr.close()
+
+
+GOES_ON = """
+    import os, signal
+    import torch
+    import dure as dist
+    dist.init_process_group()
+    total = torch.ones(1)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.all_reduce(total)
+    except dist.PeerLost:
+        dist.shrink()
+        total = torch.ones(1)
+        dist.all_reduce(total)
+    print(dist.get_rank(), dist.get_world_size(), total.item())
+"""
+
+
+def test_survivors_go_on_where_the_job_keeps_going(job: Launching) -> None:
+    done = job.run("--nproc", "3", "--keep-going", job.write(GOES_ON))
+    assert done.code == 0, done.err
+    assert (done.lines(0), done.lines(2)) == (["0 2 2.0"], ["1 2 2.0"])
+    assert "rank 1" in done.err
+    assert "SIGKILL" in done.err
+
+
+def test_a_job_that_keeps_going_fails_with_all_its_ranks(job: Launching) -> None:
+    done = job.run("--nproc", "2", "--keep-going", job.write("import sys; sys.exit(7)"))
+    assert done.code == 7

@@ -31,6 +31,9 @@ def run(
         Path | None,
         typer.Option(help="Where ranks write their flight records, for `dure trace merge`."),
     ] = None,
+    keep_going: Annotated[
+        bool, typer.Option(help="A rank that fails does not end the others (see dure.shrink).")
+    ] = False,
     timeout_term: Annotated[
         float | None,
         typer.Option(
@@ -51,5 +54,6 @@ def run(
         log_dir=log_dir,
         grace_s=timeout_term,
         trace_dir=trace_dir,
+        keep_going=keep_going,
     )
     raise typer.Exit(run_job(spec).exit_code)

@@ -39,7 +39,8 @@ _SETTLE_S = 1.0
 def run_job(spec: JobSpec) -> JobResult:
     """Start the ranks of a job on this host, show their output, and return when all have ended.
 
-    If a rank fails, all others are ended with everything they started. SIGINT, SIGTERM and SIGHUP
+    If a rank fails, all others are ended with everything they started (but see
+    `JobSpec.keep_going`). SIGINT, SIGTERM and SIGHUP
     end the job as well, if this is called on the main thread. When it returns, or raises, no
     process of the job is left.
 
@@ -64,13 +65,13 @@ def run_job(spec: JobSpec) -> JobResult:
     try:
         with _address(spec) as address, caught_signals() as signals, adopting_orphans():
             terminal = Terminal(spec)
-            supervisor = Supervisor(spec.nproc, _timing(spec))
+            supervisor = Supervisor(spec.nproc, _timing(spec), keep_going=spec.keep_going)
             loop = JobLoop(address.name, supervisor, terminal, signals)
             try:
                 _start_ranks(spec, address, loop)
                 with guarded(address.name):
                     loop.run()
-                result = _result(loop, time.monotonic() - started)
+                result = _result(spec, loop, time.monotonic() - started)
                 for line in summary(result):
                     terminal.say(line)
                 terminal.finish()
@@ -146,14 +147,15 @@ def _threads(spec: JobSpec) -> int | None:
     return default_threads(len(os.sched_getaffinity(0)), spec.nproc)
 
 
-def _result(loop: JobLoop, elapsed_s: float) -> JobResult:
+def _result(spec: JobSpec, loop: JobLoop, elapsed_s: float) -> JobResult:
     """Put together what the supervisor, the processes and the reports know."""
     supervisor = loop.supervisor
     ranks = tuple(_rank_result(loop, process) for process in loop.ranks)
     failure = None
     if supervisor.first_failure is not None:
         failure = root_cause(ranks[supervisor.first_failure], ranks)
-    if failure is not None:
+    went_on = spec.keep_going and any(map(supervisor.succeeded, range(spec.nproc)))
+    if failure is not None and not went_on:
         code = failure.status
     elif supervisor.interrupted_by is not None:
         code = 128 + supervisor.interrupted_by

@@ -132,7 +132,7 @@ def _failure(result: JobResult, failure: RankResult) -> list[str]:
         lines += ["  | " + line for line in failure.crash.traceback.rstrip().splitlines()]
     others = [rank for rank in result.ranks if rank.rank != failure.rank]
     if others:
-        lines.append("where the others were:")
+        lines.append("where the others were:" if not result.ok else "the others went on:")
     return lines + [f"  rank {rank.rank} (pid {rank.pid}): {_fate(rank)}" for rank in others]
 
 
@@ -171,4 +171,4 @@ def _fate(rank: RankResult) -> str:
         return where(rank.stack)
     if rank.ended_by_launcher:
         return "did not say (still starting, or not a Python program)"
-    return f"had ended: {rank.exit}"
+    return f"ended with {rank.exit}" if rank.exit.ok else f"had ended: {rank.exit}"

@@ -73,6 +73,8 @@ class JobSpec:
         stdin: "rank0": rank 0 reads this process's standard input; "none": nobody does.
         grace_s: Seconds from asking the ranks to end until they are killed; by default 5 after a
             failure and 0.6 after Ctrl-C or SIGTERM.
+        keep_going: A rank that fails does not end the job; the others may go on without it
+            (`dure.shrink`). The job succeeds if one of them does.
         quiet: Say nothing of the launcher's own: no hints, no summary of a failure.
     """
 
@@ -87,6 +89,7 @@ class JobSpec:
     on_line: Callable[[Line], None] | None = None
     stdin: Literal["rank0", "none"] = "rank0"
     grace_s: float | None = None
+    keep_going: bool = False
     quiet: bool = False
 
 
@@ -169,8 +172,9 @@ class JobResult:
     """What became of the job.
 
     `exit_code` is what the command `dure run` exits with: 0, the first failure's, or 128 + the
-    signal that interrupted the launcher. `outlived` are the processes, as (pid, command), that the
-    ranks left behind and the launcher ended.
+    signal that interrupted the launcher. A job that kept going may have both, a first failure and
+    0. `outlived` are the processes, as (pid, command), that the ranks left behind and the launcher
+    ended.
     """
 
     exit_code: int
@@ -182,7 +186,7 @@ class JobResult:
 
     @property
     def ok(self) -> bool:
-        """Whether every rank succeeded."""
+        """Whether every rank succeeded, or one of a job that kept going."""
         return self.exit_code == 0
 
     def check(self) -> None:

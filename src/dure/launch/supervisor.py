@@ -9,6 +9,9 @@ The driver (`dure.launch.job`) tells the machine what happened (*events*) and do
        ├──SIGTERM, SIGHUP──────────────────────┤                          │
        └──SIGINT──▶ INTERRUPTING ──────────────┘      a second SIGINT ────┘
 
+With `keep_going` a rank that fails is only noted while others run; the job ends when all have,
+well if one of them did, and otherwise as above.
+
 EXPLAINING asks the other ranks where they are, before anything makes them move, and lets a rank
 that reported a crash get to its end. INTERRUPTING has passed the SIGINT on to the ranks, as a
 terminal would. ENDING has sent SIGTERM to every process of the job, KILLING sends SIGKILL until
@@ -90,9 +93,10 @@ class Supervisor:
     Args:
         nproc: How many ranks were started.
         timing: How long to wait for what.
+        keep_going: Whether the others go on when a rank fails.
     """
 
-    def __init__(self, nproc: int, timing: Timing) -> None:
+    def __init__(self, nproc: int, timing: Timing, *, keep_going: bool = False) -> None:
         self.phase = Phase.RUNNING
         self.first_failure: int | None = None
         self.interrupted_by: int | None = None
@@ -100,6 +104,7 @@ class Supervisor:
         self.exits: dict[int, Exit] = {}
         self._timing = timing
         self._nproc = nproc
+        self._keep_going = keep_going
         self._deadline: float | None = None
         self._sweep_at: float | None = None
         self._silent: set[int] = set()  # asked for their stack, without an answer yet
@@ -119,22 +124,26 @@ class Supervisor:
     def crashed(self, rank: int, now: float) -> list[Action]:
         """Take note that an exception left the program of `rank`, which is about to exit."""
         self._crashed.add(rank)
-        return self._fail(rank, now) if self.phase is Phase.RUNNING else []
+        if self.phase is not Phase.RUNNING or (self._keep_going and self._at_work):
+            return []
+        return self._fail(rank, now)
 
     def exited(self, rank: int, exit: Exit, now: float) -> list[Action]:
         """Take note that `rank` has ended."""
         self.exits[rank] = exit
         self._silent.discard(rank)
         if self.phase is Phase.RUNNING:
-            if not exit.ok or rank in self._crashed:
-                return self._fail(rank, now)
-            return [] if self.alive else self._leave(now)
+            return self._ended(rank, now)
         if self.phase is Phase.EXPLAINING:
             return self._explained(now)
         if self.alive:
             return []
         self._sweep_at = None
         return [Sweep()]
+
+    def succeeded(self, rank: int) -> bool:
+        """Tell whether `rank` has ended, and well."""
+        return rank in self.exits and self.exits[rank].ok and rank not in self._crashed
 
     def told(self, rank: int, now: float) -> list[Action]:
         """Take note that `rank` has told its stack."""
@@ -196,6 +205,26 @@ class Supervisor:
         self.phase = Phase.DONE  # SIGKILL did not help: nothing else would
         self._deadline = self._sweep_at = None
         return []
+
+    @property
+    def _at_work(self) -> bool:
+        """Whether a rank runs that has not crashed."""
+        return any(rank not in self._crashed for rank in self.alive)
+
+    def _ended(self, rank: int, now: float) -> list[Action]:
+        """A rank has ended while the job ran: decide whether that ends the job."""
+        if not self.succeeded(rank):
+            if self.first_failure is None:
+                self.first_failure = rank
+            if not self._keep_going:
+                return self._fail(self.first_failure, now)
+        if self._at_work:
+            return []
+        if self.alive:  # crashed, and on its way out
+            return self._fail(self.alive[0] if self.first_failure is None else rank, now)
+        if any(self.succeeded(r) for r in self.exits):
+            return self._leave(now)
+        return self._fail(rank if self.first_failure is None else self.first_failure, now)
 
     def _fail(self, rank: int, now: float) -> list[Action]:
         self.phase = Phase.EXPLAINING

@@ -38,6 +38,31 @@ def test_processes_that_outlive_successful_ranks_are_ended_after_a_while() -> No
     assert machine.phase is Phase.DONE
 
 
+def test_a_job_that_keeps_going_ends_with_its_last_rank() -> None:
+    machine = Supervisor(3, TIMING, keep_going=True)
+    assert machine.exited(1, Exit(signal=9), 0.0) == []
+    assert machine.exited(0, Exit(code=0), 1.0) == []
+    assert machine.phase is Phase.RUNNING
+    assert machine.exited(2, Exit(code=1), 2.0) == [Sweep()]
+    assert machine.phase is Phase.LEAVING
+    assert (machine.first_failure, machine.ended_by_launcher) == (1, frozenset())
+
+
+def test_a_job_that_keeps_going_fails_where_all_ranks_do() -> None:
+    machine = Supervisor(2, TIMING, keep_going=True)
+    machine.exited(1, Exit(signal=9), 0.0)
+    assert machine.exited(0, Exit(code=1), 1.0) == [TERM_ALL, Sweep()]
+    assert machine.first_failure == 1
+
+
+def test_a_job_that_keeps_going_does_not_wait_for_a_crashed_rank_for_ever() -> None:
+    machine = Supervisor(2, TIMING, keep_going=True)
+    assert machine.crashed(0, 0.0) == []
+    assert machine.exited(1, Exit(code=0), 1.0) == []
+    assert machine.phase is Phase.EXPLAINING
+    assert machine.tick(1.0 + TIMING.crash_s) == [TERM_ALL]
+
+
 def test_failure_asks_the_others_before_it_ends_them() -> None:
     machine = Supervisor(3, TIMING)
     assert machine.exited(1, Exit(signal=9), 0.0) == [AskStacks((0, 2))]
@@ -139,14 +164,16 @@ def test_nothing_helps_gives_up() -> None:
 class World:
     """Ranks with a life of their own: when they end, what they obey, whom they leave behind."""
 
-    def __init__(self, plans: list[tuple[float, int, bool, bool, int]]) -> None:
+    def __init__(
+        self, plans: list[tuple[float, int, bool, bool, int]], keep_going: bool = False
+    ) -> None:
         self.plans = plans
         self.orphans = 0
         self.signals: list[int] = []
         self.pending: list[tuple[float, int, Exit]] = [
             (end, rank, Exit(code=code)) for rank, (end, code, *_) in enumerate(plans)
         ]
-        self.machine = Supervisor(len(plans), TIMING)
+        self.machine = Supervisor(len(plans), TIMING, keep_going=keep_going)
 
     def act(self, actions: list[Action], now: float) -> None:
         for action in actions:
@@ -202,14 +229,14 @@ PLAN = st.tuples(
 @given(
     plans=st.lists(PLAN, min_size=1, max_size=6),
     interrupts=st.lists(st.floats(0, 20), max_size=2).map(sorted),
+    keep_going=st.booleans(),
 )
 def test_random_history_ends_in_time_with_everyone_gone(
-    plans: list[tuple[float, int, bool, bool, int]], interrupts: list[float]
+    plans: list[tuple[float, int, bool, bool, int]], interrupts: list[float], keep_going: bool
 ) -> None:
-    world = World(plans)
-    first_trouble = min(
-        [end for end, code, *_ in plans if code] + interrupts + [max(end for end, *_ in plans)]
-    )
+    world = World(plans, keep_going)
+    failures = [] if keep_going else [end for end, code, *_ in plans if code]
+    first_trouble = min(failures + interrupts + [max(end for end, *_ in plans)])
     longest = TIMING.crash_s + TIMING.grace_s + TIMING.leave_s + 1
     end = world.run(list(interrupts), first_trouble + longest)
     machine = world.machine
