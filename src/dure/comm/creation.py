@@ -25,6 +25,7 @@ from dure.comm.group import ProcessGroup
 from dure.comm.world import World
 from dure.errors import Desync, DureError, PeerLost, RendezvousTimeout, StoreTimeout, UsageError
 from dure.store.base import Store
+from dure.store.identity import alive
 from dure.store.prefix import PrefixStore
 
 if TYPE_CHECKING:
@@ -112,7 +113,10 @@ class _WatchedStore(PrefixStore):
 
     def __init__(self, prefix: str, store: Store, meeting: Rendezvous | None, spec: GroupSpec):
         super().__init__(prefix, store)
-        self._meeting, self._spec = meeting, spec
+        self._spec = spec
+        # As they are now: backends keep this store, and a meeting that shrinks is numbered anew.
+        members = () if meeting is None else meeting.members
+        self._members = [members[r] for r in spec.global_ranks] if members else []
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Return when all `keys` exist; look at the members now and then, less and less often."""
@@ -137,11 +141,8 @@ class _WatchedStore(PrefixStore):
         return here
 
     def _look(self) -> None:
-        if self._meeting is None:
-            return
-        for peer, global_rank in enumerate(self._spec.global_ranks):
-            if self._meeting.ended(global_rank):
-                member = self._meeting.members[global_rank]
+        for peer, member in enumerate(self._members):
+            if alive(member.process) is False:
                 raise PeerLost(
                     f"the process of rank {peer} ended before the group was made",
                     group=self._spec.name,
@@ -149,7 +150,7 @@ class _WatchedStore(PrefixStore):
                     peer=peer,
                     pid=member.pid,
                     host=member.host,
-                    seen=f"global rank {global_rank}, pid {member.pid}",
+                    seen=f"global rank {self._spec.global_ranks[peer]}, pid {member.pid}",
                     fix="Make the group of ranks that live: dure.shrink() finds them.",
                 )
 
