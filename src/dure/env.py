@@ -103,7 +103,7 @@ VARIABLES: dict[str, Variable] = {
         ),
         Variable(
             name="DURE_VERIFY",
-            meaning="1: ranks compare every collective over gloo, nccl or mpi before data move",
+            meaning="1: ranks compare every collective over gloo or nccl before data move",
         ),
         Variable(name="OMPI_COMM_WORLD_SIZE", meaning="set by Open MPI's mpirun in every process"),
         Variable(name="PMI_SIZE", meaning="set by the mpiexec of MPICH and Intel MPI"),

@@ -34,7 +34,8 @@ def test_every_operation_over_hosts_of_2_ranks(count, tmp_path):
 def _lose(tmp_path: Path, count: int, how: str) -> dict[int, dict]:
     """Lose the last host in the middle of things; return what the other ranks reported."""
     with hosts(count) as made:
-        ranks = start_job(made, 2, [PROGRAM, "lose", tmp_path], tmp_path / "key")
+        what = "go_on" if how == "kill" else "lose"  # who lost the store cannot go on
+        ranks = start_job(made, 2, [PROGRAM, what, tmp_path], tmp_path / "key")
         for rank in ranks:
             assert rank.stdout is not None
             assert rank.stdout.readline() == "ready\n", rank.communicate(timeout=20)
@@ -57,6 +58,8 @@ def test_dead_host_is_peer_lost_on_all_ranks_of_the_others(count, tmp_path):
         assert report["elapsed_s"] < 2, "the kernel says at once that a process is gone"
         assert report["again"] == "PeerLost"
         assert report["again_s"] < 0.1
+        assert report["left"] == lost
+        assert report["shrink_s"] < 20, "three seconds after the loss nobody waits for the host"
 
 
 def test_cut_cable_is_peer_lost_on_both_sides(tmp_path):

@@ -109,17 +109,22 @@ def _lose(rank: int, folder: str, who: int) -> None:
         while True:
             dist.all_reduce(t)
     except PeerLost as e:
-        Path(folder, str(rank)).write_text(f"{e.peer} {time.monotonic() - began}")
+        told = f"{e.peer} {time.monotonic() - began}"
+        dist.shrink()
+        total = torch.full((100_000,), float(dist.get_rank()))
+        dist.all_reduce(total)
+        Path(folder, str(rank)).write_text(f"{told} {dist.get_rank()} {total[-1].item():g}")
 
 
 @pytest.mark.parametrize("who", [2, 3])  # a leader, and a rank that is none
-def test_killed_rank_is_peer_lost_on_all_ranks_of_all_hosts(tmp_path, who):
+def test_killed_rank_is_peer_lost_on_all_ranks_of_all_hosts_which_go_on_without(tmp_path, who):
     with ProcessPool(4, None, hosts="aabb") as pool, pytest.raises(LaunchError):
         pool.run(_lose, str(tmp_path), who)
     reports = {int(p.name): p.read_text().split() for p in tmp_path.iterdir()}
     assert sorted(reports) == [r for r in range(4) if r != who]
     assert {r[0] for r in reports.values()} == {str(who)}
     assert all(float(r[1]) < 2 for r in reports.values()), "far below the timeout of 30 s"
+    assert [r[2:] for _, r in sorted(reports.items())] == [["0", "3"], ["1", "3"], ["2", "3"]]
 
 
 @pytest.mark.skipif(bool(mpi_jobs.why_not()), reason=mpi_jobs.why_not() or "it is here")

@@ -30,12 +30,14 @@ def is_available() -> bool:
 def is_backend_available(backend: str) -> bool:
     """Tell whether the backend `backend` exists and can run on this machine."""
     name = backend.lower()
-    if name == "shm":
-        return native_available()[0]
+    if name in {"shm", "hybrid", "hybrid_mpi"} and not native_available()[0]:
+        return False
+    if name in {"mpi", "hybrid_mpi"}:
+        return is_mpi_available()
     if name == "nccl":
         return is_nccl_available()
-    if name == "mpi":
-        return is_mpi_available()
+    if name in {"gloo", "hybrid"}:
+        return is_gloo_available()
     return name in known_backends()
 
 

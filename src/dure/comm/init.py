@@ -143,13 +143,12 @@ def init_process_group(
     )
     try:
         world.default = create_group(world, meeting.store, meeting.rank, spec)
+        _to_leave.add(world)
+        _leave_first()
+        begin_recording(meeting.store)
     except BaseException:
-        meeting.close()
-        world.clear()
+        _leave(world, abort=True)
         raise
-    _to_leave.add(world)
-    _leave_first()
-    begin_recording(meeting.store)
 
 
 def _meets_by_mpi(backend: str | None) -> bool:

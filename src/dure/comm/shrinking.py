@@ -69,7 +69,8 @@ _read = msgspec.msgpack.Decoder(_Decision).decode
 def shrink(group: ProcessGroup | None = None, timeout: timedelta | None = None) -> ProcessGroup:
     """Make a new group of the ranks that are left, after a failure or in place of one.
 
-    Ranks are left unless their process has ended or they have left the group. The old group is
+    Ranks are left unless their process has ended or they have left the group; ranks of a host that
+    is lost are waited for no longer than three seconds after that. The old group is
     destroyed; where it was the default group, all other groups are too, the new one becomes the
     default group, and global ranks are numbered anew, in the old order.
 
@@ -234,7 +235,8 @@ class _Shrinking:
         try:
             keys.wait([f"{step}/{r}" for r in awaited], _LOOK)
         except StoreTimeout:
-            return [r for r in awaited if not keys.check([f"{step}/{r}"])]
+            late = [r for r in awaited if not self.parent.silent(r)]
+            return [r for r in late if not keys.check([f"{step}/{r}"])]
         return []
 
     def _check(self, decision: _Decision) -> None:

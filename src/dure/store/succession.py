@@ -50,7 +50,7 @@ def succeed(
             "the process that held the store has ended",
             rank=me.rank,
             seen="the ranks that are left are on several hosts",
-            fix="Start jobs over several hosts with `dure run`, whose launcher holds the store.",
+            fix="Keep rank 0 alive, or meet in a file on a disk that all hosts share.",
         )
     deadline = time.monotonic() + timeout_s
     for host in members:

@@ -13,6 +13,7 @@ of which the newest are kept.
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import sys
@@ -35,6 +36,7 @@ FORMAT, VERSION = "dure-flight", 1
 _MAX_JOBS = 20
 _MAX_FRAMES = 100
 _OFF = "off"
+_serial = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +141,8 @@ def write(
     }
     to.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = to.file(rank)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.part")
+    # A name of this dump's own: a signal handler may dump while its thread does.
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.{next(_serial)}.part")
     try:
         descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with open(descriptor, "wb") as file:

@@ -52,11 +52,14 @@ class _Recorder:
     """All sources of the process, and what retired ones kept."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # a signal handler may dump while its thread is in here
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything: the process is a forked child, and the groups are its parent's."""
+        """Forget everything: the process is a forked child, and the groups are its parent's.
+
+        So is whoever held the lock at that moment.
+        """
+        self.lock = threading.RLock()  # a signal handler may dump while its thread is in here
         self.sources: WeakSet[Source] = WeakSet()
         self.retired: dict[int, deque[Record]] = {}
         self.origins: deque[Origin] = deque(maxlen=64)

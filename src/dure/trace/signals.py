@@ -4,7 +4,8 @@
 handler is installed when the rank joins a job, only in the main thread, and only where the program
 has none of its own; it is removed when the rank leaves. It runs between two steps of Python, also
 while the rank waits in an operation: waits of the shm engine and of Dure's collectives over other
-engines let handlers run every now and then.
+engines let handlers run every now and then. A child that a rank forked has the handler too, and
+nothing to tell: there it does nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _STDERR = 2
 
 def _dump(number: int, frame: FrameType | None) -> None:
     del number, frame
+    if not flight.recording():  # the groups are those of the process that this one was forked from
+        return
     try:
         text = f"flight record: {flight.dump(reason='SIGUSR2')}"
     except Exception as error:  # a rank that is only looked at goes on, whatever happens

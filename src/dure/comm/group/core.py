@@ -195,8 +195,15 @@ class GroupCore:
 
     def gone(self, rank: int) -> bool:
         """Tell whether `rank` is known to have died, or left; backends that cannot know say no."""
-        questions = [getattr(backend, "gone", None) for backend in self._backends.values()]
-        return any(gone is not None and gone(rank) for gone in questions)
+        return self._ask("gone", rank)
+
+    def silent(self, rank: int) -> bool:
+        """Tell whether `rank` may live and cannot be heard of; backends that cannot know say no."""
+        return self._ask("silent", rank)
+
+    def _ask(self, question: str, rank: int) -> bool:
+        asked = [getattr(backend, question, None) for backend in self._backends.values()]
+        return any(answer is not None and answer(rank) for answer in asked)
 
     # ---------------------------------------------------------------- the road of every operation
 

@@ -34,7 +34,7 @@ from dure.comm.backends.hybrid.rendezvous import (
     connect,
     find_hosts,
 )
-from dure.comm.backends.hybrid.watch import Watch
+from dure.comm.backends.hybrid.watch import SILENCE_S, Watch
 from dure.comm.ops import ReduceOp
 from dure.errors import DureError
 
@@ -73,6 +73,23 @@ class HybridBackend:
     def hosts(self) -> tuple[tuple[int, ...], ...]:
         """Group ranks of each host."""
         return self._hosts.ranks
+
+    def gone(self, rank: int) -> bool:
+        """Tell whether `rank` has died or left, as far as this rank can know without its host."""
+        host, place = self._hosts.place_of(rank)
+        if host == self._hosts.here:
+            return self._links.local.gone(place)
+        return place == 0 and self._lost_for_s(rank) > 0
+
+    def silent(self, rank: int) -> bool:
+        """Tell whether nothing can be heard of `rank` any more, whose host has lost its leader.
+
+        It may live: then it knows of that at once, and has had the time to show itself.
+        """
+        return self._lost_for_s(rank) > SILENCE_S
+
+    def _lost_for_s(self, rank: int) -> float:
+        return 0.0 if self._watch is None else self._watch.lost_for_s(rank)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long an operation may wait for its peers."""

@@ -38,7 +38,7 @@ from dure.store.address import outward_address
 from dure.store.base import Store
 from dure.store.identity import myself
 
-__all__ = ["Watch"]
+__all__ = ["SILENCE_S", "Watch"]
 
 BEAT_S = 1.0
 SILENCE_S = 3.0
@@ -93,6 +93,7 @@ class _Line:
     opened: int = 0
     left: int = -1
     over: bool = False
+    lost: float | None = None  # when the leader was lost, or left
 
 
 class Watch:
@@ -242,8 +243,7 @@ class Watch:
         fate = self._links.fate
         for line in self._lines:
             if not line.over and now - line.heard > SILENCE_S:
-                line.over = True
-                self._lose(line.host, f"nothing was heard from it for {SILENCE_S:g} s")
+                self._lose(line, f"nothing was heard from it for {SILENCE_S:g} s")
             if 0 <= line.left < self._begun:
                 rank = self._links.hosts.ranks[line.host][0]
                 fate.settle(
@@ -303,7 +303,7 @@ class Watch:
             if word.verdict is not None:
                 self._links.fate.settle(word.verdict)
             if word.left >= 0:
-                line.left, line.over = word.left, True
+                line.left, line.over, line.lost = word.left, True, time.monotonic()
 
     def _broke(self, line: _Line) -> None:
         """A line broke: see whether the other leader had said goodbye."""
@@ -311,11 +311,11 @@ class Watch:
             recv_monitor_message(line.monitor, zmq.NOBLOCK)
         self._hear(line)
         if not line.over:
-            line.over = True
-            self._lose(line.host, "the connection to it broke")
+            self._lose(line, "the connection to it broke")
 
-    def _lose(self, host: int, how: str) -> None:
-        hosts = self._links.hosts
+    def _lose(self, line: _Line, how: str) -> None:
+        line.over, line.lost = True, time.monotonic()
+        hosts, host = self._links.hosts, line.host
         self._links.fate.settle(
             Verdict(
                 kind="PeerLost",
@@ -371,6 +371,12 @@ class Watch:
             ranks = self._links.hosts.ranks[line.host]
             out.extend(ranks[1:] if line.begun >= number else ranks[:1])
         return tuple(out)
+
+    def lost_for_s(self, rank: int) -> float:
+        """Return for how long the leader of a rank's host has been lost; 0 while it is not."""
+        host, _ = self._links.hosts.place_of(rank)
+        since = [line.lost for line in self._lines if line.host == host and line.lost is not None]
+        return max(time.monotonic() - since[0], 1e-9) if since else 0.0
 
     def stop(self, settled: int) -> None:
         """Say goodbye, after `settled` collectives."""

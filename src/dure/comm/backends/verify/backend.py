@@ -34,7 +34,7 @@ from dure.trace.ring import call_site
 
 __all__ = ["CHECK_THEMSELVES", "VerifyingBackend", "wanted"]
 
-CHECK_THEMSELVES = frozenset({"shm", "threads", "mpi", "hybrid"})
+CHECK_THEMSELVES = frozenset({"shm", "threads", "mpi", "hybrid", "hybrid_mpi"})
 """Backends that compare calls anyway."""
 
 Start = Callable[[], Ticket | None]
