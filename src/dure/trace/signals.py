@@ -14,6 +14,7 @@ import os
 import signal
 import threading
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 
 from dure.trace import flight
@@ -39,9 +40,19 @@ def _can_be_set() -> bool:
     return hasattr(signal, "SIGUSR2") and threading.current_thread() is threading.main_thread()
 
 
+def _caught() -> bool:
+    """Tell whether a handler that Python does not know of is there, such as faulthandler's."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:  # not Linux: nobody tells
+        return False
+    mask = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
+    return bool(int(mask, 16) >> (signal.SIGUSR2 - 1) & 1)
+
+
 def install() -> None:
     """Dump on SIGUSR2, if this is the main thread and the program has no handler for it."""
-    if _can_be_set() and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
+    if _can_be_set() and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL and not _caught():
         signal.signal(signal.SIGUSR2, _dump)
 
 

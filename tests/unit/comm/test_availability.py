@@ -12,7 +12,9 @@ from dure.native import available
 def test_backends_that_exist_and_run_here():
     assert dist.is_available()
     assert dist.is_backend_available("GLOO") == dist.is_gloo_available()
-    assert dist.is_backend_available("shm") == available()[0]
+    for name in ("shm", "hybrid"):
+        assert dist.is_backend_available(name) == available()[0]
+    assert dist.is_backend_available("hybrid_mpi") == (available()[0] and dist.is_mpi_available())
     assert dist.is_backend_available("nccl") == dist.is_nccl_available()
     assert not dist.is_backend_available("carrier-pigeon")
     assert not dist.is_ucc_available()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
 import signal
 import stat
+import threading
+import warnings
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from dure.errors import CommTimeout, Desync, PeerLost, UsageError
@@ -171,6 +175,73 @@ def test_sigusr2_is_taken_only_where_the_program_has_no_handler():
         assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGUSR2, before)
+
+
+def test_sigusr2_is_left_to_faulthandler_which_python_does_not_know_of(tmp_path):
+    with open(tmp_path / "stacks", "w+") as stacks:
+        faulthandler.register(signal.SIGUSR2, stacks)
+        try:
+            signals.install()
+            assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+            signal.raise_signal(signal.SIGUSR2)
+        finally:
+            faulthandler.unregister(signal.SIGUSR2)
+        stacks.seek(0)
+        assert "most recent call first" in stacks.read()
+
+
+def test_sigusr2_in_a_forked_child_writes_nothing_even_if_the_lock_was_held(tmp_path, monkeypatch):
+    monkeypatch.setenv("DURE_TRACE_DIR", str(tmp_path))
+    ring = _ring()
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with flight._recorder.lock:
+            held.set()
+            done.wait(20)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(10)
+    signals.install()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python 3.12 warns: there is another thread
+            child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            flight._recorder.clear()  # as at every fork; this recorder is the test's own
+            signal.raise_signal(signal.SIGUSR2)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+    finally:
+        done.set()
+        holder.join()
+        signals.remove()
+    assert status == 0
+    assert list(tmp_path.iterdir()) == []
+    del ring
+
+
+def test_sigusr2_in_the_midst_of_a_dump_leaves_whole_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("DURE_TRACE_DIR", str(tmp_path))
+    ring = _ring(num_ops=3)
+    encode = msgspec.json.encode
+
+    def interrupted(content: object) -> bytes:
+        monkeypatch.setattr(msgspec.json, "encode", encode)
+        signal.raise_signal(signal.SIGUSR2)
+        return encode(content)
+
+    monkeypatch.setattr(msgspec.json, "encode", interrupted)
+    signals.install()
+    try:
+        path = dump()
+    finally:
+        signals.remove()
+    assert json.loads(path.read_text())["reason"] == "dump()"
+    assert list(tmp_path.iterdir()) == [path]
+    del ring
 
 
 def test_sigusr2_writes_a_dump_and_says_where(tmp_path: Path, monkeypatch, capfd):

@@ -93,7 +93,7 @@ class Fate:
     """
 
     def __init__(self, local: ShmBackend, hosts: Hosts, name: str, timeout_s: float) -> None:
-        self._local, self._hosts, self._name = local, hosts, name
+        self._local, self._hosts, self.name = local, hosts, name
         self.timeout_s = timeout_s
         self._lock = threading.Lock()
         self._verdict: Verdict | None = None
@@ -160,7 +160,7 @@ class Fate:
     def error(self, op: str, seq: int | None = None) -> DureError:
         """Make the error of a call in a group that is broken, or left."""
         where: dict[str, Any] = {
-            "group": self._name,
+            "group": self.name,
             "op": op,
             "seq": seq,
             "rank": self._hosts.rank,

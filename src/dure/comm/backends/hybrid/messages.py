@@ -225,6 +225,7 @@ class Messages:
         rank = self.links.hosts.rank
         return Desync(
             "a message is not what its receive expects",
+            group=self.links.fate.name,
             op="recv",
             rank=rank,
             world_size=self.links.hosts.size,
@@ -246,6 +247,7 @@ class Messages:
             ticket.give_up(
                 CommTimeout(
                     "no message came in time",
+                    group=links.fate.name,
                     op="recv",
                     rank=links.hosts.rank,
                     world_size=links.hosts.size,

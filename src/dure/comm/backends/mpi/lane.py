@@ -242,6 +242,8 @@ class Lane:
         while queue and self._advance(queue[0]):
             if queue:
                 queue.popleft()
+            if queue:
+                queue[0].began = time.monotonic()  # its time is its own, not that of those before
         if self._messages:
             self._messages = [m for m in self._messages if not self._advance(m)]
 
