@@ -55,6 +55,11 @@ def test_program(
     process_pool(2, "shm").run(program, str(tmp_path))
 
 
+def test_ranks_of_two_hosts_get_shared_memory_inside_and_gloo_between(tmp_path: Path):
+    with ProcessPool(2, "hybrid", hosts="ab") as pool:
+        pool.run(ranks.over_hosts, str(tmp_path))
+
+
 # ---- found without an import ---------------------------------------------------------------------
 
 

@@ -1,7 +1,8 @@
 """Which of our backends serves a group of torch's, and how the group is built on it.
 
-Ranks that share a host use shared memory; others an engine that crosses hosts. All ranks must
-choose alike, and none can know alone: each one says in the store where it is and whether its
+Ranks that share a host use shared memory; those of several hosts shared memory inside each host and
+Gloo between them; where our engine is not built for some rank, Gloo alone. All ranks must choose
+alike, and none can know alone: each one says in the store where it is and whether its
 engine can run, and all decide by the same rule on what all have said. DURE_BACKEND overrides it.
 """
 
@@ -24,8 +25,6 @@ from dure.store.identity import myself
 from dure.torch_backend.store import TorchStore
 
 __all__ = ["Plan", "build"]
-
-_ACROSS_HOSTS = "gloo"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +68,11 @@ def build(plan: Plan) -> ProcessGroup:
     )
     # The world is thrown away: it is torch that knows which groups there are.
     group = create_group(World(), store, plan.global_ranks[plan.rank], spec)
-    begin_recording(store)
+    try:
+        begin_recording(store)
+    except BaseException:
+        group.close(abort=True)
+        raise
     return group
 
 
@@ -97,4 +100,6 @@ def _choose(store: Store, plan: Plan) -> str:
             fix="All ranks must create the same groups in the same order.",
         ) from None
     places = {store.get(k) for k in keys}
-    return "shm" if len(places) == 1 and places.pop().startswith(b"able") else _ACROSS_HOSTS
+    if not all(place.startswith(b"able") for place in places):
+        return "gloo"
+    return "shm" if len(places) == 1 else "hybrid"

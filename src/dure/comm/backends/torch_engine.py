@@ -215,7 +215,7 @@ def _connect(
 def _own_address(options: BackendOptions) -> str:
     """Return the address peers can reach this rank at: loopback if all are on this host."""
     keys = [f"engine/host/{r}" for r in range(options.size)]
-    options.store.set(keys[options.rank], myself().host)
+    options.store.set(keys[options.rank], myself().host_id)  # names of hosts may be the same
     options.store.wait(keys, options.timeout)
     if len({*options.store.multi_get(keys)}) == 1:
         return "127.0.0.1"

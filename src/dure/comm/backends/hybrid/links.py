@@ -20,12 +20,13 @@ from dure.comm.backends.hybrid.hosts import Hosts
 from dure.comm.backends.shm.backend import ShmBackend
 from dure.errors import CommTimeout
 
-__all__ = ["BETWEEN_TAG", "ENVELOPE_TAG", "Links"]
+__all__ = ["BETWEEN_TAG", "Links"]
 
 BETWEEN_TAG = 0x7FFFFFF2
-"""Tag of messages that are part of a collective; those of users are lower."""
-ENVELOPE_TAG = 0x7FFFFFF3
-"""Tag of what announces a message between hosts."""
+"""Tag of messages inside a host that are part of a collective; those of users are lower."""
+
+_NUM_TAGS = 1 << 30
+"""How many tags an engine has, if it does not say."""
 
 _SLICE_S = 0.05
 
@@ -63,6 +64,16 @@ class Links:
     def num_hosts(self) -> int:
         """How many hosts there are."""
         return len(self.hosts.ranks)
+
+    @property
+    def mesh_tags(self) -> tuple[int, int, int]:
+        """Tags between hosts, of which some engines have few.
+
+        That of messages that are part of a collective, that of what announces a message, and how
+        many are left to number the messages.
+        """
+        num_tags = min(_NUM_TAGS, getattr(self.mesh, "num_tags", _NUM_TAGS))
+        return num_tags - 1, num_tags - 2, num_tags - 2
 
     @property
     def timeout_s(self) -> float:

@@ -26,14 +26,13 @@ import torch
 
 from dure.comm.backends.base import Ticket
 from dure.comm.backends.hybrid.letters import Box, Letter, Wanted
-from dure.comm.backends.hybrid.links import ENVELOPE_TAG, Links
+from dure.comm.backends.hybrid.links import Links
 from dure.comm.backends.shm.backend import dtype_code
 from dure.errors import CommTimeout, Desync, DureError
 
 __all__ = ["Messages"]
 
 _ENVELOPE = struct.Struct("<QQQQ")
-_NUMBERS = 1 << 30
 _NAP_S = 0.0005
 _LOOK_S = 0.05
 
@@ -155,6 +154,7 @@ class Messages:
     def __init__(self, links: Links) -> None:
         self.links, self.box = links, Box()
         self._lock = threading.Lock()
+        _, self._envelope_tag, self._num_numbers = links.mesh_tags
         self._sent: defaultdict[int, int] = defaultdict(int)
         self._postman: threading.Thread | None = None
 
@@ -167,10 +167,10 @@ class Messages:
             call = lambda: links.local.send(tensor, place, tag, async_op)  # noqa: E731
             return self._guarded("send", call)
         with self._lock:
-            number = self._sent[dst] = (self._sent[dst] + 1) % _NUMBERS
+            number = self._sent[dst] = (self._sent[dst] + 1) % self._num_numbers
             head = _ENVELOPE.pack(number, tag, tensor.nbytes, dtype_code(tensor.dtype))
             envelope = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-            parts = [links.mesh.send(envelope, dst, ENVELOPE_TAG, True)]
+            parts = [links.mesh.send(envelope, dst, self._envelope_tag, True)]
             if tensor.numel():
                 parts.append(links.mesh.send(tensor, dst, number, True))
         ticket = _SendTicket(links, dst, parts, envelope)
@@ -282,7 +282,7 @@ class Messages:
         memory = torch.frombuffer(head, dtype=torch.uint8)
         with suppress(DureError):  # the group was left or is broken: whoever waits looks himself
             while not self.links.fate.left.is_set():
-                ticket = self.links.mesh.recv(memory, None, ENVELOPE_TAG, True)
+                ticket = self.links.mesh.recv(memory, None, self._envelope_tag, True)
                 ticket.wait()
                 self.box.deliver(Letter(ticket.source, *_ENVELOPE.unpack(head)))
 

@@ -133,13 +133,13 @@ class Moves:
         host, place = self._links.hosts.place_of(peer)
         if host == self._links.here:
             return self._links.local.send(tensor, place, BETWEEN_TAG, True)
-        return self._links.mesh.send(tensor, peer, BETWEEN_TAG, True)
+        return self._links.mesh.send(tensor, peer, self._links.mesh_tags[0], True)
 
     def _recv(self, tensor: torch.Tensor, peer: int) -> Ticket:
         host, place = self._links.hosts.place_of(peer)
         if host == self._links.here:
             return self._links.local.recv(tensor, place, BETWEEN_TAG, True)
-        return self._links.mesh.recv(tensor, peer, BETWEEN_TAG, True)
+        return self._links.mesh.recv(tensor, peer, self._links.mesh_tags[0], True)
 
     def _finish(self, ticket: Ticket | None, op: str) -> None:
         self._links.wait(ticket, op)

@@ -86,7 +86,8 @@ class MpiBackend:
         self._peers = [r for r in range(options.size) if r != options.rank]
         highest = _highest_tag(self._mpi, comm)
         self._verdict_tag, self._data_tag = highest, highest - 1
-        self._num_tags = highest - _RESERVED_TAGS + 1
+        self.num_tags = highest - _RESERVED_TAGS + 1
+        """A message's tag must be less."""
         self._frames = Frames(self._mpi, comm, highest - 2)
         seconds = options.timeout.total_seconds()
         self._lane = Lane(library, comm, options.name, seconds, self._verdict_tag, crowded)
@@ -369,9 +370,9 @@ class MpiBackend:
                 )
 
     def _check_tag(self, tag: int) -> None:
-        if tag >= self._num_tags:
+        if tag >= self.num_tags:
             raise UsageError(
-                f"over this MPI a tag must be less than {self._num_tags}", seen=f"tag={tag}"
+                f"over this MPI a tag must be less than {self.num_tags}", seen=f"tag={tag}"
             )
 
     # The rest -----------------------------------------------------------------------------------
