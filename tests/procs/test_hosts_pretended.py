@@ -14,6 +14,7 @@ import dure as dist
 from dure.errors import Desync, LaunchError, PeerLost
 from dure.native import available as native_available
 from dure.testing import ProcessPool
+from dure.trace import recorded
 from procs import mpi_jobs
 
 pytestmark = pytest.mark.skipif(
@@ -41,6 +42,22 @@ def _backend(group):
 
 def test_default_over_hosts_is_hybrid_and_a_group_of_one_host_is_shared_memory(pool):
     assert set(pool.run(_kinds)) == {("hybrid", "HybridBackend", "ShmBackend")}
+
+
+def _recorded(rank: int) -> tuple[set[str], str]:
+    """Return which groups are in this rank's flight record, and the name of a host's own group."""
+    hosts = _backend(dist.group.WORLD).hosts
+    groups = [dist.new_group(ranks) for ranks in hosts]
+    mine = next(g for ranks, g in zip(hosts, groups, strict=True) if rank in ranks)
+    dist.barrier(mine)
+    dist.barrier()
+    return {record.group for record in recorded()}, mine.group_name
+
+
+def test_flight_records_show_the_groups_of_the_program_and_not_their_parts(pool):
+    for groups, mine in pool.run(_recorded):
+        assert {"world", mine} <= groups
+        assert not any("local" in name for name in groups), groups
 
 
 def _sums(rank: int, count: int, dtype: torch.dtype) -> bool:

@@ -37,6 +37,7 @@ __all__ = [
     "Source",
     "add_source",
     "dump",
+    "forget",
     "job",
     "on_error",
     "recorded",
@@ -107,6 +108,12 @@ def retire(source: Source) -> None:
         kept = _recorder.retired.setdefault(origin.global_rank, deque(maxlen=CAPACITY))
         kept.extend(source.records())
         _recorder.origins.append(origin)
+
+
+def forget(source: Source) -> None:
+    """Let go of `source`: what it keeps is part of operations that another one keeps."""
+    with _recorder.lock:
+        _recorder.sources.discard(source)
 
 
 def set_job(name: str) -> None:

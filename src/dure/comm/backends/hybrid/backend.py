@@ -424,6 +424,7 @@ def create_with(name: str, engine: Factory, options: BackendOptions) -> Backend:
     if len(hosts.ranks) == 1:
         local.name = name
         return local
+    local.leave_unrecorded()
     links = connect(engine, options, hosts, local)
     try:
         watch = Watch.connect(links, options) if hosts.is_leader else None

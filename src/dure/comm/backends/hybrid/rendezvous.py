@@ -96,8 +96,8 @@ def _local_options(
     options: BackendOptions, what: str, ranks: Sequence[int], number: int
 ) -> BackendOptions:
     part = _options_of(options, what, ranks, number)
-    if len(ranks) == options.size:
-        return part
+    if len(ranks) == options.size:  # then it is the group itself
+        return replace(part, name=options.name)
     return replace(part, timeout=part.timeout + LOCAL_SLACK, threads=_THREADS)
 
 

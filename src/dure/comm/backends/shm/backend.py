@@ -289,6 +289,10 @@ class ShmBackend:
         """Return the last operations, as the engine has kept them."""
         return self._flight.records()
 
+    def leave_unrecorded(self) -> None:
+        """Leave these operations out of flight records: they are steps of another group's."""
+        flight.forget(self._flight)
+
     def hurry(self) -> None:
         """Let whoever waits here run out of time now, and so find out who is missing."""
         self._group.set_timeout(0.0)
