@@ -15,6 +15,7 @@ import torch
 import dure
 from dure.errors import CommError, PeerLost, RendezvousTimeout, UsageError
 from dure.native import available
+from dure.trace import dump, recorded
 from procs.shm_ranks import Ranks, Seat
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
@@ -72,6 +73,8 @@ def _shrinks(seat: Seat, victims: tuple[int, ...], run: str):
     assert dure.get_process_group_ranks(group) == list(range(seat.size - len(victims)))
     assert sub is dure.GroupMember.NON_GROUP_MEMBER or sub.closed
     total = _sum_of_ranks()
+    assert {(r.group, r.global_rank) for r in recorded()} == {(group.group_name, dure.get_rank())}
+    assert dump(f"{seat.path}-traces").name == f"rank{dure.get_rank()}.json"
     pair = dure.new_group([0, 1])
     in_pair = _sum_of_ranks(pair) if dure.get_rank() < 2 else None
     dure.destroy_process_group()

@@ -20,6 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from weakref import WeakSet
 
@@ -42,6 +43,7 @@ __all__ = [
     "on_error",
     "recorded",
     "recording",
+    "renumber",
     "retire",
     "set_job",
 ]
@@ -114,6 +116,28 @@ def forget(source: Source) -> None:
     """Let go of `source`: what it keeps is part of operations that another one keeps."""
     with _recorder.lock:
         _recorder.sources.discard(source)
+
+
+def renumber(group: str, rank: int, global_ranks: tuple[int, ...]) -> None:
+    """Go on with new global ranks, after all groups but one were left.
+
+    What was done under the old numbers is forgotten, and the job has another name from here on: the
+    files of both would not fit together.
+
+    Args:
+        group: The group that is left.
+        rank: This rank's old number.
+        global_ranks: The new number of each rank of the group.
+    """
+    with _recorder.lock:
+        _recorder.retired.pop(rank, None)
+        others = [o for o in _recorder.origins if o.global_rank != rank]
+        _recorder.origins = deque(others, maxlen=_recorder.origins.maxlen)
+        for source in list(_recorder.sources):
+            if source.origin.group == group and source.origin.global_rank == rank:
+                source.origin = replace(source.origin, global_ranks=global_ranks)
+        if not _recorder.job.endswith(group):  # ranks may be threads
+            _recorder.job += f" {group}"
 
 
 def set_job(name: str) -> None:

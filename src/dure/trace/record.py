@@ -105,10 +105,8 @@ class Source(Protocol):
     Threads: `records` may be called from any thread, and from a signal handler, at any time.
     """
 
-    @property
-    def origin(self) -> Origin:
-        """Whose operations they are."""
-        ...
+    origin: Origin
+    """Whose operations they are."""
 
     def records(self) -> list[Record]:
         """Return what is kept, the oldest first."""

@@ -182,6 +182,7 @@ class GroupCore:
 
     def renumber(self, global_ranks: tuple[int, ...]) -> None:
         """Give the members new global ranks, in the same order."""
+        flight.renumber(self.group_name, self.global_ranks[self._rank], global_ranks)
         self.global_ranks = global_ranks
         self._group_rank_of = {g: r for r, g in enumerate(global_ranks)}
 
