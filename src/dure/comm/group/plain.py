@@ -96,9 +96,17 @@ class Plain(Reducing, Messaging):
         async_op: bool = False,
     ) -> Work | None:
         """Exchange rows of `input` by rank; equal parts unless split sizes (in rows) are given."""
-        splits = output_split_sizes or input_split_sizes
-        if self._plain is not None and not (
-            async_op or hooks or splits or output is None or input is None
+        # Split sizes may be arrays, which have no truth value; torch passes [] where it has none.
+        even = (
+            output_split_sizes is None
+            or (type(output_split_sizes) is list and not output_split_sizes)
+        ) and (
+            input_split_sizes is None or (type(input_split_sizes) is list and not input_split_sizes)
+        )
+        if (
+            even
+            and self._plain is not None
+            and not (async_op or hooks or output is None or input is None)
         ):
             done = self._plain.plain_all_to_all(output, input)
             if done is True:
