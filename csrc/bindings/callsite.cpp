@@ -70,8 +70,13 @@ Site describe(const Place& place) {
     const std::string line = std::string(":").append(std::to_string(site.line));
     const size_t room = kMostText - line.size();
     // Of a long path the end tells more.
-    if (site.file.size() > room) site.text.append("...");
-    site.text.append(site.file, site.file.size() > room ? site.file.size() - room + 3 : 0);
+    size_t from = 0;
+    if (site.file.size() > room) {
+        from = site.file.size() - room + 3;
+        while (from < site.file.size() && (site.file[from] & 0xC0) == 0x80) from++;  // UTF-8
+        site.text.append("...");
+    }
+    site.text.append(site.file, from);
     site.text += line;
     const std::string in = std::string(" in ").append(site.function);
     if (site.text.size() + in.size() <= kMostText) site.text += in;

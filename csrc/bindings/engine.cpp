@@ -3,6 +3,8 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <pthread.h>
 
+#include <algorithm>
+
 #include "whereabouts.h"
 
 namespace nb = nanobind;
@@ -20,6 +22,21 @@ Outcome outcome_of(Status status, Op op) {
 
 nb::object result(const Outcome& out) {
     return out.status == Status::ok ? nb::none() : nb::cast(out);
+}
+
+// A tensor whose storage was resized to nothing still has its shape.
+bool lacks_memory(const Block& block) { return block.data == nullptr && block.bytes != 0; }
+
+bool lacks_memory(const Call& call) {
+    const auto lacks = [](const Block& b) { return lacks_memory(b); };
+    return std::any_of(call.inputs.begin(), call.inputs.end(), lacks) ||
+           std::any_of(call.outputs.begin(), call.outputs.end(), lacks);
+}
+
+Outcome without_memory(Op op) {
+    Outcome out = outcome_of(Status::usage, op);
+    out.detail = "a tensor has a shape, but no memory";
+    return out;
 }
 
 // What the recorder tells of a call's size: this rank's input, its output where it has none.
@@ -75,11 +92,15 @@ nb::object Engine::failed(Status status, Op op) { return nb::cast(group_->outcom
 
 nb::object Engine::run(Call call, bool async) {
     if (Status s = refusal(); s != Status::ok) return nb::cast(outcome_of(s, call.op));
+    if (lacks_memory(call)) return nb::cast(without_memory(call.op));
     call.site = call_site();
     const uint64_t entry = note(call, async);
     if (!async && lane_->idle()) {
-        Status s = call_without_gil(group_.get(), [&] { return group_->run(call); });
-        flight_->end(entry, s);
+        const Status s = call_without_gil(group_.get(), [&] {
+            const Status ended = group_->run(call);
+            flight_->end(entry, ended);
+            return ended;
+        });
         return s == Status::ok ? nb::none() : failed(s, call.op);
     }
     std::shared_ptr<Ticket> ticket = lane_->start(std::move(call));
@@ -91,6 +112,7 @@ nb::object Engine::run(Call call, bool async) {
 
 nb::object Engine::send(Block block, DType dtype, int to, int tag, bool async) {
     if (forked()) return nb::cast(outcome_of(Status::forked, Op::send));
+    if (lacks_memory(block)) return nb::cast(without_memory(Op::send));
     Mailbox* box = mailbox_.get();
     const uint64_t entry = note({Op::send, to, tag}, block, dtype, async);
     if (async) {
@@ -98,8 +120,11 @@ nb::object Engine::send(Block block, DType dtype, int to, int tag, bool async) {
         ticket->record(flight_, entry);
         return nb::cast(ticket);
     }
-    Outcome out = call_without_gil(box, [&] { return box->send(block, dtype, to, tag); });
-    flight_->end(entry, out.status);
+    Outcome out = call_without_gil(box, [&] {
+        Outcome ended = box->send(block, dtype, to, tag);
+        flight_->end(entry, ended.status);
+        return ended;
+    });
     return result(out);
 }
 
@@ -110,6 +135,10 @@ std::shared_ptr<Ticket> Engine::receive(Block block, DType dtype, int from, int 
         ticket->finish(outcome_of(Status::forked, Op::recv));
         return ticket;
     }
+    if (lacks_memory(block)) {
+        ticket->finish(without_memory(Op::recv));
+        return ticket;
+    }
     const uint64_t entry = note({Op::recv, from, tag}, block, dtype, async);
     if (async) {
         ticket = call_without_gil(box, [&] { return box->start_receive(block, dtype, from, tag); });
@@ -117,9 +146,11 @@ std::shared_ptr<Ticket> Engine::receive(Block block, DType dtype, int from, int 
         return ticket;
     }
     int source = -1;
-    Outcome out =
-        call_without_gil(box, [&] { return box->receive(block, dtype, from, tag, &source); });
-    flight_->end(entry, out.status);
+    Outcome out = call_without_gil(box, [&] {
+        Outcome ended = box->receive(block, dtype, from, tag, &source);
+        flight_->end(entry, ended.status);
+        return ended;
+    });
     ticket->set_source(source);
     ticket->finish(std::move(out));
     return ticket;
@@ -132,9 +163,11 @@ nb::object Engine::shared_empty(size_t bytes) {
     call.site = call_site();
     const uint64_t entry = note(call, false);
     Status s = Status::ok;
-    auto block =
-        call_without_gil(group_.get(), [&] { return group_->shared_empty(bytes, s, call.site); });
-    flight_->end(entry, s);
+    auto block = call_without_gil(group_.get(), [&] {
+        auto made = group_->shared_empty(bytes, s, call.site);
+        flight_->end(entry, s);
+        return made;
+    });
     return block ? nb::cast(block) : failed(s, Op::shared_empty);
 }
 
@@ -145,7 +178,7 @@ void Engine::close() {
     if (PythonCall::inside(group_.get()) || PythonCall::inside(mailbox_.get())) {
         return group_->leave();
     }
-    nb::gil_scoped_release release;
+    const WithoutGil release;
     std::lock_guard hold(closing_);
     if (closed_) return;
     closed_ = true;

@@ -60,7 +60,9 @@ class Engine {
         if (forked()) return Status::forked;
         return PythonCall::inside(group_.get()) ? Status::nested : Status::ok;
     }
-    bool may_begin() const { return refusal() == Status::ok && lane_->idle(); }
+    // Nor may a plain call begin inside a call on another group, whose memory it would use (see
+    // `empty_call` in plain.cpp).
+    bool may_begin() const { return !forked() && !PythonCall::any() && lane_->idle(); }
     // A child of the process that made the group must not act for its rank.
     bool forked() const { return forks() != made_after_; }
     static std::atomic<uint32_t>& forks();

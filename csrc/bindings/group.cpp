@@ -53,7 +53,7 @@ nb::object failure_of(Engine& e) {
     Group& group = e.group();
     Status status = Status::ok;
     {
-        nb::gil_scoped_release release;
+        const WithoutGil release;
         Group::Visit visit(group);
         if (visit && group.broken()) status = group.adopt_verdict();
     }
@@ -63,7 +63,7 @@ nb::object failure_of(Engine& e) {
 
 // Break the group for all ranks, unless it is broken.
 void condemn(Engine& e, std::string detail) {
-    nb::gil_scoped_release release;
+    const WithoutGil release;
     Group::Visit visit(e.group());
     if (!visit) return;
     Outcome out;
@@ -92,7 +92,7 @@ void bind_group(nb::module_& m) {
         .def("not_attached", [](Engine& e) { return e.group().not_attached(); })
         .def("wait_attached",
              [](Engine& e, double seconds) {
-                 nb::gil_scoped_release release;
+                 const WithoutGil release;
                  e.group().wait_attached(nanoseconds(seconds));
              })
         .def("ready", [](Engine& e) { e.group().ready(); })
@@ -144,7 +144,7 @@ void bind_group(nb::module_& m) {
         .def("plain_send", &Engine::plain_send)
         .def("plain_receive", &Engine::plain_receive)
         .def("flight", &flight_of)
-        .def("sender_of", &Engine::sender_of, nb::call_guard<nb::gil_scoped_release>())
+        .def("sender_of", &Engine::sender_of, nb::call_guard<WithoutGil>())
         .def("shared_empty", &Engine::shared_empty)
         .def("condemn", &condemn)
         .def("failure", &failure_of)

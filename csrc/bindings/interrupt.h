@@ -28,13 +28,18 @@ inline bool interpreter_ends() {
 }
 
 // Lets go of the GIL for a scope. A daemon thread that would take it back while the interpreter
-// ends is stopped for good: Python would unwind it, which C++ frames do not survive.
+// ends is stopped for good: Python would unwind it (with pthread_exit, before 3.14), which a
+// destructor does not survive. It begins to unwind where the end begins during the attempt.
 class WithoutGil {
   public:
     WithoutGil() = default;
     ~WithoutGil() {
         while (!last_thread_ && interpreter_ends()) pause();
-        PyEval_RestoreThread(thread_);
+        try {
+            PyEval_RestoreThread(thread_);
+        } catch (...) {
+            for (;;) pause();
+        }
     }
     WithoutGil(const WithoutGil&) = delete;
     WithoutGil& operator=(const WithoutGil&) = delete;
@@ -42,6 +47,19 @@ class WithoutGil {
   private:
     const bool last_thread_ = interpreter_ends();  // nobody else runs Python by then
     PyThreadState* const thread_ = PyEval_SaveThread();
+};
+
+// Holds the GIL for a scope, on any thread. Python may unwind the thread here, as above, so this
+// must not be noexcept, as nanobind's own is.
+class WithGil {
+  public:
+    WithGil() : state_(PyGILState_Ensure()) {}
+    ~WithGil() { PyGILState_Release(state_); }
+    WithGil(const WithGil&) = delete;
+    WithGil& operator=(const WithGil&) = delete;
+
+  private:
+    const PyGILState_STATE state_;
 };
 
 class PythonCall {
@@ -71,9 +89,12 @@ class PythonCall {
     // For the core: true if a handler raised.
     static bool interrupted() {
         if (!current() || interpreter_ends()) return false;
-        nanobind::gil_scoped_acquire gil;
+        const WithGil gil;
         return PyErr_CheckSignals() != 0;
     }
+
+    // Whether this thread is inside any call.
+    static bool any() { return current() != nullptr; }
 
     // Whether this thread is inside a call on `subject`.
     static bool inside(const void* subject) {

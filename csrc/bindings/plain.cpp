@@ -50,7 +50,8 @@ void cut(const Block& whole, int n, std::vector<Block>& parts) {
 }
 
 // A call whose lists keep their memory from one operation to the next. A thread runs one of our
-// calls at a time; only a signal handler could begin another, and `may_begin` declines that.
+// calls at a time; only a signal handler could begin another, and `may_begin` declines that, on
+// whatever group.
 Call& empty_call(Op op, DType dtype) {
     static thread_local Call call;
     call.op = op;
@@ -79,9 +80,13 @@ nb::object declined() { return nb::borrow(Py_False); }
 template <typename F>
 nb::object Engine::plain(const Call& call, size_t bytes, F body) {
     const uint64_t entry = note(call, false);
-    const Status s = bytes <= kBriefBytes ? call_briefly(group_.get(), body)
-                                          : call_without_gil(group_.get(), body);
-    flight_->end(entry, s);
+    const auto noted = [&] {
+        const Status s = body();
+        flight_->end(entry, s);
+        return s;
+    };
+    const Status s = bytes <= kBriefBytes ? call_briefly(group_.get(), noted)
+                                          : call_without_gil(group_.get(), noted);
     return s == Status::ok ? nb::borrow(Py_True) : failed(s, call.op);
 }
 
@@ -164,10 +169,10 @@ nb::object Engine::plain_message(const Message& message, nb::handle tensor) {
         out = message.op == Op::send
                   ? box->send(t.block, t.dtype, message.peer, message.tag)
                   : box->receive(t.block, t.dtype, message.peer, message.tag, &source);
+        flight_->end(entry, out.status);
         return true;
     };
     t.block.bytes <= kBriefBytes ? call_briefly(box, body) : call_without_gil(box, body);
-    flight_->end(entry, out.status);
     return out.status == Status::ok ? nb::borrow(Py_True) : nb::cast(out);
 }
 

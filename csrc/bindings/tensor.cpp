@@ -81,7 +81,7 @@ bool read_plain(nb::handle tensor, PlainTensor& out) {
         PyErr_Clear();
         return false;
     }
-    if (t.device.type != dlpack::kCpu || t.dtype.lanes != 1) return false;
+    if (!t.data || t.device.type != dlpack::kCpu || t.dtype.lanes != 1) return false;
     out.dtype = dtype_of(t.dtype.code, t.dtype.bits);
     out.rows = t.ndim > 0 ? t.shape[0] : 1;
     out.block = {static_cast<std::byte*>(t.data) + t.byte_offset, contiguous_bytes(t)};

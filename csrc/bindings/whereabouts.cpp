@@ -11,7 +11,7 @@ namespace dure {
 
 std::string python_line_of(unsigned long ident) {
     if (interpreter_ends()) return "";
-    nb::gil_scoped_acquire gil;
+    const WithGil gil;
     try {
         return nb::cast<std::string>(
             nb::module_::import_("dure.native.where").attr("line_of")(ident));

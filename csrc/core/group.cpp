@@ -142,7 +142,7 @@ Status Group::condemn(Outcome outcome) {
         text += '\n';
         text += call;
     }
-    size_t n = std::min(text.size(), sizeof v.text - 1);
+    const size_t n = whole_characters(text, sizeof v.text - 1);
     std::memcpy(v.text, text.data(), n);
     v.text[n] = 0;
     v.phase.store(kReadable, std::memory_order_release);
@@ -160,6 +160,7 @@ bool Group::await_verdict() const {
         if (now == kReadable) return true;
         const bool over = lost(static_cast<int>(now - kWriting)) || now_ns() > deadline;
         if (over) return phase.load(std::memory_order_acquire) == kReadable;
+        about_to_wait();
         std::this_thread::sleep_for(std::chrono::microseconds(20));
     }
 }

@@ -94,7 +94,9 @@ class Group {
         ~Visit() { group_.inside_.fetch_sub(1); }
         Visit(const Visit&) = delete;
         Visit& operator=(const Visit&) = delete;
-        explicit operator bool() const { return !group_.closing(); }
+        // In one order with `close`, which says first that it closes and then counts: either this
+        // sees it, or it sees us.
+        explicit operator bool() const { return !group_.closing_.load(std::memory_order_seq_cst); }
 
       private:
         Group& group_;

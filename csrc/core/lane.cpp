@@ -13,9 +13,10 @@ std::shared_ptr<Ticket> Lane::start(Call call) {
         ticket->finish(std::move(out));
         return ticket;
     }
+    // First, as it may fail: then nothing has been started.
+    if (!thread_.joinable()) thread_ = start_quietly([this] { work(); }, "dure-lane");
     pending_.fetch_add(1);
     jobs_.push_back({std::move(call), ticket});
-    if (!thread_.joinable()) thread_ = start_quietly([this] { work(); }, "dure-lane");
     changed_.notify_one();
     return ticket;
 }

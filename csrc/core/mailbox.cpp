@@ -67,13 +67,22 @@ int Mailbox::sender_of(int tag) {
     return -1;
 }
 
+std::unique_lock<std::mutex> Mailbox::locked() {
+    std::unique_lock hold(lock_, std::try_to_lock);
+    if (!hold) {
+        group_.about_to_wait();
+        hold.lock();
+    }
+    return hold;
+}
+
 Outcome Mailbox::send(Block data, DType dtype, int to, int tag) {
     Group::Visit visit(group_);
     if (!visit) return refused(Op::send);
     if (send_at_once(data, dtype, to, tag)) return {};
     RequestPtr request;
     {
-        std::lock_guard hold(lock_);
+        const auto hold = locked();
         request = post(Op::send, data, dtype, to, tag);
     }
     return drive(request);
@@ -88,7 +97,7 @@ Outcome Mailbox::receive(Block data, DType dtype, int from, int tag, int* source
     }
     RequestPtr request;
     {
-        std::lock_guard hold(lock_);
+        const auto hold = locked();
         request = post(Op::recv, data, dtype, from, tag);
     }
     Outcome out = drive(request);

@@ -76,6 +76,10 @@ class Mailbox {
     };
     enum class Look { taken, nothing, otherwise };
 
+    // The lock, for calls that may hold Python's: another thread can have it for as long as a large
+    // message moves.
+    std::unique_lock<std::mutex> locked();
+
     // quick.cpp: messages that need no request
     bool send_at_once(Block data, DType dtype, int to, int tag);
     bool receive_at_once(Block data, DType dtype, int from, int tag);

@@ -49,4 +49,10 @@ const char* name_of(Op op) {
     return i < sizeof(kOpNames) / sizeof(kOpNames[0]) ? kOpNames[i] : "?";
 }
 
+size_t whole_characters(const std::string& text, size_t most) {
+    if (text.size() <= most) return text.size();
+    while (most > 0 && (text[most] & 0xC0) == 0x80) most--;
+    return most;
+}
+
 }  // namespace dure

@@ -39,7 +39,7 @@ void Group::announce(const Call& call, size_t bytes, uint64_t arena) {
 // one line writes it twice.
 void Group::show_site(const Site* site) {
     char* text = block(rank_).site[seq_ & 1];
-    const size_t n = site ? std::min(site->text.size(), kSiteBytes - 1) : 0;
+    const size_t n = site ? whole_characters(site->text, kSiteBytes - 1) : 0;
     if (n) std::memcpy(text, site->text.data(), n);
     text[n] = 0;
     shown_[seq_ & 1] = site;

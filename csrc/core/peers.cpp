@@ -8,6 +8,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -67,15 +68,19 @@ Stat stat_of(int pid) {
 
 bool Peers::add(int pid, unsigned long long start_time, bool self) {
     int fd = -1;
+    bool gone = false;
     if (!self) {
         fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
-        if (fd >= 0 && start_time_of(pid) != start_time) {
+        gone = fd < 0 && errno == ESRCH;
+        const unsigned long long started = fd < 0 ? 0 : start_time_of(pid);  // 0: cannot be known
+        if (started != 0 && started != start_time) {
             ::close(fd);
             fd = -1;
+            gone = true;
         }
     }
     peers_.push_back({pid, fd});
-    return self || fd >= 0;
+    return !gone;
 }
 
 bool Peers::dead(int rank) const {

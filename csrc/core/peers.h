@@ -18,8 +18,9 @@ class Peers {
     Peers(const Peers&) = delete;
     Peers& operator=(const Peers&) = delete;
 
-    // Open the process of the next rank; `self` ranks are never watched. Returns false if the
-    // process has already gone.
+    // Open the process of the next rank; `self` ranks are never watched, nor is a process for which
+    // the system gives no pidfd (no descriptor is left): its watcher alone tells of its death then.
+    // Returns false if the process has already gone.
     bool add(int pid, unsigned long long start_time, bool self);
     bool dead(int rank) const;
     // "exit code 3", "signal 9 (SIGKILL)", or "" if it cannot be known. A process that is still

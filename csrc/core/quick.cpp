@@ -17,7 +17,7 @@ namespace dure {
 
 // Send what fits into the ring as a whole. False: the long way.
 bool Mailbox::send_at_once(Block data, DType dtype, int to, int tag) {
-    std::lock_guard hold(lock_);
+    const auto hold = locked();
     const auto at = static_cast<size_t>(to);
     if (stopping_ || to == group_.rank() || group_.broken() || !sends_[at].empty()) return false;
     uint64_t head = group_.ring(group_.rank(), to).head.load(std::memory_order_relaxed);
@@ -69,7 +69,7 @@ bool Mailbox::undisturbed(int from) const {
 }
 
 Mailbox::Look Mailbox::look(Block data, DType dtype, int from, int tag) {
-    std::lock_guard hold(lock_);
+    const auto hold = locked();
     if (!undisturbed(from)) return Look::otherwise;
     const Ring& ring = group_.ring(from, group_.rank());
     const uint64_t at = ends_[static_cast<size_t>(from)].read.load(std::memory_order_relaxed);

@@ -122,4 +122,7 @@ const char* name_of(DType dtype);
 const char* name_of(Reduction reduction);
 const char* name_of(Op op);
 
+// How many bytes of UTF-8 `text` fit into `most` without a part of a character at their end.
+size_t whole_characters(const std::string& text, size_t most);
+
 }  // namespace dure

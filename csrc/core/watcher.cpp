@@ -1,6 +1,5 @@
 #include "watcher.h"
 
-#include <algorithm>
 #include <cstring>
 #include <system_error>
 
@@ -48,7 +47,7 @@ class Robust {
 
 void answer(RankBlock& block, const std::string& text, uint32_t question) {
     char bytes[kAnswerBytes] = {};
-    std::memcpy(bytes, text.data(), std::min(text.size(), sizeof bytes - 1));
+    std::memcpy(bytes, text.data(), whole_characters(text, sizeof bytes - 1));
     block.answered.store(0, std::memory_order_seq_cst);
     for (size_t i = 0; i < kAnswerBytes / 8; i++) {
         uint64_t part = 0;

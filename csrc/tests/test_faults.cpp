@@ -1,6 +1,7 @@
 // What goes wrong between ranks: death, silence, leaving, and calls that do not match.
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 
 #include "harness.h"
 #include "mailbox.h"
@@ -85,6 +86,39 @@ TEST(a_missing_rank_is_asked_where_it_is) {
             const int rank = g.rank();
             g.set_where([rank] { return "rank " + std::to_string(rank) + "'s place"; });
         });
+}
+
+TEST(an_answer_ends_with_a_whole_character) {
+    auto block = std::make_unique<RankBlock>();
+    Watcher watcher;
+    watcher.set_where([] {
+        std::string text;
+        for (size_t i = 0; i < kAnswerBytes; i++) text += "\xea\xb0\x80";  // of three bytes
+        return text;
+    });
+    watcher.start(*block, nullptr);
+    const std::string answer = await_answer(*block, ask(*block), now_ns() + 20'000'000'000);
+    CHECK(answer.size() > kAnswerBytes - 4 && answer.size() % 3 == 0);
+}
+
+TEST(a_peer_is_not_lost_because_no_descriptor_is_left) {
+    const pid_t child = fork();
+    if (child == 0) {
+        for (;;) pause();
+    }
+    const uint64_t started = start_time_of(child);
+    rlimit before{};
+    CHECK(getrlimit(RLIMIT_NOFILE, &before) == 0);
+    const rlimit none{0, before.rlim_max};
+    CHECK(setrlimit(RLIMIT_NOFILE, &none) == 0);
+    Peers peers;
+    CHECK(peers.add(child, started, false));
+    CHECK(setrlimit(RLIMIT_NOFILE, &before) == 0);
+    CHECK(!peers.dead(0));
+    CHECK(!peers.add(child, started + 1, false));  // a later process with that number
+    kill(child, SIGKILL);
+    waitpid(child, nullptr, 0);
+    CHECK(!peers.add(child, started, false));
 }
 
 TEST(a_verdict_is_waited_for_while_its_writer_lives) {

@@ -118,6 +118,44 @@ TEST(threads_of_a_rank_wait_for_a_tag_each) {
     });
 }
 
+// Rank 0's first thread holds its mailbox while it asks, in vain, where rank 1 is.
+TEST(a_thread_that_must_wait_for_the_mailbox_says_so_before) {
+    static std::atomic<bool> asked, told, over;
+    static thread_local bool listening = false;
+    on_threads(
+        2,
+        [](Group& g) {
+            if (g.rank() == 1) {
+                while (!over) usleep(100);
+                return g.close();
+            }
+            g.set_about_to_wait([] { told = told || listening; });
+            Mailbox box(g);
+            std::thread waits([&box] {
+                std::vector<int32_t> x(1);
+                int source = -1;
+                const Outcome out = box.receive(block_of(x), DType::i32, 1, 0, &source);
+                CHECK(out.status == Status::late);
+            });
+            while (!asked) usleep(100);
+            listening = true;
+            CHECK(send(box, {1}, 1, 0) == Status::ok);
+            CHECK(told);
+            waits.join();
+            over = true;
+            g.close();
+        },
+        0.05,
+        [](Group& g) {
+            if (g.rank() == 0) return;
+            g.set_where([] {
+                asked = true;
+                for (int i = 0; i < 10'000 && !told; i++) usleep(100);
+                return std::string();
+            });
+        });
+}
+
 TEST(a_message_too_large_to_keep_fails_the_receives_of_others) {
     on_threads(2, [](Group& g) {
         Mailbox box(g);

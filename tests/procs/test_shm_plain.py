@@ -32,6 +32,12 @@ def _sliced() -> torch.Tensor:
     return torch.ones(8)[::2]
 
 
+def _without_memory() -> torch.Tensor:
+    tensor = torch.ones(4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 class _Sub(torch.Tensor):
     pass
 
@@ -47,6 +53,7 @@ NOT_PLAIN = {
     "sparse": lambda: torch.eye(3).to_sparse(),
     "meta": lambda: torch.ones(3, device="meta"),
     "subclass": lambda: torch.ones(3).as_subclass(_Sub),
+    "without memory": _without_memory,
     "list": lambda: [1.0],
 }
 
@@ -78,6 +85,10 @@ def _wrong_calls(rank: int) -> None:
         (lambda: dist.all_gather_into_tensor(ones(3), ones(2)), ShapeError),
         (lambda: dist.all_to_all_single(ones(3, 4), ones(3, 4)), ShapeError),
         (lambda: dist.send(ones(2), dst=rank), UsageError),
+        (lambda: dist.all_reduce(_without_memory()), UsageError),
+        (lambda: dist.all_gather([ones(4), ones(4)], _without_memory()), UsageError),
+        (lambda: dist.send(_without_memory(), 1 - rank), UsageError),
+        (lambda: dist.recv(_without_memory(), 1 - rank), UsageError),
         (lambda: dist.all_reduce(None), UsageError),  # type: ignore[arg-type]
         (lambda: dist.all_reduce(ones(2), None), UsageError),
     ):

@@ -12,6 +12,7 @@ import threading
 import pytest
 import torch
 
+from dure.comm.backends.shm.backend import ShmBackend
 from dure.comm.ops import ReduceOp
 from dure.errors import Aborted, CommTimeout, RendezvousError, UsageError
 from dure.native import available
@@ -97,6 +98,56 @@ def _calls_in_handler(seat: Seat) -> tuple[list[str], float]:
 def test_collective_in_a_handler_is_refused_and_the_waiting_one_succeeds_on_2_ranks(tmp_path):
     with Ranks(2, tmp_path, _calls_in_handler, timeout_s=10) as ranks:
         assert ranks.values() == [(["UsageError"], 2.0), ([], 2.0)]
+
+
+def _gather(backend: ShmBackend, output: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Gather as the public functions do: by the short road where the engine takes it."""
+    done = backend.plain.plain_all_gather(output, tensor)
+    if done is False:
+        backend.all_gather_single(output, tensor, async_op=False)
+    else:
+        assert done is True
+
+
+def _gathers_in_handler(seat: Seat) -> list[list[float]]:
+    group = join(seat)
+    other = join(seat, FileStore(seat.path + "-other", -1))
+    mine, results = torch.full((1000,), seat.rank + 1.0), [torch.zeros(2000) for _ in range(2)]
+    if seat.rank == 0:
+        _on_alarm(lambda: _gather(other, results[1], -mine))
+    else:
+        _gather(other, results[1], -mine)
+    _gather(group, results[0], mine)
+    for backend in (group, other):
+        backend.close(abort=False)
+    return [[x[0].item(), x[-1].item()] for x in results]
+
+
+def test_collective_of_another_group_in_a_handler_leaves_the_waiting_one_alone(tmp_path):
+    with Ranks(2, tmp_path, _gathers_in_handler) as ranks:
+        assert ranks.values() == [[[1.0, 2.0], [-1.0, -2.0]]] * 2
+
+
+def _is_interrupted(seat: Seat) -> str:
+    backend = join(seat)
+    if seat.rank == 1:
+        return _wait_for_others(backend)
+
+    def handler() -> None:
+        raise _Stop
+
+    _on_alarm(handler)
+    with pytest.raises(_Stop):
+        backend.barrier(async_op=False)
+    state = backend.records()[-1].state
+    backend.close(abort=True)
+    return state.name
+
+
+def test_recorder_tells_the_end_of_an_interrupted_call(tmp_path):
+    with Ranks(2, tmp_path, _is_interrupted) as ranks:
+        assert ranks.result(0) == "FAILED"
+        assert ranks.result(1) == "PeerLost"
 
 
 def _forks(seat: Seat) -> tuple[int, float]:
@@ -191,12 +242,50 @@ threading.Thread(target=wait, daemon=True).start()
 waiting.wait()
 """
 
+# The end begins while threads wait for Python's lock.
+_ENDS_WHILE_BUSY = """
+import os, sys, threading, time
+from dure.native import Group
+
+group = Group.create(0, 2, 30.0, 2, 1)
+peer = Group.attach(1, 2, 30.0, 2, os.getpid(), group.file, 1)
+group.ready()
+peer.ready()
+busy = threading.Event()
+
+def meet(rank):
+    for k in range(1 << 30):
+        rank.run(1, 0, 8, -1, [], [], False)
+        if k == 100:
+            busy.set()
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.1)
+
+sys.modules["slow"] = Slow()
+for rank in (group, peer):
+    threading.Thread(target=meet, args=(rank,), daemon=True).start()
+busy.wait()
+sys.setswitchinterval(10)
+until = time.monotonic() + 0.02
+while time.monotonic() < until:
+    pass
+"""
+
 
 @pytest.mark.parametrize("call", ["async", "sync"])
 def test_program_that_ends_while_a_daemon_thread_waits_ends_well(call):
     command = [sys.executable, "-c", _ENDS_WHILE_WAITING, call]
     ended = subprocess.run(command, capture_output=True, timeout=30, check=False)
     assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_program_that_ends_while_daemon_threads_are_busy_ends_well():
+    command = [sys.executable, "-c", _ENDS_WHILE_BUSY]
+    for _ in range(3):
+        ended = subprocess.run(command, capture_output=True, timeout=30, check=False)
+        assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 def _cannot_create(seat: Seat) -> str:

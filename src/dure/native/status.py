@@ -140,7 +140,8 @@ def error_of(
             )
         case Status.USAGE:
             return UsageError(
-                "the engine cannot do this operation on this dtype",
+                outcome.detail or "the engine cannot do this operation on this dtype",
+                fix="Give it memory first; its storage was resized to 0." if outcome.detail else "",
                 **fields,
             )
         case Status.FORKED:
