@@ -58,7 +58,7 @@ def test_program_in_the_readme_runs_2_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("n", ["3", "4"])
 @pytest.mark.parametrize("name", ALL)
 def test_example_runs_to_its_end_with_more_ranks(name: str, n: str) -> None:
-    assert run("dure.cli", "run", "--nproc", n, str(EXAMPLES / name))
+    assert run("dure.cli", "run", "--nproc", n, "--keep-going", str(EXAMPLES / name))
 
 
 @pytest.mark.slow
