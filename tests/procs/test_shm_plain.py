@@ -45,7 +45,7 @@ class _Sub(torch.Tensor):
 NOT_PLAIN = {
     "transposed": _strided,
     "with gaps": _sliced,
-    "negated view": lambda: torch._neg_view(torch.ones(4)),
+    "negated view": lambda: torch.ops.aten._neg_view(torch.ones(4)),
     "complex": lambda: torch.ones(4, dtype=torch.complex64),
     "conjugated": lambda: torch.ones(4, dtype=torch.complex64).conj(),
     "8 bit float": lambda: torch.ones(4).to(torch.float8_e4m3fn),
