@@ -66,6 +66,7 @@ def test_program_meets_without_any_variable_2_ranks(tmp_path):
     assert sorted(ended.out.split("\n")[:-1]) == [f"{r} of 2: {b}" for r in (0, 1) for b in named]
 
 
+@pytest.mark.slow
 def test_example_runs_under_mpirun_2_ranks():
     ended = mpi_jobs.mpirun(2, EXAMPLES / "02_collectives.py", DURE_BACKEND="mpi")
     assert ended.code == 0, ended.err
