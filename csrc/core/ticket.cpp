@@ -16,6 +16,7 @@ bool Ticket::wait(int64_t ns) {
 
 void Ticket::finish(Outcome outcome) {
     outcome_ = std::move(outcome);
+    write_end();  // before anyone can know; once more for an entry that comes just now
     word_.store(1);
     if (waiters_.load() != 0) futex_wake_all(word_);
     write_end();
