@@ -108,16 +108,6 @@ void bind_group(nb::module_& m) {
              })
         .def("set_timeout",
              [](Engine& e, double seconds) { e.group().set_timeout(nanoseconds(seconds)); })
-        .def("all_reduce",
-             [](Engine& e, size_t data, size_t bytes, int dtype, int reduction, bool async) {
-                 return e.run({Op::all_reduce,
-                               static_cast<DType>(dtype),
-                               static_cast<Reduction>(reduction),
-                               -1,
-                               {},
-                               {block(data, bytes)}},
-                              async);
-             })
         .def("run",
              [](Engine& e, int op, int dtype, int reduction, int root, const nb::list& inputs,
                 const nb::list& outputs, bool async) {

@@ -24,15 +24,13 @@ Status Group::guarded(F collective) {
     return collective();
 }
 
-Status Group::all_reduce(Block tensor, DType dtype, Reduction reduction, const Site* site) {
-    return guarded([&] {
-        Call call;
-        call.op = Op::all_reduce;
-        call.dtype = dtype;
-        call.reduction = reduction;
-        call.site = site;
-        return reduce(tensor, call);
-    });
+Status Group::all_reduce(Block tensor, DType dtype, Reduction reduction) {
+    Call call;
+    call.op = Op::all_reduce;
+    call.dtype = dtype;
+    call.reduction = reduction;
+    call.outputs = {tensor};
+    return run(call);
 }
 
 Status Group::run(const Call& call) {

@@ -57,7 +57,15 @@ struct ComplexHalf {
 
 // ---- reductions ---------------------------------------------------------------------------------
 
-struct Sum {
+// A reduction whose result is what combining left.
+struct AsCombined {
+    template <typename T>
+    static T finish(T x, int) {
+        return x;
+    }
+};
+
+struct Sum : AsCombined {
     template <typename T>
     static T combine(T a, T b) {
         return static_cast<T>(a + b);
@@ -65,10 +73,6 @@ struct Sum {
     template <typename T>
     static Pair<T> combine(Pair<T> a, Pair<T> b) {
         return {a.re + b.re, a.im + b.im};
-    }
-    template <typename T>
-    static T finish(T x, int) {
-        return x;
     }
 };
 
@@ -95,7 +99,7 @@ inline T rounded(T x) {
     return x;
 }
 
-struct Product {
+struct Product : AsCombined {
     static float combine(float a, float b) { return a * b; }
     static double combine(double a, double b) { return a * b; }
     static uint64_t combine(uint64_t a, uint64_t b) { return a * b; }
@@ -111,65 +115,41 @@ struct Product {
         return {rounded(a.re * b.re) - rounded(a.im * b.im),
                 rounded(a.re * b.im) + rounded(a.im * b.re)};
     }
-    template <typename T>
-    static T finish(T x, int) {
-        return x;
-    }
 };
 
 // A NaN on either side wins: b's by the second test, a's because no comparison with it holds.
-struct Minimum {
+struct Minimum : AsCombined {
     template <typename T>
     static T combine(T a, T b) {
         return (b < a || b != b) ? b : a;
     }
-    template <typename T>
-    static T finish(T x, int) {
-        return x;
-    }
 };
 
-struct Maximum {
+struct Maximum : AsCombined {
     template <typename T>
     static T combine(T a, T b) {
         return (b > a || b != b) ? b : a;
     }
-    template <typename T>
-    static T finish(T x, int) {
-        return x;
-    }
 };
 
-struct And {
+struct And : AsCombined {
     template <typename T>
     static T combine(T a, T b) {
         return static_cast<T>(a & b);
     }
-    template <typename T>
-    static T finish(T x, int) {
-        return x;
-    }
 };
 
-struct Or {
+struct Or : AsCombined {
     template <typename T>
     static T combine(T a, T b) {
         return static_cast<T>(a | b);
     }
-    template <typename T>
-    static T finish(T x, int) {
-        return x;
-    }
 };
 
-struct Xor {
+struct Xor : AsCombined {
     template <typename T>
     static T combine(T a, T b) {
         return static_cast<T>(a ^ b);
-    }
-    template <typename T>
-    static T finish(T x, int) {
-        return x;
     }
 };
 

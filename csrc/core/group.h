@@ -71,7 +71,7 @@ class Group {
     // The collectives; see Call for which blocks each one takes. On anything but `ok`, `failure`
     // tells more.
     Status run(const Call& call);
-    Status all_reduce(Block tensor, DType dtype, Reduction reduction, const Site* site = nullptr);
+    Status all_reduce(Block tensor, DType dtype, Reduction reduction);
     std::shared_ptr<SharedBlock> shared_empty(size_t bytes, Status& status,
                                               const Site* site = nullptr);
 

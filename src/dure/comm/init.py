@@ -119,17 +119,11 @@ def init_process_group(
     if backend is not None:
         parse_backend(Backend(backend))
     told = not (init_method is None and store is None and rank < 0 and world_size < 0)
+    soon = min(limit, MEETING_LIMIT)
     if not told and _meets_by_mpi(backend):
-        meeting = _meet_by_mpi(min(limit, MEETING_LIMIT), group_name)
+        meeting = _meet_by_mpi(soon, group_name)
     else:
-        meeting = rendezvous(
-            init_method=init_method,
-            rank=rank,
-            world_size=world_size,
-            store=store,
-            timeout=min(limit, MEETING_LIMIT),
-            group_name=group_name,
-        )
+        meeting = rendezvous(init_method, rank, world_size, store, soon, group_name)
     world.rendezvous = meeting
     device = torch.device("cuda", device_id) if isinstance(device_id, int) else device_id
     spec = GroupSpec(

@@ -87,10 +87,6 @@ class Group:
         """Process of `rank`; 0 after `close`."""
     def set_timeout(self, seconds: float, /) -> None:
         """Change how long an operation may wait for its peers."""
-    def all_reduce(
-        self, data: int, nbytes: int, dtype: int, reduction: int, async_op: bool, /
-    ) -> Outcome | Ticket | None:
-        """Reduce in place."""
     def run(
         self,
         op: int,

@@ -35,7 +35,7 @@ _MIN_SWEEP = 16
 """Finished tickets are let go of once there are twice as many as were pending, and this many."""
 
 _NO_REDUCTION = 8
-_BARRIER, _BROADCAST, _REDUCE, _ALL_GATHER = 1, 2, 4, 5
+_BARRIER, _BROADCAST, _ALL_REDUCE, _REDUCE, _ALL_GATHER = 1, 2, 3, 4, 5
 _GATHER, _SCATTER, _REDUCE_SCATTER, _ALL_TO_ALL = 6, 7, 8, 9
 
 
@@ -170,10 +170,8 @@ class ShmBackend:
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> ShmTicket | None:
         """Reduce `tensor` [*] of all ranks, in place, on all ranks."""
-        result = self._group.all_reduce(
-            tensor.data_ptr(), tensor.nbytes, dtype_code(tensor.dtype), op.code, async_op
-        )
-        return None if result is None else self._finish(result, tensor)
+        call = _Call(_ALL_REDUCE, dtype_code(tensor.dtype), op.code)
+        return self._run(call, _NOTHING, _one(tensor), async_op)
 
     def reduce(
         self, tensor: torch.Tensor, dst: int, op: ReduceOp, async_op: bool
