@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from dure.data.images import ImageData, Images, load_digits, load_idx
     from dure.data.partition import DataPartitioner, Partition
     from dure.data.sampler import DistributedSampler
+    from dure.data.text import (
+        TextData,
+        Vocabulary,
+        Windows,
+        load_python_sources,
+        read_python_sources,
+    )
 
 __all__ = [
     "DataPartitioner",
@@ -23,11 +30,16 @@ __all__ = [
     "ImageData",
     "Images",
     "Partition",
+    "TextData",
+    "Vocabulary",
+    "Windows",
     "load_digits",
     "load_idx",
+    "load_python_sources",
     "read_digits",
     "read_idx",
     "read_idx_directory",
+    "read_python_sources",
     "require_digits",
 ]
 
@@ -44,6 +56,11 @@ _HOME = {
     "Images": "dure.data.images",
     "load_digits": "dure.data.images",
     "load_idx": "dure.data.images",
+    "TextData": "dure.data.text",
+    "Vocabulary": "dure.data.text",
+    "Windows": "dure.data.text",
+    "load_python_sources": "dure.data.text",
+    "read_python_sources": "dure.data.text",
 }
 
 
