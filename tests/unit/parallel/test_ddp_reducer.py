@@ -14,7 +14,8 @@ from dure.comm.ops import ReduceOp
 from dure.comm.work import Work
 from dure.errors import ModuleError
 from dure.parallel.ddp.buckets import NamedParameter
-from dure.parallel.ddp.reducer import Reducer, ReducerOptions, tensors_of
+from dure.parallel.ddp.nests import tensors_of
+from dure.parallel.ddp.reducer import Reducer, ReducerOptions
 
 
 class FakeGroup:

@@ -101,6 +101,15 @@ class Slot:
             else:
                 self.view.copy_(self.parameter.grad)
 
+    def contribute_nothing(self) -> None:
+        """Fill the bucket with zeros: this rank only accompanies the others' step."""
+        if self.parameter.grad is self.view:
+            self._saved = self.view.clone()
+        else:
+            self._free_view()
+        with torch.no_grad():
+            self.view.zero_()
+
     def settle(self, used_somewhere: bool) -> None:
         """After the reduction: show the result, or leave the gradient as it was."""
         if used_somewhere:
@@ -159,6 +168,12 @@ class Bucket:
                 self.flags[0, i] = 0
                 # One that was frozen after the module was wrapped is not missed.
                 self.flags[1, i] = int(slot.parameter.requires_grad)
+
+    def contribute_nothing(self) -> None:
+        """Fill all of it with zeros, the flags too: nothing is used, and nothing is missing."""
+        for slot in self.slots:
+            slot.contribute_nothing()
+        self.flags.zero_()
 
     def reset(self) -> None:
         """Get ready for the next backward."""

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dure.comm.world import resolve
-from dure.errors import ModuleError
 from dure.parallel.ddp.bucketing import FIRST_CAP_BYTES
 from dure.parallel.ddp.buckets import NamedParameter
+from dure.parallel.ddp.nests import moved
 from dure.parallel.ddp.reducer import CommHook, Reducer, ReducerOptions
 from dure.parallel.ddp.replicas import BufferSync, broadcast_all, describe_tensor, verify_equal
 from dure.parallel.ddp.report import Report
 from dure.parallel.ddp.timing import StepTimes
+from dure.parallel.ddp.wrapping import buffer_owners, checked_device_ids, trained_parameters
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -87,10 +88,10 @@ class DistributedDataParallel(torch.nn.Module):
         super().__init__()
         ignored: object = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         self.parameters_to_ignore: set[str] = set(ignored)  # pyright: ignore
-        trained = _trained_parameters(module, self.parameters_to_ignore)
+        trained = trained_parameters(module, self.parameters_to_ignore)
         self.module = module
         self.process_group = resolve(process_group, "DistributedDataParallel")
-        self.device_ids = _checked_device_ids(device_ids, trained)
+        self.device_ids = checked_device_ids(device_ids, trained)
         self.output_device, self.dim = output_device, dim
         self.broadcast_buffers = broadcast_buffers
         self.find_unused_parameters = find_unused_parameters
@@ -100,7 +101,8 @@ class DistributedDataParallel(torch.nn.Module):
         self.bucket_bytes_cap = int((bucket_cap_mb or _DEFAULT_CAP_MB) * (1 << 20))
         self._first_cap_bytes = self.bucket_bytes_cap if bucket_cap_mb else FIRST_CAP_BYTES
         self._report = Report(self._settings())
-        self._forward_buffers = True
+        self.require_forward_param_sync = True
+        self._buffer_root = 0
         self._reducer: Reducer | None = None
         self._buffer_sync: BufferSync | None = None
         if init_sync:
@@ -110,7 +112,7 @@ class DistributedDataParallel(torch.nn.Module):
     def _connect(self, trained: Sequence[NamedParameter]) -> Reducer:
         """Make the parts that communicate. Collective, where buckets are shared memory."""
         group = self.process_group
-        owners = _buffer_owners(self.module, self.parameters_to_ignore)
+        owners = buffer_owners(self.module, self.parameters_to_ignore)
         self._buffer_sync = BufferSync(group, owners) if owners else None
         options = ReducerOptions(
             cap_bytes=self.bucket_bytes_cap,
@@ -126,7 +128,7 @@ class DistributedDataParallel(torch.nn.Module):
         """The part that averages gradients; a copy of a module makes its own on first use."""
         if self._reducer is not None:
             return self._reducer
-        return self._connect(_trained_parameters(self.module, self.parameters_to_ignore))
+        return self._connect(trained_parameters(self.module, self.parameters_to_ignore))
 
     def __getstate__(self) -> dict[str, object]:
         """Return what `pickle`, `torch.save` and `copy.deepcopy` keep: all but the connections."""
@@ -145,7 +147,7 @@ class DistributedDataParallel(torch.nn.Module):
         self.process_group = resolve(
             None, "loading a whole DistributedDataParallel (save ddp.module.state_dict() instead)"
         )
-        self._reducer, self._buffer_sync, self._forward_buffers = None, None, False
+        self._reducer, self._buffer_sync, self.require_forward_param_sync = None, None, False
 
     def _settings(self) -> dict[str, object]:
         """Describe how the module was wrapped, in torch's terms."""
@@ -176,16 +178,46 @@ class DistributedDataParallel(torch.nn.Module):
         sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if sync or self._reducer is not None:
             self.reducer.prepare(sync)
-        if self.broadcast_buffers and self._forward_buffers and self._buffer_sync is not None:
-            self._buffer_sync.broadcast()
-        self._forward_buffers = sync
+        self._share_buffers(sync)
         if self.device_ids:
             device = torch.device(self.device_ids[0])
-            inputs, kwargs = _moved(inputs, device), _moved(kwargs, device)
-        outputs = self.module(*inputs, **kwargs)
+            inputs, kwargs = moved(inputs, device), moved(kwargs, device)
+        outputs = self._compute(inputs, kwargs)
         if sync:
             self.reducer.watch_outputs(outputs)
         return outputs
+
+    def _compute(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the wrapped module itself: whatever changes how it computes acts here alone."""
+        return self.module(*inputs, **kwargs)
+
+    def _share_buffers(self, sync: bool) -> None:
+        """Broadcast the buffers before a forward, if the last one was synchronised."""
+        if self._buffer_sync is not None and self.will_sync_module_buffers():
+            self._buffer_sync.broadcast(self._buffer_root)
+        self.require_forward_param_sync = sync
+
+    def _shadow(self, sync: bool) -> None:
+        """Take part in a step that the other ranks make, without a batch of this rank's own.
+
+        Buffers come from the rank `_buffer_root`: all set it alike, to one that still trains.
+
+        Collective: while the other ranks of the group call forward and backward.
+
+        Args:
+            sync: Whether theirs is a synchronised forward, and a backward follows it.
+        """
+        self._share_buffers(sync)
+        if sync:
+            self.reducer.shadow()
+
+    def will_sync_module_buffers(self) -> bool:
+        """Tell whether the next forward broadcasts buffers."""
+        return bool(
+            self.require_forward_param_sync
+            and self.broadcast_buffers
+            and self._buffer_sync is not None
+        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -239,75 +271,3 @@ class DistributedDataParallel(torch.nn.Module):
 
     def _get_ddp_logging_data(self) -> dict[str, object]:
         return self._report.data(self.reducer)
-
-
-def _trained_parameters(module: torch.nn.Module, ignored: set[str]) -> list[NamedParameter]:
-    """Return the parameters whose gradients are averaged, in the order of registration."""
-    found = [
-        NamedParameter(name=name, parameter=p)
-        for name, p in module.named_parameters()
-        if p.requires_grad and name not in ignored
-    ]
-    if not found:
-        raise ModuleError(
-            "the module has no parameter that needs a gradient",
-            seen=f"a {type(module).__name__} with "
-            f"{sum(1 for _ in module.parameters())} parameters, all frozen or ignored",
-            fix="Call it without DistributedDataParallel.",
-        )
-    lazy = [p.name for p in found if isinstance(p.parameter, torch.nn.UninitializedParameter)]
-    if lazy:
-        raise ModuleError(
-            "the module has parameters without a shape",
-            parameters=tuple(lazy),
-            seen=", ".join(lazy),
-            fix="Run one forward with a sample batch before wrapping it.",
-        )
-    return found
-
-
-def _checked_device_ids(
-    device_ids: Sequence[int | torch.device] | None, trained: Sequence[NamedParameter]
-) -> list[int | torch.device] | None:
-    """Return `device_ids` after a check against where the module is."""
-    if not device_ids:
-        return None
-    devices = {p.parameter.device for p in trained}
-    kinds = sorted({d.type for d in devices})
-    if len(device_ids) == 1 and len(devices) == 1 and kinds != ["cpu"]:
-        return list(device_ids)
-    raise ModuleError(
-        "device_ids does not fit the module",
-        seen=f"device_ids={list(device_ids)}, but the parameters are on "
-        + ", ".join(sorted(map(str, devices))),
-        fix="Leave device_ids out on the CPU and for a module on several devices; otherwise give "
-        "the one device that the module was moved to.",
-    )
-
-
-def _buffer_owners(
-    module: torch.nn.Module, ignored: set[str]
-) -> dict[str, tuple[torch.nn.Module, str]]:
-    """Find, for each buffer's path, the submodule it belongs to and its name there."""
-    owners: dict[str, tuple[torch.nn.Module, str]] = {}
-    seen: set[torch.Tensor] = set()
-    for prefix, submodule in module.named_modules():
-        for name, buffer in submodule.named_buffers(recurse=False):
-            path = f"{prefix}.{name}" if prefix else name
-            if buffer not in seen and path not in ignored:
-                seen.add(buffer)
-                owners[path] = (submodule, name)
-    return owners
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """Return `value` with the tensors in it moved to `device` (Any: any nest of arguments)."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_moved(v, device) for v in value))  # pyright: ignore
-    if isinstance(value, list | tuple):
-        return type(value)(_moved(v, device) for v in value)  # pyright: ignore
-    if isinstance(value, dict):
-        return {k: _moved(v, device) for k, v in value.items()}  # pyright: ignore
-    return value

@@ -25,9 +25,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,14 +35,14 @@ from dure.comm.ops import ReduceOp
 from dure.errors import ModuleError
 from dure.parallel.ddp.bucketing import GradientSize, plan_buckets
 from dure.parallel.ddp.buckets import Bucket, GradBucket, NamedParameter, Slot, make_bucket
+from dure.parallel.ddp.nests import tensors_of
 from dure.parallel.ddp.timing import Clock, StepTimes
+from dure.parallel.ddp.verdicts import missing_gradients
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["CommHook", "Reducer", "ReducerOptions", "tensors_of"]
-
-_MAX_NAMES_SHOWN = 8
+__all__ = ["CommHook", "Reducer", "ReducerOptions"]
 
 CommHook = Callable[[Any, GradBucket], torch.futures.Future[Any]]
 """Any: the hook's own state, and what its future holds (a tensor, or a list of one)."""
@@ -74,6 +74,7 @@ class Reducer:
         times: What the last synchronised step took.
         num_reduced: Completed backwards with reduction.
         ready_order: Names of parameters in the order their gradients came in the last of these.
+        divisor: What sums of gradients are divided by; None is the number of ranks.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Reducer:
         self.num_reduced = 0
         self.ready_order: list[str] = []
         self.comm_hook: tuple[object, CommHook] | None = None
+        self.divisor: int | None = None
         self.on_step: Callable[[int, Clock], None] | None = None
         self.parameter_names = [p.name for p in parameters]
         self._lock = threading.RLock()
@@ -205,13 +207,18 @@ class Reducer:
         start = Clock.now()
         self.clock.comm_start = self.clock.comm_start or start
         bucket.write_flags()
+        self._reduce(bucket)
+        self.clock.launch_ns += Clock.now() - start
+
+    def _reduce(self, bucket: Bucket) -> None:
+        """Start the reduction of `bucket`, which is filled."""
         if self.comm_hook is None:
-            bucket.work = self.group.all_reduce(bucket.flat, ReduceOp.AVG, async_op=True)
+            op = ReduceOp.AVG if self.divisor is None else ReduceOp.SUM
+            bucket.work = self.group.all_reduce(bucket.flat, op, async_op=True)
         else:
             state, hook = self.comm_hook
             bucket.result = hook(state, GradBucket(bucket, bucket.index == len(self.buckets) - 1))
             bucket.work = self.group.all_reduce(bucket.flags, ReduceOp.AVG, async_op=True)
-        self.clock.launch_ns += Clock.now() - start
 
     def _finish(self) -> None:
         """End a backward: start what is left, wait for all, and show the results."""
@@ -227,7 +234,7 @@ class Reducer:
                 self.on_step(self.num_reduced, self.clock)
             self.num_reduced += 1
             if lacking and not self.allow_unused:
-                raise self._missing_gradients(lacking, unused)
+                raise missing_gradients(self.group, lacking, unused)
 
     def _complete(self, unused: Sequence[Slot]) -> None:
         """Start the buckets that are not complete, and wait for all."""
@@ -236,35 +243,39 @@ class Reducer:
             slot.contribute_unused()
         while self._next < len(self.buckets):
             self._start_next()
-        for bucket in self.buckets:
-            _wait(bucket)
+        self._wait()
         self.clock.launch_ns = early_ns
         self.clock.comm_end = Clock.now()
         self.times = self.clock.times()
 
-    def _missing_gradients(self, lacking: Sequence[Slot], unused: Sequence[Slot]) -> ModuleError:
-        """Make the error about parameters that got no gradient; alike on all ranks.
+    def _wait(self) -> None:
+        """Wait for all buckets."""
+        for bucket in self.buckets:
+            _wait(bucket)
+            if self.divisor is not None and self.comm_hook is None:
+                bucket.buffer.div_(self.divisor)
 
-        Collective: every rank knows that it is due, so all can say which parameters they lack.
+    def shadow(self) -> None:
+        """Take part in the reductions of the other ranks' backward, and add nothing to them.
+
+        For a rank whose inputs have ended (`Join`). Its parameters get the others' gradients.
+
+        Collective: where the other ranks of the group run a synchronised backward.
         """
-        mine = torch.tensor([slot in unused for slot in lacking], dtype=torch.uint8)
-        theirs = [torch.empty_like(mine) for _ in range(self.group.size())]
-        self.group.all_gather(theirs, mine)
-        lines: list[str] = []
-        for i, slot in enumerate(lacking[:_MAX_NAMES_SHOWN]):
-            ranks = [str(rank) for rank, flags in enumerate(theirs) if flags[i]]
-            lines.append(f"{slot.name} (on rank {', '.join(ranks)})")
-        more = len(lacking) - len(lines)
-        return ModuleError(
-            "some parameters got no gradient in this backward",
-            parameters=tuple(slot.name for slot in lacking),
-            rank=self.group.rank(),
-            world_size=self.group.size(),
-            group=self.group.group_name,
-            seen=", ".join(lines) + (f" and {more} more" if more else ""),
-            fix="Use every parameter in the loss, freeze the others (requires_grad_(False)), or "
-            "pass find_unused_parameters=True.",
-        )
+        with self._lock:
+            self._reset()
+            self._armed = False
+            try:
+                for bucket in self.buckets:
+                    bucket.contribute_nothing()
+                    self._reduce(bucket)
+                self._wait()
+                lacking = [slot for bucket in self.buckets for slot in _settle(bucket)]
+            finally:
+                self._reset()
+            self.num_reduced += 1
+            if lacking and not self.allow_unused:
+                raise missing_gradients(self.group, lacking, ())
 
     def _reset(self) -> None:
         self._syncing, self._next = False, 0
@@ -308,19 +319,3 @@ def _remove_all(handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
 def _in_backward() -> bool:
     """Tell whether the calling thread is inside a backward (checkpoints run forward there)."""
     return torch._C._current_graph_task_id() >= 0  # pyright: ignore
-
-
-def tensors_of(value: object) -> Iterator[torch.Tensor]:
-    """Go through the tensors of a module's output: nested sequences, mappings, dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    parts: Iterable[object] = ()
-    if isinstance(value, Mapping):
-        parts = cast("Mapping[object, object]", value).values()
-    elif isinstance(value, list | tuple | set):
-        parts = cast("Iterable[object]", value)
-    elif is_dataclass(value):
-        parts = [getattr(value, field.name) for field in fields(value)]
-    for part in parts:
-        yield from tensors_of(part)

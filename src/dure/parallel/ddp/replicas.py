@@ -109,7 +109,7 @@ def broadcast_all(group: ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
 
 
 class BufferSync:
-    """Sends rank 0's buffers to all ranks.
+    """Sends one rank's buffers to all, usually rank 0's.
 
     Buffers are looked up in their modules each time: programs replace them.
     """
@@ -125,8 +125,8 @@ class BufferSync:
         found = [getattr(module, name, None) for module, name in self._owners.values()]
         return [b for b in found if isinstance(b, torch.Tensor)]
 
-    def broadcast(self) -> None:
-        """Overwrite the buffers with those of rank 0.
+    def broadcast(self, root: int = _ROOT) -> None:
+        """Overwrite the buffers with those of the rank `root`.
 
         Collective: all ranks of the group.
         Cost: one broadcast for each dtype and device.
@@ -136,8 +136,8 @@ class BufferSync:
             kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer.detach())
         for tensors in kinds.values():
             packed = torch.cat([t.reshape(-1) for t in tensors])
-            self._group.broadcast(packed, _ROOT)
-            if self._group.rank() == _ROOT:
+            self._group.broadcast(packed, root)
+            if self._group.rank() == root:
                 continue
             offset = 0
             for tensor in tensors:
