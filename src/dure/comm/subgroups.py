@@ -181,7 +181,7 @@ def new_subgroups(
         group_size = world.rendezvous.local_world_size
     if group_size < 1 or group_size > parent.size() or parent.size() % group_size:
         raise UsageError(
-            "the group size must divide the number of ranks, and not exceed it",
+            "the group size must not exceed the number of ranks, and must divide it",
             op="new_subgroups",
             seen=f"group_size={group_size} for {parent.size()} ranks",
         )
