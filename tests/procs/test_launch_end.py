@@ -271,6 +271,7 @@ GOES_ON = """
     import torch
     import dure as dist
     dist.init_process_group()
+    dist.barrier()  # else the death may come while another rank is still in its init
     total = torch.ones(1)
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
