@@ -126,6 +126,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "dure.data.partition": ("DataPartitioner", "Partition"),
     "dure.data.sampler": ("DistributedSampler",),
     "dure.parallel": ("DistributedDataParallel", "GradBucket"),
+    "dure.parallel.amp": ("GradScaler", "clip_grad_norm_"),
 }
 _MODULES = frozenset({"trace"})
 """Modules that are used under their own name, as `dure.trace.dump()`."""
