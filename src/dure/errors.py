@@ -7,6 +7,7 @@
     ├── CommError             the job is in trouble; the group must be rebuilt
     │   ├── CommTimeout, PeerLost, Desync, Aborted
     ├── StoreError (StoreTimeout, StoreLost, StoreRefused), RendezvousError (RendezvousTimeout)
+    ├── UnevenInputs          some ranks ran out of inputs before the others
     ├── LaunchError           carries the first failing worker's report
     ├── RpcError              carries the remote traceback
     └── InternalError         ours; please report
@@ -42,6 +43,7 @@ __all__ = [
     "StoreLost",
     "StoreRefused",
     "StoreTimeout",
+    "UnevenInputs",
     "UsageError",
 ]
 
@@ -245,6 +247,17 @@ class RendezvousTimeout(RendezvousError, TimeoutError):
         **fields: object,
     ) -> None:
         self.came, self.missing = came, missing
+        super().__init__(what, **fields)  # pyright: ignore[reportArgumentType]
+
+
+class UnevenInputs(DureError, RuntimeError):
+    """Some ranks ran out of inputs before the others, in a context that shall not go on then.
+
+    `ranks` are those that ran out. The group is whole, and all ranks raise this alike.
+    """
+
+    def __init__(self, what: str, *, ranks: tuple[int, ...] = (), **fields: object) -> None:
+        self.ranks = ranks
         super().__init__(what, **fields)  # pyright: ignore[reportArgumentType]
 
 
