@@ -2,7 +2,8 @@
 
 A file is one JSON object: which rank wrote it (`rank`, `world_size`, `host`, `boot`, `pid`, `job`),
 why (`reason`), two clocks read together (`clock`), the groups it was in, its records by their start
-(`records`, with the fields of `Record`), and the Python stack of each of its threads (`threads`,
+(`records`, with the fields of `Record`), what its last steps were made of, where that was recorded
+(`spans`, with the fields of `Span`), and the Python stack of each of its threads (`threads`,
 innermost frame last). Times are `time.monotonic_ns`, which all processes of a host share; `clock`
 relates them to the time of day, and so to other hosts.
 
@@ -29,6 +30,7 @@ import msgspec
 
 from dure import env
 from dure.trace.record import Origin, Record
+from dure.trace.spans import Span
 
 __all__ = ["FORMAT", "VERSION", "Target", "target", "wanted", "write"]
 
@@ -105,6 +107,7 @@ def write(
     rank: int,
     groups: Sequence[Origin],
     records: Sequence[Record],
+    spans: Sequence[Span] = (),
     job: str,
     reason: str,
 ) -> Path:
@@ -115,6 +118,7 @@ def write(
         rank: Global rank; -1 where there is none (yet).
         groups: Groups that it is or was in.
         records: Its last operations.
+        spans: What its last steps were made of, where that was recorded.
         job: Name of the job.
         reason: Why it is written.
 
@@ -137,6 +141,7 @@ def write(
             for g in groups
         ],
         "records": list(records),
+        "spans": list(spans),
         "threads": _threads(),
     }
     to.folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -18,8 +18,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from weakref import WeakSet
@@ -28,6 +28,7 @@ from dure.errors import CommTimeout, Desync, DureError, PeerLost
 from dure.trace import files
 from dure.trace.record import Origin, Record, Source
 from dure.trace.ring import CAPACITY, FlightRing, Noted
+from dure.trace.spans import Keeper
 
 __all__ = [
     "CAPACITY",
@@ -41,6 +42,7 @@ __all__ = [
     "forget",
     "job",
     "on_error",
+    "record_steps",
     "recorded",
     "recording",
     "renumber",
@@ -67,6 +69,7 @@ class _Recorder:
         self.retired: dict[int, deque[Record]] = {}
         self.origins: deque[Origin] = deque(maxlen=64)
         self.dumped: dict[tuple[str, int], Path | None] = {}
+        self.spans = Keeper()
         self.job = ""
 
     def known(self) -> dict[int, list[Origin]]:
@@ -192,12 +195,35 @@ def dump(
             rank=r,
             groups=known.get(r, []),
             records=_recorder.records(r),
+            spans=_recorder.spans.of(r),
             job=_recorder.job,
             reason=reason,
         )
         for r in ranks or [-1]
     ]
     return written[0] if len(written) == 1 else written[0].parent
+
+
+@contextmanager
+def record_steps(directory: Path | str | None = None) -> Generator[None]:
+    """Record what steps are made of, for the block: phases, and the buckets of gradients.
+
+    `DistributedDataParallel` and `StepMeter` tell of them; `dump` writes the last of them beside
+    the operations, and ``dure trace merge DIRECTORY -o timeline.json`` draws all ranks together.
+
+    Args:
+        directory: Dump there at the end, however the block ends; a file a rank.
+
+    Cost: some 2 microseconds a phase or bucket, inside the block alone.
+    """
+    keeper = _recorder.spans
+    keeper.start()
+    try:
+        yield
+    finally:
+        keeper.stop()
+        if directory is not None:
+            dump(directory, reason="record_steps()")
 
 
 def on_error(error: DureError, rank: int | None = None) -> None:

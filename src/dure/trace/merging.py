@@ -18,6 +18,7 @@ import msgspec
 from dure.errors import UsageError
 from dure.trace.files import FORMAT, VERSION
 from dure.trace.record import Record
+from dure.trace.spans import Span
 
 __all__ = ["Clock", "Flight", "Frame", "Membership", "RankFile", "ThreadStack", "read", "read_file"]
 
@@ -76,6 +77,7 @@ class RankFile:
     groups: tuple[Membership, ...]
     records: tuple[Record, ...]
     threads: tuple[ThreadStack, ...] = ()
+    spans: tuple[Span, ...] = ()
 
     @property
     def where(self) -> Frame | None:
@@ -210,7 +212,9 @@ def _on_one_clock(files: dict[int, RankFile], problems: tuple[str, ...]) -> Flig
     for rank, file in files.items():
         shift = file.clock.time_ns - file.clock.monotonic_ns
         shifts[rank] = shift_of_boot.setdefault(file.boot, shift) if file.boot else shift
-    starts: Iterable[int] = (r.start_ns + shifts[n] for n, f in files.items() for r in f.records)
+    starts: Iterable[int] = (
+        r.start_ns + shifts[n] for n, f in files.items() for r in (*f.records, *f.spans)
+    )
     dumped = min(f.clock.monotonic_ns + shifts[n] for n, f in files.items())
     zero = min(starts, default=dumped)
     return Flight(ranks=files, problems=problems, zero_ns=zero, _shift_ns=shifts)

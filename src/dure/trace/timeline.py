@@ -3,7 +3,8 @@
 Each rank is a process, each group a track of it. Operations that the caller waited for are slices
 on the track (they cannot overlap); asynchronous ones are spans of their own kind below it, which
 can. An arrow leads from the last rank to arrive at a collective to the end of each operation that
-waited for it. Times are microseconds from the earliest record.
+waited for it. Where steps were recorded, they are drawn above the groups (`lanes`). Times are
+microseconds from the earliest record.
 
 Source: the trace-event format description,
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
@@ -15,6 +16,7 @@ from typing import Any
 
 from dure.trace.events import State
 from dure.trace.findings import GroupView
+from dure.trace.lanes import steps
 from dure.trace.merging import Flight, RankFile
 from dure.trace.record import Record
 
@@ -35,6 +37,7 @@ def timeline(flight: Flight, groups: tuple[GroupView, ...]) -> dict[str, Any]:
     for file in flight.ranks.values():
         tracks = {g.name: i for i, g in enumerate(file.groups, start=1)}
         events += _names(file, tracks)
+        events += steps(flight, file)
         for number, record in enumerate(file.records):
             events += _operation(flight, file, record, tracks.get(record.group, 0), number)
     for group in groups:

@@ -142,16 +142,28 @@ class Bucket:
     Attributes:
         index: Its place in the order of reduction.
         flat: All of it: gradients and flags.
+        num_bytes: Size of `flat`.
         buffer: The gradients.
         slots: The places of the gradients.
         pending: How many gradients the present backward still owes.
         work: The reduction, once started.
     """
 
-    __slots__ = ("buffer", "flags", "flat", "index", "pending", "result", "slots", "work")
+    __slots__ = (
+        "buffer",
+        "flags",
+        "flat",
+        "index",
+        "num_bytes",
+        "pending",
+        "result",
+        "slots",
+        "work",
+    )
 
     def __init__(self, index: int, flat: torch.Tensor, num_gradients: int) -> None:
         self.index, self.flat = index, flat
+        self.num_bytes = flat.numel() * flat.element_size()
         self.buffer = flat[: flat.numel() - 2 * num_gradients]
         self.flags = flat[flat.numel() - 2 * num_gradients :].view(2, num_gradients)
         self.slots: list[Slot] = []

@@ -36,8 +36,10 @@ from dure.errors import ModuleError
 from dure.parallel.ddp.bucketing import GradientSize, plan_buckets
 from dure.parallel.ddp.buckets import Bucket, GradBucket, NamedParameter, Slot, make_bucket
 from dure.parallel.ddp.nests import tensors_of
+from dure.parallel.ddp.telling import tell_step
 from dure.parallel.ddp.timing import Clock, StepTimes
 from dure.parallel.ddp.verdicts import missing_gradients
+from dure.trace import spans
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -205,10 +207,9 @@ class Reducer:
         bucket = self.buckets[self._next]
         self._next += 1
         start = Clock.now()
-        self.clock.comm_start = self.clock.comm_start or start
         bucket.write_flags()
         self._reduce(bucket)
-        self.clock.launch_ns += Clock.now() - start
+        self.clock.launched(start, bucket.num_bytes)
 
     def _reduce(self, bucket: Bucket) -> None:
         """Start the reduction of `bucket`, which is filled."""
@@ -232,6 +233,8 @@ class Reducer:
                 self._reset()
             if self.on_step is not None:
                 self.on_step(self.num_reduced, self.clock)
+            if spans.listeners:
+                tell_step(self)
             self.num_reduced += 1
             if lacking and not self.allow_unused:
                 raise missing_gradients(self.group, lacking, unused)

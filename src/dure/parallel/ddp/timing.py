@@ -28,12 +28,16 @@ class StepTimes:
         backward_s: From the first gradient of backward to the last.
         comm_s: From the start of the first bucket's reduction to the end of the last one's.
         exposed_comm_s: The part of the step in which it only started or waited for reductions.
+        step: Number of the step, from 1; 0 before the first.
+        num_bytes: What was reduced, in bytes of this rank's buckets.
     """
 
     forward_s: float = 0.0
     backward_s: float = 0.0
     comm_s: float = 0.0
     exposed_comm_s: float = 0.0
+    step: int = 0
+    num_bytes: int = 0
 
     @property
     def overlap_s(self) -> float:
@@ -42,23 +46,50 @@ class StepTimes:
 
 
 class Clock:
-    """Stamps of the step that is going on, in nanoseconds of `time.perf_counter_ns`."""
+    """Stamps of the step that is going on, in nanoseconds of `time.monotonic_ns`.
 
-    __slots__ = ("backward_end", "backward_start", "comm_end", "comm_start", "forward", "launch_ns")
+    Attributes:
+        launches: When each bucket's reduction began to be started, and when it had been.
+    """
+
+    __slots__ = (
+        "backward_end",
+        "backward_start",
+        "comm_end",
+        "comm_start",
+        "forward",
+        "launch_ns",
+        "launches",
+        "num_bytes",
+        "step",
+    )
 
     def __init__(self) -> None:
         self.forward = self.backward_start = self.backward_end = 0
         self.comm_start = self.comm_end = self.launch_ns = 0
+        self.step = self.num_bytes = 0
+        self.launches: list[tuple[int, int]] = []
 
     @staticmethod
     def now() -> int:
         """Return the present moment."""
-        return time.perf_counter_ns()
+        return time.monotonic_ns()
 
     def start_backward(self) -> None:
         """Note that the first gradient is there; what an earlier step noted is forgotten."""
         self.backward_start = self.now()
         self.backward_end = self.comm_start = self.comm_end = self.launch_ns = 0
+        self.step += 1
+        self.num_bytes = 0
+        self.launches.clear()
+
+    def launched(self, start: int, num_bytes: int) -> None:
+        """Note that the next bucket's reduction was started, from `start` until now."""
+        now = self.now()
+        self.comm_start = self.comm_start or start
+        self.launch_ns += now - start
+        self.num_bytes += num_bytes
+        self.launches.append((start, now))
 
     def times(self) -> StepTimes:
         """Return what the finished step took."""
@@ -68,4 +99,6 @@ class Clock:
             backward_s=(self.backward_end - self.backward_start) / 1e9,
             comm_s=(self.comm_end - self.comm_start) / 1e9,
             exposed_comm_s=exposed / 1e9,
+            step=self.step,
+            num_bytes=self.num_bytes,
         )

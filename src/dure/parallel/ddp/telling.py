@@ -1,0 +1,46 @@
+"""What a timeline shows of a step: its phases, and the buckets that travelled beside them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dure.trace import spans
+
+if TYPE_CHECKING:
+    from dure.parallel.ddp.reducer import Reducer
+
+__all__ = ["tell_step"]
+
+
+def tell_step(reducer: Reducer) -> None:
+    """Emit the spans of the step that has just ended; called only where somebody listens.
+
+    A bucket's span ends when the rank waited for all of them; a timeline takes the true end from
+    the operation that the bucket started.
+    """
+    clock, group = reducer.clock, reducer.group
+    step: dict[str, str | int | float] = {"step": clock.step}
+    common = {"global_rank": group.global_ranks[group.rank()], "group": group.group_name}
+
+    def emit(name: str, start: int, end: int, **more: Any) -> None:
+        spans.emit(spans.Span(name=name, start_ns=start, end_ns=end, **common, **more))
+
+    if clock.forward:
+        emit("forward", clock.forward, clock.backward_start, details=step)
+    emit("backward", clock.backward_start, clock.backward_end, details=step)
+    emit("wait for gradients", clock.backward_end, clock.comm_end, details=step)
+    for bucket, (start, started) in zip(reducer.buckets, clock.launches, strict=False):
+        about = {
+            "bytes": bucket.num_bytes,
+            "gradients": len(bucket.slots),
+            "first": bucket.slots[0].name,
+            "last": bucket.slots[-1].name,
+        }
+        emit(
+            f"bucket {bucket.index}",
+            start,
+            clock.comm_end,
+            started_ns=started,
+            track=spans.BUCKETS,
+            details=step | about,
+        )

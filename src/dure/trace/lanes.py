@@ -1,0 +1,92 @@
+"""Steps on a timeline: a track of phases, and below it the buckets of gradients, in lanes.
+
+    step        | data |  forward  |      backward          |wait for gradients| optimizer |
+    buckets 1                            | bucket 0 |    | bucket 2 |
+    buckets 2                                 | bucket 1       |
+
+Slices of one track must not overlap, so a bucket goes to the first lane that is free. One beside
+backward is communication that costs nothing; one beside "wait for gradients" is what the step waits
+for. A bucket lasts as long as the operation that it started, where the recorder still has that.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from typing import Any
+
+from dure.trace.merging import Flight, RankFile
+from dure.trace.record import Record
+from dure.trace.spans import STEP, Span
+
+__all__ = ["steps"]
+
+_FIRST_TRACK = 1000  # above the number of groups that anybody makes
+
+TraceEvent = dict[str, Any]
+Lane = tuple[str, int]
+"""A track's name, and the number of the lane in it."""
+
+
+def steps(flight: Flight, file: RankFile) -> list[TraceEvent]:
+    """Return the trace events of a rank's spans; none where steps were not recorded."""
+    asynchronous = [r for r in file.records if r.async_op and r.end_ns]
+    placed = [(span, _end(span, asynchronous)) for span in file.spans]
+    lanes = _lanes(placed)
+    used = sorted(set(lanes), key=lambda lane: (lane[0] != STEP, lane))
+    tracks = {lane: _FIRST_TRACK + i for i, lane in enumerate(used)}
+    events = _names(file.rank, tracks)
+    for (span, end), lane in zip(placed, lanes, strict=True):
+        start_us = flight.time_ns(file.rank, span.start_ns) / 1000
+        events.append(
+            {
+                "name": span.name,
+                "cat": span.track,
+                "ph": "X",
+                "ts": start_us,
+                "dur": flight.time_ns(file.rank, max(end, span.start_ns)) / 1000 - start_us,
+                "pid": file.rank,
+                "tid": tracks[lane],
+                "args": dict(span.details),
+            }
+        )
+    return events
+
+
+def _end(span: Span, asynchronous: list[Record]) -> int:
+    """Return when a span ended: of a bucket, when the operation did that it started.
+
+    That is the first one of its group that was called while the bucket was being started.
+    """
+    if span.started_ns:
+        first = bisect_left(asynchronous, span.start_ns, key=lambda record: record.start_ns)
+        for record in asynchronous[first:]:
+            if record.start_ns > span.started_ns:
+                break
+            if record.group == span.group:
+                return record.end_ns
+    return span.end_ns
+
+
+def _lanes(placed: list[tuple[Span, int]]) -> list[Lane]:
+    """Return the lane of each span: the first of its track that is free when it begins."""
+    until: dict[str, list[int]] = {}
+    lanes: list[Lane] = []
+    for span, end in placed:
+        ends = until.setdefault(span.track, [])
+        number = next((i for i, at in enumerate(ends) if at <= span.start_ns), len(ends))
+        ends[number : number + 1] = [end]
+        lanes.append((span.track, number))
+    return lanes
+
+
+def _names(rank: int, tracks: Mapping[Lane, int]) -> list[TraceEvent]:
+    """Name the tracks, and put them above the groups', which have no place of their own."""
+    events: list[TraceEvent] = []
+    for place, ((track, number), tid) in enumerate(tracks.items()):
+        label = f"{track} {number + 1}" if (track, 1) in tracks else track
+        head: TraceEvent = {"ph": "M", "pid": rank, "tid": tid}
+        events.append(head | {"name": "thread_name", "args": {"name": label}})
+        sort = {"sort_index": place - len(tracks)}
+        events.append(head | {"name": "thread_sort_index", "args": sort})
+    return events
