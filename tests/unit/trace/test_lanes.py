@@ -1,0 +1,101 @@
+"""Steps on the timeline: phases, and buckets that last as long as what they started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from dure.trace import spans
+from dure.trace.findings import study
+from dure.trace.merging import read
+from dure.trace.spans import BUCKETS, Keeper, Span
+from dure.trace.timeline import timeline
+from unit.trace.made_up import record, write
+
+MS = 1_000_000
+
+
+def bucket(index: int, start_ms: float, end_ms: float, group: str = "world") -> Span:
+    """A bucket whose start took a tenth of a millisecond."""
+    start = int(start_ms * MS)
+    return Span(
+        name=f"bucket {index}",
+        track=BUCKETS,
+        start_ns=start,
+        started_ns=start + MS // 10,
+        end_ns=int(end_ms * MS),
+        group=group,
+        details={"bytes": 8, "first": "a.weight"},
+    )
+
+
+def drawn(folder: Path, *found: Span) -> dict[str, Any]:
+    """Write a rank with three operations at 1, 2 and 3 ms; return its slices and track names."""
+    calls = [record(0, n, async_op=True, start_ns=n * MS + 50_000) for n in (1, 2, 3)]
+    write(folder, 0, calls, {"spans": msgspec.to_builtins(found)})
+    flight = read(folder)
+    events = timeline(flight, study(flight).groups)["traceEvents"]
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    return {
+        e["name"]: e | {"track": tracks[e["tid"]], "end": round(e["ts"] + e["dur"])}
+        for e in events
+        if e["ph"] == "X"
+    }
+
+
+def test_a_bucket_lasts_as_long_as_the_operation_it_started(tmp_path):
+    found = drawn(tmp_path, bucket(0, 1.0, 9.0), bucket(1, 2.0, 9.0, group="another"))
+    # The operation that began at 1.05 ms ended at 1.5 ms; the earliest of all is at 1.0 ms.
+    assert (found["bucket 0"]["ts"], found["bucket 0"]["end"]) == (0.0, 500)
+    assert found["bucket 1"]["end"] == 8000  # no operation of its group: as the rank noticed it
+    assert found["bucket 0"]["args"] == {"bytes": 8, "first": "a.weight"}
+
+
+def test_buckets_that_overlap_lie_in_lanes_of_their_own_below_the_phases(tmp_path):
+    far = [bucket(i, *t, group="none") for i, t in enumerate([(5.0, 8.0), (6.0, 7.0), (7.5, 9.0)])]
+    found = drawn(tmp_path, Span(name="forward", start_ns=4 * MS, end_ns=5 * MS), *far)
+    assert [found[f"bucket {i}"]["track"] for i in range(3)] == [
+        "buckets 1",
+        "buckets 2",
+        "buckets 2",
+    ]
+    assert found["forward"]["track"] == "step"
+    assert found["forward"]["tid"] < found["bucket 0"]["tid"]
+
+
+def test_keeper_listens_while_anybody_wants_it_and_keeps_the_last():
+    keeper = Keeper(capacity=2)
+    keeper.start()
+    keeper.start()
+    try:
+        for at in (3, 1, 2):
+            spans.emit(Span(name=str(at), global_rank=7, start_ns=at))
+        keeper.stop()
+        spans.emit(Span(name="0", global_rank=7))
+    finally:
+        keeper.stop()
+    spans.emit(Span(name="9", global_rank=7, start_ns=9))
+    assert [span.name for span in keeper.of(7)] == ["0", "2"]
+    assert keeper.of(0) == []
+    assert keeper.keep not in spans.listeners
+    keeper.start()
+    keeper.stop()
+    assert keeper.of(7) == []
+
+
+def test_a_file_without_spans_has_no_tracks_for_them(tmp_path):
+    write(tmp_path, 0, [record(0, 1)])
+    events = timeline(read(tmp_path), ())["traceEvents"]
+    assert not [e for e in events if e["tid"] >= 1000]
+
+
+@pytest.mark.parametrize("value", [1, "spans", [{"start_ns": 3}]])
+def test_damaged_spans_leave_the_file_out(tmp_path, value):
+    write(tmp_path, 0, [record(0, 1)])
+    write(tmp_path, 1, [record(1, 1)], {"spans": value})
+    flight = read(tmp_path)
+    assert list(flight.ranks) == [0]
+    assert "damaged" in flight.problems[0]
