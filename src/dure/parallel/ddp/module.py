@@ -20,6 +20,7 @@ from dure.parallel.ddp.reducer import CommHook, Reducer, ReducerOptions
 from dure.parallel.ddp.replicas import BufferSync, broadcast_all, describe_tensor, verify_equal
 from dure.parallel.ddp.report import Report
 from dure.parallel.ddp.timing import StepTimes
+from dure.parallel.ddp.torch_names import TorchNames
 from dure.parallel.ddp.wrapping import buffer_owners, checked_device_ids, trained_parameters
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ __all__ = ["DistributedDataParallel"]
 _DEFAULT_CAP_MB = 25.0
 
 
-class DistributedDataParallel(torch.nn.Module):
+class DistributedDataParallel(TorchNames, torch.nn.Module):
     """Data parallelism: every rank has the whole module and its own part of each batch.
 
     During `backward` gradients are averaged over the ranks of the group, bucket by bucket, while
@@ -178,11 +179,12 @@ class DistributedDataParallel(torch.nn.Module):
         sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if sync or self._reducer is not None:
             self.reducer.prepare(sync)
-        self._share_buffers(sync)
+        self._share_buffers()
         if self.device_ids:
             device = torch.device(self.device_ids[0])
             inputs, kwargs = moved(inputs, device), moved(kwargs, device)
         outputs = self._compute(inputs, kwargs)
+        self._after_forward(sync)
         if sync:
             self.reducer.watch_outputs(outputs)
         return outputs
@@ -191,10 +193,15 @@ class DistributedDataParallel(torch.nn.Module):
         """Run the wrapped module itself: whatever changes how it computes acts here alone."""
         return self.module(*inputs, **kwargs)
 
-    def _share_buffers(self, sync: bool) -> None:
+    def _share_buffers(self) -> None:
         """Broadcast the buffers before a forward, if the last one was synchronised."""
         if self._buffer_sync is not None and self.will_sync_module_buffers():
-            self._buffer_sync.broadcast(self._buffer_root)
+            self._buffer_sync.before_forward(self._buffer_root)
+
+    def _after_forward(self, sync: bool) -> None:
+        """Run a buffer hook that is due, and note whether the next forward shares buffers."""
+        if self._buffer_sync is not None and self.will_sync_module_buffers():
+            self.reducer.awaited_too += self._buffer_sync.after_forward()
         self.require_forward_param_sync = sync
 
     def _shadow(self, sync: bool) -> None:
@@ -207,7 +214,8 @@ class DistributedDataParallel(torch.nn.Module):
         Args:
             sync: Whether theirs is a synchronised forward, and a backward follows it.
         """
-        self._share_buffers(sync)
+        self._share_buffers()
+        self._after_forward(sync)
         if sync:
             self.reducer.shadow()
 
@@ -253,21 +261,3 @@ class DistributedDataParallel(torch.nn.Module):
     def step_times(self) -> StepTimes:
         """What the last synchronised forward and backward took, and how much was communication."""
         return self.reducer.times
-
-    # ---------------------------------------------------------------- torch's own names
-
-    def _set_static_graph(self) -> None:
-        """Say that all steps use the same parameters; before the first step only."""
-        if self.reducer.num_reduced:
-            raise self._report.failed(
-                "_set_static_graph() should be called before training loop starts",
-                seen=f"{self.reducer.num_reduced} steps have been made",
-                fix="Pass static_graph=True at construction.",
-            )
-        self.static_graph = self.reducer.allow_unused = True
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        self._report.sample_rate = sample_rate
-
-    def _get_ddp_logging_data(self) -> dict[str, object]:
-        return self._report.data(self.reducer)

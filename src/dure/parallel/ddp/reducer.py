@@ -75,8 +75,10 @@ class Reducer:
         buckets: In the order in which they are reduced.
         times: What the last synchronised step took.
         num_reduced: Completed backwards with reduction.
+        awaited_too: What else the end of the next backward waits for (Any: nobody looks at it).
         ready_order: Names of parameters in the order their gradients came in the last of these.
         divisor: What sums of gradients are divided by; None is the number of ranks.
+        remove_hooks: Takes the parameters' hooks away: their gradients are no longer averaged.
     """
 
     def __init__(
@@ -92,13 +94,15 @@ class Reducer:
         self.comm_hook: tuple[object, CommHook] | None = None
         self.divisor: int | None = None
         self.on_step: Callable[[int, Clock], None] | None = None
+        self.awaited_too: list[torch.futures.Future[Any]] = []
         self.parameter_names = [p.name for p in parameters]
         self._lock = threading.RLock()
         self._armed = False  # the last forward was synchronised and has had no backward yet
         self._syncing = False  # between begin and finish
         self._next = 0  # the next bucket to start
         handles = [self._watch_parameter(slot) for slot in self.slots()]
-        weakref.finalize(self, _remove_all, handles).atexit = False
+        self.remove_hooks = weakref.finalize(self, _remove_all, handles)
+        self.remove_hooks.atexit = False
 
     def slots(self) -> Iterator[Slot]:
         """Go through the slots of all buckets."""
@@ -257,6 +261,8 @@ class Reducer:
             _wait(bucket)
             if self.divisor is not None and self.comm_hook is None:
                 bucket.buffer.div_(self.divisor)
+        while self.awaited_too:
+            self.awaited_too.pop().wait()
 
     def shadow(self) -> None:
         """Take part in the reductions of the other ranks' backward, and add nothing to them.

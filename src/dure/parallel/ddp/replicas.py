@@ -12,9 +12,12 @@ into one tensor per dtype, since there are many and they are small.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import Enum, auto
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,7 +27,15 @@ from dure.parallel.ddp.buckets import dense_strides
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["BufferSync", "broadcast_all", "describe_tensor", "verify_equal"]
+__all__ = [
+    "BufferHook",
+    "BufferHookLocation",
+    "BufferSync",
+    "broadcast_all",
+    "broadcast_packed",
+    "describe_tensor",
+    "verify_equal",
+]
 
 _ROOT = 0
 _NOTHING = "nothing more"
@@ -108,8 +119,51 @@ def broadcast_all(group: ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
             work.wait()
 
 
+def broadcast_packed(
+    group: ProcessGroup, tensors: Sequence[torch.Tensor], root: int = _ROOT
+) -> None:
+    """Overwrite `tensors` with those of the rank `root`.
+
+    Collective: all ranks of the group call with tensors of the same shapes and dtypes.
+    Cost: one broadcast for each dtype and device.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for alike in kinds.values():
+        packed = torch.cat([t.reshape(-1) for t in alike])
+        group.broadcast(packed, root)
+        if group.rank() == root:
+            continue
+        offset = 0
+        for tensor in alike:
+            part = packed[offset : offset + tensor.numel()]
+            tensor.copy_(part.view(tensor.shape))
+            offset += tensor.numel()
+
+
+class BufferHookLocation(Enum):
+    """When a buffer hook runs."""
+
+    PRE_FORWARD = auto()
+    """Before forward, which sees its result."""
+    POST_FORWARD = auto()
+    """After forward; futures that it returns are waited for at the end of backward."""
+
+
+BufferHook = Callable[[Any, dict[str, torch.Tensor]], Any]
+"""Any: the hook's own state; what it returns is None or a list of futures."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Hook:
+    state: object
+    call: BufferHook
+    location: BufferHookLocation
+
+
 class BufferSync:
-    """Sends one rank's buffers to all, usually rank 0's.
+    """Sends one rank's buffers to all, usually rank 0's, or has a hook do what it likes with them.
 
     Buffers are looked up in their modules each time: programs replace them.
     """
@@ -119,28 +173,43 @@ class BufferSync:
     ) -> None:
         self._group = group
         self._owners = dict(owners)
+        self._hook: _Hook | None = None
 
-    def buffers(self) -> list[torch.Tensor]:
-        """Return the buffers as they are now."""
-        found = [getattr(module, name, None) for module, name in self._owners.values()]
-        return [b for b in found if isinstance(b, torch.Tensor)]
+    def named_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers as they are now, by their paths."""
+        found = {path: getattr(module, name, None) for path, (module, name) in self._owners.items()}
+        return {path: b for path, b in found.items() if isinstance(b, torch.Tensor)}
 
-    def broadcast(self, root: int = _ROOT) -> None:
-        """Overwrite the buffers with those of the rank `root`.
+    def register(self, state: object, hook: BufferHook, location: BufferHookLocation) -> None:
+        """Have `hook(state, buffers by path)` act in place of the broadcast."""
+        self._hook = _Hook(state=state, call=hook, location=location)
+
+    def before_forward(self, root: int = _ROOT) -> None:
+        """Overwrite the buffers with those of the rank `root`, or run the hook where it is due.
 
         Collective: all ranks of the group.
         Cost: one broadcast for each dtype and device.
         """
-        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for buffer in self.buffers():
-            kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer.detach())
-        for tensors in kinds.values():
-            packed = torch.cat([t.reshape(-1) for t in tensors])
-            self._group.broadcast(packed, root)
-            if self._group.rank() == root:
-                continue
-            offset = 0
-            for tensor in tensors:
-                part = packed[offset : offset + tensor.numel()]
-                tensor.copy_(part.view(tensor.shape))
-                offset += tensor.numel()
+        if self._hook is None:
+            buffers = list(self.named_buffers().values())
+            with _unseen_by_autograd(buffers):
+                broadcast_packed(self._group, buffers, root)
+        elif self._hook.location is BufferHookLocation.PRE_FORWARD:
+            self._run_hook()
+
+    def after_forward(self) -> list[torch.futures.Future[Any]]:
+        """Run the hook, if it is due; return the futures that it gave."""
+        if self._hook is None or self._hook.location is BufferHookLocation.PRE_FORWARD:
+            return []
+        return self._run_hook()
+
+    def _run_hook(self) -> list[torch.futures.Future[Any]]:
+        assert self._hook is not None
+        buffers = self.named_buffers()
+        with torch.no_grad(), _unseen_by_autograd(buffers.values()):
+            return list(self._hook.call(self._hook.state, buffers) or ())
+
+
+def _unseen_by_autograd(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
+    """Let `tensors` change without a mark: an earlier forward may have saved them for backward."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # pyright: ignore

@@ -113,8 +113,9 @@ def _bucketing(reducer: Reducer) -> dict[str, object]:
         ),
         "bucket_sizes": sizes,
         "find_unused_parameters": int(reducer.allow_unused),
-        "comm_hook": reducer.hook_name,
     }
+    if reducer.comm_hook is not None or reducer.num_reduced:
+        data["comm_hook"] = reducer.hook_name
     if reducer.num_reduced:
         # Buckets are planned once, for the order that is expected; see "Three rules" in
         # bucketing.py. What torch reports as rebuilt is this plan.
