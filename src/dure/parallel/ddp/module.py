@@ -21,7 +21,12 @@ from dure.parallel.ddp.replicas import BufferSync, broadcast_all, describe_tenso
 from dure.parallel.ddp.report import Report
 from dure.parallel.ddp.timing import StepTimes
 from dure.parallel.ddp.torch_names import TorchNames
-from dure.parallel.ddp.wrapping import buffer_owners, checked_device_ids, trained_parameters
+from dure.parallel.ddp.wrapping import (
+    Replaced,
+    buffer_owners,
+    checked_device_ids,
+    trained_parameters,
+)
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -105,6 +110,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
         self.require_forward_param_sync = True
         self._buffer_root = 0
         self._reducer: Reducer | None = None
+        self._replaced: Replaced | None = None
         self._buffer_sync: BufferSync | None = None
         if init_sync:
             self._replicate()
@@ -113,6 +119,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
     def _connect(self, trained: Sequence[NamedParameter]) -> Reducer:
         """Make the parts that communicate. Collective, where buckets are shared memory."""
         group = self.process_group
+        self._replaced = Replaced(self.module, trained)
         owners = buffer_owners(self.module, self.parameters_to_ignore)
         self._buffer_sync = BufferSync(group, owners) if owners else None
         options = ReducerOptions(
@@ -139,7 +146,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
                 seen=f"this one is on the group {self.process_group.group_name!r}",
                 fix="Save ddp.module.state_dict(), or copy ddp.module and wrap the copy.",
             )
-        gone = {"process_group", "_reducer", "_buffer_sync"}
+        gone = {"process_group", "_reducer", "_buffer_sync", "_replaced"}
         return {k: v for k, v in self.__dict__.items() if k not in gone}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -148,6 +155,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
         self.process_group = resolve(
             None, "loading a whole DistributedDataParallel (save ddp.module.state_dict() instead)"
         )
+        self._replaced = None
         self._reducer, self._buffer_sync, self.require_forward_param_sync = None, None, False
 
     def _settings(self) -> dict[str, object]:
@@ -177,6 +185,10 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on this rank's part of the batch (Any: whatever the module takes)."""
         sync = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if self._replaced is not None and self._replaced.all():
+            outputs = self._compute(inputs, kwargs)
+            self._replaced.refuse_for_good(outputs)
+            return outputs
         if sync or self._reducer is not None:
             self.reducer.prepare(sync)
         self._share_buffers()

@@ -12,8 +12,11 @@ import torch
 
 from dure.errors import ModuleError
 from dure.parallel.ddp.buckets import NamedParameter
+from dure.parallel.ddp.nests import tensors_of
 
-__all__ = ["buffer_owners", "checked_device_ids", "trained_parameters"]
+__all__ = ["Replaced", "buffer_owners", "checked_device_ids", "trained_parameters"]
+
+_MAX_NAMES_SHOWN = 8
 
 
 def trained_parameters(module: torch.nn.Module, ignored: set[str]) -> list[NamedParameter]:
@@ -73,3 +76,57 @@ def buffer_owners(
                 seen.add(buffer)
                 owners[path] = (submodule, name)
     return owners
+
+
+class Replaced:
+    """Tells whether a module computes with other tensors than the parameters it was wrapped with.
+
+    `torch.func.functional_call` puts other tensors in their places for one forward: its gradients
+    are the caller's, and nothing is to be averaged. A program that replaces parameters for good
+    has their gradients averaged no more, which is a mistake, and is told so: at once where some
+    were replaced, in backward where all were, since then the originals would be back.
+
+    Cost: one look at the first parameter's place; at all of them only if that has another tensor.
+    """
+
+    def __init__(self, module: torch.nn.Module, trained: Sequence[NamedParameter]) -> None:
+        self._module, self._trained = module, trained
+        path, _, self._name = trained[0].name.rpartition(".")
+        owner = module.get_submodule(path)
+        self._place: dict[str, torch.Tensor | None] = vars(owner)["_parameters"]
+        self._first = trained[0].parameter
+
+    def all(self) -> bool:
+        """Return whether all parameters are others.
+
+        Raises:
+            ModuleError: Only some are.
+        """
+        if self._place.get(self._name) is self._first:
+            return False
+        now = dict(self._module.named_parameters(remove_duplicate=False))
+        names = [p.name for p in self._trained if now.get(p.name) is not p.parameter]
+        if len(names) < len(self._trained):
+            raise _replaced(names)
+        return True
+
+    def refuse_for_good(self, outputs: object) -> None:
+        """Have the backward of `outputs` raise `ModuleError` if the originals are not back."""
+
+        def check(_: torch.Tensor) -> None:
+            if self._place.get(self._name) is not self._first:
+                raise _replaced([p.name for p in self._trained])
+
+        for tensor in tensors_of(outputs):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(check)
+
+
+def _replaced(names: Sequence[str]) -> ModuleError:
+    return ModuleError(
+        "parameters were replaced after the module was wrapped",
+        parameters=tuple(names),
+        seen=", ".join(names[:_MAX_NAMES_SHOWN])
+        + (f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""),
+        fix="Wrap the module after all changes to it, or change the parameters' values in place.",
+    )
