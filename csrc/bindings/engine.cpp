@@ -156,19 +156,20 @@ std::shared_ptr<Ticket> Engine::receive(Block block, DType dtype, int from, int 
     return ticket;
 }
 
-nb::object Engine::shared_empty(size_t bytes) {
-    if (Status s = refusal(); s != Status::ok) return nb::cast(outcome_of(s, Op::shared_empty));
+nb::object Engine::shared_empty(size_t bytes, bool common) {
+    const Op op = common ? Op::host_shared_empty : Op::shared_empty;
+    if (Status s = refusal(); s != Status::ok) return nb::cast(outcome_of(s, op));
     Call call;
-    call.op = Op::shared_empty;
+    call.op = op;
     call.site = call_site();
     const uint64_t entry = note(call, false);
     Status s = Status::ok;
     auto block = call_without_gil(group_.get(), [&] {
-        auto made = group_->shared_empty(bytes, s, call.site);
+        auto made = group_->shared_empty(bytes, s, call.site, common);
         flight_->end(entry, s);
         return made;
     });
-    return block ? nb::cast(block) : failed(s, Op::shared_empty);
+    return block ? nb::cast(block) : failed(s, op);
 }
 
 // From a signal handler that interrupted a call of ours, this only leaves: the interrupted call

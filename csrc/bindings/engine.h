@@ -35,7 +35,7 @@ class Engine {
     // A finished ticket where not asynchronous.
     std::shared_ptr<Ticket> receive(Block block, DType dtype, int from, int tag, bool async);
     int sender_of(int tag) { return forked() ? -1 : mailbox_->sender_of(tag); }
-    nanobind::object shared_empty(size_t bytes);
+    nanobind::object shared_empty(size_t bytes, bool common);
     void close();
 
     // plain.cpp: tensors

@@ -135,7 +135,9 @@ void bind_group(nb::module_& m) {
         .def("plain_receive", &Engine::plain_receive)
         .def("flight", &flight_of)
         .def("sender_of", &Engine::sender_of, nb::call_guard<WithoutGil>())
-        .def("shared_empty", &Engine::shared_empty)
+        .def("shared_empty", [](Engine& e, size_t bytes) { return e.shared_empty(bytes, false); })
+        .def("host_shared_empty",
+             [](Engine& e, size_t bytes) { return e.shared_empty(bytes, true); })
         .def("condemn", &condemn)
         .def("failure", &failure_of)
         .def("has_left",

@@ -6,6 +6,11 @@
 // and writes the result to all (all_reduce.cpp, "direct"). Operations that move blocks read them
 // where they lie (move.cpp, "Direct").
 //
+// A *common* block (`host_shared_empty`) is a file with one region, which is every rank's: its
+// distance from rank to rank is 0. What one rank writes, all read. Collectives take it for n equal
+// tensors, one a rank: a broadcast finds the values in place, a reduction counts them n times. An
+// operation that would leave a different result on each rank has no meaning on it.
+//
 // A file is known by a number that is equal on all ranks, as all allocate in the same order.
 // Freeing is local: a rank that has dropped its tensor no longer finds it in its own table, so its
 // calls say "ordinary tensor", and the operation is staged on all ranks.
@@ -29,7 +34,7 @@ struct SharedBlock {
     std::shared_ptr<Mapping> mapping;
     uint32_t id;
     size_t bytes;   // usable, of each region
-    size_t stride;  // from one region to the next
+    size_t stride;  // from one region to the next; 0: all ranks have the same
     int rank;
 
     std::byte* region(int of) const { return mapping->data() + static_cast<size_t>(of) * stride; }

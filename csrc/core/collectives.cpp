@@ -55,11 +55,12 @@ Status Group::run(const Call& call) {
     });
 }
 
-std::shared_ptr<SharedBlock> Group::shared_empty(size_t bytes, Status& status, const Site* site) {
+std::shared_ptr<SharedBlock> Group::shared_empty(size_t bytes, Status& status, const Site* site,
+                                                 bool common) {
     std::shared_ptr<SharedBlock> made;
     status = guarded([&] {
         Status inner = Status::ok;
-        made = allocate(bytes, inner, site);
+        made = allocate(bytes, inner, site, common);
         return inner;
     });
     return status == Status::ok ? made : nullptr;
@@ -68,18 +69,20 @@ std::shared_ptr<SharedBlock> Group::shared_empty(size_t bytes, Status& status, c
 // Note "Making a shared block". Rank 0 makes the file before the opening and says its descriptor in
 // its slot (-1: could not); after the opening all map it; at a second meeting each says whether it
 // has; after a third nobody needs the descriptor. All ranks fail together.
-std::shared_ptr<SharedBlock> Group::allocate(size_t bytes, Status& status, const Site* site) {
-    const size_t stride = round_up(std::max(bytes, size_t{1}), kPage);  // no file of 0 bytes maps
+std::shared_ptr<SharedBlock> Group::allocate(size_t bytes, Status& status, const Site* site,
+                                             bool common) {
+    const size_t length = round_up(std::max(bytes, size_t{1}), kPage);  // no file of 0 bytes maps
+    const size_t num_regions = common ? 1 : static_cast<size_t>(size_);
     MemoryFile file;
     std::shared_ptr<Mapping> mapping;
     Call call;
-    call.op = Op::shared_empty;
+    call.op = common ? Op::host_shared_empty : Op::shared_empty;
     call.site = site;
     announce(call, bytes, 0);
     int32_t fd = -1;
     if (rank_ == 0) {
         try {
-            file = MemoryFile::create("dure-arena", stride * static_cast<size_t>(size_));
+            file = MemoryFile::create("dure-arena", length * num_regions);
             fd = file.fd();
         } catch (const std::system_error&) {
         }
@@ -93,8 +96,8 @@ std::shared_ptr<SharedBlock> Group::allocate(size_t bytes, Status& status, const
     } catch (const std::system_error&) {
     }
     auto made = std::make_shared<SharedBlock>();
-    *made = {mapping, arena_.next_id(), bytes, stride, rank_};
-    if (mapping) madvise(made->data(), stride, MADV_POPULATE_WRITE);
+    *made = {mapping, arena_.next_id(), bytes, common ? 0 : length, rank_};
+    if (mapping && !common) madvise(made->data(), length, MADV_POPULATE_WRITE);
     *reinterpret_cast<int32_t*>(stage(rank_)) = mapping ? 1 : 0;
     if (status = meet(); status != Status::ok) return nullptr;
     bool all = true;

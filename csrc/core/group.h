@@ -72,8 +72,9 @@ class Group {
     // tells more.
     Status run(const Call& call);
     Status all_reduce(Block tensor, DType dtype, Reduction reduction);
+    // A region for each rank; with `common`, one that all have.
     std::shared_ptr<SharedBlock> shared_empty(size_t bytes, Status& status,
-                                              const Site* site = nullptr);
+                                              const Site* site = nullptr, bool common = false);
 
     // Say that this rank goes; its pending operations end with `aborted`. Does not wait for them.
     void leave();
@@ -212,7 +213,8 @@ class Group {
     void take(const Transfer& transfer, size_t round);
     uint64_t place_of(const Transfer& transfer, std::shared_ptr<SharedBlock>* shared) const;
     Sharing sharing_of(uint64_t place) const;
-    std::shared_ptr<SharedBlock> allocate(size_t bytes, Status& status, const Site* site);
+    std::shared_ptr<SharedBlock> allocate(size_t bytes, Status& status, const Site* site,
+                                          bool common);
 
     // The buffer that `rank` uses after the next `ahead` ones.
     std::byte* stage(int rank, size_t ahead = 0) const {

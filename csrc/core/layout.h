@@ -23,7 +23,7 @@
 namespace dure {
 
 constexpr uint64_t kMagic = 0x6472645f65727564;  // "dure_drd"
-constexpr uint32_t kProtocol = 2;
+constexpr uint32_t kProtocol = 3;
 constexpr int kMaxRanks = 256;
 constexpr size_t kLine = 64;
 constexpr size_t kPage = 4096;

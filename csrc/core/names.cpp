@@ -24,8 +24,9 @@ constexpr const char* kReductionNames[] = {"SUM",  "AVG", "PRODUCT", "MIN", "MAX
                                            "BAND", "BOR", "BXOR",    ""};
 
 constexpr const char* kOpNames[] = {
-    "none",    "barrier",        "broadcast",  "all_reduce",   "reduce", "all_gather", "gather",
-    "scatter", "reduce_scatter", "all_to_all", "shared_empty", "send",   "recv"};
+    "none",         "barrier", "broadcast", "all_reduce",       "reduce",
+    "all_gather",   "gather",  "scatter",   "reduce_scatter",   "all_to_all",
+    "shared_empty", "send",    "recv",      "host_shared_empty"};
 
 }  // namespace
 

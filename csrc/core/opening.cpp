@@ -143,7 +143,7 @@ std::string Group::describe_call(int rank) const {
     const OpSlot& s = slot(rank);
     std::string text = name_of(s.op);
     text.append("(");
-    if (s.op == Op::shared_empty)
+    if (s.op == Op::shared_empty || s.op == Op::host_shared_empty)
         text.append(std::to_string(s.bytes)).append(" bytes");
     else if (s.op != Op::barrier)
         text.append(describe_blocks(rank));

@@ -55,6 +55,7 @@ enum class Op : uint8_t {
     shared_empty,
     send,
     recv,
+    host_shared_empty,
 };
 
 // How an operation ended. One enum crosses the border; src/dure/native/status.py gives each

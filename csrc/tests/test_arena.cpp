@@ -135,5 +135,75 @@ TEST(the_way_cannot_be_seen_in_the_bits) {
     }
 }
 
+// A block of `count` numbers that is every rank's.
+std::shared_ptr<SharedBlock> common_block(Group& g, size_t count) {
+    Status s = Status::ok;
+    auto block = g.shared_empty(count * sizeof(int32_t), s, nullptr, true);
+    CHECK(s == Status::ok);
+    return block;
+}
+
+int32_t* numbers_of(const std::shared_ptr<SharedBlock>& block) {
+    return reinterpret_cast<int32_t*>(block->data());
+}
+
+Status wait_for_all(Group& g) {
+    Call call;
+    call.op = Op::barrier;
+    return g.run(call);
+}
+
+TEST(a_common_block_is_one_memory_for_all_ranks) {
+    for (int n : {1, 2, 3, 5}) {
+        on_threads(n, [](Group& g) {
+            const auto block = common_block(g, kCount);
+            int32_t* data = numbers_of(block);
+            CHECK(block->mapping->bytes() < 2 * kCount * sizeof(int32_t));  // not one a rank
+            const size_t per_rank = kCount / static_cast<size_t>(g.size());
+            const size_t from = static_cast<size_t>(g.rank()) * per_rank;
+            for (size_t i = from; i < from + per_rank; i++) data[i] = static_cast<int32_t>(i) + 7;
+            CHECK(wait_for_all(g) == Status::ok);
+            for (size_t i = 0; i < per_rank * static_cast<size_t>(g.size()); i++) {
+                CHECK(data[i] == static_cast<int32_t>(i) + 7);
+            }
+            CHECK(wait_for_all(g) == Status::ok);
+        });
+    }
+}
+
+TEST(collectives_take_a_common_block_for_equal_tensors) {
+    for (int n : {2, 3, 5}) {
+        for (size_t count : {size_t{5}, kCount, kLarge}) {  // inlined, in the arena, streamed
+            on_threads(n, [&](Group& g) {
+                const auto block = common_block(g, count);
+                int32_t* data = numbers_of(block);
+                if (g.rank() == 0) {
+                    for (size_t i = 0; i < count; i++) data[i] = static_cast<int32_t>(i);
+                }
+                Call call{Op::broadcast, DType::i32, Reduction::none, 0, {}, {}};
+                call.outputs = {{block->data(), count * sizeof(int32_t)}};
+                CHECK(g.run(call) == Status::ok);
+                for (size_t i = 0; i < count; i++) CHECK(data[i] == static_cast<int32_t>(i));
+                CHECK(wait_for_all(g) == Status::ok);
+                if (count == kCount) {
+                    CHECK(g.all_reduce(call.outputs[0], DType::i32, Reduction::sum) == Status::ok);
+                    for (size_t i = 0; i < count; i++) {
+                        CHECK(data[i] == g.size() * static_cast<int32_t>(i));
+                    }
+                    CHECK(wait_for_all(g) == Status::ok);
+                }
+            });
+        }
+    }
+}
+
+TEST(a_common_block_and_one_a_rank_are_not_the_same_call) {
+    on_threads(2, [](Group& g) {
+        Status s = Status::ok;
+        CHECK(g.shared_empty(64, s, nullptr, g.rank() == 0) == nullptr);
+        CHECK(s == Status::desync);
+    });
+}
+
 }  // namespace
 }  // namespace dure

@@ -134,7 +134,9 @@ class Group:
     def sender_of(self, tag: int, /) -> int:
         """Return who sent the first message with `tag` that awaits its receive; -1 if none did."""
     def shared_empty(self, nbytes: int, /) -> SharedBlock | Outcome:
-        """Allocate in the arena; a collective."""
+        """Allocate in the arena, a region for each rank; a collective."""
+    def host_shared_empty(self, nbytes: int, /) -> SharedBlock | Outcome:
+        """Allocate in the arena, one region that all ranks have; a collective."""
     def condemn(self, detail: str, /) -> None:
         """Break the group for all ranks, for a reason outside it; nothing after `close`."""
     def failure(self) -> Outcome | None:

@@ -187,6 +187,14 @@ class Backend(Protocol):
         """
         ...
 
+    def host_shared_empty(self, nbytes: int) -> torch.Tensor | None:
+        """Allocate `nbytes` (uint8, zeroed), the same memory on all ranks of a host.
+
+        Returns:
+            The tensor, or None where the ranks share no memory.
+        """
+        ...
+
     def close(self, abort: bool) -> None:
         """Leave: pending operations end with `Aborted`; peers see that this rank left.
 

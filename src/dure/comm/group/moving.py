@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -254,10 +255,42 @@ class Moving(GroupCore):
             result: `shape`, contiguous, on the CPU; private to this rank as far as values go.
         """
         backend = self._backend("shared_empty")
-        numel = 1
-        for n in shape:
-            numel *= n
+        numel = math.prod(shape)
         memory = backend.shared_empty(numel * dtype.itemsize) if numel else None
         if memory is None:
             return torch.zeros(shape, dtype=dtype)
         return memory.view(dtype).view(shape)
+
+    def host_shared_empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Allocate a zeroed tensor that is one memory for all ranks of a host.
+
+        Collective: all ranks call with the same shape and dtype, in the same order.
+
+        Shapes:
+            result: `shape`, contiguous, on the CPU.
+
+        Raises:
+            UsageError: The group's backend has no memory that ranks share.
+        """
+        backend = self._backend("host_shared_empty")
+        numel = math.prod(shape)
+        if numel == 0 or self._size == 1:
+            return torch.zeros(shape, dtype=dtype)
+        memory = backend.host_shared_empty(numel * dtype.itemsize)
+        if memory is None:
+            raise UsageError(
+                "the ranks of this group share no memory",
+                op="host_shared_empty",
+                group=self.group_name,
+                rank=self._rank,
+                world_size=self._size,
+                seen=f"the backend is {self.backend_name}, where ranks only exchange messages",
+                fix='Use the backend "shm" on one host, or "hybrid" on several.',
+            )
+        return memory.view(dtype).view(shape)
+
+    @property
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        """Group ranks by the host whose memory they share; each alone where they share none."""
+        known = getattr(self._only, "hosts", None)
+        return known or tuple((rank,) for rank in range(self._size))

@@ -357,6 +357,11 @@ class EngineGroup:
         del nbytes
         return None
 
+    def host_shared_empty(self, nbytes: int) -> torch.Tensor | None:
+        """See `Backend.host_shared_empty`: there is none."""
+        del nbytes
+        return None
+
     def close(self, abort: bool) -> None:
         """See `Backend.close`."""
         engine, self._engine = self._engine, None

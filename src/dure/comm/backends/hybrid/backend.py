@@ -355,13 +355,22 @@ class HybridBackend:
 
     def shared_empty(self, nbytes: int) -> torch.Tensor | None:
         """See `Backend.shared_empty`: memory that the ranks of this host reach directly."""
-        call = Call(op="shared_empty", equal=(nbytes,))
+        return self._allocate("shared_empty", nbytes, self._links.local.shared_empty)
+
+    def host_shared_empty(self, nbytes: int) -> torch.Tensor | None:
+        """See `Backend.host_shared_empty`: one memory a host."""
+        return self._allocate("host_shared_empty", nbytes, self._links.local.host_shared_empty)
+
+    def _allocate(
+        self, op: str, nbytes: int, make: Callable[[int], torch.Tensor]
+    ) -> torch.Tensor | None:
+        call = Call(op=op, equal=(nbytes,))
         text = call.text()
         made: list[torch.Tensor] = []
 
         def action() -> None:
             self._opening.run(call, text)
-            made.append(self._links.local.shared_empty(nbytes))
+            made.append(make(nbytes))
 
         self._run(call.op, action, False)
         return made[0]

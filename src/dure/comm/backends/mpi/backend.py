@@ -382,6 +382,11 @@ class MpiBackend:
         del nbytes
         return None
 
+    def host_shared_empty(self, nbytes: int) -> torch.Tensor | None:
+        """See `Backend.host_shared_empty`: there is none."""
+        del nbytes
+        return None
+
     def close(self, abort: bool) -> None:
         """See `Backend.close`; the communicator is freed once all peers have left as well."""
         del abort

@@ -131,6 +131,11 @@ class ShmBackend:
             timeout_s=self._timeout_s,
         )
 
+    @property
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        """Group ranks of each host: all are on this one."""
+        return (tuple(range(self._size)),)
+
     def gone(self, rank: int) -> bool:
         """Tell whether `rank` has died, or left."""
         return self._group.gone(rank)
@@ -278,10 +283,16 @@ class ShmBackend:
 
     def shared_empty(self, nbytes: int) -> torch.Tensor:
         """Allocate `nbytes` (uint8, zeroed) that peers can reach directly; all ranks call alike."""
-        made = self._group.shared_empty(nbytes)
-        if isinstance(made, SharedBlock):
-            return torch.frombuffer(made, dtype=torch.uint8) if nbytes else _empty()
-        raise self.error(made)
+        return self._memory_of(self._group.shared_empty(nbytes))
+
+    def host_shared_empty(self, nbytes: int) -> torch.Tensor:
+        """Allocate `nbytes` (uint8, zeroed) that are the same on all ranks."""
+        return self._memory_of(self._group.host_shared_empty(nbytes))
+
+    def _memory_of(self, made: SharedBlock | Outcome) -> torch.Tensor:
+        if not isinstance(made, SharedBlock):
+            raise self.error(made)
+        return torch.frombuffer(made, dtype=torch.uint8) if made.bytes else _empty()
 
     def records(self) -> list[Record]:
         """Return the last operations, as the engine has kept them."""

@@ -91,6 +91,11 @@ class ThreadBackend:
         self._room, self._rank, self._size = room, options.rank, options.size
         self._timeout_s = options.timeout.total_seconds()
 
+    @property
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        """Group ranks of each host: all are in this process."""
+        return (tuple(range(self._size)),)
+
     def gone(self, rank: int) -> bool:
         """Tell whether `rank` has left, or ended."""
         return self._room.has_left(rank)
@@ -208,6 +213,13 @@ class ThreadBackend:
     def shared_empty(self, nbytes: int) -> torch.Tensor | None:
         """See `Backend.shared_empty`: all memory of a process is shared by its threads."""
         return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def host_shared_empty(self, nbytes: int) -> torch.Tensor | None:
+        """See `Backend.host_shared_empty`: all take the memory of rank 0."""
+        memory = torch.zeros(nbytes, dtype=torch.uint8)
+        both = (memory,)
+        self._meet("host_shared_empty", both, both, False)
+        return memory
 
     def close(self, abort: bool) -> None:
         """See `Backend.close`."""

@@ -225,6 +225,12 @@ def _all_to_all_single(calls: Sequence[Call]) -> None:
         as_bytes(call.outputs[0]).view(shape).copy_(sent[:, r])
 
 
+def _host_shared_empty(calls: Sequence[Call]) -> None:
+    """Let the tensors of all ranks have the memory of the first's."""
+    for call in calls[1:]:
+        call.outputs[0].set_(calls[0].outputs[0])  # pyright: ignore[reportUnknownMemberType]
+
+
 def _barrier(calls: Sequence[Call]) -> None:
     """All ranks have called: that is all there is to it."""
 
@@ -242,4 +248,5 @@ _MOVES: dict[str, Callable[[Sequence[Call]], None]] = {
     "all_to_all": _all_to_all,
     "all_to_all_single": _all_to_all_single,
     "barrier": _barrier,
+    "host_shared_empty": _host_shared_empty,
 }

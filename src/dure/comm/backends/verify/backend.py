@@ -293,6 +293,10 @@ class VerifyingBackend:
         """See `Backend.shared_empty`."""
         return self._inner.shared_empty(nbytes)
 
+    def host_shared_empty(self, nbytes: int) -> torch.Tensor | None:
+        """See `Backend.host_shared_empty`."""
+        return self._inner.host_shared_empty(nbytes)
+
     def close(self, abort: bool) -> None:
         """See `Backend.close`."""
         self._rounds.leave()
