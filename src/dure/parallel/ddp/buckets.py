@@ -30,26 +30,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dure.comm.agreement import dense_strides
+
 if TYPE_CHECKING:
     from dure.comm.work import Work
 
-__all__ = ["Bucket", "GradBucket", "Slot", "dense_strides", "make_bucket"]
+__all__ = ["Bucket", "GradBucket", "Slot", "make_bucket"]
 
 # What sys.getrefcount says of an object that only a slot's attribute refers to.
 _REFS_OF_UNHELD_VIEW = 2
-
-
-def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of a gradient of `tensor`: its own if it has no gaps or overlaps."""
-    strides = tuple(tensor.stride())
-    expected = 1
-    for stride, size in sorted(zip(strides, tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return tuple(torch.empty(tensor.shape, device="meta").stride())
-        expected *= size
-    return strides
 
 
 class Slot:

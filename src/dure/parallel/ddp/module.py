@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dure.comm.agreement import describe_tensor, verify_equal
 from dure.comm.world import resolve
 from dure.parallel.ddp.bucketing import FIRST_CAP_BYTES
 from dure.parallel.ddp.buckets import NamedParameter
 from dure.parallel.ddp.nests import moved
 from dure.parallel.ddp.reducer import CommHook, Reducer, ReducerOptions
-from dure.parallel.ddp.replicas import BufferSync, broadcast_all, describe_tensor, verify_equal
+from dure.parallel.ddp.replicas import BufferSync, broadcast_all
 from dure.parallel.ddp.report import Report
 from dure.parallel.ddp.timing import StepTimes
 from dure.parallel.ddp.torch_names import TorchNames

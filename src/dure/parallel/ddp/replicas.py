@@ -1,9 +1,8 @@
 """Equal replicas: that all ranks wrap the same module, and start from the same values.
 
-*Verification* compares a description of every parameter and buffer (name, shape, dtype, memory
-order) before anything is broadcast, so that ranks with different models fail with the first
-difference named instead of mixing up their weights. A digest of 32 bytes decides; only where
-digests differ do the ranks exchange the descriptions themselves.
+*Verification* (`dure.comm.agreement`) compares every parameter and buffer (name, shape, dtype,
+memory order) before anything is broadcast, so that ranks with different models fail with the first
+difference named instead of mixing up their weights.
 
 *Buffers* (running statistics) are not averaged: rank 0's are sent to all before a forward, packed
 into one tensor per dtype, since there are many and they are small.
@@ -11,18 +10,13 @@ into one tensor per dtype, since there are many and they are small.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum, auto
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from dure.errors import ModuleError
-from dure.parallel.ddp.buckets import dense_strides
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -33,77 +27,9 @@ __all__ = [
     "BufferSync",
     "broadcast_all",
     "broadcast_packed",
-    "describe_tensor",
-    "verify_equal",
 ]
 
 _ROOT = 0
-_NOTHING = "nothing more"
-
-
-def describe_tensor(name: str, tensor: torch.Tensor) -> str:
-    """Describe what ranks must agree on, as people read it: ``fc.weight float32[10, 4]``."""
-    text = f"{name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-    strides = dense_strides(tensor)
-    if strides != tuple(torch.empty(tensor.shape, device="meta").stride()):
-        text += f" with strides {list(strides)}"
-    return text + (" (trained)" if tensor.requires_grad else "")
-
-
-def verify_equal(group: ProcessGroup, descriptions: Sequence[str]) -> None:
-    """Raise unless all ranks of `group` have the same `descriptions`.
-
-    Collective: all ranks of the group call; all of them raise.
-
-    Raises:
-        ModuleError: With the first difference, and what each rank has there.
-    """
-    text = "\n".join(descriptions).encode()
-    digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8)
-    digests = [torch.empty_like(digest) for _ in range(group.size())]
-    group.all_gather(digests, digest)
-    if all(torch.equal(d, digest) for d in digests):
-        return  # and so does every other rank: whoever differs is seen by all
-    texts = _gather_texts(group, text)
-    for position, entries in enumerate(zip_longest(*texts, fillvalue=_NOTHING)):
-        if len(set(entries)) > 1:
-            raise _difference(group, position, entries)
-
-
-def _gather_texts(group: ProcessGroup, text: bytes) -> list[list[str]]:
-    """Exchange texts of different lengths."""
-    length = torch.tensor([len(text)])
-    lengths = [torch.empty_like(length) for _ in range(group.size())]
-    group.all_gather(lengths, length)
-    longest = max(int(n) for n in lengths)
-    mine = torch.zeros(longest, dtype=torch.uint8)
-    mine[: len(text)] = torch.frombuffer(bytearray(text or b" "), dtype=torch.uint8)[: len(text)]
-    theirs = [torch.empty_like(mine) for _ in range(group.size())]
-    group.all_gather(theirs, mine)
-    raw = [t.numpy().tobytes()[: int(n)] for t, n in zip(theirs, lengths, strict=True)]
-    return [r.decode().splitlines() for r in raw]
-
-
-def _difference(group: ProcessGroup, position: int, entries: Sequence[str]) -> ModuleError:
-    """Make the error about the first difference between the ranks' modules."""
-    having: dict[str, list[int]] = {}
-    for rank, entry in enumerate(entries):
-        having.setdefault(entry, []).append(rank)
-    seen = ", ".join(
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} "
-        f"ha{'ve' if len(ranks) > 1 else 's'} {entry}"
-        for entry, ranks in having.items()
-    )
-    names = tuple(sorted({e.split()[0] for e in entries if e != _NOTHING}))
-    return ModuleError(
-        "the ranks' modules differ",
-        parameters=names,
-        rank=group.rank(),
-        world_size=group.size(),
-        group=group.group_name,
-        seen=f"the first difference is at tensor number {position}: {seen}",
-        fix="Build the same module on every rank; wrap it after all changes to it.",
-    )
 
 
 def broadcast_all(group: ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:

@@ -227,8 +227,9 @@ def _all_to_all_single(calls: Sequence[Call]) -> None:
 
 def _host_shared_empty(calls: Sequence[Call]) -> None:
     """Let the tensors of all ranks have the memory of the first's."""
+    memory = calls[0].outputs[0].untyped_storage()
     for call in calls[1:]:
-        call.outputs[0].set_(calls[0].outputs[0])  # pyright: ignore[reportUnknownMemberType]
+        call.outputs[0].set_(memory)  # pyright: ignore[reportUnknownMemberType]
 
 
 def _barrier(calls: Sequence[Call]) -> None:
