@@ -12,9 +12,9 @@ from torch import nn
 
 from dure.comm.ops import ReduceOp
 from dure.comm.work import Work
+from dure.data.nests import tensors_of
 from dure.errors import ModuleError
 from dure.parallel.ddp.buckets import NamedParameter
-from dure.parallel.ddp.nests import tensors_of
 from dure.parallel.ddp.reducer import Reducer, ReducerOptions
 
 

@@ -14,9 +14,9 @@ import torch
 
 from dure.comm.agreement import describe_tensor, verify_equal
 from dure.comm.world import resolve
+from dure.data.nests import moved
 from dure.parallel.ddp.bucketing import FIRST_CAP_BYTES
 from dure.parallel.ddp.buckets import NamedParameter
-from dure.parallel.ddp.nests import moved
 from dure.parallel.ddp.reducer import CommHook, Reducer, ReducerOptions
 from dure.parallel.ddp.replicas import BufferSync, broadcast_all
 from dure.parallel.ddp.report import Report

@@ -32,10 +32,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dure.comm.ops import ReduceOp
+from dure.data.nests import tensors_of
 from dure.errors import ModuleError
 from dure.parallel.ddp.bucketing import GradientSize, plan_buckets
 from dure.parallel.ddp.buckets import Bucket, GradBucket, NamedParameter, Slot, make_bucket
-from dure.parallel.ddp.nests import tensors_of
 from dure.parallel.ddp.telling import tell_step
 from dure.parallel.ddp.timing import Clock, StepTimes
 from dure.parallel.ddp.verdicts import missing_gradients

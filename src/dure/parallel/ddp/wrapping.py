@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
+from dure.data.nests import tensors_of
 from dure.errors import ModuleError
 from dure.parallel.ddp.buckets import NamedParameter
-from dure.parallel.ddp.nests import tensors_of
 
 __all__ = ["Replaced", "buffer_owners", "checked_device_ids", "trained_parameters"]
 

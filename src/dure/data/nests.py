@@ -1,4 +1,4 @@
-"""Tensors inside nests of arguments and results: sequences, mappings, dataclasses."""
+"""Tensors inside nests of batches, arguments and results: sequences, mappings, dataclasses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["moved", "tensors_of"]
 
 
 def tensors_of(value: object) -> Iterator[torch.Tensor]:
-    """Go through the tensors of a module's output: nested sequences, mappings, dataclasses."""
+    """Go through the tensors of a batch or an output: nested sequences, mappings, dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
         return
