@@ -13,13 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dure.parallel.ddp.replicas import (
-    BufferHook,
-    BufferHookLocation,
-    broadcast_packed,
-    describe_tensor,
-    verify_equal,
-)
+from dure.comm.agreement import describe_tensor, verify_equal
+from dure.parallel.ddp.replicas import BufferHook, BufferHookLocation, broadcast_packed
 from dure.parallel.ddp.wrapping import trained_parameters
 
 if TYPE_CHECKING:
