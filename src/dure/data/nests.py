@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, cast
 
 import torch
 
-__all__ = ["moved", "tensors_of"]
+__all__ = ["mapped", "moved", "tensors_of"]
 
 
 def tensors_of(value: object) -> Iterator[torch.Tensor]:
@@ -29,12 +29,21 @@ def tensors_of(value: object) -> Iterator[torch.Tensor]:
 
 def moved(value: Any, device: torch.device) -> Any:
     """Return `value` with the tensors in it moved to `device` (Any: any nest of arguments)."""
+    return mapped(value, lambda tensor: tensor.to(device))
+
+
+def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return `value` with `change` applied to the tensors in it (Any: any nest of arguments)."""
     if isinstance(value, torch.Tensor):
-        return value.to(device)
+        return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(moved(v, device) for v in value))  # pyright: ignore
+        return type(value)(*(mapped(v, change) for v in value))  # pyright: ignore
     if isinstance(value, list | tuple):
-        return type(value)(moved(v, device) for v in value)  # pyright: ignore
+        return type(value)(mapped(v, change) for v in value)  # pyright: ignore
     if isinstance(value, dict):
-        return {k: moved(v, device) for k, v in value.items()}  # pyright: ignore
+        items = [(k, mapped(v, change)) for k, v in value.items()]
+        return dict(items) if type(value) is dict else type(value)(items)  # pyright: ignore
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in fields(value) if field.init]
+        return replace(value, **{n: mapped(getattr(value, n), change) for n in names})
     return value
