@@ -127,7 +127,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "dure.comm.backends.registry": ("known_backends", "register_backend"),
     "dure.data.partition": ("DataPartitioner", "Partition"),
     "dure.data.sampler": ("DistributedSampler",),
-    "dure.parallel": ("DistributedDataParallel", "GradBucket"),
+    "dure.parallel": ("DistributedDataParallel", "GradBucket", "MixedPrecision"),
     "dure.parallel.amp": ("GradScaler", "clip_grad_norm_"),
 }
 _MODULES = frozenset({"trace"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, cast
 
@@ -41,8 +42,9 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(mapped(v, change) for v in value)  # pyright: ignore
     if isinstance(value, dict):
-        items = [(k, mapped(v, change)) for k, v in value.items()]
-        return dict(items) if type(value) is dict else type(value)(items)  # pyright: ignore
+        same: dict[Any, Any] = copy(value)  # of the same class, whatever its constructor takes
+        same.update((k, mapped(v, change)) for k, v in value.items())
+        return same
     if is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in fields(value) if field.init]
         return replace(value, **{n: mapped(getattr(value, n), change) for n in names})

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from dure.parallel.ddp import DistributedDataParallel, GradBucket
+from dure.parallel.ddp import DistributedDataParallel, GradBucket, MixedPrecision
 
-__all__ = ["DistributedDataParallel", "GradBucket"]
+__all__ = ["DistributedDataParallel", "GradBucket", "MixedPrecision"]

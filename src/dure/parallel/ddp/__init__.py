@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dure.parallel.ddp.buckets import GradBucket
 from dure.parallel.ddp.module import DistributedDataParallel
+from dure.parallel.ddp.precision import MixedPrecision
 from dure.parallel.ddp.timing import StepTimes
 
-__all__ = ["DistributedDataParallel", "GradBucket", "StepTimes"]
+__all__ = ["DistributedDataParallel", "GradBucket", "MixedPrecision", "StepTimes"]

@@ -193,15 +193,25 @@ def make_bucket(
     index: int,
     members: Sequence[NamedParameter],
     allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor],
+    dtype: torch.dtype | None = None,
+    make_slot: type[Slot] = Slot,
 ) -> Bucket:
-    """Allocate the bucket of `members`, which are of one dtype and on one device."""
+    """Allocate the bucket of `members`, which are of one dtype and on one device.
+
+    Args:
+        index: Its place in the order of reduction.
+        members: The parameters whose gradients lie in it, in this order.
+        allocate: Makes a flat tensor of so many elements.
+        dtype: Of the bucket; that of the parameters by default.
+        make_slot: The kind of places in it.
+    """
     numel = sum(m.parameter.numel() for m in members)
     first = members[0].parameter
-    flat = allocate(numel + 2 * len(members), first.dtype, first.device)
+    flat = allocate(numel + 2 * len(members), dtype or first.dtype, first.device)
     bucket = Bucket(index, flat, len(members))
     offset = int(flat.storage_offset())
     for member in members:
-        bucket.slots.append(Slot(member.name, member.parameter, bucket, offset))
+        bucket.slots.append(make_slot(member.name, member.parameter, bucket, offset))
         offset += member.parameter.numel()
     return bucket
 

@@ -17,6 +17,7 @@ from dure.comm.world import resolve
 from dure.data.nests import moved
 from dure.parallel.ddp.bucketing import FIRST_CAP_BYTES
 from dure.parallel.ddp.buckets import NamedParameter
+from dure.parallel.ddp.precision import ComputeCopies, MixedPrecision
 from dure.parallel.ddp.reducer import CommHook, Reducer, ReducerOptions
 from dure.parallel.ddp.replicas import BufferSync, broadcast_all
 from dure.parallel.ddp.report import Report
@@ -71,6 +72,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
         check_reduction: Accepted for compatibility.
         gradient_as_bucket_view: Accepted for compatibility; gradients always live in the buckets.
         static_graph: The same parameters are used in every step; unused ones are allowed.
+        mixed_precision: Compute and reduce in fewer bits than the parameters are kept in.
 
     Raises:
         ModuleError: No parameter needs a gradient, or the ranks' modules differ (with the first
@@ -91,6 +93,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
+        mixed_precision: MixedPrecision | None = None,
     ) -> None:
         super().__init__()
         ignored: object = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
@@ -104,6 +107,9 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
+        self.mixed_precision = mixed_precision
+        self._precision = mixed_precision or MixedPrecision()
+        self._copies: ComputeCopies | None = self._make_copies()
         self.require_backward_grad_sync = True
         self.bucket_bytes_cap = int((bucket_cap_mb or _DEFAULT_CAP_MB) * (1 << 20))
         self._first_cap_bytes = self.bucket_bytes_cap if bucket_cap_mb else FIRST_CAP_BYTES
@@ -127,6 +133,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
             cap_bytes=self.bucket_bytes_cap,
             first_cap_bytes=self._first_cap_bytes,
             allow_unused=self.find_unused_parameters or self.static_graph,
+            reduce_dtype=self._precision.gradients,
         )
         self._reducer = Reducer(group, trained, options)
         self._reducer.on_step = self._report.sample
@@ -147,7 +154,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
                 seen=f"this one is on the group {self.process_group.group_name!r}",
                 fix="Save ddp.module.state_dict(), or copy ddp.module and wrap the copy.",
             )
-        gone = {"process_group", "_reducer", "_buffer_sync", "_replaced"}
+        gone = {"process_group", "_reducer", "_buffer_sync", "_replaced", "_copies"}
         return {k: v for k, v in self.__dict__.items() if k not in gone}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -157,6 +164,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
             None, "loading a whole DistributedDataParallel (save ddp.module.state_dict() instead)"
         )
         self._replaced = None
+        self._copies = self._make_copies()
         self._reducer, self._buffer_sync, self.require_forward_param_sync = None, None, False
 
     def _settings(self) -> dict[str, object]:
@@ -204,7 +212,15 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
 
     def _compute(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the wrapped module itself: whatever changes how it computes acts here alone."""
-        return self.module(*inputs, **kwargs)
+        if self._copies is None:
+            return self.module(*inputs, **kwargs)
+        return self._copies.run(self.module, inputs, kwargs)
+
+    def _make_copies(self) -> ComputeCopies | None:
+        """Make what lets the module compute in low precision, if it shall."""
+        if not self._precision.computes:
+            return None
+        return ComputeCopies(self.module, self._precision, self.parameters_to_ignore)
 
     def _share_buffers(self) -> None:
         """Broadcast the buffers before a forward, if the last one was synchronised."""

@@ -31,8 +31,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
+from dure.data.nests import mapped, tensors_of
 from dure.errors import ModuleError
-from dure.parallel.ddp.nests import mapped, tensors_of
 
 __all__ = ["ComputeCopies", "MixedPrecision"]
 
@@ -78,6 +78,11 @@ class MixedPrecision:
     def gradients(self) -> torch.dtype | None:
         """The dtype in which gradients are reduced; None stands for that of each parameter."""
         return self.reduce_dtype or self.param_dtype
+
+    @property
+    def computes(self) -> bool:
+        """Whether forward is any different from that of the module itself."""
+        return self.param_dtype is not None or self.buffer_dtype is not None
 
 
 class ComputeCopies:
@@ -189,7 +194,7 @@ class ComputeCopies:
         undo: ExitStack,
     ) -> None:
         attributes = module.__dict__
-        for name, parameter in module._parameters.items():
+        for name, parameter in module._parameters.items():  # pyright: ignore[reportPrivateUsage]
             if parameter is None or not self._is_cast(parameter, dtype):
                 continue
             if parameter not in copies:
@@ -205,7 +210,7 @@ class ComputeCopies:
             ]
 
     def _exchange_buffers(self, module: nn.Module, dtype: torch.dtype, undo: ExitStack) -> None:
-        buffers = module._buffers
+        buffers = module._buffers  # pyright: ignore[reportPrivateUsage]
         for name, buffer in list(buffers.items()):
             if buffer is None or not self._is_cast(buffer, dtype):
                 continue

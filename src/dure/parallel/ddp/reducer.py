@@ -36,6 +36,7 @@ from dure.data.nests import tensors_of
 from dure.errors import ModuleError
 from dure.parallel.ddp.bucketing import GradientSize, plan_buckets
 from dure.parallel.ddp.buckets import Bucket, GradBucket, NamedParameter, Slot, make_bucket
+from dure.parallel.ddp.casting import CastSlot
 from dure.parallel.ddp.telling import tell_step
 from dure.parallel.ddp.timing import Clock, StepTimes
 from dure.parallel.ddp.verdicts import missing_gradients
@@ -58,11 +59,13 @@ class ReducerOptions:
         cap_bytes: A bucket is closed when it holds at least this much.
         first_cap_bytes: The same for the first bucket.
         allow_unused: A parameter without a gradient is no error.
+        reduce_dtype: In which real gradients are reduced; their own by default.
     """
 
     cap_bytes: int
     first_cap_bytes: int
     allow_unused: bool
+    reduce_dtype: torch.dtype | None = None
 
 
 class Reducer:
@@ -116,8 +119,8 @@ class Reducer:
     def _allocate(self, parameters: Sequence[NamedParameter]) -> list[Bucket]:
         sizes = [
             GradientSize(
-                num_bytes=p.parameter.numel() * p.parameter.element_size(),
-                kind=(p.parameter.dtype, p.parameter.device),
+                num_bytes=p.parameter.numel() * self._dtype_of(p).itemsize,
+                kind=(self._dtype_of(p), p.parameter.dtype, p.parameter.device),
             )
             for p in parameters
         ]
@@ -127,9 +130,19 @@ class Reducer:
             first_cap_bytes=self.options.first_cap_bytes,
         )
         return [
-            make_bucket(index, [parameters[i] for i in members], self._empty)
+            self._make_bucket(index, [parameters[i] for i in members])
             for index, members in enumerate(plan)
         ]
+
+    def _make_bucket(self, index: int, members: Sequence[NamedParameter]) -> Bucket:
+        dtype = self._dtype_of(members[0])
+        cast = dtype != members[0].parameter.dtype
+        return make_bucket(index, members, self._empty, dtype, CastSlot if cast else Slot)
+
+    def _dtype_of(self, member: NamedParameter) -> torch.dtype:
+        """Return the dtype in which a gradient is reduced."""
+        own, wanted = member.parameter.dtype, self.options.reduce_dtype
+        return own if wanted is None or not own.is_floating_point else wanted
 
     def _empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if device.type == "cpu":

@@ -1,0 +1,332 @@
+"""DDP that computes and reduces in fewer bits than its parameters have."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import dure as dist
+from dure.errors import ModuleError
+from dure.testing import CommRecorder, run_ranks
+
+BF16 = dist.MixedPrecision(param_dtype=torch.bfloat16)
+
+
+class Net(nn.Module):
+    """Layers of several kinds, with a tied weight, a shared layer and a part to checkpoint."""
+
+    def __init__(self, recompute: bool | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 8)
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8))
+        self.rnn = nn.GRU(8, 8, batch_first=True)
+        self.recompute = recompute
+        self.seen: list[torch.dtype] = []
+
+    def tied(self) -> torch.Tensor:
+        first = self.body[0]
+        assert isinstance(first, nn.Linear)
+        return first.weight
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(x.dtype)
+        return nn.functional.linear(self.body(self.body(x)), self.tied())
+
+    def forward(self, tokens: torch.Tensor, scale: torch.Tensor | float = 1.0) -> torch.Tensor:
+        x = self.embed(tokens) * scale
+        if self.recompute is None:
+            x = self.part(x)
+        else:
+            x = checkpoint(self.part, x, use_reentrant=self.recompute)
+        return nn.functional.linear(self.rnn(x)[0], self.embed.weight)
+
+
+def made(recompute: bool | None = None) -> Net:
+    net = Net(recompute)
+    generator = torch.Generator().manual_seed(3)  # of its own: the ranks are threads
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.uniform_(-0.4, 0.4, generator=generator)
+    return net
+
+
+def batch(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randint(7, (2, 5), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+
+def low_precision_gradients(model: nn.Module, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """The reference: the same module as a whole in bfloat16."""
+    low = copy.deepcopy(model).to(torch.bfloat16)
+    loss_of(low(tokens, torch.tensor(0.5, dtype=torch.bfloat16)), tokens).backward()
+    return [p.grad for p in low.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("recompute", [None, False, True])
+def test_gradients_are_the_average_of_a_low_precision_modules(
+    n: int, recompute: bool | None
+) -> None:
+    def rank_main(rank: int) -> Any:
+        ddp = dist.DistributedDataParallel(made(recompute), mixed_precision=BF16)
+        logits = ddp(batch(rank), torch.tensor(0.5))
+        assert logits.dtype == torch.bfloat16
+        loss_of(logits, batch(rank)).backward()
+        assert set(ddp.module.seen) == {torch.bfloat16}
+        assert {p.dtype for p in ddp.parameters()} == {torch.float32}
+        assert {t.dtype for t in ddp.state_dict().values()} == {torch.float32}
+        assert ddp.module.embed.weight is dict(ddp.module.named_parameters())["embed.weight"]
+        return [p.grad for p in ddp.parameters()]
+
+    parts = [low_precision_gradients(made(recompute), batch(r)) for r in range(n)]
+    expected = [
+        (torch.stack(grads).float().sum(0) / n).to(torch.bfloat16).float()
+        for grads in zip(*parts, strict=True)
+    ]
+    for gradients in run_ranks(n, rank_main):
+        for gradient, wanted in zip(gradients, expected, strict=True):
+            assert gradient.dtype == torch.float32
+            # Not bitwise with 3 ranks: x / 3 and x * (1 / 3) may round apart, by one bit in 8.
+            torch.testing.assert_close(gradient, wanted, rtol=2**-7 if n == 3 else 0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("precision", "itemsize"),
+    [
+        (None, 4),
+        (dist.MixedPrecision(param_dtype=torch.bfloat16), 2),
+        (dist.MixedPrecision(reduce_dtype=torch.bfloat16), 2),
+        (dist.MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32), 4),
+    ],
+)
+def test_bytes_on_the_way_are_those_of_the_reduce_dtype_2_ranks(
+    precision: dist.MixedPrecision | None, itemsize: int
+) -> None:
+    def rank_main(rank: int) -> list[Any]:
+        model = nn.Linear(64, 64)
+        ddp = dist.DistributedDataParallel(model, mixed_precision=precision)
+        with CommRecorder() as seen:
+            ddp(torch.ones(1, 64)).float().sum().backward()
+        return [seen.ops, seen.nbytes(), ddp.reducer.buckets[0].flat.element_size()]
+
+    numbers = 64 * 64 + 64 + 4  # two flags for each of two gradients
+    assert run_ranks(2, rank_main) == [[["all_reduce"], numbers * itemsize, itemsize]] * 2
+
+
+def test_accumulation_is_in_float32_2_ranks() -> None:
+    # Eight gradients of 1 + 2**-8 of the first: in bfloat16 the small parts would be lost.
+    def rank_main(rank: int) -> float:
+        model = nn.Linear(1, 1, bias=False)
+        precision = dist.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        ddp = dist.DistributedDataParallel(model, mixed_precision=precision)
+        with ddp.no_sync():
+            ddp(torch.full((1, 1), 256.0)).sum().backward()
+            for _ in range(7):
+                ddp(torch.ones(1, 1)).sum().backward()
+        ddp(torch.ones(1, 1)).sum().backward()
+        assert model.weight.grad is not None
+        return float(model.weight.grad)
+
+    assert run_ranks(2, rank_main) == [264.0] * 2
+
+
+def test_several_forwards_before_one_backward_2_ranks() -> None:
+    def rank_main(rank: int) -> list[Any]:
+        ddp = dist.DistributedDataParallel(made(False), mixed_precision=BF16)
+        both = loss_of(ddp(batch(rank)), batch(rank)) + loss_of(ddp(batch(5)), batch(5))
+        both.backward()
+        once = [p.grad.clone() for p in ddp.parameters() if p.grad is not None]
+        with ddp.no_sync():  # each of the two backwards recomputes with its own forward's copies
+            first, second = ddp(batch(rank)), ddp(batch(5))
+            loss_of(first, batch(rank)).backward()
+            loss_of(second, batch(5)).backward()
+        return [once, set(ddp.module.seen)]
+
+    first, second = run_ranks(2, rank_main)
+    assert first[1] == {torch.bfloat16}
+    assert all(torch.equal(a, b) for a, b in zip(first[0], second[0], strict=True))
+
+
+def test_unused_parameters_keep_their_gradients_2_ranks() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.idle = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+
+        def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+            return (self.used(x) + self.idle(x) if both else self.used(x)).float().sum()
+
+    def rank_main(rank: int) -> list[Any]:
+        model = Two()
+        ddp = dist.DistributedDataParallel(model, mixed_precision=BF16, find_unused_parameters=True)
+        grads: list[Any] = []
+        ddp(torch.ones(1, 2), False).backward()
+        grads.append(model.idle.weight.grad)
+        ddp.zero_grad()
+        ddp(torch.ones(1, 2), rank == 0).backward()
+        grads.append(model.idle.weight.grad.clone())  # pyright: ignore
+        ddp(torch.ones(1, 2), False).backward()
+        return [*grads, model.idle.weight.grad]
+
+    for nobody, one, kept in run_ranks(2, rank_main):
+        assert nobody is None
+        assert torch.equal(one, torch.full((2, 2), 0.5))
+        assert torch.equal(kept, one)
+
+
+def test_ignored_modules_compute_in_their_own_dtype_1_rank() -> None:
+    def rank_main(rank: int) -> None:
+        seen: dict[str, torch.dtype] = {}
+        model = nn.Sequential(
+            nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
+        )
+        for name, module in model.named_children():
+
+            def note(_: nn.Module, x: Any, y: Any, name: str = name) -> None:
+                seen.update({name: x[0].dtype, f"{name} out": y.dtype})
+
+            module.register_forward_hook(note)
+        norm = model[1]
+        assert isinstance(norm, nn.BatchNorm1d)
+        precision = dist.MixedPrecision(
+            param_dtype=torch.bfloat16,
+            module_classes_to_ignore=(nn.BatchNorm1d, nn.LayerNorm),
+            modules_to_ignore=("2",),
+        )
+        hooks = len(model[2]._forward_pre_hooks)
+        ddp = dist.DistributedDataParallel(model, mixed_precision=precision)
+        ddp(torch.randn(3, 4)).float().square().sum().backward()
+        low, full = torch.bfloat16, torch.float32
+        assert [seen[k] for k in "01234"] == [low, low, full, full, low]
+        assert seen["2 out"] == full  # before the border: after it is what 3 gets cast up again
+        assert len(model[2]._forward_pre_hooks) == hooks
+        assert norm.running_mean is not None and norm.running_mean.dtype == full
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {full}
+
+    run_ranks(1, rank_main)
+
+
+def test_buffers_are_cast_for_the_forward_and_what_it_writes_is_kept_1_rank() -> None:
+    class Counting(nn.Module):
+        written: torch.Tensor
+        replaced: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+            self.register_buffer("written", torch.zeros(2))
+            self.register_buffer("replaced", torch.zeros(2))
+            self.register_buffer("number", torch.zeros((), dtype=torch.int64))
+            self.dtypes: list[torch.dtype] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.written.add_(0.5)
+            self.replaced = self.replaced + 0.25
+            self.dtypes += [self.written.dtype, self.replaced.dtype, self.number.dtype]
+            return (x * self.weight).sum()
+
+    def rank_main(rank: int) -> None:
+        model = Counting()
+        precision = dist.MixedPrecision(buffer_dtype=torch.bfloat16)
+        ddp = dist.DistributedDataParallel(model, mixed_precision=precision)
+        before = model.written
+        for _ in range(2):
+            ddp(torch.ones(2)).backward()
+        assert model.dtypes[:3] == [torch.bfloat16, torch.bfloat16, torch.int64]
+        assert model.written is before
+        assert model.written.tolist() == [1.0, 1.0]
+        assert model.replaced.tolist() == [0.5, 0.5]
+        assert model.replaced.dtype == torch.float32
+
+    run_ranks(1, rank_main)
+
+
+def test_module_is_its_float32_self_after_errors_1_rank() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor, where: str) -> torch.Tensor:
+            y = self.layer(x)
+            if where == "forward":
+                raise KeyError(where)
+            if where == "backward":
+                y.register_hook(lambda _: (_ for _ in ()).throw(KeyError(where)))
+            return y.clone()
+
+    def rank_main(rank: int) -> None:
+        model = Broken()
+        ddp = dist.DistributedDataParallel(model, mixed_precision=BF16)
+        with pytest.raises(KeyError):
+            ddp(torch.ones(1, 2), "forward")
+        assert model.layer.weight.dtype == torch.float32
+        with pytest.raises(KeyError):
+            ddp(torch.ones(1, 2), "backward").float().sum().backward()
+        ddp(torch.ones(1, 2), "").float().sum().backward()
+        assert "weight" not in model.layer.__dict__
+        assert model.layer.weight.dtype == torch.float32
+        with torch.no_grad():
+            assert ddp(torch.ones(1, 2), "").dtype == torch.bfloat16
+        assert "weight" not in model.layer.__dict__
+
+    run_ranks(1, rank_main)
+
+
+def test_copy_and_pickle_keep_the_precision_1_rank() -> None:
+    def rank_main(rank: int) -> None:
+        ddp = dist.DistributedDataParallel(nn.Linear(2, 2), mixed_precision=BF16)
+        ddp(torch.ones(1, 2)).float().sum().backward()
+        for again in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
+            assert again.mixed_precision == BF16
+            assert again(torch.ones(1, 2)).dtype == torch.bfloat16
+
+    run_ranks(1, rank_main)
+
+
+def test_overflow_in_the_reduction_skips_the_step_on_all_ranks_2_ranks() -> None:
+    # 300 * 300 does not fit float16: the gradient of rank 1 alone overflows, the average shows it.
+    def rank_main(rank: int) -> list[Any]:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        ddp = dist.DistributedDataParallel(
+            model, mixed_precision=dist.MixedPrecision(reduce_dtype=torch.float16)
+        )
+        scaler = dist.GradScaler("cpu", init_scale=300.0)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+        moved: list[bool] = []
+        for bad in (True, False):
+            optimizer.zero_grad()
+            x = torch.full((1, 1), 300.0 if rank and bad else 1.0)
+            scaler.scale(ddp(x).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            moved.append(float(model.weight.detach()) != 1.0)
+        return [moved, scaler.get_scale()]
+
+    assert run_ranks(2, rank_main) == [[[False, True], 150.0]] * 2
+
+
+@pytest.mark.parametrize("wrong", [{"param_dtype": torch.int8}, {"reduce_dtype": torch.complex64}])
+def test_dtypes_that_are_not_floating_point_are_refused(wrong: dict[str, torch.dtype]) -> None:
+    with pytest.raises(ModuleError):
+        dist.MixedPrecision(**wrong)  # pyright: ignore[reportArgumentType]
+
+
+def test_ignored_module_that_is_not_there_is_refused_1_rank() -> None:
+    def rank_main(rank: int) -> None:
+        precision = dist.MixedPrecision(param_dtype=torch.bfloat16, modules_to_ignore=("head",))
+        with pytest.raises(ModuleError) as caught:
+            dist.DistributedDataParallel(nn.Linear(2, 2), mixed_precision=precision)
+        assert caught.value.parameters == ("head",)
+
+    run_ranks(1, rank_main)
