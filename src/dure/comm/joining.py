@@ -48,6 +48,9 @@ _MANY_ROUNDS = 1000
 class JoinHook:
     """What a joinable does on a rank that has run out of inputs; override what is needed."""
 
+    def enter(self, context: Join) -> None:
+        """Get ready for `context`, which begins; may refuse it, on all ranks alike."""
+
     def main_hook(self) -> None:
         """Shadow the collectives of one announced iteration of the joinable."""
 
@@ -199,6 +202,8 @@ class Join:
                 f"a {type(taken[0]).__name__} is in a Join context already",
                 fix="Give all joinables to one Join; contexts cannot be nested.",
             )
+        for hook in self._hooks:
+            hook.enter(self)
         for place, joinable in enumerate(self._joinables):
             joinable.join_seat = Seat(self, place)
         self._ended = False

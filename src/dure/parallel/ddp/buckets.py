@@ -91,11 +91,12 @@ class Slot:
                 self.view.copy_(self.parameter.grad)
 
     def contribute_nothing(self) -> None:
-        """Fill the bucket with zeros: this rank only accompanies the others' step."""
-        if self.parameter.grad is self.view:
-            self._saved = self.view.clone()
-        else:
-            self._free_view()
+        """Fill the bucket with zeros: this rank only accompanies the others' step.
+
+        Its own old gradient goes: what is left of it would not be that of the others.
+        """
+        self.parameter.grad = None
+        self._free_view()
         with torch.no_grad():
             self.view.zero_()
 

@@ -15,8 +15,10 @@ import torch
 from dure.comm.agreement import describe_tensor, verify_equal
 from dure.comm.world import resolve
 from dure.data.nests import moved
+from dure.errors import CommError
 from dure.parallel.ddp.bucketing import FIRST_CAP_BYTES
 from dure.parallel.ddp.buckets import NamedParameter
+from dure.parallel.ddp.joining import Announcer, JoinableReplica
 from dure.parallel.ddp.precision import ComputeCopies, MixedPrecision
 from dure.parallel.ddp.reducer import CommHook, Reducer, ReducerOptions
 from dure.parallel.ddp.replicas import BufferSync, broadcast_all
@@ -38,7 +40,7 @@ __all__ = ["DistributedDataParallel"]
 _DEFAULT_CAP_MB = 25.0
 
 
-class DistributedDataParallel(TorchNames, torch.nn.Module):
+class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
     """Data parallelism: every rank has the whole module and its own part of each batch.
 
     During `backward` gradients are averaged over the ranks of the group, bucket by bucket, while
@@ -115,7 +117,6 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
         self._first_cap_bytes = self.bucket_bytes_cap if bucket_cap_mb else FIRST_CAP_BYTES
         self._report = Report(self._settings())
         self.require_forward_param_sync = True
-        self._buffer_root = 0
         self._reducer: Reducer | None = None
         self._replaced: Replaced | None = None
         self._buffer_sync: BufferSync | None = None
@@ -137,6 +138,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
         )
         self._reducer = Reducer(group, trained, options)
         self._reducer.on_step = self._report.sample
+        self._reducer.announcer = Announcer(self)
         return self._reducer
 
     @property
@@ -154,7 +156,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
                 seen=f"this one is on the group {self.process_group.group_name!r}",
                 fix="Save ddp.module.state_dict(), or copy ddp.module and wrap the copy.",
             )
-        gone = {"process_group", "_reducer", "_buffer_sync", "_replaced", "_copies"}
+        gone = {"process_group", "_reducer", "_buffer_sync", "_replaced", "_copies", "join_seat"}
         return {k: v for k, v in self.__dict__.items() if k not in gone}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -181,13 +183,14 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
 
     def _replicate(self) -> None:
         """Verify that all ranks have the same module, and give it rank 0's values."""
-        named = {
-            **dict(self.module.named_parameters()),
-            **dict(self.module.named_buffers()),
-        }
-        kept = {k: t for k, t in named.items() if k not in self.parameters_to_ignore}
+        kept = self._replicated()
         verify_equal(self.process_group, [describe_tensor(k, t) for k, t in kept.items()])
         broadcast_all(self.process_group, list(kept.values()))
+
+    def _replicated(self) -> dict[str, torch.Tensor]:
+        """Return what is the same on all ranks: parameters and buffers that are not ignored."""
+        named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        return {k: t for k, t in named.items() if k not in self.parameters_to_ignore}
 
     # ---------------------------------------------------------------- running
 
@@ -200,7 +203,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
             return outputs
         if sync or self._reducer is not None:
             self.reducer.prepare(sync)
-        self._share_buffers()
+        self._share_buffers(sync)
         if self.device_ids:
             device = torch.device(self.device_ids[0])
             inputs, kwargs = moved(inputs, device), moved(kwargs, device)
@@ -222,31 +225,39 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
             return None
         return ComputeCopies(self.module, self._precision, self.parameters_to_ignore)
 
-    def _share_buffers(self) -> None:
+    def _share_buffers(self, sync: bool) -> None:
         """Broadcast the buffers before a forward, if the last one was synchronised."""
-        if self._buffer_sync is not None and self.will_sync_module_buffers():
-            self._buffer_sync.before_forward(self._buffer_root)
+        buffers = self.will_sync_module_buffers()
+        self.announce_forward(sync or buffers)
+        if buffers and self._buffer_sync is not None and not self._buffer_sync.acts_after_forward:
+            root = self.announce_buffers()
+            try:
+                self._buffer_sync.before_forward(root)
+            except CommError as error:
+                self.explain(error)
+                raise
 
     def _after_forward(self, sync: bool) -> None:
         """Run a buffer hook that is due, and note whether the next forward shares buffers."""
-        if self._buffer_sync is not None and self.will_sync_module_buffers():
-            self.reducer.awaited_too += self._buffer_sync.after_forward()
+        due = self._buffer_sync is not None and self._buffer_sync.acts_after_forward
+        if due and self.will_sync_module_buffers():
+            self.announce_late_buffers()
+            self.shadow_late_buffers()
         self.require_forward_param_sync = sync
 
-    def _shadow(self, sync: bool) -> None:
-        """Take part in a step that the other ranks make, without a batch of this rank's own.
+    def shadow_buffers(self, root: int) -> None:
+        """Take part in what the others do with their buffers before a forward."""
+        if self._buffer_sync is not None:
+            self._buffer_sync.before_forward(root)
 
-        Buffers come from the rank `_buffer_root`: all set it alike, to one that still trains.
+    def shadow_late_buffers(self) -> None:
+        """Take part in what the others do with their buffers after a forward."""
+        if self._buffer_sync is not None:
+            self.reducer.awaited_too += self._buffer_sync.after_forward()
 
-        Collective: while the other ranks of the group call forward and backward.
-
-        Args:
-            sync: Whether theirs is a synchronised forward, and a backward follows it.
-        """
-        self._share_buffers()
-        self._after_forward(sync)
-        if sync:
-            self.reducer.shadow()
+    def broadcast_module_from(self, root: int) -> None:
+        """Overwrite parameters and buffers with those of the group rank `root`. Collective."""
+        broadcast_all(self.process_group, list(self._replicated().values()), root)
 
     def will_sync_module_buffers(self) -> bool:
         """Tell whether the next forward broadcasts buffers."""

@@ -33,7 +33,7 @@ import torch
 
 from dure.comm.ops import ReduceOp
 from dure.data.nests import tensors_of
-from dure.errors import ModuleError
+from dure.errors import CommError, ModuleError
 from dure.parallel.ddp.bucketing import GradientSize, plan_buckets
 from dure.parallel.ddp.buckets import Bucket, GradBucket, NamedParameter, Slot, make_bucket
 from dure.parallel.ddp.casting import CastSlot
@@ -44,6 +44,7 @@ from dure.trace import spans
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
+    from dure.parallel.ddp.joining import Announcer
 
 __all__ = ["CommHook", "Reducer", "ReducerOptions"]
 
@@ -82,6 +83,7 @@ class Reducer:
         ready_order: Names of parameters in the order their gradients came in the last of these.
         divisor: What sums of gradients are divided by; None is the number of ranks.
         remove_hooks: Takes the parameters' hooks away: their gradients are no longer averaged.
+        announcer: Tells a `Join` of each backward, and knows the divisor.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Reducer:
         self.ready_order: list[str] = []
         self.comm_hook: tuple[object, CommHook] | None = None
         self.divisor: int | None = None
+        self.announcer: Announcer | None = None
         self.on_step: Callable[[int, Clock], None] | None = None
         self.awaited_too: list[torch.futures.Future[Any]] = []
         self.parameter_names = [p.name for p in parameters]
@@ -186,6 +189,8 @@ class Reducer:
         """Ask for `finish` at the end of the backward that is running; once."""
         if self._syncing:
             return
+        if self.announcer is not None:
+            self.divisor = self.announcer.backward()
         self._syncing, self._armed, self._next = True, False, 0
         self.ready_order = []
         self.clock.start_backward()
@@ -246,6 +251,10 @@ class Reducer:
             try:
                 self._complete(unused)
                 lacking = [slot for bucket in self.buckets for slot in _settle(bucket)]
+            except CommError as error:
+                if self.announcer is not None:
+                    self.announcer.failed(error)
+                raise
             finally:
                 self._reset()
             if self.on_step is not None:
@@ -272,8 +281,10 @@ class Reducer:
         """Wait for all buckets."""
         for bucket in self.buckets:
             _wait(bucket)
-            if self.divisor is not None and self.comm_hook is None:
-                bucket.buffer.div_(self.divisor)
+            if self.divisor is not None:
+                # A hook divides by the number of ranks.
+                by = self.divisor if self.comm_hook is None else self.divisor / self.group.size()
+                bucket.buffer.div_(by)
         while self.awaited_too:
             self.awaited_too.pop().wait()
 

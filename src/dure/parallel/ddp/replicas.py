@@ -32,14 +32,14 @@ __all__ = [
 _ROOT = 0
 
 
-def broadcast_all(group: ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
-    """Overwrite `tensors` with those of rank 0.
+def broadcast_all(group: ProcessGroup, tensors: Sequence[torch.Tensor], root: int = _ROOT) -> None:
+    """Overwrite `tensors` with those of the rank `root`.
 
     Collective: all ranks of the group call with tensors of the same shapes and dtypes.
     Cost: one broadcast a tensor, all started before the first is waited for.
     """
     with torch.no_grad():
-        works = [group.broadcast(t.detach(), _ROOT, async_op=True) for t in tensors]
+        works = [group.broadcast(t.detach(), root, async_op=True) for t in tensors]
     for work in works:
         if work is not None:
             work.wait()
@@ -109,6 +109,12 @@ class BufferSync:
     def register(self, state: object, hook: BufferHook, location: BufferHookLocation) -> None:
         """Have `hook(state, buffers by path)` act in place of the broadcast."""
         self._hook = _Hook(state=state, call=hook, location=location)
+
+    @property
+    def acts_after_forward(self) -> bool:
+        """Whether a hook acts after forward; else buffers are seen to before."""
+        hook = self._hook
+        return hook is not None and hook.location is BufferHookLocation.POST_FORWARD
 
     def before_forward(self, root: int = _ROOT) -> None:
         """Overwrite the buffers with those of the rank `root`, or run the hook where it is due.

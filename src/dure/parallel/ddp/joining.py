@@ -1,0 +1,266 @@
+"""DDP in a `Join`: what it announces, and how a rank without inputs shadows it.
+
+DDP communicates at two places in a step, and announces each just before it gets there:
+
+* *buffers*: a forward broadcasts the module's buffers, from the highest rank that still has inputs
+  (torch's choice; without a Join it is rank 0). A shadow receives them. A buffer hook that acts
+  after forward is announced there.
+* *backward*: the first gradient of a synchronised backward has come. A shadow reduces every bucket
+  with zeros and with flags that neither claim nor miss a gradient, so that the others' verdict on
+  unused parameters is theirs alone. It gets the averaged gradients like everybody.
+
+A forward without synchronisation (`no_sync`, `torch.no_grad`) announces nothing. A context that
+shall throw has nothing to shadow, and is told of each forward that communicates, so that the error
+comes before anything was computed.
+
+In the end the last joiner's module is sent to all, and its optimizer's state if the context was
+given the optimizer: without, a rank that ran out early keeps the momentum of its own last step, and
+the replicas would drift apart in the next epoch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from dure.comm.joining import Join, Joinable, JoinHook, JoinRound
+from dure.comm.objects import broadcast_object_list
+from dure.errors import CommError, ModuleError
+
+if TYPE_CHECKING:
+    from dure.comm.group import ProcessGroup
+    from dure.parallel.ddp.reducer import Reducer
+
+__all__ = ["Announcer", "JoinableReplica", "broadcast_optimizer"]
+
+_FORWARD, _BUFFERS, _LATE_BUFFERS, _BACKWARD = range(4)
+
+
+class JoinableReplica(Joinable):
+    """What DDP adds to a module so that it can join; DDP is the only one that derives from it."""
+
+    module: torch.nn.Module
+    process_group: ProcessGroup
+    require_forward_param_sync: bool
+    _divide_by_all = True
+
+    @property
+    @abstractmethod
+    def reducer(self) -> Reducer:
+        """The part that averages gradients."""
+
+    @abstractmethod
+    def shadow_buffers(self, root: int) -> None:
+        """Take part in what the others do with their buffers before a forward."""
+
+    @abstractmethod
+    def shadow_late_buffers(self) -> None:
+        """Take part in what the others do with their buffers after a forward."""
+
+    @abstractmethod
+    def broadcast_module_from(self, root: int) -> None:
+        """Overwrite parameters and buffers with those of the group rank `root`. Collective."""
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> Join:
+        """Return a context for a loop in which ranks may have different numbers of batches.
+
+        A rank that runs out of batches waits at the end of the block, takes part in the others'
+        reductions with zeros, and has the same module as they in the end.
+
+        Args:
+            divide_by_initial_world_size: Divide sums of gradients by the number of all ranks, so
+                that each sample has the weight that it had before; False divides by the ranks that
+                still have inputs, as a smaller world would. With a communication hook, which
+                divides by the number of ranks itself, its result is scaled to the same effect.
+            enable: False makes the context do nothing.
+            throw_on_early_termination: Raise `UnevenInputs` on all ranks once one runs out.
+            optimizer: The optimizer whose state shall be equal on all ranks in the end (not torch's
+                argument). Needed if it has state, such as momentum, and training goes on.
+
+        Raises:
+            ModuleError: The module has layers that communicate on their own (`SyncBatchNorm`) and
+                nobody would shadow; pass `throw_on_early_termination=True`.
+
+        Collective: as `Join`.
+        Cost: a backward costs one all_reduce of 4 n bytes more, and so does a broadcast of buffers;
+            the end, one broadcast for each parameter and buffer.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            optimizer=optimizer,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return the hook for one context; see `join` for the arguments it knows."""
+        self._divide_by_all = bool(kwargs.get("divide_by_initial_world_size", True))
+        return _Shadow(self, kwargs.get("optimizer"))
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the module's first parameter."""
+        return next(self.module.parameters()).device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """The group that averages the gradients."""
+        return self.process_group
+
+    # ---------------------------------------------------------------- announcing
+
+    def announce_forward(self, communicates: bool) -> None:
+        """Let a context that shall throw do so; `communicates`: this step needs the others."""
+        seat = self.join_seat
+        if communicates and seat is not None and seat.context.throw_on_early_termination:
+            Join.notify_join_context(self, _FORWARD)
+
+    def announce_buffers(self) -> int:
+        """Say that buffers will be broadcast; return the group rank that they come from."""
+        if self.join_seat is None:
+            return 0
+        if self.join_seat.context.throw_on_early_termination:
+            return self.process_group.size() - 1
+        round = Join.notify_join_context(self, _BUFFERS)
+        return 0 if round is None else round.active[-1]
+
+    def announce_late_buffers(self) -> None:
+        """Say that a buffer hook will run after this forward."""
+        seat = self.join_seat
+        if seat is not None and not seat.context.throw_on_early_termination:
+            Join.notify_join_context(self, _LATE_BUFFERS)
+
+    def announce_backward(self) -> int | None:
+        """Say that buckets will be reduced; return what to divide sums by, if not by all ranks."""
+        if self.join_seat is None or self.join_seat.context.throw_on_early_termination:
+            return None
+        round = Join.notify_join_context(self, _BACKWARD)
+        return None if round is None else self.divisor_of(round)
+
+    def explain(self, error: CommError) -> None:
+        """Note on an error outside of a context that uneven inputs would look like it."""
+        if self.join_seat is None and self.reducer.num_reduced:
+            error.add_note(
+                f"{self.reducer.num_reduced} steps went well before. If the ranks have different "
+                "numbers of batches, this is what it looks like: put the loop into `with "
+                "ddp.join():`, or drop the last batches (docs/uneven.md)."
+            )
+
+    def divisor_of(self, round: JoinRound) -> int | None:
+        """Return the number of ranks that have inputs, where it is what sums are divided by."""
+        few = not self._divide_by_all and len(round.active) < len(round.codes)
+        return len(round.active) if few else None
+
+
+class _Shadow(JoinHook):
+    """DDP's hook on a rank without inputs."""
+
+    def __init__(self, ddp: JoinableReplica, optimizer: torch.optim.Optimizer | None) -> None:
+        self._ddp, self._optimizer = ddp, optimizer
+
+    def enter(self, context: Join) -> None:
+        if not context.throw_on_early_termination and context.group.size() > 1:
+            _refuse_lonely_layers(self._ddp.module)
+
+    def shadow(self, phase: int, round: JoinRound) -> None:
+        ddp = self._ddp
+        if phase == _BUFFERS:
+            ddp.shadow_buffers(round.active[-1])
+        elif phase == _LATE_BUFFERS:
+            ddp.shadow_late_buffers()
+        elif phase == _BACKWARD:
+            ddp.reducer.divisor = ddp.divisor_of(round)
+            ddp.reducer.shadow()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        ddp = self._ddp
+        seat = ddp.join_seat
+        assert seat is not None
+        last = seat.context.last_joiners
+        ddp.reducer.divisor = None
+        ddp.broadcast_module_from(last[-1])
+        ddp.require_forward_param_sync = True
+        if self._optimizer is not None and len(last) < ddp.process_group.size():
+            broadcast_optimizer(ddp.process_group, self._optimizer, last[-1])
+
+
+def _refuse_lonely_layers(root: torch.nn.Module) -> None:
+    """Raise if `root` has layers whose communication nobody would shadow."""
+    layers = {name: m for name, m in root.named_modules() if hasattr(m, "communicates_in_forward")}
+    if layers:
+        raise ModuleError(
+            "the module has layers that communicate in forward, which a rank without inputs "
+            "cannot shadow",
+            seen=", ".join(f"{name} ({type(m).__name__})" for name, m in layers.items()),
+            fix="Use join(throw_on_early_termination=True), or give all ranks as many batches.",
+        )
+
+
+def broadcast_optimizer(group: ProcessGroup, optimizer: torch.optim.Optimizer, root: int) -> None:
+    """Overwrite an optimizer's state and settings with those of the group rank `root`.
+
+    Collective: all ranks of the group.
+    Cost: one broadcast of a pickle with what is no tensor, and one for each tensor of the state.
+    """
+    state: Any = optimizer.state_dict()
+    outline = [_map_tensors(state, lambda t: t.to("meta"))]
+    device = {p.device for g in optimizer.param_groups for p in g["params"]}.pop()
+    broadcast_object_list(outline, group=group, group_src=root)
+    tensors: list[torch.Tensor] = []
+    if group.rank() == root:
+        _map_tensors(state, lambda t: tensors.append(t) or t)
+    else:
+
+        def empty(like: torch.Tensor) -> torch.Tensor:
+            tensors.append(torch.empty_like(like, device=device if like.dim() else "cpu"))
+            return tensors[-1]
+
+        state = _map_tensors(outline[0], empty)
+    for tensor in tensors:
+        group.broadcast(tensor, root)
+    if group.rank() != root:
+        optimizer.load_state_dict(state)
+
+
+def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return `value` with its tensors replaced (Any: a nest of lists and dicts)."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        entries = cast("dict[object, object]", value)
+        return {key: _map_tensors(entry, change) for key, entry in entries.items()}
+    if isinstance(value, list | tuple):
+        return [_map_tensors(entry, change) for entry in cast("list[object]", value)]
+    return value
+
+
+class Announcer:
+    """A replica's part in a `Join`, as its reducer sees it; does not keep the replica alive."""
+
+    __slots__ = ("_replica",)
+
+    def __init__(self, replica: JoinableReplica) -> None:
+        self._replica = weakref.ref(replica)
+
+    def backward(self) -> int | None:
+        """Announce that buckets will be reduced; see `JoinableReplica.announce_backward`."""
+        replica = self._replica()
+        return None if replica is None else replica.announce_backward()
+
+    def failed(self, error: CommError) -> None:
+        """Note on an error what it may come from."""
+        replica = self._replica()
+        if replica is not None:
+            replica.explain(error)
