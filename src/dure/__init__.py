@@ -125,6 +125,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "reduce_scatter_tensor",
     ),
     "dure.comm.backends.registry": ("known_backends", "register_backend"),
+    "dure.data.loader": ("DataLoader",),
     "dure.data.partition": ("DataPartitioner", "Partition"),
     "dure.data.sampler": ("DistributedSampler",),
     "dure.parallel": ("DistributedDataParallel", "GradBucket", "MixedPrecision"),

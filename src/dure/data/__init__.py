@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dure.data.digits import read_digits, require_digits
     from dure.data.idx import IdxSplit, read_idx, read_idx_directory
     from dure.data.images import ImageData, Images, load_digits, load_idx
+    from dure.data.loader import DataLoader
     from dure.data.partition import DataPartitioner, Partition
     from dure.data.sampler import DistributedSampler
     from dure.data.text import (
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "DataLoader",
     "DataPartitioner",
     "DistributedSampler",
     "IdxSplit",
@@ -44,6 +46,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "DataLoader": "dure.data.loader",
     "DataPartitioner": "dure.data.partition",
     "Partition": "dure.data.partition",
     "DistributedSampler": "dure.data.sampler",

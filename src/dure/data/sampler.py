@@ -7,14 +7,20 @@ is a *prefix* of the order, whatever n is. That is why one number, the length of
 enough to resume: m ranks that start at place `consumed` take consumed + r, consumed + r + m, ...
 and every sample is seen exactly once over the epoch, also where m differs from n.
 
-If the ranks do not divide what is left, the order is continued with its own beginning (padding: up
-to n - 1 samples are seen twice in that epoch) or, with `drop_last`, cut (up to n - 1 are not seen).
-Order and padding are those of torch.utils.data.DistributedSampler for equal arguments.
+If the ranks do not divide what is left, there are three ways to end an epoch:
+
+    pad        the order goes on with its own beginning: up to n - 1 samples are seen twice
+    drop_last  the order is cut: up to n - 1 samples are not seen
+    pad=False  neither: the first ranks take one sample more than the others, every sample is seen
+               exactly once, and ranks may end a step apart, which is what `dure.Join` is for
+
+Order, padding and cutting are those of torch.utils.data.DistributedSampler for equal arguments.
 """
 
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import cast
@@ -41,8 +47,9 @@ class _Pass:
 class DistributedSampler(Sampler[int]):
     """Gives each rank its share of the samples, in an order that changes with the epoch.
 
-    Call `set_epoch` before each epoch, or every epoch has the same order. The length is that of
-    this rank's share of the pass: after `load_state_dict`, of what is left.
+    Call `set_epoch` before each epoch, or every epoch has the same order (a sampler that shuffles
+    warns of it once). The length is that of this rank's share of the pass: after
+    `load_state_dict`, of what is left.
 
     Args:
         dataset: Anything with a length.
@@ -51,6 +58,8 @@ class DistributedSampler(Sampler[int]):
         shuffle: Whether to permute the samples anew each epoch.
         seed: Of the permutation; the same on all ranks.
         drop_last: Drop the tail that the ranks do not divide, instead of padding.
+        pad: Repeat the first samples where the ranks do not divide the rest; False: ranks may
+            have one sample fewer than others. Without meaning under `drop_last`.
 
     Raises:
         UsageError: `num_replicas` is not positive, or `rank` is not within it.
@@ -66,6 +75,7 @@ class DistributedSampler(Sampler[int]):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        pad: bool = True,
     ) -> None:
         if num_replicas is None or rank is None:
             world_size, world_rank = _place_in_world()
@@ -78,27 +88,32 @@ class DistributedSampler(Sampler[int]):
                 fix=f"Ranks count from 0 to {max(0, num_replicas - 1)}.",
             )
         self.dataset, self.num_replicas, self.rank = dataset, num_replicas, rank
-        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.shuffle, self.seed, self.drop_last, self.pad = shuffle, seed, drop_last, pad
         self.epoch = 0
+        self._warned = False
         self._pass = _Pass(start=0)
 
     @property
     def num_samples(self) -> int:
-        """Samples each rank takes in a whole epoch."""
-        return self._share(0)
+        """Samples this rank takes in a whole epoch: as many as the others, unless ``pad=False``."""
+        return self.share(0)
 
     @property
     def total_size(self) -> int:
         """Samples all ranks take in a whole epoch, padding included."""
-        return self.num_samples * self.num_replicas
+        if self.pad or self.drop_last:
+            return self.num_samples * self.num_replicas
+        return len(self.dataset)
 
     def __len__(self) -> int:
         """Return how many samples the pass at hand (begun, or about to begin) gives this rank."""
-        return self._share(0 if self._pass.ended else self._pass.start)
+        return self.share(0 if self._pass.ended else self._pass.start)
 
     def __iter__(self) -> Iterator[int]:
         """Begin a pass: from the loaded position the first time, else from the epoch's start."""
         if self._pass.begun:
+            if self._pass.ended:
+                self._warn_of_a_forgotten_epoch()
             self._pass = _Pass(start=0)
         self._pass.begun = True
         return self._walk(self._pass)
@@ -115,13 +130,16 @@ class DistributedSampler(Sampler[int]):
         Args:
             consumed: Samples of this epoch that the job, all ranks together, has trained on. None
                 counts what this sampler handed out, which is the same where the ranks are in step
-                and nothing is read ahead. A DataLoader with workers reads ahead: give
-                ``steps * global batch size`` there.
+                and nothing is read ahead (with ``pad=False``, in an epoch's last step: rank 0's).
+                A loader with workers reads ahead: `dure.data.DataLoader` counts what it
+                delivered; with torch's, give ``steps * global batch size``.
 
         Raises:
             UsageError: `consumed` is negative.
         """
-        at = self._pass.start + self._pass.taken * self.num_replicas
+        at = self.start + self._pass.taken * self.num_replicas
+        if self._pass.ended and not self.drop_last:
+            at = len(self.dataset)  # with pad=False a rank may end one sample early
         return {
             "epoch": self.epoch,
             "consumed": min(_whole(at if consumed is None else consumed), len(self.dataset)),
@@ -154,10 +172,28 @@ class DistributedSampler(Sampler[int]):
         self.epoch = int(state["epoch"])
         self._pass = _Pass(start=min(_whole(int(state["consumed"])), len(self.dataset)))
 
-    def _share(self, start: int) -> int:
-        """Return how many samples each rank takes from place `start` on."""
+    @property
+    def start(self) -> int:
+        """The place of the order at which the pass at hand began: samples consumed before it."""
+        return self._pass.start
+
+    def _warn_of_a_forgotten_epoch(self) -> None:
+        if self.shuffle and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"epoch {self.epoch} begins a second time, in the same order: "
+                "call set_epoch(epoch) before each epoch",
+                stacklevel=3,
+            )
+
+    def share(self, start: int) -> int:
+        """Return how many samples this rank takes from place `start` on."""
         left = len(self.dataset) - start
-        return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
+        if self.drop_last:
+            return left // self.num_replicas
+        if self.pad:
+            return -(-left // self.num_replicas)
+        return max(0, -(-(left - self.rank) // self.num_replicas))
 
     def _order(self) -> list[int]:
         """Return the epoch's order of all samples."""
@@ -169,7 +205,7 @@ class DistributedSampler(Sampler[int]):
 
     def _walk(self, walk: _Pass) -> Iterator[int]:
         """Yield this rank's places of the order from ``walk.start`` on, counting them."""
-        order, share = self._order(), self._share(walk.start)
+        order, share = self._order(), self.share(walk.start)
         first = walk.start + self.rank
         padded = itertools.chain(order, itertools.cycle(order))
         for index in itertools.islice(

@@ -1,0 +1,350 @@
+"""A DataLoader that goes on in the middle of an epoch, exactly, however far its workers are ahead.
+
+torch's DataLoader does the loading: workers, prefetching, pinned memory, collating. This one keeps
+two books around it.
+
+*Position.* Workers ask the sampler for indices long before their batches are trained on, so the
+sampler's own count runs ahead. What counts here is a batch *delivered*: handed to the loop. The
+state is ``start + delivered * batch_size * n`` samples of the epoch's order, which is the same
+number on all ranks and means the same to any number of ranks, batch size or workers (`sampler`).
+
+*Randomness.* An augmentation draws random numbers in a worker. Which worker that is, and how much
+it has drawn before, is another one after a resume. So the generators (torch, `random`, numpy) are
+seeded anew for each sample, with a number made of the seed, the epoch and the sample's index: a
+sample's augmentation is a function of those three alone. Without workers the samples are made in
+the training process, whose own generators are put back after each batch. The indices take the seed
+with them to the workers, so persistent workers learn of a new epoch too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+import numpy as np
+import torch
+from torch.utils import data as torch_data
+
+from dure import env
+from dure.data.sampler import DistributedSampler
+from dure.errors import UsageError
+
+__all__ = ["DataLoader"]
+
+T = TypeVar("T")
+_MIX = 0x9E3779B97F4A7C15
+"""An odd constant that spreads neighbouring numbers over 64 bits."""
+
+
+class DataLoader(Generic[T]):
+    """torch's DataLoader over this rank's share, with ``state_dict`` and ``load_state_dict``.
+
+    Without a sampler it makes a `DistributedSampler`: each rank of the world gets its share. Call
+    `set_epoch` before each epoch. Everything else that torch's DataLoader takes and has
+    (``num_workers``, ``persistent_workers``, ``pin_memory``, ``collate_fn``, ...) is handed on.
+
+    Args:
+        dataset: With a length and an index. Its ``__getitems__`` is used if it has one.
+        batch_size: Samples a rank and step; None: no batches, as torch.
+        shuffle: As torch; a new order each epoch.
+        sampler: What gives the indices, in place of `shuffle`. One of torch's
+            is resumed by skipping, so its order must depend on nothing but ``set_epoch``.
+        batch_sampler: What gives lists of indices, in place of all of the above.
+        drop_last: Leave out the samples that do not fill a batch on every rank.
+        pad: False: no sample twice; ranks may have one sample fewer, and so one batch fewer (see
+            `dure.Join`).
+        **options: What torch's DataLoader takes besides, and ``seed``, of order and augmentation.
+
+    Raises:
+        UsageError: Arguments that exclude each other; a dataset without a length; a sampler whose
+            order cannot be repeated.
+
+    Cost: seeding takes about 20 us a sample, in the workers if there are any.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Iterable[Any] | None = None,
+        batch_sampler: Iterable[list[Any]] | None = None,
+        drop_last: bool = False,
+        pad: bool = True,
+        **options: Any,
+    ) -> None:
+        self.dataset, self.seed = dataset, int(options.pop("seed", 0))
+        if isinstance(dataset, torch_data.IterableDataset) or not hasattr(dataset, "__len__"):
+            raise _unfit("a dataset without indices", "Use torch's DataLoader, or give it indices.")
+        own = [v for v in (shuffle or None, sampler, batch_sampler) if v is not None]
+        grouped = batch_sampler is not None and (drop_last or batch_size not in (None, 1))
+        if len(own) > 1 or grouped:
+            raise _unfit(
+                "shuffle, sampler and batch_sampler together, or batch_sampler with batch_size or "
+                "drop_last",
+                "Give one of them.",
+            )
+        if sampler is None and batch_sampler is None:
+            n, rank = _replicas()
+            sampler = DistributedSampler(
+                dataset, n, rank, bool(shuffle), self.seed, drop_last=drop_last, pad=pad
+            )
+        if batch_sampler is None and batch_size is not None:
+            batch_sampler = torch_data.BatchSampler(cast(Any, sampler), batch_size, drop_last)
+        self.sampler: Any = getattr(batch_sampler, "sampler", sampler)
+        self._source: Any = sampler if batch_sampler is None else batch_sampler
+        self.batch_sampler, self.drop_last = batch_sampler, drop_last
+        self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)
+        _refuse_orders_that_cannot_be_repeated(self.sampler)
+        self._position = _Position(self.sampler, self._source, self.batch_size or 1)
+        plan = _Plan(self._position, self.seed)
+        self._loader = torch_data.DataLoader(
+            cast(Any, _Seeded(dataset)),
+            batch_size=None,
+            sampler=cast(Any, plan),
+            collate_fn=_Collate(batch_sampler is not None, options.pop("collate_fn", None)),
+            generator=options.pop("generator", None) or torch.Generator().manual_seed(self.seed),
+            **options,
+        )
+
+    def __len__(self) -> int:
+        """Return how many batches the pass at hand (begun, or about to begin) gives this rank."""
+        return self._position.num_batches()
+
+    def __iter__(self) -> Iterator[T]:
+        """Begin a pass: from the loaded position the first time, else from the epoch's start."""
+        walk = self._position.begin()
+        for batch in self._loader:
+            walk.delivered += 1
+            yield cast(T, batch)
+        walk.ended = True
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up what is torch's: `num_workers`, `pin_memory`, `collate_fn`, ..."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that was set or loaded last."""
+        return self._position.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch; a new one begins at its start, the same one goes on where it was."""
+        if self._source is not self.sampler and hasattr(self._source, "set_epoch"):
+            self._source.set_epoch(epoch)
+        self._position.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the job is: after the batch delivered last. The same on all ranks."""
+        return self._position.state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken; ranks, batch size and workers may be other ones.
+
+        With a sampler other than `DistributedSampler` only the workers may.
+
+        Raises:
+            UsageError: The state is of another order, or lacks a field.
+        """
+        self._position.load(state)
+
+
+@dataclass(slots=True)
+class _Walk:
+    """One pass: batches skipped before it, and delivered by it."""
+
+    skipped: int = 0
+    delivered: int = 0
+    begun: bool = False
+    ended: bool = False
+
+
+class _Steerable(Protocol):
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+class _Position:
+    """Where the job is in its epoch.
+
+    Of a `DistributedSampler` that is a number of samples, kept in the sampler's own terms. Of any
+    other order it is a number of batches, which a resumed pass skips.
+    """
+
+    def __init__(self, sampler: Any, source: Any, batch_size: int) -> None:
+        self.epoch = 0
+        self.walk = _Walk()
+        self._sampler, self._source, self._batch_size = sampler, source, batch_size
+        self._exact = sampler if isinstance(sampler, DistributedSampler) else None
+        if self._exact is not None and source is not sampler:
+            plain = type(source) is torch_data.BatchSampler
+            self._exact = self._exact if plain else None  # another grouping: positions are its own
+
+    def begin(self) -> _Walk:
+        if self.walk.begun:
+            self.walk = _Walk()
+        self.walk.begun = True
+        return self.walk
+
+    def indices(self) -> Iterator[Any]:
+        """Yield what is left of the pass: lists of indices, or single ones."""
+        return itertools.islice(iter(self._source), self.walk.skipped, None)
+
+    def num_batches(self) -> int:
+        """Count the batches of the pass at hand."""
+        if self._exact is None:
+            whole = len(cast(Sized, self._source))
+            return whole if self.walk.ended else max(0, whole - self.walk.skipped)
+        share = self._exact.share(0 if self.walk.ended else self._exact.start)
+        if getattr(self._source, "drop_last", False) and self._source is not self._sampler:
+            return share // self._batch_size
+        return -(-share // self._batch_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self._sampler, "set_epoch"):
+            cast(_Steerable, self._sampler).set_epoch(epoch)
+        if epoch != self.epoch:
+            self.epoch, self.walk = epoch, _Walk()
+
+    def state(self) -> dict[str, Any]:
+        walk = self.walk
+        if self._exact is not None:
+            taken = walk.delivered * self._batch_size * self._exact.num_replicas
+            at = len(self._exact.dataset) if walk.ended else self._exact.start + taken
+            return {"sampler": self._exact.state_dict(at)}
+        return {
+            "epoch": self.epoch,
+            "batches": walk.skipped + walk.delivered,
+            "batch_size": self._batch_size,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        wanted = ("sampler",) if self._exact is not None else ("epoch", "batches", "batch_size")
+        absent = [k for k in wanted if k not in state]
+        if absent or state.get("batch_size", self._batch_size) != self._batch_size:
+            raise UsageError(
+                "a loader can resume only with the kind of sampler it was saved with",
+                seen=f"no {absent} in the state"
+                if absent
+                else f"batches of {state['batch_size']}, here of {self._batch_size}",
+                fix="Resume with the sampler (and, if it is not Dure's, the batch size) of the "
+                "saved job.",
+            )
+        if self._exact is not None:
+            self._exact.load_state_dict(state["sampler"])
+            self.epoch, self.walk = self._exact.epoch, _Walk()
+            return
+        self.set_epoch(int(state["epoch"]))
+        self.walk = _Walk(skipped=int(state["batches"]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """What travels to a worker: one index, or a list of them, and the epoch's seed."""
+
+    indices: Any
+    seed: int
+
+
+class _Plan:
+    """The order as torch's loader sees it: each item already a batch, with the epoch's seed.
+
+    Threads: read by the training process only, also with workers.
+    """
+
+    def __init__(self, position: _Position, seed: int) -> None:
+        self._position, self._seed = position, seed
+
+    def __len__(self) -> int:
+        return self._position.num_batches()
+
+    def __iter__(self) -> Iterator[_Draw]:
+        seed = _digest(f"{self._seed}/{self._position.epoch}")
+        for indices in self._position.indices():
+            yield _Draw(indices, seed)
+
+
+class _Seeded:
+    """The dataset as torch's loader sees it: makes each sample under a seed of its own."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, draw: _Draw) -> Any:
+        if torch_data.get_worker_info() is not None:
+            return self._make(draw)
+        kept = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        try:
+            return self._make(draw)
+        finally:
+            torch.set_rng_state(kept[0])
+            random.setstate(kept[1])
+            np.random.set_state(kept[2])
+
+    def _make(self, draw: _Draw) -> Any:
+        if not isinstance(draw.indices, list):
+            return self._one(draw.indices, draw.seed)
+        indices = cast(list[Any], draw.indices)
+        many = getattr(self._dataset, "__getitems__", None)
+        if many is None:
+            return [self._one(index, draw.seed) for index in indices]
+        _sow(draw.seed, indices[0] if indices else 0)
+        return many(indices)
+
+    def _one(self, index: Any, seed: int) -> Any:
+        _sow(seed, index)
+        return self._dataset[index]
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _sow(seed: int, index: Any) -> None:
+    """Seed this process's generators for one sample."""
+    number = index if isinstance(index, int) else _digest(repr(index))
+    mixed = (seed ^ (number + 1) * _MIX) & (2**63 - 1)
+    torch.default_generator.manual_seed(mixed)  # torch.manual_seed would seed accelerators too
+    random.seed(mixed)
+    np.random.seed([mixed & 0xFFFFFFFF, mixed >> 32])
+
+
+class _Collate:
+    """torch's collating, chosen here because torch's loader is told that items are whole."""
+
+    def __init__(self, batched: bool, given: Any) -> None:
+        default = torch_data.default_collate if batched else torch_data.default_convert
+        self._collate = given or default
+
+    def __call__(self, samples: Any) -> Any:
+        return self._collate(samples)
+
+
+def _replicas() -> tuple[int | None, int | None]:
+    """Return 1 and 0 in a program of one process that has no group; else the world's, as None."""
+    # lazy: data can be split and resumed without the communication layer
+    from dure.comm.queries import is_initialized
+
+    alone = not is_initialized() and env.integer("WORLD_SIZE", 1) == 1
+    return (1, 0) if alone else (None, None)
+
+
+def _refuse_orders_that_cannot_be_repeated(sampler: Any) -> None:
+    random_kinds = (torch_data.RandomSampler, torch_data.WeightedRandomSampler)
+    if isinstance(sampler, (*random_kinds, torch_data.SubsetRandomSampler)):
+        raise _unfit(
+            f"a {type(sampler).__name__}, which draws another order each time",
+            "Use shuffle=True, or a sampler whose order depends on set_epoch alone.",
+        )
+
+
+def _unfit(seen: str, fix: str) -> UsageError:
+    return UsageError("the loader could not resume exactly", seen=seen, fix=fix)
