@@ -130,6 +130,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "dure.data.sampler": ("DistributedSampler",),
     "dure.parallel": ("DistributedDataParallel", "GradBucket", "MixedPrecision"),
     "dure.parallel.amp": ("GradScaler", "clip_grad_norm_"),
+    "dure.parallel.metrics": ("StepMeter", "StepReport", "StepSplit", "TensorBoardWriter"),
 }
 _MODULES = frozenset({"trace"})
 """Modules that are used under their own name, as `dure.trace.dump()`."""

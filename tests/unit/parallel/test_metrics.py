@@ -1,0 +1,263 @@
+"""The step meter on one rank, by a clock that the test turns on; and the values it gives."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import dure
+from dure import trace
+from dure.errors import UsageError
+from dure.parallel.metrics import meter as meter_module
+from dure.parallel.metrics.split import StepReport, StepSplit, median_split
+from dure.trace import spans
+
+DATA, FORWARD, LOSS, BACKWARD, UPDATE, REST = 7, 20, 3, 50, 11, 2
+MS = 1_000_000
+
+
+class Clock:
+    """Stands in for the module `time`; work takes as long as it says."""
+
+    def __init__(self) -> None:
+        self.now = 10**9
+
+    def monotonic_ns(self) -> int:
+        return self.now
+
+    def work(self, ms: int) -> None:
+        self.now += ms * MS
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(meter_module, "time", clock)
+    return clock
+
+
+class Slow(nn.Linear):
+    """A layer whose forward and backward take a known time."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(3, 1)
+        self.clock = clock
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.clock.work(FORWARD)
+        out = super().forward(x)
+        if out.grad_fn is not None:  # reached after the output's gradient, before the weight's
+            out.grad_fn.register_hook(lambda *_: self.clock.work(BACKWARD))
+        return out
+
+
+class SlowSGD(torch.optim.SGD):
+    def __init__(self, module: nn.Module, clock: Clock) -> None:
+        super().__init__(module.parameters(), lr=0.1)
+        self.clock = clock
+
+    def step(self, closure=None):
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        self.clock.work(UPDATE)
+
+
+def loader(clock: Clock, count: int) -> Iterator[dict[str, torch.Tensor]]:
+    for _ in range(count):
+        clock.work(DATA)
+        yield {"x": torch.ones(5, 3)}
+    clock.work(100)
+
+
+def train(meter: dure.StepMeter, module: Slow, optimizer: SlowSGD | None, count: int, every=1):
+    clock = module.clock
+    for number, batch in enumerate(meter.batches(loader(clock, count)), 1):
+        loss = module(batch["x"]).sum()
+        clock.work(LOSS)
+        loss.backward()
+        if optimizer is not None and number % every == 0:
+            optimizer.step()
+        clock.work(REST)
+        with torch.no_grad():
+            module(batch["x"])  # no part of forward
+    clock.work(1000)  # an evaluation
+
+
+def test_each_step_is_split_into_its_phases(clock):
+    module = Slow(clock)
+    optimizer = SlowSGD(module, clock)
+    meter = dure.StepMeter(module, optimizer)
+    for _ in range(2):
+        train(meter, module, optimizer, 3)
+    assert meter.num_steps == 6
+    for step in meter.steps():
+        assert step.phases() == pytest.approx(
+            {
+                "data wait": DATA / 1e3,
+                "forward": (FORWARD + LOSS) / 1e3,
+                "backward": BACKWARD / 1e3,
+                "exposed communication": 0,
+                "optimizer": UPDATE / 1e3,
+                "other": (REST + FORWARD) / 1e3,
+            }
+        )
+        assert sum(step.phases().values()) == pytest.approx(step.total_s)
+        assert step.samples == 5
+    assert meter.last.samples_per_s == pytest.approx(5 / meter.last.total_s)
+
+
+@pytest.mark.parametrize(("batches", "steps"), [(4, 2), (5, 2), (1, 0)])
+def test_accumulation_makes_one_step_of_several_batches(clock, batches, steps):
+    module = Slow(clock)
+    optimizer = SlowSGD(module, clock)
+    meter = dure.StepMeter(module, optimizer)
+    train(meter, module, optimizer, batches, every=2)
+    found = meter.steps()
+    assert len(found) == steps
+    for step in found:
+        assert step.backward_s == pytest.approx(2 * BACKWARD / 1e3)
+        assert step.data_wait_s == pytest.approx(2 * DATA / 1e3)
+        assert step.samples == 10
+
+
+def test_without_an_optimizer_each_batch_is_a_step(clock):
+    module = Slow(clock)
+    meter = dure.StepMeter(module, count=lambda batch: batch["x"].numel())
+    train(meter, module, None, 3)
+    assert [step.samples for step in meter.steps()] == [15, 15, 15]
+    assert [step.samples for step in meter.steps(last=2)] == [15, 15]
+    assert meter.steps(last=0) == []
+
+
+def test_an_optimizer_with_a_closure_is_not_charged_for_forward_and_backward(clock):
+    module = Slow(clock)
+    optimizer = SlowSGD(module, clock)
+    meter = dure.StepMeter(module, optimizer)
+    for batch in meter.batches(loader(clock, 2)):
+        optimizer.step(lambda x=batch["x"]: module(x).sum().backward())
+    assert meter.last.optimizer_s == pytest.approx(UPDATE / 1e3)
+    assert meter.last.backward_s == pytest.approx(BACKWARD / 1e3)
+
+
+def test_a_loop_that_is_left_early_ends_its_step_there(clock):
+    module = Slow(clock)
+    meter = dure.StepMeter(module)
+    for _ in meter.batches(loader(clock, 3)):
+        clock.work(4)
+        break
+    clock.work(500)
+    assert meter.last.total_s == pytest.approx((DATA + 4) / 1e3)
+
+
+def test_steps_can_be_ended_or_framed_by_hand(clock):
+    meter = dure.StepMeter(None, SlowSGD(Slow(clock), clock))
+    for _ in meter.batches(loader(clock, 2)):
+        clock.work(4)
+        meter.end_step()
+        clock.work(30)
+    with meter.step(samples=9):
+        clock.work(6)
+    assert [s.total_s for s in meter.steps()] == pytest.approx([0.011, 0.011, 0.006])
+    assert meter.last.samples == 9
+
+
+def test_kept_steps_are_the_last_and_a_closed_meter_watches_nothing(clock):
+    module = Slow(clock)
+    optimizer = SlowSGD(module, clock)
+    meter = dure.StepMeter(module, optimizer, keep=2)
+    train(meter, module, optimizer, 5)
+    assert (meter.num_steps, len(meter.steps())) == (5, 2)
+    meter.close()
+    module(torch.ones(1, 3)).sum().backward()
+    assert not module._forward_hooks and not module._forward_pre_hooks
+    assert meter.num_steps == 5
+
+
+def test_a_watched_module_can_be_copied_and_pickled():
+    module = nn.Linear(3, 1)
+    meter = dure.StepMeter(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        twin(torch.ones(1, 3)).sum().backward()
+    assert meter._step.backward == 0
+
+
+def test_what_is_no_optimizer_is_refused():
+    with pytest.raises(UsageError) as caught:
+        dure.StepMeter(None, object())  # pyright: ignore[reportArgumentType]
+    assert "object" in str(caught.value)
+
+
+def test_report_of_one_rank_communicates_nothing(clock):
+    module = Slow(clock)
+    optimizer = SlowSGD(module, clock)
+    meter = dure.StepMeter(module, optimizer)
+    empty = meter.report()
+    assert (empty.num_steps, empty.samples_per_s, empty.imbalance) == (0, 0.0, 0.0)
+    assert "0 steps" in str(empty)
+    train(meter, module, optimizer, 3)
+    report = meter.report()
+    assert report.ranks == (median_split(meter.steps()),)
+    assert (report.slowest, report.imbalance, meter.num_gathers) == (0, 0.0, 0)
+    assert "slowest" not in str(report)
+
+
+def test_phases_are_told_to_a_timeline_only_while_it_is_recorded(clock, tmp_path):
+    module = Slow(clock)
+    optimizer = SlowSGD(module, clock)
+    meter = dure.StepMeter(module, optimizer)
+    told: list[trace.Span] = []
+    train(meter, module, optimizer, 1)
+    spans.listeners.append(told.append)
+    try:
+        train(meter, module, optimizer, 1)
+    finally:
+        spans.listeners.remove(told.append)
+    lengths = {span.name: (span.end_ns - span.start_ns) // MS for span in told}
+    assert lengths == {
+        "data wait": DATA,
+        "forward": FORWARD + LOSS,
+        "backward": BACKWARD,
+        "optimizer": UPDATE,
+    }
+
+
+def test_medians_are_taken_of_each_field_and_leave_no_phase_negative():
+    steps = [StepSplit(forward_s=f, total_s=t) for f, t in [(1, 9), (8, 4), (3, 1)]]
+    middle = median_split(steps)
+    assert (middle.forward_s, middle.total_s) == (3, 4)
+    assert StepSplit(forward_s=5, total_s=4).other_s == 0
+    assert StepSplit(exposed_comm_s=5, total_s=4).own_s == 0
+
+
+def report_of(*ranks: tuple[float, float]) -> StepReport:
+    """Ranks of (own, exposed) seconds."""
+    return StepReport(
+        ranks=tuple(
+            StepSplit(exposed_comm_s=e, total_s=own + e, forward_s=own, samples=10, num_bytes=2e6)
+            for own, e in ranks
+        ),
+        num_steps=4,
+    )
+
+
+def test_the_slowest_rank_is_the_one_that_waits_least():
+    report = report_of((1.0, 1.0), (1.75, 0.25), (1.0, 1.0))
+    assert report.slowest == 1
+    assert report.imbalance == pytest.approx(1.75 / 1.25 - 1)
+    assert report.samples_per_s == pytest.approx(15)
+    assert "rank 1 is the slowest" in str(report)
+    assert "2.0 MB reduced" in str(report)
+    assert report.scalars()["step/exposed_comm_s"] == pytest.approx(0.75)
+
+
+def test_a_table_of_many_ranks_shows_the_mean_and_the_slowest():
+    text = str(report_of(*[(1.0, 1.0)] * 6, (2.0, 0.0)))
+    assert "mean of 7" in text
+    assert text.splitlines()[0].split()[-2:] == ["rank", "6"]
+    assert max(len(line) for line in text.splitlines()) < 80
