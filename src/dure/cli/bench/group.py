@@ -68,6 +68,7 @@ class Contestant:
         python: The interpreter.
         mpirun: The program that starts the ranks; None: `dure run`.
         arena: Whether its tensors come from `shared_empty`.
+        program: What `dure run` starts as a rank: it calls `serve` of rank.py.
     """
 
     name: str
@@ -75,12 +76,13 @@ class Contestant:
     python: str = sys.executable
     mpirun: str | None = None
     arena: bool = False
+    program: tuple[str, ...] = ("-m", "dure.cli.bench.rank")
 
     def command(self, ranks: int, address: str) -> list[str]:
         """Return the command line that starts so many ranks."""
         run = [sys.executable, "-m", "dure.cli", "run"]
         if self.mpirun is None:
-            program = ["--nproc", str(ranks), "-m", "dure.cli.bench.rank"]
+            program = ["--nproc", str(ranks), *self.program]
         else:
             program = ["--no-python", self.mpirun, "-n", str(ranks), self.python, _RANK]
         return [*run, *program, address, *self.role]

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 # Any: buffers are tensors or numpy arrays, and what moves them one of three libraries.
 from typing import Any
 
-__all__ = ["Case", "Refusal", "Segment", "expected", "inputs", "table", "write", "wrong"]
+__all__ = ["Case", "Refusal", "Segment", "expected", "inputs", "serve", "table", "write", "wrong"]
 
 _ROW = 4096
 _MOVED_PERIOD, _MOVED_SHIFT, _REDUCED_PERIOD = 113, 17, 5
@@ -393,8 +393,14 @@ def _target_length(case: Case) -> int:
     return lengths.get(case.op, 0)
 
 
-def _serve(address: str, who: TorchStyle | Mpi) -> None:
-    """Answer commands until the controller says no more."""
+def serve(address: str, who: Any, server: object) -> None:
+    """Answer commands until the controller says no more.
+
+    Args:
+        address: Name of the controller's socket.
+        who: Has the rank, label and version of who answers (Any: of whatever library).
+        server: Its methods are the commands; they take keywords, and return what to answer.
+    """
     with socket.socket(socket.AF_UNIX) as controller:
         controller.connect("\0" + address)
         lines = controller.makefile("r", encoding="utf-8")
@@ -403,7 +409,6 @@ def _serve(address: str, who: TorchStyle | Mpi) -> None:
             controller.sendall(json.dumps(answer).encode() + b"\n")
 
         say(rank=who.rank, label=who.label, version=who.version, python=sys.version.split()[0])
-        server = Server(who)
         for line in lines:
             command = json.loads(line)
             try:
@@ -419,7 +424,7 @@ def main() -> None:
     """Play one rank of the contestant that the command line names."""
     address, kind, *rest = sys.argv[1:]
     who = Mpi() if kind == "mpi" else TorchStyle(kind, rest[0])
-    _serve(address, who)
+    serve(address, who, Server(who))
     who.leave()
 
 
