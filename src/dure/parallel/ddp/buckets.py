@@ -135,6 +135,9 @@ class Bucket:
         num_bytes: Size of `flat`.
         buffer: The gradients.
         slots: The places of the gradients.
+        usual_flags: What the flags are where every rank has every gradient, before the average and
+            after it.
+        usual: The flags are that since the last step, and need not be written again.
         pending: How many gradients the present backward still owes.
         work: The reduction, once started.
     """
@@ -148,6 +151,8 @@ class Bucket:
         "pending",
         "result",
         "slots",
+        "usual",
+        "usual_flags",
         "work",
     )
 
@@ -156,6 +161,9 @@ class Bucket:
         self.num_bytes = flat.numel() * flat.element_size()
         self.buffer = flat[: flat.numel() - 2 * num_gradients]
         self.flags = flat[flat.numel() - 2 * num_gradients :].view(2, num_gradients)
+        self.usual_flags = torch.ones_like(self.flags)
+        self.usual_flags[1] = 0
+        self.usual = False
         self.slots: list[Slot] = []
         self.pending = num_gradients
         self.work: Work | None = None
@@ -163,8 +171,10 @@ class Bucket:
 
     def write_flags(self) -> None:
         """Tell the other ranks which gradients this rank has."""
-        self.flags[0].fill_(1)
-        self.flags[1].fill_(0)
+        usual, self.usual = self.usual, False
+        if usual and self.pending == 0:
+            return
+        self.flags.copy_(self.usual_flags)
         for i, slot in enumerate(self.slots):
             if not slot.used:
                 self.flags[0, i] = 0
@@ -176,6 +186,23 @@ class Bucket:
         for slot in self.slots:
             slot.contribute_nothing()
         self.flags.zero_()
+        self.usual = False
+
+    def settle(self) -> list[Slot]:
+        """Point parameters to their results; return the slots that some rank did not use."""
+        self.usual = torch.equal(self.flags, self.usual_flags)
+        if self.usual or self._complete():
+            for slot in self.slots:
+                slot.settle(True)
+            return []
+        used, missing = self.flags
+        for i, slot in enumerate(self.slots):
+            slot.settle(bool(used[i]))
+        return [slot for i, slot in enumerate(self.slots) if bool(missing[i])]
+
+    def _complete(self) -> bool:
+        used, missing = self.flags
+        return bool(used.all()) and not bool(missing.any())
 
     def reset(self) -> None:
         """Get ready for the next backward."""

@@ -8,7 +8,9 @@ One backward with reduction:
    its bucket owes one less. When a bucket owes nothing, and all buckets before it have been
    started, its reduction is started too. It runs beside the rest of backward.
 3. *finish*: buckets that still owe gradients are completed with what is there (zeros for a
-   parameter that got no gradient) and started; then the rank waits for all of them.
+   parameter that got no gradient) and started; then the rank waits for all of them. The last
+   bucket is left for here: it is complete when backward has nothing more to compute, and if no
+   other is under way it is reduced by this thread, without waking one for it.
 
 A rank whose loss does not depend on some parameter therefore still takes part in every reduction,
 and no rank ever waits for one that gave up. The flags of each bucket (see "Layout" in buckets.py)
@@ -202,7 +204,7 @@ class Reducer:
         """Take in a gradient that autograd has just accumulated."""
         with self._lock:
             bucket = self.buckets[slot.bucket_index]
-            if self._syncing and bucket.work is not None:
+            if self._syncing and bucket.index < self._next:
                 raise ModuleError(
                     "a gradient changed after its bucket was reduced",
                     parameters=(slot.name,),
@@ -222,22 +224,22 @@ class Reducer:
             self.ready_order.append(slot.name)
             bucket.pending -= 1
             while self._next < len(self.buckets) and self.buckets[self._next].pending == 0:
-                self._start_next()
+                self._next += 1
+                if self._next < len(self.buckets):
+                    self._start(self.buckets[self._next - 1])
 
-    def _start_next(self) -> None:
-        """Start the reduction of the next bucket."""
-        bucket = self.buckets[self._next]
-        self._next += 1
+    def _start(self, bucket: Bucket, async_op: bool = True) -> None:
+        """Start the reduction of `bucket`; where not `async_op`, it may end here too."""
         start = Clock.now()
         bucket.write_flags()
-        self._reduce(bucket)
+        self._reduce(bucket, async_op)
         self.clock.launched(start, bucket.num_bytes)
 
-    def _reduce(self, bucket: Bucket) -> None:
+    def _reduce(self, bucket: Bucket, async_op: bool = True) -> None:
         """Start the reduction of `bucket`, which is filled."""
         if self.comm_hook is None:
             op = ReduceOp.AVG if self.divisor is None else ReduceOp.SUM
-            bucket.work = self.group.all_reduce(bucket.flat, op, async_op=True)
+            bucket.work = self.group.all_reduce(bucket.flat, op, async_op=async_op)
         else:
             state, hook = self.comm_hook
             bucket.result = hook(state, GradBucket(bucket, bucket.index == len(self.buckets) - 1))
@@ -250,7 +252,7 @@ class Reducer:
             unused = [slot for slot in self.slots() if not slot.used]
             try:
                 self._complete(unused)
-                lacking = [slot for bucket in self.buckets for slot in _settle(bucket)]
+                lacking = [slot for bucket in self.buckets for slot in bucket.settle()]
             except CommError as error:
                 if self.announcer is not None:
                     self.announcer.failed(error)
@@ -270,8 +272,11 @@ class Reducer:
         early_ns = self.clock.launch_ns
         for slot in unused:
             slot.contribute_unused()
-        while self._next < len(self.buckets):
-            self._start_next()
+        *others, last = self.buckets
+        for bucket in others[self._next :]:
+            self._start(bucket)
+        self._next = len(self.buckets)
+        self._start(last, async_op=any(map(_under_way, others)))
         self._wait()
         self.clock.launch_ns = early_ns
         self.clock.comm_end = Clock.now()
@@ -303,7 +308,7 @@ class Reducer:
                     bucket.contribute_nothing()
                     self._reduce(bucket)
                 self._wait()
-                lacking = [slot for bucket in self.buckets for slot in _settle(bucket)]
+                lacking = [slot for bucket in self.buckets for slot in bucket.settle()]
             finally:
                 self._reset()
             self.num_reduced += 1
@@ -318,17 +323,8 @@ class Reducer:
                 slot.ready = False
 
 
-def _settle(bucket: Bucket) -> list[Slot]:
-    """Point parameters to their results; return the slots that some rank did not use."""
-    used, missing = bucket.flags
-    if bool(used.all()) and not bool(missing.any()):
-        for slot in bucket.slots:
-            slot.settle(True)
-        return []
-    lacking = [slot for i, slot in enumerate(bucket.slots) if bool(missing[i])]
-    for i, slot in enumerate(bucket.slots):
-        slot.settle(bool(used[i]))
-    return lacking
+def _under_way(bucket: Bucket) -> bool:
+    return bucket.work is not None and not bucket.work.is_completed()
 
 
 def _wait(bucket: Bucket) -> None:
