@@ -1,4 +1,4 @@
-"""A small GPT, for the examples that train on text: embeddings, blocks of attention and MLP, a head.
+"""A small GPT for the examples that train on text: embeddings, layers, a head.
 
     tokens [n, t] -> embedding + position -> L x [x + attention(norm(x)); x + mlp(norm(x))]
                   -> norm -> scores of the next token [n, t, vocabulary]
