@@ -128,6 +128,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "dure.data.loader": ("DataLoader",),
     "dure.data.partition": ("DataPartitioner", "Partition"),
     "dure.data.sampler": ("DistributedSampler",),
+    "dure.parallel.batch_norm": ("SyncBatchNorm",),
     "dure.parallel": ("DistributedDataParallel", "GradBucket", "MixedPrecision"),
     "dure.parallel.amp": ("GradScaler", "clip_grad_norm_"),
     "dure.parallel.metrics": ("StepMeter", "StepReport", "StepSplit", "TensorBoardWriter"),
