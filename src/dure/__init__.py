@@ -130,6 +130,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "dure.data.sampler": ("DistributedSampler",),
     "dure.parallel.batch_norm": ("SyncBatchNorm",),
     "dure.parallel": ("DistributedDataParallel", "GradBucket", "MixedPrecision"),
+    "dure.parallel.dp": ("DataParallel", "data_parallel"),
     "dure.parallel.amp": ("GradScaler", "clip_grad_norm_"),
     "dure.parallel.metrics": ("StepMeter", "StepReport", "StepSplit", "TensorBoardWriter"),
 }
