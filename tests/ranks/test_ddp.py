@@ -47,9 +47,10 @@ def test_step_is_one_reduction_a_bucket_and_nothing_else_2_ranks() -> None:
     def rank_main(rank: int) -> int:
         ddp = dist.DistributedDataParallel(model_of[rank], bucket_cap_mb=0.03)
         dist.barrier()
-        with ddp.no_sync():
+        for _ in range(2):
+            with ddp.no_sync():
+                ddp(torch.ones(1, 64)).sum().backward()
             ddp(torch.ones(1, 64)).sum().backward()
-        ddp(torch.ones(1, 64)).sum().backward()
         return len(ddp.reducer.buckets)
 
     model_of = [model, nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])]
@@ -58,7 +59,9 @@ def test_step_is_one_reduction_a_bucket_and_nothing_else_2_ranks() -> None:
     assert buckets == [2, 2]
     for rank in range(2):
         ops = [e.op for e in events if e.rank == rank]
-        assert ops[ops.index("barrier") + 1 :] == ["all_reduce"] * 2
+        # Once, rank 0 tells in which order gradients became ready.
+        steps = [*["all_reduce"] * 2, "broadcast", *["all_reduce"] * 2]
+        assert ops[ops.index("barrier") + 1 :] == steps
 
 
 def test_ranks_with_different_models_all_name_the_first_difference() -> None:
@@ -122,7 +125,7 @@ def test_backward_that_reaches_no_parameter_is_named_too_2_ranks() -> None:
             ddp(x, rank == 0).sum().backward()
         return caught.value.parameters
 
-    assert run_ranks(2, rank_main) == [("bias", "weight")] * 2
+    assert run_ranks(2, rank_main) == [("weight", "bias")] * 2
 
 
 def test_unused_parameters_are_averaged_where_used_and_left_alone_elsewhere() -> None:
@@ -338,13 +341,62 @@ def test_create_graph_is_accepted_1_rank() -> None:
     assert run_ranks(1, rank_main)[0] == pytest.approx([8.0] * 3)
 
 
-def test_sparse_gradients_become_dense_2_ranks() -> None:
-    def rank_main(rank: int) -> list[list[float]]:
-        ddp = dist.DistributedDataParallel(nn.Embedding(3, 2, sparse=True))
-        ddp(torch.tensor([rank])).sum().backward()
-        return ddp.module.weight.grad.tolist()
+@pytest.mark.parametrize("hook", [False, True])
+def test_sparse_gradients_stay_sparse_3_ranks(hook: bool) -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.out = nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1, bias=False)
 
-    assert run_ranks(2, rank_main) == [[[0.5, 0.5], [0.5, 0.5], [0.0, 0.0]]] * 2
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return self.out(self.words(rows)).sum()
+
+    def sum_up(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Any]:
+        return (
+            group.all_reduce(bucket.buffer(), async_op=True)
+            .get_future()
+            .then(lambda future: future.value()[0] / 3)
+        )
+
+    def rank_main(rank: int) -> list[float]:
+        ddp = dist.DistributedDataParallel(Words())
+        if hook:
+            ddp.register_comm_hook(dist.group.WORLD, sum_up)
+        ddp.module.out.weight.data.fill_(3)
+        optimizer = torch.optim.SparseAdam([ddp.module.words.weight])
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(torch.tensor([rank, 3])).backward()
+            optimizer.step()  # takes sparse gradients only
+        gradient = ddp.module.words.weight.grad
+        assert gradient.layout is torch.sparse_coo
+        return gradient.to_dense()[:, 0].tolist()
+
+    assert run_ranks(3, rank_main) == [[1, 1, 1, 3]] * 3
+
+
+def test_sparse_gradient_of_one_rank_only_2_ranks() -> None:
+    def rank_main(rank: int) -> tuple[list[float], Any]:
+        module = nn.ModuleDict({"used": nn.Embedding(2, 1, sparse=True)})
+        module["unused"] = nn.Embedding(2, 1, sparse=True)
+
+        class Sometimes(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.words, self.always = module, nn.Linear(1, 1)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                y = self.always(x).sum()
+                return y + self.words["used"](torch.tensor([1])).sum() if rank else y
+
+        ddp = dist.DistributedDataParallel(Sometimes(), find_unused_parameters=True)
+        for _ in range(2):
+            ddp.zero_grad()
+            ddp(torch.ones(1, 1)).backward()
+        used, unused = (module[name].weight.grad for name in ("used", "unused"))
+        return used.to_dense().flatten().tolist(), unused
+
+    assert run_ranks(2, rank_main) == [([0, 0.5], None)] * 2
 
 
 @pytest.mark.parametrize(

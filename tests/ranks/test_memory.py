@@ -28,3 +28,13 @@ def test_shared_empty_of_nothing():
         return dist.shared_empty(0, 4).shape == (0, 4)
 
     assert run_ranks(2, body) == [True, True]
+
+
+def test_all_gather_of_one_element_of_any_stride_2_ranks() -> None:
+    def rank_main(rank: int) -> list[float]:
+        mine = torch.tensor(float(rank)).expand(1, 1)
+        theirs = [torch.empty(1, 1) for _ in range(2)]
+        dist.all_gather(theirs, mine)
+        return [t.item() for t in theirs]
+
+    assert run_ranks(2, rank_main) == [[0, 1]] * 2

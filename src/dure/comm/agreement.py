@@ -19,7 +19,7 @@ from dure.errors import ModuleError
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["dense_strides", "describe_tensor", "verify_equal"]
+__all__ = ["dense_strides", "describe_tensor", "gather_texts", "verify_equal"]
 
 _NOTHING = "nothing more"
 
@@ -66,14 +66,17 @@ def verify_equal(group: ProcessGroup, descriptions: Sequence[str], what: str = "
     group.all_gather(digests, digest)
     if all(torch.equal(d, digest) for d in digests):
         return  # and so does every other rank: whoever differs is seen by all
-    texts = _gather_texts(group, text)
+    texts = gather_texts(group, text)
     for position, entries in enumerate(zip_longest(*texts, fillvalue=_NOTHING)):
         if len(set(entries)) > 1:
             raise _difference(group, position, entries, what)
 
 
-def _gather_texts(group: ProcessGroup, text: bytes) -> list[list[str]]:
-    """Exchange texts of different lengths."""
+def gather_texts(group: ProcessGroup, text: bytes) -> list[list[str]]:
+    """Exchange texts of different lengths; return the lines of each rank's.
+
+    Collective: all ranks of the group.
+    """
     length = torch.tensor([len(text)])
     lengths = [torch.empty_like(length) for _ in range(group.size())]
     group.all_gather(lengths, length)

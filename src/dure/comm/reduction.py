@@ -61,7 +61,9 @@ _NATIVE = {
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View a contiguous tensor [*] of any dtype as its bytes, a uint8 tensor [nbytes]."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().reshape(-1)
+    # One element may have any stride and yet be contiguous.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def reduce_in_order(tensors: Sequence[torch.Tensor], op: ReduceOp, out: torch.Tensor) -> None:

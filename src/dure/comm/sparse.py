@@ -58,8 +58,8 @@ def sparse_all_reduce(
     indices = [torch.empty((rows, k), dtype=torch.int64, device=device) for k in lengths]
     tail = mine.values().shape[1:]
     values = [torch.empty((k, *tail), dtype=mine.dtype, device=device) for k in lengths]
-    first = group.all_gather(indices, mine.indices(), async_op=True)
-    second = group.all_gather(values, mine.values(), async_op=True)
+    first = group.all_gather(indices, mine.indices().contiguous(), async_op=True)
+    second = group.all_gather(values, mine.values().contiguous(), async_op=True)
     assert first is not None
     assert second is not None
 

@@ -13,37 +13,36 @@ def sizes(*num_bytes: int) -> list[GradientSize]:
 
 
 def test_plan_small_model_is_one_bucket_in_reverse_order() -> None:
-    assert plan_buckets(sizes(8, 8, 8), cap_bytes=1000) == ((2, 1, 0),)
+    assert plan_buckets(sizes(8, 8, 8), caps=(1000,)) == ((2, 1, 0),)
 
 
 def test_plan_first_bucket_is_closed_at_its_own_cap() -> None:
-    plan = plan_buckets(sizes(10, 10, 10, 10, 10), cap_bytes=30, first_cap_bytes=15)
+    plan = plan_buckets(sizes(10, 10, 10, 10, 10), caps=(15, 30))
     assert plan == ((4, 3), (2, 1, 0))
 
 
-def test_plan_first_cap_never_exceeds_cap() -> None:
-    assert plan_buckets(sizes(10, 10), cap_bytes=5, first_cap_bytes=1 << 20) == ((1,), (0,))
+def test_plan_last_cap_holds_for_all_further_buckets() -> None:
+    plan = plan_buckets(sizes(*[10] * 7), caps=(10, 30, 20))
+    assert plan == ((6,), (5, 4, 3), (2, 1), (0,))
 
 
 def test_plan_kinds_never_mix_and_each_starts_small() -> None:
     kinds = ["f", "d", "f", "d", "f"]
-    plan = plan_buckets(
-        [GradientSize(num_bytes=10, kind=k) for k in kinds], cap_bytes=100, first_cap_bytes=20
-    )
+    plan = plan_buckets([GradientSize(num_bytes=10, kind=k) for k in kinds], caps=(20, 100))
     # f: 4, 2 | 0; d: 3, 1. They are reduced in the order in which they are completed.
     assert plan == ((4, 2), (3, 1), (0,))
 
 
 def test_plan_of_nothing_is_empty() -> None:
-    assert plan_buckets([], cap_bytes=10) == ()
+    assert plan_buckets([], caps=(10,)) == ()
 
 
 def test_plan_zero_sized_gradients_travel_along() -> None:
-    assert plan_buckets(sizes(0, 10, 0), cap_bytes=10, first_cap_bytes=10) == ((2, 1), (0,))
+    assert plan_buckets(sizes(0, 10, 0), caps=(10, 10)) == ((2, 1), (0,))
 
 
 def test_plan_follows_a_given_order() -> None:
-    plan = plan_buckets(sizes(10, 10, 10), cap_bytes=20, first_cap_bytes=20, order=[1, 0, 2])
+    plan = plan_buckets(sizes(10, 10, 10), caps=(20, 20), order=[1, 0, 2])
     assert plan == ((1, 0), (2,))
 
 
@@ -56,7 +55,7 @@ def test_plan_holds_each_gradient_once_and_closes_in_time(
     entries: list[tuple[int, str]], cap: int, first_cap: int
 ) -> None:
     gradients = [GradientSize(num_bytes=n, kind=k) for n, k in entries]
-    plan = plan_buckets(gradients, cap_bytes=cap, first_cap_bytes=first_cap)
+    plan = plan_buckets(gradients, caps=(min(first_cap, cap), cap))
     assert sorted(i for bucket in plan for i in bucket) == list(range(len(gradients)))
     for bucket in plan:
         assert len({gradients[i].kind for i in bucket}) == 1

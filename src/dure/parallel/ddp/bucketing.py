@@ -9,8 +9,8 @@ there, while backward goes on with the layers below.
 Three rules make the plan:
 
 * Gradients of one bucket have one *kind* (dtype and device), since they share one flat tensor.
-* A bucket is closed once it holds at least its *cap* in bytes. The first one of each kind has a
-  small cap, so that communication starts early, when the last layers are done.
+* A bucket is closed once it holds at least its *cap* in bytes. The first one of each kind usually
+  has a small cap, so that communication starts early, when the last layers are done.
 * Buckets are numbered by the gradient that completes them. All ranks reduce them in this order,
   whatever order they become ready in, so that the ranks' collectives always match.
 """
@@ -38,16 +38,15 @@ class GradientSize:
 def plan_buckets(
     sizes: Sequence[GradientSize],
     *,
-    cap_bytes: int,
-    first_cap_bytes: int = FIRST_CAP_BYTES,
+    caps: Sequence[int],
     order: Sequence[int] | None = None,
 ) -> tuple[tuple[int, ...], ...]:
     """Divide gradients into buckets.
 
     Args:
         sizes: The gradients, in the order in which their parameters are registered.
-        cap_bytes: A bucket is closed when it holds at least this many bytes.
-        first_cap_bytes: The same for the first bucket of each kind; never more than `cap_bytes`.
+        caps: A bucket is closed when it holds at least this many bytes: the first of each kind, the
+            second, ...; the last number holds for all further ones.
         order: The order in which gradients are expected, as indices into `sizes`; by default the
             reverse of `sizes`.
 
@@ -56,10 +55,9 @@ def plan_buckets(
         buckets are in the order in which they have to be reduced.
     """
     expected = range(len(sizes) - 1, -1, -1) if order is None else order
-    first_cap = min(first_cap_bytes, cap_bytes)
     open_buckets: dict[Hashable, list[int]] = {}
     filled: dict[Hashable, int] = {}
-    caps: dict[Hashable, int] = {}
+    num_closed: dict[Hashable, int] = {}
     closed: list[tuple[int, tuple[int, ...]]] = []
     last_seen: dict[Hashable, int] = {}
     for position, index in enumerate(expected):
@@ -68,8 +66,9 @@ def plan_buckets(
         open_buckets.setdefault(kind, []).append(index)
         filled[kind] = filled.get(kind, 0) + size.num_bytes
         last_seen[kind] = position
-        if filled[kind] >= caps.get(kind, first_cap):
+        number = num_closed.get(kind, 0)
+        if filled[kind] >= caps[min(number, len(caps) - 1)]:
             closed.append((position, tuple(open_buckets.pop(kind))))
-            filled[kind], caps[kind] = 0, cap_bytes
+            filled[kind], num_closed[kind] = 0, number + 1
     closed += [(last_seen[kind], tuple(rest)) for kind, rest in open_buckets.items()]
     return tuple(indices for _, indices in sorted(closed))

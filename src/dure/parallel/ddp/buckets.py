@@ -1,129 +1,48 @@
-"""Gradients as views of flat, shared buckets.
+"""Buckets: gradients that one collective reduces, in memory that the ranks share.
 
-Layout of a bucket's flat tensor, with k gradients in it:
+All dense gradients of one dtype and device lie in one block of memory, their *region*. A
+bucket is a stretch of it; so buckets can be cut anew, once it is known in which order gradients
+become ready, without a byte of further memory, and without asking the other ranks for it.
 
-    | gradient 0 | gradient 1 | ... | gradient k-1 | used (k) | missing (k) |
-    |<----------------- buffer ------------------->|<-------- flags ------->|
+    region   |  bucket 0  |   bucket 1   |     bucket 2    ...     | unused |
+    bucket   | gradient | gradient | ... | gradient |
+    the last | gradient | ... | gradient | ledger |
 
-A *slot* is the place of one gradient: a tensor that shares the bucket's memory and becomes the
-parameter's ``.grad``. Autograd adds into it in place, the collective reduces it in place, and the
-optimizer reads it there: nothing is copied. Only the first gradient after ``zero_grad()``, which
-sets ``.grad`` to None, arrives in a tensor of autograd's own and is copied in once.
-
-The *flags* ride along with the gradients and are averaged with them, so that one collective also
-tells, for each gradient, whether any rank used it (the average of `used` is not 0) and whether any
-rank lacks it (the average of `missing` is not 0). Two flags, because a count of n ranks could not
-be told from n - 1 in 16 bits, while zero is zero in every format.
-
-Slots lie without padding, in the strides of their parameter where those are dense. They are not
-views in autograd's sense, so ``grad.detach_()`` works on them. A program that keeps a gradient
-(``g = p.grad``) over ``zero_grad(set_to_none=True)`` keeps its values: the slot sees that it is
-held and moves the holder's tensor to memory of its own before writing.
+Each bucket begins at an address that the fastest instructions like; gradients within it lie without
+padding. The last bucket also carries the ledger (ledger.py).
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from dure.comm.agreement import dense_strides
+from dure.parallel.ddp.bucketing import GradientSize
+from dure.parallel.ddp.slots import Slot, SparseSlot
 
 if TYPE_CHECKING:
     from dure.comm.work import Work
 
-__all__ = ["Bucket", "GradBucket", "Slot", "make_bucket"]
+__all__ = ["Bucket", "GradBucket", "Regions", "kind_of", "size_of"]
 
-# What sys.getrefcount says of an object that only a slot's attribute refers to.
-_REFS_OF_UNHELD_VIEW = 2
+_ALIGNMENT_BYTES = 64
 
-
-class Slot:
-    """The place of one parameter's gradient in its bucket.
-
-    Threads: used by one thread at a time; the reducer's lock sees to it.
-    """
-
-    __slots__ = ("_flat", "_saved", "bucket_index", "name", "parameter", "ready", "used", "view")
-
-    def __init__(
-        self, name: str, parameter: torch.nn.Parameter, bucket: Bucket, offset: int
-    ) -> None:
-        self.name, self.parameter = name, parameter
-        # Not the bucket itself: a cycle would keep its shared memory until the garbage collector
-        # comes round.
-        self._flat, self.bucket_index = bucket.flat, bucket.index
-        self.view = _alias(self._flat, offset, parameter)
-        self.used = False  # got a gradient since the last reduction
-        self.ready = False  # got a gradient in the present backward
-        self._saved: torch.Tensor | None = None
-
-    def adopt(self) -> None:
-        """Make sure that the parameter's gradient lies in the bucket."""
-        gradient = self.parameter.grad
-        assert gradient is not None
-        if gradient is self.view:
-            return
-        self._free_view()
-        # Detached: with create_graph the gradient has a history, which the bucket must not get.
-        values = gradient.detach() if gradient.requires_grad else gradient
-        self.view.copy_(values if values.layout is torch.strided else values.to_dense())
-        self.parameter.grad = self.view
-
-    def contribute_unused(self) -> None:
-        """Fill the bucket for a gradient that this rank did not compute.
-
-        A gradient left over from an earlier step (a program that does not call zero_grad) is the
-        same on all ranks; contributing it makes the average come out as if it had been added
-        afterwards. It is saved, so that nothing changes where no rank uses the parameter.
-        """
-        if self.parameter.grad is self.view:
-            self._saved = self.view.clone()
-            return
-        self._free_view()
-        with torch.no_grad():
-            if self.parameter.grad is None:
-                self.view.zero_()
-            else:
-                self.view.copy_(self.parameter.grad)
-
-    def contribute_nothing(self) -> None:
-        """Fill the bucket with zeros: this rank only accompanies the others' step.
-
-        Its own old gradient goes: what is left of it would not be that of the others.
-        """
-        self.parameter.grad = None
-        self._free_view()
-        with torch.no_grad():
-            self.view.zero_()
-
-    def settle(self, used_somewhere: bool) -> None:
-        """After the reduction: show the result, or leave the gradient as it was."""
-        if used_somewhere:
-            if self.parameter.grad is not self.view:
-                self.parameter.grad = self.view
-        elif self._saved is not None:
-            self.view.copy_(self._saved)
-        self._saved = None
-        self.used = self.ready = False
-
-    def _free_view(self) -> None:
-        """Before overwriting the view: give its old values to whoever still holds it."""
-        if sys.getrefcount(self.view) <= _REFS_OF_UNHELD_VIEW:
-            return
-        offset = int(self.view.storage_offset())
-        self.view.data = self.view.clone()
-        self.view = _alias(self._flat, offset, self.parameter)
+Kind = Hashable
 
 
-def _alias(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor shaped as `like` over `flat`'s memory, not a view for autograd."""
-    alias = torch.empty(0, dtype=flat.dtype, device=flat.device)
-    alias.set_(flat.untyped_storage(), offset, tuple(like.shape), dense_strides(like))  # pyright: ignore[reportUnknownMemberType]
-    return alias
+def kind_of(slot: Slot) -> Kind:
+    """Tell what must be equal for two gradients to share a bucket."""
+    if isinstance(slot, SparseSlot):
+        return ("sparse", slot.number)
+    return (slot.dtype, slot.parameter.dtype, slot.parameter.device)
+
+
+def size_of(slot: Slot) -> GradientSize:
+    """Tell the planner what it needs to know; a sparse gradient fills a bucket of its own."""
+    sparse = isinstance(slot, SparseSlot)
+    return GradientSize(num_bytes=1 << 62 if sparse else slot.size, kind=kind_of(slot))
 
 
 class Bucket:
@@ -131,117 +50,136 @@ class Bucket:
 
     Attributes:
         index: Its place in the order of reduction.
-        flat: All of it: gradients and flags.
+        flat: All of it: gradients, and the ledger in the last one.
         num_bytes: Size of `flat`.
         buffer: The gradients.
         slots: The places of the gradients.
-        usual_flags: What the flags are where every rank has every gradient, before the average and
-            after it.
-        usual: The flags are that since the last step, and need not be written again.
+        absent: Slots that no backward of this rank fills (static graph).
+        idle: Slots that the present backward does not fill.
         pending: How many gradients the present backward still owes.
         work: The reduction, once started.
+        result: What a communication hook returned.
     """
 
     __slots__ = (
+        "absent",
         "buffer",
-        "flags",
         "flat",
+        "idle",
         "index",
         "num_bytes",
         "pending",
         "result",
         "slots",
-        "usual",
-        "usual_flags",
         "work",
     )
 
-    def __init__(self, index: int, flat: torch.Tensor, num_gradients: int) -> None:
-        self.index, self.flat = index, flat
+    def __init__(self, index: int, flat: torch.Tensor, slots: Sequence[Slot]) -> None:
+        self.index, self.flat, self.slots = index, flat, list(slots)
         self.num_bytes = flat.numel() * flat.element_size()
-        self.buffer = flat[: flat.numel() - 2 * num_gradients]
-        self.flags = flat[flat.numel() - 2 * num_gradients :].view(2, num_gradients)
-        self.usual_flags = torch.ones_like(self.flags)
-        self.usual_flags[1] = 0
-        self.usual = False
-        self.slots: list[Slot] = []
-        self.pending = num_gradients
+        self.buffer = flat
+        self.absent: list[Slot] = []
+        self.idle: list[Slot] = []
+        self.pending = len(self.slots)
         self.work: Work | None = None
         self.result: torch.futures.Future[object] | None = None
+        self.expect()
 
-    def write_flags(self) -> None:
-        """Tell the other ranks which gradients this rank has."""
-        usual, self.usual = self.usual, False
-        if usual and self.pending == 0:
-            return
-        self.flags.copy_(self.usual_flags)
-        for i, slot in enumerate(self.slots):
-            if not slot.used:
-                self.flags[0, i] = 0
-                # One that was frozen after the module was wrapped is not missed.
-                self.flags[1, i] = int(slot.parameter.requires_grad)
+    @property
+    def sparse(self) -> SparseSlot | None:
+        """The one slot of a bucket of sparse entries."""
+        first = self.slots[0] if self.slots else None
+        return first if isinstance(first, SparseSlot) else None
 
-    def contribute_nothing(self) -> None:
-        """Fill all of it with zeros, the flags too: nothing is used, and nothing is missing."""
-        for slot in self.slots:
-            slot.contribute_nothing()
-        self.flags.zero_()
-        self.usual = False
-
-    def settle(self) -> list[Slot]:
-        """Point parameters to their results; return the slots that some rank did not use."""
-        self.usual = torch.equal(self.flags, self.usual_flags)
-        if self.usual or self._complete():
-            for slot in self.slots:
-                slot.settle(True)
-            return []
-        used, missing = self.flags
-        for i, slot in enumerate(self.slots):
-            slot.settle(bool(used[i]))
-        return [slot for i, slot in enumerate(self.slots) if bool(missing[i])]
-
-    def _complete(self) -> bool:
-        used, missing = self.flags
-        return bool(used.all()) and not bool(missing.any())
+    def expect(self) -> None:
+        """Take over how often each slot expects a gradient."""
+        self.absent = [slot for slot in self.slots if not slot.expected]
+        self.reset()
 
     def reset(self) -> None:
         """Get ready for the next backward."""
-        self.pending, self.work, self.result = len(self.slots), None, None
+        self.idle = list(self.absent)
+        self.pending = len(self.slots) - len(self.idle)
+        self.work, self.result = None, None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedParameter:
-    """A parameter and its path in the module."""
-
-    name: str
-    parameter: torch.nn.Parameter
-
-
-def make_bucket(
-    index: int,
-    members: Sequence[NamedParameter],
-    allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor],
-    dtype: torch.dtype | None = None,
-    make_slot: type[Slot] = Slot,
-) -> Bucket:
-    """Allocate the bucket of `members`, which are of one dtype and on one device.
+class Regions:
+    """The memory of all buckets: one block a kind.
 
     Args:
-        index: Its place in the order of reduction.
-        members: The parameters whose gradients lie in it, in this order.
-        allocate: Makes a flat tensor of so many elements.
-        dtype: Of the bucket; that of the parameters by default.
-        make_slot: The kind of places in it.
+        slots: All slots there will ever be.
+        extra: Elements that the last bucket carries beside its gradients.
+        allocate: Makes a block of elements; collective, where it is shared memory.
     """
-    numel = sum(m.parameter.numel() for m in members)
-    first = members[0].parameter
-    flat = allocate(numel + 2 * len(members), dtype or first.dtype, first.device)
-    bucket = Bucket(index, flat, len(members))
-    offset = int(flat.storage_offset())
-    for member in members:
-        bucket.slots.append(make_slot(member.name, member.parameter, bucket, offset))
-        offset += member.parameter.numel()
-    return bucket
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        extra: int,
+        allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor],
+    ) -> None:
+        self._extra = extra
+        device = slots[0].parameter.device
+        kinds = {_region_of(s): 0 for s in slots if not _is_sparse(s)}
+        self._of_ledger = next(iter(kinds), (torch.float32, device))
+        numels = {**kinds, self._of_ledger: 0}
+        for slot in slots:
+            if not _is_sparse(slot):
+                numels[_region_of(slot)] += slot.parameter.numel() + _aligned(1, slot.dtype)
+        self._blocks: Mapping[tuple[torch.dtype, torch.device], torch.Tensor] = {
+            (dtype, where): allocate(numel + extra + _aligned(1, dtype), dtype, where)
+            for (dtype, where), numel in numels.items()
+        }
+
+    def lay_out(self, plan: Sequence[Sequence[Slot]]) -> list[Bucket]:
+        """Cut the regions into the buckets of `plan`; slots move to their new places.
+
+        Returns:
+            The buckets, of which the last one is dense and has room for the ledger; it may have no
+            gradients at all.
+        """
+        for slots in plan:
+            for slot in slots:
+                slot.leave()
+        plan = list(plan)
+        if not plan or _is_sparse(plan[-1][0]):
+            plan.append(())
+        filled = dict.fromkeys(self._blocks, 0)
+        buckets: list[Bucket] = []
+        for index, slots in enumerate(plan):
+            last = index == len(plan) - 1
+            if slots and _is_sparse(slots[0]):
+                slots[0].place(torch.empty(0), index, 0)
+                buckets.append(Bucket(index, torch.empty(0), slots))
+                continue
+            key = _region_of(slots[0]) if slots else self._of_ledger
+            numel = sum(s.parameter.numel() for s in slots)
+            start = filled[key]
+            end = start + numel + (self._extra if last else 0)
+            filled[key] = _aligned(end, key[0])
+            flat = self._blocks[key][start:end]
+            offset = int(flat.storage_offset())
+            for slot in slots:
+                slot.place(flat, index, offset)
+                offset += slot.parameter.numel()
+            bucket = Bucket(index, flat, slots)
+            bucket.buffer = flat[:numel]
+            buckets.append(bucket)
+        return buckets
+
+
+def _region_of(slot: Slot) -> tuple[torch.dtype, torch.device]:
+    return (slot.dtype, slot.parameter.device)
+
+
+def _is_sparse(slot: Slot) -> bool:
+    return isinstance(slot, SparseSlot)
+
+
+def _aligned(numel: int, dtype: torch.dtype) -> int:
+    """Round a number of elements up, so that what follows is aligned."""
+    step = max(1, _ALIGNMENT_BYTES // dtype.itemsize)
+    return -(-numel // step) * step
 
 
 class GradBucket:
@@ -251,14 +189,18 @@ class GradBucket:
 
     def __init__(self, bucket: Bucket, last: bool) -> None:
         self._bucket, self._last = bucket, last
-        self._buffer = bucket.buffer
+        sparse = bucket.sparse
+        self._buffer = bucket.buffer if sparse is None else sparse.take()
 
     def index(self) -> int:
         """Return the bucket's number; they are handed to the hook in this order."""
         return self._bucket.index
 
     def buffer(self) -> torch.Tensor:
-        """Return this rank's gradients as one flat tensor [n]; not yet divided by anything."""
+        """Return this rank's gradients as one flat tensor [n]; not yet divided by anything.
+
+        That of a sparse gradient is the sparse tensor itself.
+        """
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from dure.parallel.ddp.buckets import Slot
+from dure.parallel.ddp.slots import Slot
 
 __all__ = ["CastSlot"]
 
@@ -50,4 +50,3 @@ class CastSlot(Slot):
                 self.parameter.grad = self.view.to(self.parameter.dtype)
             else:
                 gradient.detach().copy_(self.view)
-        self.used = self.ready = False

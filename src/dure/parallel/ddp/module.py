@@ -17,12 +17,12 @@ from dure.comm.world import resolve
 from dure.data.nests import moved
 from dure.errors import CommError
 from dure.parallel.ddp.bucketing import FIRST_CAP_BYTES
-from dure.parallel.ddp.buckets import NamedParameter
 from dure.parallel.ddp.joining import Announcer, JoinableReplica
 from dure.parallel.ddp.precision import ComputeCopies, MixedPrecision
 from dure.parallel.ddp.reducer import CommHook, Reducer, ReducerOptions
 from dure.parallel.ddp.replicas import BufferSync, broadcast_all
 from dure.parallel.ddp.report import Report
+from dure.parallel.ddp.slots import NamedParameter
 from dure.parallel.ddp.timing import StepTimes
 from dure.parallel.ddp.torch_names import TorchNames
 from dure.parallel.ddp.wrapping import (
@@ -131,9 +131,9 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         owners = buffer_owners(self.module, self.parameters_to_ignore)
         self._buffer_sync = BufferSync(group, owners) if owners else None
         options = ReducerOptions(
-            cap_bytes=self.bucket_bytes_cap,
-            first_cap_bytes=self._first_cap_bytes,
+            caps=(min(self._first_cap_bytes, self.bucket_bytes_cap), self.bucket_bytes_cap),
             allow_unused=self.find_unused_parameters or self.static_graph,
+            static_graph=self.static_graph,
             reduce_dtype=self._precision.gradients,
         )
         self._reducer = Reducer(group, trained, options)

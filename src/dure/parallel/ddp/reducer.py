@@ -8,17 +8,25 @@ One backward with reduction:
    its bucket owes one less. When a bucket owes nothing, and all buckets before it have been
    started, its reduction is started too. It runs beside the rest of backward.
 3. *finish*: buckets that still owe gradients are completed with what is there (zeros for a
-   parameter that got no gradient) and started; then the rank waits for all of them. The last
-   bucket is left for here: it is complete when backward has nothing more to compute, and if no
-   other is under way it is reduced by this thread, without waking one for it.
+   parameter that got no gradient) and started; then the rank waits for all of them.
 
-A rank whose loss does not depend on some parameter therefore still takes part in every reduction,
-and no rank ever waits for one that gave up. The flags of each bucket (see "Layout" in buckets.py)
-tell all ranks alike who lacked what: unless unused parameters are expected, all of them raise the
-same error, at the same step, with the parameters' names.
+The last bucket is started in *finish* and never before. It carries the ledger (ledger.py): what
+each rank used, and whether it is in trouble. A rank whose loss does not depend on some parameter
+therefore takes part in every reduction, no rank ever waits for one that gave up, and all raise the
+same error at the same step. A backward that ends with an exception never comes to *finish*; the
+next forward makes up for it (*abandon*), which tells the others.
 
 A backward without synchronisation (`no_sync`) only moves gradients to their slots; the next
 synchronised one reduces the sums.
+
+Note "Rebuilding". The first backward shows in which order gradients become ready. At its end rank 0
+tells its order to all, who plan the same buckets by it; when the second one begins, buckets are cut
+anew from the memory that they have (buckets.py). This moment is the same on all ranks, as they
+count backwards alike. Where any parameter may be unused, the order means little and stays as it is.
+
+Note "Static graph". The first backward starts nothing before its end, and counts how often each
+gradient is added to: reentrant checkpoints add several times. The later ones rely on it. Parameters
+that no rank used are left out of the buckets from then on.
 
 The group is kept here and not looked up: autograd may call from threads that have no world.
 """
@@ -35,13 +43,16 @@ import torch
 
 from dure.comm.ops import ReduceOp
 from dure.data.nests import tensors_of
-from dure.errors import CommError, ModuleError
-from dure.parallel.ddp.bucketing import GradientSize, plan_buckets
-from dure.parallel.ddp.buckets import Bucket, GradBucket, NamedParameter, Slot, make_bucket
+from dure.errors import CommError
+from dure.parallel.ddp import graphs
+from dure.parallel.ddp.bucketing import plan_buckets
+from dure.parallel.ddp.buckets import Bucket, GradBucket, Regions, size_of
 from dure.parallel.ddp.casting import CastSlot
+from dure.parallel.ddp.ledger import Ledger
+from dure.parallel.ddp.slots import DORMANT, NamedParameter, Slot, SparseSlot
 from dure.parallel.ddp.telling import tell_step
 from dure.parallel.ddp.timing import Clock, StepTimes
-from dure.parallel.ddp.verdicts import missing_gradients
+from dure.parallel.ddp.verdicts import Complaint, Trouble, verdict
 from dure.trace import spans
 
 if TYPE_CHECKING:
@@ -53,21 +64,26 @@ __all__ = ["CommHook", "Reducer", "ReducerOptions"]
 CommHook = Callable[[Any, GradBucket], torch.futures.Future[Any]]
 """Any: the hook's own state, and what its future holds (a tensor, or a list of one)."""
 
+_ROOT = 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReducerOptions:
     """How a reducer buckets, and what it expects.
 
     Attributes:
-        cap_bytes: A bucket is closed when it holds at least this much.
-        first_cap_bytes: The same for the first bucket.
+        caps: A bucket is closed when it holds at least this many bytes: the first, the second, ...;
+            the last number holds for all further ones.
         allow_unused: A parameter without a gradient is no error.
+        static_graph: Every backward is like the first one.
+        leave_out_unused: Parameters that nobody used in the first backward are never used.
         reduce_dtype: In which real gradients are reduced; their own by default.
     """
 
-    cap_bytes: int
-    first_cap_bytes: int
-    allow_unused: bool
+    caps: tuple[int, ...]
+    allow_unused: bool = False
+    static_graph: bool = False
+    leave_out_unused: bool = False
     reduce_dtype: torch.dtype | None = None
 
 
@@ -82,7 +98,8 @@ class Reducer:
         times: What the last synchronised step took.
         num_reduced: Completed backwards with reduction.
         awaited_too: What else the end of the next backward waits for (Any: nobody looks at it).
-        ready_order: Names of parameters in the order their gradients came in the last of these.
+        ready_order: Numbers of parameters in the order their gradients came in the last of these.
+        rebuilt: Whether the buckets follow the order of the first backward.
         divisor: What sums of gradients are divided by; None is the number of ranks.
         remove_hooks: Takes the parameters' hooks away: their gradients are no longer averaged.
         announcer: Tells a `Join` of each backward, and knows the divisor.
@@ -92,23 +109,33 @@ class Reducer:
         self, group: ProcessGroup, parameters: Sequence[NamedParameter], options: ReducerOptions
     ) -> None:
         self.group, self.options = group, options
-        self.allow_unused = options.allow_unused
-        self.buckets = self._allocate(parameters)
-        self.times = StepTimes()
-        self.clock = Clock()
+        self.allow_unused, self.static_graph = options.allow_unused, options.static_graph
+        self.parameter_names = [p.name for p in parameters]
+        self._slots = [self._make_slot(number, p) for number, p in enumerate(parameters)]
+        self._regions = Regions(self._slots, Ledger.size(len(parameters)), self._empty)
+        self.buckets = self._cut(self._plan(range(len(parameters) - 1, -1, -1)))
+        self.first_sizes = self.bucket_sizes()
+        self.times, self.clock = StepTimes(), Clock()
         self.num_reduced = 0
-        self.ready_order: list[str] = []
+        self.rebuilt = False
+        self.ready_order: list[int] = []
         self.comm_hook: tuple[object, CommHook] | None = None
         self.divisor: int | None = None
         self.announcer: Announcer | None = None
         self.on_step: Callable[[int, Clock], None] | None = None
         self.awaited_too: list[torch.futures.Future[Any]] = []
-        self.parameter_names = [p.name for p in parameters]
         self._lock = threading.RLock()
         self._armed = False  # the last forward was synchronised and has had no backward yet
         self._syncing = False  # between begin and finish
         self._next = 0  # the next bucket to start
-        handles = [self._watch_parameter(slot) for slot in self.slots()]
+        self._owing = 0  # gradients that the present backward still owes
+        self._counting = self.static_graph
+        self._new_plan: list[list[Slot]] | None = None
+        self._complaints: list[Complaint] = []
+        self._output_node: Any = None  # Any: a node of the last forward's graph
+        self._probe = self._slots[-1]  # likely to be in any graph
+        self._task, self._nested = -1, False  # backwards within a backward have other numbers
+        handles = [self._watch_parameter(slot) for slot in self._slots]
         self.remove_hooks = weakref.finalize(self, _remove_all, handles)
         self.remove_hooks.atexit = False
 
@@ -116,43 +143,84 @@ class Reducer:
         """Go through the slots of all buckets."""
         return (slot for bucket in self.buckets for slot in bucket.slots)
 
+    def bucket_sizes(self) -> list[int]:
+        """Return the bytes of gradients in each bucket."""
+        return [sum(slot.size for slot in b.slots) for b in self.buckets if b.slots]
+
+    def parameter_kinds(self) -> list[tuple[int, torch.dtype]]:
+        """Return, for each parameter, the bytes and the dtype of its gradient."""
+        return [(slot.size, slot.parameter.dtype) for slot in self._slots]
+
     @property
     def hook_name(self) -> str:
         """Name of the communication hook; empty without one."""
         return "" if self.comm_hook is None else getattr(self.comm_hook[1], "__qualname__", "")
 
-    def _allocate(self, parameters: Sequence[NamedParameter]) -> list[Bucket]:
-        sizes = [
-            GradientSize(
-                num_bytes=p.parameter.numel() * self._dtype_of(p).itemsize,
-                kind=(self._dtype_of(p), p.parameter.dtype, p.parameter.device),
-            )
-            for p in parameters
-        ]
+    def set_static_graph(self) -> None:
+        """Take the first backward, which is yet to come, as the model of all."""
+        self.static_graph = self.allow_unused = self._counting = True
+
+    # ---------------------------------------------------------------- buckets
+
+    def _make_slot(self, number: int, named: NamedParameter) -> Slot:
+        own, wanted = named.parameter.dtype, self.options.reduce_dtype
+        if named.sparse:
+            return SparseSlot(number, named, own)
+        if wanted is None or not own.is_floating_point or wanted == own:
+            return Slot(number, named, own)
+        return CastSlot(number, named, wanted)
+
+    def _plan(self, order: Sequence[int]) -> list[list[Slot]]:
+        """Divide slots into buckets; `order` has the numbers of those that take part."""
+        taking_part = [self._slots[number] for number in order]
         plan = plan_buckets(
-            sizes,
-            cap_bytes=self.options.cap_bytes,
-            first_cap_bytes=self.options.first_cap_bytes,
+            [size_of(slot) for slot in taking_part],
+            caps=self.options.caps,
+            order=range(len(taking_part)),
         )
-        return [
-            self._make_bucket(index, [parameters[i] for i in members])
-            for index, members in enumerate(plan)
-        ]
+        return [[taking_part[i] for i in members] for members in plan]
 
-    def _make_bucket(self, index: int, members: Sequence[NamedParameter]) -> Bucket:
-        dtype = self._dtype_of(members[0])
-        cast = dtype != members[0].parameter.dtype
-        return make_bucket(index, members, self._empty, dtype, CastSlot if cast else Slot)
-
-    def _dtype_of(self, member: NamedParameter) -> torch.dtype:
-        """Return the dtype in which a gradient is reduced."""
-        own, wanted = member.parameter.dtype, self.options.reduce_dtype
-        return own if wanted is None or not own.is_floating_point else wanted
+    def _cut(self, plan: Sequence[Sequence[Slot]]) -> list[Bucket]:
+        buckets = self._regions.lay_out(plan)
+        self._ledger = Ledger(buckets[-1].flat, len(self._slots), self.group.size())
+        return buckets
 
     def _empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if device.type == "cpu":
             return self.group.shared_empty(numel, dtype=dtype)
         return torch.zeros(numel, dtype=dtype, device=device)
+
+    def _learn_order(self) -> None:
+        """Plan the buckets of the later backwards; see the notes in the module's text.
+
+        Collective: all ranks, at the end of the first backward.
+        """
+        if self.rebuilt or not (self.static_graph or self._leaves_out or not self.allow_unused):
+            return
+        seen = dict.fromkeys(self.ready_order)
+        numbers = [*seen, *(slot.number for slot in self.slots() if slot.number not in seen)]
+        if len(self.buckets) > 1:  # else there is one order of buckets, whatever is in them
+            order = torch.tensor(numbers, device=self._ledger.flags.device)
+            self.group.broadcast(order, _ROOT)
+            numbers = order.tolist()
+        else:
+            numbers = [slot.number for slot in self.slots()]
+        if self.static_graph or self._leaves_out:
+            used = self._ledger.used()
+            numbers = [number for number in numbers if used[number]]
+        self._new_plan = self._plan(numbers)
+
+    @property
+    def _leaves_out(self) -> bool:
+        return self.options.leave_out_unused
+
+    def _rebuild(self) -> None:
+        """Cut the buckets anew, if a plan is there and differs from how they are."""
+        if self._new_plan is None:
+            return
+        if self._new_plan != [bucket.slots for bucket in self.buckets if bucket.slots]:
+            self.buckets = self._cut(self._new_plan)
+        self._new_plan, self.rebuilt = None, True
 
     def _watch_parameter(self, slot: Slot) -> torch.utils.hooks.RemovableHandle:
         reducer = weakref.ref(self)
@@ -169,8 +237,9 @@ class Reducer:
     def prepare(self, sync: bool) -> None:
         """Begin a forward; `sync` tells whether the backward after it shall reduce."""
         with self._lock:
-            if self._syncing and not _in_backward():
-                self._reset()  # a backward that raised before its end
+            self._output_node = None
+            if self._syncing and not graphs.in_backward():
+                self._abandon()
             self._armed = sync
             if sync:
                 self.clock.forward = Clock.now()
@@ -180,118 +249,210 @@ class Reducer:
         for tensor in tensors_of(outputs):
             if tensor.grad_fn is not None:
                 tensor.register_hook(self._on_output)
+                self._output_node = tensor.grad_fn
 
     def _on_output(self, _: torch.Tensor) -> None:
         with self._lock:
-            self._begin()
+            if not self._syncing and graphs.fills_gradients(self._probe.node, self._output_node):
+                self._begin()
 
     # ---------------------------------------------------------------- backward
 
     def _begin(self) -> None:
         """Ask for `finish` at the end of the backward that is running; once."""
-        if self._syncing:
-            return
         if self.announcer is not None:
             self.divisor = self.announcer.backward()
+        self._rebuild()
         self._syncing, self._armed, self._next = True, False, 0
+        self._output_node = None
+        if self.allow_unused and not self.static_graph:
+            self._look_ahead()
+        self._owing = sum(bucket.pending for bucket in self.buckets)
         self.ready_order = []
         self.clock.start_backward()
         queue_callback: Callable[[Callable[[], None]], None]
         queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # pyright: ignore
         queue_callback(self._finish)
 
+    def _look_ahead(self) -> None:
+        """Find out what this backward will not reach, so that no bucket waits for it.
+
+        Not where backwards within the backward were seen (reentrant checkpoints): nothing tells
+        what they will reach.
+        """
+        self._task = graphs.task_id()
+        if self._nested or not self.num_reduced:
+            return
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                if not graphs.will_reach(slot.node):
+                    slot.left = 0
+                    bucket.idle.append(slot)
+                    bucket.pending -= 1
+
     def on_gradient(self, slot: Slot) -> None:
         """Take in a gradient that autograd has just accumulated."""
         with self._lock:
-            bucket = self.buckets[slot.bucket_index]
-            if self._syncing and bucket.index < self._next:
-                raise ModuleError(
-                    "a gradient changed after its bucket was reduced",
-                    parameters=(slot.name,),
-                    seen=f"the parameter {slot.name} got gradients more than once in one backward",
-                    fix="Reentrant checkpointing of shared parameters does this; use the "
-                    "checkpoint function with use_reentrant=False.",
-                )
-            if self._armed:
+            if self._armed and not self._syncing:
                 self._begin()
             if slot.parameter.grad is None:
                 return  # autograd came by with nothing; `finish` sees to the slot
+            unexpected = slot.bucket_index == DORMANT or (self._syncing and slot.left <= 0)
+            if unexpected and not self._is_welcome(slot):
+                return
             slot.adopt()
             slot.used = True
-            if not self._syncing or slot.ready:
+            if not self._syncing:
                 return
-            slot.ready = True
-            self.ready_order.append(slot.name)
-            bucket.pending -= 1
-            while self._next < len(self.buckets) and self.buckets[self._next].pending == 0:
-                self._next += 1
-                if self._next < len(self.buckets):
-                    self._start(self.buckets[self._next - 1])
+            slot.left -= 1
+            if slot.left == 0:
+                self._on_ready(slot)
 
-    def _start(self, bucket: Bucket, async_op: bool = True) -> None:
-        """Start the reduction of `bucket`; where not `async_op`, it may end here too."""
+    def _on_ready(self, slot: Slot) -> None:
+        """Note that a gradient is complete, and start the buckets that are."""
+        self.ready_order.append(slot.number)
+        if self.allow_unused and graphs.task_id() != self._task:
+            self._nested = True
+        self._owing -= 1
+        self.buckets[slot.bucket_index].pending -= 1
+        if self._counting:
+            return
+        last = len(self.buckets) - 1
+        while self._next < last and self.buckets[self._next].pending == 0:
+            self._start_next()
+
+    def _is_welcome(self, slot: Slot) -> bool:
+        """Tell whether a gradient that nobody waits for can still be taken in."""
+        if self._counting:
+            return True
+        static = self.static_graph or slot.bucket_index == DORMANT
+        if not static and slot.bucket_index >= self._next:
+            return True
+        self._complaints.append(Complaint(Trouble.CHANGED if static else Trouble.LATE, slot))
+        return False
+
+    def _start_next(self) -> None:
+        """Start the reduction of the next bucket."""
+        bucket = self.buckets[self._next]
+        self._next += 1
         start = Clock.now()
-        bucket.write_flags()
-        self._reduce(bucket, async_op)
+        for slot in bucket.idle:
+            if not slot.used:
+                slot.contribute_unused()
+        self._reduce(bucket)
         self.clock.launched(start, bucket.num_bytes)
 
-    def _reduce(self, bucket: Bucket, async_op: bool = True) -> None:
+    def _reduce(self, bucket: Bucket) -> None:
         """Start the reduction of `bucket`, which is filled."""
-        if self.comm_hook is None:
-            op = ReduceOp.AVG if self.divisor is None else ReduceOp.SUM
-            bucket.work = self.group.all_reduce(bucket.flat, op, async_op=async_op)
+        last, sparse = bucket is self.buckets[-1], bucket.sparse
+        op = ReduceOp.AVG if self.divisor is None else ReduceOp.SUM
+        if self.comm_hook is not None:
+            if last:
+                bucket.work = self.group.all_reduce(self._ledger.flags, op, async_op=True)
+            if bucket.slots:
+                state, hook = self.comm_hook
+                bucket.result = hook(state, GradBucket(bucket, bucket is self._last_filled()))
+        elif sparse is not None:
+            bucket.work = self.group.all_reduce(sparse.take(), ReduceOp.SUM, async_op=True)
         else:
-            state, hook = self.comm_hook
-            bucket.result = hook(state, GradBucket(bucket, bucket.index == len(self.buckets) - 1))
-            bucket.work = self.group.all_reduce(bucket.flags, ReduceOp.AVG, async_op=True)
+            bucket.work = self.group.all_reduce(bucket.flat, op, async_op=True)
+
+    def _last_filled(self) -> Bucket:
+        return self.buckets[-1] if self.buckets[-1].slots else self.buckets[-2]
 
     def _finish(self) -> None:
         """End a backward: start what is left, wait for all, and show the results."""
         with self._lock:
             self.clock.backward_end = Clock.now()
-            unused = [slot for slot in self.slots() if not slot.used]
-            try:
-                self._complete(unused)
-                lacking = [slot for bucket in self.buckets for slot in bucket.settle()]
-            except CommError as error:
-                if self.announcer is not None:
-                    self.announcer.failed(error)
-                raise
-            finally:
-                self._reset()
+            idle = self._owing or any(bucket.idle for bucket in self.buckets)
+            unused = [slot for slot in self.slots() if not slot.used] if idle else []
+            self._complain(unused)
+            error = self._conclude(unused)
             if self.on_step is not None:
-                self.on_step(self.num_reduced, self.clock)
+                self.on_step(self.num_reduced - 1, self.clock)
             if spans.listeners:
                 tell_step(self)
-            self.num_reduced += 1
-            if lacking and not self.allow_unused:
-                raise missing_gradients(self.group, lacking, unused)
+            if error is not None:
+                raise error
 
-    def _complete(self, unused: Sequence[Slot]) -> None:
-        """Start the buckets that are not complete, and wait for all."""
-        early_ns = self.clock.launch_ns
-        for slot in unused:
-            slot.contribute_unused()
-        *others, last = self.buckets
-        for bucket in others[self._next :]:
-            self._start(bucket)
-        self._next = len(self.buckets)
-        self._start(last, async_op=any(map(_under_way, others)))
-        self._wait()
-        self.clock.launch_ns = early_ns
-        self.clock.comm_end = Clock.now()
-        self.times = self.clock.times()
+    def _complain(self, unused: Sequence[Slot]) -> None:
+        """Note what is wrong with a backward that has come to its end."""
+        if not self.allow_unused:
+            # One that was frozen after the module was wrapped is not missed.
+            missed = [slot for slot in unused if slot.parameter.requires_grad]
+            self._complaints += [Complaint(Trouble.MISSING, slot) for slot in missed]
+        elif self.static_graph and not self._counting and self._owing:
+            absent = [slot for slot in self.slots() if slot.left > 0]
+            self._complaints += [Complaint(Trouble.CHANGED, slot) for slot in absent]
+
+    def _conclude(self, unused: Sequence[Slot]) -> Exception | None:
+        """Reduce what is left, and show the results; return the error that is due."""
+        complaints, self._complaints = self._complaints, []
+        try:
+            early_ns = self.clock.launch_ns
+            for slot in unused:
+                if slot.left > 0:
+                    slot.contribute_unused()
+            self._ledger.write(unused, bool(complaints))
+            while self._next < len(self.buckets):
+                self._start_next()
+            self._wait()
+            self.clock.launch_ns = early_ns
+            self.clock.comm_end = Clock.now()
+            self.times = self.clock.times()
+            return self._settle(complaints)
+        except CommError as error:
+            if self.announcer is not None:
+                self.announcer.failed(error)
+            raise
+        finally:
+            self._reset()
 
     def _wait(self) -> None:
         """Wait for all buckets."""
         for bucket in self.buckets:
             _wait(bucket)
-            if self.divisor is not None:
-                # A hook divides by the number of ranks.
-                by = self.divisor if self.comm_hook is None else self.divisor / self.group.size()
-                bucket.buffer.div_(by)
+            self._divide(bucket)
         while self.awaited_too:
             self.awaited_too.pop().wait()
+
+    def _divide(self, bucket: Bucket) -> None:
+        """Make averages of sums, where neither the collective nor a hook did."""
+        n, sparse = self.group.size(), bucket.sparse
+        hooked = self.comm_hook is not None  # a hook divides by the number of ranks
+        if sparse is not None:
+            by = (self.divisor or n) / (n if hooked else 1)
+            sparse.view = sparse.view if by == 1 else sparse.view / by
+        elif self.divisor is not None:
+            bucket.buffer.div_(self.divisor / n if hooked else self.divisor)
+
+    def _settle(self, complaints: Sequence[Complaint]) -> Exception | None:
+        """Show the results, learn from the first backward; return the error that is due."""
+        plain = self.divisor is None and self._ledger.all_used()
+        used = None if plain else self._ledger.used()
+        for slot in self.slots():
+            used_somewhere = used is None or used[slot.number]
+            slot.settle(used_somewhere)
+            if used_somewhere and not slot.used and not slot.parameter.requires_grad:
+                self._complaints.append(Complaint(Trouble.FROZEN, slot))  # told in the next step
+            slot.used = False
+        self.num_reduced += 1
+        if self._ledger.trouble():
+            return verdict(self.group, complaints, self.parameter_names)
+        self._learn()
+        return None
+
+    def _learn(self) -> None:
+        """Take from a good backward what the later ones can rely on."""
+        if self.ready_order:
+            self._probe = self._slots[self.ready_order[0]]
+        self._learn_order()
+        if self._counting and self.ready_order:
+            self._counting = False
+            for slot in self._slots:
+                slot.expected -= slot.left
+            for bucket in self.buckets:
+                bucket.expect()
 
     def shadow(self) -> None:
         """Take part in the reductions of the other ranks' backward, and add nothing to them.
@@ -302,29 +463,40 @@ class Reducer:
         """
         with self._lock:
             self._reset()
-            self._armed = False
+            self._rebuild()
+            self._armed, self.ready_order = False, []
+            error = None
             try:
+                self._ledger.write_nothing()
                 for bucket in self.buckets:
-                    bucket.contribute_nothing()
+                    for slot in bucket.slots:
+                        slot.contribute_nothing()
                     self._reduce(bucket)
                 self._wait()
-                lacking = [slot for bucket in self.buckets for slot in bucket.settle()]
+                error = self._settle(())
             finally:
                 self._reset()
-            self.num_reduced += 1
-            if lacking and not self.allow_unused:
-                raise missing_gradients(self.group, lacking, ())
+            if error is not None:
+                raise error
+
+    def _abandon(self) -> None:
+        """Make up for a backward that ended with an exception: the other ranks wait for this one.
+
+        Collective: while they are at the end of that backward. They get an error; this rank's
+        program has had its own.
+        """
+        self.clock.backward_end = Clock.now()
+        self._complaints.append(Complaint(Trouble.BROKEN))
+        error = self._conclude([slot for slot in self.slots() if not slot.used])
+        if error is not None:
+            raise error
 
     def _reset(self) -> None:
         self._syncing, self._next = False, 0
+        for slot in self._slots:
+            slot.left = slot.expected
         for bucket in self.buckets:
             bucket.reset()
-            for slot in bucket.slots:
-                slot.ready = False
-
-
-def _under_way(bucket: Bucket) -> bool:
-    return bucket.work is not None and not bucket.work.is_completed()
 
 
 def _wait(bucket: Bucket) -> None:
@@ -335,7 +507,9 @@ def _wait(bucket: Bucket) -> None:
         return
     value: Any = bucket.result.wait()
     result: torch.Tensor = value if isinstance(value, torch.Tensor) else value[0]
-    if result.data_ptr() != bucket.buffer.data_ptr() or not result.is_contiguous():
+    if bucket.sparse is not None:
+        bucket.sparse.view = result.detach()
+    elif result.data_ptr() != bucket.buffer.data_ptr() or not result.is_contiguous():
         with torch.no_grad():
             bucket.buffer.copy_(result.detach().reshape(-1))
 
@@ -343,8 +517,3 @@ def _wait(bucket: Bucket) -> None:
 def _remove_all(handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
-
-
-def _in_backward() -> bool:
-    """Tell whether the calling thread is inside a backward (checkpoints run forward there)."""
-    return torch._C._current_graph_task_id() >= 0  # pyright: ignore

@@ -6,6 +6,7 @@ gradients were bucketed, and, for sampled steps, when each phase began and ended
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -96,37 +97,29 @@ def _environment() -> dict[str, object]:
 
 def _bucketing(reducer: Reducer) -> dict[str, object]:
     """Describe the buckets; parameters are numbered in the order of registration."""
-    slots = list(reducer.slots())
-    numbers = {name: str(i) for i, name in enumerate(reducer.parameter_names)}
-    sizes = ", ".join(
-        str(sum(slot.view.numel() * slot.view.element_size() for slot in bucket.slots))
-        for bucket in reducer.buckets
-    )
+    sizes, dtypes = zip(*reducer.parameter_kinds(), strict=True)
     data: dict[str, object] = {
         "world_size": reducer.group.size(),
         "rank": reducer.group.rank(),
         "backend_name": reducer.group.backend_name,
-        "num_parameter_tensors": len(slots),
-        "total_parameter_size_bytes": sum(s.view.numel() * s.view.element_size() for s in slots),
-        "dtypes": ", ".join(
-            sorted({_DTYPE_NAMES.get(s.view.dtype, str(s.view.dtype)[6:]) for s in slots})
-        ),
-        "bucket_sizes": sizes,
+        "num_parameter_tensors": len(sizes),
+        "total_parameter_size_bytes": sum(sizes),
+        "dtypes": ", ".join(sorted({_DTYPE_NAMES.get(d, str(d)[6:]) for d in dtypes})),
+        "bucket_sizes": _listed(reducer.first_sizes),
         "find_unused_parameters": int(reducer.allow_unused),
+        "has_rebuilt_buckets": int(reducer.rebuilt),
     }
     if reducer.comm_hook is not None or reducer.num_reduced:
         data["comm_hook"] = reducer.hook_name
     if reducer.num_reduced:
-        # Buckets are planned once, for the order that is expected; see "Three rules" in
-        # bucketing.py. What torch reports as rebuilt is this plan.
-        data |= {
-            "has_rebuilt_buckets": 1,
-            "rebuilt_bucket_sizes": sizes,
-            "rebuilt_per_bucket_param_indices": ", ".join(
-                " ".join(numbers[s.name] for s in bucket.slots) for bucket in reducer.buckets
-            ),
-            "prev_iteration_grad_ready_order_indices": ", ".join(
-                numbers[name] for name in reducer.ready_order
-            ),
-        }
+        data["prev_iteration_grad_ready_order_indices"] = _listed(reducer.ready_order)
+    if reducer.rebuilt:
+        data["rebuilt_bucket_sizes"] = _listed(reducer.bucket_sizes())
+        data["rebuilt_per_bucket_param_indices"] = ", ".join(
+            " ".join(str(slot.number) for slot in bucket.slots) for bucket in reducer.buckets
+        )
     return data
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -33,8 +33,8 @@ def tell_step(reducer: Reducer) -> None:
         about = {
             "bytes": bucket.num_bytes,
             "gradients": len(bucket.slots),
-            "first": bucket.slots[0].name,
-            "last": bucket.slots[-1].name,
+            "first": bucket.slots[0].name if bucket.slots else "",
+            "last": bucket.slots[-1].name if bucket.slots else "",
         }
         emit(
             f"bucket {bucket.index}",

@@ -120,7 +120,8 @@ class TorchNames:
                 seen=f"{self.reducer.num_reduced} steps have been made",
                 fix="Pass static_graph=True at construction.",
             )
-        self.static_graph = self.reducer.allow_unused = True
+        self.static_graph = True
+        self.reducer.set_static_graph()
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         self._report.sample_rate = sample_rate

@@ -12,7 +12,7 @@ import torch
 
 from dure.data.nests import tensors_of
 from dure.errors import ModuleError
-from dure.parallel.ddp.buckets import NamedParameter
+from dure.parallel.ddp.slots import NamedParameter
 
 __all__ = ["Replaced", "buffer_owners", "checked_device_ids", "trained_parameters"]
 
@@ -21,8 +21,9 @@ _MAX_NAMES_SHOWN = 8
 
 def trained_parameters(module: torch.nn.Module, ignored: set[str]) -> list[NamedParameter]:
     """Return the parameters whose gradients are averaged, in the order of registration."""
+    sparse = _sparse_parameters(module)
     found = [
-        NamedParameter(name=name, parameter=p)
+        NamedParameter(name=name, parameter=p, sparse=p in sparse)
         for name, p in module.named_parameters()
         if p.requires_grad and name not in ignored
     ]
@@ -42,6 +43,16 @@ def trained_parameters(module: torch.nn.Module, ignored: set[str]) -> list[Named
             fix="Run one forward with a sample batch before wrapping it.",
         )
     return found
+
+
+def _sparse_parameters(module: torch.nn.Module) -> set[torch.Tensor]:
+    """Find the weights of embeddings with ``sparse=True``: their gradients have only some rows."""
+    embeddings = (
+        m
+        for m in module.modules()
+        if isinstance(m, torch.nn.Embedding | torch.nn.EmbeddingBag) and m.sparse
+    )
+    return {m.weight for m in embeddings}
 
 
 def checked_device_ids(

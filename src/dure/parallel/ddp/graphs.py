@@ -1,0 +1,79 @@
+"""What the running backward is, and what it will reach: questions to autograd.
+
+DDP learns that a backward has begun when a gradient arrives at an output of the module. But so it
+does in `torch.autograd.grad`, which hands gradients out and accumulates none (a gradient penalty
+calls it, between forward and backward). Only autograd knows which it is, and it answers one
+question: will this node of the graph be executed? For a parameter's accumulating node
+
+* *yes* means that this is a backward that fills ``.grad``;
+* an exception means `autograd.grad` with respect to this parameter;
+* *no* means either that the call does not fill ``.grad`` or that it does not reach this parameter.
+
+To tell the last two apart, the graph is followed from an output down to any leaf, which is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["fills_gradients", "in_backward", "task_id", "will_reach"]
+
+_will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node  # pyright: ignore
+
+
+def task_id() -> int:
+    """Return the number of the backward that runs on this thread; -1 outside of any."""
+    return torch._C._current_graph_task_id()  # pyright: ignore
+
+
+def in_backward() -> bool:
+    """Tell whether the calling thread is inside a backward (checkpoints run forward there)."""
+    return task_id() >= 0
+
+
+def will_reach(accumulator: Any) -> bool:
+    """Tell whether the running backward adds to the gradient that `accumulator` fills.
+
+    Any: autograd's nodes have no public type. To be called during a backward.
+    """
+    try:
+        return _will_execute(accumulator)
+    except RuntimeError:  # autograd.grad with respect to this very leaf
+        return False
+
+
+def fills_gradients(accumulator: Any, output_node: Any) -> bool:
+    """Tell whether the running backward fills gradients of leaves (Any: nodes of the graph).
+
+    Args:
+        accumulator: Of a parameter that is likely to be reached.
+        output_node: Of an output of the module, whose gradient has arrived; None if unknown.
+
+    Cost:
+        One question; where that does not decide, as many steps as the graph is deep.
+    """
+    try:
+        if _will_execute(accumulator):
+            return True
+        leaf = _any_leaf(output_node)
+        return leaf is not None and _will_execute(leaf)
+    except RuntimeError:
+        return False
+
+
+def _any_leaf(node: Any) -> Any:
+    """Follow the graph from `node` down to the first leaf that is found, depth first."""
+    seen: set[Any] = set()
+    waiting = [node] if node is not None else []
+    while waiting:
+        node = waiting.pop()
+        if hasattr(node, "variable"):
+            return node
+        for below, _ in reversed(node.next_functions):
+            if below is not None and below not in seen:
+                seen.add(below)
+                waiting.append(below)
+    return None
