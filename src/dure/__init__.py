@@ -129,6 +129,13 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "dure.data.partition": ("DataPartitioner", "Partition"),
     "dure.data.sampler": ("DistributedSampler",),
     "dure.parallel.batch_norm": ("SyncBatchNorm",),
+    "dure.parallel.averaging": (
+        "DiLoCo",
+        "HierarchicalModelAverager",
+        "ModelAverager",
+        "PeriodicModelAverager",
+        "PostLocalSGDOptimizer",
+    ),
     "dure.parallel": ("DistributedDataParallel", "GradBucket", "MixedPrecision"),
     "dure.parallel.dp": ("DataParallel", "data_parallel"),
     "dure.parallel.amp": ("GradScaler", "clip_grad_norm_"),

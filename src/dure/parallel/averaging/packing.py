@@ -1,0 +1,127 @@
+"""The mean of many tensors over ranks, in few large all_reduces.
+
+Tensors of one dtype and device are laid end to end in *pieces* of up to 32 MiB. While one piece is
+reduced the next is being packed, so the extra memory is two pieces, whatever the model's size, and
+a model's many small tensors do not pay the fixed cost of a collective each.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dure.comm.ops import ReduceOp
+from dure.comm.world import resolve
+from dure.errors import UsageError
+
+if TYPE_CHECKING:
+    from dure.comm.group import ProcessGroup
+    from dure.comm.work import Work
+
+__all__ = [
+    "Parameters",
+    "average_",
+    "average_parameters",
+    "average_parameters_or_parameter_groups",
+    "get_params_to_average",
+]
+
+PIECE_BYTES = 32 << 20
+_IN_FLIGHT = 2
+
+Parameters = Iterable[torch.nn.Parameter] | Iterable[Mapping[str, Any]]
+"""Parameters of a model, or an optimizer's parameter groups (Any: their options)."""
+
+
+def average_(
+    tensors: Sequence[torch.Tensor], group: ProcessGroup, dtype: torch.dtype | None = None
+) -> None:
+    """Overwrite `tensors` with their mean over the ranks of `group`.
+
+    Args:
+        tensors: Of any shapes, dtypes and devices, the same on all ranks.
+        group: The ranks.
+        dtype: What is sent, if not the tensors' own dtype: bfloat16 halves the bytes of float32.
+
+    Collective: all ranks of the group.
+    Cost: S bytes in one all_reduce for each 32 MiB of each dtype; two pieces of extra memory.
+    Numerics: bitwise the same on all ranks.
+    """
+    flying: deque[tuple[Work | None, torch.Tensor, list[torch.Tensor]]] = deque()
+    with torch.no_grad():
+        for piece in _pieces(tensors):
+            flat = torch.cat([t.detach().reshape(-1) for t in piece])
+            flat = flat if dtype is None else flat.to(dtype)
+            flying.append((group.all_reduce(flat, ReduceOp.AVG, async_op=True), flat, piece))
+            if len(flying) == _IN_FLIGHT:
+                _land(*flying.popleft())
+        while flying:
+            _land(*flying.popleft())
+
+
+def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Divide tensors into pieces: of one dtype and device each, in their order."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for alike in kinds.values():
+        piece: list[torch.Tensor] = []
+        filled = 0
+        for tensor in alike:
+            num_bytes = tensor.numel() * tensor.element_size()
+            if piece and filled + num_bytes > PIECE_BYTES:
+                yield piece
+                piece, filled = [], 0
+            piece.append(tensor)
+            filled += num_bytes
+        yield piece
+
+
+def _land(work: Work | None, flat: torch.Tensor, piece: list[torch.Tensor]) -> None:
+    """Wait for a piece, and copy the means to where they belong."""
+    if work is not None:
+        work.wait()
+    sizes = [tensor.numel() for tensor in piece]
+    for tensor, mean in zip(piece, flat.split(sizes), strict=True):
+        tensor.detach().copy_(mean.view(tensor.shape))
+
+
+def get_params_to_average(params: Parameters) -> list[torch.nn.Parameter]:
+    """Return the parameters that have a gradient: those that training changes.
+
+    Args:
+        params: A model's parameters, or an optimizer's parameter groups.
+
+    Raises:
+        UsageError: Something among them is neither.
+    """
+    found: list[torch.nn.Parameter] = []
+    for item in params:
+        if isinstance(item, torch.nn.Parameter):
+            found.append(item)
+        elif isinstance(item, Mapping):
+            found += item["params"]
+        else:
+            raise UsageError(
+                "only parameters and parameter groups can be averaged",
+                seen=f"a {type(item).__name__}",
+                fix="Give model.parameters() or optimizer.param_groups.",
+            )
+    return [p for p in found if p.grad is not None]
+
+
+def average_parameters(
+    params: Iterable[torch.nn.Parameter], process_group: ProcessGroup | None = None
+) -> None:
+    """Overwrite parameters, in place, with their mean over the ranks; as `average_`."""
+    average_(list(params), resolve(process_group, "average_parameters"))
+
+
+def average_parameters_or_parameter_groups(
+    params: Parameters, process_group: ProcessGroup | None = None
+) -> None:
+    """Do the same for those that have a gradient, of a model or of an optimizer's groups."""
+    average_parameters(get_params_to_average(params), process_group)

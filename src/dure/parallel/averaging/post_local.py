@@ -1,0 +1,87 @@
+"""Optimizers around an optimizer: the local one steps, then the ranks come together.
+
+`Outer` is what they share: to a training loop, a learning rate scheduler or a checkpoint it looks
+like the local optimizer, whose parameter groups and state it shows.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any  # Any: as in torch.optim.Optimizer
+
+import torch
+
+from dure.parallel.averaging.averagers import ModelAverager
+
+__all__ = ["Outer", "PostLocalSGDOptimizer"]
+
+
+class Outer(torch.optim.Optimizer):
+    """An optimizer that shows the groups and the state of another.
+
+    Args:
+        optim: The other: the local optimizer.
+    """
+
+    def __init__(self, optim: torch.optim.Optimizer) -> None:
+        # Not Optimizer.__init__: groups and state are the other's own.
+        self.optim = optim
+        self.param_groups = optim.param_groups
+        self.defaults = optim.defaults
+
+    @property
+    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The local optimizer's state."""
+        return self.optim.state
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optim!r})"
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients."""
+        self.optim.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to the local optimizer."""
+        self.optim.add_param_group(param_group)
+
+
+class PostLocalSGDOptimizer(Outer):
+    """Steps locally, and averages the models when its averager says so.
+
+    With DDP and `post_localSGD_hook`, this is post-local SGD: gradients are averaged over all ranks
+    for the first steps, then within each host, and models between hosts every few steps. The hook's
+    ``start_localSGD_iter`` and the averager's ``warmup_steps`` must be equal.
+
+    Args:
+        optim: The local optimizer.
+        averager: Says when to average, and over which ranks.
+
+    Collective: `step`, whenever the averager averages.
+    """
+
+    def __init__(self, optim: torch.optim.Optimizer, averager: ModelAverager) -> None:
+        super().__init__(optim)
+        self.averager = averager
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Make a local step, then average if it is time."""
+        loss = self.optim.step() if closure is None else self.optim.step(closure)
+        self.averager.average_parameters(self.param_groups)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the local optimizer's state, and the averager's step as ``step``."""
+        return {**self.optim.state_dict(), "step": self.averager.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from `state_dict`; a state without ``step`` starts the averager anew, and warns."""
+        self.optim.load_state_dict(state_dict)
+        self.param_groups = self.optim.param_groups
+        if "step" not in state_dict:
+            warnings.warn(
+                "the state has no 'step' of an averager: it starts again, with its warm-up",
+                stacklevel=2,
+            )
+        self.averager.step = state_dict.get("step", 0)
