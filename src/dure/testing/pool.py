@@ -42,7 +42,8 @@ __all__ = ["ProcessPool", "start_server"]
 
 T = TypeVar("T")
 
-_PRELOAD = ["dure.testing.pool", "dure.comm.init", "dure.comm.collectives"]
+# The last one is what the first optimizer of a process imports, for more than a second.
+_PRELOAD = ["dure.testing.pool", "dure.comm.init", "dure.comm.collectives", "torch._dynamo"]
 _CLOSE_S = 10.0
 _GRACE_S = 2.0
 
