@@ -170,10 +170,11 @@ def test_one_collective_forward_and_one_backward_3_ranks() -> None:
 def test_gradcheck_2_ranks() -> None:
     # Both ranks perturb the same element of the same input: what the numeric derivative adds up
     # over inputs, the analytic one adds up over outputs, and by symmetry the two are equal.
+    values = torch.randn(2, 3, 2, dtype=torch.float64)
+
     def rank_main(rank: int) -> bool:
-        torch.manual_seed(0)
         layer = dist.SyncBatchNorm(3, track_running_stats=False, dtype=torch.float64)
-        x = torch.randn(2, 3, 2, dtype=torch.float64, requires_grad=True)
+        x = values.clone().requires_grad_()
 
         def normalized(x: torch.Tensor) -> torch.Tensor:
             return layer(x)

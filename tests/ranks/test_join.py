@@ -1,0 +1,456 @@
+"""`Join` on thread-ranks: uneven inputs give what one process with the same samples gives."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import dure as dist
+from dure.errors import CommError, Desync, ModuleError, PeerLost, UnevenInputs, UsageError
+from dure.testing import CommRecorder, run_ranks
+
+Params = list[torch.Tensor]
+
+
+def make_net() -> nn.Sequential:
+    """Return the same network each time (thread-ranks share torch's generator: not by its seed)."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    generator = torch.Generator().manual_seed(0)
+    for p in net.parameters():
+        nn.init.uniform_(p, -1.0, 1.0, generator=generator)
+    return net
+
+
+def batches_of(rank: int, count: int, epoch: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * epoch + rank)
+    return torch.randn(count, 2, 3, generator=generator, dtype=torch.float64)
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return output.pow(2).mean()
+
+
+def train_alone(counts: Sequence[int], by_all: bool, epochs: int) -> Params:
+    """Do in one process what ranks with `counts` batches each are to do together."""
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for epoch in range(epochs):
+        data = [batches_of(rank, count, epoch) for rank, count in enumerate(counts)]
+        for step in range(max(counts)):
+            optimizer.zero_grad()
+            there = [d[step] for d in data if step < len(d)]
+            total = torch.stack([loss_of(net(x)) for x in there]).sum()
+            (total / (len(counts) if by_all else len(there))).backward()
+            optimizer.step()
+    return [p.detach() for p in net.parameters()]
+
+
+def train_on_ranks(counts: Sequence[int], by_all: bool, epochs: int, hook: Any = None) -> None:
+    """Train on ranks; all must end with the parameters that `train_alone` has."""
+
+    def rank_main(rank: int) -> tuple[Params, Params, Params]:
+        ddp = dist.DistributedDataParallel(make_net(), bucket_cap_mb=1e-4)
+        if hook is not None:
+            ddp.register_comm_hook(dist.group.WORLD, hook)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+        for epoch in range(epochs):
+            with ddp.join(divide_by_initial_world_size=by_all, optimizer=optimizer):
+                for x in batches_of(rank, counts[rank], epoch):
+                    optimizer.zero_grad()
+                    loss_of(ddp(x)).backward()
+                    optimizer.step()
+        momenta = [s["momentum_buffer"] for s in optimizer.state_dict()["state"].values()]
+        gradients = [p.grad for p in ddp.parameters() if p.grad is not None]
+        return [p.detach() for p in ddp.parameters()], momenta, gradients
+
+    expected = train_alone(counts, by_all, epochs)
+    results = run_ranks(len(counts), rank_main)
+    for params, momenta, gradients in results:
+        for ours, theirs in zip(params, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-13, rtol=1e-13)
+        for kind, first in ((params, 0), (momenta, 1), (gradients, 2)):
+            assert all(map(torch.equal, kind, results[0][first]))
+
+
+@pytest.mark.parametrize("by_all", [True, False])
+@pytest.mark.parametrize(
+    "counts", [(3,), (2, 4), (4, 0), (0, 0, 1), (3, 1, 3), (5, 0, 2, 3), (1, 2, 0, 3, 1, 0, 2, 2)]
+)
+def test_uneven_inputs_train_as_one_process_does(counts: tuple[int, ...], by_all: bool) -> None:
+    train_on_ranks(counts, by_all, epochs=2)
+
+
+@given(counts=st.lists(st.integers(0, 3), min_size=1, max_size=5).filter(any), by_all=st.booleans())
+@settings(max_examples=12, deadline=None)
+def test_any_counts_train_as_one_process_does(counts: list[int], by_all: bool) -> None:
+    train_on_ranks(counts, by_all, epochs=1)
+
+
+@pytest.mark.parametrize("by_all", [True, False])
+def test_communication_hooks_are_shadowed_3_ranks(by_all: bool) -> None:
+    def averaging(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Any]:
+        work = group.all_reduce(bucket.buffer().div_(group.size()), async_op=True)
+        assert work is not None
+        return work.get_future()
+
+    train_on_ranks((2, 0, 3), by_all, epochs=1, hook=averaging)
+
+
+def test_announcements_are_all_that_is_sent_more_3_ranks() -> None:
+    counts = (2, 4, 0)
+
+    def rank_main(rank: int) -> tuple[list[str], int, int]:
+        ddp = dist.DistributedDataParallel(make_net(), bucket_cap_mb=1e-4)
+        batches = batches_of(rank, counts[rank])
+        with CommRecorder(rank=rank) as seen, ddp.join():
+            for x in batches:
+                loss_of(ddp(x)).backward()
+        reduced = sum(e.nbytes == 4 * 3 for e in seen.events if e.op == "all_reduce")
+        return seen.ops, len(ddp.reducer.buckets), reduced
+
+    for ops, num_buckets, num_announced in run_ranks(3, rank_main):
+        assert num_buckets == 2
+        # Each of the 4 steps one announcement and its buckets; then the one that nobody answers.
+        assert ops == ["all_reduce"] * (4 * (1 + num_buckets) + 1) + ["broadcast"] * 4
+        assert num_announced == 5
+
+
+def test_disabled_context_sends_nothing_2_ranks() -> None:
+    def rank_main(rank: int) -> list[str]:
+        ddp = dist.DistributedDataParallel(make_net())
+        with CommRecorder(rank=rank) as seen, ddp.join(enable=False):
+            loss_of(ddp(batches_of(rank, 1)[0])).backward()
+        return seen.ops
+
+    assert run_ranks(2, rank_main) == [["all_reduce"]] * 2
+
+
+def test_only_what_communicates_counts_3_ranks() -> None:
+    """Accumulation, forwards without a backward, several forwards before one, differing by rank."""
+
+    def rank_main(rank: int) -> Params:
+        ddp = dist.DistributedDataParallel(make_net())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        with ddp.join():
+            for x in batches_of(rank, rank + 1):
+                optimizer.zero_grad()
+                with ddp.no_sync():
+                    for _ in range(rank):  # as many as it likes
+                        loss_of(ddp(x)).backward()
+                with torch.no_grad():
+                    ddp(x)
+                ddp(x)
+                (loss_of(ddp(x)) + loss_of(ddp(x))).backward()
+                optimizer.step()
+        return [p.detach() for p in ddp.parameters()]
+
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    data = [batches_of(rank, rank + 1) for rank in range(3)]
+    for step in range(3):
+        optimizer.zero_grad()
+        losses = [(r + 2) * loss_of(net(data[r][step])) for r in range(3) if step <= r]
+        (torch.stack(losses).sum() / 3).backward()
+        optimizer.step()
+    for params in run_ranks(3, rank_main):
+        for ours, theirs in zip(params, net.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs.detach(), atol=1e-13, rtol=1e-13)
+
+
+class Branches(nn.Module):
+    """Two layers, of which a forward uses those it is told to use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+
+    def forward(self, x: torch.Tensor, *names: str) -> torch.Tensor:
+        return torch.stack([getattr(self, name)(x) for name in names]).sum()
+
+
+def test_shadow_neither_uses_nor_misses_a_parameter_3_ranks() -> None:
+    def rank_main(rank: int) -> tuple[bool, bool]:
+        ddp = dist.DistributedDataParallel(Branches(), find_unused_parameters=True)
+        with ddp.join():
+            for _ in range(rank):
+                ddp.zero_grad()
+                ddp(torch.ones(1, 2), "left").backward()
+        return ddp.module.left.weight.grad is None, ddp.module.right.weight.grad is None
+
+    assert run_ranks(3, rank_main) == [(False, True)] * 3
+
+
+def test_missing_gradient_is_named_on_shadows_too_3_ranks() -> None:
+    def rank_main(rank: int) -> ModuleError:
+        ddp = dist.DistributedDataParallel(Branches())
+
+        def train() -> None:
+            with ddp.join():
+                for _ in range(rank):
+                    ddp(torch.ones(1, 2), "left").backward()
+
+        with pytest.raises(ModuleError) as caught:
+            train()
+        return caught.value
+
+    for error in run_ranks(3, rank_main):
+        assert error.parameters == ("right.weight",)
+        assert "(on rank 1, 2)" in error.seen
+
+
+def test_buffers_come_from_a_rank_that_trains_and_end_equal_3_ranks() -> None:
+    counts = (1, 4, 2)
+
+    def rank_main(rank: int) -> dict[str, torch.Tensor]:
+        net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double()
+        ddp = dist.DistributedDataParallel(net)
+        with CommRecorder(rank=rank) as seen, ddp.join():
+            for x in batches_of(rank, counts[rank]):
+                loss_of(ddp(x)).backward()
+        # A step announces twice: the broadcast of buffers (floats, numbers), and the bucket.
+        assert seen.counts["all_reduce"] == 4 * 3 + 1
+        assert seen.counts["broadcast"] == 4 * 2 + 4 + 3
+        return copy.deepcopy(ddp.module.state_dict())
+
+    states = run_ranks(3, rank_main)
+    for state in states:
+        assert state["1.num_batches_tracked"] == 4
+        assert all(torch.equal(state[k], states[1][k]) for k in state)
+
+
+def test_early_termination_is_named_on_all_ranks_and_the_group_lives_on_4_ranks() -> None:
+    counts = (3, 1, 5, 1)
+
+    def rank_main(rank: int) -> tuple[tuple[int, ...], int, int]:
+        net = nn.Sequential(nn.Linear(3, 2), dist.SyncBatchNorm(2)).double()
+        ddp = dist.DistributedDataParallel(net)
+        seen: list[torch.Tensor] = []
+
+        def train() -> None:
+            with ddp.join(throw_on_early_termination=True):
+                for x in batches_of(rank, counts[rank]):
+                    seen.append(ddp(x))
+                    loss_of(seen[-1]).backward()
+
+        with pytest.raises(UnevenInputs) as caught:
+            train()
+        loss_of(ddp(batches_of(rank, 1)[0])).backward()  # out of the context, and in step
+        assert caught.value.rank == rank
+        return caught.value.ranks, len(seen), ddp.reducer.num_reduced
+
+    assert run_ranks(4, rank_main) == [((1, 3), 1, 2)] * 4
+
+
+def test_even_inputs_terminate_well_though_early_termination_would_throw_2_ranks() -> None:
+    def rank_main(rank: int) -> int:
+        ddp = dist.DistributedDataParallel(make_net())
+        with CommRecorder(rank=rank) as seen, ddp.join(throw_on_early_termination=True):
+            for x in batches_of(rank, 3):
+                loss_of(ddp(x)).backward()
+        return seen.counts["all_reduce"]
+
+    assert run_ranks(2, rank_main) == [3 * 2 + 1] * 2
+
+
+def test_layers_that_communicate_cannot_be_shadowed_and_are_named_2_ranks() -> None:
+    def rank_main(rank: int) -> ModuleError:
+        net = nn.Sequential(nn.Linear(3, 2), dist.SyncBatchNorm(2))
+        ddp = dist.DistributedDataParallel(net)
+        with pytest.raises(ModuleError) as caught, ddp.join():
+            pytest.fail("entered")
+        return caught.value
+
+    for error in run_ranks(2, rank_main):
+        assert "1 (SyncBatchNorm)" in error.seen
+
+
+# -------------------------------------------------------------------- trouble
+
+
+@pytest.mark.parametrize("failing_step", [0, 2])
+def test_rank_that_raises_is_lost_to_the_others_at_once_3_ranks(failing_step: int) -> None:
+    counts = (1, 3, 4)  # rank 0 shadows, rank 2 trains, when rank 1 raises
+
+    def rank_main(rank: int) -> Exception:
+        ddp = dist.DistributedDataParallel(make_net())
+        try:
+            with ddp.join():
+                for step, x in enumerate(batches_of(rank, counts[rank])):
+                    if rank == 1 and step == failing_step:
+                        raise KeyError("mine")
+                    loss_of(ddp(x)).backward()
+        except (KeyError, CommError) as error:
+            ended.wait(20)  # a barrier of threads: nobody leaves the group before all have raised
+            return error
+        raise AssertionError("no error")
+
+    ended = threading.Barrier(3)
+    first, second, third = run_ranks(3, rank_main)
+    assert isinstance(second, KeyError)
+    for error in (first, third):
+        assert isinstance(error, PeerLost)
+        assert error.peer == 1
+
+
+@pytest.mark.parametrize("then", ["leave", "barrier"])
+def test_forgotten_context_ends_in_an_error_that_names_it_2_ranks(then: str) -> None:
+    def rank_main(rank: int) -> CommError | None:
+        ddp = dist.DistributedDataParallel(make_net())
+        try:
+            for x in batches_of(rank, 1 + rank):
+                loss_of(ddp(x)).backward()
+            if then == "barrier":
+                dist.barrier()
+        except CommError as error:
+            return error
+        return None
+
+    error = run_ranks(2, rank_main)[1]
+    assert isinstance(error, PeerLost if then == "leave" else Desync)
+    assert any("ddp.join()" in note for note in error.__notes__)
+
+
+# -------------------------------------------------------------------- joinables of other kinds
+
+
+class Adder(dist.Joinable):
+    """Adds ones over the ranks."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.group = group or dist.group.WORLD
+        self.sums: list[float] = []
+        self.shadowed: list[float] = []
+        self.was_last: bool | None = None
+
+    def add(self) -> None:
+        dist.Join.notify_join_context(self)
+        self.sums.append(self._sum(1.0))
+
+    def _sum(self, mine: float) -> float:
+        tensor = torch.full((2,), mine)
+        dist.all_reduce(tensor, group=self.group)
+        return tensor[0].item()
+
+    def join_hook(self, **kwargs: Any) -> dist.JoinHook:
+        adder, self.kwargs = self, kwargs
+
+        class Hook(dist.JoinHook):
+            def main_hook(self) -> None:
+                dist.Join.notify_join_context(adder)  # says nothing on a rank that shadows
+                adder.shadowed.append(adder._sum(0.0))
+
+            def post_hook(self, is_last_joiner: bool) -> None:
+                adder.was_last = is_last_joiner
+
+        return Hook()
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        assert self.group is not None
+        return self.group
+
+
+def test_each_joinable_is_shadowed_when_it_communicates_3_ranks() -> None:
+    counts = (4, 1, 4)
+
+    def rank_main(rank: int) -> tuple[list[float], list[float], int, int, bool | None]:
+        often, rarely = Adder(), Adder()
+        with dist.Join([often, rarely], word=1):
+            for step in range(counts[rank]):
+                often.add()
+                if step % 2:
+                    rarely.add()
+        assert often.kwargs == {"word": 1}
+        often.add()  # outside: no announcement
+        return (often.sums, often.shadowed, len(rarely.sums), len(rarely.shadowed), often.was_last)
+
+    first, second, third = run_ranks(3, rank_main)
+    assert first == third == ([3.0, 2.0, 2.0, 2.0, 3.0], [], 2, 0, True)
+    assert second == ([3.0, 3.0], [2.0, 2.0, 2.0], 0, 2, False)
+
+
+def test_ddp_and_an_optimizer_that_communicates_share_a_context_3_ranks() -> None:
+    class Stepper(Adder):
+        """Has rank 0 make the step of all, also when it has run out of inputs."""
+
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            super().__init__()
+            self.optimizer = optimizer
+
+        def step(self) -> None:
+            dist.Join.notify_join_context(self)
+            if dist.get_rank() == 0:
+                self.optimizer.step()
+            for group in self.optimizer.param_groups:
+                for p in group["params"]:
+                    dist.broadcast(p.detach(), 0)
+
+        def join_hook(self, **kwargs: Any) -> dist.JoinHook:
+            stepper = self
+
+            class Hook(dist.JoinHook):
+                def main_hook(self) -> None:
+                    stepper.step()
+
+            return Hook()
+
+    counts = (1, 3, 2)
+
+    def rank_main(rank: int) -> Params:
+        ddp = dist.DistributedDataParallel(make_net())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+        stepper = Stepper(optimizer)
+        with dist.Join([ddp, stepper]):
+            for x in batches_of(rank, counts[rank]):
+                optimizer.zero_grad()
+                loss_of(ddp(x)).backward()
+                stepper.step()
+        return [p.detach() for p in ddp.parameters()]
+
+    expected = train_alone(counts, True, 1)
+    for params in run_ranks(3, rank_main):
+        for ours, theirs in zip(params, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-13, rtol=1e-13)
+
+
+def test_ranks_that_announce_different_things_all_say_so_3_ranks() -> None:
+    def rank_main(rank: int) -> Desync:
+        adders = [Adder(), Adder()]
+
+        def run() -> None:
+            with dist.Join(adders):
+                if rank < 2:
+                    adders[rank].add()
+
+        with pytest.raises(Desync) as caught:
+            run()
+        return caught.value
+
+    for error in run_ranks(3, rank_main):
+        assert sorted(error.calls) == [0, 1, 2]
+
+
+def test_contexts_that_make_no_sense_are_refused_2_ranks() -> None:
+    def rank_main(rank: int) -> None:
+        adder = Adder()
+        with pytest.raises(UsageError):
+            dist.Join([])
+        with pytest.raises(UsageError):
+            dist.Join([adder, Adder(dist.new_group([0, 1]))])
+        with dist.Join([adder]), pytest.raises(UsageError), dist.Join([adder]):
+            pytest.fail("entered")
+
+    run_ranks(2, rank_main)
