@@ -26,6 +26,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "LaunchError",
         "MeshError",
         "NotInGroupError",
+        "OptimizerError",
         "PeerLost",
         "PlacementError",
         "RendezvousError",
@@ -138,6 +139,8 @@ _HOMES: dict[str, tuple[str, ...]] = {
     ),
     "dure.parallel": ("DistributedDataParallel", "GradBucket", "MixedPrecision"),
     "dure.parallel.dp": ("DataParallel", "data_parallel"),
+    "dure.parallel.optim": ("ZeroRedundancyOptimizer",),
+    "dure.parallel": ("DistributedDataParallel", "GradBucket"),
     "dure.parallel.amp": ("GradScaler", "clip_grad_norm_"),
     "dure.parallel.metrics": ("StepMeter", "StepReport", "StepSplit", "TensorBoardWriter"),
 }

@@ -3,7 +3,7 @@
     DureError
     ├── UsageError            the caller is wrong, and the same call will fail again
     │   ├── ShapeError, DtypeError, DeviceError, PlacementError, MeshError
-    │   └── NotInGroupError, DataError, ModuleError
+    │   └── NotInGroupError, DataError, ModuleError, OptimizerError
     ├── CommError             the job is in trouble; the group must be rebuilt
     │   ├── CommTimeout, PeerLost, Desync, Aborted
     ├── StoreError (StoreTimeout, StoreLost, StoreRefused), RendezvousError (RendezvousTimeout)
@@ -33,6 +33,7 @@ __all__ = [
     "MeshError",
     "ModuleError",
     "NotInGroupError",
+    "OptimizerError",
     "PeerLost",
     "PlacementError",
     "RendezvousError",
@@ -107,6 +108,11 @@ class DureError(Exception):
             parts.append(f"after {self.elapsed_s:.3g} s")
         return ", ".join(parts)
 
+    def advise(self, fix: str) -> None:
+        """Put `fix`, a sentence, before what the error says to try."""
+        self.fix = f"{fix} {self.fix}".rstrip()
+        self.args = (_message(self.what, self._where(), self.seen, self.fix),)
+
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.args, self.__dict__)
 
@@ -158,6 +164,10 @@ class ModuleError(UsageError, RuntimeError):
     def __init__(self, what: str, *, parameters: tuple[str, ...] = (), **fields: object) -> None:
         self.parameters = parameters
         super().__init__(what, **fields)  # pyright: ignore[reportArgumentType]
+
+
+class OptimizerError(UsageError, RuntimeError, TypeError):
+    """A sharded optimizer cannot be made, or used, as asked."""
 
 
 class CommError(DureError, RuntimeError):

@@ -1,0 +1,456 @@
+"""`ZeroRedundancyOptimizer`: every rank updates its own part of the parameters (ZeRO, stage 1).
+
+An optimizer on n replicas does the same work n times and keeps the same state n times. Here each
+rank has an ordinary torch optimizer for its *shard* of the parameters (partition.py), which is all
+the state it keeps; after the update the ranks exchange the new values (exchange.py), or share one
+memory in which each has updated its part (sharing.py).
+
+    gradients (the same on all ranks)
+       |                                  rank 0          rank 1          rank 2
+       '-- step: local optimizer on     shard 0         shard 1         shard 2
+                 new values of        all shards      all shards      all shards
+
+Two sets of parameter groups are kept alike: `param_groups`, which users and learning rate schedulers
+see, has all parameters; the local optimizer's have this rank's. Before each update options go from
+the first to the second, after it back.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+2020, https://arxiv.org/abs/1910.02054.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dure.comm.agreement import describe_tensor, verify_equal
+from dure.comm.joining import Join, Joinable, JoinHook
+from dure.comm.world import resolve
+from dure.errors import CommError, NotInGroupError, OptimizerError
+from dure.parallel.optim.exchange import (
+    BucketExchange,
+    Exchange,
+    NoExchange,
+    StraightExchange,
+)
+from dure.parallel.optim.partition import Partition, clusters_of
+from dure.parallel.optim.sharing import SharedParameters
+from dure.parallel.optim.states import State, gather_state
+
+if TYPE_CHECKING:
+    from dure.comm.group import ProcessGroup
+
+__all__ = ["ZeroRedundancyOptimizer"]
+
+_OF_THE_GROUP_ALONE = frozenset({"params", "param_names"})
+
+
+class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
+    """Any torch optimizer, with its work and its state divided over the ranks.
+
+    Gradients must be the same on all ranks, as DDP leaves them. Works for optimizers that update
+    each parameter by itself, which is nearly all of them (not LBFGS).
+
+    Args:
+        params: Tensors, (name, tensor) pairs, or dictionaries with options, as for any optimizer;
+            the same on all ranks.
+        optimizer_class: What updates a shard, such as `torch.optim.AdamW`.
+        process_group: The ranks; all by default.
+        parameters_as_bucket_view: Keep the parameters side by side in flat tensors, of which
+            `p.data` are views: fewer collectives.
+        overlap_with_ddp: The update happens inside DDP's backward, by a communication hook from
+            `hook_with_zero_step` or `hook_with_zero_step_interleaved`; `step` then does nothing.
+        host_shared_parameters: Keep one copy of the parameters a host, in memory that its ranks
+            share; each updates its shard in place, and nothing is exchanged. Shards are those of
+            a host's ranks. Takes rank 0's values. Between steps parameters are read, and not
+            written by each rank for itself: ``p.mul_(2)`` on every rank multiplies n times.
+        **defaults: Options of `optimizer_class` (Any: theirs), such as ``lr=1e-3``.
+
+    Attributes:
+        optim: The local optimizer, on this rank's shard.
+        state: The local optimizer's state: that of this rank's parameters.
+
+    Collective: construction, `step`, `add_param_group` and `consolidate_state_dict`, on all ranks
+    of the group in the same order.
+    Cost: a step's work and the state's memory are 1/n of the unsharded optimizer's; S/n bytes of S
+    are sent (see exchange.py). With `host_shared_parameters`: two meetings, nothing sent.
+    Numerics: bitwise those of the unsharded optimizer.
+    Threads: one thread a rank.
+
+    Raises:
+        OptimizerError: Parameters that cannot be optimized, or cannot be shared.
+        ModuleError: The ranks' parameters differ; the first difference is named.
+        UsageError: `host_shared_parameters` on a backend without shared memory.
+        PeerLost: From `step`, a rank died. Parameters may be half updated then, on any rank: go
+            on from a checkpoint.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        process_group: ProcessGroup | None = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        host_shared_parameters: bool = False,
+        **defaults: Any,
+    ) -> None:
+        self._ready = False
+        self.process_group = resolve(process_group, "ZeroRedundancyOptimizer")
+        self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
+        self.parameters_as_bucket_view = parameters_as_bucket_view
+        self.overlap_with_ddp = overlap_with_ddp
+        self._check_kinds(host_shared_parameters)
+        try:
+            torch.optim.Optimizer.__init__(self, _checked(params), dict(defaults))
+        except (TypeError, ValueError) as error:
+            raise _from_torch(error) from error
+        Joinable.__init__(self)
+        self._shards = self._ranks_that_share_the_work(host_shared_parameters)
+        self._partition = Partition(len(self._shards))
+        self._consolidated: list[State] | None = None
+        self._exchanged: frozenset[int] = frozenset()
+        self._check_agreement(self.param_groups)
+        for group in self.param_groups:
+            self._partition.deal(group["params"])
+        self._shared = (
+            SharedParameters(self.process_group, self._all()) if host_shared_parameters else None
+        )
+        self.optim = optimizer_class(
+            [self._local_group(i) for i in range(len(self.param_groups))], **defaults
+        )
+        self.defaults = {**self.optim.defaults, **defaults}
+        self.state = self.optim.state
+        _copy_options(self.optim.param_groups, self.param_groups)
+        self._exchange = self._plan_exchange()
+        self._ready = True
+
+    def _check_kinds(self, host_shared: bool) -> None:
+        if host_shared and self.parameters_as_bucket_view:
+            raise OptimizerError(
+                "parameters cannot be in shared memory and in buckets of each rank's own",
+                seen="host_shared_parameters=True and parameters_as_bucket_view=True",
+                fix="Leave out parameters_as_bucket_view: in shared memory nothing is exchanged.",
+            )
+
+    def _ranks_that_share_the_work(self, host_shared: bool) -> tuple[int, ...]:
+        """Return the group ranks among which parameters are dealt."""
+        if not host_shared:
+            return tuple(range(self.world_size))
+        return next(host for host in self.process_group.hosts if self.rank in host)
+
+    # ---------------------------------------------------------------- parameters and groups
+
+    def _all(self) -> list[torch.Tensor]:
+        """Return all parameters, in the order of their numbers."""
+        return list(chain.from_iterable(group["params"] for group in self.param_groups))
+
+    def _owners(self) -> list[int]:
+        """Return the group rank that updates each parameter."""
+        return [self._shards[shard] for shard in self._partition.owners]
+
+    def _is_mine(self, number: int) -> bool:
+        return self._shards[self._partition.owners[number]] == self.rank
+
+    def owned(self) -> list[torch.Tensor]:
+        """Return the parameters that this rank updates."""
+        return [p for i, p in enumerate(self._all()) if self._is_mine(i)]
+
+    def _local_group(self, index: int) -> dict[str, Any]:
+        """Make the local optimizer's part of group `index` (Any: options)."""
+        first = sum(len(group["params"]) for group in self.param_groups[:index])
+        group = self.param_groups[index]
+        mine = [p for i, p in enumerate(group["params"], first) if self._is_mine(i)]
+        return {**{k: v for k, v in group.items() if k not in _OF_THE_GROUP_ALONE}, "params": mine}
+
+    def _check_agreement(self, groups: Sequence[dict[str, Any]], first_group: int = 0) -> None:
+        """Raise unless all ranks have the same parameters in `groups`. Collective."""
+        lines: list[str] = []
+        for g, group in enumerate(groups, first_group):
+            names = group.get("param_names") or [
+                f"param_groups[{g}].params[{i}]" for i in range(len(group["params"]))
+            ]
+            ties = {i: c[0] for c in clusters_of(group["params"]) for i in c if i != c[0]}
+            for i, (name, parameter) in enumerate(zip(names, group["params"], strict=True)):
+                tie = f" (in the memory of {names[ties[i]]})" if i in ties else ""
+                lines.append(describe_tensor(name, parameter) + tie)
+        verify_equal(self.process_group, lines, "parameters to optimize")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters (Any: options), e.g. those of layers that are unfrozen.
+
+        Parameters that are there keep their owners.
+
+        Collective: all ranks of the group, with the same parameters.
+        """
+        if not self._ready:  # torch's constructor
+            _check_layouts(param_group)
+            super().add_param_group(param_group)
+            return
+        try:
+            _check_layouts(param_group)
+            super().add_param_group(param_group)
+        except (TypeError, ValueError) as error:
+            raise _from_torch(error) from error
+        group = self.param_groups[-1]
+        self._check_agreement([group], len(self.param_groups) - 1)
+        self._partition.deal(group["params"])
+        if self._shared is not None:
+            self._shared.add(group["params"])
+        self.optim.add_param_group(self._local_group(len(self.param_groups) - 1))
+        _copy_options(self.optim.param_groups, self.param_groups)
+        self._exchange = self._plan_exchange()
+
+    # ---------------------------------------------------------------- stepping
+
+    def step(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, closure: Callable[[], Any] | None = None, **kwargs: Any
+    ) -> Any:
+        """Update this rank's parameters, and have all ranks' new values.
+
+        Args:
+            closure: Computes the loss and the gradients, for optimizers that want it (Any: it).
+            **kwargs: Handed to the local optimizer's `step` (Any: theirs).
+
+        Returns:
+            What the local optimizer's `step` returns: the closure's result, if there is one.
+
+        Collective: all ranks of the group. With ``overlap_with_ddp=True`` it does nothing.
+        """
+        if self.overlap_with_ddp:
+            return None
+        Join.notify_join_context(self)
+        try:
+            loss = self._step_local(closure, kwargs)
+            self.publish()
+        except CommError as error:
+            error.advise(
+                "The parameters may be half updated: go on from a checkpoint, not from their values."
+            )
+            raise
+        return loss
+
+    def _step_local(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
+        """Update this rank's parameters."""
+        if closure is None:
+            self._meet()
+            return self.update(**kwargs)
+        calls: list[Any] = []
+
+        def evaluate() -> Any:
+            if calls and self._shared is not None:
+                raise OptimizerError(
+                    "this optimizer evaluates the model between updates, which other ranks change",
+                    seen=f"{type(self.optim).__name__} called its closure more than once in a step",
+                    fix="Use it without host_shared_parameters.",
+                )
+            calls.append(closure())
+            self._meet()
+            return calls[-1]
+
+        return self.update(closure=evaluate, **kwargs)
+
+    def _meet(self) -> None:
+        """In shared memory: wait until no rank computes with the parameters any more."""
+        if self._shared is not None and self._shared.meet():
+            self._check_agreement(self.param_groups)
+            self._shared.move_in()
+
+    def update(self, only: Sequence[torch.Tensor] | None = None, **kwargs: Any) -> Any:
+        """Run the local optimizer, with the options that users have set (Any: its own)."""
+        _copy_options(self.param_groups, self.optim.param_groups)
+        if only is None:
+            loss = self.optim.step(**kwargs)
+        else:
+            loss = self._update_only(only)
+        _copy_options(self.optim.param_groups, self.param_groups)
+        return loss
+
+    def _update_only(self, only: Sequence[torch.Tensor]) -> Any:
+        """Run the local optimizer on some of its parameters (Any: what it returns).
+
+        Torch's optimizers keep their state by parameter, so one that sees a part of its groups
+        does what it does for these parameters when it sees all.
+        """
+        chosen = set(only)
+        everything = [group["params"] for group in self.optim.param_groups]
+        try:
+            for group in self.optim.param_groups:
+                group["params"] = [p for p in group["params"] if p in chosen]
+            return self.optim.step()
+        finally:
+            for group, params in zip(self.optim.param_groups, everything, strict=True):
+                group["params"] = params
+
+    def publish(self) -> None:
+        """Let all ranks have the new values. Collective: all ranks of the group."""
+        if self._shared is not None:
+            self.process_group.barrier()
+        else:
+            if not self._exchanged.issuperset(self._trained()):
+                self._exchange = self._plan_exchange()
+            self._exchange.run()
+        # Autograd shall notice, as after any update, if an older graph is used again.
+        others = [p for i, p in enumerate(self._all()) if not self._is_mine(i)]
+        torch.autograd.graph.increment_version(others)
+
+    def _trained(self) -> list[int]:
+        """Return the numbers of the parameters that may change."""
+        return [i for i, p in enumerate(self._all()) if p.requires_grad]
+
+    def _plan_exchange(self) -> Exchange:
+        """Plan for the parameters that are trained, or have been; others do not change."""
+        self._exchanged = self._exchanged.union(self._trained())
+        if self.world_size == 1 or self._shared is not None:
+            return NoExchange()
+        owned: list[list[torch.Tensor]] = [[] for _ in range(self.world_size)]
+        for i, (parameter, owner) in enumerate(zip(self._all(), self._owners(), strict=True)):
+            if i in self._exchanged:
+                owned[owner].append(parameter)
+        kind = BucketExchange if self.parameters_as_bucket_view else StraightExchange
+        return kind(self.process_group, owned)
+
+    # ---------------------------------------------------------------- state
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of `state_dict`: the same, with the state of its shard only.
+
+        For checkpoints to which every rank writes its own part. The parts of all ranks put together
+        are what `load_state_dict` wants.
+        """
+        return super().state_dict()
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Bring the whole state to rank `to`, so that it can call `state_dict`.
+
+        Args:
+            to: Rank of the group.
+
+        Collective: all ranks of the group. See `states.gather_state` for the cost.
+        """
+        if to not in range(self.world_size):
+            raise NotInGroupError(
+                f"to={to!r} is not a rank of the group",
+                group=self.process_group.group_name,
+                seen=f"its ranks are 0 to {self.world_size - 1}",
+            )
+        _copy_options(self.param_groups, self.optim.param_groups)
+        target_host = next(host for host in self.process_group.hosts if to in host)
+        sends = self._shared is None or self.rank in target_host
+        mine: State = super().state_dict()["state"] if sends else {}
+        self._consolidated = gather_state(self.process_group, mine, to)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state, in the form of the unsharded optimizer's (Any: as torch).
+
+        It is as old as the last `consolidate_state_dict`.
+
+        Raises:
+            OptimizerError: The state has not been brought to this rank.
+        """
+        if self._consolidated is None:
+            if self.world_size == 1:
+                return self.local_state_dict()
+            raise OptimizerError(
+                "this rank has only its own part of the optimizer's state",
+                rank=self.rank,
+                world_size=self.world_size,
+                fix=f"Call consolidate_state_dict(to={self.rank}) on all ranks first.",
+            )
+        whole = super().state_dict()
+        parts = chain.from_iterable(part.items() for part in self._consolidated)
+        return {**whole, "state": {number: dict(entry) for number, entry in sorted(parts)}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take this rank's part of a whole state, of any world size's, or of an unsharded optimizer's.
+
+        Args:
+            state_dict: What `state_dict` returned on some rank (Any: as torch); not changed.
+
+        Raises:
+            OptimizerError: Its groups are not this optimizer's.
+        """
+        state: State = {
+            number: entry
+            for number, entry in state_dict["state"].items()
+            if entry is not None and number < len(self._partition.owners) and self._is_mine(number)
+        }
+        try:
+            super().load_state_dict({**state_dict, "state": state})
+        except ValueError as error:
+            raise _from_torch(error) from error
+        self.optim.__setstate__({"state": self.state, "param_groups": self.optim.param_groups})
+        self.state = self.optim.state
+        _copy_options(self.param_groups, self.optim.param_groups)
+        self._consolidated = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse to be copied: connections cannot be."""
+        raise OptimizerError(
+            "a sharded optimizer cannot be copied or pickled",
+            fix="Save state_dict(), after consolidate_state_dict() on all ranks.",
+        )
+
+    # ---------------------------------------------------------------- joining
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return what steps along on a rank that has run out of inputs (Any: not used)."""
+        del kwargs
+        return _StepAlong(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the first parameter."""
+        return self._all()[0].device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """The ranks that step together."""
+        return self.process_group
+
+
+class _StepAlong(JoinHook):
+    """Updates this rank's shard although it has run out of inputs: nobody else would."""
+
+    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def main_hook(self) -> None:
+        """Make the step that others announced."""
+        self._optimizer.step()
+
+
+def _checked(params: Iterable[Any]) -> Any:
+    """Return `params` as torch's constructor takes them (Any), a single tensor as it is."""
+    return params if isinstance(params, torch.Tensor) else list(params)
+
+
+def _check_layouts(param_group: dict[str, Any]) -> None:
+    """Raise for parameters that cannot be exchanged."""
+    params = param_group["params"]
+    tensors = [params] if isinstance(params, torch.Tensor) else list(params)
+    param_group["params"] = tensors
+    sparse = [
+        i
+        for i, p in enumerate(p[1] if isinstance(p, tuple) else p for p in tensors)
+        if isinstance(p, torch.Tensor) and p.layout is not torch.strided
+    ]
+    if sparse:
+        raise OptimizerError(
+            "a sharded optimizer is for dense parameters (gradients may be sparse)",
+            seen=f"parameter {sparse[0]} of the group is not dense",
+        )
+
+
+def _copy_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
+    """Copy what is not a parameter from some groups to their counterparts (Any: options)."""
+    for theirs, ours in zip(source, target, strict=True):
+        ours.update({k: v for k, v in theirs.items() if k not in _OF_THE_GROUP_ALONE})
+
+
+def _from_torch(error: Exception) -> Exception:
+    """Make what torch says of parameters an error of ours."""
+    return error if isinstance(error, OptimizerError) else OptimizerError(str(error))
