@@ -10,9 +10,9 @@ memory in which each has updated its part (sharing.py).
        '-- step: local optimizer on     shard 0         shard 1         shard 2
                  new values of        all shards      all shards      all shards
 
-Two sets of parameter groups are kept alike: `param_groups`, which users and learning rate schedulers
-see, has all parameters; the local optimizer's have this rank's. Before each update options go from
-the first to the second, after it back.
+Two sets of parameter groups are kept alike: `param_groups`, which users and schedulers of learning
+rates see, has all parameters; the local optimizer's have this rank's. Before each update options go
+from the first to the second, after it back.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 2020, https://arxiv.org/abs/1910.02054.
@@ -228,7 +228,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             self.publish()
         except CommError as error:
             error.advise(
-                "The parameters may be half updated: go on from a checkpoint, not from their values."
+                "The parameters may be half updated: go on from a checkpoint, not from these."
             )
             raise
         return loss
@@ -262,10 +262,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def update(self, only: Sequence[torch.Tensor] | None = None, **kwargs: Any) -> Any:
         """Run the local optimizer, with the options that users have set (Any: its own)."""
         _copy_options(self.param_groups, self.optim.param_groups)
-        if only is None:
-            loss = self.optim.step(**kwargs)
-        else:
-            loss = self._update_only(only)
+        loss = self.optim.step(**kwargs) if only is None else self._update_only(only)
         _copy_options(self.optim.param_groups, self.param_groups)
         return loss
 
@@ -365,7 +362,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         return {**whole, "state": {number: dict(entry) for number, entry in sorted(parts)}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's part of a whole state, of any world size's, or of an unsharded optimizer's.
+        """Take this rank's part of a whole state: of any world size, or of no sharding at all.
 
         Args:
             state_dict: What `state_dict` returned on some rank (Any: as torch); not changed.
