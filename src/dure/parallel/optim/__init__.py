@@ -2,11 +2,16 @@
 
 `zero` holds the class users take; `partition` says who updates what, `exchange` how new values
 get to the others, `sharing` how the ranks of a host have one copy of the parameters instead;
-`states` brings the parts of the state together.
+`states` brings the parts of the state together; `overlap` steps inside DDP's backward.
 """
 
 from __future__ import annotations
 
+from dure.parallel.optim.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 from dure.parallel.optim.zero import ZeroRedundancyOptimizer
 
-__all__ = ["ZeroRedundancyOptimizer"]
+__all__ = [
+    "ZeroRedundancyOptimizer",
+    "hook_with_zero_step",
+    "hook_with_zero_step_interleaved",
+]

@@ -67,25 +67,37 @@ class StraightExchange:
         devices = sorted({p.device for params in owned for p in params}, key=str)
         self._devices = [_OnDevice(device, owned) for device in devices]
 
+        self._works: list[Work] = []
+        self._packs: list[tuple[_OnDevice, list[torch.Tensor]]] = []
+
     def run(self) -> None:
         """See `Exchange.run`."""
-        works = [w for device in self._devices for w in self._start(device)]
+        self.start()
+        self.finish()
+
+    def start(self) -> None:
+        """Start to send; until `finish` the parameters must not be used."""
         for device in self._devices:
+            for turn in device.rounds:
+                memories = [device.nothing if p is None else _flat_bytes(p) for p in turn]
+                self._gather(memories)
             packs = device.packs(self._rank)
             if packs:
-                self._group.all_gather(packs, packs[self._rank])
-                device.unpack(packs, self._rank)
-        for work in works:
-            work.wait()
+                self._gather(packs)
+                self._packs.append((device, packs))
 
-    def _start(self, device: _OnDevice) -> list[Work]:
-        works: list[Work] = []
-        for turn in device.rounds:
-            memories = [device.nothing if p is None else _flat_bytes(p) for p in turn]
-            work = self._group.all_gather(memories, memories[self._rank], async_op=True)
-            assert work is not None
-            works.append(work)
-        return works
+    def _gather(self, memories: list[torch.Tensor]) -> None:
+        work = self._group.all_gather(memories, memories[self._rank], async_op=True)
+        assert work is not None
+        self._works.append(work)
+
+    def finish(self) -> None:
+        """Wait until all new values are there."""
+        while self._works:
+            self._works.pop(0).wait()
+        while self._packs:
+            device, packs = self._packs.pop(0)
+            device.unpack(packs, self._rank)
 
 
 class _OnDevice:

@@ -23,17 +23,17 @@ very first backward updates (torch's hooks skip two or three steps), and DDP may
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from dure.errors import CommError, OptimizerError
-from dure.parallel.optim.exchange import StraightExchange
+from dure.parallel.optim.zero import ZeroRedundancyOptimizer, explain
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
-    from dure.parallel.optim.zero import ZeroRedundancyOptimizer
 
 __all__ = ["Bucket", "Hook", "hook_with_zero_step", "hook_with_zero_step_interleaved"]
 
@@ -138,13 +138,11 @@ class _Stepper:
         self._hook, self._zero = hook, zero
         self._pending: list[tuple[Bucket, torch.futures.Future[Any]]] = []
         self._updated: set[torch.Tensor] = set()
-        self._begun = False
 
     def take(self, state: Any, bucket: Bucket, interleaved: bool) -> torch.futures.Future[Any]:
         """Reduce a bucket, and update those that are due."""
         if bucket.index() == 0:
             self._pending, self._updated = [], set()
-            self._zero.announce()
         due = len(self._pending) if interleaved else 0
         reduced = self._hook(state, bucket)
         self._pending.append((bucket, reduced))
@@ -153,7 +151,7 @@ class _Stepper:
             if bucket.is_last():
                 self._zero.finish_overlapped(self._updated)
         except CommError as error:
-            self._zero.explain(error)
+            explain(error)
             raise
         return reduced
 
@@ -167,3 +165,26 @@ class _Stepper:
                 self._zero.update_overlapped(parameters)
             self._updated.update(parameters)
         del self._pending[:count]
+
+
+def _land(bucket: Bucket, result: torch.Tensor) -> None:
+    """Put what the hook made of a bucket where its gradients are, if it is elsewhere."""
+    buffer = bucket.buffer()
+    if result.data_ptr() != buffer.data_ptr() or not result.is_contiguous():
+        with torch.no_grad():
+            buffer.copy_(result.detach().reshape(-1))
+
+
+@contextmanager
+def _gradients(
+    parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+) -> Iterator[None]:
+    """Let `parameters` have these gradients for a while."""
+    before = [p.grad for p in parameters]
+    try:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.detach().to(parameter.dtype)
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient

@@ -43,7 +43,7 @@ from dure.parallel.optim.states import State, gather_state
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["ZeroRedundancyOptimizer"]
+__all__ = ["ZeroRedundancyOptimizer", "explain"]
 
 _OF_THE_GROUP_ALONE = frozenset({"params", "param_names"})
 
@@ -114,8 +114,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self._consolidated: list[State] | None = None
         self._exchanged: frozenset[int] = frozenset()
         self._check_agreement(self.param_groups)
+        self._mine: set[torch.Tensor] = set()
+        self._others: set[torch.Tensor] = set()
+        self._under_way: list[StraightExchange] = []
         for group in self.param_groups:
-            self._partition.deal(group["params"])
+            self._deal(group)
         self._shared = (
             SharedParameters(self.process_group, self._all()) if host_shared_parameters else None
         )
@@ -148,22 +151,20 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """Return all parameters, in the order of their numbers."""
         return list(chain.from_iterable(group["params"] for group in self.param_groups))
 
-    def _owners(self) -> list[int]:
-        """Return the group rank that updates each parameter."""
-        return [self._shards[shard] for shard in self._partition.owners]
-
     def _is_mine(self, number: int) -> bool:
         return self._shards[self._partition.owners[number]] == self.rank
 
-    def owned(self) -> list[torch.Tensor]:
-        """Return the parameters that this rank updates."""
-        return [p for i, p in enumerate(self._all()) if self._is_mine(i)]
+    def _deal(self, group: dict[str, Any]) -> None:
+        """Give the parameters of a new group their owners (Any: options)."""
+        first = len(self._partition.owners)
+        self._partition.deal(group["params"])
+        for i, parameter in enumerate(group["params"], first):
+            (self._mine if self._is_mine(i) else self._others).add(parameter)
 
     def _local_group(self, index: int) -> dict[str, Any]:
         """Make the local optimizer's part of group `index` (Any: options)."""
-        first = sum(len(group["params"]) for group in self.param_groups[:index])
         group = self.param_groups[index]
-        mine = [p for i, p in enumerate(group["params"], first) if self._is_mine(i)]
+        mine = [p for p in group["params"] if p in self._mine]
         return {**{k: v for k, v in group.items() if k not in _OF_THE_GROUP_ALONE}, "params": mine}
 
     def _check_agreement(self, groups: Sequence[dict[str, Any]], first_group: int = 0) -> None:
@@ -197,7 +198,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             raise _from_torch(error) from error
         group = self.param_groups[-1]
         self._check_agreement([group], len(self.param_groups) - 1)
-        self._partition.deal(group["params"])
+        self._deal(group)
         if self._shared is not None:
             self._shared.add(group["params"])
         self.optim.add_param_group(self._local_group(len(self.param_groups) - 1))
@@ -227,9 +228,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             loss = self._step_local(closure, kwargs)
             self.publish()
         except CommError as error:
-            error.advise(
-                "The parameters may be half updated: go on from a checkpoint, not from these."
-            )
+            explain(error)
             raise
         return loss
 
@@ -290,9 +289,48 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             if not self._exchanged.issuperset(self._trained()):
                 self._exchange = self._plan_exchange()
             self._exchange.run()
-        # Autograd shall notice, as after any update, if an older graph is used again.
-        others = [p for i, p in enumerate(self._all()) if not self._is_mine(i)]
-        torch.autograd.graph.increment_version(others)
+        self._note_changes(self._all())
+
+    def _note_changes(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Let autograd know what other ranks have changed, in case an older graph is used again."""
+        theirs = self._others.intersection(parameters)
+        torch.autograd.graph.increment_version(list(theirs))
+
+    # ---------------------------------------------------------------- stepping inside backward
+
+    def update_overlapped(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Update those of `parameters` that are this rank's, and start to send them.
+
+        Collective: all ranks of the group, with the same parameters.
+        """
+        mine = [p for p in parameters if p in self._mine]
+        if mine:
+            self.update(mine)
+        if self._shared is None and self.world_size > 1:
+            exchange = StraightExchange(self.process_group, self._by_owner(set(parameters)))
+            exchange.start()
+            self._under_way.append(exchange)
+
+    def finish_overlapped(self, updated: set[torch.Tensor]) -> None:
+        """Wait until all ranks have all new values; `updated` are the parameters of all buckets.
+
+        Collective: all ranks of the group.
+        """
+        while self._under_way:
+            self._under_way.pop(0).finish()
+        if self._shared is not None and self._shared.meet():
+            raise OptimizerError(
+                "a parameter is not in shared memory any more, on this rank or another",
+                fix="Change dtypes before the optimizer is made, or do not overlap.",
+            )
+        self._note_changes(list(updated))
+        left = [i for i, p in enumerate(self._all()) if p.requires_grad and p not in updated]
+        if left:
+            raise OptimizerError(
+                "parameters of the optimizer are in none of DDP's buckets, and so never updated",
+                seen=f"{len(left)} of them, the first one is number {left[0]}",
+                fix="Give the optimizer the parameters of the module that DDP wraps.",
+            )
 
     def _trained(self) -> list[int]:
         """Return the numbers of the parameters that may change."""
@@ -303,12 +341,18 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self._exchanged = self._exchanged.union(self._trained())
         if self.world_size == 1 or self._shared is not None:
             return NoExchange()
-        owned: list[list[torch.Tensor]] = [[] for _ in range(self.world_size)]
-        for i, (parameter, owner) in enumerate(zip(self._all(), self._owners(), strict=True)):
-            if i in self._exchanged:
-                owned[owner].append(parameter)
+        parameters = self._all()
+        owned = self._by_owner({parameters[i] for i in self._exchanged})
         kind = BucketExchange if self.parameters_as_bucket_view else StraightExchange
         return kind(self.process_group, owned)
+
+    def _by_owner(self, chosen: set[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Return those of `chosen` that each rank of the group owns."""
+        owned: list[list[torch.Tensor]] = [[] for _ in range(self.world_size)]
+        for parameter, shard in zip(self._all(), self._partition.owners, strict=True):
+            if parameter in chosen:
+                owned[self._shards[shard]].append(parameter)
+        return owned
 
     # ---------------------------------------------------------------- state
 
@@ -418,6 +462,11 @@ class _StepAlong(JoinHook):
     def main_hook(self) -> None:
         """Make the step that others announced."""
         self._optimizer.step()
+
+
+def explain(error: CommError) -> None:
+    """Say what an error in the midst of a step means for the parameters."""
+    error.advise("The parameters may be half updated: go on from a checkpoint, not from these.")
 
 
 def _checked(params: Iterable[Any]) -> Any:
