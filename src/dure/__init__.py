@@ -139,13 +139,11 @@ _HOMES: dict[str, tuple[str, ...]] = {
     ),
     "dure.parallel": ("DistributedDataParallel", "GradBucket", "MixedPrecision"),
     "dure.parallel.dp": ("DataParallel", "data_parallel"),
-    "dure.parallel.optim": ("ZeroRedundancyOptimizer",),
     "dure.parallel.optim": (
         "ZeroRedundancyOptimizer",
         "hook_with_zero_step",
         "hook_with_zero_step_interleaved",
     ),
-    "dure.parallel": ("DistributedDataParallel", "GradBucket"),
     "dure.parallel.amp": ("GradScaler", "clip_grad_norm_"),
     "dure.parallel.metrics": ("StepMeter", "StepReport", "StepSplit", "TensorBoardWriter"),
 }
