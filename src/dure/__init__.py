@@ -15,6 +15,10 @@ __version__ = "0.1.0"
 _HOMES: dict[str, tuple[str, ...]] = {
     "dure.errors": (
         "Aborted",
+        "CheckpointDamaged",
+        "CheckpointError",
+        "CheckpointMismatch",
+        "CheckpointNotWritten",
         "CommError",
         "CommTimeout",
         "DataError",
@@ -147,7 +151,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "dure.parallel.amp": ("GradScaler", "clip_grad_norm_"),
     "dure.parallel.metrics": ("StepMeter", "StepReport", "StepSplit", "TensorBoardWriter"),
 }
-_MODULES = frozenset({"trace"})
+_MODULES = frozenset({"checkpoint", "trace"})
 """Modules that are used under their own name, as `dure.trace.dump()`."""
 
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

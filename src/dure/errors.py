@@ -10,6 +10,7 @@
     ├── UnevenInputs          some ranks ran out of inputs before the others
     ├── LaunchError           carries the first failing worker's report
     ├── RpcError              carries the remote traceback
+    ├── CheckpointError       CheckpointDamaged, CheckpointMismatch, CheckpointNotWritten
     └── InternalError         ours; please report
 
 Every error has fields, and its message is made from them in one place, `_message`:
@@ -21,6 +22,10 @@ from __future__ import annotations
 
 __all__ = [
     "Aborted",
+    "CheckpointDamaged",
+    "CheckpointError",
+    "CheckpointMismatch",
+    "CheckpointNotWritten",
     "CommError",
     "CommTimeout",
     "DataError",
@@ -285,6 +290,32 @@ class RpcError(DureError, RuntimeError):
     def __init__(self, what: str, *, remote_traceback: str = "", **fields: object) -> None:
         self.remote_traceback = remote_traceback
         super().__init__(what, **fields)  # pyright: ignore[reportArgumentType]
+
+
+class CheckpointError(DureError, RuntimeError):
+    """A checkpoint cannot be written or used; `path` says which."""
+
+    def __init__(self, what: str, *, path: str = "", **fields: object) -> None:
+        self.path = path
+        super().__init__(what, **fields)  # pyright: ignore[reportArgumentType]
+
+
+class CheckpointDamaged(CheckpointError):
+    """There are checkpoints, but none is whole; `refused` maps each path to the reason."""
+
+    def __init__(
+        self, what: str, *, refused: dict[str, str] | None = None, **fields: object
+    ) -> None:
+        self.refused = refused or {}
+        super().__init__(what, **fields)  # pyright: ignore[reportArgumentType]
+
+
+class CheckpointMismatch(CheckpointError, ValueError):
+    """The checkpoint is whole, but of other objects than those to be loaded."""
+
+
+class CheckpointNotWritten(CheckpointError):
+    """Nothing was saved, on no rank, and what was saved before is as it was; `rank` failed."""
 
 
 class InternalError(DureError, RuntimeError):

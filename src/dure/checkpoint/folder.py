@@ -1,0 +1,102 @@
+"""The folder of a run's checkpoints: names, the commit, and what is left over.
+
+    000012-step-3000/                 a checkpoint: the 12th that was saved, after step 3000
+        part-00000.safetensors
+        manifest.json
+    .saving-000013-step-3100/         being written; or left by a run that was killed in it
+    .removing-000009-step-2700/       on its way out
+
+A checkpoint is written under a hidden name. When every file in it is on the disk, the folder is
+renamed, and the parent folder flushed: that rename is the commit, and it is atomic. Removal goes
+the other way round: renamed first, then emptied. So whatever is killed when, a folder with a
+checkpoint's name is a complete one; what its bytes became since is for the checksums to say.
+
+*Newest* is by the running number, not by the step: a run that was sent back to an older step, and
+saves again, continues from there. One job at a time may save in a folder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Folder", "Place"]
+
+_NAME = re.compile(r"^(\d{6,})-step-(\d+)$")
+_SAVING, _REMOVING = ".saving-", ".removing-"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """Where a committed checkpoint lies."""
+
+    number: int
+    step: int
+    path: Path
+
+
+class Folder:
+    """The checkpoints below `path`. No method communicates."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def places(self) -> list[Place]:
+        """List the committed checkpoints, oldest first.
+
+        Raises:
+            OSError: The folder cannot be read; one that is absent is empty.
+        """
+        try:
+            names = [(p, _NAME.match(p.name)) for p in self.path.iterdir()]
+        except FileNotFoundError:
+            return []
+        return sorted(Place(int(m[1]), int(m[2]), p) for p, m in names if m)
+
+    def begin(self, step: int) -> Path:
+        """Remove what earlier runs left over, and make the hidden folder of a new checkpoint.
+
+        Raises:
+            OSError: It cannot be made.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.clean()
+        number = max((place.number for place in self.places()), default=0) + 1
+        made = self.path / f"{_SAVING}{number:06d}-step-{step}"
+        made.mkdir()
+        return made
+
+    def commit(self, made: Path) -> Path:
+        """Make what `begin` returned a checkpoint, durably.
+
+        Raises:
+            OSError: It cannot be renamed or flushed.
+        """
+        _flush(made)
+        final = made.with_name(made.name.removeprefix(_SAVING))
+        made.rename(final)
+        _flush(self.path)
+        return final
+
+    def remove(self, path: Path) -> None:
+        """Remove a checkpoint, so that at no moment half of it has a checkpoint's name."""
+        hidden = path.with_name(_REMOVING + path.name)
+        path.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+    def clean(self) -> None:
+        """Remove what was never committed, and what was being removed."""
+        for path in self.path.iterdir():
+            if path.name.startswith((_SAVING, _REMOVING)):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _flush(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,276 @@
+"""A Checkpointer alone: what comes back, what is refused and why, what is left in the folder."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+
+from dure.checkpoint import Checkpointer, PerRank, checkpointer, folder
+from dure.data import DistributedSampler
+from dure.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotWritten,
+    UsageError,
+)
+
+
+def small(seed=0, width=4):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
+
+
+def trained(seed=0):
+    """Return a model, its optimizer and its scheduler after two steps."""
+    model = small(seed)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3])
+    for _ in range(2):
+        model(torch.randn(8, 3)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def equal(a, b):
+    """Compare two states, tensors by value."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
+
+
+def test_all_of_a_run_comes_back(tmp_path):
+    saved, loaded = trained(1), trained(2)
+    extra, other = {"curve": [0.5, float("inf")], 3: ("a", None)}, {"old": 1}
+    sampler = DistributedSampler(range(20), 2, 0)
+    Checkpointer(tmp_path).save(
+        12, **saved, extra=extra, place=sampler, scaler=torch.amp.GradScaler("cpu")
+    )
+    draws = torch.rand(2).tolist(), random.random(), np.random.rand()
+    scaler, curve = torch.amp.GradScaler("cpu"), []
+    step = Checkpointer(tmp_path).load(**loaded, extra=other, place=sampler, scaler=scaler)
+    assert step == 12 and other == extra and curve == []
+    assert (torch.rand(2).tolist(), random.random(), np.random.rand()) == draws
+    for name, thing in saved.items():
+        assert equal(thing.state_dict(), loaded[name].state_dict()), name
+    assert list(tmp_path.iterdir()) == [tmp_path / "000001-step-12"]
+
+
+def test_list_is_filled_in_place(tmp_path):
+    curve = [1.5, 2.5]
+    Checkpointer(tmp_path).save(1, curve=curve)
+    loaded = [0.0]
+    Checkpointer(tmp_path).load(curve=loaded)
+    assert loaded == curve
+
+
+def test_every_dtype_and_shape_comes_back_and_can_be_read_by_safetensors(tmp_path):
+    dtypes = [torch.bfloat16, torch.float8_e5m2, torch.int64, torch.bool, torch.uint16, torch.half]
+    state = {str(d): torch.arange(5).to(d) for d in dtypes}
+    state |= {"empty": torch.empty(0, 3), "number": torch.tensor(2.5), "strided": torch.eye(4)[::2]}
+    path = Checkpointer(tmp_path).save(1, state=state)
+    loaded = {}
+    Checkpointer(tmp_path).load(state=loaded)
+    assert {k: v.dtype for k, v in loaded.items()} == {k: v.dtype for k, v in state.items()}
+    stored = load_file(path / "part-00000.safetensors")
+    for name, tensor in state.items():
+        back = loaded[name]
+        assert back.shape == tensor.shape
+        assert torch.equal(back.double(), tensor.double())
+        assert torch.equal(stored[f"state/{name}"].double(), tensor.double())
+
+
+def test_loaded_tensors_do_not_depend_on_the_file(tmp_path):
+    path = Checkpointer(tmp_path).save(1, state={"x": torch.ones(1000)})
+    loaded = {}
+    Checkpointer(tmp_path).load(state=loaded)
+    with (path / "part-00000.safetensors").open("r+b") as file:
+        file.truncate(0)
+    assert loaded["x"].sum() == 1000
+
+
+def test_nothing_saved_is_nothing_loaded(tmp_path):
+    checkpoints = Checkpointer(tmp_path / "absent")
+    assert checkpoints.load(model=small()) is None
+    assert checkpoints.latest() is None
+    (tmp_path / "absent" / ".saving-000001-step-5").mkdir(parents=True)
+    assert checkpoints.load(model=small()) is None
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(where=st.floats(0, 1, exclude_max=True), which=st.booleans(), cut=st.booleans())
+def test_any_changed_byte_is_found_and_the_older_checkpoint_used(
+    tmp_path_factory, where, which, cut
+):
+    path = tmp_path_factory.mktemp("run")
+    checkpoints = Checkpointer(path)
+    values = [0.0]
+    checkpoints.save(1, values=values, model=small(1))
+    newest = checkpoints.save(2, values=[1.0], model=small(2))
+    file = newest / ("manifest.json" if which else "part-00000.safetensors")
+    data = bytearray(file.read_bytes())
+    at = int(where * len(data))
+    data[at] ^= 1 << (at % 8)
+    file.write_bytes(data[:at] if cut else data)
+    loaded, model = [], small(3)
+    assert checkpoints.load(values=loaded, model=model) == 1
+    assert loaded == values
+    assert equal(model.state_dict(), small(1).state_dict())
+    assert list(checkpoints.refused) == [str(newest)]
+    assert checkpoints.latest().step == 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "ruin",
+    [
+        lambda path: (path / "manifest.json").unlink(),
+        lambda path: (path / "part-00000.safetensors").unlink(),
+        lambda path: (path / "manifest.json").write_text("{}"),
+        lambda path: torch.save({}, path / "manifest.json"),
+        lambda path: path.rename(path.with_name("000009-step-77")),
+        lambda path: os.truncate(path / "part-00000.safetensors", 5000),
+    ],
+)
+def test_damaged_and_foreign_checkpoints_are_refused_by_name(tmp_path, ruin, caplog):
+    checkpoints = Checkpointer(tmp_path)
+    ruin(checkpoints.save(1, model=small()))
+    model = small(5)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(CheckpointDamaged) as caught:
+        checkpoints.load(model=model)
+    (path,) = tmp_path.iterdir()
+    assert list(caught.value.refused) == [str(path)]
+    assert str(path) in caplog.text
+    assert equal(before, dict(model.state_dict()))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: {"model": small(width=5)},
+        lambda: {"model": small().double()},
+        lambda: {"model": nn.Sequential(nn.Linear(3, 4))},
+        lambda: {"model": nn.Sequential(OrderedDict(other=nn.Linear(3, 4)))},
+        lambda: {"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())},
+        lambda: {"model": PerRank(small())},
+        lambda: {"unknown": small()},
+        lambda: {"scheduler": small()},
+    ],
+)
+def test_checkpoint_of_other_objects_is_refused_before_anything_changes(tmp_path, other):
+    checkpoints = Checkpointer(tmp_path)
+    path = checkpoints.save(1, **trained())
+    objects = trained(4) | other()
+    first = objects["model"]
+    before = {k: v.clone() for k, v in getattr(first, "value", first).state_dict().items()}
+    with pytest.raises(CheckpointMismatch) as caught:
+        checkpoints.load(**objects)
+    assert equal(before, dict(getattr(first, "value", first).state_dict()))
+    assert str(path) == caught.value.path
+
+
+def test_last_ones_are_kept_and_leftovers_removed(tmp_path):
+    checkpoints = Checkpointer(tmp_path, keep=2)
+    (tmp_path / ".removing-000007-step-1").mkdir()
+    (tmp_path / ".saving-000007-step-1").mkdir()
+    (tmp_path / "notes.txt").write_text("kept")
+    for step in range(5):
+        checkpoints.save(step, values=[step])
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == ["000004-step-3", "000005-step-4", "notes.txt"]
+
+
+def test_refused_checkpoint_is_not_counted_and_stays(tmp_path):
+    checkpoints = Checkpointer(tmp_path, keep=1)
+    values = [1]
+    checkpoints.save(1, values=values)
+    Checkpointer(tmp_path, keep=None).save(2, values=[2])
+    (tmp_path / "000002-step-2" / "manifest.json").write_text("")
+    assert checkpoints.load(values=values) == 1
+    checkpoints.save(2, values=values)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["000002-step-2", "000003-step-2"]
+    assert Checkpointer(tmp_path).load(values=values) == 2
+
+
+def test_run_sent_back_to_an_older_step_goes_on_from_there(tmp_path):
+    checkpoints, values = Checkpointer(tmp_path), []
+    for step in (10, 20):
+        checkpoints.save(step, values=[step])
+    assert checkpoints.load(10, values=values) == 10 and values == [10]
+    checkpoints.save(15, values=[15])
+    assert checkpoints.load(values=values) == 15
+    with pytest.raises(CheckpointError):
+        checkpoints.load(11, values=values)
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "rename", "mkdir"])
+def test_full_disk_leaves_the_older_checkpoint_and_nothing_else(tmp_path, monkeypatch, call):
+    checkpoints = Checkpointer(tmp_path)
+    checkpoints.save(1, values=[1.0], x={"x": torch.ones(9)})
+
+    def full(*_args, **_options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "somewhere")
+
+    owner = os if call in ("write", "fsync") else Path
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, call, full)
+        with pytest.raises(CheckpointNotWritten) as caught:
+            checkpoints.save(2, values=[2.0], x={"x": torch.ones(9)})
+    assert isinstance(caught.value.__cause__, OSError)
+    assert [p.name for p in tmp_path.iterdir()] == ["000001-step-1"]
+    values = []
+    assert checkpoints.load(values=values) == 1
+
+
+def test_folder_that_cannot_be_made_is_said(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointNotWritten):
+        Checkpointer(tmp_path / "file" / "run").save(1, values=[])
+
+
+@pytest.mark.parametrize("value", [3, object(), nn.ReLU])
+def test_object_without_state_is_refused(tmp_path, value):
+    with pytest.raises(UsageError):
+        Checkpointer(tmp_path).save(1, thing=value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_checkpoint_at_all_cannot_be_kept(tmp_path):
+    with pytest.raises(UsageError):
+        Checkpointer(tmp_path, keep=0)
+
+
+def test_saving_flushes_files_before_the_commit_and_the_folder_after(tmp_path, monkeypatch):
+    order = []
+    real_fsync, real_rename = os.fsync, Path.rename
+
+    def fsync(descriptor):
+        order.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        real_fsync(descriptor)
+
+    def rename(path, target):
+        order.append("rename")
+        return real_rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", rename)
+    Checkpointer(tmp_path).save(3, x={"x": torch.ones(2)})
+    hidden = ".saving-000001-step-3"
+    assert order == ["part-00000.safetensors", "manifest.json", hidden, "rename", tmp_path.name]
+    assert folder.Folder is checkpointer.Folder

@@ -1,0 +1,106 @@
+"""State to JSON and back: types and values are kept; what cannot be saved is named."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dure.checkpoint.tree import decode, encode
+from dure.errors import UsageError
+
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(),
+    st.binary(),
+    st.complex_numbers(allow_nan=False),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.device("cpu"), torch.Size([2, 3])]),
+)
+KEYS = st.one_of(st.text(), st.integers(), st.tuples(st.integers(), st.text()))
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner),
+        st.lists(inner).map(tuple),
+        st.dictionaries(KEYS, inner),
+        st.dictionaries(KEYS, inner).map(OrderedDict),
+        st.sets(KEYS),
+    ),
+    max_leaves=12,
+)
+
+
+def there_and_back(value):
+    tensors: dict[str, torch.Tensor] = {}
+    text = json.dumps(encode(value, "x", tensors), allow_nan=False)
+    return decode(json.loads(text), lambda name: tensors[name])
+
+
+@given(TREES)
+def test_tree_comes_back_as_it_was(value):
+    back = there_and_back(value)
+    assert back == value
+    assert repr(back) == repr(value) or isinstance(value, set | dict | list | tuple)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, -0.0])
+def test_unusual_numbers_come_back(value):
+    assert repr(there_and_back([value])) == repr([value])
+
+
+def test_arrays_and_counters_come_back():
+    value = {
+        "a": np.arange(6, dtype=np.uint32).reshape(2, 3),
+        "b": np.float64(0.1),
+        "c": Counter({5: 2}),
+    }
+    back = there_and_back(value)
+    assert back["a"].dtype == np.uint32 and (back["a"] == value["a"]).all()
+    assert type(back["b"]) is np.float64 and back["b"] == value["b"]
+    assert type(back["c"]) is Counter and back["c"] == value["c"]
+
+
+def test_tensors_are_taken_out_by_path_and_tied_ones_once():
+    weight, tensors = torch.ones(2, 2), {}
+    tree = encode({"a": [weight, weight.t()], "b": {"c": weight}}, "m", tensors)
+    assert list(tensors) == ["m/a/0", "m/a/1"]
+    assert tree["b"]["c"] == tree["a"][0]
+
+
+def test_two_paths_that_read_alike_get_two_names():
+    tensors = {}
+    encode({"a/b": torch.zeros(1), "a": {"b": torch.ones(1)}}, "m", tensors)
+    assert sorted(t.item() for t in tensors.values()) == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_tensors_come_back(dtype):
+    value = torch.tensor([1 + 2j, 3], dtype=dtype)
+    back = there_and_back(value)
+    assert back.dtype == dtype and torch.equal(back, value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda: None,
+        object(),
+        torch.nn.Linear(1, 1),
+        torch.ones(2).to_sparse(),
+        torch.ones(2, device="meta"),
+        np.array(["a"]),
+    ],
+)
+def test_what_cannot_be_saved_is_named_by_its_path(value):
+    with pytest.raises(UsageError) as caught:
+        encode({"state": [1, {"inner": value}]}, "optimizer", {})
+    assert "optimizer/state/1/inner" in caught.value.seen
