@@ -26,7 +26,18 @@ from dure.errors import CheckpointMismatch, UsageError
 from dure.parallel import DistributedDataParallel
 from dure.parallel.dp import DataParallel
 
-__all__ = ["PerRank", "Reader", "Sharded", "bare", "check_fits", "is_sharded", "load_into", "state_of", "to_tree", "whole_tree"]
+__all__ = [
+    "PerRank",
+    "Reader",
+    "Sharded",
+    "bare",
+    "check_fits",
+    "is_sharded",
+    "load_into",
+    "state_of",
+    "to_tree",
+    "whole_tree",
+]
 
 _WRAPPERS = (
     DistributedDataParallel,
@@ -214,7 +225,7 @@ def load_into(name: str, value: Any, tree: Any, reader: Reader) -> None:
         elif isinstance(inner, list):
             inner[:] = state
         else:
-            inner.load_state_dict(state)
+            cast(_Stateful, inner).load_state_dict(state)
         if isinstance(inner, Sharded):  # it has kept its part of what is mapped
             for entry in inner.state.values():
                 entry |= {k: v.clone() for k, v in entry.items() if isinstance(v, torch.Tensor)}

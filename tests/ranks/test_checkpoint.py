@@ -1,0 +1,250 @@
+"""Checkpoints of several ranks: who writes what, other world sizes, errors on all ranks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import dure
+from dure.checkpoint import Checkpointer, PerRank, checkpointer
+from dure.checkpoint.randomness import random_state
+from dure.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotWritten,
+    UsageError,
+)
+from dure.testing import run_ranks
+
+SHARDED = pytest.mark.parametrize("sharded", [False, True])
+
+
+def model_of(seed: int) -> nn.Sequential:
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.rand(p.shape, generator=generator))
+    return model
+
+
+def values_of(model: nn.Module) -> list[float]:
+    return [x for p in model.state_dict().values() for x in p.flatten().tolist()]
+
+
+def _save(rank, folder, sharded, seed):
+    ddp = dure.DistributedDataParallel(model_of(seed))
+    optimizer = torch.optim.AdamW(ddp.parameters())
+    ddp(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    return str(Checkpointer(folder, sharded=sharded).save(seed, model=ddp, optimizer=optimizer))
+
+
+def _load(rank, folder, wrapped):
+    inner = model_of(99)
+    model = dure.DistributedDataParallel(inner) if wrapped else inner
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = Checkpointer(folder).load(model=model, optimizer=optimizer)
+    return step, values_of(inner), [s["exp_avg"].tolist() for s in optimizer.state.values()]
+
+
+@SHARDED
+def test_any_number_of_ranks_loads_what_two_have_saved(tmp_path, sharded):
+    paths = run_ranks(2, _save, tmp_path, sharded, 5)
+    assert len(set(paths)) == 1
+    parts = {p.name for p in Path(paths[0]).glob("*.safetensors")}
+    assert parts == {f"part-0000{r}.safetensors" for r in range(2 if sharded else 1)}
+    (alone,) = run_ranks(1, _load, tmp_path, False)
+    assert alone[0] == 5 and len(alone[2]) == 6
+    for ranks in (2, 3):
+        assert run_ranks(ranks, _load, tmp_path, True) == [alone] * ranks
+    model = model_of(98)  # and a process that knows of no group
+    assert Checkpointer(tmp_path).load(model=model) == 5
+    assert values_of(model) == alone[1]
+
+
+class Shards(torch.optim.SGD):
+    """An optimizer of which each rank holds the entries with its own parity."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.whole = None
+        for number, p in enumerate(self.param_groups[0]["params"]):
+            if number % dure.get_world_size() == dure.get_rank():
+                self.state[p] = {"momentum": torch.full_like(p, number)}
+
+    def local_state_dict(self):
+        return super().state_dict()
+
+    def consolidate_state_dict(self, to=0):
+        parts = [None] * dure.get_world_size()
+        dure.all_gather_object(parts, self.local_state_dict())
+        self.whole = {n: e for part in parts for n, e in part["state"].items()}  # type: ignore[index]
+
+    def state_dict(self):
+        return {**super().state_dict(), "state": self.whole}
+
+    def load_state_dict(self, state_dict):
+        self.whole = {n: e["momentum"].tolist() for n, e in state_dict["state"].items()}
+
+
+def _shards(rank, folder, sharded, saves):
+    optimizer = Shards(model_of(1).parameters())
+    if saves:
+        Checkpointer(folder, sharded=sharded).save(1, optimizer=optimizer)
+    Checkpointer(folder).load(optimizer=optimizer)
+    return optimizer.whole
+
+
+@SHARDED
+def test_sharded_optimizer_is_whole_in_the_file(tmp_path, sharded):
+    saved = run_ranks(2, _shards, tmp_path, sharded, True)
+    expected = {
+        number: torch.full(p.shape, float(number)).tolist()
+        for number, p in enumerate(model_of(1).parameters())
+    }
+    assert saved == [expected] * 2
+    assert run_ranks(3, _shards, tmp_path, sharded, False) == [expected] * 3
+
+
+def _own(rank, folder, sharded, saves):
+    checkpoints = Checkpointer(folder, sharded=sharded)
+    if saves:
+        checkpoints.save(1, mine=PerRank({"x": torch.full((2,), float(rank)), "rank": rank}))
+    loaded = {}
+    checkpoints.load(mine=PerRank(loaded))
+    return loaded["rank"], loaded["x"].tolist()
+
+
+@SHARDED
+def test_state_of_each_rank_comes_back_to_that_rank_and_to_no_other_number(tmp_path, sharded):
+    expected = [(r, [float(r)] * 2) for r in range(3)]
+    assert run_ranks(3, _own, tmp_path, sharded, True) == expected
+    with pytest.raises(CheckpointMismatch):
+        run_ranks(2, _own, tmp_path, sharded, False)
+
+
+def test_new_ranks_are_seeded_by_rule_and_old_ones_go_on(tmp_path, monkeypatch):
+    torch.manual_seed(3)
+    random.seed(3)
+    Checkpointer(tmp_path).save(1, state={})
+    saved = random_state()
+    restored, seeded = [], []
+    monkeypatch.setattr("dure.checkpoint.reading.restore_random_state", restored.append)
+    monkeypatch.setattr(
+        "dure.checkpoint.reading.seed_new_rank", lambda first, rank: seeded.append((first, rank))
+    )
+    run_ranks(3, lambda _: Checkpointer(tmp_path).load(state={}))
+    assert [r["torch"] for r in restored] == [saved["torch"]]
+    assert sorted(rank for _, rank in seeded) == [1, 2]
+    assert all(first["torch"] == saved["torch"] for first, _ in seeded)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_rank_that_cannot_write_fails_all_and_the_older_checkpoint_stays(
+    tmp_path, monkeypatch, failing
+):
+    run_ranks(2, _save, tmp_path, True, 1)
+    real = checkpointer.write_part
+
+    def full(path, tensors):
+        if f"part-0000{failing}" in path.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(path, tensors)
+
+    monkeypatch.setattr(checkpointer, "write_part", full)
+
+    def save(rank):
+        with pytest.raises(CheckpointNotWritten) as caught:
+            _save(rank, tmp_path, True, 2)
+        return caught.value.rank
+
+    assert run_ranks(2, save) == [failing] * 2
+    assert [p.name for p in tmp_path.iterdir()] == ["000001-step-1"]
+
+
+def test_value_that_one_rank_cannot_save_fails_all(tmp_path):
+    def save(rank):
+        own = PerRank({"x": object() if rank == 1 else 1})
+        with pytest.raises(UsageError) as caught:
+            Checkpointer(tmp_path).save(1, mine=own)
+        return caught.value.seen
+
+    seen = run_ranks(2, save)
+    assert seen[0] == seen[1]
+    assert "rank1/mine/x" in seen[0]
+
+
+def test_object_that_fails_on_one_rank_fails_all(tmp_path):
+    class Broken:
+        def state_dict(self):
+            raise ZeroDivisionError
+
+        def load_state_dict(self, state):
+            del state
+
+    def save(rank):
+        with pytest.raises(CheckpointError):
+            Checkpointer(tmp_path).save(1, mine=PerRank(Broken() if rank else {}))
+
+    run_ranks(2, save)
+
+
+def test_ranks_with_other_tensors_are_refused_when_all_write(tmp_path):
+    def save(rank):
+        with pytest.raises(CheckpointError):
+            Checkpointer(tmp_path, sharded=True).save(1, x={"x": torch.ones(2 + rank)})
+
+    run_ranks(2, save)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_each_rank_checks_its_share_and_all_refuse_alike(tmp_path):
+    for seed in (1, 2):
+        run_ranks(3, _save, tmp_path, True, seed)
+    part = tmp_path / "000002-step-2" / "part-00002.safetensors"
+    data = bytearray(part.read_bytes())
+    data[-1] ^= 1
+    part.write_bytes(data)
+    results = run_ranks(2, _load, tmp_path, True)
+    assert results[0] == results[1] and results[0][0] == 1
+    (tmp_path / "000001-step-1" / "part-00000.safetensors").unlink()
+
+    def load(rank):
+        with pytest.raises(CheckpointDamaged) as caught:
+            _load(rank, tmp_path, False)
+        return sorted(caught.value.refused)
+
+    names = run_ranks(2, load)
+    assert names[0] == names[1] and len(names[0]) == 2
+
+
+def _uneven(rank, folder):
+    loader = dure.DataLoader(range(11), 2, shuffle=True, pad=False)
+    seen = []
+    for step, batch in enumerate(loader):
+        seen += batch.tolist()
+        if step == 1:
+            break
+    Checkpointer(folder).save(2, loader=loader)
+    return seen
+
+
+def _rest(rank, folder):
+    loader = dure.DataLoader(range(11), 1, shuffle=True, pad=False)
+    Checkpointer(folder).load(loader=loader)
+    return [i for batch in loader for i in batch.tolist()]
+
+
+def test_loader_goes_on_with_another_number_of_ranks(tmp_path):
+    first = [i for part in run_ranks(2, _uneven, tmp_path) for i in part]
+    rest = [i for part in run_ranks(3, _rest, tmp_path) for i in part]
+    assert len(first) == 8
+    assert sorted(first + rest) == list(range(11))
