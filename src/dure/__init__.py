@@ -26,6 +26,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "DeviceError",
         "DtypeError",
         "DureError",
+        "HookError",
         "InternalError",
         "LaunchError",
         "MeshError",

@@ -175,6 +175,10 @@ class OptimizerError(UsageError, RuntimeError, TypeError):
     """A sharded optimizer cannot be made, or used, as asked."""
 
 
+class HookError(ModuleError, TypeError):
+    """A communication hook is not what DDP can call, or failed; `parameters` are the bucket's."""
+
+
 class CommError(DureError, RuntimeError):
     """The job is in trouble; the group must be rebuilt."""
 

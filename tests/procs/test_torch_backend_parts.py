@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed
 
+from dure.comm.futures import Waiters
 from dure.comm.work import Work
 from dure.errors import StoreTimeout
 from dure.torch_backend.store import TorchStore
-from dure.torch_backend.work import Keeper, TorchWork, Waiters
+from dure.torch_backend.work import Keeper, TorchWork
 
 td: Any = torch.distributed
 SOON = timedelta(milliseconds=10)

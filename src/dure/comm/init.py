@@ -23,6 +23,7 @@ from dure.comm.creation import (
     create_group,
     default_pg_timeout,
 )
+from dure.comm.futures import waiters
 from dure.comm.recording import begin_recording, end_recording
 from dure.comm.world import GroupMember, World, current_world, resolve
 from dure.errors import DureError, UsageError
@@ -220,6 +221,7 @@ def _leave(world: World, abort: bool = False) -> None:
     if meeting is not None:
         meeting.close()
     end_recording()
+    waiters().close()
     if first is not None and not abort:
         raise first
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dure.comm.futures import Later, collected, waiters
 from dure.errors import CommTimeout
 
 if TYPE_CHECKING:
@@ -139,23 +140,32 @@ class Work:
     _source_rank = source_rank  # the name under which torch has it
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return a future of the output tensors; it is set when the operation ends."""
+        """Return a future of the output tensors; it is set when the operation ends.
+
+        Cost: a thread that waits, one of those that are kept for it; inside a communication hook of
+        DDP none, and callbacks run in the order in which DDP waits (see comm/futures.py).
+        """
         with self._lock:
             if self._future is None:
-                devices = sorted({str(t.device) for t in self._outputs if t.device.type != "cpu"})
-                future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(
-                    devices=[torch.device(d) for d in devices]
-                )
-                self._future = future
-                if self._ended:
-                    self._set_future(future)
-                else:
-                    threading.Thread(
-                        target=lambda: (self.settle(None), self._set_future(future)),
-                        name="dure-future",
-                        daemon=True,
-                    ).start()
+                self._future = collected(self._later) or self._awaited()
         return self._future
+
+    def _devices(self) -> list[torch.device]:
+        names = sorted({str(t.device) for t in self._outputs if t.device.type != "cpu"})
+        return [torch.device(name) for name in names]
+
+    def _later(self) -> Later:
+        return Later(self.result, self.is_completed, self._devices())
+
+    def _awaited(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Make a future that a thread sets; called with the lock held."""
+        future: torch.futures.Future[list[torch.Tensor]]
+        future = torch.futures.Future(devices=[*self._devices()])
+        if self._ended:
+            self._set_future(future)
+        else:
+            waiters().run(lambda: (self.settle(None), self._set_future(future)))
+        return future
 
     def _set_future(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
         if isinstance(self._error, Exception):

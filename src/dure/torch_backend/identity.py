@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch._C import _distributed_c10d as c10d
 
+from dure.comm.futures import Waiters
 from dure.comm.group import ProcessGroup
 from dure.comm.monitored import monitored_barrier
 from dure.comm.recording import end_recording
 from dure.comm.work import Work, combine
 from dure.errors import DeviceError
 from dure.torch_backend.calls import Mode
-from dure.torch_backend.work import Finished, Keeper, TorchWork, Waiters
+from dure.torch_backend.work import Finished, Keeper, TorchWork
 
 __all__ = ["Identity", "NoBackendForDevice", "Options", "live_groups"]
 
@@ -91,7 +92,7 @@ class Identity(Base):
         super().__init__(ours.rank(), ours.size())  # pyright: ignore[reportCallIssue]
         self.ours, self._torch_store, self._backend_name = ours, store, name
         self._name, self._desc = ours.group_name, ours.desc
-        self._keeper, self._waiters = Keeper(), Waiters()
+        self._keeper, self._waiters = Keeper(), Waiters("dure-torch-future")
         self._process = os.getpid()
         self.options = Options(self)
         live_groups.add(self)

@@ -11,73 +11,28 @@ they are large).
 if the operation had succeeded. An error raised inside a callback can. So `get_future` returns the
 outcome of a callback that raises where the operation failed.
 
-**Who waits.** A future is set by a thread that waits for the operation: `get_future` returns at
-once, and the engine moves data without anyone waiting. A callback of such a future may itself wait
-for another future, so one thread for all would be one too few: there are as many as futures are
-pending at once, and they are used again (`Waiters`).
+**Who waits.** A future is set by a thread that waits for the operation (`Waiters` of
+comm/futures.py): `get_future` returns at once, and the engine moves data without anyone waiting.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 from torch._C import _distributed_c10d as c10d
 
+from dure.comm.futures import Waiters
 from dure.comm.work import Work
 from dure.torch_backend.compiling import opaque
 
-__all__ = ["Finished", "Keeper", "TorchWork", "Waiters"]
+__all__ = ["Finished", "Keeper", "TorchWork"]
 
-_IDLE_S = 10.0
 _REMEMBERED = 64
 _SMALL = 1 << 20
-
-
-class Waiters:
-    """Threads that run jobs at once: as many as there are jobs at a time, and reused.
-
-    Threads: `run` and `close` may be called from any thread. The threads are daemons, and end
-    after ten seconds without work or when closed.
-    """
-
-    def __init__(self) -> None:
-        self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._idle = threading.Semaphore(0)
-
-    def run(self, job: Callable[[], object]) -> None:
-        """Run `job` on a thread of its own."""
-        if self._idle.acquire(blocking=False):
-            self._jobs.put(job)
-        else:
-            threading.Thread(
-                target=self._serve, args=(job,), name="dure-torch-future", daemon=True
-            ).start()
-
-    def _serve(self, job: Callable[[], object] | None) -> None:
-        while job is not None:
-            job()
-            del job  # or the last one's tensors would live on while this thread is idle
-            self._idle.release()
-            job = self._next()
-
-    def _next(self) -> Callable[[], object] | None:
-        with suppress(Empty):
-            return self._jobs.get(timeout=_IDLE_S)
-        if self._idle.acquire(blocking=False):
-            return None
-        return self._jobs.get()  # somebody has counted on this thread meanwhile
-
-    def close(self) -> None:
-        """End the threads that are idle; the others end with their jobs, some seconds later."""
-        while self._idle.acquire(blocking=False):
-            self._jobs.put(None)
 
 
 class Keeper:

@@ -204,8 +204,20 @@ class GradBucket:
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the bucket's gradients, in the shapes of their parameters."""
-        return [slot.view for slot in self._bucket.slots]
+        """Return the bucket's gradients, in the shapes of their parameters.
+
+        They share the memory of `buffer`, also after `set_buffer`.
+        """
+        slots = self._bucket.slots
+        if self._bucket.sparse is not None:
+            return [self._buffer]
+        if self._buffer is self._bucket.buffer:
+            return [slot.view for slot in slots]
+        parts = self._buffer.split([slot.view.numel() for slot in slots])
+        return [
+            part.as_strided(slot.view.shape, slot.view.stride(), part.storage_offset())
+            for part, slot in zip(parts, slots, strict=True)
+        ]
 
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters that the gradients belong to."""

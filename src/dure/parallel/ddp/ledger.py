@@ -11,6 +11,8 @@ ended, when a rank knows all there is to tell:
   trouble; otherwise all ranks know it, say to each other what happened (verdicts.py), and raise the
   same error at the same step.
 
+With a communication hook it travels alone, when the hook's results are there (hooking.py).
+
 Zero is zero in every format and whatever the sum is divided by; no other value is asked for but in
 `all_used`.
 """
@@ -48,6 +50,10 @@ class Ledger:
             self.flags[slot.number] = 0
         if not trouble:
             self.flags[self._size] = 0
+
+    def add_trouble(self) -> None:
+        """Enter that something went wrong here after all."""
+        self.flags[self._size] = 1
 
     def write_nothing(self) -> None:
         """Enter that this rank used nothing and lacks nothing."""

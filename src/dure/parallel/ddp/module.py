@@ -15,11 +15,12 @@ import torch
 from dure.comm.agreement import describe_tensor, verify_equal
 from dure.comm.world import resolve
 from dure.data.nests import moved
-from dure.errors import CommError
+from dure.errors import CommError, HookError
 from dure.parallel.ddp.bucketing import FIRST_CAP_BYTES
+from dure.parallel.ddp.hooking import CommHook, HookRunner, check_hook
 from dure.parallel.ddp.joining import Announcer, JoinableReplica
 from dure.parallel.ddp.precision import ComputeCopies, MixedPrecision
-from dure.parallel.ddp.reducer import CommHook, Reducer, ReducerOptions
+from dure.parallel.ddp.reducer import Reducer, ReducerOptions
 from dure.parallel.ddp.replicas import BufferSync, broadcast_all
 from dure.parallel.ddp.report import Report
 from dure.parallel.ddp.slots import NamedParameter
@@ -286,16 +287,24 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         Args:
             state: Handed to the hook as it is, e.g. a process group.
             hook: Gets a `GradBucket` and returns a future of the reduced flat tensor (or of a list
-                with it); it may start collectives, but must not wait for them.
+                with it). It may start collectives; what shall happen when they have ended it
+                chains to their futures with `then`. `dure.parallel.ddp.hooks` has some.
 
-        Cost: one more collective of a few numbers a bucket, which tells of unused parameters.
+        Raises:
+            HookError: The hook's signature is wrong, or there is a hook already; from `backward`,
+                on every rank: the hook failed, or its result does not fit the bucket.
+
+        Cost: one more collective of a few bytes a step, which tells of unused parameters and of
+            hooks that failed. Callbacks run at the end of backward.
         """
+        check_hook(hook)
         if self.reducer.comm_hook is not None:
-            raise self._report.failed(
+            raise HookError(
                 "register_comm_hook can be called once only",
+                seen=f"{self.reducer.comm_hook.name} is registered",
                 fix="Combine what both hooks do in one function.",
             )
-        self.reducer.comm_hook = (state, hook)
+        self.reducer.comm_hook = HookRunner(self.process_group, state, hook)
 
     @property
     def step_times(self) -> StepTimes:

@@ -46,8 +46,9 @@ from dure.data.nests import tensors_of
 from dure.errors import CommError
 from dure.parallel.ddp import graphs
 from dure.parallel.ddp.bucketing import plan_buckets
-from dure.parallel.ddp.buckets import Bucket, GradBucket, Regions, size_of
+from dure.parallel.ddp.buckets import Bucket, Regions, size_of
 from dure.parallel.ddp.casting import CastSlot
+from dure.parallel.ddp.hooking import HookRunner
 from dure.parallel.ddp.ledger import Ledger
 from dure.parallel.ddp.slots import DORMANT, NamedParameter, Slot, SparseSlot
 from dure.parallel.ddp.telling import tell_step
@@ -59,10 +60,7 @@ if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
     from dure.parallel.ddp.joining import Announcer
 
-__all__ = ["CommHook", "Reducer", "ReducerOptions"]
-
-CommHook = Callable[[Any, GradBucket], torch.futures.Future[Any]]
-"""Any: the hook's own state, and what its future holds (a tensor, or a list of one)."""
+__all__ = ["Reducer", "ReducerOptions"]
 
 _ROOT = 0
 
@@ -119,7 +117,7 @@ class Reducer:
         self.num_reduced = 0
         self.rebuilt = False
         self.ready_order: list[int] = []
-        self.comm_hook: tuple[object, CommHook] | None = None
+        self.comm_hook: HookRunner | None = None
         self.divisor: int | None = None
         self.announcer: Announcer | None = None
         self.on_step: Callable[[int, Clock], None] | None = None
@@ -154,7 +152,7 @@ class Reducer:
     @property
     def hook_name(self) -> str:
         """Name of the communication hook; empty without one."""
-        return "" if self.comm_hook is None else getattr(self.comm_hook[1], "__qualname__", "")
+        return "" if self.comm_hook is None else self.comm_hook.name
 
     def set_static_graph(self) -> None:
         """Take the first backward, which is yet to come, as the model of all."""
@@ -344,18 +342,17 @@ class Reducer:
 
     def _reduce(self, bucket: Bucket) -> None:
         """Start the reduction of `bucket`, which is filled."""
-        last, sparse = bucket is self.buckets[-1], bucket.sparse
-        op = ReduceOp.AVG if self.divisor is None else ReduceOp.SUM
+        sparse = bucket.sparse
         if self.comm_hook is not None:
-            if last:
-                bucket.work = self.group.all_reduce(self._ledger.flags, op, async_op=True)
             if bucket.slots:
-                state, hook = self.comm_hook
-                bucket.result = hook(state, GradBucket(bucket, bucket is self._last_filled()))
+                self.comm_hook.start(bucket, bucket is self._last_filled())
         elif sparse is not None:
             bucket.work = self.group.all_reduce(sparse.take(), ReduceOp.SUM, async_op=True)
         else:
-            bucket.work = self.group.all_reduce(bucket.flat, op, async_op=True)
+            bucket.work = self.group.all_reduce(bucket.flat, self._op(), async_op=True)
+
+    def _op(self) -> ReduceOp:
+        return ReduceOp.AVG if self.divisor is None else ReduceOp.SUM
 
     def _last_filled(self) -> Bucket:
         return self.buckets[-1] if self.buckets[-1].slots else self.buckets[-2]
@@ -410,8 +407,11 @@ class Reducer:
 
     def _wait(self) -> None:
         """Wait for all buckets."""
+        if self.comm_hook is not None:
+            self.comm_hook.finish(self.buckets, self._ledger, self._op())
         for bucket in self.buckets:
-            _wait(bucket)
+            if bucket.work is not None:
+                bucket.work.wait()
             self._divide(bucket)
         while self.awaited_too:
             self.awaited_too.pop().wait()
@@ -438,7 +438,10 @@ class Reducer:
             slot.used = False
         self.num_reduced += 1
         if self._ledger.trouble():
-            return verdict(self.group, complaints, self.parameter_names)
+            mine = None if self.comm_hook is None else self.comm_hook.take_error()
+            broken = [] if mine is None else [Complaint(Trouble.HOOK)]
+            told = verdict(self.group, [*complaints, *broken], self.parameter_names)
+            return mine or told
         self._learn()
         return None
 
@@ -497,21 +500,6 @@ class Reducer:
             slot.left = slot.expected
         for bucket in self.buckets:
             bucket.reset()
-
-
-def _wait(bucket: Bucket) -> None:
-    """Wait for a bucket's reduction, and put the result of a hook in place."""
-    if bucket.work is not None:
-        bucket.work.wait()
-    if bucket.result is None:
-        return
-    value: Any = bucket.result.wait()
-    result: torch.Tensor = value if isinstance(value, torch.Tensor) else value[0]
-    if bucket.sparse is not None:
-        bucket.sparse.view = result.detach()
-    elif result.data_ptr() != bucket.buffer.data_ptr() or not result.is_contiguous():
-        with torch.no_grad():
-            bucket.buffer.copy_(result.detach().reshape(-1))
 
 
 def _remove_all(handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from dure.comm.agreement import gather_texts
-from dure.errors import ModuleError
+from dure.errors import HookError, ModuleError
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -33,6 +33,11 @@ class Trouble(Enum):
         "zero_grad() on all ranks, and go on with the next batch.",
     )
     """An exception ended the backward."""
+    HOOK = (
+        "a communication hook failed on some ranks",
+        "Those ranks raise the hook's own error, with its bucket.",
+    )
+    """A hook raised an exception, or its result does not fit."""
     CHANGED = (
         "the graph has changed although static_graph=True",
         "Leave static_graph out, or make every step use the same parameters equally often.",
@@ -106,7 +111,8 @@ def verdict(
     ]
     more = len(numbers) - len(shown)
     what, fix = worst.value
-    return ModuleError(
+    kind = HookError if worst is Trouble.HOOK else ModuleError
+    return kind(
         what,
         parameters=tuple(names[n] for n in numbers if n >= 0),
         rank=group.rank(),

@@ -1,0 +1,187 @@
+"""Who sets a `Work`'s future: a thread that waits, or whoever asks for the value.
+
+Outside everything else, a future is set by a thread that waits for the operation (`Waiters`):
+callbacks run as soon as it ends. A callback may itself wait for another future, so one thread for
+all would be one too few: there are as many as futures are pending at once, and they are used again.
+
+Threads have no order, and collectives need one: two callbacks that each start a collective could
+run one way round on this rank and the other way round on the next. Inside `driven()` therefore no
+thread is involved. `Work.get_future` returns a `Later`, which is set by the first thread that waits
+for it, or for anything that was chained to it with `then`; the callbacks run at that moment. Who
+waits for such futures in the same order on all ranks has their collectives in the same order, too.
+
+The operation itself runs beside the program either way; it is the callbacks that come later.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+__all__ = ["Later", "Waiters", "collected", "driven", "waiters"]
+
+_IDLE_S = 10.0
+
+
+class Waiters:
+    """Threads that run jobs at once: as many as there are jobs at a time, and reused.
+
+    Args:
+        name: Of the threads.
+
+    Threads: `run` and `close` may be called from any thread. The threads are daemons, and end
+    after ten seconds without work or when closed.
+    """
+
+    def __init__(self, name: str = "dure-future") -> None:
+        self._name = name
+        self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._idle = threading.Semaphore(0)
+
+    def run(self, job: Callable[[], object]) -> None:
+        """Run `job` on a thread of its own."""
+        if self._idle.acquire(blocking=False):
+            self._jobs.put(job)
+        else:
+            threading.Thread(target=self._serve, args=(job,), name=self._name, daemon=True).start()
+
+    def _serve(self, job: Callable[[], object] | None) -> None:
+        while job is not None:
+            job()
+            del job  # or the last one's tensors would live on while this thread is idle
+            self._idle.release()
+            job = self._next()
+
+    def _next(self) -> Callable[[], object] | None:
+        with suppress(Empty):
+            return self._jobs.get(timeout=_IDLE_S)
+        if self._idle.acquire(blocking=False):
+            return None
+        return self._jobs.get()  # somebody has counted on this thread meanwhile
+
+    def close(self) -> None:
+        """End the threads that are idle; the others end with their jobs, some seconds later."""
+        while self._idle.acquire(blocking=False):
+            self._jobs.put(None)
+
+
+class Later(torch.futures.Future[Any]):
+    """A future that is set by the first one who waits for it, or for what follows from it.
+
+    Args:
+        run: Makes the value, once; what it raises is raised by every `wait`.
+        ready: Tells whether `run` would not block.
+        devices: Of the tensors in the value, those that are not the CPU.
+
+    Threads: one at a time waits for a future and for those chained to it.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[], Any],
+        ready: Callable[[], bool] | None = None,
+        devices: Sequence[torch.device] = (),
+    ) -> None:
+        super().__init__(devices=list(devices))
+        self._run: Callable[[], Any] | None = run
+        self._ready, self._devices = ready, devices
+        self._followers: list[Later] = []
+
+    def drive(self) -> None:
+        """Make the value, if it is not there yet, and what follows; errors stay in the futures."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        try:
+            value = run()
+        except Exception as error:
+            self.set_exception(error)  # pyright: ignore[reportArgumentType]
+        else:
+            self.set_result(value)
+        followers, self._followers = self._followers, []
+        for follower in followers:
+            follower.drive()
+
+    def wait(self) -> Any:
+        """Block until the value is there; return it, or raise its error."""
+        self.drive()
+        return super().wait()
+
+    def value(self) -> Any:
+        """Return the value, as `wait` does."""
+        return self.wait()
+
+    def done(self) -> bool:
+        """Tell whether the value is there, or could be without blocking."""
+        if self._run is not None and self._ready is not None and self._ready():
+            self.drive()
+        return super().done()
+
+    def then(self, callback: Callable[[Any], Any]) -> Later:  # pyright: ignore
+        """Return a future of `callback(self)`, which runs when this one is set."""
+
+        def run() -> Any:
+            self.drive()
+            return callback(self)
+
+        follower = Later(run, self.done, self._devices)
+        if self._run is None:
+            follower.drive()
+        else:
+            self._followers.append(follower)
+        return follower
+
+
+class _Driven(threading.local):
+    """What the calling thread has collected; None outside `driven`."""
+
+    futures: list[Later] | None = None
+
+
+_driven = _Driven()
+
+
+@contextmanager
+def driven() -> Iterator[list[Later]]:
+    """Have `Work.get_future` return `Later`s on this thread; yields the list of them."""
+    before, made = _driven.futures, list[Later]()
+    _driven.futures = made
+    try:
+        yield made
+    finally:
+        _driven.futures = before
+
+
+def collected(make: Callable[[], Later]) -> Later | None:
+    """Return `make()` inside `driven`, which remembers it; None outside."""
+    if _driven.futures is None:
+        return None
+    future = make()
+    _driven.futures.append(future)
+    return future
+
+
+class _Shared:
+    """The process's waiters: threads belong to the process, not to a rank of it."""
+
+    def __init__(self) -> None:
+        self.waiters = Waiters()
+
+    def renew(self) -> None:
+        """Start anew in a forked child, where the parent's threads do not exist."""
+        self.waiters = Waiters()
+
+
+_shared = _Shared()
+os.register_at_fork(after_in_child=_shared.renew)
+
+
+def waiters() -> Waiters:
+    """Return the process's waiters."""
+    return _shared.waiters
