@@ -92,9 +92,14 @@ class Slot:
         return self.parameter.numel() * self.dtype.itemsize
 
     def place(self, flat: torch.Tensor, bucket_index: int, offset: int) -> None:
-        """Lie in `flat` from now on; `leave` comes first if it lay somewhere else."""
+        """Lie in `flat` from now on; `leave` comes first if it lay somewhere else.
+
+        What was accumulated since the last reduction (`no_sync`) comes along.
+        """
         self._flat, self.bucket_index = flat, bucket_index
         self.view = _alias(flat, offset, self.parameter)
+        if self.used and self.parameter.grad is not None:
+            self.adopt()
 
     def leave(self) -> None:
         """Give the values to whoever holds the view, such as the parameter; lie nowhere."""
