@@ -85,7 +85,8 @@ def test_comparison_says_what_the_last_run_gains():
     assert by_label["images/s"].gain == "2.00×"
     assert by_label["step time"].values == ("1000.0 ms", "500.0 ms")
     assert by_label["test accuracy"].gain == "+0.0 points"
-    assert by_label["step time in communication"].values == ("0.0%", "25.0%")
+    assert by_label["· exposed communication"].values == ("0.00 ms, 0%", "125.00 ms, 25%")
+    assert by_label["· data wait"].values == ("0.00 ms, 0%",) * 2
 
 
 def test_comparison_of_one_run_has_no_gain():

@@ -14,11 +14,12 @@ class Phases(msgspec.Struct, frozen=True, kw_only=True):
     """Where the time of one step went, in seconds; the fields add up to the step.
 
     Attributes:
-        data: Getting the batch.
+        data: Waiting for the batch.
         forward: Model and loss.
         backward: Gradients, without the wait below.
         communication: Waiting for gradients of other ranks; what backward hides is not in it.
         optimizer: Updating the parameters.
+        other: The rest.
     """
 
     data: float
@@ -26,6 +27,7 @@ class Phases(msgspec.Struct, frozen=True, kw_only=True):
     backward: float
     communication: float
     optimizer: float
+    other: float = 0.0
 
     @property
     def total(self) -> float:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import dure
 from dure.cli.charts import Axis, Bar, Series, line_chart, stacked_bars
-from dure.cli.demo.results import Row, Run, comparison
+from dure.cli.demo.results import PHASES, Row, Run, comparison
 from dure.cli.machine import machine
 from dure.cli.page import Page, definitions, figure, html_table, section, side_by_side
 
 __all__ = ["Ran", "write_report"]
 
-_PHASES = ("data", "forward", "backward", "communication", "optimizer")
+_SHORT = {"communication": "exposed comm."}
 _COLOURS = {
     "c0": ("#8a8f98", "#9aa0a8"),
     "c1": ("#1769c2", "#5aa4ee"),
@@ -25,11 +25,12 @@ _COLOURS = {
     "p2": ("#1769c2", "#4a93dd"),
     "p3": ("#e07b39", "#ea9458"),
     "p4": ("#5b9e6f", "#74b588"),
+    "p5": ("#d9d2c3", "#4a463d"),
 }
 _STYLE = """\
 .line.c0 { stroke: var(--c0); stroke-width: 3.5; } .line.c1 { stroke: var(--c1); }
 .p0 { fill: var(--p0); } .p1 { fill: var(--p1); } .p2 { fill: var(--p2); }
-.p3 { fill: var(--p3); } .p4 { fill: var(--p4); }"""
+.p3 { fill: var(--p3); } .p4 { fill: var(--p4); } .p5 { fill: var(--p5); }"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +104,10 @@ def _notes(runs: Sequence[Run]) -> str:
     )
     text = (
         "Training time leaves evaluations out; the loss is the mean of the last 11 steps. "
-        "Communication is the time in which a step does "
-        "nothing but wait for gradients of other ranks; what backward hides is not in it."
+        "A step lasts as long as its slowest rank; its phases are means over the ranks. "
+        "Exposed communication is the time in which a step does "
+        "nothing but wait for gradients of other ranks; what backward hides is not in it. "
+        "Data wait is the time until a step has its batch."
     )
     if len(runs) > 1:
         text += (
@@ -130,13 +133,14 @@ def _charts(runs: Sequence[Run]) -> list[tuple[str, str]]:
         for run, values in smooth
     ]
     accuracies = [Series(run.name, run.accuracy_curve()) for run in runs]
-    bars = [Bar(run.name, [getattr(run.phases, name) * 1e3 for name in _PHASES]) for run in runs]
+    bars = [Bar(run.name, [getattr(run.phases, name) * 1e3 for name in PHASES]) for run in runs]
+    parts = [_SHORT.get(field, label) for field, label in PHASES.items()]
     percent = Axis(label="test accuracy", show=lambda value: f"{value:.0%}")
     return [
         (by_time, line_chart(by_time, times, seconds, loss)),
         (by_step, line_chart(by_step, steps, Axis(label="step"), loss)),
         (accuracy, line_chart(accuracy, accuracies, seconds, percent)),
-        (breakdown, stacked_bars(breakdown, _PHASES, bars, Axis(label="mean time of a step (ms)"))),
+        (breakdown, stacked_bars(breakdown, parts, bars, Axis(label="mean time of a step (ms)"))),
     ]
 
 

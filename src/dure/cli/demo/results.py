@@ -14,7 +14,17 @@ from dataclasses import dataclass, field
 
 from dure.cli.demo.events import EpochEnd, Event, Phases, Start, Step
 
-__all__ = ["Point", "Row", "Run", "common_target", "comparison"]
+__all__ = ["PHASES", "Point", "Row", "Run", "common_target", "comparison"]
+
+PHASES = {
+    "data": "data wait",
+    "forward": "forward",
+    "backward": "backward",
+    "communication": "exposed communication",
+    "optimizer": "optimizer",
+    "other": "other",
+}
+"""The fields of `Phases`, and what tables call them."""
 
 # A single step's loss is noisy; times are read off the mean of a few.
 _SMOOTH_STEPS = 11
@@ -168,8 +178,8 @@ def comparison(runs: Sequence[Run]) -> list[Row]:
             lambda t: f"{t * 1e3:.1f} ms",
             -1,
         ),
+        *_phase_rows(runs),
         Row("test accuracy", tuple(_percent(r.accuracy) for r in runs), _points(runs)),
-        Row("step time in communication", tuple(_percent(r.communication_share) for r in runs)),
     ]
 
 
@@ -178,6 +188,19 @@ def _row(label: str, values: Sequence[float], show: Callable[[float], str], sens
     first, last = values[0], values[-1]
     gain = f"{(last / first) ** sense:.2f}×" if len(values) > 1 and first and last else ""
     return Row(label, tuple(show(v) for v in values), gain)
+
+
+def _phase_rows(runs: Sequence[Run]) -> list[Row]:
+    """Return a row a phase of a step: its mean time, and its share of the step."""
+    means = [run.phases for run in runs]
+
+    def cell(phases: Phases, field: str) -> str:
+        seconds = getattr(phases, field)
+        return f"{seconds * 1e3:.2f} ms, {seconds / (phases.total or 1.0):.0%}"
+
+    return [
+        Row(f"· {label}", tuple(cell(p, field) for p in means)) for field, label in PHASES.items()
+    ]
 
 
 def _percent(share: float | None) -> str:

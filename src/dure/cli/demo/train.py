@@ -10,7 +10,6 @@ Run it by itself, on 2 ranks:  dure run --nproc 2 -m dure.cli.demo.train --epoch
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -88,49 +87,42 @@ def train(options: argparse.Namespace, data: ImageData, report: Report) -> None:
             fix="Use a batch size that the number of ranks divides, at most the training set.",
         )
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=steps)
+    meter = dist.StepMeter(model, optimizer)
     report(describe(data, model, len(images), steps, len(batches)))
     for epoch in range(options.epochs):
         sampler.set_epoch(epoch)
-        for i, (loss, phases) in enumerate(run_epoch(model, optimizer, batches), start=1):
+        for i, (loss, phases) in enumerate(run_epoch(model, optimizer, batches, meter), 1):
             schedule.step()
             report(Step(step=epoch * len(batches) + i, loss=loss, phases=phases))
         report(EpochEnd(epoch=epoch + 1, accuracy=evaluate(model, data)))
 
 
 def run_epoch(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Batches,
+    meter: dist.StepMeter,
 ) -> Iterator[tuple[float, Phases]]:
     """Take one step a batch; yield its loss, and where its time went."""
-    clock = time.perf_counter
-    feed = iter(batches)
-    for _ in range(len(batches)):
-        begun = clock()
-        pixels, labels = next(feed)
-        fed = clock()
+    for pixels, labels in meter.batches(batches):
         loss = F.cross_entropy(model(normalize(pixels)), labels, label_smoothing=0.05)
-        passed = clock()
         optimizer.zero_grad()
         loss.backward()
-        derived = clock()
         optimizer.step()
-        ended = clock()
-        waited = exposed_communication(model)
-        yield (
-            loss.item(),
-            Phases(
-                data=fed - begun,
-                forward=passed - fed,
-                backward=derived - passed - waited,
-                communication=waited,
-                optimizer=ended - derived,
-            ),
-        )
+        meter.end_step()  # what the caller does with the loss is no part of it
+        yield loss.item(), phases_of(meter.last)
 
 
-def exposed_communication(model: nn.Module) -> float:
-    """Return the seconds that the last backward spent waiting for other ranks' gradients."""
-    times = getattr(model, "step_times", None)  # a plain module has none: it waits for nobody
-    return times.exposed_comm_s if times else 0.0
+def phases_of(step: dist.StepSplit) -> Phases:
+    """Return a step as the demo tells of it."""
+    return Phases(
+        data=step.data_wait_s,
+        forward=step.forward_s,
+        backward=step.backward_s,
+        communication=step.exposed_comm_s,
+        optimizer=step.optimizer_s,
+        other=step.other_s,
+    )
 
 
 def normalize(pixels: torch.Tensor) -> torch.Tensor:
