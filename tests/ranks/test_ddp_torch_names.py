@@ -16,7 +16,9 @@ Futures = list[torch.futures.Future[torch.Tensor]]
 
 def averages(group: dist.ProcessGroup, buffers: dict[str, torch.Tensor]) -> Futures:
     assert list(buffers) == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
-    work = group.all_reduce(buffers["1.running_mean"], dist.ReduceOp.AVG, async_op=True)
+    # `.data`: autograd, which has saved the buffer, need not see that it changes.
+    mean = buffers["1.running_mean"].data
+    work = group.all_reduce(mean, dist.ReduceOp.AVG, async_op=True)
     assert work is not None
     return [work.get_future()]
 

@@ -262,7 +262,6 @@ class Reducer:
             self.divisor = self.announcer.backward()
         self._rebuild()
         self._syncing, self._armed, self._next = True, False, 0
-        self._output_node = None
         if self.allow_unused and not self.static_graph:
             self._look_ahead()
         self._owing = sum(bucket.pending for bucket in self.buckets)
@@ -490,7 +489,10 @@ class Reducer:
         """
         self.clock.backward_end = Clock.now()
         self._complaints.append(Complaint(Trouble.BROKEN))
+        cleared = [slot.parameter for slot in self.slots() if slot.parameter.grad is None]
         error = self._conclude([slot for slot in self.slots() if not slot.used])
+        for parameter in cleared:
+            parameter.grad = None
         if error is not None:
             raise error
 
