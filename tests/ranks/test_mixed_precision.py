@@ -316,6 +316,32 @@ def test_overflow_in_the_reduction_skips_the_step_on_all_ranks_2_ranks() -> None
     assert run_ranks(2, rank_main) == [[[False, True], 150.0]] * 2
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_what_was_accumulated_survives_new_buckets_2_ranks(dtype: torch.dtype | None) -> None:
+    class Three(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(2, 1, bias=False) for _ in range(3))
+
+        def forward(self, x: torch.Tensor, *chosen: int) -> torch.Tensor:
+            return torch.stack([self.layers[i](x).sum() * 2**i for i in chosen]).sum()
+
+    def rank_main(rank: int) -> list[float]:
+        model = Three()
+        ddp = dist.DistributedDataParallel(
+            model, bucket_cap_mb=1e-6, mixed_precision=dist.MixedPrecision(reduce_dtype=dtype)
+        )
+        ddp(torch.ones(1, 2), 2, 1, 0).backward()  # against the order of registration
+        ddp.zero_grad()
+        with ddp.no_sync():
+            ddp(torch.full((1, 2), 2.0 * rank), 0, 1, 2).backward()
+        ddp(torch.ones(1, 2), 1, 2).backward()  # the buckets are cut anew; layer 0 is not used
+        assert ddp.reducer.rebuilt
+        return [float(p.grad[0, 0]) for p in model.parameters() if p.grad is not None]
+
+    assert run_ranks(2, rank_main) == [[1.0, 4.0, 8.0]] * 2
+
+
 @pytest.mark.parametrize("wrong", [{"param_dtype": torch.int8}, {"reduce_dtype": torch.complex64}])
 def test_dtypes_that_are_not_floating_point_are_refused(wrong: dict[str, torch.dtype]) -> None:
     with pytest.raises(ModuleError):
