@@ -190,6 +190,57 @@ def test_group_of_a_scaler_may_be_a_part_of_the_world_4_ranks() -> None:
     assert run_ranks(4, rank_main) == [(True, 4.0)] * 2 + [(False, 2.0)] * 2
 
 
+def test_sharded_optimizer_steps_and_skips_as_the_unsharded_one_3_ranks() -> None:
+    template = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def train(rank: int, sharded: bool) -> list[torch.Tensor]:
+        ddp = dist.DistributedDataParallel(copy.deepcopy(template))
+        optimizer = (
+            dist.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.05)
+            if sharded
+            else torch.optim.AdamW(ddp.parameters(), lr=0.05)
+        )
+        scaler = dist.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
+        generator = torch.Generator().manual_seed(rank)
+        for step in range(5):
+            x = torch.randn(3, 4, generator=generator)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = ddp(x).square().mean()
+            scaler.scale(loss).backward()
+            if step == 2 and rank == 1:  # after the average: this rank alone has it
+                next(ddp.parameters()).grad[0, 0] = float("inf")  # pyright: ignore
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        return [p.detach() for p in ddp.parameters()] + [torch.tensor(scaler.get_scale())]
+
+    def rank_main(rank: int) -> list[Any]:
+        return [train(rank, True), train(rank, False)]
+
+    results = run_ranks(3, rank_main)
+    expected = results[0][1]
+    assert float(expected[-1]) == 2.0**13
+    for sharded, unsharded in results:
+        for a, b, c in zip(sharded, unsharded, expected, strict=True):
+            assert torch.equal(a, b) and torch.equal(b, c)
+
+
+def test_optimizer_that_steps_inside_backward_is_refused_2_ranks() -> None:
+    def rank_main(rank: int) -> None:
+        model = nn.Linear(1, 1)
+        optimizer = dist.ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1
+        )
+        scaler = dist.GradScaler("cpu")
+        scaler.scale(model(torch.ones(1, 1)).sum()).backward()
+        with pytest.raises(UsageError):
+            scaler.step(optimizer)
+
+    run_ranks(2, rank_main)
+
+
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 def test_norm_of_parts_is_the_norm_of_the_whole_3_ranks(norm_type: float) -> None:
     whole = nn.Parameter(torch.zeros(6))

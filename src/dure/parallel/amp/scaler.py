@@ -68,6 +68,8 @@ class GradScaler(torch.amp.GradScaler):
 
     Raises:
         Desync: From `unscale_` or `step`, on all ranks: their scalers are not in the same state.
+        UsageError: From `unscale_` or `step`: the optimizer steps inside backward, with gradients
+            that are still scaled.
     """
 
     def __init__(
@@ -104,6 +106,13 @@ class GradScaler(torch.amp.GradScaler):
 
         Collective: all ranks of the group.
         """
+        if getattr(optimizer, "overlap_with_ddp", False):
+            raise UsageError(
+                "gradients cannot be unscaled for an optimizer that steps inside backward",
+                op="GradScaler.unscale_",
+                seen=f"a {type(optimizer).__name__} with overlap_with_ddp=True",
+                fix="Make it without overlap_with_ddp, or use bfloat16 and no scaler.",
+            )
         found: _Tensors = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         group = self._group()
         if group is None:
