@@ -40,6 +40,10 @@ __all__ = ["StepMeter"]
 T = TypeVar("T")
 _NS = 1e9
 
+# Looked up once: finding it takes longer than calling it.
+_queue_callback: Callable[[Callable[[], None]], None]
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # pyright: ignore
+
 
 class _Times(Protocol):
     """What a module that communicates during backward says of its last step."""
@@ -234,7 +238,8 @@ class StepMeter:
 
     def _forward_ended(self, _module: object, _inputs: object, outputs: object) -> None:
         if torch.is_grad_enabled():
-            for tensor in tensors_of(outputs):
+            found = (outputs,) if isinstance(outputs, torch.Tensor) else tensors_of(outputs)
+            for tensor in found:
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._backward_begins)
 
@@ -244,9 +249,7 @@ class StepMeter:
         now = self._backward = time.monotonic_ns()
         if self._forward:
             self._step.forward += now - self._forward
-        queue_callback: Callable[[Callable[[], None]], None]
-        queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # pyright: ignore
-        queue_callback(self._backward_ended)
+        _queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:
         now, step = time.monotonic_ns(), self._step
@@ -328,5 +331,7 @@ class StepMeter:
 
 def _num_samples(batch: object) -> int:
     """Return the first dimension of the first tensor in `batch`; 1 where it has none."""
-    first = next(tensors_of(batch), None)
+    first = batch[0] if isinstance(batch, list | tuple) and batch else batch
+    if not isinstance(first, torch.Tensor):
+        first = next(tensors_of(batch), None)
     return first.shape[0] if first is not None and first.dim() else 1
