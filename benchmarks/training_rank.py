@@ -106,9 +106,13 @@ class Trainer:
         return {"seconds": seconds, "loss": loss.item()}
 
     def memory(self) -> dict[str, int]:
-        """Return the largest resident size so far, in bytes, and the number of parameters."""
+        """Return this process, its largest size so far in bytes, and how many parameters it has."""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {"rss": peak, "parameters": sum(p.numel() for p in self._model.parameters())}
+        return {
+            "process": os.getpid(),
+            "rss": peak,
+            "parameters": sum(p.numel() for p in self._model.parameters()),
+        }
 
     def leave(self) -> None:
         """End the group."""

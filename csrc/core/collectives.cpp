@@ -102,7 +102,8 @@ std::shared_ptr<SharedBlock> Group::allocate(size_t bytes, Status& status, const
     if (status = meet(); status != Status::ok) return nullptr;
     bool all = true;
     for (int r = 0; r < size_; r++) all = all && *reinterpret_cast<int32_t*>(stage(r)) == 1;
-    if (all) madvise(mapping->data(), mapping->bytes(), MADV_POPULATE_WRITE);
+    // The regions of others are mapped as they are touched: a reduction touches its slice of each.
+    if (all && common) madvise(mapping->data(), mapping->bytes(), MADV_POPULATE_WRITE);
     if (status = meet(); status != Status::ok) return nullptr;
     next_stage();
     if (!all) {

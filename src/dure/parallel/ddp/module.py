@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dure.comm.agreement import describe_tensor, verify_equal
+from dure.comm.heap import keep_freed_memory
 from dure.comm.world import resolve
 from dure.data.nests import moved
 from dure.errors import CommError, HookError
@@ -128,6 +129,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
     def _connect(self, trained: Sequence[NamedParameter]) -> Reducer:
         """Make the parts that communicate. Collective, where buckets are shared memory."""
         group = self.process_group
+        keep_freed_memory()
         self._replaced = Replaced(self.module, trained)
         owners = buffer_owners(self.module, self.parameters_to_ignore)
         self._buffer_sync = BufferSync(group, owners) if owners else None
