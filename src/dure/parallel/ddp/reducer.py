@@ -348,7 +348,12 @@ class Reducer:
         elif sparse is not None:
             bucket.work = self.group.all_reduce(sparse.take(), ReduceOp.SUM, async_op=True)
         else:
-            bucket.work = self.group.all_reduce(bucket.flat, self._op(), async_op=True)
+            # The last one has nothing to run beside; alone, it needs no thread to be woken for it.
+            alone = bucket is self.buckets[-1] and not self._under_way()
+            bucket.work = self.group.all_reduce(bucket.flat, self._op(), async_op=not alone)
+
+    def _under_way(self) -> bool:
+        return any(b.work is not None and not b.work.is_completed() for b in self.buckets)
 
     def _op(self) -> ReduceOp:
         return ReduceOp.AVG if self.divisor is None else ReduceOp.SUM
