@@ -409,7 +409,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """Take this rank's part of a whole state: of any world size, or of no sharding at all.
 
         Args:
-            state_dict: What `state_dict` returned on some rank (Any: as torch); not changed.
+            state_dict: What `state_dict` returned on some rank (Any: as torch). The tensors of
+                this rank's part become the optimizer's own, as with torch's optimizers.
 
         Raises:
             OptimizerError: Its groups are not this optimizer's.

@@ -1,0 +1,70 @@
+"""Models and training loops that the tests of the sharded optimizer share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+WIDTH = 160
+"""Its square is more than what is packed with others (exchange.SMALL_BYTES)."""
+
+
+class Net(nn.Module):
+    """Large and small parameters, a tied one, and one in channels-last order."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)  # pyright: ignore
+        self.up = nn.Linear(12, WIDTH)
+        self.mid = nn.Linear(WIDTH, WIDTH)
+        self.tied = nn.Linear(WIDTH, WIDTH)
+        self.tied.weight = self.mid.weight
+        self.out = nn.Linear(WIDTH, 5)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.normal_(std=0.1, generator=generator)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.up(self.conv(x).flatten(1)))
+        return self.out(self.tied(torch.relu(self.mid(y))))
+
+
+def batch(generator: torch.Generator) -> torch.Tensor:
+    """Return a batch, the same for all that have the same generator."""
+    return torch.randn(4, 2, 3, 3, generator=generator)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> float:
+    """Make one step; return the loss."""
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Return two groups with options of their own."""
+    biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
+    others = [p for n, p in model.named_parameters() if not n.endswith("bias")]
+    return [{"params": others}, {"params": biases, "lr": 0.003, "weight_decay": 0.0}]
+
+
+Maker = Callable[[nn.Module], Any]
+
+
+def pair(make: Maker, reference: Maker) -> tuple[Any, ...]:
+    """Return (model, optimizer) and the same with the unsharded one."""
+    model = Net()
+    other = copy.deepcopy(model)
+    return model, make(model), other, reference(other)
+
+
+def equal(a: nn.Module, b: nn.Module) -> bool:
+    """Tell whether two modules have the same parameters, bit by bit."""
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))

@@ -1,0 +1,74 @@
+"""Who updates which parameter: balance, ties, and groups that come later."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dure.parallel.optim.partition import Partition, clusters_of
+
+
+def _tensors(sizes):
+    return [torch.nn.Parameter(torch.empty(n)) for n in sizes]
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.integers(1, 7))
+def test_no_shard_gets_more_than_the_mean_and_one_parameter(sizes, num_shards):
+    partition = Partition(num_shards)
+    partition.deal(_tensors(sizes))
+    assert sorted(set(partition.owners)) <= list(range(num_shards))
+    assert sum(partition.loads) == sum(sizes)
+    assert max(partition.loads) <= sum(sizes) / num_shards + max(sizes)
+
+
+def test_largest_go_first_and_ties_to_the_lowest_shard():
+    partition = Partition(2)
+    partition.deal(_tensors([1, 10, 4, 6]))
+    assert partition.owners == [0, 0, 1, 1]
+    assert partition.loads == [11, 10]
+
+
+def test_frozen_parameters_weigh_nothing():
+    frozen, *trained = _tensors([100, 5, 5])
+    frozen.requires_grad_(False)
+    partition = Partition(2)
+    partition.deal([frozen, *trained])
+    assert partition.loads == [5, 5]
+
+
+def test_later_groups_do_not_move_earlier_ones():
+    first, second = _tensors([3, 9, 4]), _tensors([8, 1])
+    partition = Partition(3)
+    partition.deal(first)
+    before = list(partition.owners)
+    partition.deal(second)
+    assert partition.owners[:3] == before
+    assert len(partition.owners) == 5
+
+
+def test_what_overlaps_has_one_owner():
+    flat = torch.zeros(30)
+    parts = [flat[0:10], flat[10:20], flat[5:12], torch.zeros(7), flat[20:30]]
+    assert clusters_of(parts) == [(0, 1, 2), (3,), (4,)]
+    partition = Partition(2)
+    partition.deal([torch.nn.Parameter(p) for p in parts])
+    assert len({partition.owners[i] for i in (0, 1, 2)}) == 1
+
+
+def test_a_view_in_a_later_group_follows_its_base():
+    base = torch.nn.Parameter(torch.zeros(4))
+    partition = Partition(2)
+    partition.deal([torch.nn.Parameter(torch.zeros(9)), base])
+    partition.deal([torch.nn.Parameter(base.data.view(2, 2))])
+    assert partition.owners == [0, 1, 1]
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0)])
+def test_tensors_of_nothing_overlap_nothing(shape):
+    assert clusters_of([torch.empty(shape), torch.zeros(3), torch.empty(shape)]) == [
+        (0,),
+        (1,),
+        (2,),
+    ]
