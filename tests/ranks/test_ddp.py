@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -150,6 +151,7 @@ def test_unused_parameters_are_averaged_where_used_and_left_alone_elsewhere() ->
         assert kept == [one, three]
 
 
+@pytest.mark.filterwarnings("ignore:find_unused_parameters")
 def test_gradient_of_a_parameter_nobody_used_is_kept_bit_by_bit_7_ranks() -> None:
     # The mean of seven equal numbers is not always that number, so averaging again would show.
     values = torch.rand(4096, generator=torch.Generator().manual_seed(0))
@@ -226,7 +228,7 @@ def test_buffers_follow_rank_0_3_ranks() -> None:
 
 def test_buffers_stay_apart_when_not_broadcast_2_ranks() -> None:
     def rank_main(rank: int) -> list[float]:
-        ddp = dist.DistributedDataParallel(nn.BatchNorm1d(1), broadcast_buffers=False)
+        ddp = dist.DistributedDataParallel(nn.BatchNorm1d(1), forward_sync_buffers=False)
         for _ in range(2):
             ddp(torch.arange(4.0).view(4, 1) * (rank + 1)).sum().backward()
         return ddp.module.running_mean.tolist()
@@ -406,8 +408,21 @@ def test_sparse_gradient_of_one_rank_only_2_ranks() -> None:
         (nn.Linear(1, 1).requires_grad_(False), {}),
         (nn.LazyLinear(1), {}),
         (nn.Linear(1, 1), {"device_ids": [0]}),
+        (nn.BatchNorm1d(1, affine=False), {}),
+        (nn.Linear(1, 1), {"bucket_cap_mb": 0}),
+        (nn.Linear(1, 1), {"delay_all_reduce_named_params": []}),
+        (nn.Linear(1, 1), {"device_mesh": object()}),
     ],
-    ids=["empty", "frozen", "lazy", "device-of-cpu-module"],
+    ids=[
+        "empty",
+        "frozen",
+        "lazy",
+        "device-of-cpu-module",
+        "only-buffers",
+        "no-bytes",
+        "delayed",
+        "no-mesh",
+    ],
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_module_that_cannot_be_wrapped_is_refused_1_rank(
@@ -446,3 +461,114 @@ def test_step_times_cover_the_step_2_ranks() -> None:
         assert times.comm_s > 0
         assert 0 < times.exposed_comm_s < 30
         assert 0 <= times.overlap_s <= times.backward_s
+
+
+def test_wrapping_twice_is_refused_unless_ignored_1_rank() -> None:
+    def rank_main(rank: int) -> tuple[str, ...]:
+        whole = nn.Sequential(nn.Linear(1, 1), dist.DistributedDataParallel(nn.Linear(1, 1)))
+        with pytest.raises(ModuleError) as caught:
+            dist.DistributedDataParallel(whole)
+        dist.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            whole, caught.value.parameters
+        )
+        dist.DistributedDataParallel(whole)
+        with pytest.raises(ModuleError):
+            dist.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(whole, ["x"])
+        return caught.value.parameters
+
+    assert run_ranks(1, rank_main) == [("1.module.weight", "1.module.bias")]
+
+
+def test_buckets_of_listed_sizes_1_rank() -> None:
+    def rank_main(rank: int) -> list[int]:
+        layers = [nn.Linear(64, 64, bias=False) for _ in range(5)]  # 1/64 MiB each
+        ddp = dist.DistributedDataParallel(
+            nn.Sequential(*layers), bucket_cap_mb_list=[1 / 64, 2 / 64]
+        )
+        return [len(bucket.slots) for bucket in ddp.reducer.buckets]
+
+    assert run_ranks(1, rank_main) == [[1, 2, 2]]
+
+
+@pytest.mark.filterwarnings("ignore:.broadcast_buffers")
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"broadcast_buffers": False}, [0, 1]),
+        ({"forward_sync_buffers": False}, [0, 0]),
+        ({"broadcast_buffers": False, "forward_sync_buffers": True}, [0, 0]),
+    ],
+)
+def test_buffers_at_wrapping_2_ranks(options: dict[str, Any], expected: list[int]) -> None:
+    def rank_main(rank: int) -> float:
+        norm = nn.BatchNorm1d(1)
+        assert norm.running_mean is not None
+        norm.running_mean.fill_(rank)
+        dist.DistributedDataParallel(norm, **options)
+        return norm.running_mean.item()
+
+    assert run_ranks(2, rank_main) == expected
+
+
+def test_broadcast_buffers_is_deprecated_1_rank() -> None:
+    def rank_main(rank: int) -> None:
+        with pytest.warns(FutureWarning):
+            dist.DistributedDataParallel(nn.Linear(1, 1), broadcast_buffers=True)
+
+    run_ranks(1, rank_main)
+
+
+def test_parameter_unfrozen_after_wrapping_is_named_2_ranks() -> None:
+    def rank_main(rank: int) -> tuple[str, ...]:
+        module = Branches()
+        module.right.requires_grad_(False)
+        ddp = dist.DistributedDataParallel(module)
+        ddp(torch.ones(1, 2), "left").backward()
+        module.right.requires_grad_(True)
+        with pytest.raises(ModuleError) as caught:
+            ddp(torch.ones(1, 2), "left")
+        dist.DistributedDataParallel(ddp.module)(torch.ones(1, 2), "left", "right").backward()
+        return caught.value.parameters
+
+    assert run_ranks(2, rank_main) == [("right.weight",)] * 2
+
+
+def test_module_outlives_its_group_only_wrapped_again_2_ranks() -> None:
+    def rank_main(rank: int) -> None:
+        ddp = dist.DistributedDataParallel(nn.Linear(1, 1))
+        ddp(torch.ones(1, 1)).sum().backward()
+        dist.shrink()
+        with pytest.raises(ModuleError):
+            ddp(torch.ones(1, 1))
+        ddp = dist.DistributedDataParallel(ddp.module)
+        ddp(torch.ones(1, 1)).sum().backward()
+
+    run_ranks(2, rank_main)
+
+
+def test_needless_search_for_unused_parameters_is_said_once_1_rank() -> None:
+    def rank_main(rank: int) -> int:
+        ddp = dist.DistributedDataParallel(nn.Linear(1, 1), find_unused_parameters=True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                ddp(torch.ones(1, 1)).sum().backward()
+        return len(caught)
+
+    assert run_ranks(1, rank_main) == [1]
+
+
+def test_parameters_that_are_never_used_are_left_out_when_asked_2_ranks() -> None:
+    def rank_main(rank: int) -> tuple[int, Any]:
+        ddp = dist.DistributedDataParallel(
+            Branches(),
+            bucket_cap_mb=1e-6,
+            find_unused_parameters=True,
+            skip_all_reduce_unused_params=True,
+        )
+        for _ in range(2):
+            ddp(torch.ones(1, 2), "left").backward()
+        data = ddp._get_ddp_logging_data()  # pyright: ignore[reportPrivateUsage]
+        return len(list(ddp.reducer.slots())), data["num_buckets_reduced"]
+
+    assert run_ranks(2, rank_main) == [(1, 1)] * 2

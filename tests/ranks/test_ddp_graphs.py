@@ -317,6 +317,7 @@ def test_buckets_follow_rank_0s_order_and_carry_gradients_over_2_ranks() -> None
     assert run_ranks(2, rank_main) == [[names[::-1], names, "0, 1, 2"]] * 2
 
 
+@pytest.mark.filterwarnings("ignore:find_unused_parameters")
 def test_buckets_stay_where_parameters_may_be_unused_2_ranks() -> None:
     def rank_main(rank: int) -> list[str]:
         ddp = dist.DistributedDataParallel(

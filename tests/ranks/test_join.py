@@ -118,8 +118,10 @@ def test_announcements_are_all_that_is_sent_more_3_ranks() -> None:
 
     for ops, num_buckets, num_announced in run_ranks(3, rank_main):
         assert num_buckets == 2
-        # Each of the 4 steps one announcement and its buckets; then the one that nobody answers.
-        assert ops == ["all_reduce"] * (4 * (1 + num_buckets) + 1) + ["broadcast"] * 4
+        # Each of the 4 steps one announcement and its buckets, the first also rank 0's order of
+        # gradients; then the announcement that nobody answers.
+        step = ["all_reduce"] * (1 + num_buckets)
+        assert ops == [*step, "broadcast", *step * 3, "all_reduce", *["broadcast"] * 4]
         assert num_announced == 5
 
 

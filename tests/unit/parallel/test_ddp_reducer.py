@@ -23,6 +23,7 @@ class FakeGroup:
 
     group_name = "fake"
     backend_name = "fake"
+    closed = False
 
     def __init__(self, log: list[str]) -> None:
         self.log = log

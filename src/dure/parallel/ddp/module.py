@@ -17,7 +17,7 @@ from dure.comm.heap import keep_freed_memory
 from dure.comm.world import resolve
 from dure.data.nests import moved
 from dure.errors import CommError, HookError
-from dure.parallel.ddp.bucketing import FIRST_CAP_BYTES
+from dure.parallel.ddp.arguments import BucketCaps, buffer_rules, chosen_group, refuse_delayed
 from dure.parallel.ddp.hooking import CommHook, HookRunner, check_hook
 from dure.parallel.ddp.joining import Announcer, JoinableReplica
 from dure.parallel.ddp.precision import ComputeCopies, MixedPrecision
@@ -28,9 +28,11 @@ from dure.parallel.ddp.slots import NamedParameter
 from dure.parallel.ddp.timing import StepTimes
 from dure.parallel.ddp.torch_names import TorchNames
 from dure.parallel.ddp.wrapping import (
+    Frozen,
     Replaced,
     buffer_owners,
     checked_device_ids,
+    refuse_wrapped,
     trained_parameters,
 )
 
@@ -38,8 +40,6 @@ if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
 __all__ = ["DistributedDataParallel"]
-
-_DEFAULT_CAP_MB = 25.0
 
 
 class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
@@ -66,8 +66,8 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         device_ids: None, or the one device that the module is on; inputs are then moved to it.
         output_device: Accepted for compatibility; it can only be the module's device.
         dim: Accepted for compatibility; batches are not split here.
-        broadcast_buffers: Send rank 0's buffers to all before a forward that follows a
-            synchronised one.
+        broadcast_buffers: Deprecated; what `forward_sync_buffers` is, but False also leaves the
+            buffers of each rank as they are now.
         init_sync: Verify the modules and broadcast rank 0's values now.
         process_group: The ranks that take part; all by default.
         bucket_cap_mb: Size of a bucket in MiB, 25 by default.
@@ -75,12 +75,24 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
             parameter that no rank used keeps its gradient as it was.
         check_reduction: Accepted for compatibility.
         gradient_as_bucket_view: Accepted for compatibility; gradients always live in the buckets.
-        static_graph: The same parameters are used in every step; unused ones are allowed.
+        static_graph: Every backward is like the first: the same parameters are used, equally
+            often. Unused ones are allowed, and left out; reentrant checkpoints may share layers.
+        delay_all_reduce_named_params: Refused; see docs/ddp.md.
+        param_to_hook_all_reduce: Refused; see docs/ddp.md.
         mixed_precision: Compute and reduce in fewer bits than the parameters are kept in.
+        device_mesh: A mesh of one axis whose group takes part, instead of `process_group`.
+        skip_all_reduce_unused_params: With `find_unused_parameters`: those that no rank used in the
+            first step are never used, and not reduced.
+        bucket_cap_mb_list: Sizes of the first, the second, ... bucket; the last one holds for all
+            further ones.
+        batched_grad_copy: Accepted for compatibility; gradients are not copied.
+        forward_sync_buffers: Send rank 0's buffers to all before a forward that follows a
+            synchronised one; True by default.
 
     Raises:
-        ModuleError: No parameter needs a gradient, or the ranks' modules differ (with the first
-            difference); from `backward`, on every rank: parameters without a gradient, by name.
+        ModuleError: No parameter needs a gradient, the module is wrapped already, or the ranks'
+            modules differ (with the first difference); from `backward`, on every rank: parameters
+            without a gradient, by name.
     """
 
     def __init__(
@@ -89,7 +101,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         dim: int = 0,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
@@ -97,17 +109,27 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
+        delay_all_reduce_named_params: object = None,
+        param_to_hook_all_reduce: torch.nn.Parameter | None = None,
         mixed_precision: MixedPrecision | None = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
+        refuse_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
+        buffers = buffer_rules(broadcast_buffers, forward_sync_buffers)
         ignored: object = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         self.parameters_to_ignore: set[str] = set(ignored)  # pyright: ignore
+        refuse_wrapped(module, self.parameters_to_ignore)
         trained = trained_parameters(module, self.parameters_to_ignore)
         self.module = module
-        self.process_group = resolve(process_group, "DistributedDataParallel")
+        self.process_group = chosen_group(process_group, device_mesh)
         self.device_ids = checked_device_ids(device_ids, trained)
         self.output_device, self.dim = output_device, dim
-        self.broadcast_buffers = broadcast_buffers
+        self.forward_sync_buffers = buffers.in_forward
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
@@ -115,15 +137,19 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         self._precision = mixed_precision or MixedPrecision()
         self._copies: ComputeCopies | None = self._make_copies()
         self.require_backward_grad_sync = True
-        self.bucket_bytes_cap = int((bucket_cap_mb or _DEFAULT_CAP_MB) * (1 << 20))
-        self._first_cap_bytes = self.bucket_bytes_cap if bucket_cap_mb else FIRST_CAP_BYTES
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.batched_grad_copy = batched_grad_copy
+        self._caps = BucketCaps.of(bucket_cap_mb, bucket_cap_mb_list)
+        self.bucket_bytes_cap = self._caps.usual
+        self.bucket_bytes_cap_list = list(self._caps.listed)
         self._report = Report(self._settings())
         self.require_forward_param_sync = True
         self._reducer: Reducer | None = None
         self._replaced: Replaced | None = None
+        self._frozen: Frozen | None = None
         self._buffer_sync: BufferSync | None = None
         if init_sync:
-            self._replicate()
+            self._replicate(buffers.at_first)
         self._connect(trained)
 
     def _connect(self, trained: Sequence[NamedParameter]) -> Reducer:
@@ -131,12 +157,14 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         group = self.process_group
         keep_freed_memory()
         self._replaced = Replaced(self.module, trained)
+        self._frozen = Frozen(self.module, self.parameters_to_ignore)
         owners = buffer_owners(self.module, self.parameters_to_ignore)
         self._buffer_sync = BufferSync(group, owners) if owners else None
         options = ReducerOptions(
-            caps=(min(self._first_cap_bytes, self.bucket_bytes_cap), self.bucket_bytes_cap),
+            caps=self._caps.all,
             allow_unused=self.find_unused_parameters or self.static_graph,
             static_graph=self.static_graph,
+            leave_out_unused=self.skip_all_reduce_unused_params,
             reduce_dtype=self._precision.gradients,
         )
         self._reducer = Reducer(group, trained, options)
@@ -159,7 +187,8 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
                 seen=f"this one is on the group {self.process_group.group_name!r}",
                 fix="Save ddp.module.state_dict(), or copy ddp.module and wrap the copy.",
             )
-        gone = {"process_group", "_reducer", "_buffer_sync", "_replaced", "_copies", "join_seat"}
+        gone = {"process_group", "_reducer", "_buffer_sync", "_copies", "join_seat"}
+        gone |= {"_replaced", "_frozen"}
         return {k: v for k, v in self.__dict__.items() if k not in gone}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -168,7 +197,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         self.process_group = resolve(
             None, "loading a whole DistributedDataParallel (save ddp.module.state_dict() instead)"
         )
-        self._replaced = None
+        self._replaced = self._frozen = None
         self._copies = self._make_copies()
         self._reducer, self._buffer_sync, self.require_forward_param_sync = None, None, False
 
@@ -178,17 +207,18 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
             "module_name": type(self.module).__name__,
             "device_ids": ", ".join(map(str, self.device_ids or ())),
             "output_device": -1 if self.output_device is None else self.output_device,
-            "broadcast_buffers": int(self.broadcast_buffers),
+            "broadcast_buffers": int(self.forward_sync_buffers),
             "bucket_cap_bytes": self.bucket_bytes_cap,
             "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
             "static_graph": int(self.static_graph),
         }
 
-    def _replicate(self) -> None:
+    def _replicate(self, buffers: bool) -> None:
         """Verify that all ranks have the same module, and give it rank 0's values."""
         kept = self._replicated()
         verify_equal(self.process_group, [describe_tensor(k, t) for k, t in kept.items()])
-        broadcast_all(self.process_group, list(kept.values()))
+        own = set() if buffers else set(self.module.buffers())
+        broadcast_all(self.process_group, [t for t in kept.values() if t not in own])
 
     def _replicated(self) -> dict[str, torch.Tensor]:
         """Return what is the same on all ranks: parameters and buffers that are not ignored."""
@@ -206,6 +236,8 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
             return outputs
         if sync or self._reducer is not None:
             self.reducer.prepare(sync)
+        if sync and self._frozen is not None:
+            self._frozen.check()
         self._share_buffers(sync)
         if self.device_ids:
             device = torch.device(self.device_ids[0])
@@ -266,7 +298,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         """Tell whether the next forward broadcasts buffers."""
         return bool(
             self.require_forward_param_sync
-            and self.broadcast_buffers
+            and self.forward_sync_buffers
             and self._buffer_sync is not None
         )
 

@@ -34,6 +34,7 @@ The group is kept here and not looked up: autograd may call from threads that ha
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ import torch
 
 from dure.comm.ops import ReduceOp
 from dure.data.nests import tensors_of
-from dure.errors import CommError
+from dure.errors import CommError, ModuleError
 from dure.parallel.ddp import graphs
 from dure.parallel.ddp.bucketing import plan_buckets
 from dure.parallel.ddp.buckets import Bucket, Regions, size_of
@@ -132,6 +133,9 @@ class Reducer:
         self._complaints: list[Complaint] = []
         self._output_node: Any = None  # Any: a node of the last forward's graph
         self._probe = self._slots[-1]  # likely to be in any graph
+        self._needless = False  # unused parameters are allowed, and there were none
+        self._unused_before: list[int] | None = None
+        self._graph_is_static = True
         self._task, self._nested = -1, False  # backwards within a backward have other numbers
         handles = [self._watch_parameter(slot) for slot in self._slots]
         self.remove_hooks = weakref.finalize(self, _remove_all, handles)
@@ -236,11 +240,41 @@ class Reducer:
         """Begin a forward; `sync` tells whether the backward after it shall reduce."""
         with self._lock:
             self._output_node = None
+            self._check_group()
             if self._syncing and not graphs.in_backward():
                 self._abandon()
+            if self._needless:
+                self._warn_needless()
             self._armed = sync
             if sync:
                 self.clock.forward = Clock.now()
+
+    def _check_group(self) -> None:
+        if self.group.closed:
+            raise ModuleError(
+                "the process group of this DistributedDataParallel has been destroyed",
+                group=self.group.group_name,
+                seen="destroy_process_group() and shrink() end groups",
+                fix="Wrap the module again, on the new group: DistributedDataParallel(ddp.module).",
+            )
+
+    def check_finished(self) -> None:
+        """Raise `ModuleError` if a backward ended with an exception and was not made up for."""
+        if self._syncing and not graphs.in_backward():
+            raise ModuleError(
+                "the last backward did not come to its end",
+                group=self.group.group_name,
+                seen="it raised an exception",
+                fix="The next forward makes up for it: the other ranks learn of it then.",
+            )
+
+    def _warn_needless(self) -> None:
+        self._needless = False
+        warnings.warn(
+            "find_unused_parameters=True, but the first step used all parameters: leave it out, "
+            "unless later steps use fewer",
+            stacklevel=4,
+        )
 
     def watch_outputs(self, outputs: object) -> None:
         """Have the backward of `outputs` reduce, even one that reaches no parameter."""
@@ -368,6 +402,7 @@ class Reducer:
             idle = self._owing or any(bucket.idle for bucket in self.buckets)
             unused = [slot for slot in self.slots() if not slot.used] if idle else []
             self._complain(unused)
+            self._note_unused(unused)
             error = self._conclude(unused)
             if self.on_step is not None:
                 self.on_step(self.num_reduced - 1, self.clock)
@@ -375,6 +410,25 @@ class Reducer:
                 tell_step(self)
             if error is not None:
                 raise error
+
+    def _note_unused(self, unused: Sequence[Slot]) -> None:
+        """Compare with the steps before: does the set of unused parameters change?"""
+        numbers = [slot.number for slot in unused]
+        if self._unused_before is None:
+            self._unused_before = numbers
+            self._needless = self.allow_unused and not self.static_graph and not numbers
+        elif numbers != self._unused_before:
+            self._graph_is_static = False
+
+    def _ddp_graph_static(self) -> bool:
+        """Tell whether static_graph=True could have been passed (torch's name)."""
+        return self._graph_is_static
+
+    def _get_local_used_map(self) -> torch.Tensor:
+        """Return how many ranks used each parameter in the last step (torch's name)."""
+        flags = self._ledger.flags[: len(self._slots)]
+        counts = flags.abs().double() * (self.group.size() if self.divisor is None else 1)
+        return counts.round().to(torch.int32)
 
     def _complain(self, unused: Sequence[Slot]) -> None:
         """Note what is wrong with a backward that has come to its end."""

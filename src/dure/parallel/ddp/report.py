@@ -112,6 +112,8 @@ def _bucketing(reducer: Reducer) -> dict[str, object]:
     if reducer.comm_hook is not None or reducer.num_reduced:
         data["comm_hook"] = reducer.hook_name
     if reducer.num_reduced:
+        data["can_set_static_graph"] = int(reducer._ddp_graph_static())  # pyright: ignore
+        data["num_buckets_reduced"] = sum(1 for bucket in reducer.buckets if bucket.slots)
         data["prev_iteration_grad_ready_order_indices"] = _listed(reducer.ready_order)
     if reducer.rebuilt:
         data["rebuilt_bucket_sizes"] = _listed(reducer.bucket_sizes())

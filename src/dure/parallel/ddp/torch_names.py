@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dure.comm.agreement import describe_tensor, verify_equal
+from dure.errors import ModuleError
 from dure.parallel.ddp.replicas import BufferHook, BufferHookLocation, broadcast_packed
 from dure.parallel.ddp.wrapping import trained_parameters
 
@@ -44,8 +45,10 @@ class TorchNames:
     process_group: ProcessGroup
     parameters_to_ignore: set[str]
     static_graph: bool
+    forward_sync_buffers: bool
     _report: Report
     _buffer_sync: BufferSync | None
+    _reducer: Reducer | None
 
     broadcast_bucket_size = _BROADCAST_BUCKET_BYTES
     """Accepted where torch's functions ask for it; tensors are not divided here."""
@@ -56,6 +59,65 @@ class TorchNames:
         def reducer(self) -> Reducer:
             """See `DistributedDataParallel`."""
             ...
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """The older name of `forward_sync_buffers`."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first parameter is."""
+        return next(self.module.parameters()).device
+
+    @property
+    def device_type(self) -> str:
+        """The kind of device that the module is on."""
+        return self.device.type
+
+    @property
+    def is_multi_device_module(self) -> bool:
+        """Whether parameters are on several devices."""
+        return len({p.device for p in self.module.parameters()}) > 1
+
+    @property
+    def named_module_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that are kept alike, as they are now, by their paths."""
+        return self._buffer_sync.named_buffers() if self._buffer_sync else {}
+
+    @property
+    def modules_buffers(self) -> list[torch.Tensor]:
+        """The buffers that are kept alike, as they are now."""
+        return list(self.named_module_buffers.values())
+
+    def _check_reducer_finalized(self) -> None:
+        self.reducer.check_finished()
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: torch.nn.Module, params_and_buffers_to_ignore: Iterable[str]
+    ) -> None:
+        """Have these parameters and buffers, by their paths, stay each rank's own.
+
+        Raises:
+            ModuleError: There are no such.
+        """
+        names = set(params_and_buffers_to_ignore)
+        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        if unknown := sorted(names - named.keys()):
+            raise ModuleError(
+                "there are no such parameters and buffers to ignore",
+                parameters=tuple(unknown),
+                seen=", ".join(unknown),
+                fix="Give paths as module.named_parameters() does, before wrapping the module.",
+            )
+        module._ddp_params_and_buffers_to_ignore = names  # pyright: ignore
+        for name in names:
+            named[name]._ddp_ignored = True  # pyright: ignore
 
     def _register_buffer_comm_hook(
         self,
@@ -105,6 +167,11 @@ class TorchNames:
                 seen=f"{len(trained)} names for {len(parameters)} parameters",
             )
         return {numbers[p.parameter]: p.name for p in trained}
+
+    def _update_process_group(self, new_process_group: ProcessGroup) -> None:
+        """Go on with another group; buckets are made anew by the next forward, collectively."""
+        self.process_group = new_process_group
+        self._reducer = self._buffer_sync = None
 
     def _remove_autograd_hooks(self) -> None:
         self.reducer.remove_hooks()

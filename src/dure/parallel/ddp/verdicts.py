@@ -39,7 +39,7 @@ class Trouble(Enum):
     )
     """A hook raised an exception, or its result does not fit."""
     CHANGED = (
-        "the graph has changed although static_graph=True",
+        "Your training graph has changed in this iteration, although static_graph=True",
         "Leave static_graph out, or make every step use the same parameters equally often.",
     )
     """A parameter got more or fewer gradients than in the first step."""

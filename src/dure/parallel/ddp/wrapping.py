@@ -7,6 +7,7 @@ refused with its reason, on this rank, at this line.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 
@@ -14,9 +15,34 @@ from dure.data.nests import tensors_of
 from dure.errors import ModuleError
 from dure.parallel.ddp.slots import NamedParameter
 
-__all__ = ["Replaced", "buffer_owners", "checked_device_ids", "trained_parameters"]
+__all__ = [
+    "Frozen",
+    "Replaced",
+    "buffer_owners",
+    "checked_device_ids",
+    "refuse_wrapped",
+    "trained_parameters",
+]
 
 _MAX_NAMES_SHOWN = 8
+_needs_gradient = attrgetter("requires_grad")
+
+
+def refuse_wrapped(module: torch.nn.Module, ignored: set[str]) -> None:
+    """Refuse a module whose gradients a wrapper inside it averages already, unless ignored here."""
+    for path, inner in module.named_modules():
+        if not isinstance(getattr(inner, "require_backward_grad_sync", None), bool):
+            continue
+        prefix = f"{path}." if path else ""
+        twice = [n for n, _ in inner.named_parameters(prefix=path) if n not in ignored]
+        if twice:
+            raise ModuleError(
+                "the module is wrapped already",
+                parameters=tuple(twice),
+                seen=f"{path or 'it'} is a {type(inner).__name__}, which averages its gradients",
+                fix=f"Wrap the whole module once, or have {prefix}* ignored "
+                "(_set_params_and_buffers_to_ignore_for_model).",
+            )
 
 
 def trained_parameters(module: torch.nn.Module, ignored: set[str]) -> list[NamedParameter]:
@@ -137,7 +163,39 @@ def _replaced(names: Sequence[str]) -> ModuleError:
     return ModuleError(
         "parameters were replaced after the module was wrapped",
         parameters=tuple(names),
-        seen=", ".join(names[:_MAX_NAMES_SHOWN])
-        + (f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""),
+        seen=_shown(names),
         fix="Wrap the module after all changes to it, or change the parameters' values in place.",
     )
+
+
+class Frozen:
+    """Tells whether parameters that needed no gradient at wrapping need one now.
+
+    Nothing averages them, so the replicas would drift apart.
+
+    Cost: one look at each parameter that was frozen; nothing where none was.
+    """
+
+    def __init__(self, module: torch.nn.Module, ignored: set[str]) -> None:
+        self._named = {
+            p: name
+            for name, p in module.named_parameters()
+            if not p.requires_grad and name not in ignored
+        }
+
+    def check(self) -> None:
+        """Raise `ModuleError` if any was unfrozen."""
+        if not any(map(_needs_gradient, self._named)):
+            return
+        names = [name for p, name in self._named.items() if p.requires_grad]
+        raise ModuleError(
+            "parameters were unfrozen after the module was wrapped",
+            parameters=tuple(names),
+            seen=_shown(names) + ": their gradients would not be averaged",
+            fix="Wrap the module again after the change: DistributedDataParallel(ddp.module).",
+        )
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = len(names) - _MAX_NAMES_SHOWN
+    return ", ".join(names[:_MAX_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
