@@ -56,7 +56,7 @@ def train_alone(counts: Sequence[int], by_all: bool, epochs: int) -> Params:
 def train_on_ranks(counts: Sequence[int], by_all: bool, epochs: int, hook: Any = None) -> None:
     """Train on ranks; all must end with the parameters that `train_alone` has."""
 
-    def rank_main(rank: int) -> tuple[Params, Params, Params]:
+    def rank_main(rank: int) -> tuple[Params, Params]:
         ddp = dist.DistributedDataParallel(make_net(), bucket_cap_mb=1e-4)
         if hook is not None:
             ddp.register_comm_hook(dist.group.WORLD, hook)
@@ -64,20 +64,19 @@ def train_on_ranks(counts: Sequence[int], by_all: bool, epochs: int, hook: Any =
         for epoch in range(epochs):
             with ddp.join(divide_by_initial_world_size=by_all, optimizer=optimizer):
                 for x in batches_of(rank, counts[rank], epoch):
-                    optimizer.zero_grad()
                     loss_of(ddp(x)).backward()
                     optimizer.step()
+                    optimizer.zero_grad()  # at the end: shadowing must not leave gradients either
+        assert [p.grad for p in ddp.parameters()] == [None] * 4
         momenta = [s["momentum_buffer"] for s in optimizer.state_dict()["state"].values()]
-        gradients = [p.grad for p in ddp.parameters() if p.grad is not None]
-        return [p.detach() for p in ddp.parameters()], momenta, gradients
+        return [p.detach() for p in ddp.parameters()], momenta
 
     expected = train_alone(counts, by_all, epochs)
     results = run_ranks(len(counts), rank_main)
-    for params, momenta, gradients in results:
+    for params, momenta in results:
         for ours, theirs in zip(params, expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-13, rtol=1e-13)
-        for kind, first in ((params, 0), (momenta, 1), (gradients, 2)):
-            assert all(map(torch.equal, kind, results[0][first]))
+        assert all(map(torch.equal, params + momenta, results[0][0] + results[0][1]))
 
 
 @pytest.mark.parametrize("by_all", [True, False])
@@ -181,13 +180,18 @@ class Branches(nn.Module):
 def test_shadow_neither_uses_nor_misses_a_parameter_3_ranks() -> None:
     def rank_main(rank: int) -> tuple[bool, bool]:
         ddp = dist.DistributedDataParallel(Branches(), find_unused_parameters=True)
+        config = ddp._join_config  # pyright: ignore[reportPrivateUsage]
+        assert not config.enable
         with ddp.join():
+            config = ddp._join_config  # pyright: ignore[reportPrivateUsage]
+            assert config == (True, False, True)
             for _ in range(rank):
                 ddp.zero_grad()
                 ddp(torch.ones(1, 2), "left").backward()
         return ddp.module.left.weight.grad is None, ddp.module.right.weight.grad is None
 
-    assert run_ranks(3, rank_main) == [(False, True)] * 3
+    # Only the rank that trained to the end still has a gradient.
+    assert run_ranks(3, rank_main) == [(True, True), (True, True), (False, True)]
 
 
 def test_missing_gradient_is_named_on_shadows_too_3_ranks() -> None:

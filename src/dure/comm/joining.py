@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -38,7 +38,7 @@ from dure.errors import CommError, Desync, DureError, PeerLost, UnevenInputs, Us
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["Join", "JoinHook", "JoinRound", "Joinable", "Seat"]
+__all__ = ["Join", "JoinConfig", "JoinHook", "JoinRound", "Joinable", "Seat"]
 
 _JOINED, _FAILED = 0, -1
 _PHASES = 4
@@ -71,6 +71,14 @@ class JoinHook:
         """
 
 
+class JoinConfig(NamedTuple):
+    """What torch keeps on a joinable."""
+
+    enable: bool = False
+    throw_on_early_termination: bool = False
+    is_first_joinable: bool = False
+
+
 class Joinable(ABC):
     """Something that communicates in a training loop and can take part in a `Join`.
 
@@ -84,6 +92,14 @@ class Joinable(ABC):
 
     def __init__(self) -> None:
         super().__init__()
+
+    @property
+    def _join_config(self) -> JoinConfig:
+        """The context's settings, under the name that programs read of torch's."""
+        seat = self.join_seat
+        if seat is None:
+            return JoinConfig()
+        return JoinConfig(True, seat.context.throw_on_early_termination, seat.place == 0)
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:

@@ -7,7 +7,8 @@ DDP communicates at two places in a step, and announces each just before it gets
   after forward is announced there.
 * *backward*: the first gradient of a synchronised backward has come. A shadow reduces every bucket
   with zeros and with flags that neither claim nor miss a gradient, so that the others' verdict on
-  unused parameters is theirs alone. It gets the averaged gradients like everybody.
+  unused parameters is theirs alone. It gets the averaged gradients like everybody, for a sharded
+  optimizer in the same context to step with; when the context ends they are gone.
 
 A forward without synchronisation (`no_sync`, `torch.no_grad`) announces nothing. A context that
 shall throw has nothing to shadow, and is told of each forward that communicates, so that the error
@@ -76,7 +77,7 @@ class JoinableReplica(Joinable):
         """Return a context for a loop in which ranks may have different numbers of batches.
 
         A rank that runs out of batches waits at the end of the block, takes part in the others'
-        reductions with zeros, and has the same module as they in the end.
+        reductions with zeros, and has the same module as they in the end, without gradients.
 
         Args:
             divide_by_initial_world_size: Divide sums of gradients by the number of all ranks, so
@@ -190,6 +191,9 @@ class _Shadow(JoinHook):
         assert seat is not None
         last = seat.context.last_joiners
         ddp.reducer.divisor = None
+        if not is_last_joiner:
+            # A loop that ends its steps with zero_grad() would add to what shadowing left.
+            ddp.module.zero_grad(set_to_none=True)
         ddp.broadcast_module_from(last[-1])
         ddp.require_forward_param_sync = True
         if self._optimizer is not None and len(last) < ddp.process_group.size():
