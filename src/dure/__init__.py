@@ -149,6 +149,24 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "hook_with_zero_step",
         "hook_with_zero_step_interleaved",
     ),
+    "dure.parallel.ddp.hooks": ("DDPCommHookType", "noop_hook", "register_ddp_comm_hook"),
+    "dure.parallel.ddp.hooks.default_hooks": (
+        "allreduce_hook",
+        "bf16_compress_hook",
+        "bf16_compress_wrapper",
+        "fp16_compress_hook",
+        "fp16_compress_wrapper",
+    ),
+    "dure.parallel.ddp.hooks.post_localSGD_hook": ("PostLocalSGDState", "post_localSGD_hook"),
+    "dure.parallel.ddp.hooks.powerSGD_hook": (
+        "PowerSGDState",
+        "batched_powerSGD_hook",
+        "powerSGD_hook",
+    ),
+    "dure.parallel.ddp.hooks.quantization_hooks": (
+        "quantization_perchannel_hook",
+        "quantization_pertensor_hook",
+    ),
     "dure.parallel.amp": ("GradScaler", "clip_grad_norm_"),
     "dure.parallel.metrics": ("StepMeter", "StepReport", "StepSplit", "TensorBoardWriter"),
 }

@@ -23,6 +23,7 @@ from dure.parallel.ddp.bucketing import GradientSize
 from dure.parallel.ddp.slots import Slot, SparseSlot
 
 if TYPE_CHECKING:
+    from dure.comm.group import ProcessGroup
     from dure.comm.work import Work
 
 __all__ = ["Bucket", "GradBucket", "Regions", "kind_of", "size_of"]
@@ -183,12 +184,16 @@ def _aligned(numel: int, dtype: torch.dtype) -> int:
 
 
 class GradBucket:
-    """What a communication hook sees of a bucket (torch's interface)."""
+    """What a communication hook sees of a bucket (torch's interface, and `group` and `names`).
 
-    __slots__ = ("_bucket", "_buffer", "_last")
+    Attributes:
+        group: The ranks that the gradients are averaged over.
+    """
 
-    def __init__(self, bucket: Bucket, last: bool) -> None:
-        self._bucket, self._last = bucket, last
+    __slots__ = ("_bucket", "_buffer", "_last", "group")
+
+    def __init__(self, bucket: Bucket, last: bool, group: ProcessGroup) -> None:
+        self._bucket, self._last, self.group = bucket, last, group
         sparse = bucket.sparse
         self._buffer = bucket.buffer if sparse is None else sparse.take()
 
@@ -222,6 +227,10 @@ class GradBucket:
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters that the gradients belong to."""
         return [slot.parameter for slot in self._bucket.slots]
+
+    def names(self) -> list[str]:
+        """Return the parameters' paths in the module: they stay when buckets are cut anew."""
+        return [slot.name for slot in self._bucket.slots]
 
     def is_last(self) -> bool:
         """Tell whether this is the last bucket of the backward."""

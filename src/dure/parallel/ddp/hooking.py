@@ -115,7 +115,7 @@ class HookRunner:
             return
         try:
             with driven() as made:
-                result: object = self.hook(self.state, GradBucket(bucket, last))
+                result: object = self.hook(self.state, GradBucket(bucket, last, self._group))
             self._futures += made
             if not isinstance(result, _Future):
                 raise self._wrong(
@@ -136,9 +136,10 @@ class HookRunner:
         """
         futures, self._futures = self._futures, []
         try:
+            self._drive(futures)
             with driven():
                 for bucket in buckets:
-                    self._settle(bucket, futures)
+                    self._settle(bucket)
             if self._error is not None:
                 ledger.add_trouble()
             self._group.all_reduce(ledger.flags, op)
@@ -159,13 +160,18 @@ class HookRunner:
         error, self._error = self._error, None
         return error
 
-    def _settle(self, bucket: Bucket, futures: Sequence[Later]) -> None:
+    def _drive(self, futures: Sequence[Later]) -> None:
+        """Run what was chained to the hook's collectives, and to those that this starts."""
+        while futures and self._error is None:
+            with driven() as more:
+                for future in futures:
+                    future.drive()
+            futures = more
+
+    def _settle(self, bucket: Bucket) -> None:
         """Wait for one bucket's result and put it in place."""
         if self._error is not None or bucket.result is None:
             return
-        if not isinstance(bucket.result, Later):
-            for future in futures:  # what this one may depend on
-                future.drive()
         try:
             value: Any = bucket.result.wait()
             self._place(bucket, value)

@@ -15,11 +15,13 @@ import torch
 
 from dure.comm.agreement import describe_tensor, verify_equal
 from dure.errors import ModuleError
+from dure.parallel.ddp.hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from dure.parallel.ddp.replicas import BufferHook, BufferHookLocation, broadcast_packed
 from dure.parallel.ddp.wrapping import trained_parameters
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
+    from dure.parallel.ddp.hooking import CommHook
     from dure.parallel.ddp.reducer import Reducer
     from dure.parallel.ddp.replicas import BufferSync
     from dure.parallel.ddp.report import Report
@@ -59,6 +61,9 @@ class TorchNames:
         def reducer(self) -> Reducer:
             """See `DistributedDataParallel`."""
             ...
+
+        def register_comm_hook(self, state: object, hook: CommHook) -> None:
+            """See `DistributedDataParallel`."""
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -137,6 +142,11 @@ class TorchNames:
         if self._buffer_sync is not None:
             location = BufferHookLocation[comm_hook_location.name]  # torch's own enum has the names
             self._buffer_sync.register(state, hook, location)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
+        """Register one of the hooks that torch has in C++ (its own enum is taken as well)."""
+        hooks = {"ALLREDUCE": allreduce_hook, "FP16_COMPRESS": fp16_compress_hook}
+        self.register_comm_hook(None, hooks[comm_hook_type.name])
 
     def _default_broadcast_coalesced(
         self,

@@ -1,0 +1,79 @@
+"""Post-local SGD's part in DDP: gradients are averaged over all ranks first, then in the host only.
+
+What crosses the hosts afterwards are models, averaged every few steps by an averager (see
+`dure.parallel.averaging`): a factor of the period less between hosts, for replicas that differ in
+between.
+
+Source: Lin et al., Don't use large mini-batches, use local SGD, https://arxiv.org/abs/1808.07217.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dure.comm.subgroups import new_subgroups
+from dure.parallel.ddp.buckets import GradBucket
+from dure.parallel.ddp.hooks.default_hooks import average
+
+if TYPE_CHECKING:
+    from dure.comm.group import ProcessGroup
+
+__all__ = ["PostLocalSGDState", "post_localSGD_hook"]
+
+
+class PostLocalSGDState:
+    """When gradients stop to cross the hosts, and where they go then.
+
+    Args:
+        process_group: The ranks of the first steps; those of the DDP module by default.
+        subgroup: The ranks of the later steps; those of this host by default.
+        start_localSGD_iter: Steps before that; an averager's ``warmup_steps`` must be the same.
+        post_local_gradient_allreduce: False: gradients stay on each rank then.
+
+    Attributes:
+        iter: Steps so far.
+
+    Collective: construction without `subgroup` makes groups; all ranks of the job.
+    """
+
+    def __init__(
+        self,
+        process_group: ProcessGroup | None,
+        subgroup: ProcessGroup | None,
+        start_localSGD_iter: int,
+        post_local_gradient_allreduce: bool = True,
+    ) -> None:
+        if subgroup is None and post_local_gradient_allreduce:
+            subgroup, _ = new_subgroups()
+        self.process_group, self.subgroup = process_group, subgroup
+        self.start_localSGD_iter = start_localSGD_iter
+        self.post_local_gradient_allreduce = post_local_gradient_allreduce
+        self.iter = 0
+
+    def maybe_increase_iter(self, bucket: GradBucket) -> None:
+        """Count a step at its last bucket."""
+        self.iter += bucket.is_last()
+
+
+def post_localSGD_hook(
+    state: PostLocalSGDState, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average the bucket over all ranks in the first steps, within the subgroup afterwards.
+
+    Args:
+        state: When the first steps end.
+        bucket: The gradients.
+
+    Cost: S bytes, one all_reduce a bucket, over the group whose turn it is.
+    """
+    early = state.iter < state.start_localSGD_iter
+    state.maybe_increase_iter(bucket)
+    if early:
+        return average(state.process_group or bucket.group, bucket.buffer())
+    if state.subgroup is not None and state.post_local_gradient_allreduce:
+        return average(state.subgroup, bucket.buffer())
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
