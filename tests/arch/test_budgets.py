@@ -19,6 +19,7 @@ MORE_PARAMETERS = {
     "init_process_group": AS_TORCH,
     "DistributedDataParallel.__init__": "the signature of torch.nn.parallel's class of that name",
     "SyncBatchNorm.__init__": "the signature of torch.nn's class of that name",
+    "PowerSGDState.__init__": "the signature of torch.distributed's class of that name",
     "DureError.__init__": "every field of an error, keyword-only",
     "bench": "typer reads the options of a command from its parameters",
 }
