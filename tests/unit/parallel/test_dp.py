@@ -292,6 +292,21 @@ def test_functions_that_make_up_a_forward() -> None:
         parallel_apply(replicas, parts[:1])
 
 
+def test_replica_on_another_device_has_copies_of_everything() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model.rnn = nn.LSTM(4, 4, batch_first=True)
+    model.tied = model[0]
+    first, second = replicate(model, ["cpu", "meta"])
+    assert {t.device.type for t in first.state_dict().values()} == {"cpu"}
+    assert {t.device.type for t in second.state_dict().values()} == {"meta"}
+    assert second.get_submodule("tied").weight is second[0].weight
+    assert second[0].weight.requires_grad and second[0].weight.grad_fn is not None
+    recurrent = second.rnn
+    assert isinstance(recurrent, nn.LSTM)
+    assert recurrent(torch.ones(2, 3, 4, device="meta"))[0].shape == (2, 3, 4)
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+
+
 def test_state_dict_has_torchs_names_and_copies_work() -> None:
     model = parallel(nn.Linear(2, 2))
     assert list(model.state_dict()) == ["module.weight", "module.bias"]
