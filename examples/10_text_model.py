@@ -30,7 +30,7 @@ from dure.data import TextData, load_python_sources
 
 # Steps, sequences a step (of all ranks together), learning rate, dtype, bytes of text.
 PLANS = {
-    "small": (25, 24, 5e-3, torch.float64, 300_000),
+    "small": (18, 24, 5e-3, torch.float64, 300_000),
     "gpt10m": (40, 24, 1e-3, torch.float32, 2_000_000),
 }
 ACCUMULATE = 2  # small batches a step
