@@ -137,6 +137,7 @@ def test_state_of_another_world_size_and_of_no_sharding_is_taken(kind):
         )
 
     saved = run_ranks(2, save)[0]
+    assert saved is not None
     assert all(run_ranks(3, load, saved))
     assert None not in saved[1]["state"].values()  # what was given is whole
 
@@ -169,7 +170,9 @@ def test_groups_frozen_parameters_and_closures(kind):
                     loss.backward()
                     return loss
 
-                losses.append(o.step(closure).item())
+                loss = o.step(closure)
+                assert loss is not None
+                losses.append(loss.item())
             assert losses[0] == losses[1]
             dist.barrier()
             assert equal(model, other)

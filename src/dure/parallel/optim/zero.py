@@ -197,6 +197,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         except (TypeError, ValueError) as error:
             raise _from_torch(error) from error
         group = self.param_groups[-1]
+        _copy_options(self.param_groups[:-1], self.optim.param_groups)
         self._check_agreement([group], len(self.param_groups) - 1)
         self._deal(group)
         if self._shared is not None:
