@@ -59,7 +59,7 @@ def _drill(tmp_path: Path, num_runs: int, seed: int) -> None:
             assert resumed == curve, f"run {run} of seed {seed}, kills {kills}"
             hits += hit
             left = [p.name for p in (tmp_path / f"run{run}").iterdir() if p.name[0] != "."]
-            assert len(left) == 2, left
+            assert 2 <= len(left) <= 3, left  # 3: killed after its last commit
             if run % 20 == 19:
                 print(f"{run + 1} runs, {hits} kills", flush=True)
     print(f"{num_runs} runs, {hits} kills, {len(curve)} steps each: every curve as undisturbed")
