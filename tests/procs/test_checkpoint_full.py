@@ -1,4 +1,4 @@
-"""A disk that is full, as far as one real process is concerned: all ranks raise, nothing is lost."""
+"""A disk that is full for one real process: all ranks raise, and nothing is lost."""
 
 from __future__ import annotations
 
