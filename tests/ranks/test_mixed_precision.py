@@ -344,6 +344,25 @@ def test_overflow_in_the_reduction_skips_the_step_on_all_ranks_2_ranks() -> None
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_rank_without_inputs_gets_the_others_gradients_2_ranks(dtype: torch.dtype | None) -> None:
+    def rank_main(rank: int) -> list[float]:
+        model = nn.Linear(1, 1, bias=False)
+        precision = dist.MixedPrecision(reduce_dtype=dtype)
+        ddp = dist.DistributedDataParallel(model, mixed_precision=precision)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+        nn.init.zeros_(model.weight)
+        with dist.Join([ddp]):
+            for step in range(1 + 2 * rank):
+                ddp(torch.full((1, 1), 2.0**step)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return model.weight.detach().flatten().tolist()
+
+    # Gradients are divided by all ranks, also by those that have no inputs any more.
+    assert run_ranks(2, rank_main) == [[-4.0]] * 2
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_what_was_accumulated_survives_new_buckets_2_ranks(dtype: torch.dtype | None) -> None:
     class Three(nn.Module):
         def __init__(self) -> None:

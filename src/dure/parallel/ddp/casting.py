@@ -38,7 +38,8 @@ class CastSlot(Slot):
             self.adopt()
 
     def contribute_nothing(self) -> None:
-        """Fill the bucket with zeros."""
+        """Fill the bucket with zeros; an old gradient of this rank's own goes (see `Slot`)."""
+        self.parameter.grad = None
         with torch.no_grad():
             self.view.zero_()
 
