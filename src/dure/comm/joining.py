@@ -190,8 +190,7 @@ class Join:
 
     Attributes:
         group: The ranks that take part.
-        last_joiners: Group ranks that had inputs when any rank last had; the same on all ranks.
-            Where nobody had any input, all of them.
+        throw_on_early_termination: As given.
     """
 
     def __init__(
@@ -207,7 +206,7 @@ class Join:
         self.group, self._device = _common_place(self._joinables)
         self._hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
         self._ended = False
-        self.last_joiners = tuple(range(self.group.size()))
+        self._last: JoinRound | None = None
 
     def __enter__(self) -> Join:
         if not self._enable:
@@ -223,7 +222,7 @@ class Join:
         for place, joinable in enumerate(self._joinables):
             joinable.join_seat = Seat(self, place)
         self._ended = False
-        self.last_joiners = tuple(range(self.group.size()))
+        self._last = None
         return self
 
     def __exit__(
@@ -270,18 +269,34 @@ class Join:
     def _announce(self, code: int) -> JoinRound:
         """Say what this rank is about to do, and hear the others."""
         round = self._exchange(code)
-        if round.joined and self.throw_on_early_termination:
+        if self.throw_on_early_termination and round.joined:
             raise self._uneven(round)
         return round
 
     def _exchange(self, code: int) -> JoinRound:
-        numbers = torch.zeros(self.group.size(), dtype=torch.int32, device=self._device)
-        numbers[self.group.rank()] = code
+        numbers = self._numbers(code)
         self.group.all_reduce(numbers)
         round = JoinRound(tuple(numbers.tolist()))
-        self._check(round)
-        self.last_joiners = round.active or self.last_joiners
+        codes = set(round.codes)
+        if _FAILED in codes or len(codes - {_JOINED}) > 1:
+            raise self._error_of(round)
+        if codes != {_JOINED}:
+            self._last = round
         return round
+
+    def _numbers(self, code: int) -> torch.Tensor:
+        """Return this rank's part of the sum: `code` in its own place."""
+        numbers = [0] * self.group.size()
+        numbers[self.group.rank()] = code
+        return torch.tensor(numbers, dtype=torch.int32, device=self._device)
+
+    @property
+    def last_joiners(self) -> tuple[int, ...]:
+        """Group ranks that had inputs when any rank last had; the same on all ranks.
+
+        Where nobody had any input, all of them.
+        """
+        return self._last.active if self._last else tuple(range(self.group.size()))
 
     def _shadow_others(self) -> None:
         """Shadow until all ranks are here; then make the ranks equal."""
@@ -308,33 +323,30 @@ class Join:
         """
         if isinstance(error, CommError | UnevenInputs) or not isinstance(error, Exception):
             return
-        numbers = torch.zeros(self.group.size(), dtype=torch.int32, device=self._device)
-        numbers[self.group.rank()] = _FAILED
         with suppress(DureError):
-            self.group.all_reduce(numbers, async_op=True)
+            self.group.all_reduce(self._numbers(_FAILED), async_op=True)
 
     # ---------------------------------------------------------------- errors
 
-    def _check(self, round: JoinRound) -> None:
-        """Raise unless all ranks that have inputs announced the same thing."""
+    def _error_of(self, round: JoinRound) -> CommError:
+        """Make the error of a round in which a rank failed, or ranks are not at the same thing."""
         if _FAILED in round.codes:
             peer = round.codes.index(_FAILED)
-            raise PeerLost(
+            return PeerLost(
                 f"rank {peer} left the Join context with an error",
                 peer=peer,
                 exit="raised an error",
                 seen="see what that rank says",
                 **self._where(),
             )
-        if len({round.codes[r] for r in round.active}) > 1:
-            calls = {r: self._describe(round.codes[r]) for r in range(self.group.size())}
-            raise Desync(
-                "the ranks announced different things to the Join context",
-                calls=calls,
-                seen=", ".join(f"rank {r}: {text}" for r, text in calls.items()),
-                fix="Call the joinables in the same order on all ranks that have inputs.",
-                **self._where(),
-            )
+        calls = {r: self._describe(code) for r, code in enumerate(round.codes)}
+        return Desync(
+            "the ranks announced different things to the Join context",
+            calls=calls,
+            seen=", ".join(f"rank {r}: {text}" for r, text in calls.items()),
+            fix="Call the joinables in the same order on all ranks that have inputs.",
+            **self._where(),
+        )
 
     def _describe(self, code: int) -> str:
         if code == _JOINED:

@@ -151,12 +151,11 @@ class JoinableReplica(Joinable):
         return None if round is None else self.divisor_of(round)
 
     def explain(self, error: CommError) -> None:
-        """Note on an error outside of a context that uneven inputs would look like it."""
+        """Say in an error outside of a context that uneven inputs would look like it."""
         if self.join_seat is None and self.reducer.num_reduced:
-            error.add_note(
-                f"{self.reducer.num_reduced} steps went well before. If the ranks have different "
-                "numbers of batches, this is what it looks like: put the loop into `with "
-                "ddp.join():`, or drop the last batches (docs/uneven.md)."
+            error.advise(
+                f"{self.reducer.num_reduced} steps went well before: if the ranks have different "
+                "numbers of batches, put the loop into `with ddp.join():` (docs/uneven.md)."
             )
 
     def divisor_of(self, round: JoinRound) -> int | None:
@@ -264,7 +263,7 @@ class Announcer:
         return None if replica is None else replica.announce_backward()
 
     def failed(self, error: CommError) -> None:
-        """Note on an error what it may come from."""
+        """Say in an error what it may come from."""
         replica = self._replica()
         if replica is not None:
             replica.explain(error)
