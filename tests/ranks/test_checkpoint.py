@@ -114,6 +114,35 @@ def test_sharded_optimizer_is_whole_in_the_file(tmp_path, sharded):
     assert run_ranks(3, _shards, tmp_path, sharded, False) == [expected] * 3
 
 
+def _zero(rank, folder, sharded, steps):
+    """Train with Adam's state divided among the ranks; return the weights after each step."""
+    model = dure.DistributedDataParallel(model_of(1))
+    optimizer = dure.ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    checkpoints = Checkpointer(folder, sharded=sharded)
+    checkpoints.load(model=model, optimizer=optimizer)
+    curve = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.linspace(0, 1 + step, 12).reshape(4, 3)).square().sum().backward()
+        optimizer.step()
+        curve.append(values_of(model.module))
+        if step == 1:
+            checkpoints.save(step, model=model, optimizer=optimizer)
+    return curve
+
+
+@SHARDED
+def test_zero_redundancy_optimizer_resumes_in_any_world(tmp_path, sharded):
+    run_ranks(2, _zero, tmp_path, sharded, 2)
+    resumed = {n: run_ranks(n, _zero, tmp_path, sharded, 1)[0] for n in (2, 3)}
+    inner = model_of(1)
+    optimizer = torch.optim.Adam(inner.parameters(), lr=0.1)
+    assert Checkpointer(tmp_path).load(model=inner, optimizer=optimizer) == 1
+    inner(torch.linspace(0, 1, 12).reshape(4, 3)).square().sum().backward()
+    optimizer.step()
+    assert resumed == {2: [values_of(inner)], 3: resumed[2]}
+
+
 def _own(rank, folder, sharded, saves):
     checkpoints = Checkpointer(folder, sharded=sharded)
     if saves:
