@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 from dure.trace.merging import Flight, RankFile
@@ -30,8 +31,8 @@ Lane = tuple[str, int]
 
 def steps(flight: Flight, file: RankFile) -> list[TraceEvent]:
     """Return the trace events of a rank's spans; none where steps were not recorded."""
-    asynchronous = [r for r in file.records if r.async_op and r.end_ns]
-    placed = [(span, _end(span, asynchronous)) for span in file.spans]
+    ended = [record for record in file.records if record.end_ns]
+    placed = [(span, _end(span, ended)) for span in file.spans]
     lanes = _lanes(placed)
     used = sorted(set(lanes), key=lambda lane: (lane[0] != STEP, lane))
     tracks = {lane: _FIRST_TRACK + i for i, lane in enumerate(used)}
@@ -53,14 +54,14 @@ def steps(flight: Flight, file: RankFile) -> list[TraceEvent]:
     return events
 
 
-def _end(span: Span, asynchronous: list[Record]) -> int:
+def _end(span: Span, records: list[Record]) -> int:
     """Return when a span ended: of a bucket, when the operation did that it started.
 
     That is the first one of its group that was called while the bucket was being started.
     """
     if span.started_ns:
-        first = bisect_left(asynchronous, span.start_ns, key=lambda record: record.start_ns)
-        for record in asynchronous[first:]:
+        first = bisect_left(records, span.start_ns, key=lambda record: record.start_ns)
+        for record in islice(records, first, None):
             if record.start_ns > span.started_ns:
                 break
             if record.group == span.group:

@@ -13,6 +13,8 @@ from torch import nn
 import dure
 from dure import trace
 from dure.errors import UsageError
+from dure.parallel.ddp.telling import _waiting_since
+from dure.parallel.ddp.timing import Clock as DDPClock
 from dure.parallel.metrics import meter as meter_module
 from dure.parallel.metrics.split import StepReport, StepSplit, median_split
 from dure.trace import spans
@@ -261,3 +263,18 @@ def test_a_table_of_many_ranks_shows_the_mean_and_the_slowest():
     assert "mean of 7" in text
     assert text.splitlines()[0].split()[-2:] == ["rank", "6"]
     assert max(len(line) for line in text.splitlines()) < 80
+
+
+@pytest.mark.parametrize(
+    ("launches", "waiting"),
+    [
+        ([], 100),
+        ([(40, 45)], 100),  # asynchronous: backward went on
+        ([(40, 45), (80, 98)], 80),  # the last one was waited for
+        ([(100, 101)], 100),  # started after backward
+    ],
+)
+def test_a_timeline_shows_the_wait_inside_the_last_start(launches, waiting):
+    clock = DDPClock()
+    clock.backward_end, clock.launches = 100, launches
+    assert _waiting_since(clock) == waiting

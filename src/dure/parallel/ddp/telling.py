@@ -8,6 +8,7 @@ from dure.trace import spans
 
 if TYPE_CHECKING:
     from dure.parallel.ddp.reducer import Reducer
+    from dure.parallel.ddp.timing import Clock
 
 __all__ = ["tell_step"]
 
@@ -27,8 +28,9 @@ def tell_step(reducer: Reducer) -> None:
 
     if clock.forward:
         emit("forward", clock.forward, clock.backward_start, details=step)
-    emit("backward", clock.backward_start, clock.backward_end, details=step)
-    emit("wait for gradients", clock.backward_end, clock.comm_end, details=step)
+    waiting = _waiting_since(clock)
+    emit("backward", clock.backward_start, waiting, details=step)
+    emit("wait for gradients", waiting, clock.comm_end, details=step)
     for bucket, (start, started) in zip(reducer.buckets, clock.launches, strict=False):
         about = {
             "bytes": bucket.num_bytes,
@@ -44,3 +46,16 @@ def tell_step(reducer: Reducer) -> None:
             track=spans.BUCKETS,
             details=step | about,
         )
+
+
+def _waiting_since(clock: Clock) -> int:
+    """Return when backward had nothing left to compute.
+
+    The last bucket may be reduced before its start returns; backward then ends soon after that, and
+    computes nothing in between.
+    """
+    if not clock.launches:
+        return clock.backward_end
+    start, started = clock.launches[-1]
+    computed = clock.backward_end - started
+    return min(start, clock.backward_end) if started - start > computed else clock.backward_end
