@@ -18,6 +18,7 @@ from dure.comm.world import resolve
 from dure.data.nests import moved
 from dure.errors import CommError, HookError
 from dure.parallel.ddp.arguments import BucketCaps, buffer_rules, chosen_group, refuse_delayed
+from dure.parallel.ddp.compiling import Cutting, cut_graphs, untraced, untraced_here
 from dure.parallel.ddp.hooking import CommHook, HookRunner, check_hook
 from dure.parallel.ddp.joining import Announcer, JoinableReplica
 from dure.parallel.ddp.precision import ComputeCopies, MixedPrecision
@@ -227,25 +228,22 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
 
     # ---------------------------------------------------------------- running
 
+    @untraced_here
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on this rank's part of the batch (Any: whatever the module takes)."""
         sync = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if self._replaced is not None and self._replaced.all():
-            outputs = self._compute(inputs, kwargs)
-            self._replaced.refuse_for_good(outputs)
-            return outputs
-        if sync or self._reducer is not None:
-            self.reducer.prepare(sync)
-        if sync and self._frozen is not None:
-            self._frozen.check()
-        self._share_buffers(sync)
+        if self._is_replaced():
+            return self._watch_replaced(self._compute(inputs, kwargs))
+        self._before_forward(sync)
         if self.device_ids:
             device = torch.device(self.device_ids[0])
             inputs, kwargs = moved(inputs, device), moved(kwargs, device)
-        outputs = self._compute(inputs, kwargs)
-        self._after_forward(sync)
-        if sync:
-            self.reducer.watch_outputs(outputs)
+        outer = cut_graphs(Cutting(self.bucket_bytes_cap))
+        try:
+            outputs = self._compute(inputs, kwargs)
+        finally:
+            cut_graphs(outer)
+        self._after_forward(sync, outputs)
         return outputs
 
     def _compute(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -253,6 +251,32 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         if self._copies is None:
             return self.module(*inputs, **kwargs)
         return self._copies.run(self.module, inputs, kwargs)
+
+    @untraced
+    def _is_replaced(self) -> bool:
+        return self._replaced is not None and self._replaced.all()
+
+    @untraced
+    def _watch_replaced(self, outputs: Any) -> Any:
+        assert self._replaced is not None
+        self._replaced.refuse_for_good(outputs)
+        return outputs
+
+    @untraced
+    def _before_forward(self, sync: bool) -> None:
+        """Do what comes before the module's own forward; collective where buffers are due."""
+        if sync or self._reducer is not None:
+            self.reducer.prepare(sync)
+        if sync and self._frozen is not None:
+            self._frozen.check()
+        self._share_buffers(sync)
+
+    @untraced
+    def _after_forward(self, sync: bool, outputs: object) -> None:
+        """Do what comes after it: a buffer hook, and getting ready for backward."""
+        self._late_buffers(sync)
+        if sync:
+            self.reducer.watch_outputs(outputs)
 
     def _make_copies(self) -> ComputeCopies | None:
         """Make what lets the module compute in low precision, if it shall."""
@@ -272,7 +296,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
                 self.explain(error)
                 raise
 
-    def _after_forward(self, sync: bool) -> None:
+    def _late_buffers(self, sync: bool) -> None:
         """Run a buffer hook that is due, and note whether the next forward shares buffers."""
         due = self._buffer_sync is not None and self._buffer_sync.acts_after_forward
         if due and self.will_sync_module_buffers():
