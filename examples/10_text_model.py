@@ -7,11 +7,11 @@ writes some Python of its own.
 
 How can one know that it is right? The same steps are made again by one process on the whole batch
 (`--no-compare` leaves that out). Both must have the same loss curve, up to the order in which sums
-are taken: in float64 to 9 digits, in float32 to 3, since each step builds on the rounding of those
+are taken: in float64 to 9 digits, in float32 to 4, since each step builds on the rounding of those
 before it.
 
     dure run --nproc 2 examples/10_text_model.py
-    dure run --nproc 2 examples/10_text_model.py --size gpt10m    (10.8 M parameters, a minute)
+    dure run --nproc 2 examples/10_text_model.py --size gpt10m    (10.8 M parameters, minutes)
 """
 
 import argparse
@@ -34,7 +34,7 @@ PLANS = {
     "gpt10m": (40, 24, 1e-3, torch.float32, 2_000_000),
 }
 ACCUMULATE = 2  # small batches a step
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-3}
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
