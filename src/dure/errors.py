@@ -3,7 +3,7 @@
     DureError
     ├── UsageError            the caller is wrong, and the same call will fail again
     │   ├── ShapeError, DtypeError, DeviceError, PlacementError, MeshError
-    │   └── NotInGroupError, DataError, ModuleError, OptimizerError
+    │   └── NotInGroupError, DataError, ModuleError (HookError), OptimizerError
     ├── CommError             the job is in trouble; the group must be rebuilt
     │   ├── CommTimeout, PeerLost, Desync, Aborted
     ├── StoreError (StoreTimeout, StoreLost, StoreRefused), RendezvousError (RendezvousTimeout)
@@ -33,6 +33,7 @@ __all__ = [
     "DeviceError",
     "DtypeError",
     "DureError",
+    "HookError",
     "InternalError",
     "LaunchError",
     "MeshError",
