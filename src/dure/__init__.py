@@ -143,6 +143,11 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "PostLocalSGDOptimizer",
     ),
     "dure.parallel": ("DistributedDataParallel", "GradBucket", "MixedPrecision"),
+    "dure.parallel.ddp.torch_names": (
+        "BuiltinCommHookType",
+        "_sync_module_states",
+        "_verify_param_shape_across_processes",
+    ),
     "dure.parallel.dp": ("DataParallel", "data_parallel"),
     "dure.parallel.optim": (
         "ZeroRedundancyOptimizer",

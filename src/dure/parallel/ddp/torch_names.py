@@ -26,7 +26,14 @@ if TYPE_CHECKING:
     from dure.parallel.ddp.replicas import BufferSync
     from dure.parallel.ddp.report import Report
 
-__all__ = ["BuiltinCommHookType", "TorchNames", "sync_module_states", "verify_shapes"]
+__all__ = [  # the underscored ones are torch's own names
+    "BuiltinCommHookType",
+    "TorchNames",
+    "_sync_module_states",
+    "_verify_param_shape_across_processes",
+    "sync_module_states",
+    "verify_shapes",
+]
 
 _BROADCAST_BUCKET_BYTES = 250 << 20
 
@@ -257,3 +264,7 @@ def sync_module_states(
     with torch.no_grad():
         kept = [t for name, t in named.items() if name not in ignored]
         broadcast_packed(process_group, kept, src)
+
+
+_sync_module_states = sync_module_states
+_verify_param_shape_across_processes = verify_shapes
