@@ -572,3 +572,23 @@ def test_parameters_that_are_never_used_are_left_out_when_asked_2_ranks() -> Non
         return len(list(ddp.reducer.slots())), data["num_buckets_reduced"]
 
     assert run_ranks(2, rank_main) == [(1, 1)] * 2
+
+
+def test_weight_with_sparse_and_dense_gradients_is_dense_2_ranks() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.out = nn.Embedding(3, 1, sparse=True), nn.Linear(1, 3, bias=False)
+            self.out.weight = self.words.weight
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return self.out(self.words(rows)).sum()
+
+    def rank_main(rank: int) -> list[float]:
+        ddp = dist.DistributedDataParallel(Tied())
+        ddp.module.words.weight.data.copy_(torch.arange(3.0).view(3, 1))
+        ddp(torch.tensor([rank])).backward()
+        return ddp.module.words.weight.grad.flatten().tolist()
+
+    # Rank 0: [3, 0, 0]; rank 1: [1, 4, 1].
+    assert run_ranks(2, rank_main) == [[2, 2, 0.5]] * 2
