@@ -62,8 +62,9 @@ class DataParallel(torch.nn.Module):
     ) -> None:
         super().__init__()
         warnings.warn(
-            "DataParallel shares one Python interpreter between its replicas and is slower than "
-            "DistributedDataParallel, also on one machine; `dure run --nproc N` starts the ranks.",
+            "DataParallel's replicas share one Python interpreter and one backward; "
+            "DistributedDataParallel's have their own, also on one machine: "
+            "`dure run --nproc N` starts them.",
             FutureWarning,
             stacklevel=2,
         )
