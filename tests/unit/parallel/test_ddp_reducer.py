@@ -14,7 +14,8 @@ from dure.comm.ops import ReduceOp
 from dure.comm.work import Work
 from dure.data.nests import tensors_of
 from dure.errors import ModuleError
-from dure.parallel.ddp.reducer import Reducer, ReducerOptions
+from dure.parallel.ddp.arrangement import ReducerOptions
+from dure.parallel.ddp.reducer import Reducer
 from dure.parallel.ddp.slots import NamedParameter
 
 

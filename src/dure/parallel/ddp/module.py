@@ -18,11 +18,12 @@ from dure.comm.world import resolve
 from dure.data.nests import moved
 from dure.errors import CommError, HookError
 from dure.parallel.ddp.arguments import BucketCaps, buffer_rules, chosen_group, refuse_delayed
+from dure.parallel.ddp.arrangement import ReducerOptions
 from dure.parallel.ddp.compiling import Cutting, cut_graphs, untraced, untraced_here
 from dure.parallel.ddp.hooking import CommHook, HookRunner, check_hook
 from dure.parallel.ddp.joining import Announcer, JoinableReplica
 from dure.parallel.ddp.precision import ComputeCopies, MixedPrecision
-from dure.parallel.ddp.reducer import Reducer, ReducerOptions
+from dure.parallel.ddp.reducer import Reducer
 from dure.parallel.ddp.replicas import BufferSync, broadcast_all
 from dure.parallel.ddp.report import Report
 from dure.parallel.ddp.slots import NamedParameter

@@ -37,7 +37,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,12 +45,10 @@ from dure.comm.ops import ReduceOp
 from dure.data.nests import tensors_of
 from dure.errors import CommError, ModuleError
 from dure.parallel.ddp import graphs
-from dure.parallel.ddp.bucketing import plan_buckets
-from dure.parallel.ddp.buckets import Bucket, Regions, size_of
-from dure.parallel.ddp.casting import CastSlot
+from dure.parallel.ddp.arrangement import Arrangement, ReducerOptions
+from dure.parallel.ddp.buckets import Bucket
 from dure.parallel.ddp.hooking import HookRunner
-from dure.parallel.ddp.ledger import Ledger
-from dure.parallel.ddp.slots import DORMANT, NamedParameter, Slot, SparseSlot
+from dure.parallel.ddp.slots import DORMANT, NamedParameter, Slot
 from dure.parallel.ddp.telling import tell_step
 from dure.parallel.ddp.timing import Clock, StepTimes
 from dure.parallel.ddp.verdicts import Complaint, Trouble, verdict
@@ -61,29 +58,7 @@ if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
     from dure.parallel.ddp.joining import Announcer
 
-__all__ = ["Reducer", "ReducerOptions"]
-
-_ROOT = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReducerOptions:
-    """How a reducer buckets, and what it expects.
-
-    Attributes:
-        caps: A bucket is closed when it holds at least this many bytes: the first, the second, ...;
-            the last number holds for all further ones.
-        allow_unused: A parameter without a gradient is no error.
-        static_graph: Every backward is like the first one.
-        leave_out_unused: Parameters that nobody used in the first backward are never used.
-        reduce_dtype: In which real gradients are reduced; their own by default.
-    """
-
-    caps: tuple[int, ...]
-    allow_unused: bool = False
-    static_graph: bool = False
-    leave_out_unused: bool = False
-    reduce_dtype: torch.dtype | None = None
+__all__ = ["Reducer"]
 
 
 class Reducer:
@@ -110,9 +85,9 @@ class Reducer:
         self.group, self.options = group, options
         self.allow_unused, self.static_graph = options.allow_unused, options.static_graph
         self.parameter_names = [p.name for p in parameters]
-        self._slots = [self._make_slot(number, p) for number, p in enumerate(parameters)]
-        self._regions = Regions(self._slots, Ledger.size(len(parameters)), self._empty)
-        self.buckets = self._cut(self._plan(range(len(parameters) - 1, -1, -1)))
+        self._arrangement = Arrangement(group, parameters, options)
+        self._slots, self.buckets = self._arrangement.slots, self._arrangement.buckets
+        self._ledger = self._arrangement.ledger
         self.first_sizes = self.bucket_sizes()
         self.times, self.clock = StepTimes(), Clock()
         self.num_reduced = 0
@@ -129,7 +104,6 @@ class Reducer:
         self._next = 0  # the next bucket to start
         self._owing = 0  # gradients that the present backward still owes
         self._counting = self.static_graph
-        self._new_plan: list[list[Slot]] | None = None
         self._complaints: list[Complaint] = []
         self._output_node: Any = None  # Any: a node of the last forward's graph
         self._probe = self._slots[-1]  # likely to be in any graph
@@ -164,65 +138,21 @@ class Reducer:
 
     # ---------------------------------------------------------------- buckets
 
-    def _make_slot(self, number: int, named: NamedParameter) -> Slot:
-        own, wanted = named.parameter.dtype, self.options.reduce_dtype
-        if named.sparse:
-            return SparseSlot(number, named, own)
-        if wanted is None or not own.is_floating_point or wanted == own:
-            return Slot(number, named, own)
-        return CastSlot(number, named, wanted)
-
-    def _plan(self, order: Sequence[int]) -> list[list[Slot]]:
-        """Divide slots into buckets; `order` has the numbers of those that take part."""
-        taking_part = [self._slots[number] for number in order]
-        plan = plan_buckets(
-            [size_of(slot) for slot in taking_part],
-            caps=self.options.caps,
-            order=range(len(taking_part)),
-        )
-        return [[taking_part[i] for i in members] for members in plan]
-
-    def _cut(self, plan: Sequence[Sequence[Slot]]) -> list[Bucket]:
-        buckets = self._regions.lay_out(plan)
-        self._ledger = Ledger(buckets[-1].flat, len(self._slots), self.group.size())
-        return buckets
-
-    def _empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if device.type == "cpu":
-            return self.group.shared_empty(numel, dtype=dtype)
-        return torch.zeros(numel, dtype=dtype, device=device)
-
     def _learn_order(self) -> None:
-        """Plan the buckets of the later backwards; see the notes in the module's text.
+        """Plan the buckets of the later backwards; see "Rebuilding" in the module's text.
 
         Collective: all ranks, at the end of the first backward.
         """
-        if self.rebuilt or not (self.static_graph or self._leaves_out or not self.allow_unused):
-            return
-        seen = dict.fromkeys(self.ready_order)
-        numbers = [*seen, *(slot.number for slot in self.slots() if slot.number not in seen)]
-        if len(self.buckets) > 1:  # else there is one order of buckets, whatever is in them
-            order = torch.tensor(numbers, device=self._ledger.flags.device)
-            self.group.broadcast(order, _ROOT)
-            numbers = order.tolist()
-        else:
-            numbers = [slot.number for slot in self.slots()]
-        if self.static_graph or self._leaves_out:
-            used = self._ledger.used()
-            numbers = [number for number in numbers if used[number]]
-        self._new_plan = self._plan(numbers)
-
-    @property
-    def _leaves_out(self) -> bool:
-        return self.options.leave_out_unused
+        leaves_out = self.static_graph or self.options.leave_out_unused
+        if not self.rebuilt and (leaves_out or not self.allow_unused):
+            used = self._ledger.used() if leaves_out else None
+            self._arrangement.learn(self.group, self.ready_order, used)
 
     def _rebuild(self) -> None:
-        """Cut the buckets anew, if a plan is there and differs from how they are."""
-        if self._new_plan is None:
-            return
-        if self._new_plan != [bucket.slots for bucket in self.buckets if bucket.slots]:
-            self.buckets = self._cut(self._new_plan)
-        self._new_plan, self.rebuilt = None, True
+        """Cut the buckets anew, if there is a plan."""
+        if self._arrangement.rebuild():
+            self.rebuilt = True
+            self.buckets, self._ledger = self._arrangement.buckets, self._arrangement.ledger
 
     def _watch_parameter(self, slot: Slot) -> torch.utils.hooks.RemovableHandle:
         reducer = weakref.ref(self)
