@@ -356,10 +356,13 @@ class Join:
 
     def _uneven(self, round: JoinRound) -> UnevenInputs:
         ranks = ", ".join(map(str, round.joined))
+        me = self.group.rank()
+        what = "Detected at least one rank that exhausted inputs"  # torch's words, both
         return UnevenInputs(
-            f"rank{'s' if len(round.joined) > 1 else ''} {ranks} ran out of inputs",
+            f"Rank {me} exhausted all inputs" if me in round.joined else what,
             ranks=round.joined,
-            seen=f"{len(round.active)} of {self.group.size()} ranks had more",
+            seen=f"rank{'s' if len(round.joined) > 1 else ''} {ranks} ran out, "
+            f"{len(round.active)} of {self.group.size()} ranks had more",
             fix="Stop here on all ranks, or leave out throw_on_early_termination to go on.",
             **self._where(),
         )

@@ -48,6 +48,8 @@ class JoinableReplica(Joinable):
     process_group: ProcessGroup
     require_forward_param_sync: bool
     _divide_by_all = True
+    _authoritative_rank = 0
+    """Whose module all ranks got at the end of the last context (torch's name)."""
 
     @property
     @abstractmethod
@@ -190,6 +192,7 @@ class _Shadow(JoinHook):
         assert seat is not None
         last = seat.context.last_joiners
         ddp.reducer.divisor = None
+        ddp._authoritative_rank = last[-1]  # pyright: ignore[reportPrivateUsage]
         if not is_last_joiner:
             # A loop that ends its steps with zero_grad() would add to what shadowing left.
             ddp.module.zero_grad(set_to_none=True)

@@ -62,6 +62,13 @@ class TorchNames:
     broadcast_bucket_size = _BROADCAST_BUCKET_BYTES
     """Accepted where torch's functions ask for it; tensors are not divided here."""
 
+    _active_ddp_module: Any = None
+    """What compiling.py sets on torch's class (Any), where a program has put ours in its place."""
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> Any:
+        return cls._active_ddp_module
+
     if TYPE_CHECKING:
 
         @property
