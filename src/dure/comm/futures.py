@@ -46,12 +46,13 @@ class Waiters:
 
     def run(self, job: Callable[[], object]) -> None:
         """Run `job` on a thread of its own."""
-        if self._idle.acquire(blocking=False):
-            self._jobs.put(job)
-        else:
-            threading.Thread(target=self._serve, args=(job,), name=self._name, daemon=True).start()
+        if not self._idle.acquire(blocking=False):
+            # Not with the job as its argument: a thread keeps its arguments as long as it lives.
+            threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+        self._jobs.put(job)
 
-    def _serve(self, job: Callable[[], object] | None) -> None:
+    def _serve(self) -> None:
+        job = self._jobs.get()
         while job is not None:
             job()
             del job  # or the last one's tensors would live on while this thread is idle
