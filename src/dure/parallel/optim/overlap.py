@@ -35,10 +35,10 @@ from dure.parallel.optim.zero import ZeroRedundancyOptimizer, explain
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["Bucket", "Hook", "hook_with_zero_step", "hook_with_zero_step_interleaved"]
+__all__ = ["GradBucketLike", "Hook", "hook_with_zero_step", "hook_with_zero_step_interleaved"]
 
 
-class Bucket(Protocol):
+class GradBucketLike(Protocol):
     """A bucket of gradients, as DDP hands it to its hook (`dure.GradBucket`)."""
 
     def index(self) -> int:
@@ -96,7 +96,7 @@ def hook_with_zero_step(
     del shard_buckets
     stepper = _Stepper(hook, ddp, zero)
 
-    def step_at_the_end(state: Any, bucket: Bucket) -> torch.futures.Future[Any]:
+    def step_at_the_end(state: Any, bucket: GradBucketLike) -> torch.futures.Future[Any]:
         return stepper.take(state, bucket, interleaved=False)
 
     return step_at_the_end
@@ -112,7 +112,7 @@ def hook_with_zero_step_interleaved(
     del shard_buckets
     stepper = _Stepper(hook, ddp, zero)
 
-    def step_interleaved(state: Any, bucket: Bucket) -> torch.futures.Future[Any]:
+    def step_interleaved(state: Any, bucket: GradBucketLike) -> torch.futures.Future[Any]:
         return stepper.take(state, bucket, interleaved=True)
 
     return step_interleaved
@@ -136,10 +136,12 @@ class _Stepper:
                 seen=f"{zero.process_group.group_name!r} and {ddp.process_group.group_name!r}",
             )
         self._hook, self._zero = hook, zero
-        self._pending: list[tuple[Bucket, torch.futures.Future[Any]]] = []
+        self._pending: list[tuple[GradBucketLike, torch.futures.Future[Any]]] = []
         self._updated: set[torch.Tensor] = set()
 
-    def take(self, state: Any, bucket: Bucket, interleaved: bool) -> torch.futures.Future[Any]:
+    def take(
+        self, state: Any, bucket: GradBucketLike, interleaved: bool
+    ) -> torch.futures.Future[Any]:
         """Reduce a bucket, and update those that are due."""
         if bucket.index() == 0:
             self._pending, self._updated = [], set()
@@ -167,7 +169,7 @@ class _Stepper:
         del self._pending[:count]
 
 
-def _land(bucket: Bucket, result: torch.Tensor) -> None:
+def _land(bucket: GradBucketLike, result: torch.Tensor) -> None:
     """Put what the hook made of a bucket where its gradients are, if it is elsewhere."""
     buffer = bucket.buffer()
     if result.data_ptr() != buffer.data_ptr() or not result.is_contiguous():
