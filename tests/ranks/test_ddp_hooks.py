@@ -335,8 +335,9 @@ def test_kinds_and_torchs_builtin_types_register_hooks_1_rank() -> None:
     names = run_ranks(1, rank_main)[0]
     power = ["powerSGD_hook"] * 2 + ["batched_powerSGD_hook"] * 2
     quantized = ["quantization_pertensor_hook", "quantization_perchannel_hook"]
-    plain = ["allreduce_hook", "fp16_compress_hook"]
-    assert names == [*plain, "bf16_compress_hook", *quantized, *power, "noop_hook", *plain]
+    builtin = [str(kind) for kind in BuiltinCommHookType]
+    plain = ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"]
+    assert names == [*plain, *quantized, *power, "noop_hook", *builtin]
 
 
 def test_post_local_hook_leaves_the_group_for_the_subgroup_4_ranks() -> None:

@@ -100,12 +100,12 @@ class HookRunner:
     Attributes:
         state: What the hook gets beside the bucket.
         hook: The hook.
-        name: Its name.
+        name: What it is known as.
     """
 
-    def __init__(self, group: ProcessGroup, state: object, hook: CommHook) -> None:
+    def __init__(self, group: ProcessGroup, state: object, hook: CommHook, name: str) -> None:
         self._group = group
-        self.state, self.hook, self.name = state, hook, name_of(hook)
+        self.state, self.hook, self.name = state, hook, name
         self._error: HookError | None = None
         self._futures: list[Later] = []
 

@@ -20,7 +20,7 @@ from dure.errors import CommError, HookError
 from dure.parallel.ddp.arguments import BucketCaps, buffer_rules, chosen_group, refuse_delayed
 from dure.parallel.ddp.arrangement import ReducerOptions
 from dure.parallel.ddp.compiling import Cutting, cut_graphs, untraced, untraced_here
-from dure.parallel.ddp.hooking import CommHook, HookRunner, check_hook
+from dure.parallel.ddp.hooking import CommHook, HookRunner, check_hook, name_of
 from dure.parallel.ddp.joining import Announcer, JoinableReplica
 from dure.parallel.ddp.precision import ComputeCopies, MixedPrecision
 from dure.parallel.ddp.reducer import Reducer
@@ -136,7 +136,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.mixed_precision = mixed_precision
-        self._precision = mixed_precision or MixedPrecision()
+        self._precision = MixedPrecision.of(mixed_precision)
         self._copies: ComputeCopies | None = self._make_copies()
         self.require_backward_grad_sync = True
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
@@ -171,6 +171,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         )
         self._reducer = Reducer(group, trained, options)
         self._reducer.on_step = self._report.sample
+        self._reducer.on_error = self._report.keep
         self._reducer.announcer = Announcer(self)
         return self._reducer
 
@@ -356,14 +357,22 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         Cost: one more collective of a few bytes a step, which tells of unused parameters and of
             hooks that failed. Callbacks run at the end of backward.
         """
-        check_hook(hook)
-        if self.reducer.comm_hook is not None:
-            raise HookError(
-                "register_comm_hook can be called once only",
-                seen=f"{self.reducer.comm_hook.name} is registered",
-                fix="Combine what both hooks do in one function.",
-            )
-        self.reducer.comm_hook = HookRunner(self.process_group, state, hook)
+        self._take_hook(state, hook, name_of(hook))
+
+    def _take_hook(self, state: object, hook: CommHook, name: str) -> None:
+        """Register a hook that is known as `name`."""
+        try:
+            check_hook(hook)
+            if self.reducer.comm_hook is not None:
+                raise HookError(
+                    "register_comm_hook can be called once only",
+                    seen=f"{self.reducer.comm_hook.name} is registered",
+                    fix="Combine what both hooks do in one function.",
+                )
+        except HookError as error:
+            self._report.keep(error)
+            raise
+        self.reducer.comm_hook = HookRunner(self.process_group, state, hook, name)
 
     @property
     def step_times(self) -> StepTimes:

@@ -74,6 +74,17 @@ class MixedPrecision:
                     fix="Use torch.bfloat16, or torch.float16 with a GradScaler.",
                 )
 
+    @classmethod
+    def of(cls, given: Any) -> MixedPrecision:
+        """Return `given`, or one like it (Any: None, ours, or torch's class of the same fields)."""
+        if given is None or isinstance(given, cls):
+            return given or cls()
+        return cls(
+            param_dtype=given.param_dtype,
+            reduce_dtype=given.reduce_dtype,
+            buffer_dtype=given.buffer_dtype,
+        )
+
     @property
     def gradients(self) -> torch.dtype | None:
         """The dtype in which gradients are reduced; None stands for that of each parameter."""

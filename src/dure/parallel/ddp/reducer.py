@@ -97,6 +97,7 @@ class Reducer:
         self.divisor: int | None = None
         self.announcer: Announcer | None = None
         self.on_step: Callable[[int, Clock], None] | None = None
+        self.on_error: Callable[[Exception], None] | None = None
         self.awaited_too: list[torch.futures.Future[Any]] = []
         self._lock = threading.RLock()
         self._armed = False  # the last forward was synchronised and has had no backward yet
@@ -339,6 +340,8 @@ class Reducer:
             if spans.listeners:
                 tell_step(self)
             if error is not None:
+                if self.on_error is not None:
+                    self.on_error(error)
                 raise error
 
     def _note_unused(self, unused: Sequence[Slot]) -> None:

@@ -43,8 +43,12 @@ class Report:
     def failed(self, what: str, *, seen: str = "", fix: str = "") -> ModuleError:
         """Make the error `what`, and keep it in the data."""
         error = ModuleError(what, seen=seen, fix=fix)
-        self._error = str(error)
+        self.keep(error)
         return error
+
+    def keep(self, error: Exception) -> None:
+        """Keep an error in the data; it is the last one that counts."""
+        self._error = str(error)
 
     def sample(self, iteration: int, clock: Clock) -> None:
         """Take down the times of a finished step: the first ten, then one in `sample_rate`."""

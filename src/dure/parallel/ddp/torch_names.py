@@ -76,8 +76,7 @@ class TorchNames:
             """See `DistributedDataParallel`."""
             ...
 
-        def register_comm_hook(self, state: object, hook: CommHook) -> None:
-            """See `DistributedDataParallel`."""
+        def _take_hook(self, state: object, hook: CommHook, name: str) -> None: ...
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -160,7 +159,7 @@ class TorchNames:
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
         """Register one of the hooks that torch has in C++ (its own enum is taken as well)."""
         hooks = {"ALLREDUCE": allreduce_hook, "FP16_COMPRESS": fp16_compress_hook}
-        self.register_comm_hook(None, hooks[comm_hook_type.name])
+        self._take_hook(None, hooks[comm_hook_type.name], str(comm_hook_type))
 
     def _default_broadcast_coalesced(
         self,
