@@ -16,11 +16,12 @@ generators come last, since loading may draw from them.
 from __future__ import annotations
 
 import logging
+import operator
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
 import torch
 
@@ -121,18 +122,21 @@ class Checkpointer:
         self._folder = Folder(Path(folder))
         self._ranks = Ranks(process_group)
 
-    def save(self, step: int, /, **objects: Any) -> Path:
+    def save(self, step: SupportsIndex, /, **objects: Any) -> Path:
         """Save `objects` as they are after `step`; return where.
 
         Returns when the checkpoint is on the disk, on all ranks.
 
         Raises:
-            UsageError: A value in an object cannot be saved; its path is named.
+            UsageError: A value in an object cannot be saved; its path is named. Or `step` is no
+                whole number from 0 on.
             CheckpointNotWritten: A rank could not write; no rank has saved, older ones are intact.
 
         Cost: each byte is read and written once; memory: one tensor that is not on the CPU.
         """
-        ranks = self._ranks
+        ranks, number = self._ranks, _step_number(step)
+        if RANDOM in objects:
+            raise UsageError("an object has the name of the random generators", seen=RANDOM)
         for value in objects.values():
             if is_sharded(value) and not self.sharded:
                 bare(value).consolidate_state_dict(0)
@@ -150,12 +154,12 @@ class Checkpointer:
             )
         made: Path | None = None
         try:
-            made = ranks.first(lambda: self._writing(lambda: self._folder.begin(step)))
+            made = ranks.first(lambda: self._writing(lambda: self._folder.begin(number)))
             folder = made
             written = ranks.each(lambda: self._writing(lambda: self._write(folder, taken[0])))
             portions = {n: whole_tree([w.portions[n] for w in written]) for n in taken[0].portions}
             manifest = Manifest(
-                step=step,
+                step=number,
                 objects=taken[0].shared | portions,
                 ranks=[w.own for w in written],
                 parts={w.part: w.entries for w in written if w.part},
@@ -164,6 +168,7 @@ class Checkpointer:
         finally:
             if ranks.rank == 0 and made is not None and made.exists():
                 self._folder.clean()
+            self._folder.release()
 
     def _take(self, objects: dict[str, Any]) -> _Taken:
         """Turn this rank's objects into trees; choose the tensors that this rank writes."""
@@ -230,7 +235,7 @@ class Checkpointer:
     def latest(self) -> Saved | None:
         """Return the newest whole checkpoint, or None; this rank alone reads and checks it."""
         self.refused = {}
-        for place in reversed(self._folder.places()):
+        for place in reversed(self._places()):
             found = inspect(place, 0, 1)
             if isinstance(found, Manifest):
                 return Saved(found.step, place.path, found.world_size, found.num_bytes)
@@ -266,7 +271,7 @@ class Checkpointer:
     def _choose(self, step: int | None) -> tuple[Place | None, Manifest | None]:
         """Find the newest whole checkpoint, on all ranks the same."""
         ranks = self._ranks
-        places = ranks.first(self._folder.places)
+        places = ranks.first(self._places)
         wanted = [p for p in reversed(places) if step is None or p.step == step]
         self.refused = {}
         for place in wanted:
@@ -301,7 +306,41 @@ class Checkpointer:
         faults = [fault for fault in self._ranks.each(look) if fault]
         return faults[0] if faults else found[0]
 
+    def _places(self) -> list[Place]:
+        """List what is in the folder, to read from it.
+
+        Raises:
+            CheckpointError: It cannot be read.
+        """
+        try:
+            return self._folder.places()
+        except OSError as e:
+            raise CheckpointError(
+                "the checkpoints cannot be listed",
+                path=str(self._folder.path),
+                seen=e.strerror or type(e).__name__,
+                fix="Give a folder that this process may read.",
+            ) from e
+
     def _refuse(self, place: Place, reason: str) -> None:
         self.refused[str(place.path)] = reason
         if self._ranks.rank == 0:
             _log.warning("checkpoint %s is refused: %s", place.path, reason)
+
+
+def _step_number(step: Any) -> int:
+    """Return `step` (Any: what users give) as a number of Python's.
+
+    Raises:
+        UsageError: It is none, or negative: such a checkpoint would not be found again.
+    """
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise UsageError(
+            "a checkpoint's step is a whole number from 0 on",
+            seen=f"{step!r}, a {type(step).__name__}",
+        )
+    return number

@@ -12,11 +12,16 @@ the other way round: renamed first, then emptied. So whatever is killed when, a 
 checkpoint's name is a complete one; what its bytes became since is for the checksums to say.
 
 *Newest* is by the running number, not by the step: a run that was sent back to an older step, and
-saves again, continues from there. One job at a time may save in a folder.
+saves again, continues from there.
+
+One job at a time may save in a folder, since each removes what it takes for left over. It holds a
+lock on the folder meanwhile, which ends with its process; a file system may know no locks.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import re
 import shutil
@@ -43,6 +48,7 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock: int | None = None
 
     def places(self) -> list[Place]:
         """List the committed checkpoints, oldest first.
@@ -59,15 +65,35 @@ class Folder:
     def begin(self, step: int) -> Path:
         """Remove what earlier runs left over, and make the hidden folder of a new checkpoint.
 
+        Until `release` no other process can.
+
         Raises:
             OSError: It cannot be made.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        _make(self.path)
+        self._hold()
         self.clean()
         number = max((place.number for place in self.places()), default=0) + 1
         made = self.path / f"{_SAVING}{number:06d}-step-{step}"
         made.mkdir()
         return made
+
+    def _hold(self) -> None:
+        self.release()
+        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise OSError(errno.EBUSY, "another job is saving there", str(self.path)) from None
+        except OSError:
+            return  # a file system without locks
+
+    def release(self) -> None:
+        """Let others save here."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def commit(self, made: Path) -> Path:
         """Make what `begin` returned a checkpoint, durably.
@@ -92,6 +118,15 @@ class Folder:
         for path in self.path.iterdir():
             if path.name.startswith((_SAVING, _REMOVING)):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _make(folder: Path) -> None:
+    """Make a folder and those above it, durably."""
+    if folder.is_dir():
+        return
+    _make(folder.parent)
+    folder.mkdir(exist_ok=True)
+    _flush(folder.parent)
 
 
 def _flush(folder: Path) -> None:

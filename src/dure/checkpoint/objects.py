@@ -15,12 +15,13 @@ What all ranks share is saved once. An object wrapped in `PerRank` is saved by e
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
 
-from dure.checkpoint.parts import can_be_stored, dtype_name
+from dure.checkpoint.parts import can_be_named, can_be_stored, dtype_name
 from dure.checkpoint.tree import decode, encode
 from dure.errors import CheckpointMismatch, UsageError
 from dure.parallel import DistributedDataParallel
@@ -143,6 +144,10 @@ def to_tree(name: str, state: Any, tensors: dict[str, torch.Tensor], prefix: str
             raise UsageError(
                 "a tensor cannot be saved in a checkpoint", seen=f"{path} is {tensor.dtype}"
             )
+        if not can_be_named(path):
+            raise UsageError(
+                "a tensor cannot be saved under this name", seen=f"it is called {path!a}"
+            )
     return tree
 
 
@@ -216,8 +221,8 @@ def load_into(name: str, value: Any, tree: Any, reader: Reader) -> None:
     inner = bare(value)
     if isinstance(inner, nn.Module | Sharded):
         state = decode(tree, reader.tensor)
-    else:
-        state = decode(tree, lambda n: reader.tensor(n).clone())
+    else:  # what was one tensor in two places is so again
+        state = decode(tree, cache(lambda n: reader.tensor(n).clone()))
     try:
         if isinstance(inner, dict):
             inner.clear()

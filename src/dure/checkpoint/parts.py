@@ -24,9 +24,12 @@ from typing import Any, TypeVar, cast
 import torch
 from safetensors import SafetensorError, safe_open
 
+from dure.comm.reduction import as_bytes
+
 __all__ = [
     "Entry",
     "PartReader",
+    "can_be_named",
     "can_be_stored",
     "dealt_out",
     "dtype_name",
@@ -83,6 +86,11 @@ def can_be_stored(dtype: torch.dtype) -> bool:
     return dtype in _DTYPES
 
 
+def can_be_named(name: str) -> bool:
+    """Tell whether readers of the file format take a tensor of this name."""
+    return name != "__metadata__" and not any("\ud800" <= c <= "\udfff" for c in name)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the file format's name of a dtype."""
     return _DTYPES[dtype]
@@ -128,8 +136,7 @@ def header(entries: list[Entry]) -> bytes:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(cast(Any, flat.view(torch.uint8).numpy()))
+    return memoryview(cast(Any, as_bytes(tensor.detach().cpu().contiguous()).numpy()))
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:

@@ -6,6 +6,7 @@ stand for themselves; everything else is an object with a kind and a value:
 
     {"$": "tensor", "v": "optimizer/state/0/exp_avg"}     {"$": "tuple", "v": [...]}
     {"$": "map", "v": [[key, value], ...]}                 dicts whose keys are not plain strings
+    {"$": "ordered", "v": [...], "versions": {...}}        a module's state, and its formats
 
 Two leaves that are one tensor (tied weights) get one name, so its bytes are stored once. A type
 that is not in the tables below is refused by the path at which it was found.
@@ -92,7 +93,12 @@ class _Encoder:
             [self.encode(k, f"{path}/(key)"), self.encode(v, f"{path}/{k}")]
             for k, v in value.items()
         ]
-        return _tagged(kind, pairs)
+        tagged = _tagged(kind, pairs)
+        versions = getattr(value, "_metadata", None)  # what torch's modules say of their formats
+        if kind == "ordered" and isinstance(versions, Mapping):
+            plain_dict = dict(cast(Mapping[object, object], versions))
+            tagged["versions"] = self.encode(plain_dict, f"{path}/(versions)")
+        return tagged
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Any:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
@@ -105,6 +111,7 @@ class _Encoder:
         kind = "tensor"
         if tensor.is_complex():  # the file format knows no complex128
             kind, tensor = "complex_tensor", torch.view_as_real(tensor.resolve_conj())
+        tensor = tensor.resolve_neg()  # bytes are written as they lie
         same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         name = self._name_of.get(same) if tensor.numel() else None
         if name is None:
@@ -156,7 +163,10 @@ def decode(node: Any, tensor_of: TensorOf) -> Any:
     if kind in _WHOLE:
         return _WHOLE[kind](value)
     inner = [decode(item, tensor_of) for item in value]
-    return _FROM_ITEMS[kind](inner)
+    made = _FROM_ITEMS[kind](inner)
+    if "versions" in fields:
+        made._metadata = decode(fields["versions"], tensor_of)
+    return made
 
 
 def _array(value: list[Any]) -> np.ndarray[Any, Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import operator
 import os
 import random
 from collections import OrderedDict
 from pathlib import Path
+from typing import SupportsIndex
 
 import numpy as np
 import pytest
@@ -274,3 +276,78 @@ def test_saving_flushes_files_before_the_commit_and_the_folder_after(tmp_path, m
     hidden = ".saving-000001-step-3"
     assert order == ["part-00000.safetensors", "manifest.json", hidden, "rename", tmp_path.name]
     assert folder.Folder is checkpointer.Folder
+
+
+@pytest.mark.parametrize("step", [-1, 5.0, "5", None])
+def test_a_step_that_could_not_be_found_again_is_refused(tmp_path, step):
+    with pytest.raises(UsageError):
+        Checkpointer(tmp_path).save(step, model=small())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_step_may_be_a_number_of_numpy_or_torch(tmp_path):
+    steps: list[SupportsIndex] = [np.int64(5), torch.tensor(6)]
+    for step in steps:
+        Checkpointer(tmp_path).save(step, model=small())
+        assert Checkpointer(tmp_path).load(model=small()) == operator.index(step)
+
+
+@pytest.mark.parametrize("objects", [{"a": {"\ud800": torch.ones(2)}}, {"(random)": PerRank({})}])
+def test_a_name_that_could_not_be_read_again_is_refused(tmp_path, objects):
+    with pytest.raises(UsageError):
+        Checkpointer(tmp_path).save(1, **objects)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tied_and_negated_tensors_come_back_as_they_were(tmp_path):
+    weight, negated = torch.ones(3), torch.tensor([1 + 2j]).conj().imag
+    assert negated.is_neg()
+    Checkpointer(tmp_path).save(1, state={"a": weight, "b": weight, "c": negated})
+    found = {}
+    Checkpointer(tmp_path).load(state=found)
+    assert found["a"] is found["b"]
+    assert found["c"].tolist() == [-2.0]
+
+
+class Versioned(nn.Module):
+    _version = 3
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.found = None
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+        self.found = local_metadata.get("version")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+def test_a_module_learns_of_which_version_the_saved_one_was(tmp_path):
+    Checkpointer(tmp_path).save(1, model=nn.Sequential(Versioned()))
+    other = nn.Sequential(Versioned())
+    Checkpointer(tmp_path).load(model=other)
+    assert other[0].found == 3
+
+
+def test_two_jobs_do_not_save_in_one_folder_at_once(tmp_path):
+    first, second = folder.Folder(tmp_path), Checkpointer(tmp_path)
+    made = first.begin(1)
+    with pytest.raises(CheckpointNotWritten):
+        second.save(2, state={})
+    assert made.exists()
+    first.release()
+    second.save(2, state={})
+    assert [p.name for p in tmp_path.iterdir()] == ["000001-step-2"]
+
+
+def test_the_folders_made_on_the_way_are_flushed(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(os, "fsync", lambda fd: flushed.append(os.readlink(f"/proc/self/fd/{fd}")))
+    Checkpointer(tmp_path / "a" / "b").save(1, model=small())
+    assert {str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")} <= set(flushed)
+
+
+def test_a_folder_that_cannot_be_listed_is_one_clear_error(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(CheckpointError):
+        Checkpointer(tmp_path / "file").load(model=small())
