@@ -49,6 +49,27 @@ def test_program_in_the_readme_runs_2_ranks(tmp_path: Path) -> None:
         assert f"rank {rank} of 2: [1.0, 1.0, 1.0, 1.0]" in output
 
 
+PRELUDE = """
+import torch
+import dure as dist
+
+dist.init_process_group()
+torch.manual_seed(0)
+x = torch.randn(100, 4)
+dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+model = torch.nn.Linear(4, 1)
+"""
+
+
+def test_training_in_the_readme_runs_and_then_goes_on_2_ranks(tmp_path: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    training = next(block for block in blocks if "Checkpointer" in block)
+    program = tmp_path / "train.py"
+    program.write_text(PRELUDE + training.replace("runs/mine", str(tmp_path / "saved")))
+    assert "median of 6 steps" in run("dure.cli", "run", "--nproc", "2", str(program))
+    assert "median of 0 steps" in run("dure.cli", "run", "--nproc", "2", str(program))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("n", ["2", "3", "4"])
 @pytest.mark.parametrize("name", ALL)
