@@ -358,3 +358,35 @@ def test_post_local_hook_leaves_the_group_for_the_subgroup_4_ranks() -> None:
         assert found == [1.5, 1.5, *[0.5 + rank // 2 * 2] * 2]
     for rank, found in enumerate(run_ranks(4, rank_main, False)):
         assert found == [1.5, 1.5, *[float(rank)] * 2]
+
+
+class Waves(nn.Module):
+    """A complex parameter whose gradient is 1 + 2j, and an empty one, each a bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wave = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+        self.nothing = nn.Parameter(torch.empty(0, 2))
+
+    def forward(self) -> torch.Tensor:
+        return (self.wave.real + 2 * self.wave.imag).sum() + self.nothing.sum()
+
+
+COMPRESSING = [*list(DDPCommHookType)[1:-1], dist.fp16_compress_wrapper(dist.allreduce_hook)]
+
+
+@pytest.mark.parametrize("kind", COMPRESSING)
+def test_compressed_gradients_may_be_complex_and_empty_2_ranks(kind: Any) -> None:
+    def rank_main(rank: int) -> torch.Tensor:
+        ddp = dist.DistributedDataParallel(Waves(), bucket_cap_mb=1e-6)
+        if isinstance(kind, DDPCommHookType):
+            register_ddp_comm_hook(kind, ddp)
+        else:
+            ddp.register_comm_hook(None, kind)
+        if (hook := ddp.reducer.comm_hook) and isinstance(hook.state, dist.PowerSGDState):
+            hook.state.start_powerSGD_iter = 0
+        ddp().backward()
+        return ddp.module.wave.grad
+
+    for found in run_ranks(2, rank_main):
+        torch.testing.assert_close(found, torch.full((2,), 1 + 2j), rtol=0.01, atol=0)

@@ -202,3 +202,16 @@ def test_settings_that_make_no_sense_are_refused() -> None:
     for rank_of, start in ((0, 0), (1, -1)):
         with pytest.raises(dist.UsageError):
             powerSGD.PowerSGDState(None, rank_of, start)
+
+
+@pytest.mark.parametrize("hook", [powerSGD.powerSGD_hook, powerSGD.batched_powerSGD_hook])
+def test_gradient_that_is_not_finite_spoils_its_own_step_only_2_ranks(hook: Any) -> None:
+    def rank_main(rank: int) -> list[bool]:
+        state = powerSGD.PowerSGDState(None, 1, 0)
+        finite: list[bool] = []
+        for factor in (1.0, float("inf") if rank else 1.0, 1.0):
+            (found,) = reduce_with(hook, state, numbers(8, 8, seed=rank) * factor)
+            finite.append(bool(found.isfinite().all()))
+        return finite
+
+    assert run_ranks(2, rank_main) == [[True, False, True]] * 2

@@ -119,7 +119,7 @@ class Regions:
         extra: int,
         allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor],
     ) -> None:
-        self._extra = extra
+        self._slots, self._extra = list(slots), extra
         device = slots[0].parameter.device
         kinds = {_region_of(s): 0 for s in slots if not _is_sparse(s)}
         self._of_ledger = next(iter(kinds), (torch.float32, device))
@@ -139,9 +139,8 @@ class Regions:
             The buckets, of which the last one is dense and has room for the ledger; it may have no
             gradients at all.
         """
-        for slots in plan:
-            for slot in slots:
-                slot.leave()
+        for slot in self._slots:  # also those that the plan leaves out
+            slot.leave()
         plan = list(plan)
         if not plan or _is_sparse(plan[-1][0]):
             plan.append(())

@@ -14,12 +14,12 @@ To tell the last two apart, the graph is followed from an output down to any lea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["fills_gradients", "in_backward", "task_id", "will_reach"]
+__all__ = ["below", "fills_gradients", "in_backward", "task_id", "will_reach"]
 
 _will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node  # pyright: ignore
 
@@ -45,12 +45,17 @@ def will_reach(accumulator: Any) -> bool:
         return False
 
 
-def fills_gradients(accumulator: Any, output_node: Any) -> bool:
+def below(node: Any) -> list[Any]:
+    """Return the nodes that `node` hands gradients to (Any: nodes of the graph)."""
+    return [n for n, _ in node.next_functions if n is not None]
+
+
+def fills_gradients(accumulator: Any, nodes: Sequence[Any]) -> bool:
     """Tell whether the running backward fills gradients of leaves (Any: nodes of the graph).
 
     Args:
         accumulator: Of a parameter that is likely to be reached.
-        output_node: Of an output of the module, whose gradient has arrived; None if unknown.
+        nodes: Those below an output of the module, whose gradient has arrived.
 
     Cost:
         One question; where that does not decide, as many steps as the graph is deep.
@@ -58,22 +63,22 @@ def fills_gradients(accumulator: Any, output_node: Any) -> bool:
     try:
         if _will_execute(accumulator):
             return True
-        leaf = _any_leaf(output_node)
+        leaf = _any_leaf(nodes)
         return leaf is not None and _will_execute(leaf)
     except RuntimeError:
         return False
 
 
-def _any_leaf(node: Any) -> Any:
-    """Follow the graph from `node` down to the first leaf that is found, depth first."""
+def _any_leaf(nodes: Sequence[Any]) -> Any:
+    """Follow the graph from `nodes` down to the first leaf that is found, depth first."""
     seen: set[Any] = set()
-    waiting = [node] if node is not None else []
+    waiting = list(reversed(nodes))
     while waiting:
         node = waiting.pop()
         if hasattr(node, "variable"):
             return node
-        for below, _ in reversed(node.next_functions):
-            if below is not None and below not in seen:
-                seen.add(below)
-                waiting.append(below)
+        for child in reversed(below(node)):
+            if child not in seen:
+                seen.add(child)
+                waiting.append(child)
     return None

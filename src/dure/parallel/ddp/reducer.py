@@ -106,7 +106,6 @@ class Reducer:
         self._owing = 0  # gradients that the present backward still owes
         self._counting = self.static_graph
         self._complaints: list[Complaint] = []
-        self._output_node: Any = None  # Any: a node of the last forward's graph
         self._probe = self._slots[-1]  # likely to be in any graph
         self._needless = False  # unused parameters are allowed, and there were none
         self._unused_before: list[int] | None = None
@@ -154,6 +153,10 @@ class Reducer:
         if self._arrangement.rebuild():
             self.rebuilt = True
             self.buckets, self._ledger = self._arrangement.buckets, self._arrangement.ledger
+            for slot in self._slots:
+                if slot.used and slot.bucket_index == DORMANT:  # under no_sync, after the plan
+                    slot.used = False
+                    self._complaints.append(Complaint(Trouble.CHANGED, slot))
 
     def _watch_parameter(self, slot: Slot) -> torch.utils.hooks.RemovableHandle:
         reducer = weakref.ref(self)
@@ -170,7 +173,6 @@ class Reducer:
     def prepare(self, sync: bool) -> None:
         """Begin a forward; `sync` tells whether the backward after it shall reduce."""
         with self._lock:
-            self._output_node = None
             self._check_group()
             if self._syncing and not graphs.in_backward():
                 self._abandon()
@@ -211,12 +213,27 @@ class Reducer:
         """Have the backward of `outputs` reduce, even one that reaches no parameter."""
         for tensor in tensors_of(outputs):
             if tensor.grad_fn is not None:
-                tensor.register_hook(self._on_output)
-                self._output_node = tensor.grad_fn
+                tensor.register_hook(self._gradient_arrives(graphs.below(tensor.grad_fn)))
 
-    def _on_output(self, _: torch.Tensor) -> None:
+    def _gradient_arrives(self, below: Sequence[Any]) -> Callable[[torch.Tensor], None]:
+        """Make an output's hook; `below` are the graph's nodes under that output (Any: autograd's).
+
+        It has neither the output's own node nor the reducer: the graph has the hook, and must be
+        free to go, and so must the reducer.
+        """
+        weak = weakref.ref(self)
+
+        def gradient_arrived(_: torch.Tensor) -> None:
+            me = weak()
+            if me is not None:
+                me.on_output(below)
+
+        return gradient_arrived
+
+    def on_output(self, below: Sequence[Any]) -> None:
+        """Take in that a gradient has come to an output of the module (Any: nodes under it)."""
         with self._lock:
-            if not self._syncing and graphs.fills_gradients(self._probe.node, self._output_node):
+            if not self._syncing and graphs.fills_gradients(self._probe.node, below):
                 self._begin()
 
     # ---------------------------------------------------------------- backward
@@ -225,6 +242,8 @@ class Reducer:
         """Ask for `finish` at the end of the backward that is running; once."""
         if self.announcer is not None:
             self.divisor = self.announcer.backward()
+        for slot in self._slots:
+            slot.recollect()
         self._rebuild()
         self._syncing, self._armed, self._next = True, False, 0
         if self.allow_unused and not self.static_graph:

@@ -122,6 +122,19 @@ class Slot:
         self.view.copy_(values if values.layout is torch.strided else values.to_dense())
         self.parameter.grad = self.view
 
+    def recollect(self) -> None:
+        """At the begin of a backward: see what became of a gradient that is not reduced yet.
+
+        Programs drop or replace gradients that they accumulated under `no_sync`. What is gone
+        counts as never used: the place still has its values, which nobody shall see again.
+        """
+        if not self.used:
+            return
+        if self.parameter.grad is None:
+            self.used = False
+        else:
+            self.adopt()
+
     def contribute_unused(self) -> None:
         """Fill the bucket for a gradient that this rank did not compute.
 

@@ -4,7 +4,7 @@
 
 Half the bytes are sent. The sum is taken in float32 and divided before it is rounded to 16 bits, so
 that it cannot overflow where the gradients do not. float16 has 11 bits of precision and ends at
-65504; bfloat16 has 8, and the range of float32.
+65504; bfloat16 has 8, and the range of float32. Complex gradients go as they are.
 
 A wrapper does the same around another hook, which then works on 16 bits.
 """
@@ -66,8 +66,10 @@ def allreduce_hook(
 def _compressed(
     process_group: ProcessGroup | None, bucket: GradBucket, dtype: torch.dtype
 ) -> torch.futures.Future[torch.Tensor]:
-    buffer = bucket.buffer()
-    small = average(process_group or bucket.group, buffer.to(dtype, copy=True))
+    buffer, group = bucket.buffer(), process_group or bucket.group
+    if not buffer.is_floating_point():  # 16 bits would lose the imaginary part
+        return average(group, buffer)
+    small = average(group, buffer.to(dtype, copy=True))
     if buffer.is_sparse:
         return small.then(lambda future: _first(future).to(buffer.dtype))
     return small.then(lambda future: buffer.copy_(_first(future)))
@@ -104,6 +106,8 @@ def bf16_compress_hook(
 def _wrapper(hook: CommHook, dtype: torch.dtype, name: str) -> CommHook:
     def compressed(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
+        if not buffer.is_floating_point():
+            return hook(state, bucket)
         bucket.set_buffer(buffer.to(dtype, copy=True))
         if buffer.is_sparse:
             return hook(state, bucket).then(lambda future: _first(future).to(buffer.dtype))

@@ -159,8 +159,17 @@ class PowerSGDState:
         return orthogonalize(q, self.orthogonalization_epsilon)
 
     def keep(self, names: Sequence[str], qs: torch.Tensor, errors: torch.Tensor | None) -> None:
-        """Keep Q [b, m, r] and E [b, n, m] of the parameters `names` for the next step."""
+        """Keep Q [b, m, r] and E [b, n, m] of the parameters `names` for the next step.
+
+        Not those of gradients that were not finite on some rank, as happens with a `GradScaler`:
+        that step is skipped, but they would spoil all later ones. Q tells, and alike on all ranks.
+        """
+        finite = qs.isfinite().flatten(1).all(1).tolist()
         for i, name in enumerate(names):
+            if not finite[i]:
+                self.q_memory_dict.pop(name, None)
+                self.error_dict.pop(name, None)
+                continue
             if self.warm_start:
                 self.q_memory_dict[name] = qs[i].clone()
             if errors is not None:
@@ -313,7 +322,7 @@ def batched_powerSGD_hook(
     buffer = bucket.buffer()
     early = state.iter < state.start_powerSGD_iter
     state.maybe_increase_iter(bucket)
-    if early or buffer.is_sparse or not buffer.is_floating_point():
+    if early or buffer.is_sparse or not buffer.is_floating_point() or not buffer.numel():
         return average(group, buffer)
     side = math.ceil(math.sqrt(buffer.numel()))
     square = buffer.new_zeros(side, side)

@@ -4,8 +4,8 @@ Numbers x are sent as bytes y with a scale s and a zero point z, such that x is 
 
     s = (max(x, 0) - min(x, 0)) / 255        z = -min(x, 0) / s, rounded
 
-so that 0 stays exactly 0. Sums of such bytes mean nothing, since every rank has scales of its own;
-so each rank gathers everybody's, and adds up. A rank receives (n-1) S/4 bytes of float32 gradients:
+so that 0 stays exactly 0; a complex number is two of them. Sums of such bytes mean nothing, since
+every rank has scales of its own; so each rank gathers everybody's, and adds up. A rank receives (n-1) S/4 bytes of float32 gradients:
 less than an all_reduce up to about 8 ranks, more beyond.
 
 One scale for a whole bucket lets its largest gradient decide how finely the others are seen; *per
@@ -42,7 +42,8 @@ def quantization_pertensor_hook(
 
     Cost: S/4 + 8 bytes sent by each rank and read by every other, in one all_gather.
     """
-    return _gathered(process_group or bucket.group, bucket.buffer(), bucket.buffer().numel())
+    buffer = bucket.buffer()
+    return _gathered(process_group or bucket.group, buffer, max(1, buffer.numel()))
 
 
 def quantization_perchannel_hook(
@@ -64,8 +65,9 @@ def _gathered(
     group: ProcessGroup, buffer: torch.Tensor, per_scale: int
 ) -> torch.futures.Future[torch.Tensor]:
     """Average `buffer` [k] over `group`, in rows of `per_scale` numbers."""
-    missing = -buffer.numel() % per_scale
-    rows = torch.nn.functional.pad(buffer.float(), (0, missing)).view(-1, per_scale)
+    numbers = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
+    missing = -numbers.numel() % per_scale
+    rows = torch.nn.functional.pad(numbers.float(), (0, missing)).view(-1, per_scale)
     mine = _packed(rows)
     theirs = torch.empty(group.size() * mine.numel(), dtype=torch.uint8, device=mine.device)
     work = group.all_gather_single(theirs, mine, async_op=True)
@@ -76,8 +78,8 @@ def _gathered(
         total = torch.zeros_like(rows)
         for one in theirs.view(group.size(), -1):
             total += _unpacked(one, rows.shape[0], per_scale)
-        mean = total.div_(group.size()).view(-1)[: buffer.numel()]
-        return buffer.copy_(mean)
+        numbers.copy_(total.div_(group.size()).view(-1)[: numbers.numel()])
+        return buffer
 
     return work.get_future().then(add_up)
 
