@@ -17,8 +17,8 @@ from torch import nn
 import dure as dist
 from dure.testing import run_ranks
 
-RANKS = [1, 2, 3, 4]
-SAMPLES = 12  # a multiple of all of them
+RANKS = [1, 2, 3, 4, 16]
+SAMPLES = 48  # a multiple of all of them
 STEPS = 3
 
 

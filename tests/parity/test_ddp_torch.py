@@ -6,11 +6,13 @@ import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as torch_dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import dure as dist
 from dure.testing import ProcessPool
@@ -27,14 +29,23 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm2d(8)
         self.out = nn.Linear(8 * 16, 10)
         self.rare = nn.Linear(10, 10)
+        self.reentrant = False
 
     def forward(self, x: torch.Tensor, rare: bool) -> torch.Tensor:
-        y = self.out(torch.relu(self.norm(self.conv(x))).flatten(1))
+        z = torch.relu(self.norm(self.conv(x))).flatten(1)
+        y = checkpoint(self.out, z, use_reentrant=True) if self.reentrant else self.out(z)
         return self.rare(y) if rare else y
 
 
-def train(ddp: nn.Module, rank: int, accumulate: bool) -> list[torch.Tensor]:
-    """Train on this rank's data; return losses and, after each step, all parameters."""
+def train(ddp: nn.Module, rank: int, kind: str) -> list[torch.Tensor]:
+    """Train on this rank's data; return losses and, after each step, all parameters.
+
+    Args:
+        ddp: The module, wrapped.
+        rank: Whose data.
+        kind: "unused": parameters are used by all, one or none; "accumulate": the same, over two
+            batches; "static": a layer is never used, and another one runs in a checkpoint.
+    """
     no_sync: Callable[[], AbstractContextManager[None]] = getattr(ddp, "no_sync")  # noqa: B009
     generator = torch.Generator().manual_seed(rank)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
@@ -42,8 +53,8 @@ def train(ddp: nn.Module, rank: int, accumulate: bool) -> list[torch.Tensor]:
     for step in range(STEPS):
         x = torch.randn(4, 1, 4, 4, generator=generator)
         y = torch.randint(10, (4,), generator=generator)
-        rare = step % 3 == rank or step == STEPS - 1  # unused: by all, by one, by none
-        if accumulate and step % 2 == 0:
+        rare = kind != "static" and (step % 3 == rank or step == STEPS - 1)
+        if kind == "accumulate" and step % 2 == 0:
             with no_sync():
                 nn.functional.cross_entropy(ddp(x, rare), y).backward()
             continue
@@ -55,26 +66,30 @@ def train(ddp: nn.Module, rank: int, accumulate: bool) -> list[torch.Tensor]:
     return trace
 
 
-def both(rank: int, folder: str, accumulate: bool) -> float:
+def both(rank: int, folder: str, kind: str) -> float:
     """Train with both; return the largest difference between them."""
     torch.manual_seed(rank)  # other values on each rank: both must take rank 0's
     model = Net()
+    model.reentrant = kind == "static"
+    options: dict[str, Any] = {"static_graph": True}
+    if kind != "static":
+        options = {"find_unused_parameters": True}
     store = torch_dist.FileStore(  # pyright: ignore[reportPrivateImportUsage]
-        f"{folder}/{accumulate}", 2
+        f"{folder}/{kind}", 2
     )
     torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     try:
         theirs = train(
-            nn.parallel.DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=True),
+            nn.parallel.DistributedDataParallel(copy.deepcopy(model), **options),
             rank,
-            accumulate,
+            kind,
         )
     finally:
         torch_dist.destroy_process_group()
     ours = train(
-        dist.DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=True),
+        dist.DistributedDataParallel(copy.deepcopy(model), **options),
         rank,
-        accumulate,
+        kind,
     )
     assert len(ours) == len(theirs)
     return max(
@@ -82,9 +97,9 @@ def both(rank: int, folder: str, accumulate: bool) -> float:
     )
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("kind", ["unused", "accumulate", "static"])
 def test_ddp_equals_torchs_on_gloo_step_for_step_2_ranks(
-    process_pool: Callable[..., ProcessPool], tmp_path: Path, accumulate: bool
+    process_pool: Callable[..., ProcessPool], tmp_path: Path, kind: str
 ) -> None:
     # With two ranks both average as (a + b) / 2, whatever the order: not a bit may differ.
-    assert process_pool(2).run(both, str(tmp_path), accumulate) == [0.0, 0.0]
+    assert process_pool(2).run(both, str(tmp_path), kind) == [0.0, 0.0]
