@@ -483,3 +483,16 @@ def test_contexts_that_make_no_sense_are_refused_2_ranks() -> None:
             pytest.fail("entered")
 
     run_ranks(2, rank_main)
+
+
+def test_settings_of_the_optimizer_keep_their_types_2_ranks() -> None:
+    def rank_main(rank: int) -> object:
+        ddp = dist.DistributedDataParallel(make_net())
+        optimizer = torch.optim.Adam(ddp.parameters(), lr=0.1 + rank)
+        with ddp.join(optimizer=optimizer):
+            for x in batches_of(rank, 1 + rank):
+                loss_of(ddp(x)).backward()
+                optimizer.step()
+        return optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]
+
+    assert run_ranks(2, rank_main) == [(1.1, (0.9, 0.999))] * 2

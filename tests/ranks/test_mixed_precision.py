@@ -402,3 +402,17 @@ def test_ignored_module_that_is_not_there_is_refused_1_rank() -> None:
         assert caught.value.parameters == ("head",)
 
     run_ranks(1, rank_main)
+
+
+def test_module_is_itself_again_after_a_backward_that_raised_1_rank() -> None:
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    def rank_main(rank: int) -> torch.dtype:
+        ddp = dist.DistributedDataParallel(nn.Linear(2, 2), mixed_precision=BF16)
+        ddp.module.weight.register_hook(fail)
+        with pytest.raises(ArithmeticError):
+            ddp(torch.ones(1, 2)).sum().backward()
+        return ddp.module.weight.dtype
+
+    assert run_ranks(1, rank_main) == [torch.float32]

@@ -248,7 +248,8 @@ def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
         entries = cast("dict[object, object]", value)
         return {key: _map_tensors(entry, change) for key, entry in entries.items()}
     if isinstance(value, list | tuple):
-        return [_map_tensors(entry, change) for entry in cast("list[object]", value)]
+        items = [_map_tensors(entry, change) for entry in cast("list[object]", value)]
+        return tuple(items) if isinstance(value, tuple) else items
     return value
 
 

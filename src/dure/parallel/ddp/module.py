@@ -63,8 +63,8 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
 
     Args:
         module: The module; its parameters and buffers must be the same in kind on all ranks, and
-            take rank 0's values. Parameters may be frozen afterwards, on all ranks alike; those
-            added or unfrozen afterwards are not averaged.
+            take rank 0's values. Parameters may be frozen afterwards, on all ranks alike; unfrozen
+            ones are refused, and those added afterwards are not averaged.
         device_ids: None, or the one device that the module is on; inputs are then moved to it.
         output_device: Accepted for compatibility; it can only be the module's device.
         dim: Accepted for compatibility; batches are not split here.
@@ -93,8 +93,8 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
 
     Raises:
         ModuleError: No parameter needs a gradient, the module is wrapped already, or the ranks'
-            modules differ (with the first difference); from `backward`, on every rank: parameters
-            without a gradient, by name.
+            modules differ (with the first difference); from forward: parameters were replaced or
+            unfrozen; from `backward`, on every rank: parameters without a gradient, by name.
     """
 
     def __init__(

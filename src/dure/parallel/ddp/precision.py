@@ -145,7 +145,7 @@ class ComputeCopies:
     def run(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what `module` makes of its arguments in low precision (Any: whatever it takes)."""
         if torch._C._current_graph_task_id() < 0:  # pyright: ignore[reportPrivateUsage]
-            self._end_backward()  # one that raised before its end
+            self._end_backward()  # one that raised, and that something keeps alive
         dtype = self.precision.param_dtype
         if dtype is not None and self.precision.cast_forward_inputs:
             inputs, kwargs = _cast(inputs, dtype), _cast(kwargs, dtype)
@@ -165,12 +165,17 @@ class ComputeCopies:
         """Put the copies of a forward back in place until the backward that is running ends."""
         if self._backward is not None:
             return
-        self._backward = ExitStack()
+        self._backward = stack = ExitStack()
         with torch.enable_grad():
-            self._backward.enter_context(self.shadowed(copies))
+            stack.enter_context(self.shadowed(copies))
+
+        def end() -> None:
+            if self._backward is stack:
+                self._end_backward()
+
         queue_callback: Callable[[Callable[[], None]], None]
         queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # pyright: ignore
-        queue_callback(self._end_backward)
+        queue_callback(_AtEnd(end))
 
     def _end_backward(self) -> None:
         if self._backward is not None:
@@ -232,6 +237,19 @@ class ComputeCopies:
     def _is_cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
         wanted = tensor.is_floating_point() and tensor.dtype != dtype
         return wanted and tensor not in self._ignored
+
+
+class _AtEnd:
+    """Calls `end` when autograd does, or when autograd drops it because the backward raised."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
+    def __call__(self) -> None:
+        self._end()
+
+    def __del__(self) -> None:
+        self._end()
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
