@@ -173,11 +173,12 @@ class _Position:
     """Where the job is in its epoch.
 
     Of a `DistributedSampler` that is a number of samples, kept in the sampler's own terms. Of any
-    other order it is a number of batches, which a resumed pass skips.
+    other order it is a number of batches, which a resumed pass skips. The epoch is the sampler's:
+    programs written for torch's loader call its ``set_epoch``, not the loader's.
     """
 
     def __init__(self, sampler: Any, source: Any, batch_size: int) -> None:
-        self.epoch = 0
+        self._epoch = 0
         self.walk = _Walk()
         self._sampler, self._source, self._batch_size = sampler, source, batch_size
         self._exact = sampler if isinstance(sampler, DistributedSampler) else None
@@ -185,7 +186,19 @@ class _Position:
             plain = type(source) is torch_data.BatchSampler
             self._exact = self._exact if plain else None  # another grouping: positions are its own
 
+    @property
+    def epoch(self) -> int:
+        self._follow()
+        return self._epoch
+
+    def _follow(self) -> None:
+        """Go to the sampler's epoch, if it was set there."""
+        epoch = getattr(self._sampler, "epoch", self._epoch)
+        if epoch != self._epoch and hasattr(self._sampler, "set_epoch"):
+            self._epoch, self.walk = epoch, _Walk()
+
     def begin(self) -> _Walk:
+        self._follow()
         if self.walk.begun:
             self.walk = _Walk()
         self.walk.begun = True
@@ -197,6 +210,7 @@ class _Position:
 
     def num_batches(self) -> int:
         """Count the batches of the pass at hand."""
+        self._follow()
         if self._exact is None:
             whole = len(cast(Sized, self._source))
             return whole if self.walk.ended else max(0, whole - self.walk.skipped)
@@ -206,19 +220,21 @@ class _Position:
         return -(-share // self._batch_size)
 
     def set_epoch(self, epoch: int) -> None:
+        self._follow()
         if hasattr(self._sampler, "set_epoch"):
             cast(_Steerable, self._sampler).set_epoch(epoch)
-        if epoch != self.epoch:
-            self.epoch, self.walk = epoch, _Walk()
+        if epoch != self._epoch:
+            self._epoch, self.walk = epoch, _Walk()
 
     def state(self) -> dict[str, Any]:
+        self._follow()
         walk = self.walk
         if self._exact is not None:
             taken = walk.delivered * self._batch_size * self._exact.num_replicas
             at = len(self._exact.dataset) if walk.ended else self._exact.start + taken
             return {"sampler": self._exact.state_dict(at)}
         return {
-            "epoch": self.epoch,
+            "epoch": self._epoch,
             "batches": walk.skipped + walk.delivered,
             "batch_size": self._batch_size,
         }
@@ -237,7 +253,7 @@ class _Position:
             )
         if self._exact is not None:
             self._exact.load_state_dict(state["sampler"])
-            self.epoch, self.walk = self._exact.epoch, _Walk()
+            self._epoch, self.walk = self._exact.epoch, _Walk()
             return
         self.set_epoch(int(state["epoch"]))
         self.walk = _Walk(skipped=int(state["batches"]))
@@ -273,7 +289,10 @@ class _Seeded:
     """The dataset as torch's loader sees it: makes each sample under a seed of its own."""
 
     def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+        self._dataset = inner = dataset
+        while isinstance(inner, torch_data.Subset):  # it has __getitems__, whatever is inside
+            inner = cast(Any, inner).dataset
+        self._together = hasattr(inner, "__getitems__")
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -294,7 +313,7 @@ class _Seeded:
             return self._one(draw.indices, draw.seed)
         indices = cast(list[Any], draw.indices)
         many = getattr(self._dataset, "__getitems__", None)
-        if many is None:
+        if many is None or not self._together:
             return [self._one(index, draw.seed) for index in indices]
         _sow(draw.seed, indices[0] if indices else 0)
         return many(indices)

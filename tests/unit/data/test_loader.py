@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
 )
 from torch.utils.data import DistributedSampler as TorchSampler
 
@@ -187,3 +189,29 @@ def test_forgotten_set_epoch_is_said_once():
     assert again == list(sampler)
     sampler.set_epoch(1)
     assert list(sampler) != again
+
+
+@pytest.mark.parametrize("kind", [DistributedSampler, TorchSampler])
+def test_an_epoch_that_is_set_on_the_sampler_counts_2_ranks(kind):
+    def loader_of():
+        sampler = kind(Noisy(20), 2, 0, seed=5)
+        return sampler, DataLoader(Noisy(20), 2, sampler=sampler)
+
+    sampler, loader = loader_of()
+    first = torch.cat(list(loader))
+    sampler.set_epoch(1)
+    assert loader.epoch == 1
+    before = loader.state_dict()
+    batches = list(loader)
+    seen = dict(zip(first[:, 0].tolist(), first[:, 1].tolist(), strict=True))
+    assert all(seen.get(i) != noise for i, noise, *_ in torch.cat(batches).tolist())
+    _, other = loader_of()
+    other.load_state_dict(before)  # nothing of epoch 1 was delivered then
+    assert torch.equal(torch.cat(list(other)), torch.cat(batches))
+
+
+def test_a_subset_is_augmented_by_sample():
+    dataset: Any = Noisy(12)
+    subset = Subset(Subset(dataset, range(2, 12)), range(1, 9))
+    four, three = (torch.cat(list(DataLoader(subset, size))) for size in (4, 3))
+    assert torch.equal(four, three)
