@@ -23,6 +23,7 @@ from torch import nn
 
 from dure.checkpoint.parts import can_be_named, can_be_stored, dtype_name
 from dure.checkpoint.tree import decode, encode
+from dure.data.nests import mapped
 from dure.errors import CheckpointMismatch, UsageError
 from dure.parallel import DistributedDataParallel
 from dure.parallel.dp import DataParallel
@@ -128,12 +129,20 @@ def _stateless(name: str, seen: str) -> UsageError:
 
 
 def whole_tree(parts: list[Any]) -> Any:
-    """Put the trees of a sharded optimizer's parts together: all entries, and rank 0's options."""
-    pairs: list[Any] = []
+    """Put the trees of a sharded optimizer's parts together.
+
+    Parameters' entries are those of all parts; all else is of the first.
+    """
+    entries: dict[int, Any] = {}
+    others: list[Any] = []
     for part in parts:
-        state = part["state"]  # empty, it is a plain object
-        pairs += state["v"] if state else []
-    return {**parts[0], "state": {"$": "map", "v": sorted(pairs, key=lambda pair: pair[0])}}
+        state = part["state"]
+        pairs = state["v"] if "$" in state else [list(pair) for pair in state.items()]
+        entries |= {key: entry for key, entry in pairs if isinstance(key, int)}
+        if part is parts[0]:
+            others = [pair for pair in pairs if not isinstance(pair[0], int)]
+    numbered = [[key, entries[key]] for key in sorted(entries)]
+    return {**parts[0], "state": {"$": "map", "v": numbered + others}}
 
 
 def to_tree(name: str, state: Any, tensors: dict[str, torch.Tensor], prefix: str = "") -> Any:
@@ -232,8 +241,7 @@ def load_into(name: str, value: Any, tree: Any, reader: Reader) -> None:
         else:
             cast(_Stateful, inner).load_state_dict(state)
         if isinstance(inner, Sharded):  # it has kept its part of what is mapped
-            for entry in inner.state.values():
-                entry |= {k: v.clone() for k, v in entry.items() if isinstance(v, torch.Tensor)}
+            inner.state.update({k: mapped(v, torch.clone) for k, v in inner.state.items()})
     except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as e:
         raise CheckpointMismatch(
             f"{name!r} does not take the saved state", seen=f"{type(e).__name__}: {e}"

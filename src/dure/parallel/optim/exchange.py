@@ -9,7 +9,8 @@ all_gather carries those of all ranks.
 
 *Buckets* (`BucketExchange`, torch's ``parameters_as_bucket_view``): the parameters of a dtype and
 device lie side by side in one flat tensor, those of rank 0 first, and `p.data` is a view of it.
-One all_gather a flat tensor, in place, whatever the number of parameters.
+One all_gather a flat tensor, in place, whatever the number of parameters. Parameters that overlap
+in memory cannot lie side by side, and are refused.
 
 Cost: (m + 1) all_gathers with m large parameters on the fullest rank, or one a flat tensor; each
 rank sends what it owns, S/n bytes of S, and receives the rest.
@@ -25,6 +26,8 @@ import torch
 
 from dure.comm.agreement import dense_strides
 from dure.comm.reduction import as_bytes
+from dure.errors import OptimizerError
+from dure.parallel.optim.partition import clusters_of
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -69,6 +72,7 @@ class StraightExchange:
 
         self._works: list[Work] = []
         self._packs: list[tuple[_OnDevice, list[torch.Tensor]]] = []
+        self._stand_ins: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def run(self) -> None:
         """See `Exchange.run`."""
@@ -79,12 +83,20 @@ class StraightExchange:
         """Start to send; until `finish` the parameters must not be used."""
         for device in self._devices:
             for turn in device.rounds:
-                memories = [device.nothing if p is None else _flat_bytes(p) for p in turn]
+                memories = [device.nothing if p is None else self._memory_of(p) for p in turn]
                 self._gather(memories)
             packs = device.packs(self._rank)
             if packs:
                 self._gather(packs)
                 self._packs.append((device, packs))
+
+    def _memory_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return a large parameter's bytes; a copy's, if it has got gaps since the plan."""
+        memory = parameter.detach()
+        if not _is_dense(memory):
+            memory = memory.contiguous()
+            self._stand_ins.append((parameter.detach(), memory))
+        return _flat_bytes(memory)
 
     def _gather(self, memories: list[torch.Tensor]) -> None:
         work = self._group.all_gather(memories, memories[self._rank], async_op=True)
@@ -95,6 +107,9 @@ class StraightExchange:
         """Wait until all new values are there."""
         while self._works:
             self._works.pop(0).wait()
+        while self._stand_ins:
+            place, values = self._stand_ins.pop(0)
+            place.copy_(values)
         while self._packs:
             device, packs = self._packs.pop(0)
             device.unpack(packs, self._rank)
@@ -148,7 +163,11 @@ def _minus_bytes(parameter: torch.Tensor) -> int:
 def _is_large(parameter: torch.Tensor) -> bool:
     """Tell whether a parameter travels by itself: large, and without gaps."""
     nbytes = parameter.numel() * parameter.element_size()
-    return nbytes > SMALL_BYTES and dense_strides(parameter) == tuple(parameter.stride())
+    return nbytes > SMALL_BYTES and _is_dense(parameter)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return dense_strides(tensor) == tuple(tensor.stride())
 
 
 def _flat_bytes(parameter: torch.Tensor) -> torch.Tensor:
@@ -174,6 +193,11 @@ class BucketExchange:
     def _gather(self) -> None:
         """Move all parameters into flat tensors."""
         everything = [p for params in self._owned for p in params]
+        if any(len(set(map(everything.__getitem__, c))) > 1 for c in clusters_of(everything)):
+            raise OptimizerError(
+                "parameters that are views of each other cannot lie side by side in buckets",
+                fix="Leave out parameters_as_bucket_view.",
+            )
         self._flats = []
         kinds = dict.fromkeys((p.dtype, p.device) for p in everything)
         for dtype, device in kinds:

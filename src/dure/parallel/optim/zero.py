@@ -154,6 +154,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def _is_mine(self, number: int) -> bool:
         return self._shards[self._partition.owners[number]] == self.rank
 
+    def _is_kept(self, place: int | None) -> bool:
+        """Tell whether this rank keeps the state at a place; None: of the optimizer as a whole."""
+        return place is None or (place < len(self._partition.owners) and self._is_mine(place))
+
     def _deal(self, group: dict[str, Any]) -> None:
         """Give the parameters of a new group their owners (Any: options)."""
         first = len(self._partition.owners)
@@ -335,7 +339,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     def _trained(self) -> list[int]:
         """Return the numbers of the parameters that may change."""
-        return [i for i, p in enumerate(self._all()) if p.requires_grad]
+        trained = (p.requires_grad or p.grad is not None for p in self._all())
+        return [i for i, changes in enumerate(trained) if changes]
 
     def _plan_exchange(self) -> Exchange:
         """Plan for the parameters that are trained, or have been; others do not change."""
@@ -382,13 +387,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         _copy_options(self.param_groups, self.optim.param_groups)
         target_host = next(host for host in self.process_group.hosts if to in host)
         sends = self._shared is None or self.rank in target_host
-        mine: State = super().state_dict()["state"] if sends else {}
+        mine: dict[Any, Any] = super().state_dict()["state"] if sends else {}
+        mine = {k: v for k, v in mine.items() if isinstance(k, int)}
         self._consolidated = gather_state(self.process_group, mine, to)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state, in the form of the unsharded optimizer's (Any: as torch).
 
-        It is as old as the last `consolidate_state_dict`.
+        It is as old as the last `consolidate_state_dict`. What an optimizer keeps beside its
+        parameters' state, under keys of its own, is this rank's.
 
         Raises:
             OptimizerError: The state has not been brought to this rank.
@@ -403,8 +410,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 fix=f"Call consolidate_state_dict(to={self.rank}) on all ranks first.",
             )
         whole = super().state_dict()
+        own = {k: v for k, v in whole["state"].items() if not isinstance(k, int)}
         parts = chain.from_iterable(part.items() for part in self._consolidated)
-        return {**whole, "state": {number: dict(entry) for number, entry in sorted(parts)}}
+        return {**whole, "state": {n: dict(entry) for n, entry in sorted(parts)} | own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's part of a whole state: of any world size, or of no sharding at all.
@@ -416,10 +424,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         Raises:
             OptimizerError: Its groups are not this optimizer's.
         """
-        state: State = {
-            number: entry
-            for number, entry in state_dict["state"].items()
-            if entry is not None and number < len(self._partition.owners) and self._is_mine(number)
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        place_of = {key: place for place, key in enumerate(saved)}
+        state: dict[Any, Any] = {
+            key: entry
+            for key, entry in state_dict["state"].items()
+            if entry is not None and self._is_kept(place_of.get(key))
         }
         try:
             super().load_state_dict({**state_dict, "state": state})
