@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 
 from dure.comm import joining as join
+from dure.comm.joining import Join, Joinable, JoinHook
 from dure.parallel import averaging as model_averaging
 from dure.parallel.averaging import averagers, packing
 from dure.parallel.ddp import hooks as ddp_comm_hooks
@@ -20,8 +21,9 @@ from dure.parallel.ddp.hooks import (
     powerSGD_hook,
     quantization_hooks,
 )
+from dure.parallel.optim import overlap as ddp_zero_hook
 
-__all__ = ["ddp_comm_hooks", "join", "model_averaging"]
+__all__ = ["Join", "JoinHook", "Joinable", "ddp_comm_hooks", "join", "model_averaging"]
 
 # `import dure.algorithms.join` first imports this module, and then finds the other here.
 sys.modules |= {
@@ -29,6 +31,7 @@ sys.modules |= {
     for path, module in {
         "join": join,
         "ddp_comm_hooks": ddp_comm_hooks,
+        "ddp_comm_hooks.ddp_zero_hook": ddp_zero_hook,
         "ddp_comm_hooks.debugging_hooks": debugging_hooks,
         "ddp_comm_hooks.default_hooks": default_hooks,
         "ddp_comm_hooks.post_localSGD_hook": post_localSGD_hook,

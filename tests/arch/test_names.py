@@ -78,3 +78,18 @@ def test_modules_open_with_prose():
         if not ast.get_docstring(tree_of(p))
     ]
     assert bare == []
+
+
+def test_paths_of_torch_lead_to_the_same_names():
+    for path, name in (
+        ("algorithms", "Join"),
+        ("algorithms.join", "Join"),
+        ("algorithms.ddp_comm_hooks.ddp_zero_hook", "hook_with_zero_step"),
+        ("algorithms.ddp_comm_hooks.default_hooks", "fp16_compress_hook"),
+        ("algorithms.ddp_comm_hooks.post_localSGD_hook", "PostLocalSGDState"),
+        ("algorithms.ddp_comm_hooks.powerSGD_hook", "PowerSGDState"),
+        ("algorithms.model_averaging.averagers", "PeriodicModelAverager"),
+        ("algorithms.model_averaging.hierarchical_model_averager", "HierarchicalModelAverager"),
+        ("optim", "ZeroRedundancyOptimizer"),
+    ):
+        assert getattr(importlib.import_module(f"dure.{path}"), name) is getattr(dure, name)

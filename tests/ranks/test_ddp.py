@@ -412,6 +412,8 @@ def test_sparse_gradient_of_one_rank_only_2_ranks() -> None:
         (nn.Linear(1, 1), {"bucket_cap_mb": 0}),
         (nn.Linear(1, 1), {"delay_all_reduce_named_params": []}),
         (nn.Linear(1, 1), {"device_mesh": object()}),
+        (nn.Linear(1, 1), {"mixed_precision": torch.bfloat16}),
+        (nn.Sequential(nn.Linear(1, 1), nn.SyncBatchNorm(1)), {}),
     ],
     ids=[
         "empty",
@@ -422,6 +424,8 @@ def test_sparse_gradient_of_one_rank_only_2_ranks() -> None:
         "no-bytes",
         "delayed",
         "no-mesh",
+        "dtype-for-precision",
+        "batch-norm-of-torch",
     ],
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules")

@@ -478,6 +478,8 @@ def test_contexts_that_make_no_sense_are_refused_2_ranks() -> None:
         with pytest.raises(UsageError):
             dist.Join([])
         with pytest.raises(UsageError):
+            dist.Join([adder, nn.Linear(1, 1)])  # pyright: ignore[reportArgumentType]
+        with pytest.raises(UsageError):
             dist.Join([adder, Adder(dist.new_group([0, 1]))])
         with dist.Join([adder]), pytest.raises(UsageError), dist.Join([adder]):
             pytest.fail("entered")

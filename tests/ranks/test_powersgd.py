@@ -215,3 +215,9 @@ def test_gradient_that_is_not_finite_spoils_its_own_step_only_2_ranks(hook: Any)
         return finite
 
     assert run_ranks(2, rank_main) == [[True, False, True]] * 2
+
+
+def test_hook_without_a_state_is_refused() -> None:
+    for hook in (dist.powerSGD_hook, dist.batched_powerSGD_hook):
+        with pytest.raises(dist.UsageError):
+            hook(None, None)  # pyright: ignore[reportArgumentType]

@@ -267,6 +267,8 @@ def test_bad_parameters_are_refused_by_type():
                 parameters_as_bucket_view=True,
                 host_shared_parameters=True,
             )
+        with pytest.raises(OptimizerError):  # an optimizer instead of its class
+            dist.ZeroRedundancyOptimizer([leaf], torch.optim.SGD([leaf]))  # pyright: ignore
         ours = dist.ZeroRedundancyOptimizer([leaf], torch.optim.SGD, lr=0.1)
         with pytest.raises(OptimizerError):
             ours.add_param_group({"params": [leaf]})

@@ -285,7 +285,7 @@ class Checkpointer:
                 path=str(self._folder.path),
                 refused=dict(self.refused),
                 seen="; ".join(f"{Path(p).name}: {why}" for p, why in self.refused.items()),
-                fix="Remove the folder to begin from the start.",
+                fix=f"Remove {self._folder.path} to begin from the start.",
             )
         if step is not None:
             raise CheckpointError(

@@ -380,6 +380,12 @@ def _common_place(joinables: Sequence[Joinable]) -> tuple[ProcessGroup, torch.de
     """Return the group that all joinables share, and the first one's device."""
     if not joinables:
         raise UsageError("Join needs at least one joinable", fix="Pass [ddp], for example.")
+    alien = next((j for j in joinables if not hasattr(j, "join_process_group")), None)
+    if alien is not None:
+        raise UsageError(
+            f"Join cannot handle a {type(alien).__name__}",
+            fix="For an optimizer of torch's write `with ddp.join(optimizer=optimizer):`.",
+        )
     group = joinables[0].join_process_group
     for joinable in joinables[1:]:
         other = joinable.join_process_group

@@ -170,5 +170,5 @@ def _fate(rank: RankResult) -> str:
     if rank.stack:
         return where(rank.stack)
     if rank.ended_by_launcher:
-        return "did not say (still starting, or not a Python program)"
+        return "did not say (starting, ending, or not a Python program)"
     return f"ended with {rank.exit}" if rank.exit.ok else f"had ended: {rank.exit}"

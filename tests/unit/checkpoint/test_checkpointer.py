@@ -253,6 +253,11 @@ def test_object_without_state_is_refused(tmp_path, value):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_step_left_out_is_refused(tmp_path):
+    with pytest.raises(UsageError):
+        Checkpointer(tmp_path).save(nn.ReLU())  # pyright: ignore[reportArgumentType]
+
+
 def test_no_checkpoint_at_all_cannot_be_kept(tmp_path):
     with pytest.raises(UsageError):
         Checkpointer(tmp_path, keep=0)

@@ -55,7 +55,11 @@ def check_hook(hook: object) -> None:
             something else than a bucket or returns something else than a future.
     """
     if not callable(hook):
-        raise HookError("Communication hook must be callable.", seen=f"a {type(hook).__name__}")
+        raise HookError(
+            "Communication hook must be callable",
+            seen=f"a {type(hook).__name__}",
+            fix="The state comes first: register_comm_hook(state, hook).",
+        )
     try:
         signature = inspect.signature(hook)
     except (TypeError, ValueError):

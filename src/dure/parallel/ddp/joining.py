@@ -30,7 +30,7 @@ import torch
 
 from dure.comm.joining import Join, Joinable, JoinHook, JoinRound
 from dure.comm.objects import broadcast_object_list
-from dure.errors import CommError, ModuleError
+from dure.errors import CommError, ModuleError, PeerLost
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -154,10 +154,13 @@ class JoinableReplica(Joinable):
 
     def explain(self, error: CommError) -> None:
         """Say in an error outside of a context that uneven inputs would look like it."""
-        if self.join_seat is None and self.reducer.num_reduced:
+        killed = isinstance(error, PeerLost) and "signal" in (error.exit or error.seen)
+        steps = self.reducer.num_reduced
+        if self.join_seat is None and steps and not killed:
+            went = "1 step went" if steps == 1 else f"{steps} steps went"
             error.advise(
-                f"{self.reducer.num_reduced} steps went well before: if the ranks have different "
-                "numbers of batches, put the loop into `with ddp.join():` (docs/uneven.md)."
+                f"{went} well before: if the ranks have different numbers of batches, put the "
+                "loop into `with ddp.join():` (docs/uneven.md)."
             )
 
     def divisor_of(self, round: JoinRound) -> int | None:

@@ -34,6 +34,7 @@ from dure.parallel.ddp.wrapping import (
     Replaced,
     buffer_owners,
     checked_device_ids,
+    refuse_foreign_batch_norm,
     refuse_wrapped,
     trained_parameters,
 )
@@ -126,6 +127,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         ignored: object = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         self.parameters_to_ignore: set[str] = set(ignored)  # pyright: ignore
         refuse_wrapped(module, self.parameters_to_ignore)
+        refuse_foreign_batch_norm(module)
         trained = trained_parameters(module, self.parameters_to_ignore)
         self.module = module
         self.process_group = chosen_group(process_group, device_mesh)

@@ -79,6 +79,12 @@ class MixedPrecision:
         """Return `given`, or one like it (Any: None, ours, or torch's class of the same fields)."""
         if given is None or isinstance(given, cls):
             return given or cls()
+        if not hasattr(given, "reduce_dtype"):
+            raise ModuleError(
+                "mixed_precision takes a MixedPrecision",
+                seen=f"{given!r}",
+                fix="Write mixed_precision=dure.MixedPrecision(param_dtype=torch.bfloat16).",
+            )
         return cls(
             param_dtype=given.param_dtype,
             reduce_dtype=given.reduce_dtype,

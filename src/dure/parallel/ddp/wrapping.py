@@ -20,6 +20,7 @@ __all__ = [
     "Replaced",
     "buffer_owners",
     "checked_device_ids",
+    "refuse_foreign_batch_norm",
     "refuse_wrapped",
     "trained_parameters",
 ]
@@ -41,8 +42,21 @@ def refuse_wrapped(module: torch.nn.Module, ignored: set[str]) -> None:
                 parameters=tuple(twice),
                 seen=f"{path or 'it'} is a {type(inner).__name__}, which averages its gradients",
                 fix=f"Wrap the whole module once, or have {prefix}* ignored "
-                "(_set_params_and_buffers_to_ignore_for_model).",
+                "(_set_params_and_buffers_to_ignore_for_model)."
+                if path
+                else "Wrap it once; to wrap it anew, wrap ddp.module.",
             )
+
+
+def refuse_foreign_batch_norm(module: torch.nn.Module) -> None:
+    """Refuse torch's `SyncBatchNorm`: it knows no groups of Dure's, and would not synchronise."""
+    paths = [p for p, m in module.named_modules() if isinstance(m, torch.nn.SyncBatchNorm)]
+    if paths:
+        raise ModuleError(
+            "torch.nn.SyncBatchNorm would normalise over each rank's own batch, without a word",
+            seen=f"the path is {_shown(paths)}",
+            fix="Convert the module: dure.SyncBatchNorm.convert_sync_batchnorm(module).",
+        )
 
 
 def trained_parameters(module: torch.nn.Module, ignored: set[str]) -> list[NamedParameter]:

@@ -104,6 +104,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.overlap_with_ddp = overlap_with_ddp
         self._check_kinds(host_shared_parameters)
+        if not callable(optimizer_class):
+            raise OptimizerError(
+                "ZeroRedundancyOptimizer takes the class of an optimizer, and makes it itself",
+                seen=f"a {type(optimizer_class).__name__}",
+                fix="Write ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.01).",
+            )
         try:
             torch.optim.Optimizer.__init__(self, _checked(params), dict(defaults))
         except (TypeError, ValueError) as error:
@@ -407,7 +413,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 "this rank has only its own part of the optimizer's state",
                 rank=self.rank,
                 world_size=self.world_size,
-                fix=f"Call consolidate_state_dict(to={self.rank}) on all ranks first.",
+                fix=f"Call consolidate_state_dict(to={self.rank}) on all ranks first, or "
+                "state_dict() only on the rank that it was brought to.",
             )
         whole = super().state_dict()
         own = {k: v for k, v in whole["state"].items() if not isinstance(k, int)}

@@ -266,6 +266,17 @@ def _split(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Te
     return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
 
+def _checked(state: object) -> PowerSGDState:
+    """Return `state`, if it is one."""
+    if isinstance(state, PowerSGDState):
+        return state
+    raise UsageError(
+        "PowerSGD needs a state",
+        seen=f"a {type(state).__name__}",
+        fix="Write register_comm_hook(PowerSGDState(None), powerSGD_hook).",
+    )
+
+
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average the bucket's gradients, each matrix by its approximation of low rank.
 
@@ -277,7 +288,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     multiplications a matrix; memory for E (as the gradients) and Q.
     Numerics: bitwise the same on all ranks.
     """
-    group = state.process_group or bucket.group
+    group = _checked(state).process_group or bucket.group
     buffer = bucket.buffer()
     early = state.iter < state.start_powerSGD_iter
     state.maybe_increase_iter(bucket)
@@ -318,7 +329,7 @@ def batched_powerSGD_hook(
     Cost: two all_reduces a bucket, of r s elements each, with s = ceil(sqrt(k)).
     Numerics: bitwise the same on all ranks.
     """
-    group = state.process_group or bucket.group
+    group = _checked(state).process_group or bucket.group
     buffer = bucket.buffer()
     early = state.iter < state.start_powerSGD_iter
     state.maybe_increase_iter(bucket)
