@@ -341,6 +341,7 @@ def _step_number(step: Any) -> int:
     if number < 0:
         raise UsageError(
             "a checkpoint's step is a whole number from 0 on",
-            seen=f"{step!r}, a {type(step).__name__}",
+            seen=f"{step!r:.60}, a {type(step).__name__}",
+            fix="Write save(step, model=model, optimizer=optimizer).",
         )
     return number
