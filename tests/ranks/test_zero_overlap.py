@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import dure as dist
-from dure.errors import OptimizerError
+from dure.errors import HookError, OptimizerError, PeerLost
 from dure.testing import CommRecorder, run_ranks
 from ranks.zero_models import Net, batch, equal, pair, step
 
@@ -112,8 +112,9 @@ def test_misuse_of_overlap_is_refused():
         with pytest.raises(OptimizerError):
             dist.hook_with_zero_step(average, elsewhere, inside)
         ddp.register_comm_hook(dist.group.WORLD, dist.hook_with_zero_step(average, ddp, inside))
-        with pytest.raises(OptimizerError):  # from backward: `more` is in no bucket
+        with pytest.raises(HookError) as caught:  # from backward: `more` is in no bucket
             ddp(torch.ones(1, 2)).sum().backward()
+        assert isinstance(caught.value.__cause__, OptimizerError)
         return True
 
     assert run_ranks(2, body) == [True, True]
@@ -126,8 +127,23 @@ def test_a_parameter_that_strays_from_shared_memory_is_an_error_on_all_ranks():
         step(ddp, zero, torch.ones(1, 3))
         if rank == 1:
             model.weight.data = model.weight.data.clone()
-        with pytest.raises(OptimizerError):
+        with pytest.raises(HookError) as caught:
             step(ddp, zero, torch.ones(1, 3))
+        assert isinstance(caught.value.__cause__, OptimizerError)
+        return True
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_an_error_of_communication_in_a_hook_stays_what_it_is_2_ranks():
+    def fails(group, bucket):
+        raise PeerLost("gone")
+
+    def body(rank):
+        ddp = _wrap(nn.Linear(2, 2))
+        ddp.register_comm_hook(None, fails)
+        with pytest.raises(PeerLost):
+            ddp(torch.ones(1, 2)).sum().backward()
         return True
 
     assert run_ranks(2, body) == [True, True]

@@ -110,7 +110,7 @@ class HookRunner:
     def __init__(self, group: ProcessGroup, state: object, hook: CommHook, name: str) -> None:
         self._group = group
         self.state, self.hook, self.name = state, hook, name
-        self._error: HookError | None = None
+        self._error: HookError | CommError | None = None
         self._futures: list[Later] = []
 
     def start(self, bucket: Bucket, last: bool) -> None:
@@ -149,6 +149,8 @@ class HookRunner:
             self._group.all_reduce(ledger.flags, op)
         except CommError as error:
             mine = self.take_error()
+            if isinstance(mine, CommError):
+                raise mine from error
             if mine is not None:
                 mine.add_note(f"The other ranks were not at the end of their step: {error}")
                 raise mine from mine.__cause__
@@ -159,7 +161,7 @@ class HookRunner:
                 )
             raise
 
-    def take_error(self) -> HookError | None:
+    def take_error(self) -> HookError | CommError | None:
         """Return the hook's error in this backward, and forget it."""
         error, self._error = self._error, None
         return error
@@ -213,8 +215,11 @@ class HookRunner:
                 buffer.copy_(value.detach().reshape(-1))
 
     def _keep(self, error: Exception, bucket: Bucket) -> None:
-        """Keep the first error for the end; a hook's own gets the hook's name."""
-        if isinstance(error, HookError):
+        """Keep the first error for the end; a hook's own gets the hook's name.
+
+        An error of communication stays what it is: whoever rebuilds the group looks for it.
+        """
+        if isinstance(error, HookError | CommError):
             self._error = error
             return
         self._error = self._wrong(bucket, "raised", f"{type(error).__name__}: {error}")
