@@ -184,3 +184,21 @@ def test_impossible_rounds_and_foreign_states_are_refused_1_rank() -> None:
             dist.DiLoCo(inner, period=2).load_state_dict(inner.state_dict())
 
     run_ranks(1, rank_main)
+
+
+@pytest.mark.parametrize("kind", [dist.DiLoCo, dist.PostLocalSGDOptimizer])
+def test_outer_optimizers_have_hooks_and_refuse_to_be_copied_1_rank(kind: type) -> None:
+    def rank_main(rank: int) -> list[str]:
+        parameter = nn.Parameter(torch.ones(1))
+        local = torch.optim.SGD([parameter], lr=0.1)
+        outer = kind(local, 4 if kind is dist.DiLoCo else dist.PeriodicModelAverager(4))
+        called: list[str] = []
+        outer.register_step_pre_hook(lambda *_: called.append("before"))
+        outer.register_step_post_hook(lambda *_: called.append("after"))
+        with pytest.raises(UsageError):
+            copy.deepcopy(outer)
+        parameter.grad = torch.ones(1)
+        outer.step()
+        return called
+
+    assert run_ranks(1, rank_main) == [["before", "after"]]

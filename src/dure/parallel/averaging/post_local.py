@@ -12,6 +12,7 @@ from typing import Any  # Any: as in torch.optim.Optimizer
 
 import torch
 
+from dure.errors import UsageError
 from dure.parallel.averaging.averagers import ModelAverager
 
 __all__ = ["Outer", "PostLocalSGDOptimizer"]
@@ -22,6 +23,9 @@ class Outer(torch.optim.Optimizer):
 
     Args:
         optim: The other: the local optimizer.
+
+    Raises:
+        UsageError: From `copy` and `pickle`, which would have to copy the process group.
     """
 
     def __init__(self, optim: torch.optim.Optimizer) -> None:
@@ -29,11 +33,23 @@ class Outer(torch.optim.Optimizer):
         self.optim = optim
         self.param_groups = optim.param_groups
         self.defaults = optim.defaults
+        super().__setstate__({})  # the rest of an optimizer, such as places for hooks
 
     @property
     def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The local optimizer's state."""
         return self.optim.state
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse to be pickled or copied: ranks that come together cannot be.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(
+            f"a {type(self).__name__} can be neither copied nor pickled",
+            fix="Save its state_dict(), and load it into a new one.",
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optim!r})"

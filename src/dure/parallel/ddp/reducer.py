@@ -243,7 +243,8 @@ class Reducer:
         if self.announcer is not None:
             self.divisor = self.announcer.backward()
         for slot in self._slots:
-            slot.recollect()
+            if slot.used:
+                slot.recollect()
         self._rebuild()
         self._syncing, self._armed, self._next = True, False, 0
         if self.allow_unused and not self.static_graph:

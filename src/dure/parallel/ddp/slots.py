@@ -123,13 +123,11 @@ class Slot:
         self.parameter.grad = self.view
 
     def recollect(self) -> None:
-        """At the begin of a backward: see what became of a gradient that is not reduced yet.
+        """At the begin of a backward: see what became of a gradient that waits to be reduced.
 
         Programs drop or replace gradients that they accumulated under `no_sync`. What is gone
         counts as never used: the place still has its values, which nobody shall see again.
         """
-        if not self.used:
-            return
         if self.parameter.grad is None:
             self.used = False
         else:
