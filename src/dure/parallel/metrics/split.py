@@ -157,7 +157,7 @@ class StepReport:
         lines.append(
             f"{self.samples_per_s:,.1f} samples/s, {_bytes(mean.num_bytes)} reduced a step"
         )
-        if len(self.ranks) > 1:
+        if len(self.ranks) > 1 and self.num_steps:
             lines.append(
                 f"rank {self.slowest} is the slowest: its own work takes {self.imbalance:.1%} more "
                 "than the ranks' mean"
