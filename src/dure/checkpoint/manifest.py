@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +21,7 @@ __all__ = ["NAME", "Manifest", "Unreadable", "read_manifest", "write_manifest"]
 
 NAME = "manifest.json"
 _FORMAT, _VERSION = "dure checkpoint", 1
+_PART = re.compile(r"part-\d+\.safetensors")
 
 
 class Unreadable(Exception):
@@ -93,7 +95,7 @@ def read_manifest(path: Path) -> Manifest:
         raise Unreadable(f"{path.name} is damaged, or not of Dure: its checksum is wrong")
     try:
         return _manifest(cast(dict[str, Any], json.loads(body)))
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as e:
         raise Unreadable(f"{path.name} has another form: {type(e).__name__}: {e}") from None
 
 
@@ -103,12 +105,15 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
         raise Unreadable(f"it is of format {kind[0]!r}, version {kind[1]!r}, and not {_VERSION}")
     parts = cast(dict[str, list[dict[str, Any]]], fields["parts"])
     for name in parts:
-        if Path(name).name != name:
-            raise Unreadable(f"a part lies outside its folder: {name!r}")
+        if not _PART.fullmatch(name):
+            raise Unreadable(f"a part has a name that no part has: {name!r}")
+    ranks = cast(list[Any], fields["ranks"])
+    if not ranks or not all(isinstance(own, dict) for own in ranks):
+        raise Unreadable("it is of no rank")
     return Manifest(
         step=int(fields["step"]),
         objects=dict(fields["objects"]),
-        ranks=list(fields["ranks"]),
+        ranks=list(ranks),
         parts={name: [Entry.load(e) for e in entries] for name, entries in parts.items()},
     )
 

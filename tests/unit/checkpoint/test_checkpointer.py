@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import operator
 import os
 import random
@@ -356,3 +357,27 @@ def test_a_folder_that_cannot_be_listed_is_one_clear_error(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(CheckpointError):
         Checkpointer(tmp_path / "file").load(model=small())
+
+
+FOREIGN = {
+    "deep": b"[" * 100_000,
+    "infinite": b'{"format": "dure checkpoint", "version": 1, "parts": {}, "objects": {}, '
+    b'"ranks": [{}], "step": 1e999}',
+    "no rank": b'{"format": "dure checkpoint", "version": 1, "parts": {}, "objects": {}, '
+    b'"ranks": [], "step": 2}',
+    "null byte": b'{"format": "dure checkpoint", "version": 1, "parts": {"a\\u0000": []}, '
+    b'"objects": {}, "ranks": [{}], "step": 2}',
+    "parent": b'{"format": "dure checkpoint", "version": 1, "parts": {"..": []}, '
+    b'"objects": {}, "ranks": [{}], "step": 2}',
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_manifest_that_nobody_here_wrote_is_refused_and_the_older_one_taken(tmp_path, kind):
+    checkpoints = Checkpointer(tmp_path)
+    checkpoints.save(1, model=small())
+    newest = checkpoints.save(2, model=small())
+    digest = hashlib.sha256(FOREIGN[kind]).hexdigest().encode()
+    (newest / "manifest.json").write_bytes(digest + b"\n" + FOREIGN[kind])
+    assert checkpoints.load(model=small()) == 1
+    assert list(checkpoints.refused) == [str(newest)]
