@@ -42,7 +42,10 @@ def dtype_name(code: int) -> str:
 
 _PACKAGE = Path(__file__).parents[3]
 _LIBRARIES = [
-    *(str(_PACKAGE / part) for part in ("comm", "parallel", "torch_backend", "data", "trace")),
+    *(
+        str(_PACKAGE / part)
+        for part in ("comm", "parallel", "torch_backend", "data", "trace", "checkpoint")
+    ),
     str(Path(torch.__file__).parent),
 ]
 """Where frames are not the user's, when a call's place in the program is told."""
