@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dure.comm.agreement import describe_tensor, verify_equal
+from dure.comm.agreement import verify_equal
 from dure.comm.joining import Join, Joinable, JoinHook
 from dure.comm.world import resolve
 from dure.errors import CommError, NotInGroupError, OptimizerError
@@ -36,7 +36,15 @@ from dure.parallel.optim.exchange import (
     NoExchange,
     StraightExchange,
 )
-from dure.parallel.optim.partition import Partition, clusters_of
+from dure.parallel.optim.groups import (
+    as_list,
+    check_layouts,
+    copy_options,
+    described,
+    from_torch,
+    options_of,
+)
+from dure.parallel.optim.partition import Partition
 from dure.parallel.optim.sharing import SharedParameters
 from dure.parallel.optim.states import State, gather_state
 
@@ -44,8 +52,6 @@ if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
 __all__ = ["ZeroRedundancyOptimizer", "explain"]
-
-_OF_THE_GROUP_ALONE = frozenset({"params", "param_names"})
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
@@ -111,9 +117,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 fix="Write ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.01).",
             )
         try:
-            torch.optim.Optimizer.__init__(self, _checked(params), dict(defaults))
+            torch.optim.Optimizer.__init__(self, as_list(params), dict(defaults))
         except (TypeError, ValueError) as error:
-            raise _from_torch(error) from error
+            raise from_torch(error) from error
         Joinable.__init__(self)
         self._shards = self._ranks_that_share_the_work(host_shared_parameters)
         self._partition = Partition(len(self._shards))
@@ -133,7 +139,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         )
         self.defaults = {**self.optim.defaults, **defaults}
         self.state = self.optim.state
-        _copy_options(self.optim.param_groups, self.param_groups)
+        copy_options(self.optim.param_groups, self.param_groups)
         self._exchange = self._plan_exchange()
         self._ready = True
 
@@ -175,19 +181,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """Make the local optimizer's part of group `index` (Any: options)."""
         group = self.param_groups[index]
         mine = [p for p in group["params"] if p in self._mine]
-        return {**{k: v for k, v in group.items() if k not in _OF_THE_GROUP_ALONE}, "params": mine}
+        return {**options_of(group), "params": mine}
 
     def _check_agreement(self, groups: Sequence[dict[str, Any]], first_group: int = 0) -> None:
         """Raise unless all ranks have the same parameters in `groups`. Collective."""
-        lines: list[str] = []
-        for g, group in enumerate(groups, first_group):
-            names = group.get("param_names") or [
-                f"param_groups[{g}].params[{i}]" for i in range(len(group["params"]))
-            ]
-            ties = {i: c[0] for c in clusters_of(group["params"]) for i in c if i != c[0]}
-            for i, (name, parameter) in enumerate(zip(names, group["params"], strict=True)):
-                tie = f" (in the memory of {names[ties[i]]})" if i in ties else ""
-                lines.append(describe_tensor(name, parameter) + tie)
+        lines = described(groups, first_group)
         verify_equal(self.process_group, lines, "parameters to optimize")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -198,22 +196,22 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         Collective: all ranks of the group, with the same parameters.
         """
         if not self._ready:  # torch's constructor
-            _check_layouts(param_group)
+            check_layouts(param_group)
             super().add_param_group(param_group)
             return
         try:
-            _check_layouts(param_group)
+            check_layouts(param_group)
             super().add_param_group(param_group)
         except (TypeError, ValueError) as error:
-            raise _from_torch(error) from error
+            raise from_torch(error) from error
         group = self.param_groups[-1]
-        _copy_options(self.param_groups[:-1], self.optim.param_groups)
+        copy_options(self.param_groups[:-1], self.optim.param_groups)
         self._check_agreement([group], len(self.param_groups) - 1)
         self._deal(group)
         if self._shared is not None:
             self._shared.add(group["params"])
         self.optim.add_param_group(self._local_group(len(self.param_groups) - 1))
-        _copy_options(self.optim.param_groups, self.param_groups)
+        copy_options(self.optim.param_groups, self.param_groups)
         self._exchange = self._plan_exchange()
 
     # ---------------------------------------------------------------- stepping
@@ -271,9 +269,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     def update(self, only: Sequence[torch.Tensor] | None = None, **kwargs: Any) -> Any:
         """Run the local optimizer, with the options that users have set (Any: its own)."""
-        _copy_options(self.param_groups, self.optim.param_groups)
+        copy_options(self.param_groups, self.optim.param_groups)
         loss = self.optim.step(**kwargs) if only is None else self._update_only(only)
-        _copy_options(self.optim.param_groups, self.param_groups)
+        copy_options(self.optim.param_groups, self.param_groups)
         return loss
 
     def _update_only(self, only: Sequence[torch.Tensor]) -> Any:
@@ -390,7 +388,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 group=self.process_group.group_name,
                 seen=f"its ranks are 0 to {self.world_size - 1}",
             )
-        _copy_options(self.param_groups, self.optim.param_groups)
+        copy_options(self.param_groups, self.optim.param_groups)
         target_host = next(host for host in self.process_group.hosts if to in host)
         sends = self._shared is None or self.rank in target_host
         mine: dict[Any, Any] = super().state_dict()["state"] if sends else {}
@@ -441,10 +439,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         try:
             super().load_state_dict({**state_dict, "state": state})
         except ValueError as error:
-            raise _from_torch(error) from error
+            raise from_torch(error) from error
         self.optim.__setstate__({"state": self.state, "param_groups": self.optim.param_groups})
         self.state = self.optim.state
-        _copy_options(self.param_groups, self.optim.param_groups)
+        copy_options(self.param_groups, self.optim.param_groups)
         self._consolidated = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -486,36 +484,3 @@ class _StepAlong(JoinHook):
 def explain(error: CommError) -> None:
     """Say what an error in the midst of a step means for the parameters."""
     error.advise("The parameters may be half updated: go on from a checkpoint, not from these.")
-
-
-def _checked(params: Iterable[Any]) -> Any:
-    """Return `params` as torch's constructor takes them (Any), a single tensor as it is."""
-    return params if isinstance(params, torch.Tensor) else list(params)
-
-
-def _check_layouts(param_group: dict[str, Any]) -> None:
-    """Raise for parameters that cannot be exchanged."""
-    params = param_group["params"]
-    tensors = [params] if isinstance(params, torch.Tensor) else list(params)
-    param_group["params"] = tensors
-    sparse = [
-        i
-        for i, p in enumerate(p[1] if isinstance(p, tuple) else p for p in tensors)
-        if isinstance(p, torch.Tensor) and p.layout is not torch.strided
-    ]
-    if sparse:
-        raise OptimizerError(
-            "a sharded optimizer is for dense parameters (gradients may be sparse)",
-            seen=f"parameter {sparse[0]} of the group is not dense",
-        )
-
-
-def _copy_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
-    """Copy what is not a parameter from some groups to their counterparts (Any: options)."""
-    for theirs, ours in zip(source, target, strict=True):
-        ours.update({k: v for k, v in theirs.items() if k not in _OF_THE_GROUP_ALONE})
-
-
-def _from_torch(error: Exception) -> Exception:
-    """Make what torch says of parameters an error of ours."""
-    return error if isinstance(error, OptimizerError) else OptimizerError(str(error))
