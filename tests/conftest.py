@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+
+# One thread for each operation of torch, and of all that tests start: ranks have their own, and two
+# threads may add up the same numbers in two orders. Read when torch is loaded, so before all else.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import threading
 import time
 from collections.abc import Callable, Iterator

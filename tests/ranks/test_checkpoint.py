@@ -140,7 +140,9 @@ def test_zero_redundancy_optimizer_resumes_in_any_world(tmp_path, sharded):
     assert Checkpointer(tmp_path).load(model=inner, optimizer=optimizer) == 1
     inner(torch.linspace(0, 1, 12).reshape(4, 3)).square().sum().backward()
     optimizer.step()
-    assert resumed == {2: [values_of(inner)], 3: resumed[2]}
+    assert resumed[2] == [values_of(inner)]
+    # The mean of three equal gradients may be rounded, and Adam divides by their size.
+    assert resumed[3] == [pytest.approx(values_of(inner), abs=1e-6)]
 
 
 def _own(rank, folder, sharded, saves):

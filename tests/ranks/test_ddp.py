@@ -395,7 +395,8 @@ def test_sparse_gradient_of_one_rank_only_2_ranks() -> None:
         for _ in range(2):
             ddp.zero_grad()
             ddp(torch.ones(1, 1)).backward()
-        used, unused = (module[name].weight.grad for name in ("used", "unused"))
+        used, unused = (module.get_parameter(f"{n}.weight").grad for n in ("used", "unused"))
+        assert used is not None
         return used.to_dense().flatten().tolist(), unused
 
     assert run_ranks(2, rank_main) == [([0, 0.5], None)] * 2
