@@ -136,7 +136,7 @@ def test_graph_that_changes_under_static_graph_is_named_on_all_ranks_3_ranks() -
 def test_static_graph_with_accumulation_2_ranks() -> None:
     def backward(module: nn.Module, rank: int) -> None:
         if isinstance(module, dist.DistributedDataParallel):
-            with module.no_sync():
+            with module.no_sync():  # pyright: ignore[reportCallIssue]
                 plain(module, rank + 5)
         else:
             plain(module, rank + 5)
