@@ -18,6 +18,7 @@ import dure as dist
 from dure import trace
 from dure.errors import ModuleError, PeerLost
 from dure.testing import run_ranks
+from ranks.ddp_models import Branches
 
 
 @contextmanager
@@ -29,17 +30,6 @@ def recorded() -> Iterator[list[trace.Event]]:
         yield events
     finally:
         trace.remove_hook(hook)
-
-
-class Branches(nn.Module):
-    """Two layers, of which a forward uses those it is told to use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
-
-    def forward(self, x: torch.Tensor, *names: str) -> torch.Tensor:
-        return torch.stack([getattr(self, name)(x) for name in names]).sum()
 
 
 def test_step_is_one_reduction_a_bucket_and_nothing_else_2_ranks() -> None:

@@ -16,6 +16,7 @@ from torch import nn
 import dure as dist
 from dure.errors import CommError, Desync, ModuleError, PeerLost, UnevenInputs, UsageError
 from dure.testing import CommRecorder, run_ranks
+from ranks.ddp_models import Branches
 
 Params = list[torch.Tensor]
 
@@ -164,17 +165,6 @@ def test_only_what_communicates_counts_3_ranks() -> None:
     for params in run_ranks(3, rank_main):
         for ours, theirs in zip(params, net.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs.detach(), atol=1e-13, rtol=1e-13)
-
-
-class Branches(nn.Module):
-    """Two layers, of which a forward uses those it is told to use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
-
-    def forward(self, x: torch.Tensor, *names: str) -> torch.Tensor:
-        return torch.stack([getattr(self, name)(x) for name in names]).sum()
 
 
 def test_shadow_neither_uses_nor_misses_a_parameter_3_ranks() -> None:

@@ -33,6 +33,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 from dure.data.nests import mapped, tensors_of
 from dure.errors import ModuleError
+from dure.parallel.ddp import graphs
 
 __all__ = ["ComputeCopies", "MixedPrecision"]
 
@@ -179,9 +180,7 @@ class ComputeCopies:
             if self._backward is stack:
                 self._end_backward()
 
-        queue_callback: Callable[[Callable[[], None]], None]
-        queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # pyright: ignore
-        queue_callback(_AtEnd(end))
+        graphs.at_end(_AtEnd(end))
 
     def _end_backward(self) -> None:
         if self._backward is not None:

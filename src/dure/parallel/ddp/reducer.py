@@ -252,9 +252,7 @@ class Reducer:
         self._owing = sum(bucket.pending for bucket in self.buckets)
         self.ready_order = []
         self.clock.start_backward()
-        queue_callback: Callable[[Callable[[], None]], None]
-        queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # pyright: ignore
-        queue_callback(self._finish)
+        graphs.at_end(self._finish)
 
     def _look_ahead(self) -> None:
         """Find out what this backward will not reach, so that no bucket waits for it.

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 
 from dure.comm.agreement import gather_texts
 from dure.errors import HookError, ModuleError
+from dure.parallel.ddp.wrapping import shown
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
     from dure.parallel.ddp.slots import Slot
 
 __all__ = ["Complaint", "Trouble", "verdict"]
-
-_MAX_NAMES_SHOWN = 8
 
 
 class Trouble(Enum):
@@ -101,15 +100,14 @@ def verdict(
             if trouble is worst:
                 concerned.setdefault(number, []).append(str(rank))
     numbers = sorted(concerned)
-    shown = [
+    heard_of = [
         (
             f"{names[n]} (on rank {', '.join(concerned[n])})"
             if n >= 0
             else f"rank {', '.join(concerned[n])}"
         )
-        for n in numbers[:_MAX_NAMES_SHOWN]
+        for n in numbers
     ]
-    more = len(numbers) - len(shown)
     what, fix = worst.value
     kind = HookError if worst is Trouble.HOOK else ModuleError
     return kind(
@@ -118,6 +116,6 @@ def verdict(
         rank=group.rank(),
         world_size=group.size(),
         group=group.group_name,
-        seen=", ".join(shown) + (f" and {more} more" if more else ""),
+        seen=shown(heard_of),
         fix=fix,
     )

@@ -22,6 +22,7 @@ __all__ = [
     "checked_device_ids",
     "refuse_foreign_batch_norm",
     "refuse_wrapped",
+    "shown",
     "trained_parameters",
 ]
 
@@ -54,7 +55,7 @@ def refuse_foreign_batch_norm(module: torch.nn.Module) -> None:
     if paths:
         raise ModuleError(
             "torch.nn.SyncBatchNorm would normalise over each rank's own batch, without a word",
-            seen=f"the path is {_shown(paths)}",
+            seen=f"the path is {shown(paths)}",
             fix="Convert the module: dure.SyncBatchNorm.convert_sync_batchnorm(module).",
         )
 
@@ -177,7 +178,7 @@ def _replaced(names: Sequence[str]) -> ModuleError:
     return ModuleError(
         "parameters were replaced after the module was wrapped",
         parameters=tuple(names),
-        seen=_shown(names),
+        seen=shown(names),
         fix="Wrap the module after all changes to it, or change the parameters' values in place.",
     )
 
@@ -205,11 +206,12 @@ class Frozen:
         raise ModuleError(
             "parameters were unfrozen after the module was wrapped",
             parameters=tuple(names),
-            seen=_shown(names) + ": their gradients would not be averaged",
+            seen=shown(names) + ": their gradients would not be averaged",
             fix="Wrap the module again after the change: DistributedDataParallel(ddp.module).",
         )
 
 
-def _shown(names: Sequence[str]) -> str:
+def shown(names: Sequence[str]) -> str:
+    """Return the first few of `names`, and how many more there are."""
     more = len(names) - _MAX_NAMES_SHOWN
     return ", ".join(names[:_MAX_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

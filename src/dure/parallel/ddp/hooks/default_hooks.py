@@ -69,7 +69,13 @@ def _compressed(
     buffer, group = bucket.buffer(), process_group or bucket.group
     if not buffer.is_floating_point():  # 16 bits would lose the imaginary part
         return average(group, buffer)
-    small = average(group, buffer.to(dtype, copy=True))
+    return _widened(average(group, buffer.to(dtype, copy=True)), buffer)
+
+
+def _widened(
+    small: torch.futures.Future[Any], buffer: torch.Tensor
+) -> torch.futures.Future[torch.Tensor]:
+    """Return a future of `small`'s result in the bits of `buffer`, and there if that is dense."""
     if buffer.is_sparse:
         return small.then(lambda future: _first(future).to(buffer.dtype))
     return small.then(lambda future: buffer.copy_(_first(future)))
@@ -109,9 +115,7 @@ def _wrapper(hook: CommHook, dtype: torch.dtype, name: str) -> CommHook:
         if not buffer.is_floating_point():
             return hook(state, bucket)
         bucket.set_buffer(buffer.to(dtype, copy=True))
-        if buffer.is_sparse:
-            return hook(state, bucket).then(lambda future: _first(future).to(buffer.dtype))
-        return hook(state, bucket).then(lambda future: buffer.copy_(_first(future)))
+        return _widened(hook(state, bucket), buffer)
 
     compressed.__name__ = compressed.__qualname__ = name
     return compressed
