@@ -153,3 +153,13 @@ def test_old_gradients_of_parameters_that_are_left_out_stay_as_they_are_2_ranks(
         return gradients(ddp)
 
     assert run_ranks(2, rank_main) == [[1.5, 1.5, 7.0]] * 2
+
+
+def test_backward_averages_though_nobody_holds_the_wrapper_2_ranks() -> None:
+    def rank_main(rank: int) -> float:
+        module = nn.Linear(1, 1, bias=False)
+        dist.DistributedDataParallel(module)(torch.full((1, 1), float(rank))).sum().backward()
+        assert module.weight.grad is not None
+        return module.weight.grad.item()
+
+    assert run_ranks(2, rank_main) == [0.5, 0.5]

@@ -218,15 +218,12 @@ class Reducer:
     def _gradient_arrives(self, below: Sequence[Any]) -> Callable[[torch.Tensor], None]:
         """Make an output's hook; `below` are the graph's nodes under that output (Any: autograd's).
 
-        It has neither the output's own node nor the reducer: the graph has the hook, and must be
-        free to go, and so must the reducer.
+        It has not the output's own node, so that the graph is free to go; but the reducer, so that
+        it lives as long as the graph, also where the program has let go of the module.
         """
-        weak = weakref.ref(self)
 
         def gradient_arrived(_: torch.Tensor) -> None:
-            me = weak()
-            if me is not None:
-                me.on_output(below)
+            self.on_output(below)
 
         return gradient_arrived
 
