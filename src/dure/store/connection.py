@@ -20,7 +20,7 @@ from dure.errors import StoreLost, StoreRefused, StoreTimeout
 from dure.store.key import JobKey
 from dure.store.wire import MAX_FRAME_BYTES
 
-__all__ = ["Connection", "dial", "lost"]
+__all__ = ["Connection", "answers", "dial", "lost"]
 
 _HEARTBEAT_MS = 5_000
 _SILENCE_MS = 20_000
@@ -172,7 +172,7 @@ def dial(
                 connection.close()
         refusals = refusals + 1 if outcome in (_Outcome.REFUSED, _Outcome.FOREIGN) else 0
         if refusals == 2:
-            raise _refused(endpoint, outcome)
+            raise _refused(endpoint, outcome, key)
         time.sleep(min(pause_s, max(0.0, left_s)))
         pause_s = min(2 * pause_s, 0.1)
     seen = (
@@ -189,12 +189,38 @@ def dial(
     )
 
 
-def _refused(endpoint: str, outcome: _Outcome | None) -> StoreRefused:
+def answers(endpoint: str, key: JobKey | None, patience_s: float) -> bool:
+    """Tell whether a store of this job is at `endpoint`; False at once where nobody listens.
+
+    Raises:
+        StoreRefused: Somebody with another key is there.
+    """
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    outcome = None
+    try:
+        for _ in range(2):  # one that refuses once may be a server that ends
+            connection = Connection(context, endpoint, key)
+            try:
+                outcome = connection.attempt(patience_s)
+            finally:
+                connection.close()
+            if outcome in (_Outcome.OPEN, None):
+                return outcome is _Outcome.OPEN
+        if outcome in (_Outcome.REFUSED, _Outcome.FOREIGN):
+            raise _refused(endpoint, outcome, key)
+        return False
+    finally:
+        context.term()
+
+
+def _refused(endpoint: str, outcome: _Outcome | None, key: JobKey | None) -> StoreRefused:
+    mine = "no key" if key is None else f"the key with fingerprint {key.fingerprint}"
+    refused = (
+        "refused: different job key" if outcome is _Outcome.REFUSED else _Outcome.FOREIGN.value
+    )
     return StoreRefused(
         f"the store at {endpoint} refused this process",
-        seen="refused: different job key"
-        if outcome is _Outcome.REFUSED
-        else _Outcome.FOREIGN.value,
+        seen=f"{refused}; this process has {mine}",
         fix="All ranks need the same key: start them with `dure run`, or give them the same "
         "DURE_JOB_KEY_FILE or ~/.config/dure/key; or the port belongs to another program.",
     )

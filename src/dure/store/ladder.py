@@ -1,0 +1,285 @@
+"""The stores of a job in order, so that whoever loses one finds the same next one as all others.
+
+The first *rung* is the store of the job's endpoint. Every further process that could hold the store
+runs a server of its own, a *standby*, and writes its address at the end of the list of rungs, which
+lies in the store that is in use. A rung is *open* once its owner has said so, under a name (its
+`id`) that no other store has; a standby is up, but not open, and holds nothing.
+
+          rung 0 (endpoint)      rung 1            rung 2
+          open, id a31c…         standby           standby
+             ✗ dies
+                                 its owner finds    waits at rung 1
+                                 rung 0 gone, puts  until it is open,
+                                 in what it knows,  then goes on there
+                                 and opens it
+
+**One way for all.** Whoever loses the store walks the list from the top: a rung that nobody holds
+any more is passed by, an open one is taken, a standby is waited at. Only a rung's own owner opens
+it, and only after it has found every rung above gone. So the living agree on the highest rung that
+lives, without a word between them. A member whose connection broke by chance finds its old rung
+open, and stays.
+
+**Splits.** Where a network falls apart, each part may find "the rungs above" gone. Three rules
+contain that. A part with fewer hosts than the job's minimum ends (`launch/agent`); with a minimum
+of more than half the hosts, no two parts go on. Who opened a rung goes on looking at those above
+(`revived`): one that answers under its old id was never dead, and the lower part gives way to it.
+One that answers with a new id was started afresh, by an owner that knows nothing of the rest: it is
+told where the job has gone (`redirect`), and who finds such a note follows it.
+
+Cost: a walk passes a rung that refuses the connection in a few milliseconds, one whose host is
+silent in `patience_s`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from dure.errors import StoreError, StoreLost, StoreTimeout
+from dure.store.address import resolve
+from dure.store.base import DEFAULT_TIMEOUT, Store
+from dure.store.connection import answers
+from dure.store.key import JobKey
+from dure.store.network import NetworkStore
+
+__all__ = ["Ladder", "rungs_of"]
+
+_RUNGS = "dure/ladder/rungs"
+_OPEN = "dure/ladder/open"
+_MOVED = "dure/ladder/moved"
+_PATIENCE_S = 2.0
+_LOOK = timedelta(seconds=0.1)
+"""How long one look at a standby waits for it to open."""
+
+
+def rungs_of(store: Store) -> tuple[str, ...]:
+    """Return the addresses ("host:port") that are written in a store, from the top."""
+    if not store.check([_RUNGS]):
+        return ()
+    return tuple(dict.fromkeys(store.get(_RUNGS).decode().split()))
+
+
+class Ladder:
+    """One process's place on the ladder: the store it uses, and where to go when that is lost.
+
+    Args:
+        addresses: The rungs that are known, "host:port", from the top; the first is enough.
+        key: The job key; None talks in the clear.
+        own: The address of this process's own standby, if it has one.
+        timeout: How long operations of the stores wait.
+        patience_s: How long a rung may be silent before it counts as gone; one that refuses the
+            connection does so at once.
+
+    Threads: one at a time; the store that `current` returns may be used by any.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        key: JobKey | None,
+        *,
+        own: str | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        patience_s: float = _PATIENCE_S,
+    ) -> None:
+        self._addresses = list(dict.fromkeys(addresses))
+        self._key, self._own, self._timeout = key, own, timeout
+        self._patience_s = patience_s
+        self._ids: dict[str, bytes] = {}  # of the stores that were used, by address
+        self._store: NetworkStore | None = None
+        self._address = ""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The rungs, from the top, as far as this process knows them."""
+        return tuple(self._addresses)
+
+    @property
+    def address(self) -> str:
+        """The rung in use, "host:port"."""
+        return self._address
+
+    @property
+    def leading(self) -> bool:
+        """Whether the rung in use is this process's own."""
+        return self._address == self._own
+
+    @property
+    def current(self) -> NetworkStore:
+        """The store in use.
+
+        Raises:
+            StoreError: `join` or `lead` was not called, or failed.
+        """
+        if self._store is None:
+            raise StoreError("the job's store has not been found yet")
+        return self._store
+
+    def lead(self) -> NetworkStore:
+        """Open this process's own rung, as the job's first."""
+        assert self._own is not None
+        return self._open_own(None)
+
+    def join(self, timeout_s: float) -> NetworkStore:
+        """Find the store in use, and learn the other rungs from it.
+
+        Raises:
+            StoreTimeout: No rung is open.
+            StoreRefused: A rung has another key.
+        """
+        return self._walk(timeout_s, None)
+
+    def stand_by(self) -> None:
+        """Write this process's own rung at the end of the list, for all to find."""
+        assert self._own is not None
+        if self._own not in rungs_of(self.current):
+            self.current.append(_RUNGS, f"{self._own}\n")
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Learn of rungs that have come since; call it now and then, while the store lives."""
+        self._addresses = list(dict.fromkeys([*rungs_of(self.current), *self._addresses]))
+
+    def advance(
+        self, timeout_s: float = 10.0, seed: Callable[[Store], None] | None = None
+    ) -> NetworkStore:
+        """Find the store in use after `StoreLost`: the same one, if it still lives, or a lower one.
+
+        Args:
+            timeout_s: How long to look.
+            seed: Puts into this process's own, empty store what the others will need, before it
+                is opened; called only if this process is the next in order.
+
+        Raises:
+            StoreLost: No rung lives, or none was opened in time.
+        """
+        try:
+            return self._walk(timeout_s, seed)
+        except StoreTimeout as error:
+            raise StoreLost(
+                "the job's store is lost, and no other takes its place",
+                elapsed_s=timeout_s,
+                seen=f"tried {', '.join(self._addresses)}",
+                fix="Look at the errors of the processes that held them.",
+            ) from error
+
+    def revived(self) -> tuple[str, bool] | None:
+        """Look whether a rung above lives again.
+
+        Returns:
+            Its address, and whether it is the very store that was lost (a split) rather than one
+            that was started afresh; None if all above are gone.
+        """
+        for address in self._addresses:
+            if address == self._address:
+                return None
+            store = self._visit(address)
+            if store is None:
+                continue
+            try:
+                name = store.get(_OPEN) if store.check([_OPEN]) else None
+            except StoreError:
+                continue
+            finally:
+                store.close()
+            if name is not None:
+                return address, name == self._ids.get(address)
+        return None
+
+    def redirect(self, address: str) -> None:
+        """Leave a note in the store at `address`: the job has gone to the rung in use."""
+        store = self._visit(address)
+        if store is not None:
+            with contextlib.suppress(StoreError):
+                store.set(_MOVED, self._address)
+            store.close()
+
+    def moved(self) -> str | None:
+        """Return where the job has gone, if the store in use holds such a note."""
+        store = self.current
+        return store.get(_MOVED).decode() if store.check([_MOVED]) else None
+
+    def follow(self, address: str, timeout_s: float) -> NetworkStore:
+        """Go to the rung at `address`, of whom a note speaks, before all others."""
+        self._addresses = [address, *(a for a in self._addresses if a != address)]
+        return self._walk(timeout_s, None)
+
+    def close(self) -> None:
+        """Say goodbye to the store in use."""
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    def _walk(self, timeout_s: float, seed: Callable[[Store], None] | None) -> NetworkStore:
+        """Walk from the top, again and again, until an open rung is found."""
+        deadline = time.monotonic() + timeout_s
+        pause_s = 0.005
+        while True:
+            for address in self._addresses:
+                if address == self._own and self._ids:
+                    return self._open_own(seed)  # all above are gone
+                store = self._visit(address)
+                if store is not None and self._take(address, store):
+                    return self.current
+                if store is not None:
+                    break  # a standby: its owner is on the way
+            if time.monotonic() > deadline:
+                raise StoreTimeout(
+                    "the job's store cannot be reached",
+                    elapsed_s=timeout_s,
+                    seen=f"no store is open at {', '.join(self._addresses)}",
+                    fix="Check that the launcher on the endpoint's host runs, and that its port "
+                    "can be reached from here.",
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.2)
+
+    def _visit(self, address: str) -> NetworkStore | None:
+        """Return a store for `address`; None if nobody holds it."""
+        host, _, port = address.rpartition(":")
+        endpoint = resolve(host.strip("[]"), int(port), "a host of the job").endpoint
+        try:
+            if answers(endpoint, self._key, self._patience_s):
+                return NetworkStore(endpoint, self._key, self._timeout)
+        except (StoreTimeout, StoreLost):
+            pass
+        return None
+
+    def _take(self, address: str, store: NetworkStore) -> bool:
+        """Use a store if it is open, or opens in a moment; otherwise leave it."""
+        try:
+            store.wait([_OPEN], _LOOK)
+            name = store.get(_OPEN)
+            moved = store.get(_MOVED).decode() if store.check([_MOVED]) else None
+        except (StoreTimeout, StoreLost):
+            store.close()
+            return False
+        if moved is not None and moved != address:
+            store.close()
+            self._addresses = [moved, *(a for a in self._addresses if a != moved)]
+            return False
+        self._use(address, store, name)
+        return True
+
+    def _open_own(self, seed: Callable[[Store], None] | None) -> NetworkStore:
+        assert self._own is not None
+        store = self._visit(self._own)
+        if store is None:
+            raise StoreLost("this process's own store does not answer", seen=self._own)
+        if self._own not in self._addresses:
+            self._addresses.append(self._own)
+        store.set(_RUNGS, "".join(f"{address}\n" for address in self._addresses))
+        if seed is not None:
+            seed(store)
+        name = uuid.uuid4().hex.encode()
+        self._use(self._own, store, store.compare_set(_OPEN, "", name))
+        return store
+
+    def _use(self, address: str, store: NetworkStore, name: bytes) -> None:
+        self.close()
+        self._store, self._address = store, address
+        self._ids[address] = name
+        self.refresh()

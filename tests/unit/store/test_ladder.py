@@ -1,0 +1,159 @@
+"""The ladder of stores: whoever loses the store finds the same next one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+
+import pytest
+
+from dure.errors import StoreLost, StoreRefused, StoreTimeout
+from dure.store.address import resolve
+from dure.store.base import Store
+from dure.store.key import JobKey, mint
+from dure.store.ladder import Ladder, rungs_of
+from dure.store.server import StoreServer, listen
+
+KEY = mint()
+
+
+class Crew:
+    """A few members, each with a server of its own, that share a ladder."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
+    def server(self, key: JobKey = KEY, port: int = 0) -> StoreServer:
+        server = StoreServer(listen(resolve("127.0.0.1", port)), key)
+        self._stack.callback(server.stop)
+        return server
+
+    def ladder(self, *rungs: StoreServer, own: StoreServer | None = None) -> Ladder:
+        ladder = Ladder(
+            [address(rung) for rung in rungs],
+            KEY,
+            own=None if own is None else address(own),
+            timeout=timedelta(seconds=5),
+        )
+        self._stack.callback(ladder.close)
+        return ladder
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def address(server: StoreServer) -> str:
+    return f"127.0.0.1:{server.port}"
+
+
+@pytest.fixture
+def crew() -> Iterator[Crew]:
+    crew = Crew()
+    yield crew
+    crew.close()
+
+
+def three(crew: Crew) -> tuple[list[StoreServer], list[Ladder]]:
+    servers = [crew.server() for _ in range(3)]
+    first = crew.ladder(servers[0], own=servers[0])
+    first.lead()
+    ladders = [first]
+    for server in servers[1:]:
+        ladder = crew.ladder(servers[0], own=server)
+        ladder.join(5)
+        ladder.stand_by()
+        ladders.append(ladder)
+    for ladder in ladders:
+        ladder.refresh()
+    return servers, ladders
+
+
+def test_members_learn_all_rungs_in_order(crew: Crew) -> None:
+    servers, ladders = three(crew)
+    for ladder in ladders:
+        assert ladder.addresses == tuple(map(address, servers))
+        assert rungs_of(ladder.current) == ladder.addresses
+    assert [ladder.leading for ladder in ladders] == [True, False, False]
+
+
+def test_after_a_death_all_go_to_the_next_rung_that_its_owner_has_seeded(crew: Crew) -> None:
+    servers, ladders = three(crew)
+    servers[0].stop()
+
+    def seed(store: Store) -> None:
+        store.set("known", "to the second")
+
+    found: list[bytes] = []
+    last = threading.Thread(target=lambda: found.append(ladders[2].advance(10).get("known")))
+    last.start()  # it comes to a standby, and waits for its owner
+    ladders[1].advance(10, seed)
+    last.join(10)
+    assert found == [b"to the second"]
+    assert ladders[1].address == ladders[2].address == address(servers[1])
+
+
+def test_two_deaths_at_once_leave_the_third(crew: Crew) -> None:
+    servers, ladders = three(crew)
+    servers[0].stop()
+    servers[1].stop()
+    ladders[2].advance(10)
+    assert ladders[2].leading
+    assert ladders[2].address == address(servers[2])
+
+
+def test_a_member_that_lost_only_its_connection_stays_on_its_rung(crew: Crew) -> None:
+    servers, ladders = three(crew)
+    ladders[0].current.set("here", "1")
+    assert ladders[1].advance(5).get("here") == b"1"
+    assert ladders[1].address == address(servers[0])
+
+
+def test_a_follower_without_a_living_rung_gets_store_lost(crew: Crew) -> None:
+    servers, _ = three(crew)
+    guest = crew.ladder(servers[0])
+    guest.join(5)
+    for server in servers:
+        server.stop()
+    with pytest.raises(StoreLost):
+        guest.advance(0.2)
+
+
+def test_a_store_started_afresh_is_told_where_the_job_has_gone(crew: Crew) -> None:
+    servers, ladders = three(crew)
+    servers[0].stop()
+    ladders[1].advance(5)
+    assert ladders[1].revived() is None
+    again = crew.server(port=servers[0].port)
+    newcomer = crew.ladder(again, own=again)
+    newcomer.lead()
+    assert ladders[1].revived() == (address(again), False)
+    ladders[1].redirect(address(again))
+    assert newcomer.moved() == address(servers[1])
+    newcomer.follow(address(servers[1]), 5)
+    assert newcomer.address == address(servers[1])
+    stranger = crew.ladder(again)
+    stranger.join(5)
+    assert stranger.address == address(servers[1])
+
+
+def test_a_store_that_never_died_is_known_by_its_id(crew: Crew) -> None:
+    servers, ladders = three(crew)
+    lower = ladders[1]
+    lower._open_own(None)  # pyright: ignore[reportPrivateUsage] (as after a cut of the network)
+    assert lower.revived() == (address(servers[0]), True)
+
+
+def test_a_wrong_key_is_refused_at_once(crew: Crew) -> None:
+    other = crew.server(mint())
+    with pytest.raises(StoreRefused) as caught:
+        crew.ladder(other).join(60)
+    assert KEY.fingerprint in caught.value.seen
+
+
+def test_nobody_at_the_endpoint_is_a_timeout(crew: Crew) -> None:
+    server = crew.server()
+    server.stop()
+    with pytest.raises(StoreTimeout):
+        crew.ladder(server).join(0.1)
