@@ -97,6 +97,11 @@ VARIABLES: dict[str, Variable] = {
         ),
         Variable(name="DURE_LAUNCHER", meaning="the job's name; set by `dure run` in every rank"),
         Variable(
+            name="DURE_ELASTIC",
+            meaning="1: the launcher replaces dead ranks; set by `dure run --elastic`",
+        ),
+        Variable(name="DURE_ELASTIC_MIN", meaning="fewer living ranks than these end the job"),
+        Variable(
             name="DURE_TRACE_DIR",
             meaning="where ranks write their flight records; off: not on errors",
             example="traces",

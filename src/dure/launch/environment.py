@@ -10,25 +10,66 @@ from pathlib import Path
 
 from dure.launch.spec import JobSpec
 
-__all__ = ["JobAddress", "default_threads", "rank_variables"]
+__all__ = ["JobAddress", "Round", "default_threads", "rank_variables"]
 
 MASTER_ADDR = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobAddress:
-    """How the ranks of a job find each other, and the launcher.
+    """What tells the job from all others, and proves that a process belongs to it.
 
-    `name` tells the job from all others; `master_port` is free for rank 0 to listen on; `store`
-    is the host:port of the launcher's own store; the key can be read from the inherited descriptor
-    `key_fd`, and, by processes that closed it, from `key_file`.
+    The key can be read from the inherited descriptor `key_fd`, and, by processes that closed it,
+    from `key_file`.
     """
 
     name: str
-    master_port: int
-    store: str
     key_fd: int
     key_file: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One start of all ranks, seen from one host.
+
+    Ranks are numbered host by host, in the order of `hosts`.
+
+    Args:
+        number: How often the job was restarted before.
+        node: Which of `hosts` this one is.
+        hosts: Their names.
+        nprocs: How many ranks each of them starts.
+        master_addr: The host of rank 0.
+        master_port: Free for rank 0 to listen on.
+        store: host:port of the job's store.
+    """
+
+    number: int = 0
+    node: int = 0
+    hosts: tuple[str, ...]
+    nprocs: tuple[int, ...]
+    master_addr: str
+    master_port: int
+    store: str
+
+    @property
+    def nproc(self) -> int:
+        """How many ranks this host starts."""
+        return self.nprocs[self.node]
+
+    @property
+    def first_rank(self) -> int:
+        """The rank of this host's local rank 0."""
+        return sum(self.nprocs[: self.node])
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are on all hosts."""
+        return sum(self.nprocs)
+
+    def rank(self, local_rank: int) -> int:
+        """Return the rank of this host's `local_rank`."""
+        return self.first_rank + local_rank
 
 
 def default_threads(cores: int, nproc: int) -> int:
@@ -37,49 +78,59 @@ def default_threads(cores: int, nproc: int) -> int:
 
 
 def rank_variables(
-    spec: JobSpec, rank: int, address: JobAddress, threads: int | None
+    spec: JobSpec, local_rank: int, address: JobAddress, round: Round, threads: int | None
 ) -> dict[str, str | None]:
-    """Return what to change in the environment for one rank of a job on this one host.
+    """Return what to change in the environment for one rank.
 
     Args:
         spec: The job; its `env` has the last word.
-        rank: Which rank.
-        address: How the ranks find each other.
+        local_rank: Which of this host's ranks.
+        address: What the ranks inherit of the job.
+        round: Which start of the job it is, and who takes part.
         threads: OMP_NUM_THREADS, or None to leave it as it is.
     """
-    number, of = str(rank), str(spec.nproc)
-    variables: dict[str, str | None] = {
-        "RANK": number,
-        "LOCAL_RANK": number,
-        "ROLE_RANK": number,
-        "WORLD_SIZE": of,
-        "LOCAL_WORLD_SIZE": of,
-        "ROLE_WORLD_SIZE": of,
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_NAME": "default",
-        "MASTER_ADDR": MASTER_ADDR,
-        "MASTER_PORT": str(address.master_port),
-        "TORCHELASTIC_RUN_ID": address.name,
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
+    variables = _numbers(spec, local_rank, round) | {
+        "MASTER_ADDR": round.master_addr,
+        "MASTER_PORT": str(round.master_port),
+        "TORCHELASTIC_RUN_ID": spec.run_id or address.name,
+        "TORCHELASTIC_RESTART_COUNT": str(round.number),
+        "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_ERROR_FILE": None,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "PYTHONUNBUFFERED": "1",
-        "DURE_STORE_ADDR": address.store,
+        "DURE_STORE_ADDR": round.store,
         "DURE_LAUNCHER": address.name,
         "DURE_JOB_KEY_FD": str(address.key_fd),
         "DURE_JOB_KEY_FILE": address.key_file,
         "DURE_INSECURE": None,  # every rank has the key, and the launcher's store asks for it
+        "DURE_ELASTIC": "1" if spec.elastic else None,
+        "DURE_ELASTIC_MIN": str(spec.min_ranks) if spec.elastic else None,
     }
     if spec.log_dir is not None:
-        variables["TORCHELASTIC_ERROR_FILE"] = str(rank_log_dir(spec.log_dir, rank) / "error.json")
+        directory = rank_log_dir(spec.log_dir, round.rank(local_rank), round.number)
+        variables["TORCHELASTIC_ERROR_FILE"] = str(directory / "error.json")
     if spec.trace_dir is not None:
         variables["DURE_TRACE_DIR"] = str(spec.trace_dir.absolute())
     if threads is not None:
         variables["OMP_NUM_THREADS"] = str(threads)
     return variables | dict(spec.env)
+
+
+def _numbers(spec: JobSpec, local_rank: int, round: Round) -> dict[str, str | None]:
+    """Return who the rank is; the ranks of a job all have one role."""
+    rank, of = str(round.rank(local_rank)), str(round.world_size)
+    return {
+        "RANK": rank,
+        "LOCAL_RANK": str(local_rank),
+        "ROLE_RANK": rank,
+        "WORLD_SIZE": of,
+        "LOCAL_WORLD_SIZE": str(round.nproc),
+        "ROLE_WORLD_SIZE": of,
+        "GROUP_RANK": str(round.node),
+        "GROUP_WORLD_SIZE": str(len(round.hosts)),
+        "ROLE_NAME": spec.role,
+    }
 
 
 def rank_log_dir(log_dir: Path, rank: int, attempt: int = 0) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 import time
 import uuid
@@ -15,7 +16,13 @@ from collections.abc import Iterator
 
 from dure import env
 from dure.errors import LaunchError, StoreError, UsageError
-from dure.launch.environment import MASTER_ADDR, JobAddress, default_threads, rank_variables
+from dure.launch.environment import (
+    MASTER_ADDR,
+    JobAddress,
+    Round,
+    default_threads,
+    rank_variables,
+)
 from dure.launch.loop import JobLoop
 from dure.launch.ports import reserve_port
 from dure.launch.processes import adopting_orphans
@@ -63,12 +70,14 @@ def run_job(spec: JobSpec) -> JobResult:
     check_program(spec)
     started = time.monotonic()
     try:
-        with _address(spec) as address, caught_signals() as signals, adopting_orphans():
+        with _address(spec) as (address, first), caught_signals() as signals, adopting_orphans():
             terminal = Terminal(spec)
-            supervisor = Supervisor(spec.nproc, _timing(spec), keep_going=spec.keep_going)
+            supervisor = Supervisor(
+                spec.nproc, _timing(spec), keep_going=spec.keep_going or spec.elastic
+            )
             loop = JobLoop(address.name, supervisor, terminal, signals)
             try:
-                _start_ranks(spec, address, loop)
+                _start_ranks(spec, address, first, loop)
                 with guarded(address.name):
                     loop.run()
                 result = _result(spec, loop, time.monotonic() - started)
@@ -88,23 +97,33 @@ def run_job(spec: JobSpec) -> JobResult:
 
 
 @contextlib.contextmanager
-def _address(spec: JobSpec) -> Iterator[JobAddress]:
+def _address(spec: JobSpec) -> Iterator[tuple[JobAddress, Round]]:
     """Host the job's store, keep a port for rank 0, and put the key where ranks inherit it."""
     key = mint() if spec.key is None else JobKey(spec.key)
     with contextlib.ExitStack() as stack:
-        keeper, port = reserve_port()
-        stack.callback(keeper.close)
+        port = spec.master_port
+        if port is None:
+            keeper, port = reserve_port()
+            stack.callback(keeper.close)
         key_fd = _key_memory(key)
         stack.callback(os.close, key_fd)
         # Not a TCPStore: DURE_STORE_BIND is for rank 0's store, and this one never leaves the host.
         server = StoreServer(listen(resolve(MASTER_ADDR, 0)), key)
         stack.callback(server.retire)
-        yield JobAddress(
+        address = JobAddress(
             name=uuid.uuid4().hex,
-            master_port=port,
-            store=f"{MASTER_ADDR}:{server.port}",
             key_fd=key_fd,
             key_file=f"/proc/{os.getpid()}/fd/{key_fd}",
+        )
+        yield (
+            address,
+            Round(
+                hosts=(socket.gethostname(),),
+                nprocs=(spec.nproc,),
+                master_addr=MASTER_ADDR,
+                master_port=port,
+                store=f"{MASTER_ADDR}:{server.port}",
+            ),
         )
 
 
@@ -127,7 +146,7 @@ def _timing(spec: JobSpec) -> Timing:
     return Timing(grace_s=spec.grace_s, interrupt_grace_s=spec.grace_s, settle_s=settle_s)
 
 
-def _start_ranks(spec: JobSpec, address: JobAddress, loop: JobLoop) -> None:
+def _start_ranks(spec: JobSpec, address: JobAddress, round: Round, loop: JobLoop) -> None:
     threads = _threads(spec)
     if threads is not None:
         loop.terminal.say(
@@ -135,7 +154,7 @@ def _start_ranks(spec: JobSpec, address: JobAddress, loop: JobLoop) -> None:
             f"thread{'s' if threads > 1 else ''}; set OMP_NUM_THREADS for another number"
         )
     for rank in range(spec.nproc):
-        variables = rank_variables(spec, rank, address, threads)
+        variables = rank_variables(spec, rank, address, round, threads)
         started = start_rank(spec, rank, env.child_environment(variables), address.key_fd)
         loop.add(started)
 
@@ -154,7 +173,9 @@ def _result(spec: JobSpec, loop: JobLoop, elapsed_s: float) -> JobResult:
     failure = None
     if supervisor.first_failure is not None:
         failure = root_cause(ranks[supervisor.first_failure], ranks)
-    went_on = spec.keep_going and any(map(supervisor.succeeded, range(spec.nproc)))
+    went_on = (spec.keep_going or spec.elastic) and any(
+        map(supervisor.succeeded, range(spec.nproc))
+    )
     if failure is not None and not went_on:
         code = failure.status
     elif supervisor.interrupted_by is not None:

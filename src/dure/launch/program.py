@@ -9,6 +9,7 @@ import importlib.util
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from importlib.machinery import ModuleSpec, PathFinder
 
 from dure.errors import UsageError
@@ -19,16 +20,82 @@ __all__ = ["check_program"]
 
 def check_program(spec: JobSpec) -> None:
     """Raise `UsageError` if the job cannot be started as it was asked for."""
-    if spec.nproc < 1:
-        raise UsageError("the number of processes must be at least 1", seen=f"--nproc {spec.nproc}")
-    if spec.grace_s is not None and spec.grace_s < 0:
-        raise UsageError("the grace time cannot be negative", seen=f"{spec.grace_s} s")
+    _check_numbers(spec)
+    _check_hosts(spec)
+    _check_output(spec)
     if spec.kind == "script":
         _check_script(spec.program)
     elif spec.kind == "module":
         _check_module(spec.program)
     elif shutil.which(spec.program) is None:
         raise UsageError("no such program", seen=spec.program, fix="Check its name and mode.")
+
+
+def _check_numbers(spec: JobSpec) -> None:
+    if spec.nproc < 1:
+        raise UsageError("the number of processes must be at least 1", seen=f"--nproc {spec.nproc}")
+    if spec.grace_s is not None and spec.grace_s < 0:
+        raise UsageError("the grace time cannot be negative", seen=f"{spec.grace_s} s")
+    if spec.max_restarts < 0:
+        raise UsageError(
+            "the number of restarts cannot be negative", seen=f"--max-restarts {spec.max_restarts}"
+        )
+    most = spec.nnodes[1] * spec.nproc
+    if spec.elastic and not 1 <= spec.min_ranks <= most:
+        raise UsageError(
+            f"an elastic job must do with at least 1 and at most its {most} ranks",
+            seen=f"--min-ranks {spec.min_ranks}",
+        )
+
+
+def _check_hosts(spec: JobSpec) -> None:
+    least, most = spec.nnodes
+    if not 1 <= least <= most:
+        raise UsageError(
+            "the number of hosts must be at least 1, and the most not below the least",
+            seen=f"--nnodes {least}:{most}",
+        )
+    if most > 1 and spec.endpoint is None:
+        raise UsageError(
+            "several hosts need a place to meet",
+            seen=f"--nnodes {least}:{most} and no endpoint",
+            fix="Give every host the same --rdzv-endpoint HOST:PORT of one of them.",
+        )
+    if spec.endpoint is not None and not _is_endpoint(spec.endpoint):
+        raise UsageError("the endpoint must be HOST:PORT", seen=spec.endpoint)
+    if spec.node_rank is not None and not 0 <= spec.node_rank < most:
+        raise UsageError(
+            f"the number of this host must be from 0 to {most - 1}",
+            seen=f"--node-rank {spec.node_rank}",
+        )
+    if spec.master_port is not None and not 0 < spec.master_port < 1 << 16:
+        raise UsageError("not a port", seen=f"--master-port {spec.master_port}")
+    if spec.join_timeout_s <= 0 or spec.last_call_s < 0:
+        raise UsageError(
+            "the times to wait for hosts must be positive",
+            seen=f"join_timeout={spec.join_timeout_s:g}, last_call_timeout={spec.last_call_s:g}",
+        )
+
+
+def _is_endpoint(text: str) -> bool:
+    host, colon, port = text.rpartition(":")
+    return bool(host and colon) and port.isdecimal() and int(port) < 1 << 16
+
+
+def _check_output(spec: JobSpec) -> None:
+    """Refuse local ranks that this host does not start."""
+    named = {
+        "--local-ranks-filter": spec.local_ranks_filter or frozenset[int](),
+        "--redirects": frozenset(spec.redirects if isinstance(spec.redirects, Mapping) else ()),
+        "--tee": frozenset(spec.tee if isinstance(spec.tee, Mapping) else ()),
+    }
+    for flag, ranks in named.items():
+        strangers = sorted(rank for rank in ranks if not 0 <= rank < spec.nproc)
+        if strangers:
+            raise UsageError(
+                f"this host has the local ranks 0 to {spec.nproc - 1}",
+                seen=f"{flag} names {', '.join(map(str, strangers))}",
+            )
 
 
 def _check_script(path: str) -> None:

@@ -8,6 +8,7 @@ result, which explains the others, for they mostly fail as a consequence.
 
 from __future__ import annotations
 
+import enum
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,13 +25,17 @@ __all__ = [
     "JobSpec",
     "Kind",
     "Line",
+    "Numa",
     "RankResult",
+    "Std",
     "Stream",
+    "StreamChoice",
     "signal_name",
 ]
 
 Stream = Literal["stdout", "stderr"]
 Kind = Literal["script", "module", "executable"]
+Numa = Literal["node", "socket", "exclusive", "core-complex"]
 
 
 def signal_name(number: int) -> str:
@@ -39,6 +44,23 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+class Std(enum.IntFlag):
+    """Which of a rank's streams are meant, with torchrun's numbers."""
+
+    NONE = 0
+    OUT = 1
+    ERR = 2
+    ALL = 3
+
+    def has(self, stream: Stream) -> bool:
+        """Whether `stream` is among them."""
+        return bool(self & (Std.OUT if stream == "stdout" else Std.ERR))
+
+
+StreamChoice = Std | Mapping[int, Std]
+"""The same streams of every rank, or some by local rank (none of the ranks not named)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +84,7 @@ class JobSpec:
         program: A Python file, a module's name or a program, as `kind` says.
         args: What the program finds in `sys.argv[1:]`.
         kind: "script" is `python FILE`, "module" is `python -m NAME`, "executable" any program.
-        nproc: How many ranks to start.
+        nproc: How many ranks to start, on this host.
         env: Variables for the ranks, over those of this process; None removes one.
         key: The job's key; without one, one is minted for this job alone.
         log_dir: Where to keep each rank's output as it came, besides showing it.
@@ -76,6 +98,32 @@ class JobSpec:
         keep_going: A rank that fails does not end the job; the others may go on without it
             (`dure.shrink`). The job succeeds if one of them does.
         quiet: Say nothing of the launcher's own: no hints, no summary of a failure.
+        nnodes: How many hosts, at least and at most.
+        node_rank: This host's number, where the user fixed it.
+        endpoint: host:port of the job's store; None: on this host, at any port (one host only).
+        local_addr: The address by which other hosts reach this one; None: found.
+        master_port: What the ranks find as MASTER_PORT; None: a free port.
+        run_id: The job's name, the same on every host; None: one is made up.
+        join_timeout_s: How long to wait for the least number of hosts.
+        last_call_s: How long to wait then for more, up to the most.
+        max_restarts: How often the program may be started again, in the whole job.
+        elastic: The program outlives deaths itself (`dure.elastic`): dead ranks are replaced, and
+            the living left alone. Implies `keep_going`.
+        min_ranks: An elastic job ends when fewer ranks than these live.
+        zygote: Whether ranks are forked from a process that has imported torch.
+        preload: Modules that process imports besides.
+        role: What the ranks find as ROLE_NAME.
+        redirects: Streams that go to files instead of the terminal.
+        tee: Streams that go to files and to the terminal.
+        local_ranks_filter: The local ranks whose output is shown; None: all.
+        stdout_filters: Lines of standard output that hold one of these words are collected, too.
+        stderr_filters: The same for standard error.
+        numa: How ranks are bound to cores: node, socket, exclusive or core-complex; None: not.
+        virtual_local_rank: Each rank sees one GPU, as its device 0, and has LOCAL_RANK 0.
+        signals: Signals to the launcher that end the job.
+        prefix: What stands before each line.
+        fold: Show lines that several ranks write alike once.
+        live: Show the progress of all ranks in one view.
     """
 
     program: str
@@ -91,6 +139,31 @@ class JobSpec:
     grace_s: float | None = None
     keep_going: bool = False
     quiet: bool = False
+    nnodes: tuple[int, int] = (1, 1)
+    node_rank: int | None = None
+    endpoint: str | None = None
+    local_addr: str | None = None
+    master_port: int | None = None
+    run_id: str | None = None
+    join_timeout_s: float = 600.0
+    last_call_s: float = 5.0
+    max_restarts: int = 0
+    elastic: bool = False
+    min_ranks: int = 1
+    zygote: Literal["auto", "always", "never"] = "auto"
+    preload: tuple[str, ...] = ()
+    role: str = "default"
+    redirects: StreamChoice = Std.NONE
+    tee: StreamChoice = Std.NONE
+    local_ranks_filter: frozenset[int] | None = None
+    stdout_filters: tuple[str, ...] = ()
+    stderr_filters: tuple[str, ...] = ()
+    numa: Numa | None = None
+    virtual_local_rank: bool = False
+    signals: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    prefix: Literal["auto", "rank", "host", "none"] = "auto"
+    fold: bool = True
+    live: bool = False
 
 
 @dataclass(frozen=True, slots=True)

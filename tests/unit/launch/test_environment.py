@@ -4,36 +4,85 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dure import env
 from dure.errors import UsageError
-from dure.launch.environment import JobAddress, default_threads, rank_log_dir, rank_variables
+from dure.launch.environment import (
+    JobAddress,
+    Round,
+    default_threads,
+    rank_log_dir,
+    rank_variables,
+)
 from dure.launch.ports import reserve_port
 from dure.launch.program import check_program
-from dure.launch.spec import JobSpec
+from dure.launch.spec import JobSpec, Std
 
-ADDRESS = JobAddress(name="j", master_port=5, store="h:6", key_fd=7, key_file="/k")
+ADDRESS = JobAddress(name="j", key_fd=7, key_file="/k")
+
+
+def one_host(nproc: int = 1) -> Round:
+    return Round(hosts=("h",), nprocs=(nproc,), master_addr="h", master_port=5, store="h:6")
 
 
 def test_users_variables_have_the_last_word() -> None:
     spec = JobSpec(program="p", nproc=2, env={"RANK": None, "MASTER_PORT": "9", "MINE": "x"})
-    variables = rank_variables(spec, 1, ADDRESS, threads=3)
+    variables = rank_variables(spec, 1, ADDRESS, one_host(2), threads=3)
     assert variables["RANK"] is None
     assert (variables["MASTER_PORT"], variables["MINE"]) == ("9", "x")
     assert (variables["LOCAL_RANK"], variables["OMP_NUM_THREADS"]) == ("1", "3")
 
 
 def test_error_file_is_in_the_log_directory_or_nowhere(tmp_path: Path) -> None:
-    assert rank_variables(JobSpec(program="p"), 0, ADDRESS, None)["TORCHELASTIC_ERROR_FILE"] is None
+    plain = rank_variables(JobSpec(program="p"), 0, ADDRESS, one_host(), None)
+    assert plain["TORCHELASTIC_ERROR_FILE"] is None
     spec = JobSpec(program="p", log_dir=tmp_path)
-    file = rank_variables(spec, 0, ADDRESS, None)["TORCHELASTIC_ERROR_FILE"]
+    file = rank_variables(spec, 0, ADDRESS, one_host(), None)["TORCHELASTIC_ERROR_FILE"]
     assert file == str(rank_log_dir(tmp_path, 0) / "error.json")
 
 
+def test_ranks_are_numbered_host_by_host() -> None:
+    spec = JobSpec(program="p", nproc=3, max_restarts=4, run_id="me", role="trainer")
+    third = Round(
+        number=2,
+        node=1,
+        hosts=("a", "b", "c"),
+        nprocs=(2, 3, 1),
+        master_addr="a",
+        master_port=5,
+        store="c:6",
+    )
+    variables = rank_variables(spec, 2, ADDRESS, third, None)
+    expected = {
+        "RANK": "4",
+        "LOCAL_RANK": "2",
+        "WORLD_SIZE": "6",
+        "LOCAL_WORLD_SIZE": "3",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "3",
+        "ROLE_NAME": "trainer",
+        "ROLE_RANK": "4",
+        "ROLE_WORLD_SIZE": "6",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "4",
+        "TORCHELASTIC_RUN_ID": "me",
+        "DURE_STORE_ADDR": "c:6",
+        "DURE_ELASTIC": None,
+    }
+    assert {name: variables[name] for name in expected} == expected
+
+
+def test_elastic_job_tells_its_ranks() -> None:
+    spec = JobSpec(program="p", elastic=True, min_ranks=2)
+    variables = rank_variables(spec, 0, ADDRESS, one_host(), None)
+    assert (variables["DURE_ELASTIC"], variables["DURE_ELASTIC_MIN"]) == ("1", "2")
+
+
 def test_every_dure_variable_is_declared() -> None:
-    variables = rank_variables(JobSpec(program="p"), 0, ADDRESS, None)
+    variables = rank_variables(JobSpec(program="p"), 0, ADDRESS, one_host(), None)
     assert {name for name in variables if name.startswith("DURE_")} <= set(env.VARIABLES)
 
 
@@ -84,7 +133,44 @@ def test_module_is_found_without_importing_its_package(
         check_program(JobSpec(program="boom.other", kind="module"))
 
 
-@pytest.mark.parametrize(("nproc", "grace_s"), [(0, None), (-3, None), (1, -1.0)])
-def test_impossible_numbers_are_refused(nproc: int, grace_s: float | None) -> None:
+IMPOSSIBLE: list[dict[str, Any]] = [
+    {"nproc": 0},
+    {"nproc": -3},
+    {"grace_s": -1.0},
+    {"nnodes": (0, 1)},
+    {"nnodes": (3, 2)},
+    {"nnodes": (2, 2)},  # and no endpoint
+    {"nnodes": (2, 2), "endpoint": "h:1", "node_rank": 2},
+    {"endpoint": "no-port"},
+    {"endpoint": "h:70000"},
+    {"master_port": 0},
+    {"max_restarts": -1},
+    {"join_timeout_s": 0.0},
+    {"last_call_s": -1.0},
+    {"elastic": True, "min_ranks": 0},
+    {"elastic": True, "nproc": 2, "min_ranks": 3},
+    {"local_ranks_filter": frozenset({2}), "nproc": 2},
+    {"tee": {2: Std.OUT}, "nproc": 2},
+    {"redirects": {-1: Std.ERR}, "nproc": 2},
+]
+
+
+@pytest.mark.parametrize("fields", IMPOSSIBLE, ids=str)
+def test_impossible_numbers_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        check_program(JobSpec(program=__file__, nproc=nproc, grace_s=grace_s))
+        check_program(JobSpec(program=__file__, **fields))
+
+
+def test_possible_numbers_pass() -> None:
+    check_program(
+        JobSpec(
+            program=__file__,
+            nproc=2,
+            nnodes=(1, 4),
+            endpoint="[::1]:29400",
+            node_rank=3,
+            elastic=True,
+            min_ranks=8,
+            tee={0: Std.OUT},
+        )
+    )
