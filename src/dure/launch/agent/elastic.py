@@ -1,0 +1,107 @@
+"""The machine of an elastic job, whose program outlives the deaths of its ranks by itself.
+
+There is one round, which grows. A worker that dies is replaced while restarts are left, and the
+others are not touched; an agent that comes later starts its workers as newcomers, with node and
+rank numbers that nobody had before; an agent that dies takes its workers with it, and is only
+noted. Who trains with whom is the program's business (`dure.elastic`).
+
+The job ends when no worker lives: well if one of them ended well. It is ended when fewer than
+`min_ranks` live and none can be replaced, or somebody who matters takes his leave. Once a worker
+has ended well the program is on its way out: nobody is replaced any more, and few may be left.
+"""
+
+from __future__ import annotations
+
+from dure.launch.agent.duties import Outcome, Plan
+from dure.launch.agent.events import Ended, Failed, Finished, Joined, Succeeded
+from dure.launch.agent.machine import Machine, Phase, Settings
+
+__all__ = ["ElasticMachine"]
+
+
+class ElasticMachine(Machine):
+    """The state of an elastic job; otherwise as `Machine`."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._alive: set[tuple[str, int]] = set()
+        self._finished: set[tuple[str, int]] = set()
+        self._replaced: dict[tuple[str, int], int] = {}
+
+    @property
+    def living(self) -> int:
+        """How many workers live, as far as the log knows."""
+        return len(self._alive)
+
+    def _replacements(self, agent: str) -> tuple[tuple[int, int], ...]:
+        mine = [(local, times) for (a, local), times in self._replaced.items() if a == agent]
+        return tuple(sorted(mine))
+
+    def _start(self, members: tuple[str, ...]) -> None:
+        super()._start(members)
+        for agent in members:
+            self._welcome(self._agents[agent])
+
+    def _welcome(self, joined: Joined) -> None:
+        self._alive.update((joined.agent, local) for local in range(joined.nproc))
+
+    def _told(self, event: Failed | Finished | Succeeded | Ended) -> None:
+        if isinstance(event, Finished):
+            self._alive.discard((event.agent, event.local_rank))
+            self._finished.add((event.agent, event.local_rank))
+        elif isinstance(event, Failed):
+            self._worker_failed(event)
+        else:
+            super()._told(event)
+
+    def _worker_failed(self, event: Failed) -> None:
+        slot = event.agent, event.local_rank
+        if slot not in self._alive:
+            return
+        self._failures.append(event.worker)
+        self._reports[event.worker.rank] = event.worker
+        ending = self.phase is not Phase.RUNNING or self._finished
+        if ending or self.restarts >= self.settings.max_restarts:
+            self._alive.discard(slot)
+            return
+        self.restarts += 1
+        self._replaced[slot] = self._replaced.get(slot, 0) + 1
+
+    def _run_on(self) -> None:
+        here = self._agents.keys() - self._leaving
+        self._alive = {slot for slot in self._alive if slot[0] in here}
+        if self._dismissed is not None:
+            self.phase = Phase.STOPPING
+            return
+        self._let_in()
+        too_few = not self._finished and len(self._alive) < self.settings.min_ranks
+        if too_few or not self._alive:
+            self.phase = Phase.STOPPING
+
+    def _let_in(self) -> None:
+        """Add the agents that have come, as far as there is room."""
+        plan = self.plan
+        if plan is None or self._finished:
+            return
+        for joined in self._agents.values():
+            here = [agent for agent in plan.members if agent in self._agents]
+            room = len(here) < self.settings.max_hosts and joined.host not in self.excluded
+            if joined.agent in plan.members or not room:
+                continue
+            plan = Plan(
+                number=plan.number,
+                members=(*plan.members, joined.agent),
+                hosts=(*plan.hosts, joined.host),
+                nprocs=(*plan.nprocs, joined.nproc),
+            )
+            self._welcome(joined)
+        self.plan = plan
+
+    def _round_closed(self) -> None:
+        if self._dismissed is not None:
+            self._end(Outcome(code=self._dismissed.code, why=self._dismissed.why))
+        elif self._finished:
+            first = self._failures[0] if self._failures else None
+            self._end(Outcome(code=0, failure=first, ranks=self._ranks()))
+        else:
+            self._end(self._defeat())

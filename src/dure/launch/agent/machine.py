@@ -1,0 +1,387 @@
+"""When workers are started, stopped and started again, on all hosts: a pure state machine.
+
+Every agent keeps a machine of its own and feeds it the same *log* of events (`events`), which lies
+in the job's store. What a machine says is a function of the events alone, so all agents come to the
+same decisions, nobody leads, and nobody's death matters: who has the log has the state.
+
+            min hosts, and the last call is over            all members succeeded
+    GATHERING ─────────────────────────▶ RUNNING ─────────────────────────────▶ OVER
+        ▲ │                                 │ a worker failed, a host was lost,   ▲
+        │ │ join timeout                    │ left or came                        │
+        │ └──────────────────────────────── │ ───────────────────────────────────▶│
+        │                                   ▼                                     │
+        └──────── restarts are left ──── STOPPING ──── none is left ──────────────┘
+                 (or none is needed)    until every member says that nothing
+                                        of the round is left on its host
+
+**Rounds.** A round is one start of all workers. Its members are the hosts at hand, between `min`
+and `max`. Hosts whose users fixed a node rank stand in that order; otherwise those of the round
+before keep their order, and newcomers follow in the order they came. Further hosts are spares, who
+stand in when a member is gone.
+
+**What counts as a restart.** A worker's failure and a host's loss do, each round once, for the
+whole job. Hosts that come while a round has fewer than `max`, or take their leave in order, cause a
+new round that does not count. A host that leaves a job of a fixed number of hosts ends it.
+
+**Whose fault.** Of all failures of a round the first in the log counts, or the one it blames
+(`PeerLost.peer`), or the host that was lost with the blamed rank. A host to whom this happens
+`exclude_after` rounds running is left out, if enough others are there.
+
+The machine has no clock. Where time matters it names a timer (`Timer`); the first agent whose
+clock runs out writes `Expired` into the log. Late ones name a timer that is over, and mean nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from dure.launch.agent.duties import (
+    Duty,
+    Leave,
+    Outcome,
+    Plan,
+    Prepare,
+    Rejoin,
+    Stop,
+    Timer,
+    Wait,
+    Work,
+)
+from dure.launch.agent.events import (
+    Ended,
+    Event,
+    Expired,
+    Failed,
+    Finished,
+    Joined,
+    Left,
+    Lost,
+    Ready,
+    Succeeded,
+)
+from dure.launch.report import root_cause
+from dure.launch.spec import RankResult
+
+__all__ = ["Machine", "Phase", "Settings"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the job's user decided; equal on all agents (the first agent's count).
+
+    Args:
+        min_hosts: Fewer make no round.
+        max_hosts: More are spares.
+        max_restarts: How many failures the job outlives.
+        join_timeout_s: How long to wait for `min_hosts`.
+        last_call_s: How long the first round then waits for more.
+        exclude_after: How many rounds running a host may be the first to fail.
+        min_ranks: An elastic job with fewer living ranks ends.
+    """
+
+    min_hosts: int = 1
+    max_hosts: int = 1
+    max_restarts: int = 0
+    join_timeout_s: float = 600.0
+    last_call_s: float = 5.0
+    exclude_after: int = 3
+    min_ranks: int = 1
+
+
+class Phase(Enum):
+    """Where the job is."""
+
+    GATHERING = "waiting for enough hosts"
+    RUNNING = "a round runs"
+    STOPPING = "the members of a round end their workers"
+    OVER = "the job has ended"
+
+
+class Machine:
+    """The state of a job; `apply` takes the next event, `duty` tells an agent what to do now.
+
+    Args:
+        settings: What the user decided.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.phase = Phase.GATHERING
+        self.plan: Plan | None = None
+        self.restarts = 0
+        self.excluded: frozenset[str] = frozenset()
+        self.outcome: Outcome | None = None
+        self._agents: dict[str, Joined] = {}  # at hand, in the order they came
+        self._ready: Ready | None = None
+        self._gathering = 0  # how often the job has gathered: sets its timers apart
+        self._succeeded: set[str] = set()
+        self._ended: set[str] = set()
+        self._failures: list[RankResult] = []
+        self._reports: dict[int, RankResult] = {}
+        self._lost: list[str] = []  # members of the round that were lost
+        self._leaving: set[str] = set()  # members that end their workers, and then leave
+        self._dismissed: Left | None = None  # whose leave ends the job
+        self._unlucky: tuple[str, int] = ("", 0)  # the host to blame, and how many rounds running
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """The agents at hand, in the order they came."""
+        return tuple(self._agents)
+
+    def host(self, agent: str) -> str:
+        """Return the name of an agent's host."""
+        joined = self._agents.get(agent)
+        return agent if joined is None else joined.host
+
+    def apply(self, event: Event) -> None:
+        """Take the next event of the log; one that comes too late changes nothing."""
+        if self.phase is Phase.OVER:
+            return
+        match event:
+            case Joined():
+                self._agents.setdefault(event.agent, event)
+            case Left() | Lost():
+                self._gone(event)
+            case Ready():
+                self._got_ready(event)
+            case Expired():
+                self._expired(event.timer)
+            case Failed() | Finished() | Succeeded() | Ended():
+                if self.plan is not None and event.round == self.plan.number:
+                    self._told(event)
+        self._settle()
+
+    def duty(self, agent: str) -> Duty:
+        """Return what `agent` has to do now; the same until the next event."""
+        joined = self._agents.get(agent)
+        if self.phase is Phase.OVER and self.outcome is not None:
+            return Leave(self.outcome)
+        if joined is None:
+            return Rejoin()
+        if joined.host in self.excluded:
+            return Leave(Outcome(code=1, why=f"host {joined.host} failed first too often"))
+        plan = self.plan
+        if self.phase is Phase.GATHERING or plan is None:
+            return Wait(self._timer())
+        if agent not in plan.members or agent in self._ended | self._succeeded:
+            return Wait()
+        if self.phase is Phase.STOPPING:
+            return Stop(plan)
+        if self._ready is None:
+            return Prepare(plan) if agent == plan.members[0] else Wait()
+        return Work(plan, self._ready, self._replacements(agent))
+
+    # --- what subclasses see differently ----------------------------------------------------
+
+    def _replacements(self, agent: str) -> tuple[tuple[int, int], ...]:
+        """Return the replacements due on an agent: none, for all workers start anew instead."""
+        return ()
+
+    def _told(self, event: Failed | Finished | Succeeded | Ended) -> None:
+        """Take what a member says of the present round."""
+        if isinstance(event, Failed):
+            self._failures.append(event.worker)
+            self._reports.setdefault(event.worker.rank, event.worker)
+        elif isinstance(event, Succeeded) and self.phase is Phase.RUNNING:
+            self._succeeded.add(event.agent)
+        elif isinstance(event, Succeeded | Ended):
+            self._ended.add(event.agent)
+            if isinstance(event, Ended):
+                self._reports.update((rank.rank, rank) for rank in event.ranks)
+        if event.agent in self._leaving & (self._ended | self._succeeded):
+            self._forget(event.agent)
+
+    def _run_on(self) -> None:
+        """While RUNNING: find a reason to stop, or the end."""
+        assert self.plan is not None
+        if all(agent in self._succeeded for agent in self.plan.members):
+            self._end(Outcome(code=0, ranks=self._ranks()))
+        elif self._failures or self._lost or self._dismissed or self._changed():
+            self.phase = Phase.STOPPING
+
+    def _round_closed(self) -> None:
+        """Nothing of a stopped round is left: gather for the next, or end."""
+        if self._dismissed is not None:
+            self._end(Outcome(code=self._dismissed.code, why=self._dismissed.why))
+            return
+        if self._failures or self._lost:
+            if self.restarts >= self.settings.max_restarts:
+                self._end(self._defeat())
+                return
+            self.restarts += 1
+            self._blame(self._culprit())
+        self._gathering += 1
+        self.phase = Phase.GATHERING
+
+    # --- the steps ---------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Go from phase to phase as far as the present state demands."""
+        before = None
+        while before is not self.phase:
+            before = self.phase
+            if self.phase is Phase.GATHERING:
+                self._gather()
+            elif self.phase is Phase.RUNNING:
+                self._run_on()
+            elif self.phase is Phase.STOPPING and self._all_ended():
+                self._round_closed()
+
+    def _gather(self) -> None:
+        if self._dismissed is not None:
+            self._end(Outcome(code=self._dismissed.code, why=self._dismissed.why))
+            return
+        chosen = self._chosen()
+        enough = len(chosen) >= self.settings.min_hosts
+        if enough and (self.plan is not None or len(chosen) == self.settings.max_hosts):
+            self._start(chosen)
+
+    def _timer(self) -> Timer:
+        if len(self._chosen()) < self.settings.min_hosts:
+            return Timer(f"join {self._gathering}", self.settings.join_timeout_s)
+        return Timer(f"last call {self._gathering}", self.settings.last_call_s)
+
+    def _expired(self, timer: str) -> None:
+        if self.phase is not Phase.GATHERING or timer != self._timer().name:
+            return
+        chosen = self._chosen()
+        if len(chosen) >= self.settings.min_hosts:
+            self._start(chosen)
+            return
+        came = ", ".join(self.host(agent) for agent in chosen) or "none"
+        why = f"too few hosts came in time: {len(chosen)} of {self.settings.min_hosts} ({came})"
+        if len(chosen) < len(self._agents):
+            why += "; others were excluded, or had a node rank that was taken"
+        lost = self._defeat() if self._failures or self._lost else Outcome(code=1)
+        self._end(Outcome(code=lost.code, why=why, failure=lost.failure, ranks=lost.ranks))
+
+    def _chosen(self) -> tuple[str, ...]:
+        """Return who would take part in a round that started now, in the order of their nodes."""
+        before = () if self.plan is None else self.plan.members
+        joined = [
+            a
+            for a in self._agents.values()
+            if a.host not in self.excluded and a.agent not in self._leaving
+        ]
+        if all(a.node_rank is not None for a in joined):
+            taken: dict[int | None, Joined] = {}
+            for a in sorted(joined, key=lambda a: a.agent not in before):
+                taken.setdefault(a.node_rank, a)
+            order = sorted(taken.values(), key=lambda a: a.node_rank or 0)
+        else:
+            order = sorted(
+                joined,
+                key=lambda a: (
+                    before.index(a.agent) if a.agent in before else len(before),
+                    a.node_rank is None,
+                    a.node_rank or 0,
+                ),
+            )
+        return tuple(a.agent for a in order[: self.settings.max_hosts])
+
+    def _start(self, members: tuple[str, ...]) -> None:
+        self.plan = Plan(
+            number=0 if self.plan is None else self.plan.number + 1,
+            members=members,
+            hosts=tuple(self._agents[agent].host for agent in members),
+            nprocs=tuple(self._agents[agent].nproc for agent in members),
+        )
+        self._ready = None
+        self._succeeded, self._ended = set(), set()
+        self._failures, self._reports, self._lost = [], {}, []
+        self.phase = Phase.RUNNING
+
+    def _got_ready(self, event: Ready) -> None:
+        plan = self.plan
+        if plan is not None and plan.number == event.round and event.agent == plan.members[0]:
+            self._ready = self._ready or event
+
+    def _gone(self, event: Left | Lost) -> None:
+        agent = event.agent
+        if agent not in self._agents:
+            return
+        busy = self.plan is not None and self.phase in (Phase.RUNNING, Phase.STOPPING)
+        working = busy and self.plan is not None and agent in self.plan.members
+        working = working and agent not in self._ended | self._succeeded
+        if isinstance(event, Lost):
+            if working and agent not in self._leaving:
+                self._lost.append(agent)
+            self._forget(agent)
+            return
+        fixed = self.settings.min_hosts == self.settings.max_hosts
+        if (fixed and agent in self._chosen()) or len(self._agents) == 1:
+            self._dismissed = self._dismissed or event
+        if working:
+            self._leaving.add(agent)  # until it says that nothing of the round is left there
+        else:
+            self._forget(agent)
+
+    def _forget(self, agent: str) -> None:
+        self._agents.pop(agent, None)
+        self._leaving.discard(agent)
+
+    def _changed(self) -> bool:
+        """Whether a host came that a new round would have, or a member has left."""
+        assert self.plan is not None
+        members = self.plan.members
+        here = self._agents.keys() - self._leaving
+        if any(a not in here and a not in self._succeeded for a in members):
+            return True
+        full = len(members) >= self.settings.max_hosts
+        return not full and not self._succeeded and len(self._chosen()) > len(members)
+
+    def _all_ended(self) -> bool:
+        assert self.plan is not None
+        over = self._ended | self._succeeded
+        return all(a in over or a not in self._agents for a in self.plan.members)
+
+    def _end(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        self.phase = Phase.OVER
+
+    def _ranks(self) -> tuple[RankResult, ...]:
+        return tuple(self._reports[rank] for rank in sorted(self._reports))
+
+    def _defeat(self) -> Outcome:
+        """Return the outcome of a job that failed for good."""
+        if not self._failures:
+            hosts = ", ".join(self._host_of(agent) for agent in self._lost)
+            return Outcome(code=1, why=f"lost {hosts}", ranks=self._ranks())
+        failure = root_cause(self._failures[0], self._ranks())
+        why = ""
+        owner = self._owner_of_blamed(failure)
+        if owner in self._lost:
+            why = f"lost {self._host_of(owner)}, with rank {failure.crash and failure.crash.peer}"
+        return Outcome(code=failure.status or 1, why=why, failure=failure, ranks=self._ranks())
+
+    def _owner_of_blamed(self, failure: RankResult) -> str:
+        assert self.plan is not None
+        peer = None if failure.crash is None else failure.crash.peer
+        return "" if peer is None else self.plan.owner(peer) or ""
+
+    def _culprit(self) -> str:
+        """Return the host to blame for a round that failed."""
+        assert self.plan is not None
+        if not self._failures:
+            return self._host_of(self._lost[0])
+        failure = root_cause(self._failures[0], self._ranks())
+        blamed = self._owner_of_blamed(failure)
+        guilty = blamed if blamed in self._lost else self.plan.owner(failure.rank)
+        return self._host_of(guilty or "")
+
+    def _host_of(self, agent: str) -> str:
+        """Return the host of a member, who may be gone."""
+        plan = self.plan
+        if plan is None or agent not in plan.members:
+            return agent
+        return plan.hosts[plan.node_of(agent)]
+
+    def _blame(self, host: str) -> None:
+        """Count against a host, and leave it out if it has failed too often."""
+        last, times = self._unlucky
+        times = times + 1 if host == last else 1
+        self._unlucky = host, times
+        others = [a for a in self._agents.values() if a.host not in self.excluded | {host}]
+        if times >= self.settings.exclude_after and len(others) >= self.settings.min_hosts:
+            self.excluded |= {host}
