@@ -52,13 +52,12 @@ class Lost(msgspec.Struct, array_like=True, frozen=True, tag="lost"):
 
 
 class Ready(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
-    """The first agent of a round keeps a port for rank 0; `store` is where the ranks meet."""
+    """The first agent of a round keeps a port for rank 0."""
 
     agent: str
     round: int
     master_addr: str
     master_port: int
-    store: str
 
 
 class Failed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):

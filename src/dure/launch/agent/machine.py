@@ -113,6 +113,7 @@ class Machine:
         self.excluded: frozenset[str] = frozenset()
         self.outcome: Outcome | None = None
         self._agents: dict[str, Joined] = {}  # at hand, in the order they came
+        self._known: set[str] = set()
         self._ready: Ready | None = None
         self._gathering = 0  # how often the job has gathered: sets its timers apart
         self._succeeded: set[str] = set()
@@ -140,7 +141,9 @@ class Machine:
             return
         match event:
             case Joined():
-                self._agents.setdefault(event.agent, event)
+                if event.agent not in self._known:  # nobody comes back under the same name
+                    self._known.add(event.agent)
+                    self._agents[event.agent] = event
             case Left() | Lost():
                 self._gone(event)
             case Ready():
@@ -169,7 +172,7 @@ class Machine:
         if self.phase is Phase.STOPPING:
             return Stop(plan)
         if self._ready is None:
-            return Prepare(plan) if agent == plan.members[0] else Wait()
+            return Prepare(plan) if agent == self._preparer() else Wait()
         return Work(plan, self._ready, self._replacements(agent))
 
     # --- what subclasses see differently ----------------------------------------------------
@@ -292,9 +295,13 @@ class Machine:
         self._failures, self._reports, self._lost = [], {}, []
         self.phase = Phase.RUNNING
 
+    def _preparer(self) -> str | None:
+        """Return the first member that is at hand: where rank 0 is, but in an elastic job."""
+        members = () if self.plan is None else self.plan.members
+        return next((agent for agent in members if agent in self._agents), None)
+
     def _got_ready(self, event: Ready) -> None:
-        plan = self.plan
-        if plan is not None and plan.number == event.round and event.agent == plan.members[0]:
+        if self.plan is not None and self.plan.number == event.round:
             self._ready = self._ready or event
 
     def _gone(self, event: Left | Lost) -> None:
