@@ -18,7 +18,7 @@ NATIVE_SOURCES := CMakeLists.txt $(CPP_SOURCES)
 SPELLED := README.md ARCHITECTURE.md CONTRIBUTING.md CHANGELOG.md Makefile pyproject.toml \
     docs csrc $(PYTHON_TREES)
 
-.PHONY: help demo test drill native-test lint format setup clean
+.PHONY: help demo test drill native-build native-test lint format setup clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | \
@@ -32,6 +32,9 @@ test: $(STAMPS)/package $(STAMPS)/test ## run all tests but the long drills
 
 drill: $(STAMPS)/package $(STAMPS)/test ## run the long drills: killed, stopped and late ranks
 	@$(BIN)/python -m pytest -rs -m slow $(PYTEST_ARGS)
+
+native-build: $(STAMPS)/venv ## build the C++ tests, plain and under the sanitizers
+	@PATH="$(abspath $(BIN)):$$PATH" scripts/native-test --build
 
 native-test: $(STAMPS)/venv ## run the C++ tests, plain and under the sanitizers
 	@PATH="$(abspath $(BIN)):$$PATH" scripts/native-test
