@@ -140,7 +140,7 @@ def _drill(folder: Path, num_rounds: int, seed: int) -> None:
 
 
 def test_killed_at_random_moments_some_rounds(tmp_path):
-    _drill(tmp_path, 25, 1)
+    _drill(tmp_path, 10, 1)
 
 
 @pytest.mark.slow

@@ -119,9 +119,14 @@ class Host:
 
 
 @contextlib.contextmanager
-def hosts(count: int) -> Iterator[list[Host]]:
-    """Make `count` hosts on one network, for the length of a `with` block."""
-    switch = f"dure-{os.getpid()}"
+def hosts(count: int, name: str = "") -> Iterator[list[Host]]:
+    """Make `count` hosts on one network, for the length of a `with` block.
+
+    Args:
+        count: How many.
+        name: Tells networks apart that are there at the same time.
+    """
+    switch = f"dure-{os.getpid()}{name}"
     made: list[Host] = []
     _ip("netns", "add", switch)
     try:

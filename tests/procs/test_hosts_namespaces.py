@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,13 @@ def _reports(folder: Path) -> dict[int, dict]:
     return {int(p.stem): json.loads(p.read_text()) for p in folder.glob("*.json")}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def cut(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[dict[int, dict]]]:
+    """Cut a cable on a network of its own: its ranks wait for seconds, and other tests run then."""
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(_lose, tmp_path_factory.mktemp("cut"), 2, "cut")
+
+
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_operation_over_hosts_of_2_ranks(count, tmp_path):
     with hosts(count) as made:
@@ -33,7 +42,7 @@ def test_every_operation_over_hosts_of_2_ranks(count, tmp_path):
 
 def _lose(tmp_path: Path, count: int, how: str) -> dict[int, dict]:
     """Lose the last host in the middle of things; return what the other ranks reported."""
-    with hosts(count) as made:
+    with hosts(count, how) as made:
         what = "go_on" if how == "kill" else "lose"  # who lost the store cannot go on
         ranks = start_job(made, 2, [PROGRAM, what, tmp_path], tmp_path / "key")
         for rank in ranks:
@@ -62,8 +71,8 @@ def test_dead_host_is_peer_lost_on_all_ranks_of_the_others(count, tmp_path):
         assert report["shrink_s"] < 20, "three seconds after the loss nobody waits for the host"
 
 
-def test_cut_cable_is_peer_lost_on_both_sides(tmp_path):
-    reports = _lose(tmp_path, 2, "cut")
+def test_cut_cable_is_peer_lost_on_both_sides(cut):
+    reports = cut.result()
     assert sorted(reports) == [0, 1, 2, 3]
     for rank, report in reports.items():
         assert report["error"] == "PeerLost", report

@@ -148,9 +148,9 @@ def test_killed_rank_is_peer_lost_on_all_ranks_of_all_hosts_which_go_on_without(
 @pytest.mark.parametrize(
     "subjects",
     [
-        ("failing",),
+        ("moving",),
         pytest.param(
-            ("moving", "reducing", "layouts", "messages", "misuse"), marks=pytest.mark.slow
+            ("failing", "reducing", "layouts", "messages", "misuse"), marks=pytest.mark.slow
         ),
     ],
     ids=["some", "others"],

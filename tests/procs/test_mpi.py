@@ -33,7 +33,7 @@ def check_all_ran(ended: mpi_jobs.Ended) -> None:
     assert ran == {name: suite.cases_of(module) for name, module in SUBJECTS.items()}
 
 
-@pytest.mark.parametrize("n", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_mpi_backend_keeps_the_contract(n):
     check_all_ran(mpi_jobs.mpirun(n, "mpi_suite.py", *SUBJECTS))
 

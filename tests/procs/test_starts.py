@@ -91,6 +91,7 @@ def test_by_hand_with_four_variables_2_ranks(program: str, start: Start) -> None
     finish(*(start(program, "env", RANK=str(r), **shared) for r in range(2)))
 
 
+@pytest.mark.slow
 def test_by_tcp_2_ranks(program: str, start: Start) -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     finish(*(start(program, url, str(r), "2") for r in range(2)))
