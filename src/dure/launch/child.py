@@ -13,6 +13,8 @@ It then does what `python PROGRAM ARGS` or `python -m PROGRAM ARGS` would do: `s
 3. On the signal STACK_SIGNAL, faulthandler writes the main thread's Python stack to the same pipe.
    That handler runs in C at once, so it answers even while the program is stuck in native code.
 
+Where ranks are forked from a zygote, `forking.py` comes here by `become`, and all of this holds.
+
 This file imports nothing of Dure, so that a rank starts as quickly as a plain interpreter. It lies
 first on `sys.path` while its imports below run: no file beside it may carry the name of one.
 """
@@ -36,6 +38,7 @@ STACK_SIGNAL = signal.SIGRTMAX - 3
 
 USAGE_EXIT_CODE = 2
 _PR_SET_PDEATHSIG = 1
+_FORKING = os.path.join(os.path.dirname(__file__), "forking.py")
 _LONGEST_TEXT = 8_000  # characters; two such texts fit into a pipe, so the dying rank never waits
 
 
@@ -43,11 +46,17 @@ def main() -> None:
     """Become the program that the command line names."""
     fd, launcher, kind, program, *args = sys.argv[1:]
     report_fd = int(fd)
-    _die_with(int(launcher))
+    die_with(int(launcher))
     os.set_inheritable(report_fd, False)
     if kind == "executable":
         os.execvp(program, [program, *args])
+    become(report_fd, kind, program, args)
+
+
+def become(report_fd: int, kind: str, program: str, args: list[str]) -> None:
+    """Run the program as `__main__`, and report the exception that leaves it, if any."""
     sys.argv[:] = [program, *args]
+    sys.orig_argv[1:] = [*(["-m"] if kind == "module" else []), program, *args]
     me, pipe = os.getpid(), os.fstat(report_fd)
     try:
         faulthandler.register(STACK_SIGNAL, file=report_fd, all_threads=False, chain=False)
@@ -59,20 +68,29 @@ def main() -> None:
         raise
 
 
-def _die_with(launcher: int) -> None:
-    """Ask to be killed with the launcher, and end now if it has died already."""
+def die_with(launcher: int) -> None:
+    """Ask to be killed with the launcher, and end now if it has died already; 0 is nobody."""
+    if launcher == 0:
+        return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != launcher:
         os._exit(128 + signal.SIGKILL)
 
 
+def first_path(kind: str, program: str) -> str:
+    """Return what stands first on `sys.path` for this program."""
+    if kind == "module":
+        return os.getcwd()
+    if os.path.isdir(program):
+        return os.path.abspath(program)
+    return os.path.dirname(os.path.realpath(program))
+
+
 def _run_script(path: str) -> None:
     """Do what `python PATH` does, for a file or for a directory with a `__main__.py`."""
+    _set_first_path(first_path("script", path))
     if os.path.isdir(path):
-        _set_first_path(os.path.abspath(path))
         path = os.path.join(path, "__main__.py")
-    else:
-        _set_first_path(os.path.dirname(os.path.realpath(path)))
     absolute = os.path.abspath(path)
     module = _new_main(absolute, None)
     module.__loader__ = SourceFileLoader("__main__", absolute)
@@ -83,7 +101,7 @@ def _run_script(path: str) -> None:
 
 def _run_module(name: str) -> None:
     """Do what `python -m NAME` does."""
-    _set_first_path(os.getcwd())
+    _set_first_path(first_path("module", name))
     sys.argv[0] = "-m"
     spec, code = _find_code(name)
     sys.argv[0] = spec.origin or name
@@ -130,8 +148,8 @@ def _new_main(file: str | None, spec: ModuleSpec | None) -> ModuleType:
 
 
 def _without_bootstrap(trace: TracebackType | None) -> TracebackType | None:
-    """Drop this file's frames from the outer end of a traceback."""
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+    """Drop the frames of this file and of the zygote from the outer end of a traceback."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, _FORKING):
         trace = trace.tb_next
     return trace
 

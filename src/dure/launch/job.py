@@ -33,6 +33,7 @@ from dure.launch.spawn import RankProcess, guarded, start_rank
 from dure.launch.spec import Exit, JobResult, JobSpec, RankResult
 from dure.launch.supervisor import Supervisor, Timing
 from dure.launch.terminal import Terminal
+from dure.launch.zygote import Zygote, usable, zygote_for
 from dure.store.address import resolve
 from dure.store.key import JobKey, mint
 from dure.store.server import StoreServer, listen
@@ -63,22 +64,29 @@ def run_job(spec: JobSpec) -> JobResult:
         LaunchError: This host does not let us start it: no memory, no port, no log directory.
 
     Threads: one job at a time in a process, for signals and orphans are the process's.
-    Cost: a fresh interpreter a rank (some 30 ms of processor time each, and what it imports).
+    Cost: a fresh interpreter a rank (some 30 ms of processor time each, and what it imports); with
+    a zygote, one import for all of them, and some 20 ms a rank.
     """
     if not sys.platform.startswith("linux"):
         raise UsageError("dure.launch needs Linux", seen=sys.platform)
     check_program(spec)
     started = time.monotonic()
     try:
-        with _address(spec) as (address, first), caught_signals() as signals, adopting_orphans():
+        name = uuid.uuid4().hex
+        with (
+            zygote_for(spec, name, _threads(spec)) as zygote,  # first, for it has much to import
+            _address(spec, name) as (address, first),
+            caught_signals() as signals,
+            adopting_orphans(),
+        ):
             terminal = Terminal(spec)
             supervisor = Supervisor(
                 spec.nproc, _timing(spec), keep_going=spec.keep_going or spec.elastic
             )
             loop = JobLoop(address.name, supervisor, terminal, signals)
             try:
-                _start_ranks(spec, address, first, loop)
-                with guarded(address.name):
+                with guarded(name):
+                    _start_ranks(spec, address, first, loop, usable(zygote, signals, terminal.say))
                     loop.run()
                 result = _result(spec, loop, time.monotonic() - started)
                 for line in summary(result):
@@ -97,7 +105,7 @@ def run_job(spec: JobSpec) -> JobResult:
 
 
 @contextlib.contextmanager
-def _address(spec: JobSpec) -> Iterator[tuple[JobAddress, Round]]:
+def _address(spec: JobSpec, name: str) -> Iterator[tuple[JobAddress, Round]]:
     """Host the job's store, keep a port for rank 0, and put the key where ranks inherit it."""
     key = mint() if spec.key is None else JobKey(spec.key)
     with contextlib.ExitStack() as stack:
@@ -111,7 +119,7 @@ def _address(spec: JobSpec) -> Iterator[tuple[JobAddress, Round]]:
         server = StoreServer(listen(resolve(MASTER_ADDR, 0)), key)
         stack.callback(server.retire)
         address = JobAddress(
-            name=uuid.uuid4().hex,
+            name=name,
             key_fd=key_fd,
             key_file=f"/proc/{os.getpid()}/fd/{key_fd}",
         )
@@ -146,7 +154,9 @@ def _timing(spec: JobSpec) -> Timing:
     return Timing(grace_s=spec.grace_s, interrupt_grace_s=spec.grace_s, settle_s=settle_s)
 
 
-def _start_ranks(spec: JobSpec, address: JobAddress, round: Round, loop: JobLoop) -> None:
+def _start_ranks(
+    spec: JobSpec, address: JobAddress, round: Round, loop: JobLoop, zygote: Zygote | None
+) -> None:
     threads = _threads(spec)
     if threads is not None:
         loop.terminal.say(
@@ -155,8 +165,10 @@ def _start_ranks(spec: JobSpec, address: JobAddress, round: Round, loop: JobLoop
         )
     for rank in range(spec.nproc):
         variables = rank_variables(spec, rank, address, round, threads)
-        started = start_rank(spec, rank, env.child_environment(variables), address.key_fd)
-        loop.add(started)
+        environment = env.child_environment(variables)
+        loop.add(start_rank(spec, rank, environment, address.key_fd, zygote))
+    if zygote is not None:
+        zygote.close()  # there are no others to start
 
 
 def _threads(spec: JobSpec) -> int | None:

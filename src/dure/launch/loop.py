@@ -46,6 +46,7 @@ class JobLoop:
         self.ranks: list[RankProcess] = []
         self.reports: list[ReportReader] = []
         self.outlived: dict[int, str] = {}
+        self.spared: tuple[int, ...] = ()  # the launcher's own processes: see JobProcesses
         self._job = job
         self._processes = JobProcesses((), job)
         self._signals = signals
@@ -72,7 +73,7 @@ class JobLoop:
 
     def run(self) -> None:
         """Return when no process of the job is left."""
-        self._processes = JobProcesses(tuple(rank.pid for rank in self.ranks), self._job)
+        self._processes = self._all_processes()
         while self.supervisor.phase is not Phase.DONE:
             self._step()
         self._read_what_is_left()
@@ -92,10 +93,13 @@ class JobLoop:
     def close(self) -> None:
         """Kill what is left of the job, and release everything; safe after any error."""
         if self.supervisor.phase is not Phase.DONE:
-            JobProcesses(tuple(rank.pid for rank in self.ranks), self._job).kill_all()
+            self._all_processes().kill_all()
         for rank in self.ranks:
             rank.release()
         self._selector.close()
+
+    def _all_processes(self) -> JobProcesses:
+        return JobProcesses(tuple(rank.pid for rank in self.ranks), self._job, self.spared)
 
     def _step(self) -> None:
         """Wait for something to happen, and deal with it."""

@@ -83,10 +83,12 @@ class JobProcesses:
     Args:
         ranks: The process number of each rank; none of them may be reaped yet.
         job: The value of `DURE_LAUNCHER` in the job's environment.
+        spared: Processes of the launcher's own that carry that variable, too: the zygote.
     """
 
-    def __init__(self, ranks: tuple[int, ...], job: str) -> None:
+    def __init__(self, ranks: tuple[int, ...], job: str, spared: tuple[int, ...] = ()) -> None:
         self._ranks = frozenset(ranks)
+        self._spared = frozenset(spared)
         self._entry = f"DURE_LAUNCHER={job}".encode()
         self._me = os.getpid()
 
@@ -137,7 +139,7 @@ class JobProcesses:
             time.sleep(0.01)
 
     def _owns(self, process: Process, everyone: dict[int, Process]) -> bool:
-        if process.pid == self._me:
+        if process.pid == self._me or process.pid in self._spared:
             return False
         if process.session in self._ranks or self._descends(process, everyone):
             return True

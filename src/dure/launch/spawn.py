@@ -1,6 +1,7 @@
 """Starting one rank, and what the launcher holds of it.
 
-A rank is started by `subprocess` (vfork and exec: nothing of the launcher runs in between) in a
+A rank is forked from the zygote (`dure.launch.zygote`), or else started by `subprocess` (vfork and
+exec: nothing of the launcher runs in between). Either way it is a child of the launcher, in a
 session of its own, so that the terminal's Ctrl-C reaches the launcher alone and it alone decides.
 The launcher holds three pipes (output, errors, reports) and a pidfd. The rank is not reaped when it
 ends: its zombie keeps the number of its session from being reused until the job is over.
@@ -9,6 +10,7 @@ ends: its zombie keeps the number of its session from being reused until the job
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import socket
@@ -17,10 +19,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from dure.launch.child import STACK_SIGNAL
 from dure.launch.spec import Exit, JobSpec, Kind
+from dure.launch.zygote import ForkOrder, Zygote
 
 __all__ = ["RankProcess", "guarded", "start_rank"]
 
@@ -30,31 +32,21 @@ _CHILD = str(Path(__file__).with_name("child.py"))
 
 @dataclass(slots=True)
 class RankProcess:
-    """A started rank: its process and the launcher's ends of its pipes."""
+    """A started rank: its process and the launcher's ends of its pipes.
+
+    `stdout` is what the rank prints, `stderr` what it complains about, `report_fd` what its
+    bootstrap tells. `fresh` is set for a rank that was not forked from the zygote.
+    """
 
     rank: int
     host: str
     kind: Kind
-    process: subprocess.Popen[bytes]
+    pid: int
     pidfd: int
+    stdout: io.FileIO
+    stderr: io.FileIO
     report_fd: int
-
-    @property
-    def pid(self) -> int:
-        """The process number."""
-        return self.process.pid
-
-    @property
-    def stdout(self) -> IO[bytes]:
-        """What the rank prints."""
-        assert self.process.stdout is not None
-        return self.process.stdout
-
-    @property
-    def stderr(self) -> IO[bytes]:
-        """What the rank complains about."""
-        assert self.process.stderr is not None
-        return self.process.stderr
+    fresh: subprocess.Popen[bytes] | None = None
 
     def exit(self) -> Exit | None:
         """Return how the process ended, or None while it runs; it stays a zombie."""
@@ -100,43 +92,102 @@ class RankProcess:
 
     def release(self) -> None:
         """Reap the process, which must have ended, and close what the launcher holds of it."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=0)
+        if self.fresh is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.fresh.wait(timeout=0)
+        else:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self.pid, os.WNOHANG)
         self.stdout.close()
         self.stderr.close()
         os.close(self.report_fd)
         os.close(self.pidfd)
 
 
-def start_rank(spec: JobSpec, rank: int, variables: Mapping[str, str], key_fd: int) -> RankProcess:
-    """Start one rank with the environment `variables`.
+def start_rank(
+    spec: JobSpec,
+    rank: int,
+    variables: Mapping[str, str],
+    key_fd: int,
+    zygote: Zygote | None = None,
+) -> RankProcess:
+    """Start one rank with the environment `variables`, forked from the zygote if there is one.
 
     Raises:
         OSError: The process cannot be started; nothing of it is left.
+        LaunchError: The zygote has died.
     """
-    report_read, report_write = os.pipe()
-    reads_stdin = spec.stdin == "rank0" and rank == 0
-    try:
-        process = subprocess.Popen(
-            [
-                *(sys.executable, _CHILD, str(report_write), str(os.getpid())),
-                *(spec.kind, spec.program, *spec.args),
-            ],
-            stdin=None if reads_stdin else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            env=dict(variables),
-            pass_fds=(report_write, key_fd),
-            start_new_session=True,
-        )
-    except BaseException:
-        os.close(report_read)
-        raise
-    finally:
-        os.close(report_write)
-    pidfd = os.pidfd_open(process.pid)
-    return RankProcess(rank, socket.gethostname(), spec.kind, process, pidfd, report_read)
+    with contextlib.ExitStack() as on_error, contextlib.ExitStack() as theirs:
+        ends: list[int] = []
+        pipes: list[int] = []
+        for _ in range(3):
+            read, write = os.pipe()
+            on_error.callback(os.close, read)
+            theirs.callback(os.close, write)
+            ends.append(read)
+            pipes.append(write)
+        start = _Start(spec, variables, spec.stdin == "rank0" and rank == 0, pipes, key_fd)
+        pid = None if zygote is None else zygote.fork(_order(start))
+        fresh = None
+        if pid is None:
+            fresh = _fresh(start)
+            pid = fresh.pid
+        pidfd = os.pidfd_open(pid)
+        on_error.pop_all()
+    return RankProcess(
+        *(rank, socket.gethostname(), spec.kind, pid, pidfd),
+        *(io.FileIO(ends[0]), io.FileIO(ends[1]), ends[2], fresh),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """All that a rank gets; `pipes` are its ends for output, errors and reports."""
+
+    spec: JobSpec
+    variables: Mapping[str, str]
+    reads_stdin: bool
+    pipes: list[int]
+    key_fd: int
+
+
+def _fresh(start: _Start) -> subprocess.Popen[bytes]:
+    """Start a rank in an interpreter of its own."""
+    spec, (stdout, stderr, report) = start.spec, start.pipes
+    return subprocess.Popen(
+        [
+            *(sys.executable, _CHILD, str(report), str(_mortal_launcher(spec))),
+            *(spec.kind, spec.program, *spec.args),
+        ],
+        stdin=None if start.reads_stdin else subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        env=dict(start.variables),
+        pass_fds=(report, start.key_fd),
+        start_new_session=True,
+    )
+
+
+def _order(start: _Start) -> ForkOrder:
+    """Describe the same rank to the zygote."""
+    stdin: int | str = "null"
+    if start.reads_stdin:
+        stdin = "closed" if sys.__stdin__ is None else 0
+    return ForkOrder(
+        spec=start.spec,
+        environment=start.variables,
+        stdin=stdin,
+        stdout=start.pipes[0],
+        stderr=start.pipes[1],
+        report=start.pipes[2],
+        inherits=(start.key_fd,),
+        launcher=_mortal_launcher(start.spec),
+    )
+
+
+def _mortal_launcher(spec: JobSpec) -> int:
+    """Return whose death ends the ranks: this process, or 0 for nobody where they may go on."""
+    return 0 if spec.elastic else os.getpid()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,335 @@
+"""The zygote: a process that has imported torch, and forks ranks that need not.
+
+The launcher runs this file by its path, in a fresh interpreter, and talks to it over a socket:
+
+    python .../forking.py SOCKET_FD LAUNCHER_PID KIND PROGRAM ARGS...
+
+    launcher ──setup: what to import──▶ zygote ──▶ "ready", or why it cannot be used
+    launcher ──order: environment, descriptors──▶ zygote ──fork──▶ between ──fork──▶ rank
+    launcher ◀──the rank's number── zygote       (`between` exits: the launcher adopts the rank)
+
+A rank must be the launcher's own child, so that the launcher can wait for it and the kernel ends it
+with the launcher. Hence the process between, and a launcher that adopts orphans.
+
+*When it is safe.* A fork copies one thread and all memory: locks that other threads hold stay shut
+for ever, and a CUDA context does not survive. So, after the imports, the zygote forks once for
+trial (OpenBLAS ends its threads when it is forked, and starts new ones when they are needed),
+counts its threads, and says why it is unfit if there is more than the one.
+
+*As a fresh interpreter.* The zygote was started with the variables that interpreters and libraries
+read when they start, and with `sys.path` as the program will have it. The rank gets what is left:
+its session, descriptors, environment, standard input, random state. The differences that remain are
+told in docs/launch.md.
+
+*Memory.* The garbage collector writes into every object that it visits, and would give each rank
+copies of pages that all could share. So what was imported is taken from its sight (`gc.freeze`).
+
+Like `child.py`, this file imports nothing of Dure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import importlib
+import importlib.util
+import io
+import json
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from types import ModuleType
+from typing import Any
+
+__all__ = ["receive", "send"]
+
+_HEADER = struct.Struct("!Q")
+_MOST_FDS = 16
+_THREADS_LEAVE_S = 1.0  # for a thread that has ended to vanish from /proc
+_Message = dict[str, Any]  # JSON, both ways: its fields are told where it is made
+
+
+def send(link: socket.socket, message: _Message, fds: tuple[int, ...] = ()) -> None:
+    """Send a message, and descriptors with it."""
+    data = json.dumps(message).encode()
+    header = _HEADER.pack(len(data))
+    if fds:
+        socket.send_fds(link, [header], fds)
+    else:
+        link.sendall(header)
+    link.sendall(data)
+
+
+def receive(link: socket.socket) -> tuple[_Message, list[int]]:
+    """Wait for a message and the descriptors that came with it.
+
+    Raises:
+        EOFError: The other side has closed the socket, or ended.
+    """
+    fds: list[int] = []
+    header = _receive_bytes(link, _HEADER.size, fds)
+    data = _receive_bytes(link, _HEADER.unpack(header)[0], fds)
+    return json.loads(data), fds
+
+
+def _receive_bytes(link: socket.socket, count: int, fds: list[int]) -> bytes:
+    out = bytearray()
+    while len(out) < count:
+        part, more, _, _ = socket.recv_fds(
+            link, min(count - len(out), 1 << 20), _MOST_FDS, socket.MSG_CMSG_CLOEXEC
+        )
+        if not part:
+            raise EOFError
+        fds.extend(more)
+        out += part
+    return bytes(out)
+
+
+def main() -> None:
+    """Import, then fork; only in a rank this goes on to the program."""
+    link = socket.socket(fileno=int(sys.argv[1]))
+    bootstrap = _bootstrap()
+    bootstrap.die_with(int(sys.argv[2]))
+    before = dict(os.environ)
+    try:
+        setup, _ = receive(link)
+        trouble = _preload(setup)
+        send(link, {"trouble": trouble})
+        if trouble is not None:
+            os._exit(0)
+        gc.freeze()
+        order, fds = _serve(link)
+    except (EOFError, OSError):  # the launcher is done, or dead
+        os._exit(0)
+    link.close()
+    _settle(order, fds, before)
+    bootstrap.die_with(order["launcher"])
+    bootstrap.become(order["report"], order["kind"], order["program"], order["args"])
+
+
+def _bootstrap() -> ModuleType:
+    """Load `child.py`, under a name that no program uses."""
+    path = os.path.join(os.path.dirname(__file__), "child.py")
+    spec = importlib.util.spec_from_file_location("__dure_bootstrap__", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# --- before the fork ---------------------------------------------------------------------------
+
+
+def _preload(setup: _Message) -> str | None:
+    """Import what the ranks will need; return why none should be forked from here, if so.
+
+    `needed` must come in; `wanted` (module or module:name) may fail, as it may in the program.
+    """
+    first: str = setup["first_path"]
+    if not sys.flags.safe_path:
+        sys.path[0] = first
+    gc.disable()
+    for name in setup["needed"]:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            return f"importing {name} failed with {type(error).__name__}: {error}"
+    for name in setup["wanted"]:
+        module, _, attribute = name.partition(":")
+        with contextlib.suppress(Exception):
+            getattr(importlib.import_module(module), attribute or "__name__")
+    return _unfit(first, {name.partition(".")[0] for name in setup["needed"] + setup["wanted"]})
+
+
+def _unfit(first: str, imported: set[str]) -> str | None:
+    """Return why a fork of this process would not be as a fresh interpreter."""
+    if sys.gettrace() is not None or sys.getprofile() is not None:
+        return "a debugger, profiler or coverage tool is active"
+    if not sys.flags.safe_path and sys.path[0] != first:
+        return "an imported module has put itself first on sys.path"
+    beside = _found_in(first) - imported
+    if beside:
+        return f"the import found modules beside the program: {', '.join(sorted(beside))}"
+    if _has_children():
+        return "an imported module has started a process"
+    threads = _threads_after_fork()
+    if threads > 1:
+        return f"an imported module has started threads ({threads - 1} of them)"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "CUDA is in use already"
+    return None
+
+
+def _found_in(directory: str) -> set[str]:
+    """Return which top-level modules were imported from `directory`."""
+    found: set[str] = set()
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if "." in name or not isinstance(file, str) or name.startswith("__"):
+            continue
+        home = os.path.dirname(file)
+        if os.path.basename(file).startswith("__init__."):
+            home = os.path.dirname(home)
+        if home == directory:
+            found.add(name)
+    return found
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _threads_after_fork() -> int:
+    """Fork once for trial, and count the threads that stay."""
+    trial = os.fork()
+    if trial == 0:
+        os._exit(0)
+    os.waitpid(trial, 0)
+    deadline = time.monotonic() + _THREADS_LEAVE_S
+    while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return len(os.listdir("/proc/self/task"))
+
+
+# --- the fork ----------------------------------------------------------------------------------
+
+
+def _serve(link: socket.socket) -> tuple[_Message, list[int]]:
+    """Fork a rank for each order; return in the ranks alone, with the order."""
+    while True:
+        order, fds = receive(link)
+        try:
+            answer = _fork(link, order, fds)
+        except OSError as error:
+            answer = {"error": error.strerror, "errno": error.errno}
+        if answer is None:
+            return order, fds
+        for fd in fds:
+            os.close(fd)
+        send(link, answer)
+
+
+def _fork(link: socket.socket, order: _Message, fds: list[int]) -> _Message | None:
+    """Fork a rank that will be the launcher's child; return the answer, and None in the rank.
+
+    An order's `numbers` say which numbers the descriptors get in the rank. One that is used by
+    what was imported cannot be given away: the launcher then starts that rank in another way.
+    """
+    mine = {*fds, link.fileno()}
+    if any(n > 2 and n not in mine and _is_open(n) for n in order["numbers"]):
+        return {"pid": None}
+    read, write = os.pipe()
+    try:
+        between = os.fork()
+        if between == 0:
+            order["between"] = os.getpid()
+            _fork_again(write)
+            return None
+        answer = os.read(read, 4096)
+        os.waitpid(between, 0)
+        return json.loads(answer)
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def _fork_again(write: int) -> None:
+    """In the process between: fork the rank, tell its number or why there is none, and exit."""
+    pid, answer = -1, {}
+    try:
+        pid = os.fork()
+        answer = {"pid": pid}
+    except OSError as error:
+        answer = {"error": error.strerror, "errno": error.errno}
+    finally:
+        if pid != 0:
+            os.write(write, json.dumps(answer).encode())
+            os._exit(0)
+
+
+# --- in the rank -------------------------------------------------------------------------------
+
+
+def _settle(order: _Message, fds: list[int], before: dict[str, str]) -> None:
+    """Make this copy of the zygote what a fresh interpreter would be."""
+    os.setsid()
+    order["report"] = _take_descriptors(order["numbers"], fds)
+    while os.getppid() == order["between"]:  # once that one is gone, the launcher is the parent
+        time.sleep(0.0002)
+    wanted: dict[str, str] = order["environment"]
+    for name in before.keys() - wanted.keys():
+        os.environ.pop(name, None)
+    for name, value in wanted.items():
+        if before.get(name) != value:  # what an import has set, it would have set here, too
+            os.environ[name] = value
+    if order["stdin"] == "passed":
+        sys.stdin = sys.__stdin__ = _open_stdin()
+    elif order["stdin"] == "closed":
+        os.close(0)
+        sys.stdin = sys.__stdin__ = None  # pyright: ignore[reportAttributeAccessIssue]
+    importlib.invalidate_caches()
+    _draw_anew()
+    gc.enable()
+
+
+def _take_descriptors(numbers: list[int], fds: list[int]) -> int:
+    """Move each descriptor to its number, and the last one, which has none, out of the way."""
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(numbers) + 1) for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    for fd, number in zip(moved, numbers, strict=False):
+        os.dup2(fd, number)
+        os.close(fd)
+    return moved[-1]
+
+
+def _open_stdin() -> io.TextIOWrapper:
+    """Open descriptor 0 as the interpreter does when it starts."""
+    old = sys.stdin
+    raw = io.FileIO(0, closefd=False)
+    raw.name = "<stdin>"  # pyright: ignore[reportAttributeAccessIssue]
+    text = io.TextIOWrapper(
+        io.BufferedReader(raw),
+        encoding=old.encoding,
+        errors=old.errors,
+        newline="\n",
+        line_buffering=raw.isatty(),
+    )
+    text.mode = "r"  # pyright: ignore[reportAttributeAccessIssue]
+    return text
+
+
+def _draw_anew() -> None:
+    """Replace what every process draws for itself when it starts (`random` does by itself)."""
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+    processes = sys.modules.get("multiprocessing.process")
+    if processes is not None:
+        processes.current_process().authkey = os.urandom(32)
+    renumber = getattr(threading.main_thread(), "_set_native_id", None)
+    if renumber is not None:
+        renumber()
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()
