@@ -15,6 +15,7 @@ from dure.errors import RendezvousError
 __all__ = [
     "VARIABLES",
     "Variable",
+    "beginning_with",
     "child_environment",
     "describe",
     "flag",
@@ -64,6 +65,10 @@ VARIABLES: dict[str, Variable] = {
         Variable(
             name="TORCHELASTIC_ERROR_FILE",
             meaning="where torch's @record leaves the error of a rank",
+        ),
+        Variable(
+            name="TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+            meaning="seconds from SIGTERM to SIGKILL, where --timeout-term is not given",
         ),
         Variable(name="PYTHONUNBUFFERED", meaning="1: print without waiting for a full buffer"),
         Variable(
@@ -158,6 +163,11 @@ def require(name: str, purpose: str) -> str:
             f"or set {name}={v.example or '...'}.",
         )
     return value
+
+
+def beginning_with(prefix: str) -> dict[str, str]:
+    """Return all variables whose names begin with `prefix` (`PET_`, which stand for flags)."""
+    return {name: value for name, value in os.environ.items() if name.startswith(prefix)}
 
 
 def describe() -> list[tuple[str, str | None, str]]:

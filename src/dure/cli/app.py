@@ -20,8 +20,8 @@ USAGE_EXIT_CODE = 2
 class Command:
     """A subcommand: the function that typer calls, or its own subcommands, and one line about it.
 
-    `own_arguments` says that what follows the first word that is no option belongs to another
-    program, options included.
+    `own_arguments` says that the function reads the words behind the command itself, and returns
+    the exit code: what follows the first word that is no flag belongs to another program.
     """
 
     name: str
@@ -79,6 +79,9 @@ def run_command_line(arguments: list[str]) -> int:
     """
     wanted = next((word for word in arguments if not word.startswith("-")), None)
     try:
+        command = next((known for known in COMMANDS if known.name == wanted), None)
+        if wanted is not None and command is not None and command.own_arguments:
+            return _load(command)(arguments[arguments.index(wanted) + 1 :])  # pyright: ignore
         _app(wanted)(args=arguments, prog_name="dure")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -99,13 +102,11 @@ def _app(wanted: str | None) -> typer.Typer:
     )
     app.callback()(_nothing)
     for command in COMMANDS:
-        settings = {"allow_interspersed_args": not command.own_arguments}
         code = _load(command) if command.name == wanted else _nothing
         if isinstance(code, typer.Typer):
             app.add_typer(code, name=command.name, help=command.summary)
         else:
-            register = app.command(command.name, help=command.summary, context_settings=settings)
-            register(code)
+            app.command(command.name, help=command.summary)(code)
     return app
 
 

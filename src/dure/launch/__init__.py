@@ -11,6 +11,27 @@ Where to read: `job` (start to result), `loop` (what happens), `supervisor` (wha
 """
 
 from dure.launch.job import run_job
-from dure.launch.spec import Crash, Exit, Frame, JobResult, JobSpec, Line, RankResult
+from dure.launch.spec import (
+    Crash,
+    Exit,
+    Frame,
+    JobResult,
+    JobSpec,
+    Line,
+    RankResult,
+    Std,
+    StreamChoice,
+)
 
-__all__ = ["Crash", "Exit", "Frame", "JobResult", "JobSpec", "Line", "RankResult", "run_job"]
+__all__ = [
+    "Crash",
+    "Exit",
+    "Frame",
+    "JobResult",
+    "JobSpec",
+    "Line",
+    "RankResult",
+    "Std",
+    "StreamChoice",
+    "run_job",
+]

@@ -128,7 +128,7 @@ def _address(spec: JobSpec, name: str) -> Iterator[tuple[JobAddress, Round]]:
             Round(
                 hosts=(socket.gethostname(),),
                 nprocs=(spec.nproc,),
-                master_addr=MASTER_ADDR,
+                master_addr=spec.master_addr or MASTER_ADDR,
                 master_port=port,
                 store=f"{MASTER_ADDR}:{server.port}",
             ),

@@ -102,6 +102,9 @@ class JobSpec:
         node_rank: This host's number, where the user fixed it.
         endpoint: host:port of the job's store; None: on this host, at any port (one host only).
         local_addr: The address by which other hosts reach this one; None: found.
+        serves: Whether this host holds the job's store; None: if the endpoint is one of its
+            addresses, or it is number 0.
+        master_addr: What the ranks of a job on one host find as MASTER_ADDR; None: 127.0.0.1.
         master_port: What the ranks find as MASTER_PORT; None: a free port.
         run_id: The job's name, the same on every host; None: one is made up.
         join_timeout_s: How long to wait for the least number of hosts.
@@ -143,6 +146,8 @@ class JobSpec:
     node_rank: int | None = None
     endpoint: str | None = None
     local_addr: str | None = None
+    serves: bool | None = None
+    master_addr: str | None = None
     master_port: int | None = None
     run_id: str | None = None
     join_timeout_s: float = 600.0

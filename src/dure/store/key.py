@@ -33,7 +33,7 @@ from dure import env
 from dure.errors import StoreError
 from dure.store.address import is_local
 
-__all__ = ["CurvePair", "JobKey", "load_for", "mint", "user_key_path"]
+__all__ = ["KEY_BYTES", "CurvePair", "JobKey", "key_from_file", "load_for", "mint", "user_key_path"]
 
 KEY_BYTES = 32
 
@@ -114,10 +114,10 @@ def load_for(host: str) -> JobKey:
             if path is None:
                 raise
     if path is not None:
-        return _from_file(Path(path))
+        return key_from_file(Path(path))
     own = user_key_path()
     if os.path.exists(own):  # False, unlike Path.exists, for a place that we may not look into
-        return _from_file(own)
+        return key_from_file(own)
     if is_local(host):
         return _make(own)
     raise StoreError(
@@ -140,7 +140,12 @@ def _from_fd(fd: int) -> JobKey:
     return JobKey(raw)
 
 
-def _from_file(path: Path) -> JobKey:
+def key_from_file(path: Path) -> JobKey:
+    """Return the key in a file.
+
+    Raises:
+        StoreError: It cannot be read, holds no key, or is open to other users.
+    """
     try:
         with path.open("rb") as file:
             info = os.fstat(file.fileno())
@@ -183,4 +188,4 @@ def _make(path: Path) -> JobKey:
             seen=f"{error.filename or path}: {error.strerror}",
             fix="Make that directory writable, or set XDG_CONFIG_HOME or DURE_JOB_KEY_FILE.",
         ) from None
-    return _from_file(path)
+    return key_from_file(path)

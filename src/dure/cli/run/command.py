@@ -1,0 +1,95 @@
+"""`dure run`: start a program on several ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from dure import env
+from dure.cli.run.page import help_page
+from dure.cli.run.parse import from_variables, parse
+from dure.cli.run.request import Request, make_request
+from dure.errors import UsageError
+from dure.launch import JobSpec, run_job
+from dure.store.key import KEY_BYTES, key_from_file
+
+__all__ = ["run"]
+
+
+def run(words: list[str]) -> int:
+    """Do what `dure run WORDS` says, and return the exit code.
+
+    Raises:
+        UsageError: The user's mistake, in one line.
+    """
+    given = parse(words)
+    if given.wants_help:
+        print(help_page(min(shutil.get_terminal_size().columns, 100)))
+        return 0
+    variables, notes = from_variables(env.beginning_with("PET_"))
+    for note in notes:
+        _say(note)
+    request = make_request(given, variables)
+    return run_job(_prepared(request)).exit_code
+
+
+def _prepared(request: Request) -> JobSpec:
+    """Fill in what only this process can know: the key, and a place for files."""
+    spec = dataclasses.replace(request.spec, key=_key(request))
+    if spec.log_dir is None and _wants_files(spec):
+        directory = Path(tempfile.mkdtemp(prefix="dure_"))
+        _say(f"the ranks' streams are kept in {directory}")
+        spec = dataclasses.replace(spec, log_dir=directory)
+    if spec.grace_s is None and (seconds := env.text("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")):
+        spec = dataclasses.replace(spec, grace_s=_seconds(seconds))
+    return spec
+
+
+def _wants_files(spec: JobSpec) -> bool:
+    return bool(spec.redirects or spec.tee or spec.stdout_filters or spec.stderr_filters)
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT must be a number of seconds", seen=repr(text)
+        ) from None
+
+
+def _key(request: Request) -> bytes | None:
+    if request.key_stdin:
+        return _key_line()
+    if request.key_file is not None:
+        return key_from_file(request.key_file).raw
+    return None
+
+
+def _key_line() -> bytes:
+    """Read the first line of the standard input, and not a byte more: the rest is rank 0's."""
+    line = b""
+    while not line.endswith(b"\n") and len(line) <= 2 * KEY_BYTES:
+        byte = os.read(0, 1)
+        if not byte:
+            break
+        line += byte
+    try:
+        key = bytes.fromhex(line.decode("ascii"))
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise UsageError(
+            "--key-stdin found no key",
+            seen=f"{len(line)} bytes on the first line of the standard input",
+            fix=f"Give {2 * KEY_BYTES} hexadecimal digits and a newline.",
+        )
+    return key
+
+
+def _say(text: str) -> None:
+    print(f"[dure] {text}", file=sys.stderr, flush=True)

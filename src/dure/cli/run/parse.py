@@ -1,0 +1,158 @@
+"""From words and variables to values by name: what the user said, before it is made sense of.
+
+The command line comes first, then the variables `PET_*`. The first word that is no flag is the
+program; all behind it is the program's own. As in torchrun, a long flag may be cut short as long as
+it stays the only one, and its value may follow `=`; a short flag's value may follow at once (-n2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+
+from dure.cli.run.flag import Flag
+from dure.cli.run.flags import FLAGS, find
+from dure.cli.run.values import switch
+from dure.errors import UsageError
+
+__all__ = ["Given", "from_variables", "parse"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What the user gave.
+
+    Args:
+        values: By the flags' names.
+        program: What to start; empty if nothing was named.
+        args: The program's own arguments.
+        flags: The words before the program, as they were written.
+        wants_help: Whether the user asked what there is.
+    """
+
+    values: Mapping[str, object] = field(default_factory=dict[str, object])
+    program: str = ""
+    args: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    wants_help: bool = False
+
+
+def parse(words: Sequence[str]) -> Given:
+    """Read a command line, without the name of the command.
+
+    Raises:
+        UsageError: A flag is unknown, refused, or its value is none.
+    """
+    values: dict[str, object] = {}
+    at = 0
+    while at < len(words) and words[at].startswith("-") and words[at] not in ("-", "--"):
+        if words[at] in ("-h", "--help"):
+            return Given(wants_help=True)
+        spelling, text = _split(words[at])
+        flag = _known(spelling)
+        at += 1
+        if flag.is_switch:
+            _refuse_text(spelling, flag, text)
+            values[flag.name] = True
+            continue
+        if text is None:
+            if at == len(words):
+                raise UsageError(f"{spelling} needs a value", seen="nothing", fix=_example(flag))
+            text = words[at]
+            at += 1
+        values[flag.name] = _value(flag, spelling, text)
+    flags = tuple(words[:at])
+    if at < len(words) and words[at] == "--":
+        at += 1
+    program, *args = words[at:] or ("",)
+    return Given(values=values, program=program, args=tuple(args), flags=flags)
+
+
+def from_variables(variables: Mapping[str, str]) -> tuple[dict[str, object], list[str]]:
+    """Read the variables `PET_*`.
+
+    Args:
+        variables: By their whole names.
+
+    Returns:
+        The values by the flags' names, and what to tell the user of names that mean nothing.
+
+    Raises:
+        UsageError: A variable's text is no value.
+    """
+    flags = {flag.variable: flag for flag in FLAGS if flag.pet}
+    values: dict[str, object] = {}
+    notes: list[str] = []
+    for name, text in sorted(variables.items()):
+        flag = flags.get(name)
+        if flag is not None and flag.refused:
+            raise UsageError(f"{name} is not understood here", seen=flag.refused)
+        if flag is not None:
+            if text.strip():
+                values[flag.name] = _value(flag, name, text)
+        elif near := _near_variable(name, list(flags)):
+            notes.append(f"{name} means nothing; did you mean {near}?")
+    return values, notes
+
+
+def _near_variable(name: str, known: list[str]) -> str | None:
+    """Return the variable that was probably meant; other programs have names with PET_, too."""
+    longer = [other for other in known if other.startswith(name)]
+    bare = {other.removeprefix("PET_"): other for other in known}
+    close = get_close_matches(name.removeprefix("PET_"), bare, 1, 0.7)
+    return longer[0] if longer else bare[close[0]] if close else None
+
+
+def _split(word: str) -> tuple[str, str | None]:
+    """Cut a word into the flag and the text that was joined to it."""
+    if word.startswith("--"):
+        spelling, equals, text = word.partition("=")
+        return spelling, text if equals else None
+    return word[:2], word[2:].removeprefix("=") or None
+
+
+def _known(spelling: str) -> Flag:
+    flag = find(spelling)
+    if flag is None:
+        flag = _abbreviated(spelling)
+    if flag.refused:
+        raise UsageError(f"{spelling} is not understood here", seen=flag.refused)
+    return flag
+
+
+def _abbreviated(spelling: str) -> Flag:
+    """Return the one flag that begins like `spelling`, or say which are near."""
+    plain = spelling.replace("_", "-")
+    found = {text: flag for text, flag in _spellings() if text.startswith(plain)}
+    meant = {flag.name: flag for flag in found.values()}
+    if len(meant) == 1 and plain.startswith("--") and len(plain) > 3:
+        return next(iter(meant.values()))
+    near = sorted(found) if plain != "--" else []
+    near = near or get_close_matches(plain, [text for text, _ in _spellings()], 1)
+    raise UsageError(
+        f"there is no flag {spelling}" if len(meant) < 2 else f"{spelling} may mean several flags",
+        seen=f"did you mean {' or '.join(near)}?" if near else "see `dure run --help`",
+        fix="A program's own flags stand behind the program.",
+    )
+
+
+def _spellings() -> Iterator[tuple[str, Flag]]:
+    return ((text, flag) for flag in FLAGS for text in flag.spellings)
+
+
+def _refuse_text(spelling: str, flag: Flag, text: str | None) -> None:
+    if text is not None:
+        raise UsageError(f"{spelling} takes no value", seen=text, fix=f"{flag.means}")
+
+
+def _value(flag: Flag, source: str, text: str) -> object:
+    """Turn a text into the flag's value; `source` is where it stood."""
+    try:
+        return switch(text) if flag.is_switch else flag.parse(text)
+    except ValueError as error:
+        raise UsageError(f"{source} must be {error}", seen=repr(text)) from None
+
+
+def _example(flag: Flag) -> str:
+    return f"Write {flag.spellings[0]} {flag.metavar}."

@@ -1,0 +1,260 @@
+"""The table of flags against torch's own parser, and what flags and variables mean."""
+
+from __future__ import annotations
+
+import signal
+from argparse import Action
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.argparse_util import check_env, env
+from torch.distributed.elastic.multiprocessing import Std as TorchStd
+from torch.distributed.launch import parse_args as parse_legacy
+from torch.distributed.run import get_args_parser, parse_min_max_nnodes
+
+from dure.cli.run.flag import Flag
+from dure.cli.run.flags import FLAGS, find
+from dure.cli.run.page import help_page, markdown
+from dure.cli.run.parse import Given, from_variables, parse
+from dure.cli.run.request import make_request
+from dure.cli.run.values import streams
+from dure.errors import UsageError
+from dure.launch import JobSpec, Std
+
+LAUNCH_PAGE = Path(__file__).parents[3] / "docs" / "launch.md"
+ACTIONS = [x for x in get_args_parser()._actions if x.option_strings and x.dest != "help"]
+
+
+def spec_of(*words: str, variables: dict[str, str] | None = None) -> JobSpec:
+    found, _ = from_variables(variables or {})
+    return make_request(parse([*words, "prog.py"]), found).spec
+
+
+def flag_of(action: Action) -> Flag:
+    longest = max(action.option_strings, key=len)
+    flag = find(longest)
+    assert flag is not None, f"torchrun's {longest} is missing in dure.cli.run.flags"
+    return flag
+
+
+@pytest.mark.parametrize("action", ACTIONS, ids=lambda action: action.dest)
+def test_every_flag_of_torchrun_is_in_the_table(action: Action) -> None:
+    flag = flag_of(action)
+    assert flag.torchrun in action.option_strings
+    assert {find(text) for text in action.option_strings} == {flag}
+    assert flag.is_switch == (action.nargs == 0)
+    from_environment = isinstance(action, env | check_env)
+    assert flag.variable == (f"PET_{action.dest.upper()}" if from_environment else "")
+
+
+def test_torchruns_flags_are_torchruns() -> None:
+    known = {text for action in ACTIONS for text in action.option_strings}
+    assert {flag.torchrun for flag in FLAGS if flag.torchrun} - known == {"--use-env"}
+    assert parse_legacy(["--use-env", "x"]).use_env
+
+
+def test_no_spelling_has_two_meanings() -> None:
+    spellings = [text for flag in FLAGS for text in flag.spellings]
+    assert len(set(spellings)) == len(spellings)
+    assert len({flag.name for flag in FLAGS}) == len(FLAGS)
+
+
+def test_page_about_launching_shows_the_table() -> None:
+    assert markdown() in LAUNCH_PAGE.read_text(), "put the text of markdown() into docs/launch.md"
+
+
+def test_help_names_every_flag_in_few_columns() -> None:
+    page = help_page(70)
+    assert all(text in page for flag in FLAGS for text in flag.spellings)
+    assert max(map(len, page.splitlines()[20:])) <= 70
+
+
+MEANINGS: list[tuple[list[str], dict[str, Any]]] = [
+    (["--nproc-per-node", "3"], {"nproc": 3}),
+    (["--nproc_per_node=3"], {"nproc": 3}),
+    (["-n3", "--role", "trainer"], {"nproc": 3, "role": "trainer"}),
+    (["-n=3", "--max-restarts=2"], {"nproc": 3, "max_restarts": 2}),
+    (["--max_r", "2"], {"max_restarts": 2}),  # the only flag that begins like this
+    (["-m"], {"kind": "module"}),
+    (["--no_python"], {"kind": "executable"}),
+    (["--no-python", "--run-path"], {"kind": "script"}),
+    (["-t", "3", "-r", "0:1,1:2"], {"tee": Std.ALL, "redirects": {0: Std.OUT, 1: Std.ERR}}),
+    (["--local-ranks-filter", "0,2"], {"local_ranks_filter": frozenset({0, 2})}),
+    (["--duplicate-stdout-filters", "a,,b,c"], {"stdout_filters": ("a,b", "c")}),
+    (["--log-dir", "d"], {"log_dir": Path("d")}),
+    (["--log-dir", "d", "--rdzv-id", "me"], {"log_dir": Path("d/me"), "run_id": "me"}),
+    (["--shutdown-timeout", "7"], {"grace_s": 7.0}),
+    (["--timeout-term", "0.5"], {"grace_s": 0.5}),
+    (["--signals-to-handle", "SIGTERM,SIGUSR1"], {"signals": (signal.SIGTERM, signal.SIGUSR1)}),
+    (["--numa-binding", "core-complex"], {"numa": "core-complex"}),
+    (["--virtual-local-rank"], {"virtual_local_rank": True}),
+    (["--monitor-interval", "0.3", "--start-method", "fork", "--use-env"], {}),
+    (["--event-log-handler", "null"], {}),
+    (["--no-zygote", "--preload", "a,b.c"], {"zygote": "never", "preload": ("a", "b.c")}),
+    (["--elastic", "--min-ranks", "2"], {"elastic": True, "min_ranks": 2}),
+    (["--no-fold", "--live", "--prefix", "host"], {"fold": False, "live": True, "prefix": "host"}),
+    # One host meets nobody.
+    (["--standalone", "--rdzv-endpoint", "h:1", "--rdzv-id", "x"], {}),
+    (["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"], {}),
+    (
+        ["--master-addr", "localhost", "--master-port", "29501"],
+        {"master_addr": "localhost", "master_port": 29501},
+    ),
+    # Several hosts.
+    (
+        ["--nnodes", "1:4", "--rdzv-backend", "c10d", "--rdzv-endpoint", "h"],
+        {"nnodes": (1, 4), "endpoint": "h:29400"},
+    ),
+    (
+        ["--nnodes", "2", "--rdzv-endpoint", "[::1]:7", "--node-rank", "1", "--rdzv-backend=c10d"],
+        {"nnodes": (2, 2), "endpoint": "[::1]:7"},
+    ),
+    (
+        ["--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1"],
+        {"nnodes": (2, 2), "node_rank": 1, "endpoint": "10.0.0.1:29500"},
+    ),
+    (
+        ["--nnodes", "2", "--master-addr", "[::1]", "--master-port", "5"],
+        {"nnodes": (2, 2), "node_rank": 0, "endpoint": "[::1]:5"},
+    ),
+    (
+        ["--nnodes=2", "--rdzv-endpoint=h:1", "--rdzv-conf", "is_host=yes,last_call_timeout=3"],
+        {"nnodes": (2, 2), "endpoint": "h:1", "serves": True, "last_call_s": 3.0},
+    ),
+    (["--rdzv-conf", "timeout=9,keep_alive_interval=5"], {"join_timeout_s": 9.0}),
+    (["--rdzv-conf", "timeout=9,join_timeout=8"], {"join_timeout_s": 8.0}),
+    (["--nnodes", "2"], {"nnodes": (2, 2)}),  # check_program asks for an endpoint
+]
+
+
+@pytest.mark.parametrize(("words", "fields"), MEANINGS, ids=lambda x: " ".join(map(str, x)))
+def test_flags_mean(words: list[str], fields: dict[str, Any]) -> None:
+    assert spec_of(*words) == JobSpec(program="prog.py", **fields)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--nporc", "2"], "--nproc"),
+        (["--rdzv-end-point", "h:1"], "--rdzv-endpoint"),
+        (["--rdzv", "x"], "--rdzv-id"),
+        (["--no-such-thing-at-all"], "--help"),
+        (["-z"], "-z"),
+        (["--nproc"], "--nproc"),
+        (["--nproc", "many"], "auto"),
+        (["--standalone=1"], "--standalone"),
+        (["--nnodes", "a:b"], "MIN:MAX"),
+        (["--nnodes", "2", "--standalone"], "--standalone"),
+        (["--nnodes", "1:2", "--node-rank", "0"], "c10d"),
+        (["--rdzv-backend", "etcd-v2"], "--rdzv-endpoint"),
+        (["--rdzv-conf", "store_type=file"], "--rdzv-endpoint"),
+        (["--rdzv-conf", "jointimeout=3"], "join_timeout"),
+        (["--rdzv-conf", "join_timeout=soon"], "join_timeout"),
+        (["--event-log-handler", "console"], "events.jsonl"),
+        (["--logs-specs", "x"], "--log-dir"),
+        (["--numa-binding", "nodes"], "node"),
+        (["--max-restarts", "-1"], "--max-restarts"),
+        (["-r", "4"], "-r"),
+        (["--tee", "0:1;1:1"], "--tee"),
+        (["--local-ranks-filter", "a"], "--local-ranks-filter"),
+        (["--signals-to-handle", "SIGNOT"], "SIGNOT"),
+        (["--signals-to-handle", "SIGKILL"], "SIGKILL"),
+        (["-m", "--no-python"], "--no-python"),
+    ],
+    ids=str,
+)
+def test_mistake_is_one_line_that_names_what_is_right(words: list[str], named: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        spec_of(*words)
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_program_is_needed() -> None:
+    with pytest.raises(UsageError):
+        make_request(parse(["--nproc", "2"]))
+
+
+def test_programs_own_flags_stay_its_own() -> None:
+    given = parse(["-n", "2", "--", "prog", "--nproc", "9", "--", "-h"])
+    assert given == Given(
+        values={"nproc": 2},
+        program="prog",
+        args=("--nproc", "9", "--", "-h"),
+        flags=("-n", "2"),
+    )
+
+
+VARIABLES = {
+    "PET_NPROC_PER_NODE": "2",
+    "PET_NNODES": "1:3",
+    "PET_RDZV_ENDPOINT": "h:1",
+    "PET_RDZV_BACKEND": "c10d",
+    "PET_RDZV_ID": "me",
+    "PET_RDZV_CONF": "join_timeout=7",
+    "PET_MAX_RESTARTS": "3",
+    "PET_ROLE": "r",
+    "PET_MODULE": "1",
+    "PET_NO_PYTHON": "0",
+    "PET_TEE": "3",
+    "PET_LOG_DIR": "",
+    "PET_NODE_RANK": "1",
+}
+
+
+def test_variables_stand_for_flags() -> None:
+    assert spec_of(variables=VARIABLES) == JobSpec(
+        program="prog.py",
+        kind="module",
+        nproc=2,
+        nnodes=(1, 3),
+        endpoint="h:1",
+        run_id="me",
+        join_timeout_s=7.0,
+        max_restarts=3,
+        role="r",
+        tee=Std.ALL,
+    )
+
+
+def test_flags_come_before_variables_and_these_before_what_was_found() -> None:
+    variables, _ = from_variables({"PET_NPROC_PER_NODE": "2", "PET_ROLE": "r"})
+    found = {"nproc": 8, "role": "slurm", "max_restarts": 1}
+    request = make_request(parse(["-n", "1", "p"]), variables, found)
+    assert (request.spec.nproc, request.spec.role, request.spec.max_restarts) == (1, "r", 1)
+    assert request.set_by_user == {"nproc", "role"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("PET_STANDALONE", "yes"), ("PET_MAX_RESTARTS", "few"), ("PET_RDZV_BACKEND", "etcd")],
+)
+def test_variable_of_no_value_is_named(name: str, text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        from_variables({name: text})
+    assert name in str(caught.value)
+
+
+def test_variable_that_means_nothing_is_told_and_not_fatal() -> None:
+    values, notes = from_variables({"PET_NPROC": "2", "PET_SOMETHING_ELSE_ALTOGETHER": "1"})
+    assert values == {}
+    assert [note for note in notes if "PET_NPROC_PER_NODE" in note] == notes
+    assert len(notes) == 1
+
+
+@pytest.mark.parametrize("text", ["0", "1", "2", "3", "0:3", "0:1,1:0,2:2"])
+def test_streams_are_torchs(text: str) -> None:
+    torchs, ours = TorchStd.from_str(text), streams(text)
+    if isinstance(torchs, TorchStd):
+        assert int(torchs) == ours
+    else:
+        assert isinstance(ours, dict)
+        assert {rank: int(std) for rank, std in torchs.items()} == ours
+
+
+@pytest.mark.parametrize("text", ["1", "4", "1:4", "2:2"])
+def test_numbers_of_hosts_are_torchs(text: str) -> None:
+    flag = find("--nnodes")
+    assert flag is not None
+    assert flag.parse(text) == parse_min_max_nnodes(text)
