@@ -175,7 +175,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "dure.parallel.amp": ("GradScaler", "clip_grad_norm_"),
     "dure.parallel.metrics": ("StepMeter", "StepReport", "StepSplit", "TensorBoardWriter"),
 }
-_MODULES = frozenset({"checkpoint", "trace"})
+_MODULES = frozenset({"checkpoint", "elastic", "trace"})
 """Modules that are used under their own name, as `dure.trace.dump()`."""
 
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -39,6 +39,7 @@ __all__ = [
     "Backend",
     "destroy_process_group",
     "init_process_group",
+    "leave",
     "process_group",
 ]
 
@@ -142,7 +143,7 @@ def init_process_group(
         _leave_first()
         begin_recording(meeting.store)
     except BaseException:
-        _leave(world, abort=True)
+        leave(world, abort=True)
         raise
 
 
@@ -204,11 +205,11 @@ def destroy_process_group(group: Any = None) -> None:
         del world.groups[pg.group_name]
         pg.close()
         return
-    _leave(world)
+    leave(world)
 
 
-def _leave(world: World, abort: bool = False) -> None:
-    """Close all groups, the default one last, then say goodbye to the store."""
+def leave(world: World, abort: bool = False) -> None:
+    """Close all groups of a world, the default one last, then say goodbye to the store."""
     _to_leave.discard(world)
     groups, meeting, default = list(world.groups.values()), world.rendezvous, world.default
     world.clear()
@@ -234,7 +235,7 @@ def _leave_at_exit() -> None:
     """Leave the jobs that the program forgot to leave, so that peers see it at once."""
     for world in list(_to_leave):
         if world.default is not None:
-            _leave(world, abort=True)
+            leave(world, abort=True)
 
 
 def _leave_first() -> None:
@@ -261,7 +262,7 @@ def process_group(*args: Any, **kwargs: Any) -> Iterator[ProcessGroup]:
         yield world.need_default()
     except BaseException:
         if world.default is not None:
-            _leave(world, abort=True)
+            leave(world, abort=True)
         raise
     if world.default is not None:
-        _leave(world)
+        leave(world)

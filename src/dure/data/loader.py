@@ -144,6 +144,11 @@ class DataLoader(Generic[T]):
         """Return where the job is: after the batch delivered last. The same on all ranks."""
         return self._position.state()
 
+    def rejoin(self) -> None:
+        """Take this rank's share in the world that is there now (`DistributedSampler.rejoin`)."""
+        if isinstance(self.sampler, DistributedSampler):
+            self.sampler.rejoin()
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken; ranks, batch size and workers may be other ones.
 
@@ -353,6 +358,7 @@ def _replicas() -> tuple[int | None, int | None]:
     from dure.comm.queries import is_initialized
 
     alone = not is_initialized() and env.integer("WORLD_SIZE", 1) == 1
+    alone = alone and not env.flag("DURE_ELASTIC")  # there, others may come
     return (1, 0) if alone else (None, None)
 
 

@@ -28,6 +28,7 @@ from typing import cast
 import torch
 from torch.utils.data import Sampler
 
+from dure import env
 from dure.errors import UsageError
 
 __all__ = ["DistributedSampler"]
@@ -77,6 +78,7 @@ class DistributedSampler(Sampler[int]):
         drop_last: bool = False,
         pad: bool = True,
     ) -> None:
+        self._of_world = num_replicas is None and rank is None
         if num_replicas is None or rank is None:
             world_size, world_rank = _place_in_world()
             num_replicas = world_size if num_replicas is None else num_replicas
@@ -92,6 +94,14 @@ class DistributedSampler(Sampler[int]):
         self.epoch = 0
         self._warned = False
         self._pass = _Pass(start=0)
+
+    def rejoin(self) -> None:
+        """Take this rank's share in the world that is there now, if the world gave it the old one.
+
+        For groups that change (`dure.elastic`): call it before `load_state_dict`.
+        """
+        if self._of_world:
+            self.num_replicas, self.rank = _place_in_world()
 
     @property
     def num_samples(self) -> int:
@@ -227,6 +237,8 @@ def _whole(consumed: int) -> int:
 def _place_in_world() -> tuple[int, int]:
     """Return the size of this process's world and its rank there."""
     # lazy: data can be split and resumed without the communication layer
-    from dure.comm.queries import get_rank, get_world_size
+    from dure.comm.queries import get_rank, get_world_size, is_initialized
 
+    if not is_initialized() and env.flag("DURE_ELASTIC"):  # `dure.elastic.run` is yet to come
+        return env.integer("WORLD_SIZE", 1) or 1, env.integer("RANK", 0) or 0
     return get_world_size(), get_rank()

@@ -17,7 +17,7 @@ import psutil
 
 from dure import env
 
-__all__ = ["Identity", "alive", "myself"]
+__all__ = ["Identity", "alive", "myself", "process_at"]
 
 
 class Identity(msgspec.Struct, array_like=True, frozen=True):
@@ -42,9 +42,16 @@ class Identity(msgspec.Struct, array_like=True, frozen=True):
 
 def myself() -> Identity:
     """Return who this process is."""
-    pid = os.getpid()
+    found = process_at(os.getpid())
+    assert found is not None
+    return found
+
+
+def process_at(pid: int) -> Identity | None:
+    """Return who the process `pid` of this host is; None if there is none."""
+    start = _start(pid)
     host = env.text("DURE_HOST_ID") or socket.gethostname()
-    return Identity(pid, _start(pid) or "", host, _host_id())
+    return None if start is None else Identity(pid, start, host, _host_id())
 
 
 def alive(process: Identity) -> bool | None:

@@ -1,0 +1,148 @@
+"""Being asked to end: SIGTERM becomes a note that the program reads between two steps.
+
+A cluster that takes a machine back sends SIGTERM (Slurm, where told so, SIGUSR1 beforehand) and
+kills some time later. The signal comes at any moment and to each rank at another one, so the
+handler only notes it. Ranks learn of it together, at the end of a step: through the commit's
+all_reduce in `dure.elastic.run`, or, in any other program, in `preempted()`. Then the callbacks
+run on all ranks at the same step, so they may save a checkpoint together.
+
+A second SIGTERM ends the process at once, as if nothing had been installed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from dure import env
+from dure.comm.ops import ReduceOp
+from dure.comm.world import current_world
+from dure.errors import UsageError
+
+if TYPE_CHECKING:
+    from dure.comm.group import ProcessGroup
+
+__all__ = ["EXIT_CODE", "asked", "forget", "on_preempt", "preempted", "run_callbacks", "watch"]
+
+EXIT_CODE = 128 + signal.SIGTERM
+"""What a rank exits with after it was asked to end, and has done what was to do: 143."""
+
+F = TypeVar("F", bound=Callable[[], object])
+
+_log = logging.getLogger("dure.elastic")
+
+
+class _Notes:
+    """What this process knows. Threads: the handler runs on the main one; the rest on any."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.watching = False
+        self.handled = False
+        self.callbacks: list[Callable[[], object]] = []
+
+
+_notes = _Notes()
+
+
+def on_preempt(callback: F) -> F:
+    """Call `callback` when the job is asked to end, at the end of a step, on all ranks.
+
+    Args:
+        callback: Takes nothing. It may communicate, for all ranks call it after the same step:
+            `lambda: checkpointer.save(...)`.
+
+    Returns:
+        `callback`, so this may be used as a decorator.
+
+    Raises:
+        UsageError: This is not the main thread, which alone may catch signals.
+    """
+    watch()
+    _notes.callbacks.append(callback)
+    return callback
+
+
+def preempted(group: ProcessGroup | None = None) -> bool:
+    """Tell whether any rank was asked to end; the first time so, run the callbacks.
+
+    For programs that do without `dure.elastic.run`:
+
+        for batch in loader:
+            ...
+            if dure.elastic.preempted():
+                break
+
+    Args:
+        group: Whose ranks; the default group where None, or this process alone without any.
+
+    Collective:
+        All ranks of the group call, each after the same step.
+
+    Cost:
+        An all_reduce of 8 bytes.
+    """
+    watch()
+    told = asked()
+    pg = group or current_world().default
+    if pg is not None and pg.size() > 1:
+        where = "cpu" if "cpu" in pg.device_types else min(pg.device_types)
+        flag = torch.tensor([int(told)], device=where)
+        pg.all_reduce(flag, ReduceOp.MAX)
+        told = bool(flag.item())
+    if told and not _notes.handled:
+        _notes.handled = True
+        run_callbacks()
+    return told
+
+
+def watch() -> None:
+    """Catch the signals that ask to end, from now on."""
+    if _notes.watching:
+        return
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError(
+            "only the main thread can catch SIGTERM",
+            op="on_preempt",
+            seen=f"called on thread {threading.current_thread().name!r}",
+            fix="Call it on the main thread, before others are started.",
+        )
+    numbers = [signal.SIGTERM]
+    if env.text("SLURM_JOB_ID") is not None:
+        numbers.append(signal.SIGUSR1)
+    for number in numbers:
+        signal.signal(number, _note)
+    _notes.watching = True
+
+
+def asked() -> bool:
+    """Tell whether this process was asked to end."""
+    return _notes.number is not None
+
+
+def run_callbacks() -> None:
+    """Call what `on_preempt` was given, in order."""
+    for callback in _notes.callbacks:
+        callback()
+
+
+def forget() -> None:
+    """Be as a process that was never asked to end, and watches for nothing (a test)."""
+    if _notes.watching:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _notes.__init__()
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    if number == signal.SIGTERM and _notes.number == signal.SIGTERM:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        return
+    _notes.number = number

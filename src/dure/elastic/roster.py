@@ -1,0 +1,127 @@
+"""Who is in the group, epoch by epoch: the values that ranks agree on, and the rule they follow.
+
+An *epoch* is one group of ranks, from its forming to the loss of a member, or to the arrival of
+others. Epochs are numbered; each begins with a *plan*: its members in order (their ranks), and
+where the state comes from. What a rank knows when an epoch ends is two numbers: the step that it
+has *committed*, and the one that it has *staged*, which is the next one or none (`State`).
+
+**Which step stands** (`next_plan`). A commit is complete on a rank when all ranks are known to have
+staged the step. So of ranks that are left:
+
+- if one has committed step s, then all have at least staged it: s stands, and those who have it
+  staged take it from there;
+- if none has committed s, but all have staged it, it stands as well: perhaps a rank that died had
+  committed it;
+- otherwise somebody has not even staged s, and s - 1, which all have, stands.
+
+So a step that any rank ever saw committed is never lost, and at most one step is done again.
+Newcomers have nothing, and get the step from the first member that has it.
+
+Nothing here does any input or output: `dure.elastic.council` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from dure.store.identity import Identity
+
+__all__ = ["NOTHING", "Here", "Member", "Plan", "next_plan"]
+
+
+class Member(msgspec.Struct, array_like=True, frozen=True):
+    """One time that one process joins; `rank` is what the launcher called it."""
+
+    token: str
+    rank: int
+    process: Identity
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.process})"
+
+
+class Here(msgspec.Struct, array_like=True, frozen=True):
+    """What a rank has at the end of an epoch: the numbers of steps, -1 where it has none."""
+
+    committed: int = -1
+    staged: int = -1
+
+    def has(self, step: int) -> bool:
+        """Tell whether the state after `step` can be had from this rank."""
+        return step >= 0 and step in (self.committed, self.staged)
+
+
+NOTHING = Here()
+"""What a newcomer has."""
+
+
+class Plan(msgspec.Struct, array_like=True, frozen=True):
+    """An epoch.
+
+    Attributes:
+        number: Its number.
+        members: Who is in it; a member's place is its rank.
+        step: The step after which it goes on.
+        source: The rank that has the state; -1: nobody has, each begins with what it made.
+        behind: The ranks that get the state from there.
+        known: Tokens of all who ever were members: who comes back comes under a new one.
+        failure: Why there can be no epoch, if that is so.
+    """
+
+    number: int
+    members: tuple[Member, ...]
+    step: int = 0
+    source: int = -1
+    behind: tuple[int, ...] = ()
+    known: tuple[str, ...] = ()
+    failure: str = ""
+
+    def rank_of(self, token: str) -> int:
+        """Return the rank of the member with this token; -1 if it is none."""
+        return next((r for r, m in enumerate(self.members) if m.token == token), -1)
+
+
+def next_plan(
+    last: Plan | None,
+    survivors: Sequence[tuple[Member, Here]],
+    newcomers: Sequence[Member],
+    min_ranks: int = 1,
+) -> Plan:
+    """Return the epoch that follows.
+
+    Args:
+        last: The epoch that has ended; None before the first.
+        survivors: Members of it that are left, in its order, and what each has.
+        newcomers: Others, in the order in which they came.
+        min_ranks: With fewer members there is a failure in place of an epoch.
+    """
+    number = 0 if last is None else last.number + 1
+    known = () if last is None else last.known
+    if last is None or not survivors:
+        newcomers = sorted(newcomers, key=lambda m: (m.rank, m.token))
+    members = (*(member for member, _ in survivors), *newcomers)
+    if len(members) < min_ranks:
+        seen = f"{len(members)} ranks are left, and at least {min_ranks} are wanted"
+        return Plan(number=number, members=members, known=known, failure=seen)
+    step = _standing([here for _, here in survivors])
+    haves = [here.has(step) for _, here in survivors] + [False] * len(newcomers)
+    source = haves.index(True) if True in haves else -1
+    behind = tuple(r for r, has in enumerate(haves) if not has) if source >= 0 else ()
+    return Plan(
+        number=number,
+        members=members,
+        step=max(step, 0),
+        source=source,
+        behind=behind,
+        known=tuple(dict.fromkeys([*known, *(m.token for m in members)])),
+    )
+
+
+def _standing(heres: Sequence[Here]) -> int:
+    """Return the step that stands (see the module's text); -1 if nobody has any."""
+    committed = max((here.committed for here in heres), default=-1)
+    if heres and all(here.staged == committed + 1 for here in heres):
+        return committed + 1
+    return committed

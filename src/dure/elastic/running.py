@@ -1,0 +1,408 @@
+"""`run`: a program's training loop that outlives the loss of ranks.
+
+    ┌────────────► agree on an epoch ──► make its group ──► bring the state ──► train(state) ──► end
+    │                (council.py)                            (snapshot.py)          │
+    └──────────────── a peer is lost, or newcomers wait ◄───────────────────────────┘
+
+A rank whose peer is lost learns it from its next collective, wherever that is in `train`. The
+exception leaves `train`, and everything that belongs to the old group with it. Survivors then come
+to the next epoch, put back the step that stands, and call `train` anew, in the same process.
+
+What a peer's death explains is a failure like that: `PeerLost`, `Aborted`, `CommTimeout`,
+`StoreLost`, or an error that was raised because of one. Every other exception is the program's own:
+it ends this rank, whose peers see `PeerLost` and go on without it. An error that all ranks raise
+ends them one and all.
+
+At the end of `train` all ranks meet once more. If one is lost before that, its peers go through the
+loop again: `train` finds that there is nothing left to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Generic, TypeVar
+
+import torch
+
+from dure import env
+from dure.comm.init import init_process_group, leave
+from dure.comm.ops import ReduceOp
+from dure.comm.world import current_world
+from dure.elastic import preempt
+from dure.elastic.council import Council, JobDone
+from dure.elastic.keeper import Keeper
+from dure.elastic.roster import Plan
+from dure.elastic.state import Recovery, State
+from dure.errors import (
+    Aborted,
+    CommTimeout,
+    Desync,
+    PeerLost,
+    RendezvousError,
+    StoreError,
+    StoreLost,
+    StoreTimeout,
+    UsageError,
+)
+from dure.store.base import Store
+
+__all__ = ["Options", "run"]
+
+T = TypeVar("T")
+
+_LOOK_S = 0.2
+"""How often rank 0 looks whether newcomers wait, at most."""
+
+_FUTILE = 3
+"""More epochs in a row that fail without a loss and without a commit are the program's fault."""
+
+_EXPLAINED = (PeerLost, Aborted, CommTimeout, StoreLost)
+_IN_FORMING = (*_EXPLAINED, StoreTimeout, RendezvousError)
+
+_log = logging.getLogger("dure.elastic")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How an elastic job behaves.
+
+    Attributes:
+        min_ranks: With fewer ranks the job ends; `dure run --min-ranks` where None, or 1.
+        timeout: How long an operation waits for its peers, and survivors for each other. So long a
+            rank that neither works nor dies (one that is stopped) holds up the job.
+        enough_s: How long too few ranks wait for more to come.
+        backend: As `init_process_group`.
+        store: A store that all ranks share, in place of the launcher's; then `rank` and
+            `world_size` must be given.
+        rank: This process's number, where the environment does not tell it.
+        world_size: How many ranks start.
+    """
+
+    min_ranks: int | None = None
+    timeout: timedelta = timedelta(minutes=5)
+    enough_s: float = 30.0
+    backend: str | None = None
+    store: Store | None = None
+    rank: int = -1
+    world_size: int = -1
+
+
+class _Regroup(BaseException):
+    """Leaves `train` at a step boundary, on all ranks alike.
+
+    Not an `Exception`: programs that catch those around a step must not swallow it.
+    """
+
+
+class _Preempted(BaseException):
+    """Leaves `train` when this rank was asked to end and everything is saved."""
+
+
+@dataclass(slots=True)
+class _Notice:
+    """What the ranks tell each other in a commit: the largest of each number counts."""
+
+    newcomers: bool = False
+    asked: bool = False
+    storeless: bool = False
+    step: int = 0
+
+
+def run(train: Callable[[State], T], state: State, options: Options | None = None) -> T | None:
+    """Call `train(state)` in a group that is made anew when ranks are lost or come.
+
+    Args:
+        train: Makes what belongs to one group (`DistributedDataParallel`, loaders), trains from
+            where `state` says, and calls `state.commit()` after each step. It is called again, in
+            the same process, each time the group has changed; `state` is then as at the last
+            commit.
+        state: What must not be lost.
+        options: How the job behaves.
+
+    Returns:
+        What `train` returned; None for a process that came when the job was done.
+
+    Raises:
+        Exception: What `train` raised, unless the loss of a peer explains it.
+        RendezvousError: Fewer than `min_ranks` are left, and no more came.
+        StoreLost: The process that held the job's store has died, and nobody can take its place.
+        SystemExit: The job was asked to end (143); see `on_preempt`.
+
+    Collective:
+        All ranks of the job call, once at a time, outside any group.
+
+    Cost:
+        A lost rank costs tens of milliseconds, what `train` does before its first step, and the
+        step that was in the making.
+    """
+    options = options or Options()
+    if current_world().default is not None:
+        raise UsageError(
+            "elastic.run makes the process group itself",
+            op="run",
+            fix="Do not call init_process_group before it; use the group within train().",
+        )
+    with contextlib.suppress(UsageError):  # thread-ranks cannot catch signals
+        preempt.watch()
+    session = _Session(train, state, options)
+    try:
+        return session.run()
+    except _Preempted:
+        sys.exit(preempt.EXIT_CODE)
+    finally:
+        session.close()
+
+
+class _Session(Generic[T]):
+    """One process's part in an elastic job."""
+
+    def __init__(self, train: Callable[[State], T], state: State, options: Options) -> None:
+        self._train, self._state, self._options = train, state, options
+        self._keeper = Keeper(options.store, options.rank, options.world_size)
+        patience_s = options.timeout.total_seconds()
+        self._council = Council(
+            self._keeper.keys,
+            self._keeper.rank,
+            self._keeper.world_size,
+            min_ranks=options.min_ranks or env.integer("DURE_ELASTIC_MIN", 1) or 1,
+            patience_s=patience_s,
+            enough_s=options.enough_s,
+        )
+        self._plan: Plan | None = None
+        self._kept = state.part_names  # made before `train`, and so valid in any group
+        self._looked = time.monotonic()
+        self._futile = 0
+        self._failed_at = 0.0
+        self._ended = False
+
+    def run(self) -> T | None:
+        """Go from epoch to epoch until `train` has come to its end on all ranks."""
+        try:
+            plan = self._council.enter()
+        except JobDone:
+            self._ended = True
+            return None
+        cause: BaseException | None = None
+        while True:
+            try:
+                self._begin(plan, cause)
+                result = self._train(self._state)
+                self._meet_at_the_end()
+                return result
+            except (_Regroup, Exception) as error:
+                if not self._explained(error):
+                    raise
+                cause = _without_frames(error)
+            try:
+                plan = self._next(cause)
+            except JobDone:
+                self._ended = True
+                return None
+
+    # ---- an epoch ------------------------------------------------------------------------------
+
+    def _begin(self, plan: Plan, cause: BaseException | None) -> None:
+        """Make the group of an epoch, and put the state in place.
+
+        Raises:
+            CommError, RendezvousError, StoreError: A member ended meanwhile.
+        """
+        state, last = self._state, self._plan
+        agreed_at = time.monotonic()
+        self._plan = plan
+        self._keeper.know(plan)
+        me = plan.rank_of(self._council.me.token)
+        if plan.source < 0:
+            state.begin()
+        elif me not in plan.behind:
+            state.settle(plan.step)
+        try:
+            init_process_group(
+                self._options.backend,
+                store=self._council.watched(plan),
+                rank=me,
+                world_size=len(plan.members),
+                timeout=self._options.timeout,
+            )
+            made_at = time.monotonic()
+            self._bring_state(plan, me)
+        except _IN_FORMING as error:
+            raise Aborted("the group could not be made", seen=str(error)) from error
+        state.attach(self._agree)
+        if last is not None or plan.source >= 0:
+            state.restore()
+        if last is not None:
+            self._report(last, plan, cause, (agreed_at, made_at))
+
+    def _bring_state(self, plan: Plan, me: int) -> None:
+        """Send the state from the rank that has it to those that have not."""
+        group = current_world().need_default()
+        if me == plan.source:
+            for peer in plan.behind:
+                self._state.committed.send(group, peer)
+        elif me in plan.behind:
+            self._state.staged.receive(group, plan.source)
+            self._state.promote()
+
+    def _report(
+        self, last: Plan, plan: Plan, cause: BaseException | None, times: tuple[float, float]
+    ) -> None:
+        """Keep, and tell, what has changed."""
+        agreed_at, made_at = times
+        before, after = ({m.token for m in p.members} for p in (last, plan))
+        recovery = Recovery(
+            epoch=plan.number,
+            lost=len(before - after),
+            joined=len(after - before),
+            step=plan.step,
+            cause=f"{type(cause).__name__}: {cause}",
+            agreement_s=agreed_at - self._failed_at,
+            group_s=made_at - agreed_at,
+            state_s=time.monotonic() - made_at,
+        )
+        self._state.recoveries.append(recovery)
+        self._futile = 0 if recovery.lost or recovery.joined else self._futile
+        if plan.rank_of(self._council.me.token) == 0:
+            _log.warning(
+                "the group has changed: %d lost, %d came; %d ranks go on after commit %d (%.0f ms)",
+                recovery.lost,
+                recovery.joined,
+                len(plan.members),
+                plan.step,
+                1000 * recovery.total_s,
+            )
+
+    # ---- between two epochs --------------------------------------------------------------------
+
+    def _explained(self, error: BaseException) -> bool:
+        """Tell whether the loss of a peer, or a change of the group, explains an error."""
+        if isinstance(error, _Regroup):
+            return True
+        found: BaseException | None = error
+        while found is not None and not isinstance(found, _EXPLAINED):
+            found = found.__cause__ or found.__context__
+        self._futile += 1
+        return found is not None and self._futile <= _FUTILE
+
+    def _next(self, cause: BaseException) -> Plan:
+        """Agree with the survivors on the next epoch."""
+        self._failed_at = time.monotonic()
+        assert self._plan is not None
+        self._state.attach(None)
+        self._state.detach_parts(self._kept)
+        last = self._plan
+        if not isinstance(cause, PeerLost):  # or peers that wait for this rank would not know
+            self._leave_group(announced=False)
+        while True:
+            try:
+                if self._keeper.lost:
+                    raise StoreLost("the process that held the store has ended")
+                self._council.announce(last, self._state.standing())
+                plan = self._council.agree(last, self._unreached)
+            except StoreLost:
+                self._leave_group(announced=False)
+                keys = self._keeper.follow(last, self._council.me, self._council.patience_s)
+                self._council.move(keys, last)
+                continue
+            self._leave_group(announced=True)
+            return plan
+
+    def _unreached(self, rank: int) -> bool:
+        group = current_world().default
+        return group is not None and (group.gone(rank) or group.silent(rank))
+
+    def _leave_group(self, announced: bool) -> None:
+        """Close the group of the epoch that has ended; peers in it see that this rank has left."""
+        if not announced and self._plan is not None and not self._keeper.lost:
+            with contextlib.suppress(StoreError):
+                self._council.announce(self._plan, self._state.standing())
+        world = current_world()
+        if world.default is not None:
+            leave(world, abort=True)
+
+    # ---- commits -------------------------------------------------------------------------------
+
+    def _agree(self, step: int) -> None:
+        """Carry out the second phase of a commit, and heed what the ranks tell each other."""
+        notice = self._exchange(_Notice(asked=preempt.asked(), step=step, **self._look()))
+        self._state.promote()
+        self._futile = 0
+        if notice.asked:
+            self._end_early()
+        if notice.newcomers or notice.storeless:
+            raise _Regroup("newcomers wait" if notice.newcomers else "the store is lost")
+
+    def _exchange(self, mine: _Notice) -> _Notice:
+        group = current_world().need_default()
+        where = "cpu" if "cpu" in group.device_types else min(group.device_types)
+        numbers = [int(mine.newcomers), int(mine.asked), int(mine.storeless), mine.step, -mine.step]
+        flags = torch.tensor(numbers, device=where)
+        group.all_reduce(flags, ReduceOp.MAX)
+        newcomers, asked, storeless, most, least = flags.tolist()
+        if most != -least:
+            raise Desync(
+                "the ranks are not at the same commit",
+                rank=group.rank(),
+                world_size=group.size(),
+                seen=f"after {mine.step} commits here, after {-least} to {most} on all ranks",
+                fix="Call state.commit() as often on every rank; loops of unequal length need "
+                "drop_last=True, or equal shares.",
+            )
+        return _Notice(bool(newcomers), bool(asked), bool(storeless), most)
+
+    def _look(self) -> dict[str, bool]:
+        """Rank 0 looks, now and then, who waits to be let in, and whether there is a store."""
+        now = time.monotonic()
+        assert self._plan is not None
+        is_first = self._plan.members[0].token == self._council.me.token
+        if not is_first or now - self._looked < _LOOK_S:
+            return {}
+        self._looked = now
+        if self._keeper.lost:
+            return {"storeless": True}
+        try:
+            return {"newcomers": self._council.waiting(self._plan)}
+        except StoreError:
+            return {"storeless": True}
+
+    def _end_early(self) -> None:
+        """Some rank was asked to end: save together, then those that were asked leave."""
+        preempt.run_callbacks()
+        raise _Preempted if preempt.asked() else _Regroup("a rank was asked to end")
+
+    def _meet_at_the_end(self) -> None:
+        """Meet once more, so that nobody leaves while another may still need it."""
+        self._exchange(_Notice(step=self._state.commits))
+        self._ended = True
+        with contextlib.suppress(StoreError):
+            self._council.finish()
+
+    def close(self) -> None:
+        """Leave the job, whatever has happened."""
+        self._state.attach(None)
+        if not self._keeper.lost:
+            with contextlib.suppress(StoreError):
+                self._council.leave()
+        world = current_world()
+        if world.default is not None:
+            leave(world, abort=not self._ended)
+        self._keeper.close()
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """Let go of what a failed `train` held: modules, loaders, gradients in shared memory."""
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        traceback.clear_frames(found.__traceback__)
+        found.__traceback__ = None
+        found = found.__cause__ or found.__context__
+    return error

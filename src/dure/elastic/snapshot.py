@@ -1,0 +1,164 @@
+"""A copy of the state in memory of its own: taken in place, put back, sent to another rank.
+
+The state is taken apart as a checkpoint's is (`dure.checkpoint.tree`): a tree of plain values, and
+tensors by name. A snapshot keeps one buffer for each tensor, and copies into it again and again, so
+that after the first time taking a snapshot costs one pass over the tensors and no memory.
+
+It travels as one message of JSON (the tree, and what each tensor is) and one for each tensor; no
+code is ever carried, and nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dure.checkpoint.objects import is_sharded, load_into, state_of
+from dure.checkpoint.randomness import random_state, restore_random_state, seed_new_rank
+from dure.checkpoint.tree import decode, encode
+from dure.errors import UsageError
+
+if TYPE_CHECKING:
+    from dure.comm.group import ProcessGroup
+
+__all__ = ["Snapshot"]
+
+_VALUES = "values"
+_RANDOM = "random"
+
+
+class Snapshot:
+    """One copy of a state.
+
+    Attributes:
+        step: The number of the commit that it belongs to; -1 while it holds nothing.
+
+    Threads: one at a time.
+    """
+
+    def __init__(self) -> None:
+        self.step = -1
+        self._trees: dict[str, Any] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._random: dict[str, Any] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def take(self, parts: Mapping[str, Any], values: Mapping[str, Any], step: int) -> None:
+        """Copy the state as it is now.
+
+        Args:
+            parts: Objects with `state_dict` and `load_state_dict`.
+            values: Plain values, and tensors.
+            step: What to call it.
+
+        Raises:
+            UsageError: Something cannot be copied; its name is told, and the snapshot is void.
+
+        Cost: reads and writes each byte of the tensors once.
+        """
+        self.step = -1
+        tensors: dict[str, torch.Tensor] = {}
+        trees: dict[str, Any] = {}
+        for name, part in parts.items():
+            if is_sharded(part):
+                raise UsageError(
+                    f"the state of {name!r} is divided among the ranks",
+                    seen="what a rank alone holds is lost with it",
+                    fix="Use an optimizer whose state each rank holds whole.",
+                )
+            trees[name] = encode(state_of(name, part), name, tensors)
+        trees[_VALUES + "/"] = encode(dict(values), _VALUES + "/", tensors)
+        self._trees = trees
+        self._copy(tensors)
+        self._random = random_state()
+        self.step = step
+
+    def _copy(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Copy tensors into the buffers that fit; others are made."""
+        kept, sources, targets = {}, [], []
+        for name, tensor in tensors.items():
+            buffer = self._buffers.get(name)
+            if buffer is not None and _alike(buffer, tensor):
+                sources.append(tensor)
+                targets.append(buffer)
+                kept[name] = buffer
+            else:
+                kept[name] = tensor.clone(memory_format=torch.contiguous_format)
+        self._buffers = kept
+        if targets:
+            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return the tensor of that name: what `load_into` reads."""
+        return self._buffers[name]
+
+    def holds(self, name: str) -> bool:
+        """Tell whether there is a state of the part `name`."""
+        return name in self._trees
+
+    def put_back(self, name: str, part: Any) -> None:
+        """Give a part the state that it had."""
+        load_into(name, part, self._trees[name], self)
+
+    def values(self) -> dict[str, Any]:
+        """Return the plain values, new ones each time."""
+        return decode(self._trees[_VALUES + "/"], lambda name: self._buffers[name].clone())
+
+    def put_back_randomness(self) -> None:
+        """Give this rank's random generators the state that they had."""
+        if self._random is not None:
+            restore_random_state(self._random)
+
+    # ---- to another rank -----------------------------------------------------------------------
+
+    def send(self, group: ProcessGroup, peer: int) -> None:
+        """Send it to the rank `peer` of `group`, which calls `receive`."""
+        where = _device(group)
+        random = encode(self._random, _RANDOM, {})
+        described = [
+            (name, str(b.dtype).removeprefix("torch."), list(b.shape), str(b.device.type))
+            for name, b in self._buffers.items()
+        ]
+        text = json.dumps([self.step, self._trees, random, described]).encode()
+        group.send(torch.tensor([len(text)], device=where), peer)
+        group.send(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(where), peer)
+        for buffer in self._buffers.values():
+            if buffer.numel():
+                group.send(buffer.to(where), peer)
+
+    def receive(self, group: ProcessGroup, peer: int) -> None:
+        """Take over what `peer` sends; the random generators begin with numbers of their own."""
+        where = _device(group)
+        self.step = -1
+        size = torch.zeros(1, dtype=torch.int64, device=where)
+        group.recv(size, peer)
+        data = torch.empty(int(size.item()), dtype=torch.uint8, device=where)
+        group.recv(data, peer)
+        step, trees, random, described = json.loads(data.cpu().numpy().tobytes())
+        self._buffers = {}
+        for name, dtype, shape, device in described:
+            buffer = torch.empty(shape, dtype=getattr(torch, dtype), device=where)
+            if buffer.numel():
+                group.recv(buffer, peer)
+            self._buffers[name] = buffer.to(device)
+        self._trees, self._random = trees, None
+        seed_new_rank(decode(random, self._buffers.__getitem__), group.rank())
+        self._random = random_state()
+        self.step = step
+
+
+def _alike(buffer: torch.Tensor, tensor: torch.Tensor) -> bool:
+    same = buffer.shape == tensor.shape and buffer.dtype == tensor.dtype
+    return same and buffer.device == tensor.device
+
+
+def _device(group: ProcessGroup) -> str:
+    """Where messages live: on the CPU if the group reaches it, else on its accelerator."""
+    return "cpu" if "cpu" in group.device_types else min(group.device_types)

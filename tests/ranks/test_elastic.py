@@ -1,0 +1,215 @@
+"""Elastic training on thread-ranks: who leaves, who comes, and what the model is afterwards."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dure
+from dure.comm.world import new_world
+from dure.data import DataLoader
+from dure.elastic import Options, State
+from dure.errors import Desync, RendezvousError, UsageError
+from dure.store import HashStore
+from dure.testing import run_ranks
+
+SAMPLES, GLOBAL_BATCH = 48, 12
+
+
+class Leaves(Exception):
+    """What a rank raises that is to be lost."""
+
+
+class Numbers:
+    """Samples that say who they are."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(SAMPLES, 4, dtype=torch.float64, generator=generator)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, i: int) -> tuple[int, torch.Tensor]:
+        return i, self.x[i]
+
+
+def make_state() -> State:
+    model = nn.Linear(4, 1).double()
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+        model.bias.zero_()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    return State(model=model, optimizer=optimizer, epoch=0, seen=torch.zeros(SAMPLES))
+
+
+def train(state: State, at_step: Callable[[int], None] = lambda step: None) -> list[float]:
+    """Train two epochs, in batches that are the same for any number of ranks."""
+    state.loader = DataLoader(Numbers(), GLOBAL_BATCH // dure.get_world_size(), shuffle=True)
+    while state.epoch < 2:
+        state.loader.set_epoch(state.epoch)
+        for index, x in state.loader:
+            at_step(state.commits)
+            state.optimizer.zero_grad()
+            state.model(x).square().mean().backward()
+            for p in state.model.parameters():
+                dure.all_reduce(p.grad)
+                p.grad /= dure.get_world_size()
+            state.optimizer.step()
+            seen = torch.zeros(SAMPLES)
+            seen[index] = 1
+            dure.all_reduce(seen)
+            state.seen += seen
+            state.commit()
+        state.epoch += 1
+    return torch.cat([p.detach().flatten() for p in state.model.parameters()]).tolist()
+
+
+class Job:
+    """Ranks that share a store, and what became of each."""
+
+    def __init__(self, n: int, **options: Any) -> None:
+        self.n, self.store = n, HashStore(timedelta(seconds=20))
+        self.options = {"timeout": timedelta(seconds=20), "enough_s": 0.05} | options
+        self.states: dict[int, State] = {}
+        self.errors: dict[int, BaseException] = {}
+        self.late: dict[int, threading.Event] = {}  # ranks that start when this is set
+
+    def run(self, body: Callable[[int, State], Any], extra: int = 0) -> list[Any]:
+        """Run `body(rank, state)` on all ranks; return what each one's `run` returned."""
+
+        def rank(r: int) -> Any:
+            if r in self.late:
+                self.late[r].wait(20)
+            with new_world():
+                state = self.states[r] = make_state()
+                options = Options(
+                    store=self.store, rank=r, world_size=self.n, backend="threads", **self.options
+                )
+                try:
+                    return dure.elastic.run(lambda s: body(r, s), state, options)
+                except Exception as error:
+                    self.errors[r] = error
+                    return None
+
+        return run_ranks(self.n + extra, rank)
+
+
+def undisturbed() -> list[float]:
+    return Job(1).run(lambda rank, state: train(state))[0]
+
+
+@pytest.mark.parametrize("victims", [{2}, {0}, {1, 3}, {0, 1, 2}])
+def test_the_others_go_on_and_the_result_is_as_if_nobody_had_left(victims: set[int]):
+    job = Job(4)
+
+    def body(rank: int, state: State) -> list[float]:
+        def at_step(step: int) -> None:
+            if step == 2 and rank in victims:
+                raise Leaves
+
+        return train(state, at_step)
+
+    results = job.run(body)
+    assert {r for r, e in job.errors.items() if isinstance(e, Leaves)} == victims
+    assert set(job.errors) == victims
+    expected = undisturbed()
+    for rank in set(range(4)) - victims:
+        assert results[rank] == pytest.approx(expected, rel=1e-12)
+        assert (job.states[rank].seen == 2).all()
+        assert job.states[rank].commits == 2 * SAMPLES // GLOBAL_BATCH
+        assert sum(r.lost for r in job.states[rank].recoveries) == len(victims)
+
+
+def test_an_error_of_all_ranks_ends_them_all():
+    job = Job(3)
+
+    def body(rank: int, state: State) -> None:
+        def at_step(step: int) -> None:
+            if step == 2:
+                raise ValueError("the program's own")
+
+        train(state, at_step)
+
+    job.run(body)
+    assert [type(job.errors[r]) for r in range(3)] == [ValueError] * 3
+
+
+def test_an_error_that_a_lost_peer_explains_is_no_error():
+    job = Job(3)
+
+    def body(rank: int, state: State) -> list[float]:
+        def at_step(step: int) -> None:
+            if step == 1 and rank == 1:
+                raise Leaves
+
+        try:
+            return train(state, at_step)
+        except dure.PeerLost as lost:
+            raise KeyError("clean-up failed, too") from lost
+
+    results = job.run(body)
+    assert set(job.errors) == {1}
+    assert results[0] == results[2] == pytest.approx(undisturbed(), rel=1e-12)
+
+
+def test_newcomers_are_let_in_at_a_step_boundary_with_the_state():
+    job = Job(2)
+    job.late[2] = threading.Event()
+    sizes: dict[int, list[int]] = {r: [] for r in range(3)}
+
+    def body(rank: int, state: State) -> int:
+        sizes[rank].append(dure.get_world_size())
+        while dure.get_world_size() < 3 or state.epoch < 5:
+            state.epoch += dure.get_world_size() == 3
+            state.seen += 1
+            state.commit()
+            job.late[2].set()
+        total = state.seen.clone()
+        dure.all_reduce(total)
+        assert torch.equal(total, 3 * state.seen)
+        return state.commits
+
+    results = job.run(body, extra=1)
+    assert results[0] == results[1] == results[2]
+    assert sizes == {0: [2, 3], 1: [2, 3], 2: [3]}
+    assert [s.seen.unique().numel() for s in job.states.values()] == [1, 1, 1]
+
+
+def test_fewer_than_min_ranks_end_the_job():
+    job = Job(3, min_ranks=3)
+
+    def body(rank: int, state: State) -> None:
+        def at_step(step: int) -> None:
+            if step == 1 and rank == 2:
+                raise Leaves
+
+        train(state, at_step)
+
+    job.run(body)
+    assert [type(job.errors[r]) for r in range(3)] == [RendezvousError, RendezvousError, Leaves]
+
+
+def test_ranks_that_do_not_commit_the_same_step_are_told_so():
+    job = Job(2)
+
+    def body(rank: int, state: State) -> None:
+        for _ in range(2 + rank):
+            state.commit()
+
+    job.run(body)
+    assert [type(job.errors[r]) for r in range(2)] == [Desync, Desync]
+
+
+def test_a_group_must_not_be_there_already():
+    def rank(r: int) -> None:
+        with pytest.raises(UsageError):
+            dure.elastic.run(lambda state: None, State())
+
+    run_ranks(1, rank)

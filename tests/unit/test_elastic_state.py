@@ -1,0 +1,79 @@
+"""The state of a run on one rank: attributes, commits and the way back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from dure.data import DataLoader
+from dure.elastic import State
+from dure.errors import UsageError
+
+
+def test_attributes_are_parts_or_values():
+    model = nn.Linear(2, 1)
+    state = State(model=model, epoch=3)
+    state.best = [1.0, (2, "x")]
+    assert state.model is model and state.epoch == 3 and state.part_names == {"model"}
+    del state.best
+    with pytest.raises(AttributeError):
+        _ = state.best
+    with pytest.raises(AttributeError):
+        del state.best
+
+
+def test_restore_is_the_way_back_to_the_last_commit():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    state = State(model=model, optimizer=optimizer, epoch=0, total=torch.zeros(3))
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    state.epoch, state.total = 1, state.total + 1
+    assert state.commit() and state.commits == 1
+    kept = model.weight.detach().clone()
+    moment = optimizer.state[model.weight]["exp_avg"].clone()
+    numbers = torch.rand(3)
+    optimizer.step()
+    state.epoch, state.total = 2, state.total + 1
+    state.restore()
+    assert torch.equal(model.weight, kept) and model.weight.grad is None
+    assert torch.equal(optimizer.state[model.weight]["exp_avg"], moment)
+    assert state.epoch == 1 and state.total.tolist() == [1, 1, 1]
+    assert torch.equal(torch.rand(3), numbers)
+
+
+def test_a_commit_copies_into_the_same_memory_again():
+    state = State(model=nn.Linear(64, 64))
+    state.commit()
+    state.commit()
+    where = {state.committed.tensor("model/weight").data_ptr()}
+    for _ in range(4):
+        state.commit()
+        where.add(state.committed.tensor("model/weight").data_ptr())
+    assert len(where) == 2 and state.nbytes == 4 * (64 * 64 + 64)
+
+
+def test_every_commits_now_and_then():
+    state = State(n=0)
+    assert [state.commit(every=3) for _ in range(7)] == [False, False, True] * 2 + [False]
+    assert state.commits == 2
+
+
+def test_a_part_takes_over_what_was_committed_under_its_name():
+    state = State()
+    state.loader = DataLoader(range(10), 2)
+    for step, _ in enumerate(state.loader):
+        if step == 1:
+            break
+    state.commit()
+    state.loader = DataLoader(range(10), 2)
+    assert [batch.tolist() for batch in state.loader] == [[4, 5], [6, 7], [8, 9]]
+
+
+def test_what_cannot_be_committed_is_refused_by_name():
+    state = State(thing=object())
+    with pytest.raises(UsageError, match="thing"):
+        state.commit()
+    with pytest.raises(UsageError):
+        State().restore()
