@@ -18,6 +18,7 @@ __all__ = [
     "beginning_with",
     "child_environment",
     "describe",
+    "everything",
     "flag",
     "integer",
     "put",
@@ -178,6 +179,11 @@ def beginning_with(prefix: str) -> dict[str, str]:
 def describe() -> list[tuple[str, str | None, str]]:
     """List (name, value or None, meaning) of every variable."""
     return [(v.name, os.environ.get(v.name), v.meaning) for v in VARIABLES.values()]
+
+
+def everything() -> dict[str, str]:
+    """Return a copy of the whole environment, for `dure.placement` to look for a cluster in."""
+    return dict(os.environ)
 
 
 def put(name: str, value: str) -> None:

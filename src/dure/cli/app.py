@@ -61,7 +61,7 @@ COMMANDS = (
         name="env",
         module="dure.cli.environment",
         function="show_environment",
-        summary="List the environment variables that Dure reads.",
+        summary="Show who started this process, and the variables that Dure reads.",
     ),
     Command(
         name="version",

@@ -1,21 +1,103 @@
-"""`dure env`: which environment variables Dure reads, and what they are set to."""
+"""`dure env`: who started this process, what that makes it, and the variables that say so."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from typing import Annotated
+
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from dure import env
+from dure.errors import StoreError
+from dure.placement import CLUSTER_VARIABLES, Placement, detect, set_here
+from dure.store.key import key_source
 
 __all__ = ["show_environment"]
 
 
-def show_environment() -> None:
-    """List the environment variables that Dure reads, their values and meanings."""
-    table = Table(box=None, pad_edge=False)
-    for title in ("variable", "value", "meaning"):
-        table.add_column(title, overflow="fold")
+def show_environment(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Write one JSON object, for programs.")
+    ] = False,
+) -> None:
+    """Show what Dure finds in the environment and why, then the variables that it reads."""
+    environ = env.everything()
+    placement = detect(environ)
+    if as_json:
+        print(json.dumps(_as_dictionary(placement, environ), indent=2))
+        return
+    console = Console()
+    _show_found(console, placement)
+    _show_variables(console, environ)
+
+
+def _show_found(console: Console, placement: Placement) -> None:
+    table = Table(box=None, pad_edge=False, title="What was found", title_justify="left")
+    for column in ("what", "value", "from", "why"):
+        table.add_column(column, overflow="fold")
+    table.add_row("started by", str(placement.system), "", "")
+    for what, value, why in _standing(placement):
+        table.add_row(what, Text(value), "", Text(why))
+    for reason in placement.reasons:
+        table.add_row(reason.what, Text(reason.value), Text(reason.source), Text(reason.why))
+    table.add_row("key", *map(Text, _key()))
+    console.print(table)
+    for note in placement.notes:
+        console.print(Text(f"note: {note}"), soft_wrap=True)
+    console.print()
+
+
+def _standing(placement: Placement) -> list[tuple[str, str, str]]:
+    """Say what the program would be, and what `dure run` would be; and why, where it is odd."""
+    member, seat = placement.member, placement.seat
+    if member is None:
+        program = ("a program", "no rank", "start it with `dure run`")
+    else:
+        program = ("a program", f"rank {member.rank} of {member.world_size}", "")
+    if placement.unclear:
+        return [program, ("dure run", "unclear", "needs --nnodes and --node-rank")]
+    if seat is None:
+        return [program, ("dure run", "this host alone", "")]
+    why = ""
+    if seat.copies > 1:
+        why = f"started {seat.copies} times on this host, where once is right"
+    return [program, ("dure run", f"host {seat.node_rank} of {seat.nnodes}", why)]
+
+
+def _key() -> tuple[str, str, str]:
+    try:
+        source, key = key_source()
+    except StoreError as error:
+        return "cannot be read", "", str(error)
+    if key is None:
+        return "none yet", source, "made on first use, on one host; several hosts need the same"
+    return f"fingerprint {key.fingerprint}", source, "the same on every host of a job"
+
+
+def _show_variables(console: Console, environ: dict[str, str]) -> None:
+    table = Table(box=None, pad_edge=False, title="Variables", title_justify="left")
+    for column in ("variable", "value", "meaning"):
+        table.add_column(column, overflow="fold")
     for name, value, meaning in env.describe():
         table.add_row(name, Text("-", style="dim") if value is None else Text(value), meaning)
-    Console().print(table)
+    for name, value in set_here(environ).items():
+        if name not in env.VARIABLES:
+            table.add_row(name, Text(value), CLUSTER_VARIABLES[name])
+    console.print(table)
+
+
+def _as_dictionary(placement: Placement, environ: dict[str, str]) -> dict[str, object]:
+    state, source, _ = _key()
+    declared = {name: value for name, value, _ in env.describe() if value is not None}
+    return {
+        "found": {
+            **dataclasses.asdict(placement),
+            "endpoint": placement.endpoint,
+            "key": {"state": state, "source": source},
+        },
+        "variables": declared | set_here(environ),
+    }

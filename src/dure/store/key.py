@@ -33,7 +33,16 @@ from dure import env
 from dure.errors import StoreError
 from dure.store.address import is_local
 
-__all__ = ["KEY_BYTES", "CurvePair", "JobKey", "key_from_file", "load_for", "mint", "user_key_path"]
+__all__ = [
+    "KEY_BYTES",
+    "CurvePair",
+    "JobKey",
+    "key_from_file",
+    "key_source",
+    "load_for",
+    "mint",
+    "user_key_path",
+]
 
 KEY_BYTES = 32
 
@@ -126,6 +135,22 @@ def load_for(host: str) -> JobKey:
         fix=f"Copy {own} from {host} (chmod 600), or set DURE_JOB_KEY_FILE, or start the program "
         "with `dure run`; on a network you trust wholly, set DURE_INSECURE=1 on every host.",
     )
+
+
+def key_source() -> tuple[str, JobKey | None]:
+    """Return where this process's job key comes from, and the key; None where none is made yet.
+
+    Raises:
+        StoreError: There should be a key, but it cannot be read.
+    """
+    own = user_key_path()
+    for name in ("DURE_JOB_KEY_FD", "DURE_JOB_KEY_FILE"):
+        value = env.text(name)
+        if value is not None:
+            return f"{name}={value}", load_for("localhost")
+    if os.path.exists(own):
+        return str(own), load_for("localhost")
+    return str(own), None
 
 
 def _from_fd(fd: int) -> JobKey:

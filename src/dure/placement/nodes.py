@@ -1,0 +1,150 @@
+"""Lists of hosts and of counts, as Slurm writes them: "node[1-3,07],login" and "4(x2),1".
+
+Written as a grammar, a list of hosts is
+
+    list  = part ("," part)*              commas inside brackets do not part
+    part  = text ("[" range,... "]" text)*
+    range = digits | digits "-" digits    as wide as its first number, zeros included
+
+and a part means every combination of its ranges, the last one running fastest. Slurm hands such
+lists to every task; the library that reads them elsewhere (ClusterShell) is an extra of the command
+line that a rank need not have.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+__all__ = ["contract_hosts", "expand_counts", "expand_hosts"]
+
+MOST_HOSTS = 100_000
+"""A list that means more is a mistake, or an attack on our memory."""
+
+_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+_COUNT = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
+_NUMBERED = re.compile(r"(.*?)([0-9]+)([^0-9]*)")
+
+
+def expand_hosts(text: str) -> tuple[str, ...]:
+    """Return the hosts of a list, in order.
+
+    Raises:
+        ValueError: The list is malformed, or means more than 100,000 hosts.
+    """
+    out: list[str] = []
+    for part in _parts(text):
+        for name in _names(part.strip()):
+            out.append(name)
+            if len(out) > MOST_HOSTS:
+                raise ValueError(f"more than {MOST_HOSTS} hosts in {text!r}")
+    return tuple(out)
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Split at the commas outside brackets."""
+    depth, start = 0, 0
+    for i, letter in enumerate(text):
+        depth += (letter == "[") - (letter == "]")
+        if not 0 <= depth <= 1:
+            raise ValueError(f"brackets do not match in {text!r}")
+        if letter == "," and not depth:
+            yield text[start:i]
+            start = i + 1
+    if depth:
+        raise ValueError(f"a bracket is not closed in {text!r}")
+    yield text[start:]
+
+
+def _names(part: str) -> Iterator[str]:
+    if not part:
+        raise ValueError("a host without a name")
+    pieces = re.split(r"\[([^\]]*)\]", part)
+    choices: list[Sequence[str]] = []
+    for i, piece in enumerate(pieces):
+        choices.append(_numbers(piece) if i % 2 else (piece,))
+    for combination in itertools.product(*choices):
+        yield "".join(combination)
+
+
+def _numbers(ranges: str) -> list[str]:
+    out: list[str] = []
+    for text in ranges.split(","):
+        found = _RANGE.fullmatch(text.strip())
+        if found is None:
+            raise ValueError(f"{text!r} is neither a number nor a range")
+        first, last = found[1], found[2] or found[1]
+        if int(last) < int(first):
+            raise ValueError(f"the range {text!r} ends before it begins")
+        if int(last) - int(first) + len(out) >= MOST_HOSTS:
+            raise ValueError(f"more than {MOST_HOSTS} hosts in {ranges[:80]!r}")
+        out += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
+    return out
+
+
+def contract_hosts(hosts: Iterable[str]) -> str:
+    """Return the shortest simple list of `hosts`, in their order: "node[1-3],login"."""
+    out: list[str] = []
+    for (head, width, tail), run in itertools.groupby(_runs(hosts), key=lambda item: item[0]):
+        numbers = [number for _, number in run]
+        if width == 0:
+            out += [head] * len(numbers)
+            continue
+        texts = [_range(first, last, width) for first, last in _stretches(numbers)]
+        if len(numbers) == 1:
+            out.append(f"{head}{texts[0]}{tail}")
+        else:
+            out.append(f"{head}[{','.join(texts)}]{tail}")
+    return ",".join(out)
+
+
+def _runs(hosts: Iterable[str]) -> Iterator[tuple[tuple[str, int, str], int]]:
+    """Take each name apart: what stands around its last number, how wide it is; the number.
+
+    A number without leading zeros has width 1; 0 means that there is no number.
+    """
+    for host in hosts:
+        found = None if _is_address(host) else _NUMBERED.fullmatch(host)
+        if found is None:
+            yield (host, 0, ""), 0
+            continue
+        digits = found[2]
+        yield (found[1], len(digits) if digits[0] == "0" else 1, found[3]), int(digits)
+
+
+def _is_address(host: str) -> bool:
+    return ":" in host or host.replace(".", "").isdigit()
+
+
+def _stretches(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    first = last = numbers[0]
+    for number in numbers[1:]:
+        if number != last + 1:
+            yield first, last
+            first = number
+        last = number
+    yield first, last
+
+
+def _range(first: int, last: int, width: int) -> str:
+    low, high = str(first).zfill(width), str(last).zfill(width)
+    return low if first == last else f"{low}-{high}"
+
+
+def expand_counts(text: str) -> tuple[int, ...]:
+    """Return the numbers of "4(x2),1", here 4, 4 and 1: one a host.
+
+    Raises:
+        ValueError: The list is malformed, or means more than 100,000 numbers.
+    """
+    out: list[int] = []
+    for part in text.split(","):
+        found = _COUNT.fullmatch(part.strip())
+        if found is None:
+            raise ValueError(f"{part!r} is neither a number nor one like 4(x2)")
+        times = int(found[2] or 1)
+        if times + len(out) > MOST_HOSTS:
+            raise ValueError(f"more than {MOST_HOSTS} hosts in {text!r}")
+        out += [int(found[1])] * times
+    return tuple(out)

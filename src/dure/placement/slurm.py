@@ -1,0 +1,106 @@
+"""Slurm: what `srun` tells each task, and what a batch script's shell knows.
+
+A task of `srun` has SLURM_STEP_ID, and is a rank. The shell of a batch script, of `salloc` and of
+`srun --pty bash` has SLURM_JOB_ID, too, and even SLURM_PROCID=0, but is no rank: its steps are the
+batch and the interactive one, whose numbers are the last before 2^32, or it holds a terminal.
+
+Of two variables that say the same the step's goes first: a step may be smaller than its job.
+"""
+
+from __future__ import annotations
+
+from dure.placement.ports import derived_port
+from dure.placement.reader import Reader
+from dure.placement.value import Member, Placement, Seat, System
+
+__all__ = ["read_batch_shell", "read_step"]
+
+_SPECIAL_STEPS = 0xFFFF_FFF0
+"""Steps from here on are the batch script, the interactive shell and the like."""
+
+
+def read_step(reader: Reader) -> Placement | None:
+    """Return the placement of a task of srun."""
+    if not _in_step(reader):
+        return None
+    rank = reader.take("rank", "srun numbers its tasks", "SLURM_PROCID")
+    size = reader.take("ranks", "tasks of this step", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    if rank is None or size is None or rank >= size:
+        reader.note("this is a step of Slurm, but SLURM_PROCID and SLURM_NTASKS do not say which")
+        return None
+    node = reader.take("node", "this host's number in the step", "SLURM_NODEID")
+    hosts = _hosts(reader)
+    local = reader.take("local rank", "this task's number on its host", "SLURM_LOCALID")
+    copies = _tasks_here(reader, node, size)
+    nnodes = reader.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES") or len(hosts) or None
+    seat = None
+    if nnodes is not None and node is not None:
+        seat = Seat(nnodes=nnodes, node_rank=node, nproc=_gpus(reader), copies=copies or 1)
+    job = _job(reader)
+    reader.keep("job", job, "SLURM_JOB_ID, SLURM_STEP_ID")
+    return Placement(
+        system=System.SLURM,
+        member=Member(
+            rank=rank, world_size=size, local_rank=local, local_world_size=copies, node=node
+        ),
+        seat=seat,
+        job=job,
+        host=hosts[0] if hosts else reader.text("SLURM_LAUNCH_NODE_IPADDR"),
+        port=derived_port(job),
+        port_derived=True,
+        hosts=hosts,
+    )
+
+
+def read_batch_shell(reader: Reader) -> Placement | None:
+    """Return the placement of a shell in a Slurm job: no rank, but the hosts are known."""
+    if not reader.has("SLURM_JOB_ID") or _in_step(reader):
+        return None
+    hosts = _hosts(reader, "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    reader.keep("job", reader.text("SLURM_JOB_ID"), "SLURM_JOB_ID", "a shell of it, not a task")
+    if len(hosts) > 1:
+        reader.note(
+            f"this shell runs on one of the {len(hosts)} hosts of its Slurm job; start "
+            "`srun --ntasks-per-node=1 dure run ...` to use all of them"
+        )
+    return Placement(system=System.SLURM, job=reader.text("SLURM_JOB_ID"), hosts=hosts)
+
+
+def _in_step(reader: Reader) -> bool:
+    step = reader.number("SLURM_STEP_ID", "SLURM_STEPID")
+    if not reader.has("SLURM_JOB_ID", "SLURM_PROCID") or step is None:
+        return False
+    return step < _SPECIAL_STEPS and not reader.has("SLURM_PTY_PORT")
+
+
+def _hosts(reader: Reader, *names: str) -> tuple[str, ...]:
+    names = names or ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    hosts = reader.hosts(*names)
+    if hosts:
+        source = next(name for name in names if reader.has(name))
+        reader.keep("hosts", reader.text(source), source, f"{len(hosts)} of them")
+    return hosts
+
+
+def _tasks_here(reader: Reader, node: int | None, size: int) -> int | None:
+    """Return how many tasks of this step are on this host."""
+    names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    counts = reader.counts(*names)
+    if node is None or node >= len(counts) or sum(counts) != size:
+        return size if reader.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES") == 1 else None
+    source = next(name for name in names if reader.has(name))
+    reader.keep("ranks here", counts[node], source, f"{reader.text(source)}, host {node}")
+    return counts[node]
+
+
+def _gpus(reader: Reader) -> int | None:
+    gpus = reader.number("SLURM_GPUS_ON_NODE")
+    if gpus:
+        reader.keep("ranks to start here", gpus, "SLURM_GPUS_ON_NODE", "one for each GPU")
+    return gpus or None
+
+
+def _job(reader: Reader) -> str:
+    words = [reader.text("SLURM_JOB_ID"), reader.text("SLURM_STEP_ID", "SLURM_STEPID")]
+    restarts = reader.number("SLURM_RESTART_COUNT")
+    return "slurm " + ".".join(str(w) for w in words) + (f" restart {restarts}" if restarts else "")

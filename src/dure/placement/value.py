@@ -1,0 +1,142 @@
+"""The values of a detection: who started this process, and what that makes it.
+
+One environment can be read in two ways, and who asks decides. Under `srun --ntasks-per-node=1` a
+training program is a *member*: rank r of n. A `dure run` in its place has a *seat*: host h of n, on
+which it will start the ranks itself. So a `Placement` has both where both can be.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+__all__ = ["Member", "Placement", "Reason", "Seat", "System"]
+
+
+class System(enum.StrEnum):
+    """Who started this process."""
+
+    DURE = "dure run"
+    """`dure run`; its variables are torchrun's and some of its own."""
+
+    TORCHRUN = "torchrun"
+    """torchrun, or another launcher that sets LOCAL_RANK beside RANK and WORLD_SIZE."""
+
+    PLAIN = "RANK and WORLD_SIZE"
+    """Whoever set RANK and WORLD_SIZE, without LOCAL_RANK."""
+
+    OPEN_MPI = "Open MPI"
+    """mpirun of Open MPI 4 or 5."""
+
+    HYDRA = "MPICH or Intel MPI"
+    """mpiexec of MPICH or Intel MPI, which is hydra."""
+
+    PMI = "a launcher that speaks PMI"
+    """Another launcher that speaks PMI or PMIx."""
+
+    SLURM = "Slurm"
+    """srun, or a batch script's shell."""
+
+    PAI = "PAI-DLC"
+    """Alibaba's PAI, where WORLD_SIZE counts hosts."""
+
+    PYTORCHJOB = "PyTorchJob"
+    """Kubeflow's operators."""
+
+    KUBERNETES = "Kubernetes"
+    """An indexed job, by itself or in a JobSet."""
+
+    SKYPILOT = "SkyPilot"
+    """A task of SkyPilot."""
+
+    NOBODY = "nobody"
+    """A shell: no cluster, no launcher."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """Where one value came from.
+
+    Attributes:
+        what: The value's name: "rank", "hosts", "endpoint".
+        value: The value, as text.
+        source: The variable or variables it was read from.
+        why: What one should know besides; may be empty.
+    """
+
+    what: str
+    value: str
+    source: str
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """This process as one rank of a job; None: not known."""
+
+    rank: int
+    world_size: int
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    node: int | None = None
+
+    @property
+    def on_one_host(self) -> bool:
+        """Whether all ranks are known to be on this host."""
+        return self.local_world_size == self.world_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """This host's place in a job, for a launcher that starts the ranks itself.
+
+    Attributes:
+        nnodes: How many hosts the job has.
+        node_rank: Which of them this is.
+        nproc: How many ranks the cluster suggests to start here; None: it does not say.
+        copies: How many processes the cluster started on this host. A launcher is wanted once.
+    """
+
+    nnodes: int
+    node_rank: int
+    nproc: int | None = None
+    copies: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """What an environment says.
+
+    Attributes:
+        system: Who started this process, the innermost where several did.
+        member: This process as a rank, if it can be one.
+        seat: This host's place, if a launcher can take it.
+        job: What tells this job from others of its system, the same on all hosts; None: nothing.
+        host: The host of rank 0, as its cluster names it.
+        port: A port for the job's store on that host.
+        port_derived: `port` was computed from `job`, so it may be in use: look near it, too.
+        hosts: All hosts in order, where they are known.
+        reasons: Where each of these came from.
+        notes: What does not fit together, and what to do about it.
+        unclear: RANK and WORLD_SIZE may count hosts or processes, and nothing says which.
+    """
+
+    system: System
+    member: Member | None = None
+    seat: Seat | None = None
+    job: str | None = None
+    host: str | None = None
+    port: int | None = None
+    port_derived: bool = False
+    hosts: tuple[str, ...] = ()
+    reasons: tuple[Reason, ...] = ()
+    notes: tuple[str, ...] = ()
+    unclear: bool = False
+
+    @property
+    def endpoint(self) -> str | None:
+        """host:port of the job's store, where both are known."""
+        if self.host is None or self.port is None:
+            return None
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"

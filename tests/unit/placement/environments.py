@@ -1,0 +1,153 @@
+"""Environments as systems really set them, shortened to what names a rank or a host."""
+
+SLURM_STEP = {  # srun -N 2 -n 7, task 5, Slurm 22.05
+    "SLURM_JOB_ID": "476",
+    "SLURM_JOBID": "476",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEPID": "0",
+    "SLURM_NNODES": "2",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_NODELIST": "cn[08-09]",
+    "SLURM_JOB_NODELIST": "cn[08-09]",
+    "SLURM_STEP_NODELIST": "cn[08-09]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_STEP_TASKS_PER_NODE": "4,3",
+    "SLURM_TASKS_PER_NODE": "4,3",
+    "SLURM_NTASKS": "7",
+    "SLURM_NPROCS": "7",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_LAUNCH_NODE_IPADDR": "192.168.1.203",
+    "SLURM_STEP_LAUNCHER_PORT": "45735",
+    "SLURM_SRUN_COMM_HOST": "192.168.1.203",
+    "SLURM_CPUS_ON_NODE": "4",
+    "SLURM_GTIDS": "4,5,6",
+}
+SLURM_BATCH = {  # the shell of a batch script: SLURM_PROCID is there, and means nothing
+    "SLURM_JOB_ID": "476",
+    "SLURM_JOB_NODELIST": "cn[08-11]",
+    "SLURM_NODELIST": "cn[08-11]",
+    "SLURM_NNODES": "4",
+    "SLURM_NTASKS": "4",
+    "SLURM_TASKS_PER_NODE": "1(x4)",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_TASK_PID": "31337",
+}
+SLURM_AGENT = SLURM_STEP | {  # srun --ntasks-per-node=1 --gpus-per-node=8, the second host
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_NTASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_TASKS_PER_NODE": "1(x2)",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_GPUS_ON_NODE": "8",
+}
+OPEN_MPI_4 = {
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_MCA_ess_base_jobid": "718340097",
+    "OMPI_MCA_ess_base_vpid": "1",
+    "OMPI_MCA_orte_hnp_uri": "718340096.0;tcp://192.0.2.2:60685;tcp6://[fd00::2]:35157",
+    "OMPI_MCA_orte_num_nodes": "1",
+    "OMPI_UNIVERSE_SIZE": "2",
+    "PMIX_HOSTNAME": "vm",
+    "PMIX_NAMESPACE": "718340097",
+    "PMIX_RANK": "1",
+}
+OPEN_MPI_5 = {
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_VERSION": "5.0.11",
+    "PMIX_HOSTNAME": "vm",
+    "PMIX_NAMESPACE": "prterun-vm-18652@1",
+    "PMIX_RANK": "1",
+    "PRTE_LAUNCHED": "1",
+}
+MPICH = {
+    "HYDI_CONTROL_FD": "7",
+    "MPI_LOCALNRANKS": "2",
+    "MPI_LOCALRANKID": "1",
+    "PMI_FD": "11",
+    "PMI_HOSTNAME": "vm",
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+}
+INTEL_MPI = {
+    "HYDRA_BSTRAP_LAUNCHER": "ssh",
+    "HYDRA_BSTRAP_LOCALHOST": "vm",
+    "I_MPI_HYDRA_UUID": "55460000-2dbe-72ff-c860-06000688983a",
+    "I_MPI_PIN_MAPPING": "2:0 0,1 1",
+    "MPI_LOCALNRANKS": "2",
+    "MPI_LOCALRANKID": "1",
+    "PMI_FD": "11",
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "ROLE_RANK": "3",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+PAI = {
+    "MASTER_ADDR": "dlc18isgeayd0000-master-0",
+    "MASTER_PORT": "23456",
+    "WORLD_SIZE": "3",
+    "RANK": "2",
+    "NPROC_PER_NODE": "8",
+}
+PYTORCHJOB_OLD = {
+    "HOSTNAME": "mnist-worker-1",
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "MASTER_ADDR": "mnist-master-0",
+    "MASTER_PORT": "23456",
+    "WORLD_SIZE": "3",
+    "RANK": "2",
+}
+PYTORCHJOB = PYTORCHJOB_OLD | {  # nprocPerNode: 4
+    "WORLD_SIZE": "12",
+    "PET_NNODES": "3",
+    "PET_NODE_RANK": "2",
+    "PET_NPROC_PER_NODE": "4",
+    "PET_MASTER_ADDR": "mnist-master-0",
+    "PET_MASTER_PORT": "23456",
+}
+INDEXED_JOB = {
+    "HOSTNAME": "train-1",
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "JOB_COMPLETION_INDEX": "1",
+    "NNODES": "4",
+    "MASTER_ADDR": "train-0.train",
+}
+JOBSET = {
+    "HOSTNAME": "llm-workers-0-3",
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "JOB_COMPLETION_INDEX": "3",
+    "NNODES": "4",
+    "JOBSET_NAME": "llm",
+}
+SKYPILOT = {
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.9",
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+    "SKYPILOT_TASK_ID": "sky-2023-07-06-21-18-31-563597_train_8",
+}

@@ -1,0 +1,256 @@
+"""Detection, on environments as systems set them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dure.placement import CLUSTER_VARIABLES, Member, Seat, System, derived_port, detect
+from unit.placement import environments as seen
+
+
+def member(rank, world_size, local=None, here=None, node=None):
+    return Member(
+        rank=rank, world_size=world_size, local_rank=local, local_world_size=here, node=node
+    )
+
+
+CASES = {
+    "nothing": ({}, System.NOBODY, None, None, None),
+    "srun": (
+        seen.SLURM_STEP,
+        System.SLURM,
+        member(5, 7, 1, 3, 1),
+        Seat(nnodes=2, node_rank=1, copies=3),
+        "cn08",
+    ),
+    "srun, a launcher on each host": (
+        seen.SLURM_AGENT,
+        System.SLURM,
+        member(1, 2, 0, 1, 1),
+        Seat(nnodes=2, node_rank=1, nproc=8),
+        "cn08",
+    ),
+    "sbatch": (seen.SLURM_BATCH, System.SLURM, None, None, None),
+    "srun --pty": (seen.SLURM_STEP | {"SLURM_PTY_PORT": "4"}, System.SLURM, None, None, None),
+    "salloc's step": (
+        seen.SLURM_STEP | {"SLURM_STEP_ID": "4294967290", "SLURM_STEPID": "4294967290"},
+        System.SLURM,
+        None,
+        None,
+        None,
+    ),
+    "Open MPI 4": (
+        seen.OPEN_MPI_4,
+        System.OPEN_MPI,
+        member(1, 2, 1, 2),
+        Seat(nnodes=1, node_rank=0, copies=2),
+        None,
+    ),
+    "Open MPI 5": (
+        seen.OPEN_MPI_5,
+        System.OPEN_MPI,
+        member(1, 2, 1, 2),
+        Seat(nnodes=1, node_rank=0, copies=2),
+        None,
+    ),
+    "MPICH": (
+        seen.MPICH,
+        System.HYDRA,
+        member(1, 2, 1, 2),
+        Seat(nnodes=1, node_rank=0, copies=2),
+        None,
+    ),
+    "Intel MPI": (
+        seen.INTEL_MPI,
+        System.HYDRA,
+        member(1, 2, 1, 2),
+        Seat(nnodes=1, node_rank=0, copies=2),
+        None,
+    ),
+    "torchrun": (seen.TORCHRUN, System.TORCHRUN, member(3, 4, 1, 2, 1), None, "node1"),
+    "dure run": (
+        seen.TORCHRUN | {"DURE_LAUNCHER": "abc"},
+        System.DURE,
+        member(3, 4, 1, 2, 1),
+        None,
+        "node1",
+    ),
+    "by hand": ({"RANK": "0", "WORLD_SIZE": "1"}, System.PLAIN, member(0, 1), None, None),
+    "PAI": (
+        seen.PAI,
+        System.PAI,
+        member(2, 3, 0, 1, 2),
+        Seat(nnodes=3, node_rank=2, nproc=8),
+        "dlc18isgeayd0000-master-0",
+    ),
+    "an old PyTorchJob": (
+        seen.PYTORCHJOB_OLD,
+        System.PYTORCHJOB,
+        member(2, 3, 0, 1, 2),
+        Seat(nnodes=3, node_rank=2),
+        "mnist-master-0",
+    ),
+    "a PyTorchJob": (
+        seen.PYTORCHJOB,
+        System.PYTORCHJOB,
+        member(2, 3, 0, 1, 2),
+        Seat(nnodes=3, node_rank=2, nproc=4),
+        "mnist-master-0",
+    ),
+    "an indexed job": (
+        seen.INDEXED_JOB,
+        System.KUBERNETES,
+        member(1, 4, 0, 1, 1),
+        Seat(nnodes=4, node_rank=1),
+        "train-0.train",
+    ),
+    "a JobSet": (
+        seen.JOBSET,
+        System.KUBERNETES,
+        member(3, 4, 0, 1, 3),
+        Seat(nnodes=4, node_rank=3),
+        "llm-workers-0-0.llm",
+    ),
+    "SkyPilot": (
+        seen.SKYPILOT,
+        System.SKYPILOT,
+        member(1, 2, 0, 1, 1),
+        Seat(nnodes=2, node_rank=1, nproc=8),
+        "10.0.0.4",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_environment_means(name):
+    environ, system, rank, seat, host = CASES[name]
+    found = detect(environ)
+    assert (found.system, found.member, found.seat, found.host) == (system, rank, seat, host)
+
+
+# Two systems at once: the environment, the one that counts, and its rank.
+CONFLICTS = {
+    "mpirun inside Slurm": (
+        seen.SLURM_AGENT | seen.OPEN_MPI_4 | {"OMPI_COMM_WORLD_RANK": "0"},
+        System.OPEN_MPI,
+        0,
+    ),
+    "mpiexec inside Slurm": (
+        seen.SLURM_AGENT | seen.MPICH | {"PMI_RANK": "0"},
+        System.HYDRA,
+        0,
+    ),
+    "srun --mpi=pmi2": (
+        seen.SLURM_STEP | {"PMI_RANK": "5", "PMI_SIZE": "7", "PMI_FD": "4"},
+        System.SLURM,
+        5,
+    ),
+    "torchrun inside Slurm": (seen.SLURM_AGENT | seen.TORCHRUN, System.TORCHRUN, 3),
+    "torchrun inside a pod": (seen.PYTORCHJOB | seen.TORCHRUN, System.TORCHRUN, 3),
+    "RANK in srun's shell": (seen.SLURM_STEP | {"RANK": "5", "WORLD_SIZE": "7"}, System.PLAIN, 5),
+    "mpirun inside SkyPilot": (seen.SKYPILOT | seen.OPEN_MPI_4, System.OPEN_MPI, 1),
+}
+
+
+@pytest.mark.parametrize("name", CONFLICTS)
+def test_two_systems_the_nearest_counts(name):
+    environ, system, rank = CONFLICTS[name]
+    found = detect(environ)
+    assert found.system is system
+    assert found.member is not None
+    assert found.member.rank == rank
+
+
+def test_two_systems_that_disagree_are_noted():
+    assert any("Slurm" in note for note in detect(seen.SLURM_AGENT | seen.TORCHRUN).notes)
+    agreeing = seen.SLURM_STEP | {"RANK": "5", "WORLD_SIZE": "7", "LOCAL_RANK": "1"}
+    assert detect(agreeing).notes == ()
+
+
+def test_world_size_without_a_hint_stays_unclear():
+    found = detect({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
+    assert found.unclear
+    assert found.seat is None
+    assert found.notes
+    assert not detect(seen.TORCHRUN).unclear
+    assert not detect(seen.PAI).unclear
+
+
+def test_derived_endpoint_is_the_same_on_all_ranks_and_differs_between_steps():
+    ranks = [seen.SLURM_STEP | {"SLURM_PROCID": str(r)} for r in range(7)]
+    assert len({detect(r).endpoint for r in ranks}) == 1
+    found = detect(seen.SLURM_STEP)
+    assert found.port_derived
+    assert found.endpoint == f"cn08:{derived_port('slurm 476.0')}"
+    other = detect(seen.SLURM_STEP | {"SLURM_STEP_ID": "1"})
+    assert other.job != found.job
+
+
+def test_told_address_goes_before_the_derived_one():
+    found = detect(seen.SLURM_STEP | {"MASTER_ADDR": "fd00::1", "MASTER_PORT": "29501"})
+    assert (found.endpoint, found.port_derived) == ("[fd00::1]:29501", False)
+    found = detect(seen.SLURM_STEP | {"MASTER_ADDR": "elsewhere"})
+    assert (found.host, found.port_derived) == ("elsewhere", True)
+
+
+def test_requeued_job_is_another_job():
+    assert detect(seen.SLURM_STEP | {"SLURM_RESTART_COUNT": "1"}).job != detect(seen.SLURM_STEP).job
+
+
+def test_every_value_has_its_source():
+    for environ, *_ in CASES.values():
+        found = detect(environ)
+        whats = [reason.what for reason in found.reasons]
+        if found.member is not None and found.member.local_rank is not None and found.seat is None:
+            assert "rank" in whats
+        assert not found.endpoint or "endpoint" in whats
+        assert all(reason.source for reason in found.reasons)
+
+
+def test_malformed_number_is_passed_over_with_a_note():
+    found = detect(seen.SLURM_STEP | {"SLURM_PROCID": "five"})
+    assert found.member is None
+    assert any("SLURM_PROCID" in note for note in found.notes)
+
+
+class Watched(dict):
+    """An environment that knows what it was asked for."""
+
+    asked: set[str] = set()
+
+    def get(self, name, default=None):
+        self.asked.add(name)
+        return super().get(name, default)
+
+
+def test_every_variable_that_is_read_is_described():
+    for environ in [case[0] for case in (*CASES.values(), *CONFLICTS.values())]:
+        detect(Watched(environ))
+    assert set(CLUSTER_VARIABLES) >= Watched.asked
+    assert len(Watched.asked) > 40
+
+
+NAMES = sorted(CLUSTER_VARIABLES)
+VALUES = st.one_of(
+    st.integers(-2, 9).map(str),
+    st.sampled_from(["", "a-master-0", "n[1-3]", "1(x3)", "n[", "4294967291", "1.2.3.4", "x-1"]),
+    st.text(max_size=8),
+)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.dictionaries(st.sampled_from(NAMES), VALUES))
+def test_detection_never_fails_and_numbers_stay_in_bounds(environ):
+    found = detect(environ)
+    if found.member is not None:
+        assert 0 <= found.member.rank < found.member.world_size
+    if found.seat is not None:
+        assert found.seat.node_rank >= 0
+    assert (found.system is System.NOBODY) <= (found.member is None)
+
+
+@given(st.text())
+def test_derived_port_is_neither_well_known_nor_ephemeral(job):
+    assert 15_000 <= derived_port(job) <= 29_000

@@ -1,0 +1,63 @@
+"""Lists of hosts and of counts."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dure.placement import contract_hosts, expand_counts, expand_hosts
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("a", ["a"]),
+        ("node[1-3,7]", ["node1", "node2", "node3", "node7"]),
+        ("cn[08-11]", ["cn08", "cn09", "cn10", "cn11"]),
+        ("login,gpu-[1-2]-ib", ["login", "gpu-1-ib", "gpu-2-ib"]),
+        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
+        ("10.0.0.[4,9]", ["10.0.0.4", "10.0.0.9"]),
+        ("n[9-10]", ["n9", "n10"]),
+    ],
+)
+def test_list_of_hosts_expands(text, hosts):
+    assert list(expand_hosts(text)) == hosts
+
+
+@pytest.mark.parametrize("text", ["", "a,,b", "n[1-", "n]1[", "n[3-1]", "n[a]", "n[[1]]", "n[]"])
+def test_malformed_list_is_an_error(text):
+    with pytest.raises(ValueError):
+        expand_hosts(text)
+
+
+@pytest.mark.parametrize("text", ["n[0-999999999]", "n[1-999][1-999]", "1(x999999999)"])
+def test_list_of_too_many_is_an_error_at_once(text):
+    with pytest.raises(ValueError):
+        (expand_counts if "x" in text else expand_hosts)(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"), [("8", [8]), ("4(x2),1", [4, 4, 1]), ("2(x3),1", [2, 2, 2, 1])]
+)
+def test_list_of_counts_expands(text, counts):
+    assert list(expand_counts(text)) == counts
+
+
+@pytest.mark.parametrize("text", ["", "x", "4(x)", "4(2)", "-1"])
+def test_malformed_counts_are_an_error(text):
+    with pytest.raises(ValueError):
+        expand_counts(text)
+
+
+NAME = st.from_regex(r"\A[a-z][a-z0-9-]{0,4}[0-9]{0,3}[a-z]{0,2}\Z")
+
+
+@given(st.lists(NAME, min_size=1, max_size=12))
+def test_contracted_list_expands_to_the_same(hosts):
+    assert list(expand_hosts(contract_hosts(hosts))) == hosts
+
+
+def test_contracted_list_is_short():
+    assert contract_hosts(["node1", "node2", "node3", "node7", "x"]) == "node[1-3,7],x"
+    assert contract_hosts(["10.0.0.4", "10.0.0.5"]) == "10.0.0.4,10.0.0.5"
