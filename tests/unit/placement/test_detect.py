@@ -202,10 +202,10 @@ def test_requeued_job_is_another_job():
 def test_every_value_has_its_source():
     for environ, *_ in CASES.values():
         found = detect(environ)
-        whats = [reason.what for reason in found.reasons]
+        kept = [reason.what for reason in found.reasons]
         if found.member is not None and found.member.local_rank is not None and found.seat is None:
-            assert "rank" in whats
-        assert not found.endpoint or "endpoint" in whats
+            assert "rank" in kept
+        assert not found.endpoint or "endpoint" in kept
         assert all(reason.source for reason in found.reasons)
 
 
