@@ -30,7 +30,9 @@ def test_shm_backend_keeps_the_contract(n, subject, process_pool):
 
 
 @pytest.mark.parametrize("subject", suite.SUBJECTS)
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize(
+    "n", [1, 2, 3, 5, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))]
+)
 def test_gloo_backend_keeps_the_contract(n, subject, process_pool):
     ran = process_pool(n, "gloo").run(suite.run, subject, GLOO_CANNOT)
     assert ran[0] == ran[-1]
