@@ -5,8 +5,8 @@ Each pipe has a `LineReader`, which cuts what comes into lines, and the terminal
 
 - A line is written whole: a long one is held back until its newline has come, so that lines of
   several ranks do not mix.
-- A line without an end (a prompt, a progress bar) is shown once nothing has come for `IDLE_S`. The
-  sink remembers whose it is: what comes next from the same pipe goes on behind it; what comes from
+- A line without an end (a prompt, a progress bar) is shown once nothing has come for `IDLE_S`, or
+  `PATIENCE_S` after it began, since a progress bar may never be idle. The sink remembers whose it is: what comes next from the same pipe goes on behind it; what comes from
   another one starts a new line first.
 - Bytes are passed on as they are, whatever they mean. Only on a terminal, a carriage return is
   followed by the prefix again, since it makes the cursor go back over it.
@@ -22,20 +22,20 @@ import os
 import select
 import stat
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from dure.launch.spec import Stream
 
-__all__ = ["IDLE_S", "LineReader", "Piece", "Sink", "prefixes", "same_file"]
+__all__ = ["LineReader", "Piece", "Sink", "same_file"]
 
 IDLE_S = 0.2
+PATIENCE_S = 1.0
 _HOLD_BYTES = 64 << 20  # the longest line that is held back
 _QUEUE_BYTES = 1 << 20
-_COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Some bytes of one pipe's current line; `ends` says that its newline followed."""
 
     text: bytes
@@ -48,7 +48,7 @@ class LineReader:
     def __init__(self, rank: int, stream: Stream) -> None:
         self.rank = rank
         self.stream: Stream = stream
-        self.last_at = 0.0
+        self._last_at = self._begun_at = 0.0
         self._parts: list[bytes] = []
         self._held_bytes = 0
 
@@ -57,9 +57,16 @@ class LineReader:
         """Whether an unfinished line is held back."""
         return bool(self._parts)
 
+    @property
+    def show_at(self) -> float:
+        """When what is held back should be shown, finished or not."""
+        return min(self._last_at + IDLE_S, self._begun_at + PATIENCE_S)
+
     def feed(self, data: bytes, now: float) -> list[Piece]:
         """Take bytes and return the lines that they complete."""
-        self.last_at = now
+        self._last_at = now
+        if not self._parts:
+            self._begun_at = now
         *lines, rest = data.split(b"\n")
         pieces: list[Piece] = []
         for line in lines:
@@ -68,6 +75,8 @@ class LineReader:
             self._parts.clear()
             self._held_bytes = 0
         if rest:
+            if lines:
+                self._begun_at = now
             self._parts.append(rest)
             self._held_bytes += len(rest)
         if self._held_bytes > _HOLD_BYTES:
@@ -84,33 +93,18 @@ class LineReader:
         return [piece]
 
 
-def prefixes(nproc: int, colour: bool) -> list[bytes]:
-    """Return the prefix of each rank, such as `[ 3] `, all of one width."""
-    width = len(str(nproc - 1))
-    plain = [f"[{rank:>{width}}] " for rank in range(nproc)]
-    if not colour:
-        return [text.encode() for text in plain]
-    return [
-        f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text}\x1b[0m".encode()
-        for rank, text in enumerate(plain)
-    ]
-
-
 class Sink:
     """Where prefixed lines go: a terminal, a pipe or a file that this process has open.
 
     Args:
         fd: The open descriptor, which stays the caller's.
-        nproc: How many ranks write, for the width of the prefix.
-        colour: Whether to colour prefixes, where `fd` is a terminal.
     """
 
-    def __init__(self, fd: int, nproc: int, colour: bool = True) -> None:
+    def __init__(self, fd: int) -> None:
         self.fd = fd
         self.broken = False
         self._may_block = True
-        self._terminal = os.isatty(fd)
-        self._prefixes = prefixes(nproc, colour and self._terminal)
+        self.terminal = os.isatty(fd)
         self._queue: deque[memoryview] = deque()
         self._queued_bytes = 0
         self._owner: object = None  # whose unfinished line the cursor stands behind
@@ -131,19 +125,22 @@ class Sink:
         """Whether so much waits that no more should be put in."""
         return self._queued_bytes >= _QUEUE_BYTES
 
-    def put(self, owner: object, rank: int, pieces: list[Piece]) -> None:
-        """Queue pieces of one pipe's output; `owner` stands for the pipe."""
+    def put(self, pieces: Iterable[tuple[object, bytes, Piece]]) -> None:
+        """Queue pieces of output, each as (owner, prefix, piece); `owner` stands for its pipe."""
         out: list[bytes] = []
-        for piece in pieces:
-            prefix = self._prefixes[rank]
-            if self._owner is not owner:
-                if self._owner is not None:
+        now = self._owner
+        for owner, prefix, (text, ends) in pieces:
+            if now is not owner:
+                if now is not None:
                     out.append(b"\n")
                 out.append(prefix)
-            out.append(self._body(piece.text, prefix))
-            if piece.ends:
+            out.append(text if b"\r" not in text else self._body(text, prefix))
+            if ends:
                 out.append(b"\n")
-            self._owner = None if piece.ends else owner
+                now = None
+            else:
+                now = owner
+        self._owner = now
         self._push(b"".join(out))
 
     def say(self, text: str) -> None:
@@ -170,7 +167,7 @@ class Sink:
             self._write_chunk()
 
     def _body(self, text: bytes, prefix: bytes) -> bytes:
-        if not self._terminal or b"\r" not in text:
+        if not self.terminal:
             return text
         head, last = text[:-1], text[-1:]  # a last \r may belong to \r\n
         return head.replace(b"\r", b"\r" + prefix) + last
