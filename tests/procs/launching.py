@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +32,22 @@ def living(tag: str) -> list[int]:
     return found
 
 
+_PREFIX = re.compile(r"^\[ *(?P<ranks>[0-9,-]+)\] ?")
+
+
+def writers(line: str) -> list[int]:
+    """Return the ranks that wrote a line, by its prefix."""
+    match = _PREFIX.match(line)
+    runs = [run.split("-") for run in match["ranks"].split(",")] if match else []
+    return [rank for run in runs for rank in range(int(run[0]), int(run[-1]) + 1)]
+
+
+def unfolded(text: str, rank: int) -> list[str]:
+    """Return the lines of `rank` without their prefix, those included that it shares."""
+    lines = [line for line in text.splitlines() if rank in writers(line)]
+    return [_PREFIX.sub("", line, count=1) for line in lines]
+
+
 @dataclass
 class Finished:
     code: int
@@ -40,8 +57,7 @@ class Finished:
 
     def lines(self, rank: int) -> list[str]:
         """What `rank` printed, without its prefix."""
-        prefix = f"[{rank}] "
-        return [x.removeprefix(prefix) for x in self.out.splitlines() if x.startswith(prefix)]
+        return unfolded(self.out, rank)
 
 
 @dataclass
@@ -105,6 +121,11 @@ def launching(directory: Path) -> Iterator[Launching]:
 
 
 def wait_for_lines(process: subprocess.Popen[str], count: int) -> list[str]:
-    """Return once the job has printed `count` lines."""
+    """Return once the ranks have printed `count` lines: one that several share counts for each."""
     assert process.stdout is not None
-    return [process.stdout.readline() for _ in range(count)]
+    lines: list[str] = []
+    while sum(len(writers(line)) for line in lines) < count:
+        line = process.stdout.readline()
+        assert line, lines
+        lines.append(line)
+    return lines

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dure.launch import JobSpec, Line, run_job
-from procs.launching import DURE, Launching
+from procs.launching import DURE, Launching, unfolded
 from procs.launching import launching as _launching
 
 
@@ -34,8 +34,8 @@ def test_ten_thousand_lines_of_each_rank_arrive_whole_and_in_order(job: Launchin
     assert done.code == 0
     for rank in (0, 1):
         assert done.lines(rank) == [f"line {i} {str(rank) * (i % 100)}" for i in range(10_000)]
-        prefix = f"[{rank}] error"
-        assert sum(line.startswith(prefix) for line in done.err.splitlines()) == 1000
+        errors = [line for line in unfolded(done.err, rank) if line.startswith("error")]
+        assert errors == [f"error {i}" for i in range(0, 10_000, 10)]
 
 
 def test_long_lines_and_garbage_survive(job: Launching) -> None:
@@ -85,8 +85,26 @@ def test_missing_last_newline_is_added(job: Launching) -> None:
 
 
 def test_prefix_is_padded_to_one_width(job: Launching) -> None:
-    done = job.run("-n", "11", "--no-python", "sh", "-c", "echo x")
-    assert sorted(done.out.splitlines()) == sorted(f"[{rank:>2}] x" for rank in range(11))
+    done = job.run("-n", "11", "--no-python", "sh", "-c", "echo x $RANK")
+    assert sorted(done.out.splitlines()) == sorted(f"[{rank:>2}] x {rank}" for rank in range(11))
+
+
+def test_line_that_all_ranks_write_is_shown_once(job: Launching) -> None:
+    program = job.write("""
+        import os, sys
+        print("hello")
+        print("same", file=sys.stderr)
+        print("mine", os.environ["RANK"])
+        sys.stdin.read()
+    """)
+    done = job.run("-n", "3", program)
+    assert sorted(done.out.splitlines()) == [
+        "[0-2] hello",
+        "[0] mine 0",
+        "[1] mine 1",
+        "[2] mine 2",
+    ]
+    assert "[0-2] same" in done.err.splitlines()
 
 
 def test_slow_reader_slows_the_ranks_and_loses_nothing(job: Launching) -> None:

@@ -14,18 +14,17 @@ What is no whole line (a prompt, a progress bar, and what continues it) waits it
 and neither joins nor is joined. So do very long lines. When more waits than `MAX_BYTES` or
 `MAX_ENTRIES`, the oldest leave early, so memory is bounded whatever the ranks write.
 
-Cost: about 1 us a line of processor time; while lines come in a flood and hardly any folds (checked
-every `_SAMPLE` lines), the folder steps aside and lines pass at once.
+Cost: about 1 us a line of processor time; while lines come in a flood of which little folds, the
+folder steps aside and lines pass at once.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from operator import attrgetter
 
-from dure.launch.output import Piece
 from dure.launch.spec import Stream
 
 __all__ = ["MAX_BYTES", "MAX_ENTRIES", "WINDOW_S", "Entry", "Folder", "rank_set"]
@@ -34,22 +33,24 @@ WINDOW_S = 0.1
 MAX_BYTES = 1 << 20
 MAX_ENTRIES = 8192
 _LONGEST = 4096  # bytes of a line that may fold
-_SAMPLE = 4096  # lines between two looks at whether folding is worth it
+_FLOOD = 2000  # lines in a window that nobody can read
+_TRY_EVERY = 16  # windows of a flood, until it is seen again whether it folds
 
 _number = attrgetter("number")
 
 
 class Entry:
-    """What is shown at once: a piece of output, and the ranks that wrote it."""
+    """A line on its way, and the ranks that wrote it; `ends` says that its newline followed."""
 
-    __slots__ = ("at", "number", "owner", "piece", "ranks")
+    __slots__ = ("at", "ends", "number", "owner", "ranks", "text")
 
-    def __init__(self, number: int, rank: int, owner: object, piece: Piece, at: float) -> None:
+    def __init__(self, number: int, rank: int, owner: object, text: bytes, at: float) -> None:
         self.number = number
         self.ranks = 1 << rank
         self.owner = owner
-        self.piece = piece
+        self.text = text
         self.at = at
+        self.ends = True
 
 
 class Folder:
@@ -70,88 +71,95 @@ class Folder:
         self._entries: dict[Stream, dict[bytes, deque[Entry]]] = {"stdout": {}, "stderr": {}}
         self._open: set[object] = set()  # pipes whose line was shown in part
         self._lines, self._joined, self._since = 0, 0, 0.0
-        self._aside = False
+        self._aside, self._num_aside = False, 0
 
     @property
     def wake_at(self) -> float | None:
         """When `due` has something to give."""
         return self._queue[0].at + self._window_s if self._queue else None
 
+    @property
+    def aside(self) -> bool:
+        """Whether lines should pass by, behind what `flush` returns: see `watch`."""
+        return self._aside
+
+    def watch(self, num_lines: int, now: float) -> None:
+        """Count lines that come: step aside in a flood of which little folds, now and then not."""
+        if now - self._since > self._window_s:
+            flood = self._lines > _FLOOD
+            if self._aside:
+                self._num_aside += 1
+                self._aside = flood and self._num_aside % _TRY_EVERY != 0
+            else:
+                self._aside = flood and self._joined * 4 < self._lines
+            self._lines, self._joined, self._since = 0, 0, now
+        self._lines += num_lines
+
     def put(
-        self, owner: object, rank: int, stream: Stream, pieces: Sequence[Piece], now: float
+        self, owner: object, rank: int, stream: Stream, lines: list[bytes], now: float
     ) -> list[Entry]:
-        """Take what a pipe brought, and return what must leave at once.
+        """Take whole lines of one pipe, and return what must leave at once.
 
         Args:
             owner: Stands for the pipe.
             rank: The local rank that writes into it.
             stream: Which of its streams; lines of different ones never fold together.
-            pieces: Its lines, and parts of lines.
+            lines: What it brought.
             now: The time.
         """
-        self._sample(len(pieces), now)
-        entries, bit, last = self._entries[stream], 1 << rank, self._last.get(rank, 0)
-        for piece in pieces:
-            text = piece.text
-            whole = piece.ends and owner not in self._open
-            if not whole or self._aside or len(text) > _LONGEST:
-                last = self._append(Entry(self._next, rank, owner, piece, now))
-                (self._open.discard if piece.ends else self._open.add)(owner)
-                continue
+        entries, last = self._entries[stream], self._last.get(rank, 0)
+        bit, first = 1 << rank, owner in self._open
+        self._open.discard(owner)
+        for text in lines:
             same = entries.get(text)
-            entry = None if same is None else _first_after(same, last)
+            entry = None if same is None or first else _first_after(same, last)
             if entry is not None:
                 entry.ranks |= bit
                 last = entry.number
                 self._joined += 1
                 continue
-            entry = Entry(self._next, rank, owner, piece, now)
+            entry = Entry(self._next, rank, owner, text, now)
             last = self._append(entry)
-            if same is None:
+            if first or len(text) > _LONGEST:  # the end of a line that was shown in part
+                first = False
+            elif same is None:
                 entries[text] = deque((entry,))
             else:
                 same.append(entry)
         self._last[rank] = last
-        return self._leave(now)
+        return self.due(now)
+
+    def put_part(self, owner: object, rank: int, text: bytes, now: float) -> list[Entry]:
+        """Take some of a pipe's line, whose end has not come; return what must leave at once."""
+        entry = Entry(self._next, rank, owner, text, now)
+        entry.ends = False
+        self._open.add(owner)
+        self._last[rank] = self._append(entry)
+        return self.due(now)
 
     def due(self, now: float) -> list[Entry]:
-        """Return what must leave by now, in order."""
-        return self._leave(now)
+        """Take from the front what is complete, too old, or too much."""
+        queue, count, window_s = self._queue, 0, self._window_s
+        early: list[Entry] = []
+        while len(queue) > MAX_ENTRIES or self._queued_bytes > MAX_BYTES:
+            early += self._take((len(queue) + 1) // 2)
+        if early:
+            return early
+        for entry in queue:
+            if entry.at + window_s > now and entry.ranks != self._all and entry.ends:
+                break
+            count += 1
+        return self._take(count)
 
     def flush(self) -> list[Entry]:
         """Return all that waits."""
         return self._take(len(self._queue))
 
-    def _sample(self, lines: int, now: float) -> None:
-        """Step aside in a flood that does not fold, and come back when it is over."""
-        self._lines += lines
-        if self._lines < _SAMPLE:
-            return
-        flood = now - self._since < self._window_s * 4
-        if self._aside:  # look again: what came by meanwhile could not fold
-            self._aside = flood and self._lines < _SAMPLE * 16
-            if self._aside:
-                return
-        else:
-            self._aside = flood and self._joined * 4 < self._lines
-        self._lines, self._joined, self._since = 0, 0, now
-
     def _append(self, entry: Entry) -> int:
         self._queue.append(entry)
-        self._queued_bytes += len(entry.piece.text)
+        self._queued_bytes += len(entry.text)
         self._next += 1
         return entry.number
-
-    def _leave(self, now: float) -> list[Entry]:
-        """Take from the front what is complete, too old, or too much."""
-        queue, count, too_old = self._queue, 0, now - self._window_s
-        if self._aside or len(queue) > MAX_ENTRIES or self._queued_bytes > MAX_BYTES:
-            return self._take(len(queue))
-        for entry in queue:
-            if entry.at > too_old and entry.ranks != self._all and entry.piece.ends:
-                break
-            count += 1
-        return self._take(count)
 
     def _take(self, count: int) -> list[Entry]:
         queue = self._queue
@@ -164,13 +172,13 @@ class Folder:
             return taken
         taken = [queue.popleft() for _ in range(count)]
         for entry in taken:
-            self._queued_bytes -= len(entry.piece.text)
+            self._queued_bytes -= len(entry.text)
             self._forget(entry)
         return taken
 
     def _forget(self, entry: Entry) -> None:
         """Let nothing join an entry that leaves; it is the oldest of its text."""
-        text = entry.piece.text
+        text = entry.text
         for entries in self._entries.values():
             same = entries.get(text)
             if same is not None and same[0] is entry:

@@ -85,16 +85,19 @@ def run_job(spec: JobSpec) -> JobResult:
             )
             loop = JobLoop(address.name, supervisor, terminal, signals)
             try:
+                terminal.begin(first)
                 with guarded(name):
                     _start_ranks(spec, address, first, loop, usable(zygote, signals, terminal.say))
                     loop.run()
                 result = _result(spec, loop, time.monotonic() - started)
                 for line in summary(result):
                     terminal.say(line)
+                terminal.conclude(result)
                 terminal.finish()
                 loop.drain_terminal()
             finally:
                 loop.close()
+                terminal.close()
             return result
     except (OSError, StoreError) as error:
         raise LaunchError(

@@ -60,6 +60,7 @@ class JobLoop:
         """Watch a rank that was just started."""
         report = ReportReader()
         self.ranks.append(process)
+        self.terminal.journal.note("started", rank=process.rank, pid=process.pid, host=process.host)
         self.reports.append(report)
         streams: tuple[Stream, Stream] = ("stdout", "stderr")
         for pipe, stream in zip((process.stdout, process.stderr), streams, strict=True):
@@ -186,6 +187,9 @@ class JobLoop:
         if report.told and not had_stack:
             self._do(self.supervisor.told(rank, now))
         if report.crash is not None and not had_crash:
+            self.terminal.journal.note(
+                "crashed", rank=rank, type=report.crash.type, message=report.crash.message
+            )
             self._do(self.supervisor.crashed(rank, now))
 
     def _ended(self, process: RankProcess) -> None:
@@ -194,6 +198,9 @@ class JobLoop:
             return
         self._selector.unregister(process.pidfd)
         self._drain(process.report_fd)  # its last words come before its end
+        self.terminal.journal.note(
+            "ended", rank=process.rank, pid=process.pid, code=exit.code, signal=exit.signal
+        )
         self._do(self.supervisor.exited(process.rank, exit, time.monotonic()))
 
     def _signalled(self) -> None:

@@ -5,8 +5,9 @@ Each pipe has a `LineReader`, which cuts what comes into lines, and the terminal
 
 - A line is written whole: a long one is held back until its newline has come, so that lines of
   several ranks do not mix.
-- A line without an end (a prompt, a progress bar) is shown once nothing has come for `IDLE_S`, or
-  `PATIENCE_S` after it began, since a progress bar may never be idle. The sink remembers whose it is: what comes next from the same pipe goes on behind it; what comes from
+- A line without an end (a prompt, a progress bar) is shown once nothing has come for `IDLE_S`; one
+  that goes back to its start (a progress bar, which may never be idle) every `PATIENCE_S`. The sink
+  remembers whose it is: what comes next from the same pipe goes on behind it; what comes from
   another one starts a new line first.
 - Bytes are passed on as they are, whatever they mean. Only on a terminal, a carriage return is
   followed by the prefix again, since it makes the cursor go back over it.
@@ -22,24 +23,15 @@ import os
 import select
 import stat
 from collections import deque
-from collections.abc import Iterable
-from typing import NamedTuple
 
 from dure.launch.spec import Stream
 
-__all__ = ["LineReader", "Piece", "Sink", "same_file"]
+__all__ = ["IDLE_S", "PATIENCE_S", "LineReader", "Sink", "same_file"]
 
 IDLE_S = 0.2
 PATIENCE_S = 1.0
 _HOLD_BYTES = 64 << 20  # the longest line that is held back
 _QUEUE_BYTES = 1 << 20
-
-
-class Piece(NamedTuple):
-    """Some bytes of one pipe's current line; `ends` says that its newline followed."""
-
-    text: bytes
-    ends: bool
 
 
 class LineReader:
@@ -49,6 +41,7 @@ class LineReader:
         self.rank = rank
         self.stream: Stream = stream
         self._last_at = self._begun_at = 0.0
+        self._returns = False  # the line goes back to its start
         self._parts: list[bytes] = []
         self._held_bytes = 0
 
@@ -60,37 +53,38 @@ class LineReader:
     @property
     def show_at(self) -> float:
         """When what is held back should be shown, finished or not."""
-        return min(self._last_at + IDLE_S, self._begun_at + PATIENCE_S)
+        idle = self._last_at + IDLE_S
+        return min(idle, self._begun_at + PATIENCE_S) if self._returns else idle
 
-    def feed(self, data: bytes, now: float) -> list[Piece]:
-        """Take bytes and return the lines that they complete."""
+    @property
+    def overfull(self) -> bool:
+        """Whether so much is held back that it must be shown now."""
+        return self._held_bytes > _HOLD_BYTES
+
+    def feed(self, data: bytes, now: float) -> list[bytes]:
+        """Take bytes and return the lines that they complete, without their newlines."""
         self._last_at = now
-        if not self._parts:
-            self._begun_at = now
-        *lines, rest = data.split(b"\n")
-        pieces: list[Piece] = []
-        for line in lines:
-            self._parts.append(line)
-            pieces.append(Piece(b"".join(self._parts), ends=True))
+        lines = data.split(b"\n")
+        rest = lines.pop()
+        if lines and self._parts:
+            self._parts.append(lines[0])
+            lines[0] = b"".join(self._parts)
             self._parts.clear()
             self._held_bytes = 0
         if rest:
-            if lines:
-                self._begun_at = now
+            if not self._parts:
+                self._begun_at, self._returns = now, False
+            self._returns = self._returns or b"\r" in rest
             self._parts.append(rest)
             self._held_bytes += len(rest)
-        if self._held_bytes > _HOLD_BYTES:
-            pieces.extend(self.flush())
-        return pieces
+        return lines
 
-    def flush(self) -> list[Piece]:
-        """Return what is held back of an unfinished line, if anything."""
-        if not self._parts:
-            return []
-        piece = Piece(b"".join(self._parts), ends=False)
+    def flush(self) -> bytes:
+        """Return what is held back of an unfinished line, and hold it back no longer."""
+        text = b"".join(self._parts)
         self._parts.clear()
         self._held_bytes = 0
-        return [piece]
+        return text
 
 
 class Sink:
@@ -105,6 +99,7 @@ class Sink:
         self.broken = False
         self._may_block = True
         self.terminal = os.isatty(fd)
+        self._fresh: list[bytes] = []  # what comes behind the queue
         self._queue: deque[memoryview] = deque()
         self._queued_bytes = 0
         self._owner: object = None  # whose unfinished line the cursor stands behind
@@ -118,64 +113,71 @@ class Sink:
     @property
     def waiting(self) -> bool:
         """Whether bytes wait for the reader to take more."""
-        return bool(self._queue)
+        return bool(self._queue or self._fresh)
 
     @property
     def full(self) -> bool:
         """Whether so much waits that no more should be put in."""
         return self._queued_bytes >= _QUEUE_BYTES
 
-    def put(self, pieces: Iterable[tuple[object, bytes, Piece]]) -> None:
-        """Queue pieces of output, each as (owner, prefix, piece); `owner` stands for its pipe."""
-        out: list[bytes] = []
-        now = self._owner
-        for owner, prefix, (text, ends) in pieces:
-            if now is not owner:
-                if now is not None:
-                    out.append(b"\n")
-                out.append(prefix)
-            out.append(text if b"\r" not in text else self._body(text, prefix))
-            if ends:
-                out.append(b"\n")
-                now = None
-            else:
-                now = owner
-        self._owner = now
-        self._push(b"".join(out))
+    def put(self, owner: object, prefix: bytes, lines: list[bytes]) -> None:
+        """Queue whole lines of one pipe, for which `owner` stands."""
+        if not lines:
+            return
+        if self.terminal and any(b"\r" in line for line in lines):
+            lines = [self._body(line, prefix) for line in lines]
+        body = (b"\n" + prefix).join(lines) + b"\n"
+        self._push(body if self._owner is owner else self._fresh_line() + prefix + body)
+        self._owner = None
+
+    def put_part(self, owner: object, prefix: bytes, text: bytes) -> None:
+        """Queue some of a pipe's line, whose end has not come."""
+        before = b"" if self._owner is owner else self._fresh_line() + prefix
+        self._push(before + self._body(text, prefix))
+        self._owner = owner
 
     def say(self, text: str) -> None:
         """Queue lines of the launcher's own, on lines of their own."""
-        if self._owner is not None:
-            text = "\n" + text
-            self._owner = None
-        self._push(text.encode(errors="backslashreplace") + b"\n")
+        self._push(self._fresh_line() + text.encode(errors="backslashreplace") + b"\n")
 
     def finish(self) -> None:
         """Leave the cursor at the start of a line."""
-        if self._owner is not None:
-            self._owner = None
-            self._push(b"\n")
+        self._push(self._fresh_line())
 
     def write_some(self) -> None:
         """Write as much as can be written without waiting."""
+        self._gather()
         while self._queue and not self.broken and self._ready(0):
             self._write_chunk()
 
     def drain(self, timeout_s: float) -> None:
         """Write everything, waiting at most `timeout_s` for each chunk to be taken."""
+        self._gather()
         while self._queue and not self.broken and self._ready(timeout_s):
             self._write_chunk()
 
+    def _fresh_line(self) -> bytes:
+        """Return what brings the cursor to the start of a line, and count it as there."""
+        newline = b"" if self._owner is None else b"\n"
+        self._owner = None
+        return newline
+
     def _body(self, text: bytes, prefix: bytes) -> bytes:
-        if not self.terminal:
+        if not self.terminal or b"\r" not in text:
             return text
         head, last = text[:-1], text[-1:]  # a last \r may belong to \r\n
         return head.replace(b"\r", b"\r" + prefix) + last
 
     def _push(self, data: bytes) -> None:
         if data and not self.broken:
-            self._queue.append(memoryview(data))
+            self._fresh.append(data)
             self._queued_bytes += len(data)
+
+    def _gather(self) -> None:
+        """Make one chunk of what was pushed: it costs a system call each."""
+        if self._fresh:
+            self._queue.append(memoryview(b"".join(self._fresh)))
+            self._fresh.clear()
 
     def _ready(self, timeout_s: float) -> bool:
         return not self._may_block or bool(self._poll.poll(timeout_s * 1000))
@@ -191,6 +193,7 @@ class Sink:
         except OSError:  # nobody reads any more
             self.broken = True
             self._queue.clear()
+            self._fresh.clear()
             self._queued_bytes = 0
             return
         self._queued_bytes -= written

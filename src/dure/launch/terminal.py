@@ -1,36 +1,46 @@
-"""Where the ranks' output goes: to the terminal or to a function, and to files if asked for."""
+"""Where the ranks' output goes: to the terminal or to a function, and to files if asked for.
+
+A rank's bytes take this way: pipe, log file (as they are), `LineReader` (lines), `Folder` (lines
+that several ranks wrote alike, once), `Sink` (with a prefix, to the terminal). A function that was
+asked for (`JobSpec.on_line`) gets every line in place of the last two.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from typing import IO
-
-from dure.launch.environment import rank_log_dir
-from dure.launch.output import IDLE_S, LineReader, Piece, Sink, same_file
-from dure.launch.spec import JobSpec, Line, Stream
+from dure import env
+from dure.launch.environment import Round
+from dure.launch.folding import Entry, Folder
+from dure.launch.logs import Journal, RankLogs, is_shown
+from dure.launch.output import LineReader, Sink, same_file
+from dure.launch.prefixes import Prefixes
+from dure.launch.spec import JobResult, JobSpec, Line, Stream
 
 __all__ = ["Terminal"]
 
 
 class Terminal:
-    """Shows the output of all ranks of a job.
+    """Shows the output of all ranks of a job on this host.
 
     Args:
         spec: The job: where its lines go, and whether they are kept.
+        node: This host's number in the job, where it is known.
 
     Raises:
-        OSError: The log files cannot be made.
+        OSError: The files cannot be made.
     """
 
-    def __init__(self, spec: JobSpec) -> None:
+    def __init__(self, spec: JobSpec, node: int = 0) -> None:
         self._spec = spec
-        out = Sink(1, spec.nproc)
-        errors = out if same_file(1, 2) else Sink(2, spec.nproc)
+        out = Sink(1)
+        errors = out if same_file(1, 2) else Sink(2)
         self._sinks: dict[Stream, Sink] = {"stdout": out, "stderr": errors}
         self._readers: list[LineReader] = []
-        self._logs: dict[tuple[int, Stream], IO[bytes]] = {}
-        if spec.log_dir is not None:
-            self._open_logs()
+        self._logs: RankLogs | None = None
+        self._folders: dict[int, Folder] = {}  # by descriptor of the sink
+        self._colour = {sink.fd: sink.terminal and not env.text("NO_COLOR") for sink in self.sinks}
+        self._prefixes = Prefixes(0, spec.nproc)
+        self._round: Round | None = None
+        self.journal = Journal(spec.log_dir, node)
 
     @property
     def sinks(self) -> tuple[Sink, ...]:
@@ -49,9 +59,32 @@ class Terminal:
 
     @property
     def wake_at(self) -> float | None:
-        """When `tick` has an unfinished line to show."""
-        held = [reader.last_at for reader in self._readers if reader.holds]
-        return min(held) + IDLE_S if held and self._spec.on_line is None else None
+        """When `tick` has something to show."""
+        if self._spec.on_line is not None:
+            return None
+        held = [reader.show_at for reader in self._readers if reader.holds]
+        held += [f.wake_at for f in self._folders.values() if f.wake_at is not None]
+        return min(held, default=None)
+
+    def begin(self, round: Round) -> None:
+        """Start on a round of the job: its ranks, their number and files.
+
+        Raises:
+            OSError: The log files cannot be made.
+        """
+        self._flush()
+        self._readers.clear()
+        self._round = round
+        spec, several = self._spec, len(round.hosts) > 1
+        with_host = spec.prefix == "host" or (spec.prefix == "auto" and several)
+        host = round.hosts[round.node] if with_host else None
+        shown = spec.prefix != "none"
+        self._prefixes = Prefixes(round.first_rank, round.world_size, host, shown)
+        self._folders = self._make_folders(round)
+        if self._logs is not None:
+            self._logs.close()
+        self._logs = RankLogs(spec, round)
+        self.journal.began(spec, round)
 
     def reader(self, rank: int, stream: Stream) -> LineReader:
         """Return the reader for one pipe."""
@@ -61,59 +94,120 @@ class Terminal:
 
     def received(self, reader: LineReader, data: bytes, now: float) -> None:
         """Show what a pipe brought."""
-        log = self._logs.get((reader.rank, reader.stream))
-        if log is not None:
-            log.write(data)
-        self._show(reader, reader.feed(data, now))
+        if self._logs is not None:
+            self._logs.write(reader.rank, reader.stream, data)
+        self._show(reader, reader.feed(data, now), now)
+        if reader.overfull:
+            self._show_part(reader, now)
 
     def tick(self, now: float) -> None:
-        """Show unfinished lines that have not grown for a while."""
+        """Show what has waited long enough: unfinished lines, and lines that might have folded."""
         if self._spec.on_line is not None:
             return
         for reader in self._readers:
-            if reader.holds and now >= reader.last_at + IDLE_S:
-                self._show(reader, reader.flush())
+            if reader.holds and now >= reader.show_at:
+                self._show_part(reader, now)
+        for sink in self.sinks:
+            folder = self._folders.get(sink.fd)
+            if folder is not None:
+                self._put(sink, folder.due(now))
 
     def say(self, text: str) -> None:
-        """Show a line of the launcher's own."""
-        if not self._spec.quiet:
-            self._sinks["stderr"].say(f"[dure] {text}")
-            self._sinks["stderr"].write_some()
+        """Show a line of the launcher's own, behind what ranks wrote before it."""
+        self.journal.said(text)
+        if self._spec.quiet:
+            return
+        for sink in self.sinks:
+            folder = self._folders.get(sink.fd)
+            if folder is not None:
+                self._put(sink, folder.flush())
+        self._sinks["stderr"].say(f"[dure] {text}")
+        self._sinks["stderr"].write_some()
+
+    def conclude(self, result: JobResult) -> None:
+        """Keep what came of the job in the files that machines read."""
+        self.journal.conclude(result)
 
     def finish(self) -> None:
         """Show what is left of unfinished lines, and close the files."""
-        for reader in self._readers:
-            self._show(reader, reader.flush())
+        self._flush()
         for sink in self.sinks:
             sink.finish()
-        self._close_logs()
+        self.close()
 
-    def _show(self, reader: LineReader, pieces: list[Piece]) -> None:
-        if not pieces:
+    def close(self) -> None:
+        """Close the files."""
+        if self._logs is not None:
+            self._logs.close()
+        self.journal.close()
+
+    def _flush(self) -> None:
+        for reader in self._readers:
+            self._show_part(reader, 0.0)
+        for sink in self.sinks:
+            folder = self._folders.get(sink.fd)
+            if folder is not None:
+                self._put(sink, folder.flush())
+
+    def _make_folders(self, round: Round) -> dict[int, Folder]:
+        spec = self._spec
+        if not spec.fold or spec.on_line is not None or round.nproc == 1:
+            return {}
+        found: dict[int, Folder] = {}
+        for stream, sink in self._sinks.items():
+            ranks = [r for r in range(round.nproc) if is_shown(spec, r, stream)]
+            if len(ranks) > 1:
+                found[sink.fd] = Folder(ranks)
+        return found
+
+    def _show(self, reader: LineReader, lines: list[bytes], now: float) -> None:
+        """Show whole lines of a pipe."""
+        if not lines:
             return
         if self._spec.on_line is not None:
-            for piece in pieces:
-                self._spec.on_line(Line(reader.rank, reader.stream, piece.text))
+            for line in lines:
+                self._spec.on_line(Line(reader.rank, reader.stream, line))
+            return
+        local = self._local(reader)
+        if not is_shown(self._spec, local, reader.stream):
             return
         sink = self._sinks[reader.stream]
-        sink.put(reader, reader.rank, pieces)
+        folder = self._folders.get(sink.fd)
+        if folder is not None:
+            folder.watch(len(lines), now)
+            if not folder.aside:
+                self._put(sink, folder.put(reader, local, reader.stream, lines, now))
+                return
+            self._put(sink, folder.flush())
+        sink.put(reader, self._prefixes.of(1 << local, self._colour[sink.fd]), lines)
         sink.write_some()
 
-    def _open_logs(self) -> None:
-        assert self._spec.log_dir is not None
-        try:
-            for rank in range(self._spec.nproc):
-                directory = rank_log_dir(self._spec.log_dir, rank)
-                directory.mkdir(parents=True, exist_ok=True)
-                for stream in self._sinks:
-                    path = directory / f"{stream}.log"
-                    self._logs[rank, stream] = path.open("wb", buffering=0)
-        except OSError:
-            self._close_logs()
-            raise
+    def _show_part(self, reader: LineReader, now: float) -> None:
+        """Show what a pipe's reader holds back of an unfinished line."""
+        text, local = reader.flush(), self._local(reader)
+        if not text:
+            return
+        if self._spec.on_line is not None:
+            self._spec.on_line(Line(reader.rank, reader.stream, text))
+        elif is_shown(self._spec, local, reader.stream):
+            sink = self._sinks[reader.stream]
+            folder = self._folders.get(sink.fd)
+            if folder is not None:
+                self._put(sink, folder.put_part(reader, local, text, now))
+                return
+            sink.put_part(reader, self._prefixes.of(1 << local, self._colour[sink.fd]), text)
+            sink.write_some()
 
-    def _close_logs(self) -> None:
-        for log in self._logs.values():
-            with contextlib.suppress(OSError):
-                log.close()
-        self._logs.clear()
+    def _local(self, reader: LineReader) -> int:
+        return reader.rank - (self._round.first_rank if self._round else 0)
+
+    def _put(self, sink: Sink, entries: list[Entry]) -> None:
+        """Write what leaves a folder."""
+        of, colour = self._prefixes.of, self._colour[sink.fd]
+        for entry in entries:
+            prefix = of(entry.ranks, colour)
+            if entry.ends:
+                sink.put(entry.owner, prefix, [entry.text])
+            else:
+                sink.put_part(entry.owner, prefix, entry.text)
+        sink.write_some()

@@ -10,33 +10,50 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.launch.output import LineReader, Piece, Sink, prefixes, same_file
+from dure.launch.folding import rank_set
+from dure.launch.output import IDLE_S, PATIENCE_S, LineReader, Sink, same_file
+from dure.launch.prefixes import Prefixes
 
 
 @given(data=st.binary(max_size=200), cuts=st.lists(st.integers(0, 200), max_size=8))
 def test_reader_gives_back_what_it_took_however_it_is_cut(data: bytes, cuts: list[int]) -> None:
     reader = LineReader(0, "stdout")
     edges = [0, *sorted(cuts), len(data)]
-    pieces: list[Piece] = []
+    lines: list[bytes] = []
     for start, end in itertools.pairwise(edges):
-        pieces += reader.feed(data[start:end], 0.0)
-    assert all(piece.ends for piece in pieces)
-    pieces += reader.flush()
-    assert b"".join(piece.text + b"\n" * piece.ends for piece in pieces) == data
+        lines += reader.feed(data[start:end], 0.0)
+    assert b"".join(line + b"\n" for line in lines) + reader.flush() == data
+    assert not reader.holds
 
 
 def test_reader_holds_an_unfinished_line() -> None:
     reader = LineReader(0, "stdout")
-    assert reader.feed(b"one\ntw", 1.0) == [Piece(b"one", ends=True)]
+    assert reader.feed(b"one\ntw", 1.0) == [b"one"]
     assert reader.holds
-    assert reader.feed(b"o\n", 2.0) == [Piece(b"two", ends=True)]
+    assert reader.feed(b"o\n", 2.0) == [b"two"]
     assert not reader.holds
 
 
+def test_reader_shows_a_prompt_when_idle_and_a_progress_bar_that_never_is() -> None:
+    prompt, bar = LineReader(0, "stdout"), LineReader(0, "stderr")
+    for i in range(20):
+        prompt.feed(b"x", i / 10)
+        bar.feed(b"\r10%", i / 10)
+    assert prompt.show_at == pytest.approx(1.9 + IDLE_S)
+    assert bar.show_at == pytest.approx(PATIENCE_S)
+
+
 def test_prefixes_are_padded_and_coloured() -> None:
-    assert prefixes(2, colour=False) == [b"[0] ", b"[1] "]
-    assert prefixes(11, colour=False)[3] == b"[ 3] "
-    assert prefixes(1, colour=True) == [b"\x1b[36m[0] \x1b[0m"]
+    assert Prefixes(0, 2).of(0b10, colour=False) == b"[1] "
+    assert Prefixes(0, 11).of(1 << 3, colour=False) == b"[ 3] "
+    assert Prefixes(0, 1).of(1, colour=True) == b"\x1b[36m[0] \x1b[0m"
+    assert Prefixes(0, 1, shown=False).of(1, colour=True) == b""
+
+
+def test_prefix_of_several_ranks_is_a_node_set_of_global_ranks() -> None:
+    assert Prefixes(0, 11).of(0b100111, colour=False) == b"[0-2,5] "
+    assert Prefixes(8, 16, host="node7.cluster").of(0b111, colour=False) == b"[node7:8-10] "
+    assert rank_set([4, 3, 1]) == "1,3-4"
 
 
 @pytest.fixture
@@ -48,27 +65,27 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 
 def test_unfinished_line_is_continued_by_its_owner(pipe: tuple[int, int]) -> None:
-    sink = Sink(pipe[1], 2)
-    sink.put("a", 0, [Piece(b"one ", ends=False)])
-    sink.put("a", 0, [Piece(b"line", ends=True)])
+    sink = Sink(pipe[1])
+    sink.put_part("a", b"[0] ", b"one ")
+    sink.put("a", b"[0] ", [b"line"])
     sink.write_some()
     assert os.read(pipe[0], 100) == b"[0] one line\n"
 
 
 def test_unfinished_line_is_ended_by_another_owner(pipe: tuple[int, int]) -> None:
-    sink = Sink(pipe[1], 2)
-    sink.put("a", 0, [Piece(b"one", ends=False)])
-    sink.put("b", 1, [Piece(b"two", ends=True)])
-    sink.put("a", 0, [Piece(b" more", ends=False)])
+    sink = Sink(pipe[1])
+    sink.put_part("a", b"[0] ", b"one")
+    sink.put("b", b"[1] ", [b"two"])
+    sink.put_part("a", b"[0] ", b" more")
     sink.say("done")
     sink.write_some()
     assert os.read(pipe[0], 100) == b"[0] one\n[1] two\n[0]  more\ndone\n"
 
 
 def test_sink_never_waits_and_says_when_it_is_full(pipe: tuple[int, int]) -> None:
-    sink = Sink(pipe[1], 1)
+    sink = Sink(pipe[1])
     while not sink.full:
-        sink.put("a", 0, [Piece(b"x" * 100_000, ends=True)])
+        sink.put("a", b"[0] ", [b"x" * 100_000])
         sink.write_some()
     taken = 0
     while sink.waiting:
@@ -81,7 +98,7 @@ def test_sink_never_waits_and_says_when_it_is_full(pipe: tuple[int, int]) -> Non
 def test_sink_without_reader_is_broken() -> None:
     read, write = os.pipe()
     os.close(read)
-    sink = Sink(write, 1)
+    sink = Sink(write)
     sink.say("hello")
     sink.write_some()
     assert sink.broken
@@ -93,7 +110,7 @@ def test_closed_descriptor_is_broken() -> None:
     read, write = os.pipe()
     os.close(read)
     os.close(write)
-    assert Sink(write, 1).broken
+    assert Sink(write).broken
 
 
 def test_same_file_tells_copies_from_strangers(pipe: tuple[int, int]) -> None:

@@ -1,0 +1,189 @@
+"""What is kept of a job on disk, below `JobSpec.log_dir`.
+
+    LOG_DIR/
+        job.json                        what was started, and what came of it
+        events.jsonl                    what happened, a JSON object a line
+        launcher.log                    what the launcher said
+        attempt_0/rank_1/stdout.log     what rank 1 wrote, as it came, in the first round
+        attempt_1/...                   the same after the first restart
+
+Where several hosts share the directory, all but the first add their number to the names of the
+three files: `events.node1.jsonl`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import IO
+
+from dure.launch.environment import Round, rank_log_dir
+from dure.launch.spec import JobResult, JobSpec, RankResult, Std, Stream, StreamChoice
+
+__all__ = ["Journal", "RankLogs", "is_kept", "is_shown"]
+
+_STREAMS: tuple[Stream, Stream] = ("stdout", "stderr")
+
+
+def _choice(choice: StreamChoice, local_rank: int) -> Std:
+    return choice if isinstance(choice, Std) else choice.get(local_rank, Std.NONE)
+
+
+def is_kept(spec: JobSpec, local_rank: int, stream: Stream) -> bool:
+    """Whether a rank's stream goes to a file: all do, unless some were chosen."""
+    if spec.log_dir is None:
+        return False
+    if spec.redirects == Std.NONE and spec.tee == Std.NONE:
+        return True
+    chosen = _choice(spec.redirects, local_rank) | _choice(spec.tee, local_rank)
+    return chosen.has(stream)
+
+
+def is_shown(spec: JobSpec, local_rank: int, stream: Stream) -> bool:
+    """Whether a rank's stream goes to the terminal."""
+    if spec.local_ranks_filter is not None and local_rank not in spec.local_ranks_filter:
+        return False
+    if _choice(spec.tee, local_rank).has(stream):
+        return True
+    return not _choice(spec.redirects, local_rank).has(stream)
+
+
+class RankLogs:
+    """The files that hold each rank's output as it came.
+
+    Args:
+        spec: The job: what is kept, and where.
+        round: Which start of it.
+
+    Raises:
+        OSError: The files cannot be made.
+    """
+
+    def __init__(self, spec: JobSpec, round: Round) -> None:
+        self._files: dict[tuple[int, Stream], IO[bytes]] = {}
+        try:
+            for local_rank in range(round.nproc):
+                for stream in _STREAMS:
+                    if is_kept(spec, local_rank, stream):
+                        self._open(spec, round, local_rank, stream)
+        except OSError:
+            self.close()
+            raise
+
+    def write(self, rank: int, stream: Stream, data: bytes) -> None:
+        """Keep what came from a rank."""
+        file = self._files.get((rank, stream))
+        if file is not None:
+            file.write(data)
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            with contextlib.suppress(OSError):
+                file.close()
+        self._files.clear()
+
+    def _open(self, spec: JobSpec, round: Round, local_rank: int, stream: Stream) -> None:
+        assert spec.log_dir is not None
+        rank = round.rank(local_rank)
+        directory = rank_log_dir(spec.log_dir, rank, round.number)
+        directory.mkdir(parents=True, exist_ok=True)
+        self._files[rank, stream] = (directory / f"{stream}.log").open("wb", buffering=0)
+
+
+def _seconds(seconds: float) -> float:
+    """Return a time to the microsecond, as a person reads it."""
+    return round(seconds, 6)
+
+
+def _plain(rank: RankResult) -> dict[str, object]:
+    """Return what JSON can hold of a rank's result."""
+    content: dict[str, object] = {**dataclasses.asdict(rank), "status": rank.status}
+    content["stack"] = [str(frame) for frame in rank.stack]
+    return content
+
+
+class Journal:
+    """What happened to the job, for machines: `events.jsonl`, `job.json` and `launcher.log`.
+
+    Args:
+        directory: Where they lie; None: nothing is written.
+        node: This host's number.
+
+    Raises:
+        OSError: The directory cannot be written.
+    """
+
+    def __init__(self, directory: Path | None, node: int = 0) -> None:
+        self._directory = directory
+        self._mark = f".node{node}" if node else ""
+        self._events: IO[str] | None = None
+        self._said: IO[str] | None = None
+        self._job: dict[str, object] = {}
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._events = (directory / f"events{self._mark}.jsonl").open("w", buffering=1)
+            self._said = (directory / f"launcher{self._mark}.log").open("w", buffering=1)
+
+    def note(self, event: str, **fields: object) -> None:
+        """Append one event, with the time of day in seconds."""
+        if self._events is not None:
+            content = {"time": _seconds(time.time()), "event": event} | fields
+            with contextlib.suppress(OSError):  # a full disk must not end the job
+                self._events.write(json.dumps(content) + "\n")
+
+    def said(self, text: str) -> None:
+        """Keep what the launcher said to the user."""
+        if self._said is not None:
+            with contextlib.suppress(OSError):
+                self._said.write(text + "\n")
+
+    def began(self, spec: JobSpec, round: Round) -> None:
+        """Keep what was started."""
+        at = {"number": round.number, "node": round.node}
+        self.note("round", **at, hosts=round.hosts, nprocs=round.nprocs)
+        self._job |= {
+            "program": [spec.program, *spec.args],
+            "kind": spec.kind,
+            "run_id": spec.run_id,
+            "directory": str(Path.cwd()),
+            "rounds": round.number + 1,
+            "hosts": round.hosts,
+            "nprocs": round.nprocs,
+            "state": "running",
+        }
+        self._write_job()
+
+    def conclude(self, result: JobResult) -> None:
+        """Keep what came of the job."""
+        failure = result.first_failure
+        self._job |= {
+            "state": "succeeded" if result.ok else "failed",
+            "exit_code": result.exit_code,
+            "elapsed_s": _seconds(result.elapsed_s),
+            "interrupted_by": result.interrupted_by,
+            "first_failure": None if failure is None else _plain(failure),
+            "ranks": [_plain(rank) for rank in result.ranks],
+        }
+        self._write_job()
+        first = None if failure is None else failure.rank
+        self.note("job ended", exit_code=result.exit_code, first_failure=first)
+
+    def _write_job(self) -> None:
+        if self._directory is not None:
+            with contextlib.suppress(OSError):
+                path = self._directory / f"job{self._mark}.json"
+                fresh = path.with_suffix(".json.part")
+                fresh.write_text(json.dumps(self._job, indent=1) + "\n")
+                fresh.replace(path)
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in (self._events, self._said):
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    file.close()
+        self._events = self._said = None

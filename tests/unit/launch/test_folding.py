@@ -1,0 +1,151 @@
+"""Lines that several ranks write alike are shown once, and nothing else is changed by it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dure.launch import folding
+from dure.launch.folding import WINDOW_S, Entry, Folder
+from dure.launch.spec import Stream
+
+RANKS = 4
+
+
+@dataclass
+class Unfolded:
+    """What a folder gave, sorted by pipe again."""
+
+    text: defaultdict[tuple[int, str], bytes] = field(default_factory=lambda: defaultdict(bytes))
+    latest: float = 0.0
+
+    def take(self, entries: list[Entry], now: float) -> None:
+        for entry in entries:
+            self.latest = max(self.latest, now - entry.at)
+            _, stream = entry.owner  # pyright: ignore[reportGeneralTypeIssues]
+            for rank in range(RANKS):
+                if entry.ranks >> rank & 1:
+                    self.text[rank, stream] += entry.text + b"\n" * entry.ends
+
+    def wait(self, folder: Folder, until: float) -> None:
+        while (at := folder.wake_at) is not None and at <= until:
+            self.take(folder.due(at), at)
+
+
+_line = st.sampled_from([b"", b"a", b"b", b"c", b"\x00\xff\r", b"x" * 5000])
+_step = st.one_of(
+    st.tuples(
+        st.integers(0, RANKS - 1),
+        st.sampled_from(["stdout", "stderr"]),
+        st.lists(_line, max_size=4),
+        st.booleans(),
+    ),
+    st.floats(0, 0.08),
+)
+
+
+@given(steps=st.lists(_step, max_size=40), full=st.integers(1, 20))
+def test_unfolding_gives_back_every_rank_s_output_in_its_order(
+    steps: list[tuple[int, Stream, list[bytes], bool] | float], full: int
+) -> None:
+    folder, shown = Folder(range(RANKS)), Unfolded()
+    written: defaultdict[tuple[int, str], bytes] = defaultdict(bytes)
+    now = 0.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folding, "MAX_ENTRIES", full)
+        for step in steps:
+            if isinstance(step, float):
+                now += step
+                shown.wait(folder, now)
+                continue
+            assert not isinstance(step, int)
+            rank, stream, lines, part = step
+            pipe = (rank, stream)
+            shown.take(folder.put(pipe, rank, stream, lines, now), now)
+            written[pipe] += b"".join(line + b"\n" for line in lines)
+            if part:
+                shown.take(folder.put_part(pipe, rank, b"...", now), now)
+                written[pipe] += b"..."
+    shown.wait(folder, now + WINDOW_S)
+    assert folder.flush() == []
+    assert {k: v for k, v in shown.text.items() if v} == {k: v for k, v in written.items() if v}
+    assert shown.latest <= WINDOW_S + 1e-9
+
+
+def both(folder: Folder, lines: dict[int, list[bytes]], now: float = 0.0) -> list[Entry]:
+    found: list[Entry] = []
+    for rank, text in lines.items():
+        found += folder.put(rank, rank, "stdout", text, now)
+    return found
+
+
+def seen(entries: list[Entry]) -> list[tuple[int, bytes]]:
+    return [(entry.ranks, entry.text) for entry in entries]
+
+
+def test_line_of_all_ranks_leaves_at_once_and_once() -> None:
+    folder = Folder(range(3))
+    assert seen(both(folder, {0: [b"a"], 2: [b"a"], 1: [b"a"]})) == [(0b111, b"a")]
+    assert folder.wake_at is None
+
+
+def test_line_of_some_ranks_leaves_when_its_window_is_over() -> None:
+    folder = Folder(range(3))
+    assert both(folder, {0: [b"a"], 2: [b"a"]}, now=5.0) == []
+    assert folder.wake_at == 5.0 + WINDOW_S
+    assert seen(folder.due(5.0 + WINDOW_S)) == [(0b101, b"a")]
+
+
+def test_repeated_lines_fold_one_by_one() -> None:
+    folder = Folder(range(2))
+    assert seen(both(folder, {0: [b"a", b"a", b"b"], 1: [b"a", b"a", b"b"]})) == [
+        (3, b"a"),
+        (3, b"a"),
+        (3, b"b"),
+    ]
+
+
+def test_order_within_a_rank_comes_before_folding() -> None:
+    folder = Folder(range(2))
+    both(folder, {0: [b"a", b"b"], 1: [b"b", b"a"]})
+    assert seen(folder.flush()) == [(1, b"a"), (3, b"b"), (2, b"a")]
+
+
+def test_streams_do_not_fold_together() -> None:
+    folder = Folder(range(2))
+    folder.put("out", 0, "stdout", [b"a"], 0.0)
+    folder.put("err", 1, "stderr", [b"a"], 0.0)
+    assert seen(folder.flush()) == [(1, b"a"), (2, b"a")]
+
+
+def test_end_of_a_line_shown_in_part_does_not_fold() -> None:
+    folder = Folder(range(2))
+    assert seen(folder.put_part("p", 0, b"Name? ", 0.0)) == [(1, b"Name? ")]
+    folder.put("p", 0, "stdout", [b"x", b"x"], 0.0)
+    folder.put("q", 1, "stdout", [b"x"], 0.0)
+    assert seen(folder.flush()) == [(1, b"x"), (3, b"x")]
+
+
+def test_flood_is_bounded_in_memory() -> None:
+    folder = Folder(range(2))
+    waiting = 0
+    for i in range(100):
+        lines = [b"%d %d" % (i, j) for j in range(1000)]
+        waiting += len(lines) - len(folder.put("p", 0, "stdout", lines, 0.0))
+        assert waiting <= folding.MAX_ENTRIES
+    folder.put("p", 0, "stdout", [b"x" * 4000] * 1000, 0.0)
+    assert sum(len(entry.text) for entry in folder.flush()) <= folding.MAX_BYTES
+
+
+def test_flood_without_equal_lines_passes_by_until_it_is_over() -> None:
+    folder = Folder(range(2))
+    for i in range(4):
+        folder.watch(10_000, i * 0.15)
+    assert folder.aside
+    folder.watch(1, 1.0)
+    folder.watch(1, 2.0)
+    assert not folder.aside

@@ -1,0 +1,88 @@
+"""What is kept of a job on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dure.launch.environment import Round
+from dure.launch.logs import Journal, RankLogs, is_kept, is_shown
+from dure.launch.spec import Exit, JobResult, JobSpec, RankResult, Std, Stream
+
+
+def round_(number: int = 0, node: int = 0) -> Round:
+    return Round(
+        number=number,
+        node=node,
+        hosts=("a", "b"),
+        nprocs=(2, 2),
+        master_addr="127.0.0.1",
+        master_port=1,
+        store="127.0.0.1:2",
+    )
+
+
+def test_restart_keeps_what_earlier_rounds_wrote(tmp_path: Path) -> None:
+    spec = JobSpec(program="x", nproc=2, log_dir=tmp_path)
+    for number in (0, 1):
+        logs = RankLogs(spec, round_(number, node=1))
+        logs.write(3, "stdout", b"round %d" % number)
+        logs.write(0, "stdout", b"a rank of another host")
+        logs.close()
+    for number in (0, 1):
+        file = tmp_path / f"attempt_{number}" / "rank_3" / "stdout.log"
+        assert file.read_text() == f"round {number}"
+    assert not (tmp_path / "attempt_0" / "rank_0").exists()
+
+
+@pytest.mark.parametrize(
+    ("redirects", "tee", "kept", "shown"),
+    [
+        (Std.NONE, Std.NONE, ["stdout", "stderr"], ["stdout", "stderr"]),
+        (Std.ALL, Std.NONE, ["stdout", "stderr"], []),
+        (Std.OUT, Std.NONE, ["stdout"], ["stderr"]),
+        (Std.NONE, Std.ERR, ["stderr"], ["stdout", "stderr"]),
+        (Std.ALL, Std.ERR, ["stdout", "stderr"], ["stderr"]),
+        ({0: Std.ALL}, Std.NONE, [], ["stdout", "stderr"]),
+        ({1: Std.ALL}, Std.NONE, ["stdout", "stderr"], []),
+    ],
+)
+def test_streams_go_where_redirects_and_tee_say(
+    redirects: Std | dict[int, Std], tee: Std, kept: list[Stream], shown: list[Stream]
+) -> None:
+    spec = JobSpec(program="x", log_dir=Path("logs"), redirects=redirects, tee=tee)
+    streams: tuple[Stream, Stream] = ("stdout", "stderr")
+    assert [stream for stream in streams if is_kept(spec, 1, stream)] == kept
+    assert [stream for stream in streams if is_shown(spec, 1, stream)] == shown
+
+
+def test_filter_hides_other_ranks() -> None:
+    spec = JobSpec(program="x", local_ranks_filter=frozenset({1}))
+    assert not is_shown(spec, 0, "stdout")
+    assert is_shown(spec, 1, "stdout")
+
+
+def test_journal_tells_what_happened_and_how_the_job_ended(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, node=1)
+    journal.began(JobSpec(program="train.py", args=("--x",)), round_(1, node=1))
+    journal.note("started", rank=2)
+    failed = RankResult(rank=2, host="b", pid=7, exit=Exit(signal=9))
+    journal.conclude(JobResult(exit_code=137, ranks=(failed,), elapsed_s=1.0, first_failure=failed))
+    journal.close()
+    lines = (tmp_path / "events.node1.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    assert [event["event"] for event in events] == ["round", "started", "job ended"]
+    job = json.loads((tmp_path / "job.node1.json").read_text())
+    assert (job["state"], job["exit_code"], job["rounds"]) == ("failed", 137, 2)
+    assert job["first_failure"]["exit"] == {"code": None, "signal": 9}
+    assert job["program"] == ["train.py", "--x"]
+
+
+def test_journal_without_a_directory_writes_nothing(tmp_path: Path) -> None:
+    journal = Journal(None)
+    journal.note("started")
+    journal.said("hello")
+    journal.close()
+    assert list(tmp_path.iterdir()) == []
