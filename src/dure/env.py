@@ -22,6 +22,7 @@ __all__ = [
     "flag",
     "integer",
     "put",
+    "raw",
     "require",
     "text",
 ]
@@ -136,6 +137,13 @@ def text(name: str, default: str | None = None) -> str | None:
     if name not in VARIABLES:
         raise KeyError(f"{name} is not declared in dure.env")
     return os.environ.get(name) or default
+
+
+def raw(name: str) -> str | None:
+    """Return the variable `name` as it is: set to nothing (no GPUs) is not the same as not set."""
+    if name not in VARIABLES:
+        raise KeyError(f"{name} is not declared in dure.env")
+    return os.environ.get(name)
 
 
 def flag(name: str) -> bool:

@@ -9,9 +9,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from dure import env
+from dure.errors import UsageError
 from dure.launch.spec import JobSpec
 
-__all__ = ["JobAddress", "Round", "default_threads", "rank_variables"]
+__all__ = ["JobAddress", "Round", "rank_variables"]
 
 MASTER_ADDR = "127.0.0.1"
 
@@ -73,11 +75,6 @@ class Round:
         return self.first_rank + local_rank
 
 
-def default_threads(cores: int, nproc: int) -> int:
-    """Return how many threads each rank gets for one operator, so that all fit on the cores."""
-    return max(1, cores // nproc)
-
-
 def rank_variables(
     spec: JobSpec, local_rank: int, address: JobAddress, round: Round, threads: int | None
 ) -> dict[str, str | None]:
@@ -116,7 +113,26 @@ def rank_variables(
         variables["DURE_TRACE_DIR"] = str(spec.trace_dir.absolute())
     if threads is not None:
         variables["OMP_NUM_THREADS"] = str(threads)
+    if spec.virtual_local_rank:
+        variables |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": _own_gpu(local_rank)}
     return variables | dict(spec.env)
+
+
+def _own_gpu(local_rank: int) -> str:
+    """Return the one GPU that a rank is to see, of those that this process sees.
+
+    Raises:
+        UsageError: There are fewer.
+    """
+    visible = env.raw("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return str(local_rank)
+    gpus = [gpu.strip() for gpu in visible.split(",")]
+    if local_rank >= len(gpus) or not gpus[local_rank]:
+        raise UsageError(
+            f"there is no GPU for local rank {local_rank}", seen=f"CUDA_VISIBLE_DEVICES={visible}"
+        )
+    return gpus[local_rank]
 
 
 def _numbers(spec: JobSpec, local_rank: int, round: Round) -> dict[str, str | None]:

@@ -264,6 +264,8 @@ def _fork_again(write: int) -> None:
 def _settle(order: _Message, fds: list[int], before: dict[str, str]) -> None:
     """Make this copy of the zygote what a fresh interpreter would be."""
     os.setsid()
+    if order["cpus"] is not None:
+        os.sched_setaffinity(0, order["cpus"])
     order["report"] = _take_descriptors(order["numbers"], fds)
     while os.getppid() == order["between"]:  # once that one is gone, the launcher is the parent
         time.sleep(0.0002)

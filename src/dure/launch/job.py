@@ -20,10 +20,10 @@ from dure.launch.environment import (
     MASTER_ADDR,
     JobAddress,
     Round,
-    default_threads,
     rank_variables,
 )
 from dure.launch.loop import JobLoop
+from dure.launch.numa import threads_for
 from dure.launch.ports import reserve_port
 from dure.launch.processes import adopting_orphans
 from dure.launch.program import check_program
@@ -74,9 +74,9 @@ def run_job(spec: JobSpec) -> JobResult:
     try:
         name = uuid.uuid4().hex
         with (
-            zygote_for(spec, name, _threads(spec)) as zygote,  # first, for it has much to import
+            zygote_for(spec, name, threads_for(spec)) as zygote,  # first, for it has much to import
             _address(spec, name) as (address, first),
-            caught_signals() as signals,
+            caught_signals(spec.signals) as signals,
             adopting_orphans(),
         ):
             terminal = Terminal(spec)
@@ -160,7 +160,7 @@ def _timing(spec: JobSpec) -> Timing:
 def _start_ranks(
     spec: JobSpec, address: JobAddress, round: Round, loop: JobLoop, zygote: Zygote | None
 ) -> None:
-    threads = _threads(spec)
+    threads = threads_for(spec)
     if threads is not None:
         loop.terminal.say(
             f"each of {spec.nproc} ranks computes with {threads} "
@@ -172,13 +172,6 @@ def _start_ranks(
         loop.add(start_rank(spec, rank, environment, address.key_fd, zygote))
     if zygote is not None:
         zygote.close()  # there are no others to start
-
-
-def _threads(spec: JobSpec) -> int | None:
-    """Return OMP_NUM_THREADS for the ranks, or None where the user has chosen it."""
-    if spec.nproc == 1 or "OMP_NUM_THREADS" in spec.env or env.text("OMP_NUM_THREADS"):
-        return None
-    return default_threads(len(os.sched_getaffinity(0)), spec.nproc)
 
 
 def _result(spec: JobSpec, loop: JobLoop, elapsed_s: float) -> JobResult:

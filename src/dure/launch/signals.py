@@ -6,17 +6,15 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType
 
 __all__ = ["caught_signals"]
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
 
 @contextlib.contextmanager
-def caught_signals() -> Iterator[int]:
-    """Catch SIGINT, SIGTERM and SIGHUP, and yield the pipe in which their numbers arrive.
+def caught_signals(numbers: Iterable[int]) -> Iterator[int]:
+    """Catch signals, and yield the pipe in which their numbers arrive.
 
     Signals that this process was started to ignore (`nohup`, a background job of a script) stay
     ignored. Python lets only the main thread catch signals: in another one, none ever arrives.
@@ -29,7 +27,7 @@ def caught_signals() -> Iterator[int]:
     try:
         if main:
             wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-            for number in _SIGNALS:
+            for number in numbers:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     before[number] = signal.signal(number, _note)
         yield read
@@ -49,6 +47,6 @@ def _note(number: int, frame: FrameType | None) -> None:
 def read_signals(fd: int) -> list[int]:
     """Return the numbers of the signals that have arrived."""
     try:
-        return [number for number in os.read(fd, 256) if number in _SIGNALS]
+        return [number for number in os.read(fd, 256) if signal.getsignal(number) is _note]
     except BlockingIOError:
         return []

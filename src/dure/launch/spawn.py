@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dure.launch.child import STACK_SIGNAL
+from dure.launch.numa import bound_cpus, bound_to
 from dure.launch.spec import Exit, JobSpec, Kind
 from dure.launch.zygote import ForkOrder, Zygote
 
@@ -126,11 +127,12 @@ def start_rank(
             theirs.callback(os.close, write)
             ends.append(read)
             pipes.append(write)
-        start = _Start(spec, variables, spec.stdin == "rank0" and rank == 0, pipes, key_fd)
+        start = _Start(spec, variables, rank, pipes, key_fd)
         pid = None if zygote is None else zygote.fork(_order(start))
         fresh = None
         if pid is None:
-            fresh = _fresh(start)
+            with bound_to(start.cpus):
+                fresh = _fresh(start)
             pid = fresh.pid
         pidfd = os.pidfd_open(pid)
         on_error.pop_all()
@@ -146,9 +148,25 @@ class _Start:
 
     spec: JobSpec
     variables: Mapping[str, str]
-    reads_stdin: bool
+    rank: int
     pipes: list[int]
     key_fd: int
+
+    @property
+    def reads_stdin(self) -> bool:
+        """Whether the launcher's standard input is the rank's."""
+        return self.spec.stdin == "rank0" and self.rank == 0
+
+    @property
+    def args(self) -> tuple[str, ...]:
+        """The program's arguments, in which torchrun's one macro has its value."""
+        local_rank = self.variables.get("LOCAL_RANK", "")
+        return tuple(x.replace("${local_rank}", local_rank) for x in self.spec.args)
+
+    @property
+    def cpus(self) -> frozenset[int] | None:
+        """The cpus that it is bound to, if it is."""
+        return bound_cpus(self.spec, self.rank)
 
 
 def _fresh(start: _Start) -> subprocess.Popen[bytes]:
@@ -157,7 +175,7 @@ def _fresh(start: _Start) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [
             *(sys.executable, _CHILD, str(report), str(_mortal_launcher(spec))),
-            *(spec.kind, spec.program, *spec.args),
+            *(spec.kind, spec.program, *start.args),
         ],
         stdin=None if start.reads_stdin else subprocess.DEVNULL,
         stdout=stdout,
@@ -175,6 +193,8 @@ def _order(start: _Start) -> ForkOrder:
         stdin = "closed" if sys.__stdin__ is None else 0
     return ForkOrder(
         spec=start.spec,
+        args=start.args,
+        cpus=start.cpus,
         environment=start.variables,
         stdin=stdin,
         stdout=start.pipes[0],

@@ -51,10 +51,13 @@ class ForkOrder:
     """What one rank is to be.
 
     `fds` are its standard output, errors and the pipe for reports; `inherits` keep their numbers.
-    `stdin` is a descriptor, or why there is none. `launcher` is whose death ends it, or 0.
+    `stdin` is a descriptor, or why there is none. `cpus` are
+    those that it is bound to, if it is. `launcher` is whose death ends it, or 0.
     """
 
     spec: JobSpec
+    args: tuple[str, ...]
+    cpus: frozenset[int] | None
     environment: Mapping[str, str]
     stdin: int | str
     stdout: int
@@ -143,7 +146,8 @@ class Zygote:
         message = {
             "kind": order.spec.kind,
             "program": order.spec.program,
-            "args": order.spec.args,
+            "args": order.args,
+            "cpus": None if order.cpus is None else sorted(order.cpus),
             "environment": dict(order.environment),
             "stdin": "passed" if passed else order.stdin,
             "numbers": numbers,

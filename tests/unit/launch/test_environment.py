@@ -13,7 +13,6 @@ from dure.errors import UsageError
 from dure.launch.environment import (
     JobAddress,
     Round,
-    default_threads,
     rank_log_dir,
     rank_variables,
 )
@@ -86,11 +85,24 @@ def test_every_dure_variable_is_declared() -> None:
     assert {name for name in variables if name.startswith("DURE_")} <= set(env.VARIABLES)
 
 
-@pytest.mark.parametrize(
-    ("cores", "nproc", "threads"), [(8, 2, 4), (2, 2, 1), (2, 8, 1), (7, 2, 3)]
-)
-def test_threads_share_the_cores(cores: int, nproc: int, threads: int) -> None:
-    assert default_threads(cores, nproc) == threads
+@pytest.mark.parametrize(("visible", "gpus"), [(None, ["0", "1"]), ("3, GPU-ab", ["3", "GPU-ab"])])
+def test_virtual_local_rank_sees_one_gpu(
+    visible: str | None, gpus: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    spec = JobSpec(program="p", nproc=2, virtual_local_rank=True)
+    ranks = [rank_variables(spec, rank, ADDRESS, one_host(2), None) for rank in (0, 1)]
+    assert [x["CUDA_VISIBLE_DEVICES"] for x in ranks] == gpus
+    assert [(x["RANK"], x["LOCAL_RANK"]) for x in ranks] == [("0", "0"), ("1", "0")]
+
+
+def test_virtual_local_rank_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    spec = JobSpec(program="p", nproc=2, virtual_local_rank=True)
+    with pytest.raises(UsageError):
+        rank_variables(spec, 1, ADDRESS, one_host(2), None)
 
 
 def test_reserved_port_can_be_taken_by_a_server_with_reuse_only() -> None:
