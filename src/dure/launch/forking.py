@@ -161,8 +161,8 @@ def _unfit(first: str, imported: set[str]) -> str | None:
     threads = _threads_after_fork()
     if threads > 1:
         return f"an imported module has started threads ({threads - 1} of them)"
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    cuda = sys.modules.get("torch.cuda")
+    if cuda is not None and cuda.is_initialized():
         return "CUDA is in use already"
     return None
 
@@ -306,7 +306,8 @@ def _open_stdin() -> io.TextIOWrapper:
         encoding=old.encoding,
         errors=old.errors,
         newline="\n",
-        line_buffering=raw.isatty(),
+        line_buffering=raw.isatty() and not old.write_through,
+        write_through=old.write_through,
     )
     text.mode = "r"  # pyright: ignore[reportAttributeAccessIssue]
     return text
@@ -317,6 +318,9 @@ def _draw_anew() -> None:
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
+    torch = sys.modules.get("torch")
+    if hasattr(torch, "default_generator"):  # not torch.seed(), which asks for CUDA as well
+        torch.default_generator.seed()
     processes = sys.modules.get("multiprocessing.process")
     if processes is not None:
         processes.current_process().authkey = os.urandom(32)

@@ -1,0 +1,196 @@
+"""The zygote itself: what it forks, what it refuses, and that it never outlives the launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dure import env
+from dure.errors import LaunchError
+from dure.launch import JobSpec, Line, run_job
+from dure.launch.processes import adopting_orphans
+from dure.launch.spawn import RankProcess, start_rank
+from dure.launch.zygote import Zygote, zygote_for
+from procs.launching import Launching
+from procs.launching import launching as _launching
+
+TAG = "DURE_ZYGOTE_TEST"
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Launching]:
+    yield from _launching(tmp_path)
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> JobSpec:
+    program = tmp_path / "program.py"
+    program.write_text("import os, sys; print(os.environ.get('RANK'), 'decimal' in sys.modules)")
+    return JobSpec(program=str(program), nproc=2, zygote="always", preload=("decimal",))
+
+
+@pytest.fixture
+def zygote(spec: JobSpec) -> Iterator[Zygote]:
+    never, hold = os.pipe()
+    with adopting_orphans(), zygote_for(spec, "a-job", None) as zygote:
+        assert zygote is not None
+        assert zygote.trouble(never) is None
+        yield zygote
+    os.close(never)
+    os.close(hold)
+    assert not os.path.exists(f"/proc/{zygote.pid}")
+
+
+def start(spec: JobSpec, zygote: Zygote, **variables: str) -> RankProcess:
+    key = os.memfd_create("key")
+    try:
+        environment = env.child_environment(
+            {"DURE_LAUNCHER": "a-job", "PYTHONUNBUFFERED": "1", "RANK": "0"} | variables
+        )
+        return start_rank(spec, 0, environment, key, zygote)
+    finally:
+        os.close(key)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def output(rank: RankProcess) -> str:
+    text = rank.stdout.readall() or b""
+    os.waitid(os.P_PIDFD, rank.pidfd, os.WEXITED | os.WNOWAIT)
+    rank.release()
+    return text.decode()
+
+
+def test_ranks_of_later_rounds_are_forked_from_the_same_zygote(
+    spec: JobSpec, zygote: Zygote
+) -> None:
+    for round in range(3):
+        rank = start(spec, zygote, RANK=str(round))
+        assert rank.fresh is None
+        assert output(rank) == f"{round} True\n"
+
+
+def test_program_that_changed_between_rounds_is_read_again(spec: JobSpec, zygote: Zygote) -> None:
+    assert output(start(spec, zygote)) == "0 True\n"
+    beside = Path(spec.program).with_name("written_later.py")
+    beside.write_text("NAME = 'later'")
+    Path(spec.program).write_text("import written_later; print(written_later.NAME)")
+    assert output(start(spec, zygote)) == "later\n"
+
+
+def test_rank_with_other_start_variables_gets_an_interpreter_of_its_own(
+    spec: JobSpec, zygote: Zygote
+) -> None:
+    rank = start(spec, zygote, OMP_NUM_THREADS="17")
+    assert rank.fresh is not None
+    assert output(rank) == "0 False\n"
+
+
+def test_dead_zygote_is_an_error_that_names_the_way_out(spec: JobSpec, zygote: Zygote) -> None:
+    os.kill(zygote.pid, signal.SIGKILL)
+    with pytest.raises(LaunchError) as caught:
+        start(spec, zygote)
+    assert "--no-zygote" in caught.value.fix
+
+
+def test_zygote_leaves_when_the_user_has_had_enough(spec: JobSpec) -> None:
+    interrupted, write = os.pipe()
+    os.write(write, b"\2")
+    with zygote_for(spec, "a-job", None) as zygote:
+        assert zygote is not None
+        assert zygote.trouble(interrupted) is not None
+        assert not os.path.exists(f"/proc/{zygote.pid}")
+    os.close(interrupted)
+    os.close(write)
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, False),  # the program does not import torch
+        ({"preload": ("decimal",)}, True),
+        ({"preload": ("decimal",), "nproc": 1}, False),
+        ({"preload": ("decimal",), "nproc": 1, "max_restarts": 1}, True),
+        ({"preload": ("decimal",), "zygote": "never"}, False),
+        ({"preload": ("decimal",), "zygote": "always", "nproc": 1}, True),
+        ({"preload": ("decimal",), "kind": "executable", "zygote": "always"}, False),
+    ],
+)
+def test_zygote_is_started_where_the_job_gains(
+    spec: JobSpec, fields: dict[str, object], wanted: bool
+) -> None:
+    fields = {"program": spec.program, "nproc": 2} | fields
+    with zygote_for(JobSpec(**fields), "a-job", None) as zygote:  # pyright: ignore
+        assert (zygote is not None) == wanted
+
+
+@pytest.mark.parametrize("when", ["importing", "running"])
+def test_killed_launcher_leaves_no_zygote(job: Launching, when: str) -> None:
+    job.write("print('importing', flush=True)\nimport time\ntime.sleep(60)", "torch.py")
+    if when == "running":
+        job.write("", "torch.py")
+    program = job.write("import torch, time\nprint('running', flush=True)\ntime.sleep(60)")
+    started = job.start("--nproc", "2", program)
+    if when == "running":
+        assert started.stdout is not None
+        started.stdout.readline()
+    else:
+        until(lambda: len(job.left()) > 1)
+    started.kill()
+    started.communicate()
+    until(lambda: job.left() == [])
+
+
+def test_torch_works_in_forked_ranks(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(TORCH)
+    lines: list[Line] = []
+    run_job(
+        JobSpec(
+            program=str(program),
+            nproc=2,
+            on_line=lines.append,
+            quiet=True,
+            env={"OMP_NUM_THREADS": "2"},
+        )
+    ).check()
+    for rank in range(2):
+        told = [line.text.decode() for line in lines if line.rank == rank]
+        assert told == [
+            "forked True",
+            "threads 2 2",
+            "loader [0, 1, 2, 3]",
+            "alike False",
+            "sum True",
+        ]
+
+
+TORCH = """
+import ctypes, os, sys
+import numpy, torch
+import torch.utils.data
+import dure
+print("forked", open("/proc/self/cmdline").read().split("\\0")[1].endswith("forking.py"))
+a = torch.rand(400, 400)
+(a @ a).sum(), torch.linalg.svd(a), numpy.linalg.svd(a.numpy())
+print("threads", torch.get_num_threads(), os.environ["OMP_NUM_THREADS"])
+loader = torch.utils.data.DataLoader(range(4), num_workers=2, batch_size=None)
+print("loader", list(loader))
+with dure.process_group():
+    both = [None, None]
+    dure.all_gather_object(both, (torch.initial_seed(), numpy.random.random()))
+    print("alike", any(a == b for a, b in zip(*both)))
+    t = torch.ones(1000)
+    dure.all_reduce(t)
+    print("sum", bool((t == 2).all()))
+"""

@@ -1,0 +1,200 @@
+"""Awkward programs, for `test_zygote_programs`: what each prints must not depend on its start."""
+
+from __future__ import annotations
+
+FACTS = """
+import atexit, ctypes, faulthandler, gc, json, locale, os, resource, signal, stat, sys, threading
+import multiprocessing, warnings
+
+def stream(s):
+    if s is None:
+        return None
+    return [s.name, s.mode, s.encoding, s.errors, s.line_buffering, s.write_through, s.isatty(),
+            s.seekable(), type(s.buffer).__name__, s.fileno()]
+
+def descriptors():
+    out = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            fd = int(name)
+            out[fd] = [stat.S_IFMT(os.fstat(fd).st_mode), os.get_inheritable(fd)]
+        except OSError:
+            pass
+    key = int(os.environ["DURE_JOB_KEY_FD"])
+    return [out.get(n) for n in (0, 1, 2, key)], len(out)
+
+getenv = ctypes.CDLL(None).getenv
+getenv.restype = ctypes.c_char_p
+death = ctypes.c_int()
+ctypes.CDLL(None).prctl(2, ctypes.byref(death), 0, 0, 0)
+volatile = ("DURE_LAUNCHER", "DURE_STORE_ADDR", "DURE_JOB_KEY_FILE", "DURE_JOB_KEY_FD",
+            "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+main = sys.modules["__main__"]
+facts = dict(
+    argv=sys.argv, path=sys.path, flags=list(sys.flags), original=sys.orig_argv,
+    executable=sys.executable, names=sorted(main.__dict__)[:12], same=main.__dict__ is globals(),
+    file=__file__, package=__package__, spec=__spec__ and __spec__.name, doc=__doc__,
+    loader=type(__loader__).__name__, cached=__cached__,
+    environment={k: v for k, v in sorted(os.environ.items()) if k not in volatile},
+    libc=getenv(b"RANK").decode(),
+    leader=[os.getsid(0) == os.getpid(), os.getpgrp() == os.getpid()],
+    threads=[threading.active_count(), len(os.listdir("/proc/self/task")),
+             threading.main_thread().native_id == os.getpid(),
+             threading.main_thread() is threading.current_thread()],
+    streams=[stream(s) for s in (sys.stdin, sys.stdout, sys.stderr)],
+    originals=[sys.stdin is sys.__stdin__, sys.stdout is sys.__stdout__],
+    descriptors=descriptors(), death=death.value, umask=os.umask(0o22), cwd=os.getcwd(),
+    handlers=[str(signal.getsignal(n)) for n in range(1, 32)],
+    mask=[int(n) for n in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+    wakeup=signal.set_wakeup_fd(-1), alarm=signal.alarm(0),
+    gc=[gc.isenabled(), gc.get_threshold(), gc.get_debug()], nice=os.nice(0),
+    locale=locale.setlocale(locale.LC_ALL), encoding=sys.getfilesystemencoding(),
+    affinity=sorted(os.sched_getaffinity(0)),
+    limits=[resource.getrlimit(n) for n in (resource.RLIMIT_NOFILE, resource.RLIMIT_STACK)],
+    faulthandler=faulthandler.is_enabled(), recursion=sys.getrecursionlimit(),
+    hooks=[sys.displayhook is sys.__displayhook__, sys.gettrace(), sys.getprofile()],
+    warnings=[str(f) for f in warnings.filters], bytecode=sys.dont_write_bytecode,
+    process=[multiprocessing.current_process().name, multiprocessing.parent_process()],
+    hash=hash("text") if os.environ.get("PYTHONHASHSEED") else None,
+    random=len({__import__("random").random() for _ in range(3)}),
+)
+for name, value in facts.items():
+    print(name, json.dumps(value, default=str))
+"""
+
+PROGRAMS: dict[str, str] = {
+    "facts": FACTS,
+    "multiprocessing": """
+        import multiprocessing, os
+        class Thing:
+            def __init__(self, x): self.x = x
+        def work(x):
+            return Thing(x * x), os.getppid()
+        if __name__ == "__main__":
+            for method in ("fork", "spawn", "forkserver"):
+                with multiprocessing.get_context(method).Pool(2) as pool:
+                    out = pool.map(work, range(3))
+                print(method, [t.x for t, _ in out], {p == os.getpid() for _, p in out})
+            queue = multiprocessing.get_context("spawn").SimpleQueue()
+            child = multiprocessing.get_context("spawn").Process(target=queue.put, args=("in",))
+            child.start()
+            print(queue.get(), child.join(), child.exitcode)
+    """,
+    "threads_and_atexit": """
+        import atexit, threading, time
+        @atexit.register
+        def last():
+            print("last", threading.active_count())
+        atexit.register(print, "before last")
+        def late():
+            time.sleep(0.05)
+            print("late", __name__)
+        threading.Thread(target=late).start()
+        def fails():
+            raise ValueError("in a thread")
+        failing = threading.Thread(target=fails, name="failing")
+        failing.start()
+        failing.join()
+        print("end of main")
+    """,
+    "exec": """
+        import os, sys
+        os.execv(sys.executable, [sys.executable, "-c", "import os; print(os.environ['RANK'])"])
+    """,
+    "exec_itself_again": """
+        import os, sys
+        if "again" in sys.argv:
+            print("again", sys.argv[1:])
+        else:
+            os.execv(sys.executable, [*sys.orig_argv, "again"])
+    """,
+    "fork": """
+        import os, sys
+        if os.fork() == 0:
+            print("child", os.getpid() != os.getsid(0), flush=True)
+            raise ValueError("only the child")
+        _, status = os.wait()
+        print(os.waitstatus_to_exitcode(status))
+        if os.fork() == 0:
+            sys.exit(9)
+        print(os.waitstatus_to_exitcode(os.wait()[1]))
+    """,
+    "subprocess": """
+        import subprocess, sys
+        print(subprocess.check_output(["sh", "-c", "echo $RANK $WORLD_SIZE; cat"], text=True))
+        print(subprocess.check_output([sys.executable, "-c", "import sys; print(sys.path[0])"]))
+    """,
+    "exception": """
+        def inner():
+            raise KeyError("missing")
+        try:
+            inner()
+        except KeyError as error:
+            raise RuntimeError("outer") from error
+    """,
+    "own_excepthook": """
+        import sys
+        def hook(kind, error, trace):
+            print("hook", kind.__name__, trace.tb_lineno, trace.tb_frame.f_code.co_name)
+        sys.excepthook = hook
+        raise ValueError
+    """,
+    "syntax_error": "def f(:\n    pass\n",
+    "exit_text": "import sys; sys.exit('a last word')",
+    "exit_code": "import sys; sys.exit(300)",
+    "exit_in_atexit": "import atexit, os; atexit.register(os.close, -1); print('fine')",
+    "exit_at_once": "import os, atexit; atexit.register(print, 'no'); os._exit(7)",
+    "killed": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+    "terminated": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+    "interrupted": "import os, signal; os.kill(os.getpid(), signal.SIGINT); print('not here')",
+    "sigterm_handler": """
+        import os, signal, sys
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+        os.kill(os.getpid(), signal.SIGTERM)
+    """,
+    "closes_everything": """
+        import os
+        os.closerange(3, 200)
+        os.close(0)
+        print(os.open("/dev/null", os.O_RDONLY))
+        os.close(2)
+        raise ValueError("unseen")
+    """,
+    "closed_output_fails_at_exit": """
+        import os, sys
+        sys.stdout = open(1, "w", closefd=False)
+        print("lost")
+        os.close(1)
+    """,
+    "changes_path_and_argv": """
+        import sys
+        sys.path.insert(0, "elsewhere")
+        sys.argv[1:] = ["new"]
+        import beside
+        print(beside.NAME, sys.argv[1:], sys.path[:2] == ["elsewhere", sys.path[1]])
+    """,
+    "named_as_the_standard_library": """
+        import colorsys
+        print(colorsys.NAME)
+    """,
+    "argparse_error": """
+        import argparse
+        argparse.ArgumentParser().parse_args(["--what"])
+    """,
+    "source_of_itself": """
+        import inspect, linecache, traceback
+        def f():
+            return inspect.stack()[0].function, len(traceback.extract_stack()[-1].line) > 0
+        print(inspect.getsource(f), f())
+    """,
+    "leaves_a_daemon": """
+        import os, time
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                print("daemon", flush=True)
+                time.sleep(60)
+            os._exit(0)
+        os.wait()
+    """,
+}

@@ -1,0 +1,110 @@
+"""What a program will import, found by reading it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dure.launch import JobSpec
+from dure.launch.imports import names_to_import
+
+
+def found(directory: Path, text: str, **files: str) -> tuple[str, ...]:
+    """Write a program, and files beside it (`a_in_b` is b/a.py), and return what it will import."""
+    for name, content in files.items():
+        inner, _, package = name.partition("_in_")
+        path = directory / package / f"{inner}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content)
+    program = directory / "program.py"
+    program.write_text(text)
+    return names_to_import(JobSpec(program=str(program)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch",
+        "import os, torch.nn as nn",
+        "from torch import nn",
+        "try:\n    import torch\nexcept ImportError:\n    pass",
+        "def main():\n    import torch\nmain()",
+        "if True:\n    with open('x'):\n        from torch.nn import Linear",
+    ],
+)
+def test_torch_is_found_wherever_the_program_imports_it(tmp_path: Path, text: str) -> None:
+    assert found(tmp_path, text)[0] == "torch"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "import os, json",
+        "print('import torch')",
+        "# import torch",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
+        "def f(:",
+        "import no_such_module_anywhere",
+        "from dure.launch import run_job",
+        "import torchlike_name_that_is_not_there",
+        "import pytest",
+    ],
+)
+def test_program_without_torch_needs_nothing(tmp_path: Path, text: str) -> None:
+    assert found(tmp_path, text) == ()
+
+
+def test_files_beside_the_program_are_followed(tmp_path: Path) -> None:
+    files = {"first": "import second", "second": "from package import deep"}
+    files |= {"__init___in_package": "", "deep_in_package": "from . import deeper"}
+    files |= {"deeper_in_package": "from torch import nn"}
+    assert found(tmp_path, "import first", **files)[0] == "torch"
+
+
+def test_functions_of_other_files_do_not_count(tmp_path: Path) -> None:
+    assert found(tmp_path, "import beside", beside="def f():\n    import torch") == ()
+
+
+def test_circular_imports_end(tmp_path: Path) -> None:
+    assert found(tmp_path, "import first", first="import second", second="import first") == ()
+
+
+def test_names_used_of_dure_are_loaded_with_it(tmp_path: Path) -> None:
+    names = found(tmp_path, "import dure as dist, torch.utils.data\ndist.broadcast(1)")
+    assert names[:2] == ("torch", "torch.utils.data")
+    assert {"dure:broadcast", "dure:init_process_group"} <= set(names)
+
+
+def test_computed_import_may_be_of_dure(tmp_path: Path) -> None:
+    text = "import importlib, sys, torch\nimportlib.import_module(sys.argv[1])"
+    assert "dure:init_process_group" in found(tmp_path, text)
+    assert found(tmp_path, "import torch") == ("torch",)
+
+
+def test_module_is_found_from_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found(tmp_path, "", __init___in_package="", tool_in_package="from .other import x")
+    (tmp_path / "package" / "other.py").write_text("import torch")
+    (tmp_path / "package" / "__main__.py").write_text("import os")
+    monkeypatch.chdir(tmp_path)
+    assert names_to_import(JobSpec(program="package.tool", kind="module")) == ("torch",)
+    assert names_to_import(JobSpec(program="package", kind="module")) == ()
+    assert names_to_import(JobSpec(program="package.gone", kind="module")) == ()
+
+
+def test_installed_package_is_asked_for_its_requirements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = tmp_path / "site-packages"
+    for name, needs in {"heavy_one": "torch>=2", "light_one": "torch-like; extra == 'x'"}.items():
+        (packages / name).mkdir(parents=True)
+        (packages / name / "__init__.py").write_text("")
+        about = packages / f"{name}-1.0.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist: {needs}\n"
+        )
+    monkeypatch.syspath_prepend(str(packages))
+    assert found(tmp_path, "import heavy_one")[0] == "torch"
+    assert found(tmp_path, "import light_one") == ()
