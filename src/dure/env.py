@@ -94,6 +94,10 @@ VARIABLES: dict[str, Variable] = {
         Variable(
             name="DURE_STORE_BIND", meaning="address the store listens on, if not MASTER_ADDR"
         ),
+        Variable(
+            name="DURE_STORE_BIND_ANY",
+            meaning="1: the store may listen on a wildcard address such as 0.0.0.0",
+        ),
         # `dure run` hosts Dure's own store in the launcher and names it here, so that `env://` has
         # no port to choose and no race to lose. MASTER_ADDR and MASTER_PORT stay free for programs
         # that build a torch.distributed store, or use `tcp://`, themselves: rank 0 can bind them.

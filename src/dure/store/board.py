@@ -2,8 +2,8 @@
 
 A `get` or `wait` for keys that are not there yet is parked: it is listed under every key it misses,
 and under its deadline. Whoever makes a key appear gets, together with its own reply, the replies of
-all that waited for it, so nobody polls. A parked request whose client is gone is answered into the
-void at its deadline; there is at most one for each connection.
+all that waited for it, so nobody polls. A client has at most one parked request, which is forgotten
+when the client leaves: what waits here is bounded by the number of connections.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from dure.errors import StoreError
-from dure.store.values import added, exchanged
+from dure.store.values import added, appended, exchanged
 from dure.store.wire import Reply, Request
 
 __all__ = ["Answer", "Board"]
@@ -23,6 +23,9 @@ Answer = tuple[bytes, Reply]
 """A reply, and the client (its ZeroMQ identity) that it is for."""
 
 _OK = Reply("ok")
+
+_MANY_DONE = 64
+"""How many deadlines of answered requests may lie about before they are swept together."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,15 +48,19 @@ class Board:
     _deadlines: list[tuple[float, int, _Parked]] = field(
         default_factory=list[tuple[float, int, _Parked]]
     )
+    _parked: dict[bytes, _Parked] = field(default_factory=dict[bytes, _Parked])
     _ticket: itertools.count[int] = field(default_factory=itertools.count)
 
     def handle(self, client: bytes, request: Request, now: float) -> list[Answer]:
         """Carry out `request`; return every reply that is due because of it.
 
         Raises:
-            StoreError: The request makes no sense (a number is none, values are missing).
+            StoreError: The request makes no sense (a number is none, values are missing), or the
+                client's last one still waits.
         """
         op = request.op
+        if client in self._parked:
+            raise StoreError("a client of the store asked before it was answered", op=op)
         if op in ("get", "wait"):
             return self._look(client, request, now)
         if op in ("count", "list"):
@@ -68,6 +75,12 @@ class Board:
         reply = self._write(request)
         woken = [answer for key in before if key in self.data for answer in self._wake(key)]
         return [(client, reply), *woken]
+
+    def leave(self, client: bytes) -> None:
+        """Forget what `client`, who has gone, was waiting for."""
+        parked = self._parked.get(client)
+        if parked is not None:
+            self._forget(parked)
 
     def expire(self, now: float) -> list[Answer]:
         """Return the replies to those whose deadline has passed."""
@@ -95,9 +108,12 @@ class Board:
             return [(client, self._found(request))]
         if request.timeout_s <= 0:
             return [(client, Reply("timeout", names=missing))]
-        parked = _Parked(client, request)
+        parked = self._parked[client] = _Parked(client, request)
         for key in missing:
             self._waiting[key].append(parked)
+        if len(self._deadlines) > 2 * len(self._parked) + _MANY_DONE:
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].done]
+            heapq.heapify(self._deadlines)
         heapq.heappush(self._deadlines, (now + request.timeout_s, next(self._ticket), parked))
         return []
 
@@ -117,7 +133,7 @@ class Board:
                 self.data[keys[0]] = b"%d" % total
                 return Reply("ok", total)
             case "append" if len(keys) == len(values) == 1:
-                self.data[keys[0]] = self.data.get(keys[0], b"") + values[0]
+                self.data[keys[0]] = appended(keys[0], self.data.get(keys[0]), values[0])
                 return _OK
             case "compare_set" if len(keys) == 1 and len(values) == 2:
                 stored, answer = exchanged(self.data.get(keys[0]), values[0], values[1])
@@ -136,16 +152,20 @@ class Board:
                 continue
             missing = self._missing(parked.request)
             if not missing:
-                parked.done = True
+                self._settle(parked)
                 answers.append((parked.client, self._found(parked.request)))
             for name in missing:  # one that was there, and was deleted again, counts anew
                 if parked not in self._waiting[name]:
                     self._waiting[name].append(parked)
         return answers
 
+    def _settle(self, parked: _Parked) -> None:
+        parked.done = True
+        self._parked.pop(parked.client, None)
+
     def _forget(self, parked: _Parked) -> None:
         """Take a request off every list that it is on."""
-        parked.done = True
+        self._settle(parked)
         for key in set(parked.request.keys):
             left = [other for other in self._waiting.get(key, ()) if not other.done]
             if left:

@@ -18,7 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from dure.errors import StoreLost, StoreRefused, StoreTimeout
 from dure.store.key import JobKey
-from dure.store.wire import MAX_FRAME_BYTES
+from dure.store.wire import FRAME_LIMIT, MAX_FRAME_BYTES, Request, frames_of, pack
 
 __all__ = ["Connection", "answers", "dial", "lost"]
 
@@ -27,6 +27,12 @@ _SILENCE_MS = 20_000
 _FAST_MS = 20
 """A reply normally comes within this time, so the monitor is only looked at afterwards."""
 
+_REFUSALS = 4
+"""How often we are refused before we believe it: a server that ends, or one whose door is crowded
+by strangers, hangs up just as one with another key does."""
+
+_HELLO = pack(Request("check"))
+"""The first request of every connection, so that the server soon knows members from strangers."""
 
 _numbers = itertools.count()
 
@@ -79,7 +85,7 @@ class Connection:
         socket.linger = 0
         socket.reconnect_ivl = -1
         socket.rcvtimeo = _FAST_MS
-        socket.maxmsgsize = MAX_FRAME_BYTES
+        socket.maxmsgsize = FRAME_LIMIT
         socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
         socket.ipv6 = "[" in endpoint
         if key is not None:
@@ -108,29 +114,39 @@ class Connection:
         except zmq.ContextTerminated:
             return True
 
-    def call(self, frame: bytes, deadline: float) -> bytes | None:
+    def call(self, message: bytes, deadline: float) -> bytes | None:
         """Send a request and return the reply; None if none came by `deadline`.
 
         Raises:
             StoreLost: The connection broke meanwhile.
         """
         try:
-            self._socket.send(frame, zmq.NOBLOCK)  # a socket without a peer would wait for ever
+            # without NOBLOCK, a socket without a peer would wait for ever
+            if len(message) <= MAX_FRAME_BYTES:
+                self._socket.send(message, zmq.NOBLOCK)
+            else:
+                self._socket.send_multipart(frames_of(message), zmq.NOBLOCK)
         except zmq.Again:
             raise lost(self._endpoint) from None
         try:
-            return self._socket.recv()
+            return self._receive()
         except zmq.Again:
             pass
         while True:
             left_ms = int((deadline - time.monotonic()) * 1000)
             ready = dict(self._poller.poll(max(0, left_ms)))
             if self._socket in ready:
-                return self._socket.recv()
+                return self._receive()
             if self._monitor in ready:
                 raise lost(self._endpoint)
             if left_ms <= 0:
                 return None
+
+    def _receive(self) -> bytes:
+        first = self._socket.recv()
+        if not self._socket.rcvmore:
+            return first
+        return b"".join([first, *self._socket.recv_multipart()])
 
     def close(self) -> None:
         """Close at once."""
@@ -156,7 +172,7 @@ def dial(
 
     Raises:
         StoreTimeout: Nobody listened there in time.
-        StoreRefused: Whoever listens refused us twice running (once may be a server that ends).
+        StoreRefused: Whoever listens refused us several times running.
     """
     start = time.monotonic()
     pause_s, refusals, outcome = 0.005, 0, None
@@ -164,14 +180,14 @@ def dial(
         connection = Connection(context, endpoint, key)
         try:
             outcome = connection.attempt(left_s)
-            if outcome is _Outcome.OPEN:
+            if outcome is _Outcome.OPEN and _greet(connection, start + timeout_s):
                 keep, connection = connection, None
                 return keep
         finally:
             if connection is not None:
                 connection.close()
         refusals = refusals + 1 if outcome in (_Outcome.REFUSED, _Outcome.FOREIGN) else 0
-        if refusals == 2:
+        if refusals == _REFUSALS:
             raise _refused(endpoint, outcome, key)
         time.sleep(min(pause_s, max(0.0, left_s)))
         pause_s = min(2 * pause_s, 0.1)
@@ -189,6 +205,14 @@ def dial(
     )
 
 
+def _greet(connection: Connection, deadline: float) -> bool:
+    """Say hello through a new connection; False if the server is gone again or does not answer."""
+    try:
+        return connection.call(_HELLO, deadline) is not None
+    except StoreLost:
+        return False
+
+
 def answers(endpoint: str, key: JobKey | None, patience_s: float) -> bool:
     """Tell whether a store of this job is at `endpoint`; False at once where nobody listens.
 
@@ -198,14 +222,16 @@ def answers(endpoint: str, key: JobKey | None, patience_s: float) -> bool:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     outcome = None
     try:
-        for _ in range(2):  # one that refuses once may be a server that ends
+        for _ in range(_REFUSALS):
             connection = Connection(context, endpoint, key)
             try:
                 outcome = connection.attempt(patience_s)
+                if outcome is _Outcome.OPEN:
+                    return _greet(connection, time.monotonic() + patience_s)
             finally:
                 connection.close()
-            if outcome in (_Outcome.OPEN, None):
-                return outcome is _Outcome.OPEN
+            if outcome is None:
+                return False
         if outcome in (_Outcome.REFUSED, _Outcome.FOREIGN):
             raise _refused(endpoint, outcome, key)
         return False

@@ -30,7 +30,7 @@ from dure.store.base import DEFAULT_TIMEOUT, Store
 from dure.store.identity import Identity, alive, myself
 from dure.store.lifetime import at_process_end
 from dure.store.log import Log, Record
-from dure.store.values import added, encode, exchanged
+from dure.store.values import added, appended, encode, exchanged
 
 __all__ = ["FileStore", "FileUser", "remove_if_ended"]
 
@@ -123,7 +123,7 @@ class FileStore(Store):
     def append(self, key: str, value: str | bytes) -> None:
         data = encode(value)
         with self._writing() as write:
-            write([Record("set", key, self._data.get(key, b"") + data)])
+            write([Record("set", key, appended(key, self._data.get(key), data))])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         old, new = encode(expected), encode(desired)

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 from dure.errors import StoreTimeout
 from dure.store.base import DEFAULT_TIMEOUT, Store
-from dure.store.values import added, encode, exchanged
+from dure.store.values import added, appended, encode, exchanged
 
 __all__ = ["HashStore"]
 
@@ -60,7 +60,7 @@ class HashStore(Store):
     def append(self, key: str, value: str | bytes) -> None:
         data = encode(value)
         with self._changed:
-            self._put(key, self._data.get(key, b"") + data)
+            self._put(key, appended(key, self._data.get(key), data))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         old, new = encode(expected), encode(desired)

@@ -32,7 +32,7 @@ from dure.store.connection import Connection, dial, lost
 from dure.store.key import JobKey, load_for
 from dure.store.server import StoreServer, listen, replace_retired
 from dure.store.values import encode
-from dure.store.wire import Op, Reply, Request, pack, read_reply
+from dure.store.wire import LONGEST_TIMEOUT_S, Op, Reply, Request, pack, read_reply
 
 __all__ = ["NetworkStore", "TCPStore"]
 
@@ -199,7 +199,8 @@ class NetworkStore(Store):
         timeout: timedelta | None = None,
     ) -> Reply:
         """Put one request; `timeout` is for those that the server may park."""
-        parked_s = 0.0 if timeout is None else max(0.0, timeout.total_seconds())
+        parked_s = 0.0 if timeout is None else timeout.total_seconds()
+        parked_s = min(max(0.0, parked_s), LONGEST_TIMEOUT_S)
         patience_s = self._timeout.total_seconds() if timeout is None else parked_s
         start = time.monotonic()
         try:
@@ -251,7 +252,8 @@ class TCPStore(NetworkStore):
 
     Args:
         host_name: Name or address of the master's host. The master listens on this address alone,
-            unless `DURE_STORE_BIND` names another (0.0.0.0: all).
+            unless `DURE_STORE_BIND` names another (for 0.0.0.0, all of them, see
+            `dure.store.address`).
         port: The port; 0 lets the master pick a free one (see `port`).
         world_size: How many stores, the master's included, will connect; None: any number.
         is_master: Whether this process runs the server.

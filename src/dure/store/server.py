@@ -4,7 +4,9 @@ The thread polls four things: the ROUTER socket with the requests; the ZAP socke
 asks whether a client that has completed the CURVE handshake may come in (only the one public key
 derived from the job key may); the monitor, which tells who connects, leaves or is refused; and a
 pipe through which other threads wake it. All of ZeroMQ's own work, encryption included, is done by
-its I/O thread. A stranger fails in the handshake, so not one byte of his is ever parsed here.
+its I/O thread. A stranger fails in the handshake, so not one byte of his is ever parsed here; how
+many of them there may be is decided in `door`, and what they can make ZeroMQ hold is one frame of
+64 KiB each (see `wire`).
 
 Ending. A server that is merely stopped would cut off ranks that still read their last keys. So its
 owner *retires* it: it goes on until its last client has left or the linger time has passed. A
@@ -29,11 +31,12 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from dure.errors import DureError, StoreError
-from dure.store.address import Address
+from dure.store.address import Address, check_not_wildcard
 from dure.store.board import Answer, Board
+from dure.store.door import HANDSHAKE_S, Door, close_inherited
 from dure.store.key import JobKey
 from dure.store.lifetime import at_process_end
-from dure.store.wire import MAX_FRAME_BYTES, Reply, pack, read_request
+from dure.store.wire import FRAME_LIMIT, Reply, frames_of, join, pack, read_request
 
 __all__ = [
     "LINGER_S",
@@ -54,6 +57,16 @@ _EXIT_LINGER_S = 1.0
 _BURST = 64
 """Requests that are read before the other sockets are looked at again."""
 
+_BACKLOG = 4096
+_WAITING_REQUESTS = 32
+"""How many requests of one client ZeroMQ keeps for us; a client's own kernel keeps the rest."""
+
+_WAITING_REPLIES = 16
+"""How many replies are kept for a client that does not read them. A client asks one thing at a
+time, so a member never has more than one."""
+
+_LONGEST_POLL_S = 3600.0
+
 _log = logging.getLogger("dure.store")
 
 
@@ -70,13 +83,15 @@ def listen(address: Address) -> Listener:
     """Bind a TCP socket; port 0 picks a free one.
 
     Raises:
-        StoreError: The port is taken, or the address is not one of this machine's.
+        StoreError: The port is taken, the address is not one of this machine's, or it stands for
+            all of them and nobody has allowed that.
     """
+    check_not_wildcard(address.ip, "the store's address")
     sock = socket.socket(address.family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((address.ip, address.port))
-        sock.listen(1024)
+        sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
         raise StoreError(
@@ -109,8 +124,7 @@ class StoreServer:
         self.endpoint, self.port, self.pid = listener.endpoint, listener.port, os.getpid()
         self._listen_fd = listener.fd
         self._board = Board()
-        self._peers: dict[int, str] = {}
-        self._refusal = ""
+        self._door = Door(listener.endpoint, listener.port)
         self._ending = threading.Lock()  # between the thread's decision to end, and `adopt`
         self._retired_at: float | None = None
         self._linger_s, self._at_least_s = LINGER_S, 0.0
@@ -177,8 +191,12 @@ class StoreServer:
         self._zap.bind("inproc://zeromq.zap.01")
         self._router = router = self._context.socket(zmq.ROUTER)
         router.linger = 0
-        router.maxmsgsize = MAX_FRAME_BYTES
-        router.handshake_ivl = 10_000
+        router.maxmsgsize = FRAME_LIMIT
+        router.handshake_ivl = int(1000 * HANDSHAKE_S)
+        router.backlog = _BACKLOG
+        router.rcvhwm, router.sndhwm = _WAITING_REQUESTS, _WAITING_REPLIES
+        router.router_mandatory = True  # so that we learn of those that do not read
+        router.tcp_keepalive, router.tcp_keepalive_idle = 1, 60
         router.ipv6 = "[" in listener.endpoint
         self._admitted = b""
         if key is not None:
@@ -187,6 +205,8 @@ class StoreServer:
             router.curve_server = True
             router.curve_secretkey, router.curve_publickey = own.secret, own.public
             router.zap_domain = b"dure"
+            if listener.endpoint.startswith("ipc://") and hasattr(zmq, "IPC_FILTER_UID"):
+                router.set(zmq.IPC_FILTER_UID, os.getuid())  # other users are not even accepted
         events = zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_AUTH
         events |= zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
         router.monitor("inproc://monitor", events)
@@ -216,6 +236,7 @@ class StoreServer:
                     _log.exception("the store's server goes on after an error")
         finally:
             self._stopping = True
+            self._door.refusals.last_words()
             self._router.disable_monitor()
             self._close_sockets()
             _servers.discard(self)  # last, so that whoever does not find it finds a free port
@@ -224,17 +245,21 @@ class StoreServer:
         with self._ending:
             if self._retired_at is not None:
                 age_s = time.monotonic() - self._retired_at
-                done = not self._peers and age_s >= self._at_least_s
+                done = self._door.empty and age_s >= self._at_least_s
                 self._stopping = self._stopping or done or age_s >= self._linger_s
             return self._stopping
 
     def _patience_ms(self) -> int | None:
         """Return how long the poll may take."""
-        due, retired_at = self._board.next_deadline(), self._retired_at
-        if retired_at is not None:
-            end = retired_at + (self._linger_s if self._peers else self._at_least_s)
-            due = end if due is None else min(due, end)
-        return None if due is None else max(0, int((due - time.monotonic()) * 1000) + 1)
+        dues = [self._board.next_deadline(), self._door.due()]
+        if self._retired_at is not None:
+            dues.append(
+                self._retired_at + (self._at_least_s if self._door.empty else self._linger_s)
+            )
+        due = min((due for due in dues if due is not None), default=None)
+        if due is None:
+            return None
+        return int(max(0.0, min(due - time.monotonic(), _LONGEST_POLL_S)) * 1000) + 1
 
     def _serve(self, ready: dict[object, int]) -> None:
         if self._wakened.fileno() in ready:
@@ -245,60 +270,66 @@ class StoreServer:
             self._admit()
         if self._router in ready:
             self._answer_requests()
-        self._send(self._board.expire(time.monotonic()))
+        now = time.monotonic()
+        self._send(self._board.expire(now))
+        self._door.tidy(now)
 
     def _answer_requests(self) -> None:
         for _ in range(_BURST):
             try:
-                frames = self._router.recv_multipart(zmq.NOBLOCK)
+                client = self._router.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._send(self._handle(frames[0], frames[1:]))
+            self._send(self._handle(client, self._read(client)))
+
+    def _read(self, client: bytes) -> list[bytes]:
+        """Read the frames of one request; the first one of a client says which connection it is."""
+        router = self._router
+        if self._door.knows(client):
+            return router.recv_multipart()
+        first = router.recv(copy=False)
+        self._door.admit(client, first.get(zmq.SRCFD))
+        return [first.bytes, *(router.recv_multipart() if router.rcvmore else ())]
 
     def _handle(self, client: bytes, frames: list[bytes]) -> list[Answer]:
         try:
-            request = read_request(b"".join(frames))
-            return self._board.handle(client, request, time.monotonic())
+            return self._board.handle(client, read_request(join(frames)), time.monotonic())
         except (msgspec.DecodeError, DureError, ValueError, OverflowError) as error:
             return [(client, Reply("error", text=str(error)))]
+        except Exception as error:  # never without an answer: a member would wait for it
+            _log.exception("the store's server goes on after a request that it could not carry out")
+            return [(client, Reply("error", text=f"{type(error).__name__}: {error}"))]
 
     def _send(self, answers: list[Answer]) -> None:
         for client, reply in answers:
             try:
-                self._router.send_multipart((client, pack(reply)), zmq.NOBLOCK)
-            except zmq.Again:  # a client that does not read; it asks one thing at a time
-                _log.warning("a reply of the store could not be sent")
+                self._router.send_multipart((client, *frames_of(pack(reply))), zmq.NOBLOCK)
+            except zmq.Again:
+                now, who = time.monotonic(), f"client {client.hex()}"
+                self._door.refusals.note(who, who, "it does not read its answers", now)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:  # else it has left, and nobody misses the reply
+                    raise
 
     def _admit(self) -> None:
         """Answer ZeroMQ's question about one client that has proved its public key (RFC 27)."""
         frames = self._zap.recv_multipart()
-        number, credentials = frames[1], frames[6:]
-        known = len(credentials) == 1 and compare_digest(credentials[0], self._admitted)
+        number, mechanism, credentials = frames[1], frames[5], frames[6:]
+        known = (
+            mechanism == b"CURVE"
+            and len(credentials) == 1
+            and compare_digest(credentials[0], self._admitted)
+        )
         verdict = (b"200", b"OK") if known else (b"400", b"another job key")
         self._zap.send_multipart([b"1.0", number, *verdict, b"", b""])
 
     def _watch(self) -> None:
-        """Follow who connects and leaves; log who is refused.
-
-        A refusal does not name the connection, but ZeroMQ closes it in the same breath, so the
-        next DISCONNECTED does. The address is asked for when the connection is accepted.
-        """
+        """Follow who connects, leaves or is refused."""
         while self._monitor.poll(0):
             message = recv_monitor_message(self._monitor)
-            event, fd = message["event"], message["value"]
-            if event == zmq.Event.ACCEPTED:
-                self._peers[fd] = _peer_name(fd)
-            elif event == zmq.Event.DISCONNECTED:
-                peer = self._peers.pop(fd, "somebody")
-                if self._refusal:
-                    _log.warning(
-                        "the store at %s refused %s: %s", self.endpoint, peer, self._refusal
-                    )
-                self._refusal = ""
-            elif event == zmq.Event.HANDSHAKE_FAILED_NO_DETAIL:
-                self._refusal = "it left in the middle of the handshake"
-            else:
-                self._refusal = "a different job key, or not a client of Dure"
+            gone = self._door.event(message["event"], message["value"], time.monotonic())
+            if gone:
+                self._board.leave(gone)
 
     def forget_inherited(self) -> None:
         """In a forked child: give up the sockets, which are the parent's.
@@ -307,16 +338,8 @@ class StoreServer:
         A descriptor is closed only if it still is a socket bound to this server's address.
         """
         _inherited.append(self)
-        if self._listen_fd < 0:
-            return
-        for fd in (self._listen_fd, *self._peers):
-            try:
-                with socket.socket(fileno=os.dup(fd)) as probe:
-                    ours = probe.getsockname()[1] == self.port
-                if ours:
-                    os.close(fd)
-            except (OSError, IndexError):
-                continue
+        if self._listen_fd >= 0:
+            close_inherited([self._listen_fd, *self._door.descriptors], self.port)
 
 
 _servers: set[StoreServer] = set()
@@ -339,15 +362,6 @@ def replace_retired(endpoint: str) -> None:
     server = adopt(endpoint)
     if server is not None:
         server.stop()
-
-
-def _peer_name(fd: int) -> str:
-    try:
-        with socket.socket(fileno=os.dup(fd)) as probe:
-            name = probe.getpeername()
-    except OSError:
-        return "somebody who left at once"
-    return f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "a process of this host"
 
 
 def _forget_servers() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dure.errors import StoreError
 
-__all__ = ["MAX_VALUE_BYTES", "added", "encode", "exchanged"]
+__all__ = ["MAX_VALUE_BYTES", "added", "appended", "encode", "exchanged"]
 
 MAX_VALUE_BYTES = 256 << 20
 """The longest value. A store carries addresses and small objects, and the server takes no frame
@@ -44,6 +44,18 @@ def added(key: str, current: bytes | None, amount: int) -> int:
             f"cannot add to the key {key!r}", op="add", seen=f"{total} has more than 64 bits"
         )
     return total
+
+
+def appended(key: str, current: bytes | None, more: bytes) -> bytes:
+    """Return the value under `key` with `more` behind it; no value counts as an empty one."""
+    size = len(current or b"") + len(more)
+    if size > MAX_VALUE_BYTES:
+        raise StoreError(
+            f"cannot append to the key {key!r}",
+            op="append",
+            seen=f"it would have {size} bytes, and {MAX_VALUE_BYTES} are allowed",
+        )
+    return (current or b"") + more
 
 
 def exchanged(current: bytes | None, expected: bytes, desired: bytes) -> tuple[bytes | None, bytes]:

@@ -1,22 +1,51 @@
 """What client and server of the network store say to each other.
 
-One request frame, one reply frame, both msgpack of a fixed shape that msgspec checks field by
-field; nothing is ever unpickled. A connection carries one request at a time, so frames need no
-numbers.
+One request, one reply, both msgpack of a fixed shape that msgspec checks field by field; nothing is
+ever unpickled. A connection carries one request at a time, so messages need no numbers.
+
+A message longer than `MAX_FRAME_BYTES` travels as several ZeroMQ frames, which arrive together or
+not at all. ZeroMQ is told to take no frame that is longer; this holds for the frames of the
+handshake, too, before it is known who the peer is: so a stranger who announces a frame of 2 GB is cut
+off at its header, and one who sends what he announces takes 64 KiB of our memory, not 500 MB.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
+from dure.errors import StoreError
 from dure.store.values import MAX_VALUE_BYTES
 
-__all__ = ["MAX_FRAME_BYTES", "Op", "Reply", "Request", "pack", "read_reply", "read_request"]
+__all__ = [
+    "FRAME_LIMIT",
+    "LONGEST_TIMEOUT_S",
+    "MAX_FRAME_BYTES",
+    "MAX_MESSAGE_BYTES",
+    "Op",
+    "Reply",
+    "Request",
+    "frames_of",
+    "join",
+    "pack",
+    "read_reply",
+    "read_request",
+]
 
-MAX_FRAME_BYTES = 2 * MAX_VALUE_BYTES + (1 << 20)
-"""The longest frame: a compare_set of the longest values. Set as ZeroMQ's own limit, too."""
+MAX_FRAME_BYTES = 64 << 10
+"""The longest frame that we send."""
+
+FRAME_LIMIT = MAX_FRAME_BYTES + 256
+"""ZeroMQ's own limit on what it takes in: a frame, and what encryption adds to it."""
+
+MAX_MESSAGE_BYTES = 2 * MAX_VALUE_BYTES + (1 << 20)
+"""The longest request: a compare_set of the longest values."""
+
+LONGEST_TIMEOUT_S = 1e9
+"""How long a client may ask the server to wait: 30 years, but no infinity and no NaN."""
 
 Op = Literal[
     "set", "get", "wait", "add", "append", "compare_set", "check", "delete", "count", "list"
@@ -30,7 +59,7 @@ class Request(msgspec.Struct, array_like=True, frozen=True):
     keys: tuple[str, ...] = ()
     values: tuple[bytes, ...] = ()
     amount: int = 0
-    timeout_s: float = 0.0
+    timeout_s: Annotated[float, Meta(ge=0, le=LONGEST_TIMEOUT_S)] = 0.0
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True):
@@ -46,3 +75,29 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
 pack = msgspec.msgpack.Encoder().encode
 read_request = msgspec.msgpack.Decoder(Request).decode
 read_reply = msgspec.msgpack.Decoder(Reply).decode
+
+
+def frames_of(message: bytes) -> Sequence[bytes | memoryview]:
+    """Cut a message into frames; nearly always it is one."""
+    if len(message) <= MAX_FRAME_BYTES:
+        return (message,)
+    view = memoryview(message)
+    return [view[at : at + MAX_FRAME_BYTES] for at in range(0, len(view), MAX_FRAME_BYTES)]
+
+
+def join(frames: Sequence[bytes]) -> bytes:
+    """Put the frames of a request together again.
+
+    Raises:
+        StoreError: It is longer than any request may be.
+    """
+    if len(frames) == 1:
+        return frames[0]
+    size = sum(map(len, frames))
+    if size > MAX_MESSAGE_BYTES:
+        raise StoreError(
+            "a store request is too long",
+            seen=f"{size} bytes, and {MAX_MESSAGE_BYTES} are allowed",
+            fix="Send tensors and large objects with a collective instead.",
+        )
+    return b"".join(frames)
