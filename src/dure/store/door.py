@@ -16,7 +16,9 @@ process that needs them for the job. The server therefore follows the socket's e
   is raised as far as the system lets us. An ordinary job never gets there.
 
 Refusals are put into the log by `Refusals`: one line for an address and a reason, then at most one
-in ten seconds with how many there were, so that the log is no target either.
+in ten seconds with how many there were, so that the log is no target either. Whose name is not
+known yet, because he was quicker than the event of his arrival, is named by the kernel a moment
+after (see `obituaries`).
 """
 
 from __future__ import annotations
@@ -26,13 +28,14 @@ import logging
 import os
 import resource
 import socket
-import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import zmq
 
-__all__ = ["CROWD", "HANDSHAKE_S", "MOST", "PATIENCE_S", "Door", "Refusals"]
+from dure.store.obituaries import Obituaries
+
+__all__ = ["CROWD", "HANDSHAKE_S", "MOST", "PATIENCE_S", "Door", "Refusals", "close_inherited"]
 
 HANDSHAKE_S = 10.0
 """ZeroMQ closes a connection that has not completed the handshake by then."""
@@ -40,6 +43,10 @@ HANDSHAKE_S = 10.0
 CROWD, PATIENCE_S = 64, 2.0
 MOST = 512
 
+_NAMING_S = 0.25
+"""How long we wait for the kernel to name one that has gone."""
+
+_RECENT = 1024
 _QUIET_S = 10.0
 _MOST_LINES = 8
 _MOST_TALLIES = 256
@@ -50,11 +57,11 @@ _OTHER_KEY = "it has another job key"
 _MECHANISM = "one of us talks in the clear, the other does not (DURE_INSECURE on one side only?)"
 _FOREIGN = "it does not speak our protocol"
 _LEFT = "it left in the middle of the handshake (a port scan does that)"
-_SLOW = f"it did not complete the handshake in {HANDSHAKE_S:g} s"
+_SLOW = "it did not complete the handshake in time"
 _CROWDED = "it did not complete the handshake while many others stood at the door"
 _UNKNOWN = "somebody who had left before the system could say who"
 
-_PROTOCOL_REASONS = {
+_PROTOCOL_REASONS: dict[int, str] = {
     zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: _MECHANISM,
     zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: _OTHER_KEY,
 }
@@ -168,6 +175,19 @@ class Door:
         self._crowds: Counter[str] = Counter()
         self._fds: dict[bytes, int] = {}
         self._reason = ""
+        self._nameless: deque[tuple[float, str]] = deque()  # when they left, and why
+        self._named_gone: deque[str] = deque(maxlen=_RECENT)
+        self._obituaries = _obituaries(port)
+
+    @property
+    def handshake_ms(self) -> int:
+        """How long ZeroMQ may wait for a handshake to complete."""
+        return int(1000 * HANDSHAKE_S)
+
+    @property
+    def fd(self) -> int | None:
+        """A descriptor to poll: when it can be read, call `hear`."""
+        return None if self._obituaries is None else self._obituaries.fd
 
     @property
     def descriptors(self) -> list[int]:
@@ -216,6 +236,9 @@ class Door:
     def due(self) -> float | None:
         """Return when `tidy` is next needed."""
         due = self.refusals.due()
+        if self._nameless:
+            naming = self._nameless[0][0] + _NAMING_S
+            due = naming if due is None else min(due, naming)
         if len(self._strangers) > CROWD:
             oldest = next(iter(self._strangers.values())).since + PATIENCE_S
             due = oldest if due is None else min(due, oldest)
@@ -230,10 +253,35 @@ class Door:
             if now - guest.since < PATIENCE_S:
                 break
             self._show_out(fd)
+        self._give_up_naming(now)
         self.refusals.flush(now)
 
+    def hear(self) -> None:
+        """Name those who were gone before they could be asked; all events have been taken."""
+        gone = [] if self._obituaries is None else self._obituaries.read()
+        if not self._nameless:
+            return
+        known = {guest.peer for guest in self._guests.values()}
+        for host, port in gone:
+            peer = f"{host}:{port}"
+            if self._nameless and peer not in known and peer not in self._named_gone:
+                since, reason = self._nameless.popleft()
+                self.refusals.note(host, peer, reason, since)
+
+    def close(self) -> None:
+        """Say what has not been said yet."""
+        self._give_up_naming(float("inf"))
+        self.refusals.last_words()
+        if self._obituaries is not None:
+            self._obituaries.close()
+
+    def _give_up_naming(self, now: float) -> None:
+        while self._nameless and now >= self._nameless[0][0] + _NAMING_S:
+            since, reason = self._nameless.popleft()
+            self.refusals.note("", _UNKNOWN, reason, since)
+
     def _enter(self, fd: int, now: float) -> None:
-        host, peer = _peer_of(fd)
+        host, peer = _peer_of(fd, self._port)
         guest = _Guest(host, peer, now)
         self._guests[fd] = self._strangers[fd] = guest
         self._crowds[host] += 1
@@ -248,10 +296,16 @@ class Door:
             self._leave_crowd(guest)
         if guest.client:
             self._fds.pop(guest.client, None)
+            self._named_gone.append(guest.peer)
             return guest.client
         if reason == _LEFT and now - guest.since >= 0.9 * HANDSHAKE_S:
             reason = _SLOW
-        self.refusals.note(guest.host, guest.peer, guest.reason or reason or _FOREIGN, now)
+        reason = guest.reason or reason or _FOREIGN
+        if guest.host:
+            self._named_gone.append(guest.peer)
+            self.refusals.note(guest.host, guest.peer, reason, now)
+        else:
+            self._nameless.append((now, reason))
         return b""
 
     def _leave_crowd(self, guest: _Guest) -> None:
@@ -288,13 +342,21 @@ def _is_at(probe: socket.socket, port: int) -> bool:
     return name[1] == port if isinstance(name, tuple) else port == 0
 
 
-def _peer_of(fd: int) -> tuple[str, str]:
-    """Return the address of a connection, without and with its port."""
+def _obituaries(port: int) -> Obituaries | None:
+    if not port:
+        return None
     try:
-        with socket.socket(fileno=os.dup(fd)) as probe:
+        return Obituaries(port)
+    except OSError:
+        return None
+
+
+def _peer_of(fd: int, port: int) -> tuple[str, str]:
+    """Return the address of a connection, without and with its port; empty if it is over."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as probe:
+        if _is_at(probe, port):
             return _peer_name(probe)
-    except OSError:  # it was opened and closed again, faster than the event came to us
-        return "", _UNKNOWN
+    return "", _UNKNOWN
 
 
 def _peer_name(probe: socket.socket) -> tuple[str, str]:

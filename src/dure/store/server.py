@@ -33,7 +33,7 @@ from zmq.utils.monitor import recv_monitor_message
 from dure.errors import DureError, StoreError
 from dure.store.address import Address, check_not_wildcard
 from dure.store.board import Answer, Board
-from dure.store.door import HANDSHAKE_S, Door, close_inherited
+from dure.store.door import Door, close_inherited
 from dure.store.key import JobKey
 from dure.store.lifetime import at_process_end
 from dure.store.wire import FRAME_LIMIT, Reply, frames_of, join, pack, read_request
@@ -192,7 +192,7 @@ class StoreServer:
         self._router = router = self._context.socket(zmq.ROUTER)
         router.linger = 0
         router.maxmsgsize = FRAME_LIMIT
-        router.handshake_ivl = int(1000 * HANDSHAKE_S)
+        router.handshake_ivl = self._door.handshake_ms
         router.backlog = _BACKLOG
         router.rcvhwm, router.sndhwm = _WAITING_REQUESTS, _WAITING_REPLIES
         router.router_mandatory = True  # so that we learn of those that do not read
@@ -219,6 +219,7 @@ class StoreServer:
         router.bind(listener.endpoint)
 
     def _close_sockets(self) -> None:
+        self._door.close()
         self._context.destroy(linger=0)
         self._waker.close()
         self._wakened.close()
@@ -227,6 +228,8 @@ class StoreServer:
         poller = zmq.Poller()
         for source in (self._router, self._zap, self._monitor, self._wakened):
             poller.register(source, zmq.POLLIN)
+        if self._door.fd is not None:
+            poller.register(self._door.fd, zmq.POLLIN)
         try:
             while not self._ended():
                 ready = dict(poller.poll(self._patience_ms()))
@@ -236,7 +239,6 @@ class StoreServer:
                     _log.exception("the store's server goes on after an error")
         finally:
             self._stopping = True
-            self._door.refusals.last_words()
             self._router.disable_monitor()
             self._close_sockets()
             _servers.discard(self)  # last, so that whoever does not find it finds a free port
@@ -264,8 +266,11 @@ class StoreServer:
     def _serve(self, ready: dict[object, int]) -> None:
         if self._wakened.fileno() in ready:
             self._wakened.recv(4096)
-        if self._monitor in ready:
+        news = self._door.fd in ready
+        if news or self._monitor in ready:
             self._watch()
+        if news:
+            self._door.hear()
         if self._zap in ready:
             self._admit()
         if self._router in ready:

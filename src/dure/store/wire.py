@@ -5,8 +5,8 @@ ever unpickled. A connection carries one request at a time, so messages need no 
 
 A message longer than `MAX_FRAME_BYTES` travels as several ZeroMQ frames, which arrive together or
 not at all. ZeroMQ is told to take no frame that is longer; this holds for the frames of the
-handshake, too, before it is known who the peer is: so a stranger who announces a frame of 2 GB is cut
-off at its header, and one who sends what he announces takes 64 KiB of our memory, not 500 MB.
+handshake, too, before it is known who the peer is: so a stranger who announces a frame of 2 GB is
+cut off at its header, and one who sends what he announces takes 64 KiB of our memory, not 500 MB.
 """
 
 from __future__ import annotations

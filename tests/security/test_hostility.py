@@ -1,0 +1,285 @@
+"""Strangers and rogue members at the store's server: nothing gets in, and the job goes on.
+
+Each test attacks a server in a process of its own while a genuine client works; see `victim`.
+"""
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from dure.errors import StoreRefused
+from dure.store import TCPStore
+from dure.store.key import mint
+from dure.store.wire import MAX_FRAME_BYTES, Request, pack
+from security.victim import Victim, victim
+from security.wire_tools import (
+    SIGNATURE,
+    Proxy,
+    connect,
+    frame_header,
+    greeting,
+    is_closed,
+    member,
+    new_source,
+    peer,
+)
+
+TWO_GB = 2 << 30
+CROWD, MOST = 16, 48
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
+    small = {
+        "CROWD": CROWD,
+        "PATIENCE_S": 0.2,
+        "MOST": MOST,
+        "HANDSHAKE_S": 1.0,
+        "_MOST_LINES": 1000,
+    }
+    with victim(tmp_path_factory.mktemp("victim"), door=small) as it:
+        yield it
+
+
+def test_a_port_scan_is_told_of_once(server: Victim) -> None:
+    source = new_source()
+    with server.under_attack():
+        for _ in range(50):
+            connect(server.port, source).close()
+    assert len(server.lines_about(source)) == 1
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b"GET / HTTP/1.1\r\nHost: dure\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),  # TLS
+        b"SSH-2.0-OpenSSH_9.2\r\n",
+        b"\x80\x04\x95cposix\nsystem\n(S'id'\ntR.",  # a pickle
+        os.urandom(100_000),
+        SIGNATURE + b"\x01\x00",  # ZMTP 2
+        greeting(b"NULL"),
+        greeting(b"GSSAPI"),
+        greeting() + frame_header(1 << 62, command=True),
+        greeting() + b"\x04\x05hello",
+        greeting() + b"\x04\xc8\x05HELLO" + bytes(194),
+    ],
+    ids=lambda junk: repr(junk[:12]),
+)
+def test_bytes_that_are_not_ours_end_the_connection(junk: bytes, server: Victim) -> None:
+    source = new_source()
+    with server.under_attack(), connect(server.port, source) as stranger:
+        stranger.sendall(junk)
+        with contextlib.suppress(OSError):  # it may be over already
+            stranger.shutdown(socket.SHUT_WR)
+        assert is_closed(stranger)
+    assert len(server.lines_about(source)) == 1
+
+
+def test_a_replayed_session_is_refused(server: Victim) -> None:
+    with Proxy(server.port, new_source()) as proxy:
+        genuine = TCPStore("127.0.0.1", proxy.port, timeout=timedelta(seconds=10), key=server.key)
+        assert genuine.add("replayed", 1) == 1
+        genuine.close()
+    source = new_source()
+    with server.under_attack(), connect(server.port, source) as stranger:
+        assert len(proxy.recorded) > 500
+        stranger.sendall(proxy.recorded)
+        assert is_closed(stranger)
+    assert len(server.lines_about(source)) == 1
+    genuine = server.client()
+    assert genuine.add("replayed", 1) == 2
+    genuine.close()
+
+
+def test_a_replay_with_the_servers_own_timing_is_refused(server: Victim) -> None:
+    """Greeting, HELLO and INITIATE are sent when the server has answered the step before."""
+    with Proxy(server.port, new_source()) as proxy:
+        TCPStore("127.0.0.1", proxy.port, timeout=timedelta(seconds=10), key=server.key).close()
+    hello = 64 + 2 + 200
+    source = new_source()
+    with server.under_attack(), connect(server.port, source) as stranger:
+        for part in (proxy.recorded[:64], proxy.recorded[64:hello]):
+            stranger.sendall(part)
+            assert stranger.recv(65536)
+        stranger.sendall(proxy.recorded[hello:])
+        assert is_closed(stranger)
+    assert len(server.lines_about(source)) == 1
+
+
+def test_another_key_is_refused_on_both_sides(server: Victim) -> None:
+    with server.under_attack(), pytest.raises(StoreRefused):
+        TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=10), key=mint())
+
+
+def test_the_servers_public_key_alone_opens_nothing(server: Victim) -> None:
+    source = new_source()
+    public = server.key.pair("store server").public
+    with (
+        server.under_attack(),
+        peer(server.port, source, public, mint().pair("store client")) as stranger,
+    ):
+        stranger.send(pack(Request("list")), zmq.NOBLOCK)
+        assert len(server.lines_about(source)) == 1
+        assert not stranger.poll(0)
+    assert "another job key" in server.lines_about(source)[0]
+
+
+def test_a_client_with_the_servers_own_pair_is_refused(server: Victim) -> None:
+    source, own = new_source(), server.key.pair("store server")
+    with server.under_attack(), peer(server.port, source, own.public, own):
+        assert len(server.lines_about(source)) == 1
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["NULL", "PLAIN"])
+def test_other_mechanisms_are_refused(plain: bool, server: Victim) -> None:
+    source = new_source()
+    with server.under_attack(), peer(server.port, source, plain=plain) as stranger:
+        stranger.send(pack(Request("list")), zmq.NOBLOCK)
+        assert len(server.lines_about(source)) == 1
+        assert not stranger.poll(0)
+
+
+def test_handshakes_that_are_held_open_are_shown_out(server: Victim) -> None:
+    source = new_source()
+    held = [connect(server.port, source) for _ in range(MOST + 20)]
+    with server.under_attack():
+        for i, stranger in enumerate(held):
+            stranger.sendall(greeting()[: i % 64])
+        assert all(is_closed(stranger) for stranger in held[: len(held) - CROWD])
+        assert server.descriptors < CROWD + 50
+    for stranger in held:
+        stranger.close()
+    told = server.lines_about(source)
+    assert 1 <= len(told) <= 2  # shown out; and, of those that were left, gone
+
+
+def test_a_flood_from_one_place_takes_no_room_from_another(server: Victim) -> None:
+    patient = connect(server.port, new_source())
+    patient.sendall(greeting())
+    source = new_source()
+    with server.under_attack():
+        flood = [connect(server.port, source) for _ in range(MOST + 20)]
+        assert is_closed(flood[0])
+        assert is_closed(patient, 0.05) is False
+    for each in (patient, *flood):
+        each.close()
+
+
+def test_a_frame_of_2_gb_before_the_handshake_is_cut_off_at_its_header(server: Victim) -> None:
+    source = new_source()
+    with server.under_attack(), connect(server.port, source) as stranger:
+        stranger.sendall(greeting() + frame_header(TWO_GB, command=True))
+        assert is_closed(stranger)
+    assert len(server.lines_about(source)) == 1
+
+
+def test_what_strangers_announce_and_send_takes_little_memory(server: Victim) -> None:
+    """The longest frame that ZeroMQ takes, sent nearly whole by as many as the door lets stand."""
+    source = new_source()
+    frame = frame_header(MAX_FRAME_BYTES, command=True) + bytes(MAX_FRAME_BYTES - 1)
+    with server.under_attack(room_mib=(MOST + 1) * 0.2):
+        held = [connect(server.port, source) for _ in range(MOST)]
+        for stranger in held:
+            stranger.sendall(greeting() + frame)
+    for stranger in held:
+        stranger.close()
+
+
+def test_a_frame_of_2_gb_after_the_handshake_is_cut_off_at_its_header(server: Victim) -> None:
+    with server.under_attack(), Proxy(server.port, new_source()) as proxy:
+        genuine = TCPStore("127.0.0.1", proxy.port, timeout=timedelta(seconds=10), key=server.key)
+        proxy.server.sendall(frame_header(TWO_GB, command=False))
+        assert proxy.server_hung_up.wait(10)
+        genuine.close()
+
+
+def test_a_request_that_is_played_back_within_its_session_is_not_carried_out(
+    server: Victim,
+) -> None:
+    with server.under_attack(), Proxy(server.port, new_source()) as proxy:
+        genuine = TCPStore("127.0.0.1", proxy.port, timeout=timedelta(seconds=10), key=server.key)
+        before = len(proxy.recorded)
+        assert genuine.add("played back", 1) == 1
+        request = proxy.recorded[before:]
+        assert b"MESSAGE" in request
+        proxy.server.sendall(request)
+        proxy.server.sendall(request[:-1] + bytes([request[-1] ^ 1]))
+        proxy.server.sendall(b"\x00\x05hello")
+        genuine.close()
+    keeper = server.client()
+    assert keeper.add("played back", 1) == 2
+    keeper.close()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"\xc1",
+        b"\x95\xa3set",
+        b"\xdd\xff\xff\xff\xff",  # an array of 4 billion
+        b"\x92\xa3set\xdb\xff\xff\xff\xff",  # a text of 4 GB
+        b"\x91" * 50_000,  # nested 50,000 deep
+        msgspec.msgpack.encode(["kill"]),
+        msgspec.msgpack.encode(["wait", ["k"], [], 0, float("inf")]),
+        msgspec.msgpack.encode(["wait", ["k"], [], 0, float("nan")]),
+        msgspec.msgpack.encode(["wait", ["k"], [], 0, -1.0]),
+        msgspec.msgpack.encode(["set", ["k"] * 3, [b""]]),
+        msgspec.msgpack.encode(["add", ["k"], [], 2**64 - 1]),
+    ],
+    ids=lambda message: repr(message[:12]),
+)
+def test_malformed_requests_of_a_member_are_refused(message: bytes, server: Victim) -> None:
+    with server.under_attack(), member(server.port, new_source(), server.key) as rogue:
+        rogue.send(message)
+        assert msgspec.msgpack.decode(rogue.recv())[0] == "error"
+        rogue.send(pack(Request("check")))
+        assert msgspec.msgpack.decode(rogue.recv())[0] == "ok"
+
+
+def test_a_message_longer_than_any_request_is_refused(tmp_path: Path) -> None:
+    limit = 4 * MAX_FRAME_BYTES
+    with (
+        victim(tmp_path, wire={"MAX_MESSAGE_BYTES": limit}) as server,
+        server.under_attack(),
+        member(server.port, new_source(), server.key) as rogue,
+    ):
+        rogue.send_multipart([bytes(MAX_FRAME_BYTES)] * 5)
+        assert msgspec.msgpack.decode(rogue.recv())[0] == "error"
+
+
+def test_a_member_that_never_reads_is_told_of_and_takes_no_memory(server: Victim) -> None:
+    value = bytes(MAX_FRAME_BYTES)
+    request = pack(Request("get", ("big",)))
+    keeper = server.client()
+    keeper.set("big", value)
+    with server.under_attack(room_mib=32), member(server.port, new_source(), server.key) as rogue:
+        for _ in range(2_000):  # 128 MB of answers
+            rogue.send(request)
+        assert len(server.lines_about("does not read its answers")) == 1
+    keeper.delete_key("big")
+    keeper.close()
+
+
+def test_a_member_that_floods_holds_nobody_up(server: Victim) -> None:
+    request = pack(Request("add", ("flood",), amount=1))
+    with server.under_attack(), member(server.port, new_source(), server.key) as rogue:
+        rogue.rcvhwm = 0
+        for _ in range(5_000):
+            rogue.send(request)
+
+
+def test_a_member_that_waits_for_much_at_once_waits_for_one_thing(server: Victim) -> None:
+    with server.under_attack(), member(server.port, new_source(), server.key) as rogue:
+        rogue.send(pack(Request("wait", ("never",), timeout_s=1e9)))
+        for i in range(100):
+            rogue.send(pack(Request("wait", (f"never {i}",), timeout_s=1e9)))
+            assert msgspec.msgpack.decode(rogue.recv())[0] == "error"

@@ -1,0 +1,133 @@
+"""A server in a process of its own, with a genuine client beside it, to be attacked."""
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+
+from dure.store import JobKey, TCPStore
+from dure.store.key import mint
+from procs.store_programs import Program, line, running
+
+SERVER = """
+import logging
+from dure.store import door, wire
+logging.basicConfig(filename=args[0], level=logging.WARNING, format="%(message)s")
+for module, names in json.loads(args[1]).items():
+    for name, value in names.items():
+        setattr({"door": door, "wire": wire}[module], name, value)
+store = TCPStore("127.0.0.1", 0, is_master=True)
+say(store.port)
+sys.stdin.readline()
+store.close()
+"""
+
+BYSTANDER_BREAK_S = 0.002
+
+
+@dataclass
+class Bystander:
+    """A genuine client that works while the server is attacked."""
+
+    store: TCPStore
+    calls: int = 0
+    longest_s: float = 0.0
+    error: BaseException | None = None
+    _over: threading.Event = field(default_factory=threading.Event)
+    _began: threading.Event = field(default_factory=threading.Event)
+
+    def work(self) -> None:
+        try:
+            while not self._over.wait(BYSTANDER_BREAK_S):
+                self._began.set()
+                start = time.perf_counter()
+                self.calls += 1
+                assert self.store.add("bystander", 1) > 0
+                self.longest_s = max(self.longest_s, time.perf_counter() - start)
+        except BaseException as error:
+            self.error = error
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        thread = threading.Thread(target=self.work)
+        thread.start()
+        self._began.wait(30)
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join(30)
+
+
+@dataclass
+class Victim:
+    """The server: its process, port and key, and what it writes into its log."""
+
+    program: Program
+    port: int
+    key: JobKey
+    log: Path
+
+    @property
+    def rss_mib(self) -> float:
+        return psutil.Process(self.program.pid).memory_info().rss / 2**20
+
+    @property
+    def descriptors(self) -> int:
+        return psutil.Process(self.program.pid).num_fds()
+
+    def lines(self) -> list[str]:
+        return self.log.read_text().splitlines()
+
+    def client(self) -> TCPStore:
+        return TCPStore("127.0.0.1", self.port, timeout=timedelta(seconds=20), key=self.key)
+
+    def lines_about(self, who: str, least: int = 1) -> list[str]:
+        """The log's lines with `who` in them, when there are `least`."""
+        deadline = time.monotonic() + 10
+        while len(found := [text for text in self.lines() if who in text]) < least:
+            assert time.monotonic() < deadline, f"{who} is not in the log: {self.lines()[-5:]}"
+            time.sleep(0.005)
+        return found
+
+    @contextlib.contextmanager
+    def under_attack(self, room_mib: float = 16, patience_s: float = 2) -> Iterator[Bystander]:
+        """Attack inside: a genuine client works meanwhile, and memory stays what it was."""
+        store = self.client()
+        before = self.rss_mib
+        bystander = Bystander(store)
+        with bystander.working():
+            yield bystander
+        grown = self.rss_mib - before
+        store.close()
+        newcomer = self.client()
+        newcomer.set("after", "the attack")
+        newcomer.close()
+        assert bystander.error is None, bystander.error
+        assert bystander.calls > 0
+        assert bystander.longest_s < patience_s
+        assert grown < room_mib, f"{grown:.1f} MiB more"
+
+
+@contextlib.contextmanager
+def victim(folder: Path, **settings: dict[str, float]) -> Iterator[Victim]:
+    """A server with its own key; `settings` changes numbers of `door` and `wire`."""
+    key = mint()
+    path = folder / "key"
+    path.touch(0o600)
+    path.write_bytes(key.raw)
+    log = folder / "log"
+    log.touch()
+    code = "import json\n" + SERVER
+    with running((code, str(log), json.dumps(settings)), DURE_JOB_KEY_FILE=path) as (program,):
+        yield Victim(program, int(line(program)), key, log)
+        assert program.poll() is None, "the server has ended"
+        if os.environ.get("SHOW_LOG"):
+            print(log.read_text())

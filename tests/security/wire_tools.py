@@ -1,0 +1,135 @@
+"""What an attacker has: plain sockets, forged ZMTP bytes, a proxy that records, a peer with a key.
+
+Every attack comes from an address of its own (all of 127.0.0.0/8 is this machine), so that the
+server's log can be asked who it was.
+"""
+
+import contextlib
+import itertools
+import socket
+import threading
+from collections.abc import Iterator
+
+import zmq
+
+from dure.store.key import CurvePair, JobKey
+from dure.store.wire import FRAME_LIMIT
+
+_numbers = itertools.count(2)
+
+SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
+
+
+def greeting(mechanism: bytes = b"CURVE") -> bytes:
+    """The 64 bytes that a ZMTP 3.1 client begins with."""
+    return SIGNATURE + b"\x03\x01" + mechanism.ljust(20, b"\0") + bytes(32)
+
+
+def frame_header(size: int, command: bool) -> bytes:
+    """The header of a long frame that announces `size` bytes."""
+    return (b"\x06" if command else b"\x02") + size.to_bytes(8, "big")
+
+
+def new_source() -> str:
+    """An address of this machine that no attack has come from before."""
+    number = next(_numbers)
+    return f"127.66.{number // 250}.{1 + number % 250}"
+
+
+def connect(port: int, source: str) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), 10, source_address=(source, 0))
+
+
+def is_closed(stranger: socket.socket, timeout_s: float = 10) -> bool:
+    """Whether the server closes the connection; what it says before is thrown away."""
+    stranger.settimeout(timeout_s)
+    try:
+        while stranger.recv(65536):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+@contextlib.contextmanager
+def peer(
+    port: int,
+    source: str,
+    server: bytes | None = None,
+    own: CurvePair | None = None,
+    plain: bool = False,
+) -> Iterator[zmq.Socket[bytes]]:
+    """A ZeroMQ client with the given keys, or none: mechanism CURVE, PLAIN or NULL."""
+    with zmq.Context() as context:
+        client = context.socket(zmq.DEALER)
+        client.linger = 0
+        client.reconnect_ivl = -1
+        client.sndhwm = client.rcvhwm = 1
+        client.sndtimeo = client.rcvtimeo = 5000
+        client.maxmsgsize = FRAME_LIMIT
+        if own is not None and server is not None:
+            client.curve_secretkey, client.curve_publickey = own.secret, own.public
+            client.curve_serverkey = server
+        if plain:
+            client.plain_username, client.plain_password = b"admin", b"admin"
+        client.connect(f"tcp://{source}:0;127.0.0.1:{port}")
+        try:
+            yield client
+        finally:
+            client.close(0)
+
+
+def member(
+    port: int, source: str, key: JobKey
+) -> contextlib.AbstractContextManager[zmq.Socket[bytes]]:
+    """A client that holds the job key, and says what it likes."""
+    return peer(port, source, key.pair("store server").public, key.pair("store client"))
+
+
+class Proxy:
+    """Stands between a client and the server: keeps what the client sent, can add to it."""
+
+    def __init__(self, port: int, source: str) -> None:
+        self.recorded = b""
+        self.server_hung_up = threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._target, self._source = port, source
+        self._sockets: list[socket.socket] = [self._listener]
+        self._threads = [threading.Thread(target=self._run)]
+        self._threads[0].start()
+
+    def _run(self) -> None:
+        try:
+            client, _ = self._listener.accept()
+        except OSError:
+            return
+        self.server = connect(self._target, self._source)
+        self._sockets += [client, self.server]
+        back = threading.Thread(target=self._pump, args=(self.server, client, False))
+        self._threads.append(back)
+        back.start()
+        self._pump(client, self.server, True)
+
+    def _pump(self, source: socket.socket, target: socket.socket, record: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if record:
+                    self.recorded += data
+                target.sendall(data)
+        if not record:
+            self.server_hung_up.set()
+
+    def __enter__(self) -> "Proxy":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in self._sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(5)
+        for each in self._sockets:
+            each.close()
