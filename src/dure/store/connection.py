@@ -193,7 +193,7 @@ def dial(
         pause_s = min(2 * pause_s, 0.1)
     seen = (
         "the peer accepted the connection and then said nothing"
-        if outcome is None
+        if outcome in (None, _Outcome.OPEN)
         else "nobody listens there"
     )
     raise StoreTimeout(
