@@ -323,9 +323,7 @@ class _Session(Generic[T]):
         if not announced and self._plan is not None and not self._keeper.lost:
             with contextlib.suppress(StoreError):
                 self._council.announce(self._plan, self._state.standing())
-        world = current_world()
-        if world.default is not None:
-            leave(world, abort=True)
+        _close_groups(abort=True)
 
     # ---- commits -------------------------------------------------------------------------------
 
@@ -390,10 +388,17 @@ class _Session(Generic[T]):
         if not self._keeper.lost:
             with contextlib.suppress(StoreError):
                 self._council.leave()
-        world = current_world()
-        if world.default is not None:
-            leave(world, abort=not self._ended)
+        _close_groups(abort=not self._ended)
         self._keeper.close()
+
+
+def _close_groups(abort: bool) -> None:
+    """Close all groups of the epoch; nobody will meet under its keys again."""
+    world = current_world()
+    if world.rendezvous is not None:
+        world.rendezvous.forget()
+    if world.default is not None:
+        leave(world, abort=abort)
 
 
 def _without_frames(error: BaseException) -> BaseException:

@@ -22,6 +22,7 @@ from dure.launch.environment import (
     Round,
     rank_variables,
 )
+from dure.launch.guarding import guarded
 from dure.launch.loop import JobLoop
 from dure.launch.numa import threads_for
 from dure.launch.ports import reserve_port
@@ -29,7 +30,7 @@ from dure.launch.processes import adopting_orphans
 from dure.launch.program import check_program
 from dure.launch.report import root_cause, summary
 from dure.launch.signals import caught_signals
-from dure.launch.spawn import RankProcess, guarded, start_rank
+from dure.launch.spawn import RankProcess, start_rank
 from dure.launch.spec import Exit, JobResult, JobSpec, RankResult
 from dure.launch.supervisor import Supervisor, Timing
 from dure.launch.terminal import Terminal
@@ -86,8 +87,11 @@ def run_job(spec: JobSpec) -> JobResult:
             loop = JobLoop(address.name, supervisor, terminal, signals)
             try:
                 terminal.begin(first)
-                with guarded(name):
-                    _start_ranks(spec, address, first, loop, usable(zygote, signals, terminal.say))
+                with guarded(name, shows=spec.elastic and spec.on_line is None) as guardian:
+                    ready = usable(zygote, signals, terminal.say)
+                    _start_ranks(spec, address, first, loop, ready)
+                    for rank in loop.ranks if spec.elastic else ():
+                        guardian.watch(rank)
                     loop.run()
                 result = _result(spec, loop, time.monotonic() - started)
                 for line in summary(result):
@@ -154,7 +158,12 @@ def _timing(spec: JobSpec) -> Timing:
     settle_s = 0.0 if spec.trace_dir is None else _SETTLE_S
     if spec.grace_s is None:
         return Timing(settle_s=settle_s)
-    return Timing(grace_s=spec.grace_s, interrupt_grace_s=spec.grace_s, settle_s=settle_s)
+    return Timing(
+        grace_s=spec.grace_s,
+        interrupt_grace_s=spec.grace_s,
+        saving_s=spec.grace_s,
+        settle_s=settle_s,
+    )
 
 
 def _start_ranks(

@@ -205,7 +205,8 @@ class JobLoop:
 
     def _signalled(self) -> None:
         for number in read_signals(self._signals):
-            self._do(self.supervisor.interrupted(number, time.monotonic()))
+            caught = any(rank.catches(number) for rank in self.ranks)
+            self._do(self.supervisor.interrupted(number, time.monotonic(), caught=caught))
 
     def _do(self, actions: list[Action]) -> None:
         """Carry out what the supervisor wants, and what it wants upon that."""

@@ -19,13 +19,12 @@ import contextlib
 import ctypes
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["JobProcesses", "Process", "adopting_orphans", "guard"]
+__all__ = ["JobProcesses", "Process", "adopting_orphans"]
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
@@ -173,14 +172,3 @@ def adopting_orphans() -> Iterator[None]:
         yield
     finally:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
-
-
-def guard(fd: int, job: str) -> None:
-    """Wait for the launcher, which holds the other end of the pipe `fd`, to end; then clean up."""
-    while os.read(fd, 1):
-        pass
-    JobProcesses((), job).kill_all()
-
-
-if __name__ == "__main__":
-    guard(int(sys.argv[1]), sys.argv[2])

@@ -16,7 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,9 +25,8 @@ from dure.launch.numa import bound_cpus, bound_to
 from dure.launch.spec import Exit, JobSpec, Kind
 from dure.launch.zygote import ForkOrder, Zygote
 
-__all__ = ["RankProcess", "guarded", "start_rank"]
+__all__ = ["RankProcess", "start_rank"]
 
-_GUARDIAN = str(Path(__file__).with_name("processes.py"))
 _CHILD = str(Path(__file__).with_name("child.py"))
 
 
@@ -84,12 +83,16 @@ class RankProcess:
         The kernel knows. It is asked because that signal kills a process that does not catch it:
         one that is still starting, or one whose program was replaced by exec.
         """
+        return self.catches(STACK_SIGNAL)
+
+    def catches(self, number: int) -> bool:
+        """Tell whether the process has a handler for signal `number`."""
         try:
             status = Path(f"/proc/{self.pid}/status").read_text()
         except OSError:
             return False
         caught = next((x for x in status.splitlines() if x.startswith("SigCgt:")), "SigCgt: 0")
-        return bool(int(caught.split()[1], 16) >> (STACK_SIGNAL - 1) & 1)
+        return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
     def release(self) -> None:
         """Reap the process, which must have ended, and close what the launcher holds of it."""
@@ -208,35 +211,3 @@ def _order(start: _Start) -> ForkOrder:
 def _mortal_launcher(spec: JobSpec) -> int:
     """Return whose death ends the ranks: this process, or 0 for nobody where they may go on."""
     return 0 if spec.elastic else os.getpid()
-
-
-@contextlib.contextmanager
-def guarded(job: str) -> Iterator[None]:
-    """Keep a guardian: a process that ends what is left of the job if the launcher is killed.
-
-    Ranks end with the launcher by themselves (see `child.py`), but what they started does not. The
-    guardian waits at a pipe whose other end only the launcher holds, so it cannot miss its death;
-    it lives in a session of its own, so that what kills the launcher's does not reach it.
-    Cost: 20 ms of processor time, beside the start of the ranks.
-    """
-    read, write = os.pipe()
-    try:
-        guardian = subprocess.Popen(
-            [sys.executable, "-I", "-S", _GUARDIAN, str(read), job],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=(read,),
-            start_new_session=True,
-        )
-    except BaseException:
-        os.close(write)
-        raise
-    finally:
-        os.close(read)
-    try:
-        yield
-    finally:
-        guardian.kill()
-        guardian.wait()
-        os.close(write)

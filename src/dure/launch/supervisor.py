@@ -7,6 +7,7 @@ The driver (`dure.launch.job`) tells the machine what happened (*events*) and do
        │                                       ▲                          ▲
        ├──all ranks succeeded──▶ LEAVING ──────┤ processes remain         │
        ├──SIGTERM, SIGHUP──────────────────────┤                          │
+       ├──SIGTERM that ranks catch──▶ SAVING ──┤                          │
        └──SIGINT──▶ INTERRUPTING ──────────────┘      a second SIGINT ────┘
 
 With `keep_going` a rank that fails is only noted while others run; the job ends when all have,
@@ -14,9 +15,11 @@ well if one of them did, and otherwise as above.
 
 EXPLAINING asks the other ranks where they are, before anything makes them move, and lets a rank
 that reported a crash get to its end. INTERRUPTING has passed the SIGINT on to the ranks, as a
-terminal would. ENDING has sent SIGTERM to every process of the job, KILLING sends SIGKILL until
-none is left. Every state but RUNNING has a deadline, so the job ends whatever the ranks do. The
-last state, DONE, is reached when all ranks have exited and no process of the job was left.
+terminal would. SAVING has passed SIGTERM on to ranks that have a handler for it, and not to what
+they started (a loader's workers are needed for saving). ENDING has sent SIGTERM to every process of
+the job, KILLING sends SIGKILL until none is left. Every state but RUNNING has a deadline, so the
+job ends whatever the ranks do. The last state, DONE, is reached when all ranks have exited and no
+process of the job was left.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ class Phase(Enum):
     EXPLAINING = "a rank failed; the others are asked where they are"
     INTERRUPTING = "SIGINT was passed on to the ranks"
     LEAVING = "all ranks succeeded; processes they started may still be leaving"
+    SAVING = "SIGTERM was passed on to the ranks, which catch it and may save"
     ENDING = "SIGTERM was sent to everything"
     KILLING = "SIGKILL is being sent to everything"
     DONE = "nothing is left"
@@ -48,16 +52,17 @@ class Timing:
 
     `stacks_s`: for the other ranks' stacks; `crash_s`: for a rank that reported a crash to exit;
     `grace_s` and `interrupt_grace_s`: from asking politely to SIGKILL, after a failure and after
-    Ctrl-C or SIGTERM; `leave_s`: for processes that outlive successful ranks to leave by
-    themselves; `sweep_s`: between two looks for remaining processes; `give_up_s`: for SIGKILL to
-    work, which only a process stuck in the kernel resists; `settle_s`: for the other ranks to fail
-    because of the first, and to write down what they did.
+    Ctrl-C or SIGTERM; `saving_s`: after SIGTERM, for ranks that catch it; `leave_s`: for processes
+    that outlive successful ranks to leave by themselves; `sweep_s`: between two looks for remaining
+    processes; `give_up_s`: for SIGKILL to work, which only a process stuck in the kernel resists;
+    `settle_s`: for the other ranks to fail because of the first, and to write down what they did.
     """
 
     stacks_s: float = 0.3
     crash_s: float = 0.6
     grace_s: float = 5.0
     interrupt_grace_s: float = 0.6
+    saving_s: float = 30.0
     leave_s: float = 0.2
     sweep_s: float = 0.02
     give_up_s: float = 5.0
@@ -150,14 +155,24 @@ class Supervisor:
         self._silent.discard(rank)
         return self._explained(now) if self.phase is Phase.EXPLAINING else []
 
-    def interrupted(self, number: int, now: float) -> list[Action]:
-        """Take note of a signal to the launcher: the first is polite, the second kills."""
+    def interrupted(self, number: int, now: float, *, caught: bool = False) -> list[Action]:
+        """Take note of a signal to the launcher: the first is polite, the second kills.
+
+        Args:
+            number: Which signal.
+            now: The time.
+            caught: Whether a rank has a handler for it.
+        """
         if self.phase is Phase.DONE:
             return []
         if self.interrupted_by is not None:
             return self._kill(now)
         self.interrupted_by = number
         self._mark_survivors()
+        if number == signal.SIGTERM and caught and self.alive:
+            self.phase = Phase.SAVING
+            self._deadline = now + self._timing.saving_s
+            return [Signal(signal.SIGTERM, everything=False)]
         if number != signal.SIGINT or not self.alive:
             return self._end(now, self._timing.interrupt_grace_s)
         self.phase = Phase.INTERRUPTING
@@ -173,7 +188,7 @@ class Supervisor:
             self._deadline = self._sweep_at = None
             return []
         self._sweep_at = now + self._timing.sweep_s
-        if self.phase in (Phase.EXPLAINING, Phase.INTERRUPTING):
+        if self.phase in (Phase.EXPLAINING, Phase.INTERRUPTING, Phase.SAVING):
             return self._end(now, self._grace)
         return []
 
@@ -200,7 +215,7 @@ class Supervisor:
             return self._end(now, self._grace)
         if self.phase is Phase.INTERRUPTING:
             return self._end(now, self._grace / 2)
-        if self.phase is Phase.ENDING:
+        if self.phase in (Phase.SAVING, Phase.ENDING):
             return self._kill(now)
         self.phase = Phase.DONE  # SIGKILL did not help: nothing else would
         self._deadline = self._sweep_at = None

@@ -149,6 +149,15 @@ class Rendezvous:
             self._holder = found[0] if found else None
         self.store = PrefixStore(name, self.store)
 
+    def forget(self) -> None:
+        """Leave without a goodbye: the store is lost, or nobody will meet under these keys again.
+
+        The store that was met in stays open.
+        """
+        self._closed = True
+        _open.discard(self)
+        _active.discard(self.members[self.rank].token)
+
     def close(self) -> None:
         """Leave; safe to call twice, and without effect in a forked child.
 
@@ -156,9 +165,7 @@ class Rendezvous:
         """
         if self._closed or self.members[self.rank].pid != os.getpid():
             return
-        self._closed = True
-        _open.discard(self)
-        _active.discard(self.members[self.rank].token)
+        self.forget()
         _leave(self._base, self._keys, self._number, self._generation, self._owns)
 
 
