@@ -299,6 +299,7 @@ def _take_descriptors(numbers: list[int], fds: list[int]) -> int:
 def _open_stdin() -> io.TextIOWrapper:
     """Open descriptor 0 as the interpreter does when it starts."""
     old = sys.stdin
+    assert isinstance(old, io.TextIOWrapper)
     raw = io.FileIO(0, closefd=False)
     raw.name = "<stdin>"  # pyright: ignore[reportAttributeAccessIssue]
     text = io.TextIOWrapper(
@@ -318,9 +319,9 @@ def _draw_anew() -> None:
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
-    torch = sys.modules.get("torch")
-    if hasattr(torch, "default_generator"):  # not torch.seed(), which asks for CUDA as well
-        torch.default_generator.seed()
+    generator = getattr(sys.modules.get("torch"), "default_generator", None)
+    if generator is not None:  # torch.seed() would ask for CUDA as well
+        generator.seed()
     processes = sys.modules.get("multiprocessing.process")
     if processes is not None:
         processes.current_process().authkey = os.urandom(32)
