@@ -26,7 +26,6 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.metadata import PackageNotFoundError, requires
 
 import dure
 from dure.launch.child import first_path
@@ -203,9 +202,11 @@ def _find(name: str, path: list[str]) -> ModuleSpec | None:
 
 def _requires_torch(package: str) -> bool:
     """Tell whether an installed package says that it needs torch, without an extra."""
+    from importlib import metadata  # lazy: 20 ms, and most programs that run here name torch
+
     try:
-        needed = requires(package) or []
-    except (PackageNotFoundError, ValueError):
+        needed = metadata.requires(package) or []
+    except (metadata.PackageNotFoundError, ValueError):
         return False
     return any(re.match(r"torch\b(?![-_.])", line) and "extra" not in line for line in needed)
 

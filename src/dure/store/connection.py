@@ -14,10 +14,10 @@ import itertools
 import time
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from dure.errors import StoreLost, StoreRefused, StoreTimeout
 from dure.store.key import JobKey
+from dure.store.monitor import read_event
 from dure.store.wire import FRAME_LIMIT, MAX_FRAME_BYTES, Request, frames_of, pack
 
 __all__ = ["Connection", "answers", "dial", "lost"]
@@ -104,7 +104,7 @@ class Connection:
         """Wait for the handshake; None if nothing was heard in time."""
         if not self._monitor.poll(max(1, int(timeout_s * 1000))):
             return None
-        return _OUTCOMES[zmq.Event(recv_monitor_message(self._monitor)["event"])]
+        return _OUTCOMES[zmq.Event(read_event(self._monitor)[0])]
 
     @property
     def broken(self) -> bool:

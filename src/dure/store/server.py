@@ -28,7 +28,6 @@ from hmac import compare_digest
 import msgspec
 import zmq
 from zmq.utils import z85
-from zmq.utils.monitor import recv_monitor_message
 
 from dure.errors import DureError, StoreError
 from dure.store.address import Address, check_not_wildcard
@@ -36,6 +35,7 @@ from dure.store.board import Answer, Board
 from dure.store.door import Door, close_inherited
 from dure.store.key import JobKey
 from dure.store.lifetime import at_process_end
+from dure.store.monitor import read_event
 from dure.store.wire import FRAME_LIMIT, Reply, frames_of, join, pack, read_request
 
 __all__ = [
@@ -331,8 +331,8 @@ class StoreServer:
     def _watch(self) -> None:
         """Follow who connects, leaves or is refused."""
         while self._monitor.poll(0):
-            message = recv_monitor_message(self._monitor)
-            gone = self._door.event(message["event"], message["value"], time.monotonic())
+            event, value = read_event(self._monitor)
+            gone = self._door.event(event, value, time.monotonic())
             if gone:
                 self._board.leave(gone)
 

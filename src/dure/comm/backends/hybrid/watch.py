@@ -28,7 +28,6 @@ from typing import Protocol
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.hybrid.fate import Verdict
@@ -37,6 +36,7 @@ from dure.errors import RendezvousTimeout
 from dure.store.address import outward_address
 from dure.store.base import Store
 from dure.store.identity import myself
+from dure.store.monitor import read_event
 
 __all__ = ["SILENCE_S", "Watch"]
 
@@ -308,7 +308,7 @@ class Watch:
     def _broke(self, line: _Line) -> None:
         """A line broke: see whether the other leader had said goodbye."""
         with contextlib.suppress(zmq.Again):
-            recv_monitor_message(line.monitor, zmq.NOBLOCK)
+            read_event(line.monitor, zmq.NOBLOCK)
         self._hear(line)
         if not line.over:
             self._lose(line, "the connection to it broke")
