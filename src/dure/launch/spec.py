@@ -134,7 +134,7 @@ class JobSpec:
     kind: Kind = "script"
     nproc: int = 1
     env: Mapping[str, str | None] = field(default_factory=_no_variables)
-    key: bytes | None = None
+    key: bytes | None = field(default=None, repr=False)
     log_dir: Path | None = None
     trace_dir: Path | None = None
     on_line: Callable[[Line], None] | None = None

@@ -18,13 +18,13 @@ public key, so each proves to the other that it holds the job key, and neither e
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
-import stat
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from hmac import compare_digest
 from pathlib import Path
+from typing import NoReturn
 
 import zmq
 from zmq.utils import z85
@@ -32,6 +32,7 @@ from zmq.utils import z85
 from dure import env
 from dure.errors import StoreError
 from dure.store.address import is_local
+from dure.store.keyfile import make_key_file, read_key_file
 
 __all__ = [
     "KEY_BYTES",
@@ -47,6 +48,13 @@ __all__ = [
 KEY_BYTES = 32
 
 
+def _refuse_to_travel(self: object, protocol: object = None) -> NoReturn:
+    raise StoreError(
+        f"a {type(self).__name__} is not pickled: what is pickled ends up in files and messages",
+        fix="Hand the key on as `dure run` does: by descriptor, or as the path of a key file.",
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePair:
     """A CURVE key pair in ZeroMQ's text form (Z85)."""
@@ -54,21 +62,52 @@ class CurvePair:
     public: bytes
     secret: bytes = field(repr=False)
 
+    __reduce_ex__ = _refuse_to_travel
 
-@dataclass(frozen=True, slots=True)
+
 class JobKey:
-    """The secret of a job; its text form shows a fingerprint, never the key."""
+    """The secret of a job.
 
-    raw: bytes = field(repr=False)
+    Its text form shows a fingerprint, never the key. It cannot be pickled, it is no dataclass that
+    `asdict` would take apart, and keys are compared in constant time. A copy is the key itself.
 
-    def __post_init__(self) -> None:
-        if len(self.raw) != KEY_BYTES:
+    Args:
+        raw: The 32 bytes.
+
+    Raises:
+        StoreError: There are more of them, or fewer.
+    """
+
+    __slots__ = ("_raw",)
+
+    def __init__(self, raw: bytes) -> None:
+        if len(raw) != KEY_BYTES:
             raise StoreError(
-                "a job key has the wrong length", seen=f"{len(self.raw)} bytes, not {KEY_BYTES}"
+                "a job key has the wrong length", seen=f"{len(raw)} bytes, not {KEY_BYTES}"
             )
+        self._raw = bytes(raw)
+
+    @property
+    def raw(self) -> bytes:
+        """The 32 bytes."""
+        return self._raw
 
     def __repr__(self) -> str:
         return f"JobKey(fingerprint={self.fingerprint})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, JobKey) and compare_digest(self._raw, other._raw)
+
+    def __hash__(self) -> int:
+        return hash(self.derive("hash"))
+
+    def __copy__(self) -> JobKey:
+        return self
+
+    def __deepcopy__(self, memo: object) -> JobKey:
+        return self
+
+    __reduce_ex__ = _refuse_to_travel
 
     @property
     def fingerprint(self) -> str:
@@ -78,7 +117,7 @@ class JobKey:
     def derive(self, purpose: str) -> bytes:
         """Return 32 bytes for one purpose; those of another purpose cannot be found from them."""
         return blake2b(
-            purpose.encode(), key=self.raw, person=b"dure job key", digest_size=32
+            purpose.encode(), key=self._raw, person=b"dure job key", digest_size=32
         ).digest()
 
     def pair(self, purpose: str) -> CurvePair:
@@ -169,44 +208,16 @@ def key_from_file(path: Path) -> JobKey:
     """Return the key in a file.
 
     Raises:
-        StoreError: It cannot be read, holds no key, or is open to other users.
+        StoreError: It cannot be read, holds no key, or another user could have read or written it
+            (see `dure.store.keyfile`).
     """
-    try:
-        with path.open("rb") as file:
-            info = os.fstat(file.fileno())
-            raw = file.read(KEY_BYTES + 1)
-    except OSError as error:
-        raise StoreError(
-            "the job key's file cannot be read",
-            seen=f"{path}: {error.strerror}",
-            fix="Check the path, or remove DURE_JOB_KEY_FILE to use your own key.",
-        ) from None
-    mode = stat.S_IMODE(info.st_mode)
-    if info.st_uid != os.getuid() or mode & 0o077:
-        raise StoreError(
-            "the job key's file is open to other users",
-            seen=f"{path} has mode {mode:04o} and belongs to user {info.st_uid}",
-            fix=f"Run `chmod 600 {path}` (and chown it to yourself).",
-        )
-    return JobKey(raw)
+    return JobKey(read_key_file(path, KEY_BYTES + 1))
 
 
 def _make(path: Path) -> JobKey:
-    """Make the user's key file; of several ranks that try at once, all return the same key.
-
-    The key is written to a file of its own and then linked into place: a link either appears
-    whole or, if another rank was first, fails.
-    """
-    draft = path.with_name(f".key-{os.getpid()}-{secrets.token_hex(4)}")
+    """Make the user's key file; of several ranks that try at once, all return the same key."""
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
-            file.write(mint().raw)
-        try:
-            with contextlib.suppress(FileExistsError):
-                os.link(draft, path)
-        finally:
-            draft.unlink()
+        make_key_file(path, secrets.token_bytes(KEY_BYTES))
     except OSError as error:
         raise StoreError(
             "the user's key cannot be made",

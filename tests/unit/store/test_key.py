@@ -1,10 +1,13 @@
 """Where the job key comes from, and that it stays a secret."""
 
+import copy
+import json
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 
@@ -25,7 +28,7 @@ def test_the_text_form_does_not_show_the_key() -> None:
 
 def test_the_fingerprint_tells_keys_apart() -> None:
     key = mint()
-    assert key.fingerprint == pickle.loads(pickle.dumps(key)).fingerprint
+    assert key.fingerprint == JobKey(key.raw).fingerprint
     assert key.fingerprint != mint().fingerprint
 
 
@@ -117,3 +120,89 @@ def test_a_home_that_cannot_be_looked_into_is_an_error(monkeypatch: pytest.Monke
     monkeypatch.setenv("XDG_CONFIG_HOME", "/" + 300 * "x")  # ENAMETOOLONG, also for root
     with pytest.raises(StoreError):
         load_for("127.0.0.1")
+
+
+def test_a_key_is_neither_pickled_nor_taken_apart() -> None:
+    key = mint()
+    for secret in (key, key.pair("store server")):
+        with pytest.raises(StoreError):
+            pickle.dumps(secret)
+        with pytest.raises(StoreError):
+            pickle.dumps({"deep": [secret]}, protocol=0)
+    with pytest.raises(TypeError):
+        json.dumps(key)
+    with pytest.raises(TypeError):
+        msgspec.json.encode(key)
+    assert not hasattr(key, "__dict__")
+    assert copy.deepcopy({"key": key})["key"] == key
+
+
+def test_equal_keys_are_equal() -> None:
+    key = mint()
+    assert key == JobKey(bytes(key.raw))
+    assert len({key, JobKey(bytes(key.raw)), mint()}) == 2
+    assert key != key.raw
+
+
+def test_a_symbolic_link_of_our_own_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = mint()
+    written(tmp_path / "key", key)
+    (tmp_path / "link").symlink_to(tmp_path / "key")
+    monkeypatch.setenv("DURE_JOB_KEY_FILE", str(tmp_path / "link"))
+    assert load_for(ELSEWHERE) == key
+
+
+@pytest.mark.parametrize("who", ["link", "file", "directory"])
+def test_what_belongs_to_another_user_is_refused(
+    who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give files away")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    written(folder / "key", mint())
+    (folder / "link").symlink_to("key")
+    path = {"link": folder / "link", "file": folder / "key", "directory": folder}[who]
+    os.chown(path, 65534, 65534, follow_symlinks=False)
+    monkeypatch.setenv("DURE_JOB_KEY_FILE", str(folder / "link"))
+    with pytest.raises(StoreError):
+        load_for("localhost")
+
+
+@pytest.mark.parametrize(("mode", "good"), [(0o777, False), (0o775, False), (0o1777, True)])
+def test_the_directory_must_be_closed_to_others_or_sticky(
+    mode: int, good: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = mint()
+    written(tmp_path / "key", key)
+    tmp_path.chmod(mode)
+    monkeypatch.setenv("DURE_JOB_KEY_FILE", str(tmp_path / "key"))
+    if good:
+        assert load_for(ELSEWHERE) == key
+    else:
+        with pytest.raises(StoreError) as caught:
+            load_for(ELSEWHERE)
+        assert "chmod go-w" in caught.value.fix
+    tmp_path.chmod(0o700)
+
+
+def test_a_pipe_in_place_of_the_file_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "key", 0o600)
+    monkeypatch.setenv("DURE_JOB_KEY_FILE", str(tmp_path / "key"))
+    with pytest.raises(StoreError):
+        load_for("localhost")
+    monkeypatch.setenv("DURE_JOB_KEY_FILE", "/dev/zero")
+    with pytest.raises(StoreError):
+        load_for("localhost")
+    monkeypatch.setenv("DURE_JOB_KEY_FILE", str(tmp_path))
+    with pytest.raises(StoreError):
+        load_for("localhost")
+
+
+def written(path: Path, key: JobKey) -> None:
+    path.touch(0o600)
+    path.write_bytes(key.raw)
