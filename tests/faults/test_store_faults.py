@@ -144,7 +144,7 @@ def test_a_rank_that_dies_before_all_came_is_named(kind: str, port: int, tmp_pat
 
 
 WATCH = """
-from dure.store.places import find_place
+from dure.store.finding import find_place
 from dure.store.prefix import PrefixStore
 spot = find_place("%s", 2, 3)
 store = spot.place.open(-1, 3, 20)

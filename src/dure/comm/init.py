@@ -26,8 +26,9 @@ from dure.comm.creation import (
 from dure.comm.futures import waiters
 from dure.comm.recording import begin_recording, end_recording
 from dure.comm.world import GroupMember, World, current_world, resolve
-from dure.errors import DureError, UsageError
+from dure.errors import DureError, RendezvousError, UsageError
 from dure.native import available as native_available
+from dure.placement import detect
 from dure.store.base import Store
 from dure.store.lifetime import at_process_end
 from dure.store.rendezvous import Rendezvous, rendezvous, rendezvous_at
@@ -87,8 +88,9 @@ def init_process_group(
         backend: "shm", "hybrid", "hybrid_mpi", "threads", "gloo", "mpi", "nccl", or one for each
             kind of device such as "cpu:hybrid,cuda:nccl". None: "shm" if all ranks share a host,
             else "hybrid", which is shared memory inside a host and gloo between hosts.
-        init_method: "env://", "tcp://HOST:PORT", or "file:///PATH". None: "env://"; under an MPI
-            launcher the ranks meet over MPI, with no environment variable at all.
+        init_method: "env://", "tcp://HOST:PORT", or "file:///PATH". None: "env://"; what RANK,
+            WORLD_SIZE, MASTER_ADDR and MASTER_PORT leave open is found where Slurm, an MPI
+            launcher or another cluster started the ranks (`dure env` shows what).
         timeout: How long operations wait for their peers (30 minutes by default); joining waits
             for the other ranks that long too, but at most 5 minutes.
         world_size: Ranks in the job; read from WORLD_SIZE where not given.
@@ -150,20 +152,36 @@ def init_process_group(
 def _meets_by_mpi(backend: str | None) -> bool:
     """Tell whether MPI is what the ranks know each other by, as far as one rank can tell.
 
-    It is where an MPI launcher started them and the program wants MPI, or the environment has no
-    other way; and for a program that wants MPI and was started without any launcher.
+    It is where the program wants MPI, unless RANK or WORLD_SIZE say otherwise without an MPI
+    launcher; and where an MPI launcher started the ranks on several hosts and its variables do not
+    say where rank 0 is. Those variables come first, for mpi4py may be built with another MPI than
+    the launcher's, and then every rank is alone in it.
     """
     named = set() if backend is None else set(parse_backend(backend).values())
     wanted = bool(named & {"mpi", "hybrid_mpi"})
     told_otherwise = env.text("RANK") is not None or env.text("WORLD_SIZE") is not None
-    if mpi_library.launched():
-        return wanted or (not told_otherwise and mpi_library.installed())
-    return wanted and not told_otherwise
+    if not mpi_library.launched():
+        return wanted and not told_otherwise
+    if wanted or told_otherwise:
+        return wanted
+    placement = detect(env.everything())
+    member = placement.member
+    placed = member is not None and (member.on_one_host or placement.endpoint is not None)
+    return not placed and mpi_library.installed()
 
 
 def _meet_by_mpi(timeout: timedelta, group_name: str) -> Rendezvous:
     began = time.monotonic()
     spot = find_mpi_place(timeout.total_seconds())
+    found = detect(env.everything())
+    if found.member is not None and spot.world_size != found.member.world_size:
+        raise RendezvousError(
+            "MPI and the launcher do not agree on the job",
+            seen=f"{found.system} started {found.member.world_size} processes, but mpi4py's MPI "
+            f"knows of {spot.world_size}",
+            fix="Start with the mpirun of the MPI that mpi4py was built with, and no other "
+            "(`python -m mpi4py --mpi-library`), or choose a backend that needs no MPI.",
+        )
     left_s = max(1.0, timeout.total_seconds() - (time.monotonic() - began))
     return rendezvous_at(spot, timedelta(seconds=left_s), group_name)
 

@@ -21,11 +21,12 @@ from dure import env
 from dure.elastic.roster import Member, Plan
 from dure.errors import StoreError, StoreLost, StoreTimeout
 from dure.store.base import Store
+from dure.store.finding import find_place
 from dure.store.identity import Identity, alive, process_at
 from dure.store.ladder import Ladder, rungs_of
 from dure.store.memory import HashStore
 from dure.store.network import NetworkStore, job_key
-from dure.store.places import LocalPlace, Spot, find_place
+from dure.store.places import LocalPlace, Spot
 from dure.store.prefix import PrefixStore
 
 __all__ = ["Keeper"]

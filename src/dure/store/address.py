@@ -17,7 +17,15 @@ from dure import env
 from dure.errors import StoreError
 from dure.store.base import Store
 
-__all__ = ["Address", "check_not_wildcard", "is_local", "is_wildcard", "outward_address", "resolve"]
+__all__ = [
+    "Address",
+    "check_not_wildcard",
+    "interface_to",
+    "is_local",
+    "is_wildcard",
+    "outward_address",
+    "resolve",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +121,27 @@ def outward_address(store: Store) -> str:
             address = resolve(host, 9)
         except StoreError:
             continue
-        with socket.socket(address.family, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect((address.ip, 9))  # sends nothing: only asks which interface it is
-            except OSError:
-                continue
-            return str(probe.getsockname()[0])
+        found = _source_address(address)
+        if found:
+            return found
     return resolve(socket.gethostname(), 9, "this host's own name").ip
+
+
+def interface_to(host: str) -> str | None:
+    """Return the address of this machine that leads to `host`; None if nothing does."""
+    try:
+        return _source_address(resolve(host, 9))
+    except StoreError:
+        return None
+
+
+def _source_address(to: Address) -> str | None:
+    with socket.socket(to.family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((to.ip, 9))  # sends nothing: only asks which interface it would be
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
 
 
 def _endpoint_of(store: Store) -> str | None:

@@ -1,10 +1,11 @@
-"""Where a job's store is: from an `init_method` and the environment to a `Place`, and to a store.
+"""Where a job's store is: a `Place`, which can be opened to get the store.
 
 A place is one of four:
 
 * `TcpPlace`: a host and a port. Rank 0 serves, unless the launcher does already.
 * `LocalPlace`: an abstract Unix socket of this host, under plain `torchrun` on one host.
-* `NearPlace`: one of a few ports above MASTER_PORT, under plain `torchrun` on several hosts.
+* `NearPlace`: one of a few ports above MASTER_PORT, under plain `torchrun` on several hosts, or
+  above one derived from the job's name, in a cluster.
 * `FilePlace`: a file.
 
 **Under torchrun** the agent itself listens on MASTER_PORT, with torch's own store, which speaks
@@ -26,13 +27,13 @@ import tempfile
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import parse_qs, urlsplit
 
 from dure import env
 from dure.errors import RendezvousError, StoreError, StoreTimeout
-from dure.store.address import resolve
+from dure.store.address import interface_to, resolve
 from dure.store.base import Store
 from dure.store.file import FileStore, remove_if_ended
 from dure.store.identity import alive
@@ -40,7 +41,7 @@ from dure.store.key import JobKey
 from dure.store.network import NetworkStore, job_key
 from dure.store.server import StoreServer, adopt, listen, listen_local
 
-__all__ = ["FilePlace", "LocalPlace", "NearPlace", "Place", "Spot", "TcpPlace", "find_place"]
+__all__ = ["FilePlace", "LocalPlace", "NearPlace", "Place", "Spot", "TcpPlace"]
 
 _NEAR_PORTS = 16
 _JOB = "dure/job"
@@ -139,11 +140,17 @@ class LocalPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NearPlace:
-    """One of the ports after `port`, which a foreign launcher holds."""
+    """One of the ports after `port`, which a foreign launcher holds, or anybody.
+
+    Attributes:
+        other: Another host of the job. Rank 0 listens on the interface that leads there where its
+            own host's name means loopback, as Debian's /etc/hosts has it.
+    """
 
     host: str
     port: int
     name: str
+    other: str | None = None
 
     @property
     def held_by_rank_0(self) -> bool:
@@ -177,8 +184,9 @@ class NearPlace:
 
     def _serve(self, key: JobKey | None, timeout_s: float) -> Store:
         server, last = None, StoreError("there is no port to listen on")
+        host = self._own_name()
         for port in self._ports():
-            at = resolve(env.text("DURE_STORE_BIND") or self.host, port, "MASTER_ADDR")
+            at = resolve(env.text("DURE_STORE_BIND") or host, port, "MASTER_ADDR")
             try:
                 server = adopt(at.endpoint) or StoreServer(listen(at), key)
                 break
@@ -186,10 +194,17 @@ class NearPlace:
                 last = error
         if server is None:
             raise last
-        endpoint = resolve(self.host, server.port, "MASTER_ADDR").endpoint
+        endpoint = resolve(host, server.port, "MASTER_ADDR").endpoint
         store = NetworkStore(endpoint, key, timedelta(seconds=timeout_s), server)
         store.set(_JOB, self.name)
         return store
+
+    def _own_name(self) -> str:
+        """Return by what name or address other hosts reach rank 0's host, where this runs."""
+        address = resolve(self.host, 0, "rank 0's host")
+        if self.other is None or not ip_address(address.ip).is_loopback:
+            return self.host
+        return interface_to(self.other) or self.host
 
     def _visit(self, port: int, key: JobKey | None, timeout_s: float) -> Store | None:
         """Return the store at `port` if it is there and this job's."""
@@ -248,122 +263,3 @@ class FilePlace:
                 fix=f"Delete it (rm {self.path}), or give each job a new path.",
             )
         return store
-
-
-def find_place(init_method: str | None, rank: int, world_size: int) -> Spot:
-    """Read an `init_method`; numbers given as arguments go before those of the URL or environment.
-
-    Raises:
-        RendezvousError: It is malformed, or an environment variable is missing.
-    """
-    url = init_method or "env://"
-    parts = urlsplit(url)
-    query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-    rank = rank if rank >= 0 or "rank" not in query else _number(url, query["rank"])
-    if world_size < 0 and "world_size" in query:
-        world_size = _number(url, query["world_size"])
-    if parts.scheme == "env":
-        return _from_environment(rank, world_size)
-    if parts.scheme == "tcp":
-        place: Place = _tcp_place(url)
-    elif parts.scheme == "file":
-        place = _file_place(url)
-    else:
-        raise RendezvousError(
-            "init_method cannot be understood",
-            seen=repr(url),
-            fix="Write env://, tcp://HOST:PORT or file:///PATH.",
-        )
-    if rank == -1 or world_size == -1:
-        missing = [n for n, v in (("rank", rank), ("world_size", world_size)) if v == -1]
-        raise RendezvousError(
-            f"{' and '.join(missing)} must be given with {parts.scheme}://",
-            fix=f"Pass {', '.join(f'{name}=...' for name in missing)} to init_process_group.",
-        )
-    return Spot(place=place, rank=rank, world_size=world_size)
-
-
-def _tcp_place(url: str) -> TcpPlace:
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host = port = None
-    if not host or not port:
-        raise RendezvousError(
-            "init_method names no host and port", seen=repr(url), fix="Write tcp://HOST:PORT."
-        )
-    return TcpPlace(host=host, port=port, name="tcp")
-
-
-def _file_place(url: str) -> FilePlace:
-    parts = urlsplit(url)
-    if parts.netloc not in ("", "localhost") or parts.path in ("", "/"):
-        raise RendezvousError(
-            "init_method names no file",
-            seen=repr(url),
-            fix="Write file:// and an absolute path, which makes three slashes: file:///PATH.",
-        )
-    return FilePlace(path=parts.path)
-
-
-def _number(url: str, value: str) -> int:
-    try:
-        return int(value)
-    except ValueError:
-        raise RendezvousError(
-            "init_method holds something that is not a whole number", seen=f"{value!r} in {url!r}"
-        ) from None
-
-
-def _from_environment(rank: int, world_size: int) -> Spot:
-    launcher = env.text("DURE_STORE_ADDR")
-    needed = ["RANK"] if rank == -1 else []
-    needed += ["WORLD_SIZE"] if world_size == -1 else []
-    needed += [] if launcher else ["MASTER_ADDR", "MASTER_PORT"]
-    _require(needed)
-    rank = (env.integer("RANK", -1) or 0) if rank == -1 else rank
-    world_size = (env.integer("WORLD_SIZE", -1) or 0) if world_size == -1 else world_size
-    return Spot(place=_environment_place(launcher, world_size), rank=rank, world_size=world_size)
-
-
-def _require(names: list[str]) -> None:
-    """Say in one error everything that is missing."""
-    missing = [name for name in names if env.text(name) is None]
-    if len(missing) <= 1:
-        for name in missing:
-            env.require(name, "init_process_group with env://")
-        return
-    raise RendezvousError(
-        f"the environment variables {', '.join(missing)} are missing",
-        seen="; ".join(f"{name}: {env.VARIABLES[name].meaning}" for name in missing),
-        fix="Start the program with `dure run --nproc 2 PROGRAM`, or set "
-        + " ".join(f"{name}={env.VARIABLES[name].example}" for name in missing)
-        + ", or pass init_method=, rank= and world_size=.",
-    )
-
-
-def _environment_place(launcher: str | None, world_size: int) -> Place:
-    host, port = env.text("MASTER_ADDR") or "", env.integer("MASTER_PORT", 0) or 0
-    run = env.text("TORCHELASTIC_RUN_ID") or ""
-    name = f"{run} {env.text('TORCHELASTIC_RESTART_COUNT') or 0} {host}:{port}"
-    if launcher:
-        where, _, number = launcher.rpartition(":")
-        if not where or not number.isdecimal():
-            raise RendezvousError(
-                "the environment variable DURE_STORE_ADDR is not HOST:PORT", seen=repr(launcher)
-            )
-        return TcpPlace(
-            host=where, port=int(number), name=name, hosted=True, purpose="DURE_STORE_ADDR"
-        )
-    if not 0 < port < 65536:
-        raise RendezvousError(
-            "the environment variable MASTER_PORT is no port",
-            seen=f"{port}; it means {env.VARIABLES['MASTER_PORT'].meaning}",
-            fix="Set it to a free port between 1024 and 65535.",
-        )
-    if env.flag("TORCHELASTIC_USE_AGENT_STORE"):
-        if env.integer("LOCAL_WORLD_SIZE") == world_size:
-            return LocalPlace(name=name)
-        return NearPlace(host=host, port=port, name=name)
-    return TcpPlace(host=host, port=port, name="tcp", purpose="MASTER_ADDR")

@@ -30,11 +30,12 @@ from dure.errors import (
     StoreTimeout,
 )
 from dure.store.base import DEFAULT_TIMEOUT, Store
+from dure.store.finding import find_place
 from dure.store.identity import alive, myself
 from dure.store.lifetime import at_process_end
 from dure.store.membership import Meeting, Member, Verdict, contest, leave, meet, object_to
 from dure.store.network import NetworkStore
-from dure.store.places import Place, Spot, find_place
+from dure.store.places import Place, Spot
 from dure.store.prefix import PrefixStore
 from dure.store.succession import succeed
 
