@@ -9,8 +9,8 @@ from dure.errors import StoreError
 from dure.launch.ports import reserve_port
 from dure.store import TCPStore
 from dure.store.address import Address, is_wildcard, resolve
+from dure.store.finding import find_place
 from dure.store.key import mint
-from dure.store.places import find_place
 from dure.store.server import listen
 
 WILDCARDS = ["0.0.0.0", "*", "::", "0", "0x0", "0.0", "::0", "0:0:0:0:0:0:0:0", "::ffff:0.0.0.0"]
