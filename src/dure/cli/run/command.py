@@ -15,6 +15,8 @@ from dure.cli.run.parse import from_variables, parse
 from dure.cli.run.request import Request, make_request
 from dure.errors import UsageError
 from dure.launch import JobSpec, run_job
+from dure.launch.clusters import take_seat
+from dure.placement import detect
 from dure.store.key import KEY_BYTES, key_from_file
 
 __all__ = ["run"]
@@ -33,7 +35,10 @@ def run(words: list[str]) -> int:
     variables, notes = from_variables(env.beginning_with("PET_"))
     for note in notes:
         _say(note)
-    request = make_request(given, variables)
+    taken = take_seat(detect(env.everything()), {**variables, **given.values})
+    if taken.line:
+        _say(taken.line)
+    request = make_request(given, variables, taken.values)
     return run_job(_prepared(request)).exit_code
 
 

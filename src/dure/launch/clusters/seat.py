@@ -1,0 +1,118 @@
+"""Taking a host's seat: what `dure run` does without flags where a cluster started it.
+
+The cluster says how many hosts there are, which one this is and where the first one is. Flags and
+`PET_*` go before it, one by one. Two mistakes are refused, because guessing would start a wrong
+job: a `dure run` a rank instead of a host, and RANK and WORLD_SIZE that may count either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dure.errors import UsageError
+from dure.placement import Placement, Seat, System
+
+__all__ = ["Taken", "take_seat"]
+
+_ALONE = frozenset({"standalone", "hosts", "hostfile"})
+"""Flags that say how many hosts there are without the cluster."""
+
+_PLACES = frozenset({"nnodes", "node_rank", "endpoint", "master_addr"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """What the cluster fills in: values by the flags' names, and one line that says so."""
+
+    values: Mapping[str, object] = field(default_factory=dict[str, object])
+    line: str = ""
+
+
+def take_seat(placement: Placement, chosen: Mapping[str, object]) -> Taken:
+    """Return the values of the flags that are not chosen.
+
+    Args:
+        placement: What was found.
+        chosen: The values that the user chose, by the flags' names.
+
+    Raises:
+        UsageError: This process was started once a rank; or nothing says what WORLD_SIZE counts; or
+            there are several hosts and nothing says where the first is.
+    """
+    if _ALONE & set(chosen):
+        return Taken()
+    seat = placement.seat
+    if placement.unclear and not _PLACES & set(chosen):
+        raise _unclear(placement)
+    if seat is None:
+        return Taken()
+    if seat.copies > 1:
+        raise _once_a_rank(placement, seat)
+    values: dict[str, object] = {}
+    if seat.nproc is not None:
+        values["nproc"] = seat.nproc
+    if seat.nnodes > 1:
+        values |= _meeting(placement, seat, chosen)
+    values = {name: value for name, value in values.items() if name not in chosen}
+    return Taken(values=values, line=_line(placement, seat, values))
+
+
+def _meeting(placement: Placement, seat: Seat, chosen: Mapping[str, object]) -> dict[str, object]:
+    """Return how the hosts meet; by numbers, unless the user wants from so many to so many."""
+    values: dict[str, object] = {"nnodes": (seat.nnodes, seat.nnodes), "run_id": placement.job}
+    wanted = chosen.get("nnodes", values["nnodes"])
+    least, most = wanted if isinstance(wanted, tuple) else (1, 1)
+    if least == most == seat.nnodes and "backend" not in chosen:
+        values |= {"backend": "static", "node_rank": seat.node_rank}
+    elif "node_rank" in chosen or chosen.get("backend") == "static":
+        values["node_rank"] = seat.node_rank
+    if {"endpoint", "master_addr"} & set(chosen):
+        return values
+    if most > 1 and placement.endpoint is None:
+        raise UsageError(
+            "nothing says where the job's first host is",
+            seen=f"{placement.system}: this is host {seat.node_rank} of {seat.nnodes}",
+            fix="Set MASTER_ADDR to the first host's name, or give --rdzv-endpoint HOST:PORT.",
+        )
+    return values | {"endpoint": placement.endpoint}
+
+
+def _line(placement: Placement, seat: Seat, values: Mapping[str, object]) -> str:
+    """Say in one line what was taken from the cluster; nothing if nothing was."""
+    if not values:
+        return ""
+    said: list[str] = []
+    if "nnodes" in values or "node_rank" in values:
+        said.append(f"host {seat.node_rank} of {seat.nnodes}")
+    if "nproc" in values:
+        said.append(f"{seat.nproc} ranks here")
+    if "endpoint" in values:
+        said.append(f"hosts meet at {placement.endpoint}")
+    return f"{placement.system}: {', '.join(said)} (see `dure env`; --standalone: this host alone)"
+
+
+def _once_a_rank(placement: Placement, seat: Seat) -> UsageError:
+    how = {
+        System.SLURM: "srun --ntasks-per-node=1",
+        System.OPEN_MPI: "mpirun --map-by ppr:1:node",
+        System.HYDRA: "mpiexec -ppn 1",
+    }.get(placement.system, "once a host")
+    return UsageError(
+        "dure run was started once a rank, and would start all ranks again each time",
+        seen=f"{placement.system} started {seat.copies} processes on this host",
+        fix=f"Start one a host (`{how} dure run --nproc {seat.copies} ...`), or the program itself "
+        "without dure run: it finds its rank. --standalone makes each a job of its own.",
+    )
+
+
+def _unclear(placement: Placement) -> UsageError:
+    member = placement.member
+    told = f"RANK={member.rank}, WORLD_SIZE={member.world_size}" if member else ""
+    return UsageError(
+        "RANK and WORLD_SIZE are set, and may count hosts or processes",
+        seen=f"{told}, without LOCAL_RANK",
+        fix='If they count hosts (PAI-DLC, old PyTorchJobs): --nnodes "$WORLD_SIZE" --node-rank '
+        '"$RANK". If they count processes, start the program without dure run. If they are left '
+        "over: --standalone.",
+    )

@@ -1,0 +1,85 @@
+"""Taking a host's seat from what a cluster says."""
+
+from __future__ import annotations
+
+import pytest
+
+from dure.errors import UsageError
+from dure.launch.clusters import take_seat
+from dure.placement import detect
+from unit.placement import environments as seen
+
+
+def taken(environ, **chosen):
+    return dict(take_seat(detect(environ), chosen).values)
+
+
+def test_one_launcher_a_host_takes_everything_from_slurm():
+    values = taken(seen.SLURM_AGENT)
+    assert values == {
+        "nproc": 8,
+        "nnodes": (2, 2),
+        "backend": "static",
+        "node_rank": 1,
+        "run_id": "slurm 476.0",
+        "endpoint": detect(seen.SLURM_AGENT).endpoint,
+    }
+    assert "Slurm" in take_seat(detect(seen.SLURM_AGENT), {}).line
+
+
+@pytest.mark.parametrize("environ", [seen.PAI, seen.PYTORCHJOB, seen.SKYPILOT, seen.INDEXED_JOB])
+def test_pods_and_tasks_take_their_seat(environ):
+    found = detect(environ)
+    assert found.seat is not None
+    values = taken(environ)
+    assert values["nnodes"] == (found.seat.nnodes,) * 2
+    assert values["node_rank"] == found.seat.node_rank
+    assert values["endpoint"] == found.endpoint
+
+
+def test_flags_go_before_the_cluster():
+    values = taken(seen.SLURM_AGENT, nproc=2, endpoint="a:1", run_id="mine")
+    assert "nproc" not in values
+    assert "endpoint" not in values
+    assert "run_id" not in values
+    assert values["node_rank"] == 1
+
+
+def test_range_of_hosts_is_not_numbered():
+    values = taken(seen.SLURM_AGENT, nnodes=(1, 2))
+    assert "backend" not in values
+    assert "node_rank" not in values
+    assert values["endpoint"]
+
+
+@pytest.mark.parametrize("flag", ["standalone", "hosts", "hostfile"])
+def test_own_hosts_need_no_seat(flag):
+    assert taken(seen.SLURM_STEP, **{flag: True}) == {}
+    assert taken({"RANK": "1", "WORLD_SIZE": "2"}, **{flag: True}) == {}
+
+
+@pytest.mark.parametrize("environ", [{}, seen.TORCHRUN, seen.SLURM_BATCH, {"WORLD_SIZE": "2"}])
+def test_no_seat_no_values(environ):
+    assert taken(environ) == {}
+    assert take_seat(detect(environ), {}).line == ""
+
+
+@pytest.mark.parametrize("environ", [seen.SLURM_STEP, seen.OPEN_MPI_4, seen.MPICH])
+def test_launcher_once_a_rank_is_refused(environ):
+    with pytest.raises(UsageError) as caught:
+        taken(environ)
+    assert "standalone" in caught.value.fix
+
+
+def test_world_size_that_may_count_hosts_is_refused_until_said():
+    unclear = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    with pytest.raises(UsageError):
+        taken(unclear)
+    assert taken(unclear, nnodes=(2, 2), node_rank=1) == {}
+
+
+def test_hosts_without_an_address_are_refused():
+    environ = {k: v for k, v in seen.INDEXED_JOB.items() if k != "MASTER_ADDR"}
+    with pytest.raises(UsageError):
+        taken(environ)
+    assert taken(environ, endpoint="a:1")["node_rank"] == 1
