@@ -13,36 +13,28 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 
 from dure import env
 from dure.errors import LaunchError, StoreError, UsageError
-from dure.launch.environment import (
-    MASTER_ADDR,
-    JobAddress,
-    Round,
-    rank_variables,
-)
+from dure.launch.agent.agent import Agent
+from dure.launch.agent.duties import Outcome
+from dure.launch.agent.link import Alone, Link, Linked
+from dure.launch.environment import JobAddress
 from dure.launch.guarding import guarded
-from dure.launch.loop import JobLoop
+from dure.launch.loop import drain
 from dure.launch.numa import threads_for
-from dure.launch.ports import reserve_port
 from dure.launch.processes import adopting_orphans
 from dure.launch.program import check_program
-from dure.launch.report import root_cause, summary
+from dure.launch.report import summary
+from dure.launch.round import Workplace
 from dure.launch.signals import caught_signals
-from dure.launch.spawn import RankProcess, start_rank
-from dure.launch.spec import Exit, JobResult, JobSpec, RankResult
-from dure.launch.supervisor import Supervisor, Timing
+from dure.launch.spec import JobResult, JobSpec
 from dure.launch.terminal import Terminal
-from dure.launch.zygote import Zygote, usable, zygote_for
-from dure.store.address import resolve
-from dure.store.key import JobKey, mint
-from dure.store.server import StoreServer, listen
+from dure.launch.zygote import usable, zygote_for
+from dure.store.key import JobKey, load_for, mint
 
 __all__ = ["run_job"]
-
-_SETTLE_S = 1.0
-"""For a rank to notice that a peer has gone, over any engine, and to write its flight record."""
 
 
 def run_job(spec: JobSpec) -> JobResult:
@@ -75,32 +67,27 @@ def run_job(spec: JobSpec) -> JobResult:
     try:
         name = uuid.uuid4().hex
         with (
-            zygote_for(spec, name, threads_for(spec)) as zygote,  # first, for it has much to import
-            _address(spec, name) as (address, first),
+            zygote_for(spec, name, threads_for(spec)) as zygote,  # first: it has much to import
             caught_signals(spec.signals) as signals,
             adopting_orphans(),
+            _link(spec) as (link, key_fd),
+            guarded(name, shows=spec.elastic and spec.on_line is None) as guardian,
         ):
             terminal = Terminal(spec)
-            supervisor = Supervisor(
-                spec.nproc, _timing(spec), keep_going=spec.keep_going or spec.elastic
-            )
-            loop = JobLoop(address.name, supervisor, terminal, signals)
             try:
-                terminal.begin(first)
-                with guarded(name, shows=spec.elastic and spec.on_line is None) as guardian:
-                    ready = usable(zygote, signals, terminal.say)
-                    _start_ranks(spec, address, first, loop, ready)
-                    for rank in loop.ranks if spec.elastic else ():
-                        guardian.watch(rank)
-                    loop.run()
-                result = _result(spec, loop, time.monotonic() - started)
-                for line in summary(result):
-                    terminal.say(line)
-                terminal.conclude(result)
-                terminal.finish()
-                loop.drain_terminal()
+                place = Workplace(
+                    spec=replace(spec, run_id=link.run_id),
+                    address=JobAddress(
+                        name=name, key_fd=key_fd, key_file=f"/proc/{os.getpid()}/fd/{key_fd}"
+                    ),
+                    host=env.text("DURE_HOST_ID") or socket.gethostname(),
+                    terminal=terminal,
+                    signals=signals,
+                    zygote=usable(zygote, signals, terminal.say),
+                    guardian=guardian if spec.elastic else None,
+                )
+                result = _run(Agent(place, link), place, started)
             finally:
-                loop.close()
                 terminal.close()
             return result
     except (OSError, StoreError) as error:
@@ -111,35 +98,39 @@ def run_job(spec: JobSpec) -> JobResult:
         ) from error
 
 
+def _run(agent: Agent, place: Workplace, started: float) -> JobResult:
+    """Let the agent work, and show what came of it."""
+    _say_threads(place)
+    result = _result(agent, agent.work(), time.monotonic() - started)
+    terminal = place.terminal
+    for line in summary(result):
+        terminal.say(line)
+    terminal.conclude(result)
+    terminal.finish()
+    drain(terminal, place.signals, in_haste=result.interrupted_by is not None)
+    return result
+
+
 @contextlib.contextmanager
-def _address(spec: JobSpec, name: str) -> Iterator[tuple[JobAddress, Round]]:
-    """Host the job's store, keep a port for rank 0, and put the key where ranks inherit it."""
-    key = mint() if spec.key is None else JobKey(spec.key)
+def _link(spec: JobSpec) -> Iterator[tuple[Link, int]]:
+    """Link this host to the job's others, and put the key where ranks inherit it."""
+    several = spec.endpoint is not None
+    if not several and spec.nnodes[0] > 1:
+        raise UsageError(
+            "a job on several hosts needs an endpoint",
+            seen=f"at least {spec.nnodes[0]} hosts are asked for",
+            fix="Name an address of one of them, and a free port, with --rdzv-endpoint.",
+        )
+    if spec.key is not None:
+        key = JobKey(spec.key)
+    else:
+        key = load_for((spec.endpoint or "").rpartition(":")[0].strip("[]")) if several else mint()
     with contextlib.ExitStack() as stack:
-        port = spec.master_port
-        if port is None:
-            keeper, port = reserve_port()
-            stack.callback(keeper.close)
         key_fd = _key_memory(key)
         stack.callback(os.close, key_fd)
-        # Not a TCPStore: DURE_STORE_BIND is for rank 0's store, and this one never leaves the host.
-        server = StoreServer(listen(resolve(MASTER_ADDR, 0)), key)
-        stack.callback(server.retire)
-        address = JobAddress(
-            name=name,
-            key_fd=key_fd,
-            key_file=f"/proc/{os.getpid()}/fd/{key_fd}",
-        )
-        yield (
-            address,
-            Round(
-                hosts=(socket.gethostname(),),
-                nprocs=(spec.nproc,),
-                master_addr=spec.master_addr or MASTER_ADDR,
-                master_port=port,
-                store=f"{MASTER_ADDR}:{server.port}",
-            ),
-        )
+        link: Link = Linked(spec, key) if several else Alone(spec, key)
+        stack.callback(link.close)
+        yield link, key_fd
 
 
 def _key_memory(key: JobKey) -> int:
@@ -154,70 +145,27 @@ def _key_memory(key: JobKey) -> int:
     return fd
 
 
-def _timing(spec: JobSpec) -> Timing:
-    settle_s = 0.0 if spec.trace_dir is None else _SETTLE_S
-    if spec.grace_s is None:
-        return Timing(settle_s=settle_s)
-    return Timing(
-        grace_s=spec.grace_s,
-        interrupt_grace_s=spec.grace_s,
-        saving_s=spec.grace_s,
-        settle_s=settle_s,
-    )
-
-
-def _start_ranks(
-    spec: JobSpec, address: JobAddress, round: Round, loop: JobLoop, zygote: Zygote | None
-) -> None:
-    threads = threads_for(spec)
+def _say_threads(place: Workplace) -> None:
+    threads = threads_for(place.spec)
     if threads is not None:
-        loop.terminal.say(
-            f"each of {spec.nproc} ranks computes with {threads} "
+        place.terminal.say(
+            f"each of {place.spec.nproc} ranks computes with {threads} "
             f"thread{'s' if threads > 1 else ''}; set OMP_NUM_THREADS for another number"
         )
-    for rank in range(spec.nproc):
-        variables = rank_variables(spec, rank, address, round, threads)
-        environment = env.child_environment(variables)
-        loop.add(start_rank(spec, rank, environment, address.key_fd, zygote))
-    if zygote is not None:
-        zygote.close()  # there are no others to start
 
 
-def _result(spec: JobSpec, loop: JobLoop, elapsed_s: float) -> JobResult:
-    """Put together what the supervisor, the processes and the reports know."""
-    supervisor = loop.supervisor
-    ranks = tuple(_rank_result(loop, process) for process in loop.ranks)
-    failure = None
-    if supervisor.first_failure is not None:
-        failure = root_cause(ranks[supervisor.first_failure], ranks)
-    went_on = (spec.keep_going or spec.elastic) and any(
-        map(supervisor.succeeded, range(spec.nproc))
-    )
-    if failure is not None and not went_on:
-        code = failure.status
-    elif supervisor.interrupted_by is not None:
-        code = 128 + supervisor.interrupted_by
-    else:
-        code = 0
+def _result(agent: Agent, outcome: Outcome, elapsed_s: float) -> JobResult:
+    """Put together what the job came to and what this host knows of its ranks."""
+    mine = {rank.rank: rank for rank in agent.ranks}
+    ranks = {rank.rank: rank for rank in outcome.ranks} | mine
+    failure = outcome.failure
+    if failure is not None:
+        failure = ranks.get(failure.rank, failure)
     return JobResult(
-        exit_code=code,
-        ranks=ranks,
+        exit_code=outcome.code,
+        ranks=tuple(ranks[rank] for rank in sorted(ranks)),
         elapsed_s=elapsed_s,
         first_failure=failure,
-        interrupted_by=supervisor.interrupted_by,
-        outlived=tuple(loop.outlived.items()),
-    )
-
-
-def _rank_result(loop: JobLoop, process: RankProcess) -> RankResult:
-    rank = process.rank
-    report = loop.reports[rank]
-    return RankResult(
-        rank=rank,
-        host=process.host,
-        pid=process.pid,
-        exit=loop.supervisor.exits.get(rank, Exit(signal=9)),
-        ended_by_launcher=rank in loop.supervisor.ended_by_launcher,
-        crash=report.crash,
-        stack=report.stack,
+        interrupted_by=agent.interrupted_by,
+        outlived=tuple(agent.outlived.items()),
     )

@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 from dure.launch.output import LineReader, Sink
 from dure.launch.processes import JobProcesses
@@ -24,14 +25,33 @@ from dure.launch.spec import Stream
 from dure.launch.supervisor import Action, AskStacks, Phase, Signal, Supervisor
 from dure.launch.terminal import Terminal
 
-__all__ = ["JobLoop"]
+__all__ = ["JobLoop", "Overseer", "drain"]
 
 _CHUNK = 1 << 16
+_SESSION_S = 1.0  # for what a rank that is replaced has left running to die
 _LAST_WORDS_S = 0.3  # how long an interrupted job waits for who reads its output
 
 
+class Overseer(Protocol):
+    """Who is asked after everything that happens, and may know of other hosts."""
+
+    @property
+    def fd(self) -> int:
+        """Readable when it wants to be asked; -1: never."""
+        ...
+
+    @property
+    def wake_at(self) -> float | None:
+        """When to ask at the latest."""
+        ...
+
+    def attend(self, now: float) -> list[Action]:
+        """Look at what has happened, and return what to do about it."""
+        ...
+
+
 class JobLoop:
-    """The running job.
+    """A round that runs on this host.
 
     Args:
         job: The job's name in the environment of its processes.
@@ -54,23 +74,49 @@ class JobLoop:
         self._pipes: dict[int, Callable[[bytes], None]] = {}  # descriptor to who takes its bytes
         self._watched_sinks: set[int] = set()
         self._reading = True
+        self._overseer: Overseer | None = None
+        self._retired: list[RankProcess] = []  # replaced by others
         self._selector.register(signals, selectors.EVENT_READ, self._signalled)
 
     def add(self, process: RankProcess) -> None:
-        """Watch a rank that was just started."""
-        report = ReportReader()
+        """Watch a rank that was just started, the next of this host."""
         self.ranks.append(process)
+        self.reports.append(ReportReader())
+        self._listen(len(self.ranks) - 1)
+
+    def replace(self, local_rank: int, process: RankProcess) -> None:
+        """Watch a process that was started in place of one that has ended."""
+        old = self.ranks[local_rank]
+        JobProcesses((old.pid,), f"none but those of {old.pid}").kill_all(_SESSION_S)
+        self._retired.append(old)  # a zombie that keeps its session's number
+        for fd in (old.stdout.fileno(), old.stderr.fileno(), old.report_fd):
+            self._drain(fd)
+            self._forget(fd)
+        self.ranks[local_rank] = process
+        self.reports[local_rank] = ReportReader()
+        self._listen(local_rank)
+        self._processes = self._all_processes()
+        self.supervisor.replaced(local_rank)
+
+    def _listen(self, local_rank: int) -> None:
+        process = self.ranks[local_rank]
         self.terminal.journal.note("started", rank=process.rank, pid=process.pid, host=process.host)
-        self.reports.append(report)
         streams: tuple[Stream, Stream] = ("stdout", "stderr")
         for pipe, stream in zip((process.stdout, process.stderr), streams, strict=True):
             reader = self.terminal.reader(process.rank, stream)
             self._pipes[pipe.fileno()] = partial(self._output, reader)
-        self._pipes[process.report_fd] = partial(self._reported, process.rank)
+        self._pipes[process.report_fd] = partial(self._reported, local_rank)
         for fd in (process.stdout.fileno(), process.stderr.fileno(), process.report_fd):
             os.set_blocking(fd, False)
             self._selector.register(fd, selectors.EVENT_READ, partial(self._readable, fd))
-        self._selector.register(process.pidfd, selectors.EVENT_READ, partial(self._ended, process))
+        ended = partial(self._ended, local_rank)
+        self._selector.register(process.pidfd, selectors.EVENT_READ, ended)
+
+    def oversee(self, overseer: Overseer) -> None:
+        """Ask `overseer` from now on."""
+        self._overseer = overseer
+        if overseer.fd >= 0:
+            self._selector.register(overseer.fd, selectors.EVENT_READ, lambda: None)
 
     def run(self) -> None:
         """Return when no process of the job is left."""
@@ -79,33 +125,24 @@ class JobLoop:
             self._step()
         self._read_what_is_left()
 
-    def drain_terminal(self) -> None:
-        """Wait until the last output is taken; after an interruption, not for long."""
-        deadline = time.monotonic() + _LAST_WORDS_S
-        while any(sink.waiting for sink in self.terminal.sinks):
-            interrupted = self.supervisor.interrupted_by is not None
-            if interrupted and time.monotonic() > deadline:
-                break
-            for sink in self.terminal.sinks:
-                sink.drain(0.05)
-            if read_signals(self._signals):
-                break
-
     def close(self) -> None:
         """Kill what is left of the job, and release everything; safe after any error."""
         if self.supervisor.phase is not Phase.DONE:
             self._all_processes().kill_all()
-        for rank in self.ranks:
+        for rank in (*self.ranks, *self._retired):
             rank.release()
         self._selector.close()
 
     def _all_processes(self) -> JobProcesses:
-        return JobProcesses(tuple(rank.pid for rank in self.ranks), self._job, self.spared)
+        pids = tuple(rank.pid for rank in (*self.ranks, *self._retired))
+        return JobProcesses(pids, self._job, self.spared)
 
     def _step(self) -> None:
         """Wait for something to happen, and deal with it."""
         self._watch_terminal()
-        wakes = [t for t in (self.supervisor.wake_at, self.terminal.wake_at) if t is not None]
+        times = [self.supervisor.wake_at, self.terminal.wake_at]
+        times += [self._overseer.wake_at] if self._overseer is not None else []
+        wakes = [t for t in times if t is not None]
         timeout = max(0.0, min(wakes) - time.monotonic()) if wakes else None
         for key, _ in self._selector.select(timeout):
             key.data()
@@ -114,6 +151,8 @@ class JobLoop:
         if self.terminal.broken and self.supervisor.interrupted_by is None:
             self._do(self.supervisor.interrupted(signal.SIGPIPE, now))
         self._do(self.supervisor.tick(now))
+        if self._overseer is not None and self.supervisor.phase is not Phase.DONE:
+            self._do(self._overseer.attend(now))
 
     def _watch_terminal(self) -> None:
         """Wait for slow readers, and let the ranks wait for them, too."""
@@ -188,11 +227,15 @@ class JobLoop:
             self._do(self.supervisor.told(rank, now))
         if report.crash is not None and not had_crash:
             self.terminal.journal.note(
-                "crashed", rank=rank, type=report.crash.type, message=report.crash.message
+                "crashed",
+                rank=self.ranks[rank].rank,
+                type=report.crash.type,
+                message=report.crash.message,
             )
             self._do(self.supervisor.crashed(rank, now))
 
-    def _ended(self, process: RankProcess) -> None:
+    def _ended(self, local_rank: int) -> None:
+        process = self.ranks[local_rank]
         exit = process.exit()
         if exit is None:
             return
@@ -201,7 +244,7 @@ class JobLoop:
         self.terminal.journal.note(
             "ended", rank=process.rank, pid=process.pid, code=exit.code, signal=exit.signal
         )
-        self._do(self.supervisor.exited(process.rank, exit, time.monotonic()))
+        self._do(self.supervisor.exited(local_rank, exit, time.monotonic()))
 
     def _signalled(self) -> None:
         for number in read_signals(self._signals):
@@ -235,3 +278,15 @@ class JobLoop:
                 self.ranks[rank].interrupt()
             else:
                 self.ranks[rank].signal(action.number)
+
+
+def drain(terminal: Terminal, signals: int, *, in_haste: bool) -> None:
+    """Wait until the last output is taken; after an interruption, not for long."""
+    deadline = time.monotonic() + _LAST_WORDS_S
+    while any(sink.waiting for sink in terminal.sinks):
+        if in_haste and time.monotonic() > deadline:
+            break
+        for sink in terminal.sinks:
+            sink.drain(0.05)
+        if read_signals(signals):
+            break

@@ -10,8 +10,9 @@ The driver (`dure.launch.job`) tells the machine what happened (*events*) and do
        ├──SIGTERM that ranks catch──▶ SAVING ──┤                          │
        └──SIGINT──▶ INTERRUPTING ──────────────┘      a second SIGINT ────┘
 
-With `keep_going` a rank that fails is only noted while others run; the job ends when all have,
-well if one of them did, and otherwise as above.
+A supervisor answers for one round on one host. What other hosts do it learns through `stop`, which
+takes the way of a failure without being one. One that is *held* decides nothing by itself while
+RUNNING: ranks that end are noted, and may be `replaced`, until somebody says `stop`.
 
 EXPLAINING asks the other ranks where they are, before anything makes them move, and lets a rank
 that reported a crash get to its end. INTERRUPTING has passed the SIGINT on to the ranks, as a
@@ -98,18 +99,19 @@ class Supervisor:
     Args:
         nproc: How many ranks were started.
         timing: How long to wait for what.
-        keep_going: Whether the others go on when a rank fails.
+        held: Whether ranks that end are only noted, until `stop`.
     """
 
-    def __init__(self, nproc: int, timing: Timing, *, keep_going: bool = False) -> None:
+    def __init__(self, nproc: int, timing: Timing, *, held: bool = False) -> None:
         self.phase = Phase.RUNNING
         self.first_failure: int | None = None
         self.interrupted_by: int | None = None
+        self.fenced = False
         self.ended_by_launcher: frozenset[int] = frozenset()
         self.exits: dict[int, Exit] = {}
         self._timing = timing
         self._nproc = nproc
-        self._keep_going = keep_going
+        self._held = held
         self._deadline: float | None = None
         self._sweep_at: float | None = None
         self._silent: set[int] = set()  # asked for their stack, without an answer yet
@@ -129,7 +131,7 @@ class Supervisor:
     def crashed(self, rank: int, now: float) -> list[Action]:
         """Take note that an exception left the program of `rank`, which is about to exit."""
         self._crashed.add(rank)
-        if self.phase is not Phase.RUNNING or (self._keep_going and self._at_work):
+        if self.phase is not Phase.RUNNING or self._held:
             return []
         return self._fail(rank, now)
 
@@ -149,6 +151,38 @@ class Supervisor:
     def succeeded(self, rank: int) -> bool:
         """Tell whether `rank` has ended, and well."""
         return rank in self.exits and self.exits[rank].ok and rank not in self._crashed
+
+    def has_crashed(self, rank: int) -> bool:
+        """Tell whether an exception has left the program of `rank`."""
+        return rank in self._crashed
+
+    def replaced(self, rank: int) -> None:
+        """Take note that another process was started in place of one that has ended."""
+        self.exits.pop(rank, None)
+        self._crashed.discard(rank)
+
+    def stop(self, now: float, *, explain: bool = False) -> list[Action]:
+        """End the round for a reason that lies elsewhere.
+
+        Args:
+            now: The time.
+            explain: Whether to ask the ranks first where they are.
+        """
+        if self.phase is not Phase.RUNNING:
+            return []
+        if not self.alive:
+            return self._leave(now)
+        if explain:
+            self.phase = Phase.EXPLAINING
+            self._silent = {rank for rank in self.alive if rank not in self._crashed}
+            self._deadline = now + max(self._timing.stacks_s, self._timing.settle_s)
+            return [AskStacks(tuple(self._silent)), *self._explained(now)]
+        return self._end(now, self._grace)
+
+    def fence(self, now: float) -> list[Action]:
+        """Kill everything at once: this host may have been given up by the others."""
+        self.fenced = True
+        return [] if self.phase in (Phase.KILLING, Phase.DONE) else self._kill(now)
 
     def told(self, rank: int, now: float) -> list[Action]:
         """Take note that `rank` has told its stack."""
@@ -221,25 +255,13 @@ class Supervisor:
         self._deadline = self._sweep_at = None
         return []
 
-    @property
-    def _at_work(self) -> bool:
-        """Whether a rank runs that has not crashed."""
-        return any(rank not in self._crashed for rank in self.alive)
-
     def _ended(self, rank: int, now: float) -> list[Action]:
         """A rank has ended while the job ran: decide whether that ends the job."""
-        if not self.succeeded(rank):
-            if self.first_failure is None:
-                self.first_failure = rank
-            if not self._keep_going:
-                return self._fail(self.first_failure, now)
-        if self._at_work:
+        if self._held:
             return []
-        if self.alive:  # crashed, and on its way out
-            return self._fail(self.alive[0] if self.first_failure is None else rank, now)
-        if any(self.succeeded(r) for r in self.exits):
-            return self._leave(now)
-        return self._fail(rank if self.first_failure is None else self.first_failure, now)
+        if not self.succeeded(rank):
+            return self._fail(rank if self.first_failure is None else self.first_failure, now)
+        return [] if self.alive else self._leave(now)
 
     def _fail(self, rank: int, now: float) -> list[Action]:
         self.phase = Phase.EXPLAINING

@@ -20,7 +20,7 @@ from dure.store.key import JobKey
 from dure.store.monitor import read_event
 from dure.store.wire import FRAME_LIMIT, MAX_FRAME_BYTES, Request, frames_of, pack
 
-__all__ = ["Connection", "answers", "dial", "lost"]
+__all__ = ["Connection", "answers", "dial", "knock", "lost"]
 
 _HEARTBEAT_MS = 5_000
 _SILENCE_MS = 20_000
@@ -213,28 +213,42 @@ def _greet(connection: Connection, deadline: float) -> bool:
         return False
 
 
-def answers(endpoint: str, key: JobKey | None, patience_s: float) -> bool:
-    """Tell whether a store of this job is at `endpoint`; False at once where nobody listens.
+def knock(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, key: JobKey | None, patience_s: float
+) -> Connection | None:
+    """Open a connection if a store of this job is at `endpoint`; None where nobody answers.
+
+    One that refuses the connection is gone at once, one that is silent after `patience_s`.
 
     Raises:
         StoreRefused: Somebody with another key is there.
     """
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     outcome = None
-    try:
-        for _ in range(_REFUSALS):
-            connection = Connection(context, endpoint, key)
-            try:
-                outcome = connection.attempt(patience_s)
-                if outcome is _Outcome.OPEN:
-                    return _greet(connection, time.monotonic() + patience_s)
-            finally:
+    for _ in range(_REFUSALS):
+        connection = Connection(context, endpoint, key)
+        try:
+            outcome = connection.attempt(patience_s)
+            if outcome is _Outcome.OPEN and _greet(connection, time.monotonic() + patience_s):
+                keep, connection = connection, None
+                return keep
+        finally:
+            if connection is not None:
                 connection.close()
-            if outcome is None:
-                return False
-        if outcome in (_Outcome.REFUSED, _Outcome.FOREIGN):
-            raise _refused(endpoint, outcome, key)
-        return False
+        if outcome in (None, _Outcome.OPEN):
+            return None
+    if outcome in (_Outcome.REFUSED, _Outcome.FOREIGN):
+        raise _refused(endpoint, outcome, key)
+    return None
+
+
+def answers(endpoint: str, key: JobKey | None, patience_s: float) -> bool:
+    """Tell whether a store of this job is at `endpoint`; otherwise as `knock`."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        connection = knock(context, endpoint, key, patience_s)
+        if connection is not None:
+            connection.close()
+        return connection is not None
     finally:
         context.term()
 

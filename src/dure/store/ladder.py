@@ -189,6 +189,22 @@ class Ladder:
                 return address, name == self._ids.get(address)
         return None
 
+    def successor(self) -> str | None:
+        """Return a rung below that is open: the others went there while we were not looking."""
+        below = self._addresses[self._addresses.index(self._address) + 1 :]
+        for address in below:
+            store = self._visit(address)
+            if store is None:
+                continue
+            try:
+                if store.check([_OPEN]):
+                    return address
+            except StoreError:
+                continue
+            finally:
+                store.close()
+        return None
+
     def redirect(self, address: str) -> None:
         """Leave a note in the store at `address`: the job has gone to the rung in use."""
         store = self._visit(address)

@@ -38,29 +38,36 @@ def test_processes_that_outlive_successful_ranks_are_ended_after_a_while() -> No
     assert machine.phase is Phase.DONE
 
 
-def test_a_job_that_keeps_going_ends_with_its_last_rank() -> None:
-    machine = Supervisor(3, TIMING, keep_going=True)
+def test_a_held_machine_notes_ends_until_it_is_stopped() -> None:
+    machine = Supervisor(3, TIMING, held=True)
     assert machine.exited(1, Exit(signal=9), 0.0) == []
+    assert machine.crashed(2, 0.5) == []
     assert machine.exited(0, Exit(code=0), 1.0) == []
+    assert machine.exited(2, Exit(code=1), 2.0) == []
     assert machine.phase is Phase.RUNNING
-    assert machine.exited(2, Exit(code=1), 2.0) == [Sweep()]
+    machine.replaced(1)
+    assert machine.alive == (1,)
+    machine.exited(1, Exit(code=0), 3.0)
+    assert machine.stop(4.0) == [Sweep()]
     assert machine.phase is Phase.LEAVING
-    assert (machine.first_failure, machine.ended_by_launcher) == (1, frozenset())
+    assert (machine.first_failure, machine.ended_by_launcher) == (None, frozenset())
 
 
-def test_a_job_that_keeps_going_fails_where_all_ranks_do() -> None:
-    machine = Supervisor(2, TIMING, keep_going=True)
-    machine.exited(1, Exit(signal=9), 0.0)
-    assert machine.exited(0, Exit(code=1), 1.0) == [TERM_ALL, Sweep()]
-    assert machine.first_failure == 1
+def test_a_machine_that_is_stopped_from_elsewhere_ends_its_ranks() -> None:
+    machine = Supervisor(2, TIMING)
+    assert machine.stop(0.0, explain=True) == [AskStacks((0, 1))]
+    machine.told(0, 0.1)
+    assert machine.told(1, 0.1) == [TERM_ALL]
+    assert machine.first_failure is None
+    assert machine.ended_by_launcher == {0, 1}
+    assert machine.stop(0.2) == []
+    assert Supervisor(2, TIMING).stop(0.0) == [TERM_ALL]
 
 
-def test_a_job_that_keeps_going_does_not_wait_for_a_crashed_rank_for_ever() -> None:
-    machine = Supervisor(2, TIMING, keep_going=True)
-    assert machine.crashed(0, 0.0) == []
-    assert machine.exited(1, Exit(code=0), 1.0) == []
-    assert machine.phase is Phase.EXPLAINING
-    assert machine.tick(1.0 + TIMING.crash_s) == [TERM_ALL]
+def test_a_host_that_was_given_up_kills_at_once() -> None:
+    machine = Supervisor(2, TIMING)
+    assert machine.fence(0.0) == [Signal(signal.SIGKILL, everything=True)]
+    assert machine.fence(0.1) == []
 
 
 def test_failure_asks_the_others_before_it_ends_them() -> None:
@@ -165,7 +172,7 @@ class World:
     """Ranks with a life of their own: when they end, what they obey, whom they leave behind."""
 
     def __init__(
-        self, plans: list[tuple[float, int, bool, bool, int]], keep_going: bool = False
+        self, plans: list[tuple[float, int, bool, bool, int]], stopped_at: float = 1e9
     ) -> None:
         self.plans = plans
         self.orphans = 0
@@ -173,7 +180,8 @@ class World:
         self.pending: list[tuple[float, int, Exit]] = [
             (end, rank, Exit(code=code)) for rank, (end, code, *_) in enumerate(plans)
         ]
-        self.machine = Supervisor(len(plans), TIMING, keep_going=keep_going)
+        self.machine = Supervisor(len(plans), TIMING)
+        self.stopped_at = stopped_at
 
     def act(self, actions: list[Action], now: float) -> None:
         for action in actions:
@@ -202,6 +210,7 @@ class World:
         while self.machine.phase is not Phase.DONE:
             times = [entry[0] for entry in self.pending] + interrupts
             times += [] if self.machine.wake_at is None else [self.machine.wake_at]
+            times += [self.stopped_at]
             now = max(now, min(times))
             assert now < horizon
             for entry in [e for e in self.pending if e[0] <= now]:
@@ -212,6 +221,9 @@ class World:
             while interrupts and interrupts[0] <= now:
                 interrupts.pop(0)
                 self.act(self.machine.interrupted(signal.SIGINT, now), now)
+            if now >= self.stopped_at:
+                self.stopped_at = 1e9
+                self.act(self.machine.stop(now, explain=True), now)
             self.act(self.machine.tick(now), now)
         return now
 
@@ -229,20 +241,20 @@ PLAN = st.tuples(
 @given(
     plans=st.lists(PLAN, min_size=1, max_size=6),
     interrupts=st.lists(st.floats(0, 20), max_size=2).map(sorted),
-    keep_going=st.booleans(),
+    stopped_at=st.floats(0, 40),
 )
 def test_random_history_ends_in_time_with_everyone_gone(
-    plans: list[tuple[float, int, bool, bool, int]], interrupts: list[float], keep_going: bool
+    plans: list[tuple[float, int, bool, bool, int]], interrupts: list[float], stopped_at: float
 ) -> None:
-    world = World(plans, keep_going)
-    failures = [] if keep_going else [end for end, code, *_ in plans if code]
-    first_trouble = min(failures + interrupts + [max(end for end, *_ in plans)])
+    world = World(plans, stopped_at)
+    failures = [end for end, code, *_ in plans if code]
+    first_trouble = min([*failures, *interrupts, stopped_at, max(end for end, *_ in plans)])
     longest = TIMING.crash_s + TIMING.grace_s + TIMING.leave_s + 1
     end = world.run(list(interrupts), first_trouble + longest)
     machine = world.machine
     assert machine.alive == ()
     assert world.orphans == 0
-    if machine.first_failure is None and machine.interrupted_by is None:
+    if machine.first_failure is None and not interrupts and stopped_at > 20:
         assert all(code == 0 for _, code, *_ in plans)
     if signal.SIGKILL in world.signals and machine.interrupted_by is None:
         assert signal.SIGTERM in world.signals[: world.signals.index(signal.SIGKILL)]

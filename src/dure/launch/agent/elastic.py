@@ -101,7 +101,7 @@ class ElasticMachine(Machine):
         if self._dismissed is not None:
             self._end(Outcome(code=self._dismissed.code, why=self._dismissed.why))
         elif self._finished:
-            first = self._failures[0] if self._failures else None
+            first = self._root_cause() if self._failures else None
             self._end(Outcome(code=0, failure=first, ranks=self._ranks()))
         else:
             self._end(self._defeat())

@@ -28,12 +28,16 @@ __all__ = [
 
 
 class Joined(msgspec.Struct, array_like=True, frozen=True, tag="joined"):
-    """An agent came, with `nproc` ranks on `host`; `node_rank` is what its user fixed."""
+    """An agent came, with `nproc` ranks on `host`.
+
+    `node_rank` is what its user fixed; `store` is its rung of the ladder (`dure.store.ladder`).
+    """
 
     agent: str
     host: str
     nproc: int
     node_rank: int | None = None
+    store: str = ""
 
 
 class Left(msgspec.Struct, array_like=True, frozen=True, tag="left"):

@@ -110,6 +110,7 @@ class Machine:
         self.phase = Phase.GATHERING
         self.plan: Plan | None = None
         self.restarts = 0
+        self.setback = ""  # why the last round ended, for people
         self.excluded: frozenset[str] = frozenset()
         self.outcome: Outcome | None = None
         self._agents: dict[str, Joined] = {}  # at hand, in the order they came
@@ -129,6 +130,11 @@ class Machine:
     def agents(self) -> tuple[str, ...]:
         """The agents at hand, in the order they came."""
         return tuple(self._agents)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a worker of the present round has failed."""
+        return bool(self._failures)
 
     def host(self, agent: str) -> str:
         """Return the name of an agent's host."""
@@ -184,7 +190,8 @@ class Machine:
     def _told(self, event: Failed | Finished | Succeeded | Ended) -> None:
         """Take what a member says of the present round."""
         if isinstance(event, Failed):
-            self._failures.append(event.worker)
+            if self._dismissed is None:  # otherwise it fails because it was told to end
+                self._failures.append(event.worker)
             self._reports.setdefault(event.worker.rank, event.worker)
         elif isinstance(event, Succeeded) and self.phase is Phase.RUNNING:
             self._succeeded.add(event.agent)
@@ -205,15 +212,18 @@ class Machine:
 
     def _round_closed(self) -> None:
         """Nothing of a stopped round is left: gather for the next, or end."""
-        if self._dismissed is not None:
+        if self._dismissed is not None and not self._failures:
             self._end(Outcome(code=self._dismissed.code, why=self._dismissed.why))
             return
         if self._failures or self._lost:
-            if self.restarts >= self.settings.max_restarts:
+            if self._dismissed is not None or self.restarts >= self.settings.max_restarts:
                 self._end(self._defeat())
                 return
             self.restarts += 1
+            self.setback = self._told_setback()
             self._blame(self._culprit())
+        else:
+            self.setback = "hosts came or left"
         self._gathering += 1
         self.phase = Phase.GATHERING
 
@@ -355,12 +365,25 @@ class Machine:
         if not self._failures:
             hosts = ", ".join(self._host_of(agent) for agent in self._lost)
             return Outcome(code=1, why=f"lost {hosts}", ranks=self._ranks())
-        failure = root_cause(self._failures[0], self._ranks())
+        failure = self._root_cause()
         why = ""
         owner = self._owner_of_blamed(failure)
         if owner in self._lost:
             why = f"lost {self._host_of(owner)}, with rank {failure.crash and failure.crash.peer}"
         return Outcome(code=failure.status or 1, why=why, failure=failure, ranks=self._ranks())
+
+    def _told_setback(self) -> str:
+        if not self._failures:
+            return self._defeat().why
+        failure = self._root_cause()
+        said = "" if failure.crash is None else f" ({failure.crash.type}: {failure.crash.message})"
+        why = self._defeat().why
+        return why or f"rank {failure.rank} on {failure.host} failed with {failure.exit}{said}"
+
+    def _root_cause(self) -> RankResult:
+        """Return the first failure, or whom it blames, as it was told last."""
+        first = self._failures[0]
+        return root_cause(self._reports.get(first.rank, first), self._ranks())
 
     def _owner_of_blamed(self, failure: RankResult) -> str:
         assert self.plan is not None
@@ -372,7 +395,7 @@ class Machine:
         assert self.plan is not None
         if not self._failures:
             return self._host_of(self._lost[0])
-        failure = root_cause(self._failures[0], self._ranks())
+        failure = self._root_cause()
         blamed = self._owner_of_blamed(failure)
         guilty = blamed if blamed in self._lost else self.plan.owner(failure.rank)
         return self._host_of(guilty or "")

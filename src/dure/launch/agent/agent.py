@@ -1,0 +1,310 @@
+"""The agent: one host's part in a job, from its joining to its exit code.
+
+An agent asks its machine for its duty, does it, and tells the others what came of it. It knows no
+more of the job than that:
+
+    duty      does                                          tells
+    ----      ----                                          -----
+    Wait      nothing, until there is news                  Expired, if a timer runs out
+    Prepare   keeps a port for rank 0                       Ready
+    Work      starts its ranks and watches them             Failed, Succeeded, Finished
+    Stop      ends its ranks, and all that they started     Ended
+    Rejoin    ends its ranks                                Joined, under another name
+    Leave     returns the job's result                      Left
+
+While ranks run, the agent is the overseer of their loop (`attend`): it looks at its duty after
+everything that happens, which costs nothing on a single host and one look at a pipe on several.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import signal
+import socket
+import time
+import uuid
+from collections.abc import Callable
+
+from dure.errors import LaunchError
+from dure.launch.agent.duties import (
+    Duty,
+    Leave,
+    Outcome,
+    Plan,
+    Prepare,
+    Rejoin,
+    Stop,
+    Timer,
+    Wait,
+    Work,
+)
+from dure.launch.agent.events import (
+    Ended,
+    Event,
+    Expired,
+    Failed,
+    Finished,
+    Joined,
+    Left,
+    Lost,
+    Ready,
+    Succeeded,
+)
+from dure.launch.agent.link import Link
+from dure.launch.environment import Round
+from dure.launch.ports import reserve_port
+from dure.launch.round import RoundRun, Workplace
+from dure.launch.signals import read_signals
+from dure.launch.spec import RankResult
+from dure.launch.supervisor import Action, Phase
+
+__all__ = ["Agent"]
+
+_CRASH_S = 5.0
+"""How long a rank of an elastic job that has crashed may take to exit, before it is killed."""
+
+
+class Agent:
+    """One host's part in a job.
+
+    Args:
+        place: This host.
+        link: The way to the other agents.
+    """
+
+    def __init__(self, place: Workplace, link: Link) -> None:
+        self.name = ""
+        self.interrupted_by: int | None = None
+        self.outlived: dict[int, str] = {}
+        self.ranks: tuple[RankResult, ...] = ()  # of this host, in the last round
+        self.node = 0
+        self._place, self._link = place, link
+        self._held = place.spec.elastic or place.spec.keep_going
+        self._run: RoundRun | None = None
+        self._said: set[str] = set()  # what need not be told again
+        self._replaced: dict[int, int] = {}
+        self._crashed_at: dict[int, float] = {}
+        self._timers: dict[str, float] = {}
+        self._keeper: socket.socket | None = None
+
+    def work(self) -> Outcome:
+        """Take part in the job until it is over, for this host at least."""
+        self._join()
+        try:
+            while True:
+                duty = self._duty()
+                if isinstance(duty, Leave):
+                    return duty.outcome
+                if self._link.cut:
+                    return Outcome(code=1, why=f"cut off from the other hosts: {self._link.cut}")
+                if self.interrupted_by is not None and isinstance(duty, Rejoin):
+                    return Outcome(code=128 + self.interrupted_by)
+                self._do(duty)
+        except BaseException as error:
+            self._link.tell(Left(self.name, 1, f"{self._place.host} cannot go on: {error}"))
+            raise
+        finally:
+            self._release_port()
+
+    # --- the overseer of a round's loop --------------------------------------------------------
+
+    @property
+    def fd(self) -> int:
+        """Readable when there is news of other hosts."""
+        return self._link.fd
+
+    @property
+    def wake_at(self) -> float | None:
+        """When to look again at the latest."""
+        times = [self._link.fence_at, *(at + _CRASH_S for at in self._crashed_at.values())]
+        return min((t for t in times if t is not None), default=None)
+
+    def attend(self, now: float) -> list[Action]:
+        """Tell what has become of the ranks, and find out whether they may go on."""
+        run = self._run
+        assert run is not None
+        self._report(run, now)
+        fence_at = self._link.fence_at
+        if self._link.cut or (fence_at is not None and now > fence_at):
+            return run.supervisor.fence(now)
+        duty = self._duty()
+        if isinstance(duty, Work) and duty.plan.number == run.round.number:
+            self._replace(run, duty)
+            return []
+        explain = isinstance(duty, Stop) and bool(self._link.machine().failed)
+        return run.supervisor.stop(now, explain=explain)
+
+    # --- duties --------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        spec = self._place.spec
+        self.name = uuid.uuid4().hex[:12]
+        self._said.clear()
+        self._link.introduce(self.name)
+        node_rank = spec.node_rank
+        self._link.tell(
+            Joined(self.name, self._place.host, spec.nproc, node_rank, self._link.standby)
+        )
+        self._await(lambda: self.name in self._link.machine().agents)
+
+    def _duty(self) -> Duty:
+        return self._link.machine().duty(self.name)
+
+    def _do(self, duty: Duty) -> None:
+        match duty:
+            case Wait():
+                self._wait(duty.timer)
+            case Prepare():
+                self._prepare(duty.plan)
+            case Work() if f"ended {duty.plan.number}" in self._said:
+                self._sleep(None)  # our own word has not come back yet
+            case Work():
+                self._run_round(duty)
+            case Stop():
+                self._tell_once(f"ended {duty.plan.number}", Ended(self.name, duty.plan.number))
+            case Rejoin():
+                self._join()
+            case Leave():
+                pass
+
+    def _prepare(self, plan: Plan) -> None:
+        self._release_port()
+        port = self._place.spec.master_port
+        if port is None:
+            self._keeper, port = reserve_port()
+        address = self._place.spec.master_addr or self._link.address
+        ready = Ready(self.name, plan.number, address, port)
+        self._tell_once(f"ready {plan.number}", ready)
+
+    def _run_round(self, duty: Work) -> None:
+        plan = duty.plan
+        round = Round(
+            number=plan.number,
+            node=plan.node_of(self.name),
+            hosts=plan.hosts,
+            nprocs=plan.nprocs,
+            master_addr=duty.ready.master_addr,
+            master_port=duty.ready.master_port,
+            store=self._link.store,
+        )
+        self.node = round.node
+        if plan.number > 0:
+            machine = self._link.machine()
+            self._place.terminal.say(
+                f"{machine.setback}; round {plan.number} starts with {plan.world_size} ranks on "
+                f"{', '.join(plan.hosts)} (restarts: {machine.restarts} of "
+                f"{machine.settings.max_restarts})"
+            )
+        self._replaced, self._crashed_at = dict(duty.replaced), {}
+        run = self._run = RoundRun(self._place, round, held=self._held)
+        try:
+            run.start()
+            run.run(self)
+            self.ranks = run.results()
+            self.outlived |= run.loop.outlived
+            self._conclude(run)
+        finally:
+            self._run = None
+            run.close()
+
+    def _conclude(self, run: RoundRun) -> None:
+        """Tell how a round ended here, of which nothing is left."""
+        number, supervisor = run.round.number, run.supervisor
+        self._report(run, time.monotonic())
+        well = all(map(supervisor.succeeded, range(run.round.nproc)))
+        if well and not self._held and supervisor.interrupted_by is None:
+            self._tell_once(f"ended {number}", Succeeded(self.name, number))
+        elif supervisor.fenced and not self._link.cut:
+            self._tell_once("lost", Lost(self.name, "it was cut off from the others for a while"))
+        else:
+            self._tell_once(f"ended {number}", Ended(self.name, number, self.ranks))
+
+    def _report(self, run: RoundRun, now: float) -> None:
+        """Tell what is new of the ranks and of signals."""
+        supervisor, number = run.supervisor, run.round.number
+        if supervisor.first_failure is not None:
+            local = supervisor.first_failure
+            failed = Failed(self.name, number, local, run.result(local))
+            self._tell_once(f"failed {number}", failed, wait=False)
+        if self._held and supervisor.phase is Phase.RUNNING:
+            self._report_ends(run, now)
+        if supervisor.interrupted_by is not None and self.interrupted_by is None:
+            self._leave(supervisor.interrupted_by)
+
+    def _report_ends(self, run: RoundRun, now: float) -> None:
+        """Tell which ranks of an elastic job have ended; kill one that crashed and does not."""
+        supervisor, number = run.supervisor, run.round.number
+        for local in range(run.round.nproc):
+            if local in supervisor.exits:
+                self._crashed_at.pop(local, None)
+                again = f"end {local} {self._replaced.get(local, 0)}"
+                if supervisor.succeeded(local):
+                    event: Event = Finished(self.name, number, local)
+                else:
+                    event = Failed(self.name, number, local, run.result(local))
+                self._tell_once(again, event, wait=False)
+            elif supervisor.has_crashed(local) and local not in self._crashed_at:
+                self._crashed_at[local] = now
+        for local, at in self._crashed_at.items():
+            if now > at + _CRASH_S:
+                run.loop.ranks[local].signal(signal.SIGKILL)
+                self._crashed_at[local] = now
+
+    def _replace(self, run: RoundRun, duty: Work) -> None:
+        """Start what the machine wants started in place of ranks that have ended."""
+        for local, times in duty.replaced:
+            if times > self._replaced.get(local, 0) and local in run.supervisor.exits:
+                self._replaced[local] = times
+                self._place.terminal.say(
+                    f"rank {run.round.rank(local)} is replaced ({times}): it ended with "
+                    f"{run.supervisor.exits[local]}"
+                )
+                run.replace(local, times)
+
+    def _leave(self, number: int) -> None:
+        self.interrupted_by = number
+        self._link.tell(Left(self.name, 128 + number, f"told to end on {self._place.host}"))
+
+    # --- waiting -------------------------------------------------------------------------------
+
+    def _tell_once(self, what: str, event: Event, *, wait: bool = True) -> None:
+        """Tell an event, and with `wait`, if that was done already, wait for what it brings."""
+        if what not in self._said:
+            self._said.add(what)
+            self._link.tell(event)
+        elif wait:
+            self._sleep(None)
+
+    def _wait(self, timer: Timer | None) -> None:
+        if timer is None:
+            self._sleep(None)
+            return
+        now = time.monotonic()
+        due = self._timers.setdefault(timer.name, now + timer.after_s)
+        if now >= due:
+            self._tell_once(f"expired {timer.name}", Expired(timer.name))
+        else:
+            self._sleep(due)
+
+    def _sleep(self, until: float | None) -> None:
+        """Wait for news, a signal or a time."""
+        fds = [fd for fd in (self._link.fd, self._place.signals) if fd >= 0]
+        timeout = None if until is None else max(0.0, until - time.monotonic())
+        select.select(fds, [], [], timeout)
+        for number in read_signals(self._place.signals):
+            if self.interrupted_by is None:
+                self._leave(number)
+            else:
+                raise LaunchError("interrupted while waiting for the other hosts")
+
+    def _await(self, done: Callable[[], bool]) -> None:
+        """Wait until this agent's own word has come back from the log."""
+        while not done() and not self._link.cut and self.interrupted_by is None:
+            self._sleep(None)
+
+    def _release_port(self) -> None:
+        if self._keeper is not None:
+            with contextlib.suppress(OSError):
+                self._keeper.close()
+            self._keeper = None

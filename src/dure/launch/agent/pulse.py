@@ -1,0 +1,396 @@
+"""An agent's connection to the others: it follows the log, writes to it, and watches who lives.
+
+Two threads do all that may have to wait for the network, so that the agent's own loop never does.
+
+The *follower* waits for the next entry of the log (`dure/agents/log/N` in the job's store), wakes
+the agent, and once a second sets its *beat*. The one whose server holds the store, the *leader*,
+watches the others besides: a connection to each one's standby server breaks within a millisecond of
+its process's death, and a host that vanishes without a word stops beating. So does the leader find
+the lost; the others find the loss of the leader, for their own connection breaks. They then go down
+the ladder (`dure.store.ladder`): the next owner puts its copy of the log into its own store, and
+all read it again from the beginning. Every entry has a name of its own, so an agent sees which of
+its own are missing there, and writes them again. Two of the log's lines therefore never differ for
+long, and a machine is only ever fed from one of them.
+
+The *writer* puts the agent's own events at the end of the log: it offers an entry for number N by
+compare-and-set, and where somebody else was first, for the next number.
+
+Nobody leads in any other sense: to be the leader is to hold the store and to notice deaths.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+from datetime import timedelta
+
+import msgspec
+import zmq
+
+from dure.errors import DureError, StoreError, StoreLost, StoreTimeout
+from dure.launch.agent.events import Event, Joined, Lost, pack_event, read_event
+from dure.store.address import resolve
+from dure.store.base import Store
+from dure.store.connection import Connection, knock
+from dure.store.key import JobKey
+from dure.store.ladder import Ladder
+
+__all__ = ["Heartbeat", "Pulse"]
+
+_LOG = "dure/agents/log"
+_BEAT = "dure/agents/beat"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """How the agents watch each other, in seconds.
+
+    `beat_s`: between two beats; `lost_s`: a silent agent is given up; `fence_s`: an agent that
+    reaches nobody ends its own workers, before others give it up; `look_s`: between two looks of
+    the leader at its connections; `knock_s`: for a standby to answer.
+    """
+
+    beat_s: float = 1.0
+    lost_s: float = 5.0
+    fence_s: float = 4.0
+    look_s: float = 0.2
+    knock_s: float = 1.0
+
+
+class _Entry(msgspec.Struct, array_like=True, frozen=True):
+    """A line of the log: its own name, and the event."""
+
+    name: str
+    event: bytes
+
+
+_pack = msgspec.msgpack.Encoder().encode
+_read = msgspec.msgpack.Decoder(_Entry).decode
+
+
+class Pulse:
+    """The connection of one agent.
+
+    Args:
+        ladder: Where the store is; the follower's own from now on.
+        key: The job key.
+        heartbeat: How to watch.
+        carried: Keys that a new store must hold besides the log.
+
+    Threads: `tell`, `take` and the properties belong to the agent's thread.
+    """
+
+    def __init__(
+        self, ladder: Ladder, key: JobKey, heartbeat: Heartbeat, carried: tuple[str, ...]
+    ) -> None:
+        self.me = ""
+        self.cut = ""  # why nobody can be reached any more
+        self._ladder, self._key, self._heart = ladder, key, heartbeat
+        self._carried = {name: ladder.current.get(name) for name in carried}
+        self._lock = threading.Condition()
+        self._log: list[tuple[str, Event]] = []
+        self._line = 0  # how often the log was read from the beginning
+        self._given = (0, 0)  # the line and length that `take` has returned
+        self._mine: dict[str, bytes] = {}
+        self._outbox: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._unsent = 0
+        self._heard_at = time.monotonic()
+        self._closing = False
+        self._waker, self._wakened = socket.socketpair()
+        self._wakened.setblocking(False)
+        self._waker.setblocking(False)
+        self._watch = _Watch(key, heartbeat)
+        self._threads = [
+            threading.Thread(target=run, name=f"dure-agent-{name}", daemon=True)
+            for run, name in ((self._follow, "follower"), (self._write, "writer"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def fd(self) -> int:
+        """Readable when there may be news."""
+        return self._wakened.fileno()
+
+    @property
+    def store(self) -> str:
+        """host:port of the store in use."""
+        return self._ladder.address
+
+    @property
+    def leading(self) -> bool:
+        """Whether this agent's own server holds the store."""
+        return self._ladder.leading
+
+    @property
+    def fence_at(self) -> float:
+        """When to end the workers, should nobody be reached until then."""
+        return self._heard_at + self._heart.fence_s
+
+    def tell(self, event: Event) -> None:
+        """Write an event into the log, as soon as possible."""
+        name = uuid.uuid4().hex
+        with self._lock:
+            self._mine[name] = _pack(_Entry(name, pack_event(event)))
+            self._unsent += 1
+        self._outbox.put(name)
+
+    def take(self) -> tuple[bool, list[Event]]:
+        """Return what is new in the log, and whether that is all of it, from the beginning."""
+        with contextlib.suppress(BlockingIOError):
+            while self._wakened.recv(4096):
+                pass
+        with self._lock:
+            line, seen = self._given
+            afresh = line != self._line
+            new = [event for _, event in self._log[0 if afresh else seen :]]
+            self._given = self._line, len(self._log)
+            return afresh, new
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Send what is not sent yet, and end both threads."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._unsent or bool(self.cut), timeout_s)
+            self._closing = True
+            self._lock.notify_all()
+        self._outbox.put(None)
+        self._ladder.current.close()  # wakes a thread that waits in it
+        for thread in self._threads:
+            thread.join(timeout_s + 2 * self._heart.lost_s)
+        self._watch.close()
+        self._ladder.close()
+        self._waker.close()
+        self._wakened.close()
+
+    # --- the writer --------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        while (name := self._outbox.get()) is not None:
+            while not self._closing and not self.cut:
+                line = self._line
+                try:
+                    self._append(name)
+                    break
+                except (StoreError, DureError):
+                    with self._lock:  # the follower finds another store, or the same one
+                        self._lock.wait_for(lambda at=line: self._closing or self._line != at, 0.5)
+            with self._lock:
+                self._unsent -= 1
+                self._lock.notify_all()
+
+    def _append(self, name: str) -> None:
+        with self._lock:
+            if any(name == known for known, _ in self._log):
+                return
+            number, entry = len(self._log), self._mine[name]
+        while (there := self._ladder.current.compare_set(f"{_LOG}/{number}", "", entry)) != entry:
+            assert there
+            number += 1
+
+    # --- the follower ------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        beat_at, beats, last = 0.0, 0, time.monotonic()
+        while not self._closing and not self.cut:
+            now = time.monotonic()
+            frozen, last = now - last > self._heart.lost_s, now
+            try:
+                if frozen:
+                    self._after_a_freeze()
+                self._read_on()
+                if now >= beat_at:
+                    beats += 1
+                    beat_at = now + self._heart.beat_s
+                    self._ladder.current.set(f"{_BEAT}/{self.me}", str(beats))
+                    self._ladder.refresh()
+                    self._look_up()
+                self._heard_at = time.monotonic()
+                if self._ladder.leading:
+                    self._look_around()
+            except (StoreLost, StoreTimeout):
+                self._move()
+            except StoreError:  # closed by the agent, or moved under our feet
+                continue
+            last = time.monotonic() if not frozen else last
+
+    def _read_on(self) -> None:
+        """Wait a moment for the next entry, and read all that are there."""
+        store, start = self._ladder.current, time.monotonic()
+        patience_s = self._heart.look_s if self._ladder.leading else self._heart.beat_s
+        try:
+            store.wait([f"{_LOG}/{len(self._log)}"], timedelta(seconds=patience_s))
+        except StoreTimeout:
+            if time.monotonic() - start > patience_s + 0.9:  # not even a "no": the server hangs
+                raise
+            return
+        while store.check([key := f"{_LOG}/{len(self._log)}"]):
+            self._add(store.get(key))
+        self._notify()
+
+    def _add(self, packed: bytes) -> None:
+        entry = _read(packed)
+        event = read_event(entry.event)
+        with self._lock:
+            self._log.append((entry.name, event))
+        self._watch.note(event, self.me)
+
+    def _notify(self) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._waker.send(b"!")
+
+    def _move(self) -> None:
+        """Go to the next store, or the same one, after the connection was lost."""
+        if self._closing:
+            return
+        try:
+            self._ladder.advance(2 * self._heart.lost_s, self._seed)
+            self._read_afresh()
+        except (StoreError, DureError) as error:
+            self.cut = str(error)
+            self._notify()
+
+    def _go_to(self, address: str) -> None:
+        """Follow the others to a rung that is not the next one."""
+        self._ladder.follow(address, self._heart.lost_s)
+        self._read_afresh()
+
+    def _seed(self, store: Store) -> None:
+        """Put into this agent's own store what it knows."""
+        for name, value in self._carried.items():
+            store.set(name, value)
+        for number, (name, event) in enumerate(self._log):
+            store.set(f"{_LOG}/{number}", _pack(_Entry(name, pack_event(event))))
+
+    def _read_afresh(self) -> None:
+        """Read the log of a store that was found anew, and write again what is missing of ours."""
+        store = self._ladder.current
+        with self._lock:
+            self._log = []
+            self._line += 1
+        self._watch.begin()
+        while store.check([key := f"{_LOG}/{len(self._log)}"]):
+            self._add(store.get(key))
+        with self._lock:
+            there = {name for name, _ in self._log}
+            missing = [name for name in self._mine if name not in there]
+            self._unsent += len(missing)
+            self._lock.notify_all()
+        for name in missing:
+            self._outbox.put(name)
+        if self._ladder.leading:
+            above = self._ladder.addresses[: self._ladder.addresses.index(self._ladder.address)]
+            for agent in self._watch.held(above):
+                self.tell(Lost(agent, "it held the job's store, which is gone"))
+        self._notify()
+
+    def _look_up(self) -> None:
+        """Look at the rungs above ours: a part of a job that was split gives way to the other."""
+        if not self._ladder.leading:
+            return
+        moved = self._ladder.moved()
+        if moved is not None:
+            self._go_to(moved)
+            return
+        found = self._ladder.revived()
+        if found is None:
+            return
+        address, same = found
+        if same:
+            self._go_to(address)
+        else:
+            self._ladder.redirect(address)
+
+    def _after_a_freeze(self) -> None:
+        """Look where the others are after this process was stopped for a while."""
+        self._watch.begin()
+        if self._ladder.leading and (address := self._ladder.successor()) is not None:
+            self._go_to(address)
+
+    def _look_around(self) -> None:
+        for agent, why in self._watch.lost(self._ladder.current):
+            self.tell(Lost(agent, why))
+
+
+class _Watch:
+    """What the leader knows of the other agents; the follower's alone."""
+
+    def __init__(self, key: JobKey, heart: Heartbeat) -> None:
+        self._key, self._heart = key, heart
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._homes: dict[str, str] = {}  # agent to its standby
+        self._lines: dict[str, Connection] = {}
+        self._beats: dict[str, tuple[bytes, float]] = {}
+        self._closed: set[str] = set()  # standbys that cannot be reached: beats must do
+        self._look_at = 0.0
+
+    def note(self, event: Event, me: str) -> None:
+        """Follow who comes and is lost."""
+        if isinstance(event, Joined) and event.agent != me:
+            self._homes[event.agent] = event.store
+        elif isinstance(event, Lost):
+            self._forget(event.agent)
+
+    def held(self, addresses: tuple[str, ...]) -> list[str]:
+        """Return the agents whose rungs are among `addresses`."""
+        return [agent for agent, home in self._homes.items() if home in addresses]
+
+    def begin(self) -> None:
+        """Give everybody time to be heard again."""
+        self._beats.clear()
+
+    def lost(self, store: Store) -> list[tuple[str, str]]:
+        """Return who is lost now, and why."""
+        broken = [agent for agent in list(self._homes) if not self._is_there(agent)]
+        found = [(agent, "its launcher has ended") for agent in broken]
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + self._heart.beat_s
+            for agent in list(self._homes):
+                if agent not in broken and self._is_silent(agent, store, now):
+                    found.append((agent, f"nothing was heard of it for {self._heart.lost_s:g} s"))
+        for agent, _ in found:
+            self._forget(agent)
+        return found
+
+    def close(self) -> None:
+        """Hang up."""
+        for agent in list(self._lines):
+            self._forget(agent)
+        self._context.term()
+
+    def _is_there(self, agent: str) -> bool:
+        line = self._lines.get(agent)
+        if agent in self._closed or (line is not None and not line.broken):
+            return True
+        if line is not None:
+            del self._lines[agent]
+            line.close()
+        host, _, port = self._homes[agent].rpartition(":")
+        endpoint = resolve(host.strip("[]"), int(port), "a host of the job").endpoint
+        opened = knock(self._context, endpoint, self._key, self._heart.knock_s)
+        if opened is not None:
+            self._lines[agent] = opened
+        elif line is None:
+            self._closed.add(agent)
+        return opened is not None or line is None
+
+    def _is_silent(self, agent: str, store: Store, now: float) -> bool:
+        key = f"{_BEAT}/{agent}"
+        beat = store.get(key) if store.check([key]) else b""
+        last, since = self._beats.get(agent, (None, now))
+        if beat != last:
+            self._beats[agent] = beat, now
+            return False
+        return now - since > self._heart.lost_s
+
+    def _forget(self, agent: str) -> None:
+        self._homes.pop(agent, None)
+        self._beats.pop(agent, None)
+        line = self._lines.pop(agent, None)
+        if line is not None:
+            line.close()

@@ -1,0 +1,134 @@
+"""One round on one host: its ranks are started, watched until none is left, and told of.
+
+What all rounds of a job share on a host is its `Workplace`. A round ends by itself when its ranks
+do, or when the overseer (`dure.launch.agent`) or a signal says so; how, the supervisor decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from dure import env
+from dure.launch.environment import JobAddress, Round, rank_variables
+from dure.launch.guarding import Guardian
+from dure.launch.loop import JobLoop, Overseer
+from dure.launch.numa import threads_for
+from dure.launch.spawn import RankProcess, start_rank
+from dure.launch.spec import Exit, JobSpec, RankResult
+from dure.launch.supervisor import Supervisor, Timing
+from dure.launch.terminal import Terminal
+from dure.launch.zygote import Zygote
+
+__all__ = ["RoundRun", "Workplace"]
+
+_SETTLE_S = 1.0
+"""For a rank to notice that a peer has gone, over any engine, and to write its flight record."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workplace:
+    """What all rounds of a job share on this host.
+
+    Args:
+        spec: The job.
+        address: What its processes inherit.
+        host: This host's name.
+        terminal: Where output goes.
+        signals: The pipe in which signals to the launcher arrive.
+        zygote: What ranks are forked from, if anything.
+        guardian: Who takes the ranks over if the launcher is killed and they may go on.
+    """
+
+    spec: JobSpec
+    address: JobAddress
+    host: str
+    terminal: Terminal
+    signals: int
+    zygote: Zygote | None
+    guardian: Guardian | None
+
+
+class RoundRun:
+    """A round that runs here; call `close` in the end, whatever happens.
+
+    Args:
+        place: What it shares with other rounds.
+        round: Who takes part.
+        held: Whether ranks that end are only noted (`Supervisor`).
+    """
+
+    def __init__(self, place: Workplace, round: Round, *, held: bool) -> None:
+        self.round = round
+        self._place = place
+        self._threads = threads_for(place.spec)
+        self.supervisor = Supervisor(round.nproc, _timing(place.spec), held=held)
+        self.loop = JobLoop(place.address.name, self.supervisor, place.terminal, place.signals)
+        if place.zygote is not None:
+            self.loop.spared = (place.zygote.pid,)
+
+    def start(self) -> None:
+        """Start all ranks.
+
+        Raises:
+            OSError: One cannot be started; `close` ends the others.
+        """
+        self._place.terminal.begin(self.round)
+        for local_rank in range(self.round.nproc):
+            self.loop.add(self._start(local_rank, self.round))
+        spec, zygote = self._place.spec, self._place.zygote
+        may_restart = spec.max_restarts > 0 or spec.elastic or spec.nnodes[0] != spec.nnodes[1]
+        if zygote is not None and not may_restart:
+            zygote.close()
+
+    def replace(self, local_rank: int, times: int) -> None:
+        """Start a rank again that has ended, for the `times`-th time."""
+        again = replace(self.round, number=times)
+        self.loop.replace(local_rank, self._start(local_rank, again))
+
+    def run(self, overseer: Overseer) -> None:
+        """Return when no process of the round is left."""
+        self.loop.oversee(overseer)
+        self.loop.run()
+
+    def close(self) -> None:
+        """Kill what is left, and release everything."""
+        self.loop.close()
+
+    def results(self) -> tuple[RankResult, ...]:
+        """Return what is known of every rank of this host."""
+        return tuple(map(self.result, range(len(self.loop.ranks))))
+
+    def result(self, local_rank: int) -> RankResult:
+        """Return what is known of one rank."""
+        process, report = self.loop.ranks[local_rank], self.loop.reports[local_rank]
+        expected = Exit(signal=9) if report.crash is None else Exit(code=report.crash.exit_code)
+        return RankResult(
+            rank=process.rank,
+            host=self._place.host,
+            pid=process.pid,
+            exit=self.supervisor.exits.get(local_rank, expected),
+            ended_by_launcher=local_rank in self.supervisor.ended_by_launcher,
+            crash=report.crash,
+            stack=report.stack,
+        )
+
+    def _start(self, local_rank: int, round: Round) -> RankProcess:
+        place, rank = self._place, self.round.rank(local_rank)
+        variables = rank_variables(place.spec, local_rank, place.address, round, self._threads)
+        environment = env.child_environment(variables)
+        process = start_rank(place.spec, rank, environment, place.address.key_fd, place.zygote)
+        if place.guardian is not None:
+            place.guardian.watch(process)
+        return process
+
+
+def _timing(spec: JobSpec) -> Timing:
+    settle_s = 0.0 if spec.trace_dir is None else _SETTLE_S
+    if spec.grace_s is None:
+        return Timing(settle_s=settle_s)
+    return Timing(
+        grace_s=spec.grace_s,
+        interrupt_grace_s=spec.grace_s,
+        saving_s=spec.grace_s,
+        settle_s=settle_s,
+    )
