@@ -376,9 +376,11 @@ class Machine:
         if not self._failures:
             return self._defeat().why
         failure = self._root_cause()
-        said = "" if failure.crash is None else f" ({failure.crash.type}: {failure.crash.message})"
         why = self._defeat().why
-        return why or f"rank {failure.rank} on {failure.host} failed with {failure.exit}{said}"
+        how = f"failed: {failure.exit}"
+        if failure.crash is not None:
+            how = f"raised {failure.crash.type}: {failure.crash.message}"
+        return why or f"rank {failure.rank} on {failure.host} {how}"
 
     def _root_cause(self) -> RankResult:
         """Return the first failure, or whom it blames, as it was told last."""
