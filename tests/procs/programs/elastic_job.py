@@ -1,0 +1,148 @@
+"""An elastic job that a test starts with `dure run`, and whose processes it kills at chosen points.
+
+    ELASTIC_FAULTS='[{"rank": 2, "at": "step 7", "do": "KILL"}]' dure run --nproc 4 --elastic ...
+
+A fault happens once, in the process that was started first under that rank, at one of
+
+    enter      before it says in the store that it has come
+    step N     before the gradients of the step after commit N are averaged
+    staged N   when commit N is staged on this rank, and not yet agreed on
+    agree N    before it agrees on epoch N with the others
+    form N     when it has agreed on epoch N, and the group is not made yet
+
+and "do" is a signal to itself, or "LAUNCHER": SIGKILL to the launcher.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from typing import Any
+
+import torch
+from torch import nn
+
+import dure
+from dure.data import DataLoader
+from dure.elastic import Options, State
+from dure.elastic.council import Council
+from dure.elastic.roster import Plan
+from dure.elastic.snapshot import Snapshot
+
+SAMPLES, GLOBAL_BATCH, EPOCHS = 120, 12, 2
+STEPS = EPOCHS * SAMPLES // GLOBAL_BATCH
+
+
+class Numbers:
+    """Samples that say who they are."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(SAMPLES, 4, dtype=torch.float64, generator=generator)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, i: int) -> tuple[int, torch.Tensor]:
+        return i, self.x[i]
+
+
+def make_state() -> State:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.linspace(-0.5, 0.5, p.numel(), dtype=p.dtype).view_as(p))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    return State(model=model, optimizer=optimizer, epoch=0, seen=torch.zeros(EPOCHS, SAMPLES))
+
+
+def train(state: State) -> list[float]:
+    """Train in batches that are the same, all ranks together, for any number of ranks."""
+    model = dure.DistributedDataParallel(state.model) if dure.get_world_size() > 1 else state.model
+    state.loader = DataLoader(Numbers(), GLOBAL_BATCH // dure.get_world_size(), shuffle=True)
+    while state.epoch < EPOCHS:
+        state.loader.set_epoch(state.epoch)
+        for index, x in state.loader:
+            state.optimizer.zero_grad()
+            loss = model(x).square().mean()
+            fault("step", state.commits)
+            loss.backward()
+            state.optimizer.step()
+            seen = torch.zeros(SAMPLES)
+            seen[index] = 1
+            dure.all_reduce(seen)
+            state.seen[state.epoch] += seen
+            state.commit()
+        state.epoch += 1
+    return weights(state)
+
+
+def weights(state: State) -> list[float]:
+    return torch.cat([p.detach().flatten() for p in state.model.parameters()]).tolist()
+
+
+# ---- faults ------------------------------------------------------------------------------------
+
+_FAULTS: list[dict[str, Any]] = json.loads(os.environ.get("ELASTIC_FAULTS", "[]"))
+_FIRST = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+
+
+def fault(point: str, number: int | None = None) -> None:
+    """Let happen what is to happen at this point."""
+    at = point if number is None else f"{point} {number}"
+    for one in list(_FAULTS):
+        if one["rank"] == int(os.environ.get("RANK", "-1")) and one["at"] == at and _FIRST:
+            _FAULTS.remove(one)
+            if one["do"] == "LAUNCHER":
+                os.kill(int(os.environ["DURE_STORE_PID"]), signal.SIGKILL)
+            else:
+                os.kill(os.getpid(), getattr(signal, f"SIG{one['do']}"))
+
+
+def plant() -> None:
+    """Put the points of faults into the code that is tested."""
+    enter, announce, watched, take = Council.enter, Council.announce, Council.watched, Snapshot.take
+
+    def faulty_enter(self: Council) -> Plan:
+        fault("enter")
+        return enter(self)
+
+    def faulty_announce(self: Council, last: Plan, here: Any) -> None:
+        fault("agree", last.number + 1)
+        announce(self, last, here)
+
+    def faulty_watched(self: Council, plan: Plan) -> Any:
+        fault("form", plan.number)
+        return watched(self, plan)
+
+    def faulty_take(self: Snapshot, parts: Any, values: Any, step: int) -> None:
+        take(self, parts, values, step)
+        fault("staged", step)
+
+    Council.enter, Council.announce, Council.watched = faulty_enter, faulty_announce, faulty_watched
+    Snapshot.take = faulty_take
+
+
+def main() -> None:
+    """Train, and tell how it went, as one line of JSON."""
+    plant()
+    state = make_state()
+    options = Options(enough_s=float(os.environ.get("ELASTIC_ENOUGH_S", "20")))
+    started = os.getpid()
+    result = dure.elastic.run(train, state, options)
+    told = {
+        "rank": int(os.environ["RANK"]),
+        "same_process": started == os.getpid(),
+        "weights": result,
+        "once": bool((state.seen == 1).all()),
+        "steps": int(state.seen.sum().item()) // GLOBAL_BATCH,
+        "commits": state.commits,
+        "recoveries": [[r.lost, r.joined, r.step] for r in state.recoveries],
+        "slowest_s": max([r.total_s for r in state.recoveries], default=0.0),
+    }
+    print(f"RESULT {json.dumps(told)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

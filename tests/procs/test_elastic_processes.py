@@ -1,0 +1,107 @@
+"""Elastic jobs of real processes: ranks, the launcher and the store's host are killed.
+
+Where a kill happens is part of the program (`programs/elastic_job.py`), so nothing here waits.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dure
+from dure.comm.world import new_world
+from dure.native import available
+from dure.store import HashStore
+from procs.launching import Launching
+from procs.launching import launching as _launching
+from procs.programs.elastic_job import STEPS, make_state, train
+
+pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
+
+PROGRAM = str(Path(__file__).parent / "programs" / "elastic_job.py")
+
+
+@pytest.fixture
+def launching(tmp_path: Path) -> Iterator[Launching]:
+    yield from _launching(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[float]:
+    """Return the weights of one rank that nobody disturbs."""
+    found: list[float] = []
+
+    def alone() -> None:
+        with new_world():
+            options = dure.elastic.Options(store=HashStore(), rank=0, world_size=1)
+            found.extend(dure.elastic.run(train, make_state(), options) or [])
+
+    thread = threading.Thread(target=alone)
+    thread.start()
+    thread.join(30)
+    return found
+
+
+Fault = tuple[int, str, str]
+
+
+def results(launching: Launching, nproc: int, *faults: Fault, more: tuple[str, ...] = ()) -> Any:
+    """Run a job with these faults; return its exit code, and what its ranks tell, by rank."""
+    plan = [{"rank": rank, "at": at, "do": do} for rank, at, do in faults]
+    finished = launching.run(
+        *("--nproc", str(nproc), "--elastic", *more, PROGRAM),
+        env={"ELASTIC_FAULTS": json.dumps(plan)},
+    )
+    lines = [line.partition("RESULT ")[2] for line in finished.out.splitlines()]
+    told = {one["rank"]: one for one in map(json.loads, filter(None, lines))}
+    assert told, finished.err
+    return finished.code, told
+
+
+def check(told: dict[int, Any], ranks: set[int], expected: list[float]) -> None:
+    """No sample is lost or seen twice, no process is new, and the model is the undisturbed one."""
+    assert set(told) == ranks
+    for one in told.values():
+        assert one["once"] and one["steps"] == STEPS == one["commits"]
+        assert one["same_process"]
+        assert one["weights"] == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+SLOW = pytest.mark.slow
+FAULTS: dict[str, tuple[Any, list[Fault]]] = {
+    "one": (SLOW, [(2, "step 5", "KILL")]),
+    "two with rank 0": ((), [(0, "step 5", "KILL"), (3, "step 5", "KILL")]),
+    "in a commit, then another in the recovery": (
+        (),
+        [(1, "staged 6", "KILL"), (2, "agree 1", "KILL")],
+    ),
+    "then another while the new group is made": (
+        SLOW,
+        [(1, "step 2", "KILL"), (3, "form 1", "KILL")],
+    ),
+    "while the first group is made": (SLOW, [(2, "form 0", "KILL")]),
+    "all but one": (SLOW, [(r, f"step {4 + r}", "KILL") for r in range(3)]),
+}
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [pytest.param(faults, id=name, marks=marks) for name, (marks, faults) in FAULTS.items()],
+)
+def test_the_living_go_on(launching: Launching, faults: list[Fault], expected: list[float]):
+    code, told = results(launching, 4, *faults)
+    assert code == 0
+    check(told, set(range(4)) - {rank for rank, _, _ in faults}, expected)
+
+
+def test_the_job_outlives_its_launcher_and_the_next_host_of_the_store(
+    launching: Launching, expected: list[float]
+):
+    faults: list[Fault] = [(1, "step 3", "LAUNCHER"), (0, "step 8", "KILL")]
+    _, told = results(launching, 3, *faults)
+    check(told, {1, 2}, expected)
