@@ -20,6 +20,7 @@ from datetime import timedelta
 from dure import env
 from dure.elastic.roster import Member, Plan
 from dure.errors import StoreError, StoreLost, StoreTimeout
+from dure.placement import detect
 from dure.store.base import Store
 from dure.store.finding import find_place
 from dure.store.identity import Identity, alive, process_at
@@ -60,7 +61,7 @@ class Keeper:
         self.keys = PrefixStore(f"dure/elastic/{self._name}", self._base)
 
     def _open(self, rank: int, world_size: int) -> Store:
-        if rank < 0 and env.text("RANK") is None and env.text("WORLD_SIZE") is None:
+        if rank < 0 and _is_alone():
             self.rank, self.world_size, self._given, self._name = 0, 1, True, "alone"
             return HashStore()
         spot: Spot = find_place(None, rank, world_size)
@@ -160,6 +161,12 @@ class Keeper:
             self._base.set_timeout(timedelta(seconds=1))
             with contextlib.suppress(StoreError):
                 self._base.close()
+
+
+def _is_alone() -> bool:
+    """Tell whether nobody has started this process as a rank of a job."""
+    told = env.text("RANK") is not None or env.text("WORLD_SIZE") is not None
+    return not told and detect(env.everything()).member is None
 
 
 def _give_up(store: Store) -> None:
