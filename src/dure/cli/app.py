@@ -52,6 +52,12 @@ COMMANDS = (
         summary="Measure collectives on this machine, beside Gloo and MPI.",
     ),
     Command(
+        name="doctor",
+        module="dure.cli.doctor",
+        function="doctor",
+        summary="Check this machine, and say what is wrong and what to do.",
+    ),
+    Command(
         name="trace",
         module="dure.cli.trace",
         function="commands",

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("command", ["demo", "bench"])
+@pytest.mark.parametrize("command", ["demo", "bench", "doctor"])
 def test_command_is_imported_without_torch_or_scikit_learn(command):
     program = (
         f"import sys, dure.cli.{command}.command\n"

@@ -1,0 +1,69 @@
+"""What a check says: a level, what was seen, and what to do about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["Finding", "Level", "fine", "note", "problem", "size", "warning"]
+
+
+class Level(Enum):
+    """How bad it is."""
+
+    OK = "ok"
+    """Nothing to do."""
+    NOTE = "note"
+    """Matters for some jobs only, such as those on several hosts."""
+    WARNING = "warning"
+    """Works, but worse than it could."""
+    PROBLEM = "problem"
+    """A job will fail here, or hang."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that a check has to say.
+
+    Attributes:
+        check: What was looked at, in a word or two.
+        level: How bad it is.
+        seen: What was found, in plain words.
+        advice: What to do; empty where nothing needs doing.
+        host: Where, if several hosts were asked.
+    """
+
+    check: str
+    level: Level
+    seen: str
+    advice: str = ""
+    host: str = ""
+
+
+def fine(check: str, seen: str) -> Finding:
+    """Say that nothing needs doing."""
+    return Finding(check=check, level=Level.OK, seen=seen)
+
+
+def note(check: str, seen: str, advice: str) -> Finding:
+    """Say what matters for some jobs only."""
+    return Finding(check=check, level=Level.NOTE, seen=seen, advice=advice)
+
+
+def warning(check: str, seen: str, advice: str) -> Finding:
+    """Say that something could be better."""
+    return Finding(check=check, level=Level.WARNING, seen=seen, advice=advice)
+
+
+def problem(check: str, seen: str, advice: str) -> Finding:
+    """Say that something must be done."""
+    return Finding(check=check, level=Level.PROBLEM, seen=seen, advice=advice)
+
+
+def size(num_bytes: float) -> str:
+    """Return a size as a person reads it: 512 MiB, 1.5 GiB."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.3g} TiB"

@@ -1,0 +1,244 @@
+"""Other hosts: reached by ssh, with the same versions and time, and by connections both ways.
+
+The doctor starts itself there over ssh with the hidden option `--answer`, and speaks with it in
+lines of JSON over that connection:
+
+1. The answerer says who it is: versions, and a port at which it listens for one connection.
+2. The asker sends a line three times; the answerer replies with its time of day. The quickest round
+   trip bounds how far the clocks are apart.
+3. The asker connects to the answerer's port, and tells it to connect to a port of the asker's.
+
+Both listeners take one connection of no content, on one address each, and are closed at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import IO, Any, cast  # Any: what JSON holds
+
+from dure.cli.doctor import clock, collectives, versions
+from dure.cli.doctor.finding import Finding, fine, problem, warning
+from dure.errors import UsageError
+from dure.placement.nodes import expand_hosts
+
+__all__ = ["Answer", "answer", "ask", "examine", "judge"]
+
+_LIMIT_S = 15.0
+_CONNECT_S = 3.0
+_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
+_NUM_TRIPS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What was learnt of one host.
+
+    Attributes:
+        host: As the user called it.
+        error: Why it did not answer; empty if it did.
+        address: What its name stands for here; empty if nothing.
+        packages: Versions there.
+        ahead_s: How far its clock is ahead of ours, give or take `uncertain_s`.
+        reached: Whether we could connect to a port there; None if it was not tried.
+        reached_back: Whether it could connect to a port here.
+    """
+
+    host: str
+    error: str = ""
+    address: str = ""
+    packages: dict[str, str] = field(default_factory=dict[str, str])
+    ahead_s: float = 0.0
+    uncertain_s: float = 0.0
+    reached: bool | None = None
+    reached_back: bool | None = None
+
+
+def examine(hosts: str, *, collective: bool, limit_s: float) -> list[Finding]:
+    """Ask each of the hosts (`node[1-4],other`), and let them try a collective together."""
+    try:
+        known = expand_hosts(hosts)
+    except ValueError as error:
+        raise UsageError("the list of hosts cannot be read", seen=str(error)) from None
+    answers: dict[str, Answer] = {}
+
+    def learn(host: str) -> None:
+        answers[host] = ask(host)
+
+    threads = [threading.Thread(target=learn, args=(host,), daemon=True) for host in known]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + _LIMIT_S + 2 * _CONNECT_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    mine = packages()
+    found: list[Finding] = []
+    for host in known:
+        learnt = answers.get(host, Answer(host=host, error="no answer in time"))
+        found += [replace(finding, host=host) for finding in judge(learnt, mine)]
+    if collective and all(host in answers and not answers[host].error for host in known):
+        tried = collectives.judge(collectives.try_hosts(hosts, limit_s))
+        found += [replace(finding, host=hosts) for finding in tried]
+    return found
+
+
+def packages() -> dict[str, str]:
+    """Return the versions that must be the same on all hosts."""
+    read = versions.read()
+    names = ("dure", "torch", "pyzmq", "msgspec")
+    found = {name: read.packages[name] for name in names if name in read.packages}
+    return found | {"python": ".".join(map(str, read.python[:2])), "machine": platform.machine()}
+
+
+def judge(learnt: Answer, mine: dict[str, str]) -> list[Finding]:
+    """Say whether a job can have ranks on that host."""
+    if learnt.error:
+        advice = (
+            f"`ssh {learnt.host} true` must work without a password (ssh-copy-id, an agent), and "
+            "Dure must be installed there under the same path."
+        )
+        return [problem("ssh", f"cannot be asked: {learnt.error}", advice)]
+    found = [fine("ssh", f"answers, at {learnt.address or 'an address that only ssh knows'}")]
+    found.append(versions.judge_same(mine, learnt.packages, learnt.host))
+    found.append(clock.judge_difference(learnt.ahead_s, learnt.uncertain_s))
+    if not learnt.address:
+        advice = f"Add {learnt.host} to /etc/hosts or the name server: ssh alone knows it."
+        found.append(warning("connections", "its name stands for no address here", advice))
+    ways = ((learnt.reached, "from here to it"), (learnt.reached_back, "from it to here"))
+    for worked, way in ways:
+        if worked is None:
+            continue
+        if worked:
+            found.append(fine("connections", f"{way}: open"))
+        else:
+            advice = "A firewall: open the range of local ports between the hosts of the job."
+            found.append(problem("connections", f"{way}: a free port cannot be reached", advice))
+    return found
+
+
+def ask(host: str, command: tuple[str, ...] | None = None) -> Answer:
+    """Ask one host.
+
+    Args:
+        host: Its name.
+        command: What starts the answerer, in place of ssh; its last argument is added.
+    """
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(host)
+        return _ask(host, address, command)
+    return _ask(host, "", command)
+
+
+def _ask(host: str, address: str, command: tuple[str, ...] | None) -> Answer:
+    if command is None:
+        there = shlex.join([sys.executable, "-m", "dure.cli", "doctor", "--answer"])
+        command = (*_SSH, "--", host, there)
+        bind = shlex.quote(address or "127.0.0.1")
+    else:
+        bind = address or "127.0.0.1"
+    process = subprocess.Popen(
+        [*command, bind],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    watch = threading.Timer(_LIMIT_S, process.kill)
+    watch.start()
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        return _converse(host, address, process.stdin, process.stdout)
+    except (OSError, ValueError, KeyError):
+        process.kill()
+        words = process.communicate()[1].strip()
+        return Answer(host=host, address=address, error=words[-500:] or "no answer")
+    finally:
+        watch.cancel()
+        process.kill()
+        process.communicate()
+
+
+def _converse(host: str, address: str, to: IO[str], answers: IO[str]) -> Answer:
+    """Play the asker's part (see the top of this file)."""
+    who = _line(answers)
+    best, ahead_s = float("inf"), 0.0
+    for _ in range(_NUM_TRIPS):
+        start = time.time()
+        print("{}", file=to, flush=True)
+        theirs = float(_line(answers)["time"])
+        trip = time.time() - start
+        if trip < best:
+            best, ahead_s = trip, theirs - (start + trip / 2)
+    reached = reached_back = None
+    if address:
+        reached = _connects(address, int(who["port"]))
+        reached_back = _let_connect(address, to, answers)
+    return Answer(
+        host=host,
+        address=address,
+        packages={str(k): str(v) for k, v in who["packages"].items()},
+        ahead_s=ahead_s,
+        uncertain_s=best / 2,
+        reached=reached,
+        reached_back=reached_back,
+    )
+
+
+def _line(lines: IO[str]) -> dict[str, Any]:
+    content: object = json.loads(lines.readline() or "null")
+    if not isinstance(content, dict):
+        raise ValueError("no answer")
+    return cast("dict[str, Any]", content)
+
+
+def _let_connect(address: str, to: IO[str], answers: IO[str]) -> bool:
+    """Listen at the address that leads to the other host, and let it connect."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing: it chooses the interface
+        mine = str(probe.getsockname()[0])
+    with _listening(mine) as port:
+        print(json.dumps({"address": mine, "port": port}), file=to, flush=True)
+        return bool(_line(answers)["reached"])
+
+
+@contextlib.contextmanager
+def _listening(address: str) -> Iterator[int]:
+    """Listen for connections, which are closed as they come, for the length of the block."""
+    with socket.create_server((address, 0)) as server:
+        yield int(server.getsockname()[1])  # the kernel accepts: nobody needs to
+
+
+def _connects(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=_CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def answer(bind: str) -> int:
+    """Play the answerer's part, listening at the address `bind`; return the exit code."""
+    try:
+        with _listening(bind) as port:
+            print(json.dumps({"packages": packages(), "port": port}), flush=True)
+            for line in sys.stdin:
+                wanted = cast("dict[str, Any]", json.loads(line))
+                if "port" in wanted:
+                    reached = _connects(str(wanted["address"]), int(wanted["port"]))
+                    print(json.dumps({"reached": reached}), flush=True)
+                else:
+                    print(json.dumps({"time": time.time()}), flush=True)
+    except OSError as error:
+        raise UsageError("cannot listen", seen=f"{bind}: {error}") from None
+    return 0

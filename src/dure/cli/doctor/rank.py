@@ -1,0 +1,91 @@
+"""What a rank of `dure doctor` does: a small collective over each backend, and a line about it.
+
+    python -m dure.cli.doctor.rank LIMIT_S BACKEND...
+
+Rank 0 prints one line a backend, `DURE-DOCTOR {...}`, and one about torch and its GPUs. A backend
+that hangs ends in its time limit, by the group's own timeout; if even that does not help, the
+process ends itself, and the lines that are missing tell which backend it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any  # Any: what JSON holds
+
+import torch
+
+import dure as dist
+
+__all__ = ["MARK", "main"]
+
+MARK = "DURE-DOCTOR "
+_ROUNDS = 50
+_COUNT = 1024
+
+
+def main() -> None:
+    """Try each backend that the command line names."""
+    limit_s, backends = float(sys.argv[1]), sys.argv[2:]
+    for number, backend in enumerate(backends):
+        watch = threading.Timer(limit_s + 1.0, os._exit, (3,))
+        watch.daemon = True
+        watch.start()
+        told = _try(backend, limit_s)
+        watch.cancel()
+        if told.pop("rank", 0) == 0:
+            if number == 0:
+                _tell(_torch())
+            _tell(told)
+
+
+def _tell(content: dict[str, Any]) -> None:
+    os.write(1, f"{MARK}{json.dumps(content)}\n".encode())
+
+
+def _try(backend: str, limit_s: float) -> dict[str, Any]:
+    """Join, reduce a few numbers, check them and leave."""
+    told: dict[str, Any] = {"backend": backend}
+    if not dist.is_backend_available(backend):
+        return told | {"absent": True}
+    try:
+        with dist.process_group(backend, timeout=timedelta(seconds=limit_s)) as group:
+            told["rank"], told["ranks"] = group.rank(), group.size()
+            told["us"] = _reduce(backend, group)
+    except Exception as error:  # whatever goes wrong here is what the user wants to know
+        return told | {"error": f"{type(error).__name__}: {error}"}
+    return told
+
+
+def _reduce(backend: str, group: dist.ProcessGroup) -> float:
+    """Return the time of one all_reduce in microseconds, or raise if its numbers are wrong."""
+    device = torch.device("cuda", group.rank()) if backend == "nccl" else torch.device("cpu")
+    data = torch.empty(_COUNT, device=device)
+    start = 0.0
+    for number in range(_ROUNDS + 1):
+        if number == 1:
+            start = time.perf_counter()
+        data.fill_(group.rank() + 1)
+        group.all_reduce(data)
+    seconds = time.perf_counter() - start
+    wanted = group.size() * (group.size() + 1) / 2
+    if not bool((data == wanted).all()):
+        raise ArithmeticError(f"the sum is {data[0].item()}, not {wanted}")
+    return seconds / _ROUNDS * 1e6
+
+
+def _torch() -> dict[str, Any]:
+    """Return what torch knows of GPUs."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = [torch.cuda.get_device_name(i) for i in range(count)]
+    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    apart = [(i, j) for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
+    return {"torch": torch.__version__, "cuda": torch.version.cuda, "gpus": names, "apart": apart}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""`dure doctor` on this machine, and as another host would be asked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from dure.cli.doctor import hosts
+
+DOCTOR = (sys.executable, "-m", "dure.cli", "doctor")
+
+
+def test_doctor_tries_collectives_and_answers_in_json() -> None:
+    done = subprocess.run(
+        [*DOCTOR, "--json", "--limit", "100"], capture_output=True, timeout=120, check=False
+    )
+    told = json.loads(done.stdout)
+    assert done.returncode == (1 if told["worst"] == "problem" else 0)
+    levels = {finding["check"]: finding["level"] for finding in told["findings"]}
+    for check in ("cores", "memory", "shared memory", "ports", "clock", "job key", "versions"):
+        assert check in levels
+    assert (levels["shm collective"], levels["gloo collective"]) == ("ok", "ok")
+
+
+def test_answer_of_a_host_says_versions_time_and_connections() -> None:
+    learnt = hosts.ask("127.0.0.1", (*DOCTOR, "--answer"))
+    assert learnt.error == ""
+    assert learnt.packages == hosts.packages()
+    assert abs(learnt.ahead_s) <= learnt.uncertain_s + 0.05
+    assert (learnt.reached, learnt.reached_back) == (True, True)
+
+
+def test_host_that_does_not_answer_is_a_problem() -> None:
+    learnt = hosts.ask("127.0.0.1", (sys.executable, "-c", "raise SystemExit('no route')"))
+    assert "no route" in learnt.error
