@@ -1,0 +1,336 @@
+"""Start a job of a drill, kill as planned, and bring it to its end.
+
+Before each kill the job has made progress since the last one: every living agent's ranks have
+committed a step. So each kill meets a job that is whole, and costs it one restart, unless two of
+them happen at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drills.plans import Kill, Plan
+from procs.launching import DURE, living
+
+PROGRAMS = Path(__file__).with_name("programs.py")
+LIMIT_S = 90.0
+LOOK_S = 0.01
+
+
+class Odd(AssertionError):
+    """A job did what it must not."""
+
+
+@dataclass
+class Death:
+    """A kill that was carried out.
+
+    Attributes:
+        kill: As planned.
+        at: When.
+        who: Agents and local ranks who died; with a local rank of -1 the agent itself.
+        recovery_s: From then to the next commit, or to the end of all where the job must end.
+    """
+
+    kill: Kill
+    at: float
+    who: list[tuple[int, int]]
+    recovery_s: float = float("nan")
+
+
+@dataclass
+class Agent:
+    """One `dure run`, which plays a host."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    number: int
+    killed: bool = False
+
+
+@dataclass
+class Job:
+    """One job, in a folder of its own.
+
+    Attributes:
+        plan: What is to happen.
+        folder: Where its processes write.
+        agents: In the order they were started.
+        deaths: What has happened.
+    """
+
+    plan: Plan
+    folder: Path
+    agents: list[Agent] = field(default_factory=list[Agent])
+    deaths: list[Death] = field(default_factory=list[Death])
+
+    def __post_init__(self) -> None:
+        self.tag = f"DURE_DRILL={uuid.uuid4().hex}"
+        for name in ("said", "orders", "taken", "commits", "parts", "tmp", "agents"):
+            (self.folder / name).mkdir(parents=True)
+        self.key = self.folder / "key"
+        self.key.write_bytes(secrets.token_bytes(32))
+        self.key.chmod(0o600)
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            self.port = s.getsockname()[1]
+        self._read: dict[str, int] = {}
+        self._said: list[dict[str, Any]] = []
+
+    # ---- the agents --------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start all agents."""
+        for _ in range(self.plan.agents):
+            self.start_agent()
+
+    def start_agent(self) -> None:
+        """Start another agent."""
+        plan, number = self.plan, len(self.agents)
+        words = ["--nproc", str(plan.nproc), "--key-file", str(self.key)]
+        if plan.max_restarts:
+            words += ["--max-restarts", str(plan.max_restarts)]
+        if plan.kind == "elastic":
+            words += ["--elastic", "--min-ranks", "1"]
+        if plan.agents > 1:
+            words += ["--nnodes", f"{plan.min_agents}:{plan.agents}"]
+            words += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "drill"]
+            words += ["--rdzv-conf", "join_timeout=20,last_call_timeout=1"]
+        name, _, value = self.tag.partition("=")
+        # A host's own number keeps apart what the agents of one machine say.
+        variables = {name: value, "TMPDIR": str(self.folder / "tmp"), "DRILL_AGENT": str(number)}
+        log = self.folder / "agents" / f"{number}.log"
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [*DURE, "run", *words, str(PROGRAMS), plan.kind, str(self.folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                cwd=self.folder,
+                env=os.environ | variables | {"OMP_NUM_THREADS": "1"},
+            )
+        self.agents.append(Agent(process, log, number))
+
+    @property
+    def running(self) -> list[Agent]:
+        """The agents that have not ended."""
+        return [agent for agent in self.agents if agent.process.poll() is None]
+
+    def left(self) -> list[int]:
+        """Return the processes of this job."""
+        return living(self.tag)
+
+    # ---- what ranks say ----------------------------------------------------------------------
+
+    def said(self) -> list[dict[str, Any]]:
+        """Return all that was written down, as far as lines are whole; in no order."""
+        for path in (self.folder / "said").iterdir():
+            begin = self._read.get(path.name, 0)
+            with path.open("rb") as file:
+                file.seek(begin)
+                text = file.read()
+            whole = text.rfind(b"\n") + 1
+            self._read[path.name] = begin + whole
+            self._said += [json.loads(line) for line in text[:whole].splitlines()]
+        return self._said
+
+    def workers(self) -> list[dict[str, Any]]:
+        """Return what the living ranks said last when they began, in the order of their ranks."""
+        begun: dict[int, dict[str, Any]] = {}
+        for entry in self.said():
+            if entry["word"] == "begin":
+                begun[entry["pid"]] = {**entry, "rank": entry.get("new_rank", entry["rank"])}
+        mine = set(self.left())
+        return sorted((e for p, e in begun.items() if p in mine), key=lambda e: e["rank"])
+
+    def committed_after(self, at: float) -> float | None:
+        """Return when a step was first committed that was begun after `at`, or None."""
+        steps: dict[int, list[float]] = {}
+        for entry in self.said():
+            if entry["word"] == "committed" and entry["at"] > at:
+                steps.setdefault(entry["pid"], []).append(entry["at"])
+        second = [sorted(times)[1] for times in steps.values() if len(times) > 1]
+        return min(second, default=None)
+
+    def wait(self, done: Callable[[], object], what: str, limit_s: float = LIMIT_S) -> Any:
+        """Return what `done` returns once that is true."""
+        deadline = time.monotonic() + limit_s
+        while not (found := done()):
+            if time.monotonic() > deadline:
+                raise Odd(f"waited for {limit_s:g} s: {what}")
+            time.sleep(LOOK_S)
+        return found
+
+    # ---- kills -------------------------------------------------------------------------------
+
+    def run(self, goes_on: Callable[[list[Death]], bool]) -> None:
+        """Live through the whole plan.
+
+        Args:
+            goes_on: Whether a job to which this has happened goes on.
+        """
+        self.start()
+        begun = time.monotonic()
+        for kill in self.plan.kills:
+            if not self._recovers(begun):
+                break
+            time.sleep(kill.delay_s)
+            death = self._carry_out(kill)
+            self.deaths.append(death)
+            begun = death.at
+            if self._agent_died(death) and self.plan.returns and goes_on(self.deaths):
+                self.start_agent()
+        if self.plan.kind != "plain" and self._recovers(begun):
+            (self.folder / "enough").touch()
+        self._see_the_end(begun)
+
+    def _recovers(self, begun: float) -> bool:
+        """Wait until all ranks have worked after `begun`; False if the job has ended instead."""
+        self.wait(lambda: self._whole(begun) or self._over(), "the job is not whole again")
+        at = self.committed_after(begun)
+        if self.deaths and at is not None:
+            self.deaths[-1].recovery_s = at - begun
+        return not self._over()
+
+    def _over(self) -> bool:
+        """Whether all agents have ended, and nobody lives on without them."""
+        return not self.running and not (self._orphaned() and self.left())
+
+    def _whole(self, begun: float) -> bool:
+        """Whether as many ranks as the job is to have have committed since `begun`."""
+        wanted = self._wanted()
+        steps: dict[int, int] = {}
+        for entry in self.said():
+            if entry["word"] == "committed" and entry["at"] > begun:
+                steps[entry["pid"]] = steps.get(entry["pid"], 0) + 1
+        mine = {entry["pid"] for entry in self.workers()}
+        return sum(count > 1 for pid, count in steps.items() if pid in mine) >= wanted
+
+    def _wanted(self) -> int:
+        here = len(self.running)
+        if self.plan.kind == "elastic" and self._orphaned():
+            return 1
+        return self.plan.nproc * max(1, here)
+
+    def _orphaned(self) -> bool:
+        """Whether an elastic job goes on without its launcher."""
+        return self.plan.kind == "elastic" and any(agent.killed for agent in self.agents)
+
+    def _carry_out(self, kill: Kill) -> Death:
+        match kill.victim:
+            case "agent" | "agent with the store":
+                return self._kill_agent(kill)
+            case "rank 0 during a commit" | "worker during a commit":
+                return self._order(kill, "commit", kill.delay_s / 50)
+            case "worker during a restart":
+                return self._kill_ranks(kill, 1, ("start", kill.delay_s))
+            case "newcomer while it joins":
+                return self._kill_ranks(kill, 1, ("join", kill.delay_s * 2))
+            case "two at once":
+                return self._kill_ranks(kill, 2, None)
+            case _:
+                return self._kill_ranks(kill, 1, None)
+
+    def _kill_ranks(self, kill: Kill, count: int, order: tuple[str, float] | None) -> Death:
+        workers = self.workers()
+        if kill.victim == "rank 0":
+            chosen = workers[:1]
+        else:
+            first = int(kill.pick * len(workers))
+            chosen = (workers * 2)[first : first + min(count, len(workers))]
+        if order is not None:
+            (self.folder / "orders" / order[0]).write_text(str(order[1]))
+        at = time.monotonic()
+        for worker in chosen:
+            with suppress(ProcessLookupError):
+                os.kill(worker["pid"], signal.SIGKILL)
+        death = Death(kill, at, [divmod(w["rank"], self.plan.nproc) for w in chosen])
+        if order is not None:
+            self._await_taken(order[0])
+            death.at = time.monotonic() + order[1]
+        return death
+
+    def _order(self, kill: Kill, point: str, delay_s: float) -> Death:
+        (self.folder / "orders" / point).write_text(str(delay_s))
+        self._await_taken(point)
+        return Death(kill, time.monotonic() + delay_s, [(0, 0)])
+
+    def _await_taken(self, point: str) -> None:
+        """Wait until somebody dies at a point; where the job ends first, nobody does."""
+        taken = self.folder / "taken"
+        before = self.deaths_at(point)
+        self.wait(
+            lambda: len(list(taken.glob(f"{point}-*"))) > before or not self.running,
+            f"nobody came to the point {point!r}",
+        )
+
+    def deaths_at(self, point: str) -> int:
+        """Count the earlier kills whose victims died at a point of the program."""
+        points = {
+            "commit": "during a commit",
+            "start": "during a restart",
+            "join": "while it joins",
+        }
+        return sum(points[point] in death.kill.victim for death in self.deaths)
+
+    def _kill_agent(self, kill: Kill) -> Death:
+        running = self.running
+        server = self._server(running)
+        if kill.victim == "agent with the store" and server is not None:
+            agent = server
+        else:
+            others = [a for a in running if a is not server] or running
+            agent = others[int(kill.pick * len(others))]
+        at = time.monotonic()
+        agent.killed = True
+        agent.process.kill()
+        agent.process.wait()
+        return Death(kill, at, [(agent.number, -1)])
+
+    def _server(self, running: list[Agent]) -> Agent | None:
+        """Return the agent that listens at the endpoint, or else the first."""
+        port = f"0100007F:{self.port:04X}"
+        lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+        inodes = {f[9] for line in lines if (f := line.split())[1] == port and f[3] == "0A"}
+        for agent in running:
+            with suppress(OSError):
+                for link in Path(f"/proc/{agent.process.pid}/fd").iterdir():
+                    if any(f"socket:[{inode}]" == os.readlink(link) for inode in inodes):
+                        return agent
+        return running[0] if running else None
+
+    def _agent_died(self, death: Death) -> bool:
+        return any(local < 0 for _, local in death.who)
+
+    # ---- the end -----------------------------------------------------------------------------
+
+    def _see_the_end(self, begun: float) -> None:
+        """Wait until everything of the job has ended."""
+        for agent in self.agents:
+            self.wait(lambda a=agent: a.process.poll() is not None, f"agent {agent.number} ends")
+        self.wait(
+            lambda: not self.left(), "processes are left", LIMIT_S if self._orphaned() else 10
+        )
+        if self.plan.kind == "plain" and self.deaths:
+            self.deaths[-1].recovery_s = time.monotonic() - begun
+
+    def close(self) -> None:
+        """End whatever is left."""
+        for agent in self.agents:
+            agent.process.kill()
+            agent.process.wait()
+        for pid in self.left():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
