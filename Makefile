@@ -1,5 +1,5 @@
 # `make demo` and `make test` set up everything in .venv first, and only once: see scripts/setup.
-# What can be changed from outside: PYTHON, VENV, TORCH_INDEX, PYTEST_ARGS, DEMO_ARGS.
+# What can be changed from outside: PYTHON, VENV, TORCH_INDEX, PYTEST_ARGS, DEMO_ARGS, KILLS, DRILL_ARGS.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -8,6 +8,7 @@ SHELL := /bin/bash
 
 PYTHON ?= $(firstword $(shell command -v python3.11 python3.12 python3.13 python3.14 python3) python3)
 VENV ?= .venv
+KILLS ?= 500
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 export PYTHON VENV
@@ -30,8 +31,9 @@ demo: $(STAMPS)/package ## train on real images with 2 ranks, and write runs/dem
 test: $(STAMPS)/package $(STAMPS)/test ## run all tests but the long drills
 	@$(BIN)/python -m pytest -rs $(PYTEST_ARGS)
 
-drill: $(STAMPS)/package $(STAMPS)/test ## run the long drills: killed, stopped and late ranks
+drill: $(STAMPS)/package $(STAMPS)/test ## run the long tests, then kill 500 random processes of jobs
 	@$(BIN)/python -m pytest -rs -m slow $(PYTEST_ARGS)
+	@PYTHONPATH=tests $(BIN)/python -m drills --kills $(KILLS) $(DRILL_ARGS)
 
 native-build: $(STAMPS)/venv ## build the C++ tests, plain and under the sanitizers
 	@PATH="$(abspath $(BIN)):$$PATH" scripts/native-test --build
