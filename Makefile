@@ -19,7 +19,7 @@ NATIVE_SOURCES := CMakeLists.txt $(CPP_SOURCES)
 SPELLED := README.md ARCHITECTURE.md CONTRIBUTING.md CHANGELOG.md Makefile pyproject.toml \
     docs csrc $(PYTHON_TREES)
 
-.PHONY: help demo test drill native-build native-test lint format setup clean
+.PHONY: help demo test drill kills native-build native-test lint format setup clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | \
@@ -31,8 +31,11 @@ demo: $(STAMPS)/package ## train on real images with 2 ranks, and write runs/dem
 test: $(STAMPS)/package $(STAMPS)/test ## run all tests but the long drills
 	@$(BIN)/python -m pytest -rs $(PYTEST_ARGS)
 
-drill: $(STAMPS)/package $(STAMPS)/test ## run the long tests, then kill 500 random processes of jobs
+drill: $(STAMPS)/package $(STAMPS)/test ## run the long tests, and then `make kills`
 	@$(BIN)/python -m pytest -rs -m slow $(PYTEST_ARGS)
+	@$(MAKE) --no-print-directory kills
+
+kills: $(STAMPS)/package $(STAMPS)/test ## kill 500 random processes of jobs (KILLS=500)
 	@PYTHONPATH=tests $(BIN)/python -m drills --kills $(KILLS) $(DRILL_ARGS)
 
 native-build: $(STAMPS)/venv ## build the C++ tests, plain and under the sanitizers
