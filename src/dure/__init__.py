@@ -43,6 +43,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "UnevenInputs",
         "UsageError",
     ),
+    "dure.errorfile": ("record",),
     "dure.store": ("FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"),
     "dure.comm.ops": ("ReduceOp",),
     "dure.comm.work": ("Work",),

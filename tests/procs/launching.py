@@ -117,6 +117,7 @@ def launching(directory: Path) -> Iterator[Launching]:
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert left == []
+    assert list(directory.glob("dure_*")) == []
     assert {x for x in os.listdir("/dev/shm") if x not in shared and "dure" in x} == set()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from dure import env
 from dure.errors import UsageError
+from dure.launch.errorfiles import error_file
 from dure.launch.spec import JobSpec
 
 __all__ = ["JobAddress", "Round", "rank_variables"]
@@ -94,7 +95,9 @@ def rank_variables(
         "TORCHELASTIC_RESTART_COUNT": str(round.number),
         "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "TORCHELASTIC_ERROR_FILE": None,
+        "TORCHELASTIC_ERROR_FILE": str(
+            error_file(spec, address.name, round.rank(local_rank), round.number)
+        ),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "PYTHONUNBUFFERED": "1",
         "DURE_STORE_ADDR": round.store,
@@ -106,9 +109,6 @@ def rank_variables(
         "DURE_ELASTIC": "1" if spec.elastic else None,
         "DURE_ELASTIC_MIN": str(spec.min_ranks) if spec.elastic else None,
     }
-    if spec.log_dir is not None:
-        directory = rank_log_dir(spec.log_dir, round.rank(local_rank), round.number)
-        variables["TORCHELASTIC_ERROR_FILE"] = str(directory / "error.json")
     if spec.trace_dir is not None:
         variables["DURE_TRACE_DIR"] = str(spec.trace_dir.absolute())
     if threads is not None:

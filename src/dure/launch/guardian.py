@@ -102,7 +102,9 @@ def main() -> None:
     link.close()
     if wards:
         _Relay(wards).run()
-    _processes().JobProcesses((), job).kill_all()
+    processes = _processes()
+    processes.JobProcesses((), job).kill_all()
+    processes.remove_files(job)
 
 
 def follow(link: socket.socket) -> dict[int, _Ward]:

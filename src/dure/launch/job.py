@@ -21,6 +21,7 @@ from dure.launch.agent.agent import Agent
 from dure.launch.agent.duties import Outcome
 from dure.launch.agent.link import Alone, Link, Linked
 from dure.launch.environment import JobAddress
+from dure.launch.errorfiles import error_directory
 from dure.launch.guarding import guarded
 from dure.launch.loop import drain
 from dure.launch.numa import threads_for
@@ -68,6 +69,7 @@ def run_job(spec: JobSpec) -> JobResult:
         name = uuid.uuid4().hex
         with (
             zygote_for(spec, name, threads_for(spec)) as zygote,  # first: it has much to import
+            error_directory(spec, name),
             caught_signals(spec.signals) as signals,
             adopting_orphans(),
             _link(spec) as (link, key_fd),

@@ -66,6 +66,10 @@ class RankLogs:
         self._files: dict[tuple[int, Stream], IO[bytes]] = {}
         try:
             for local_rank in range(round.nproc):
+                if spec.log_dir is not None:  # for the error file, at least
+                    path = rank_log_dir(spec.log_dir, round.rank(local_rank), round.number)
+                    path.mkdir(parents=True, exist_ok=True)
+                    (path / "error.json").unlink(missing_ok=True)  # of an earlier job
                 for stream in _STREAMS:
                     if is_kept(spec, local_rank, stream):
                         self._open(spec, round, local_rank, stream)
@@ -90,7 +94,6 @@ class RankLogs:
         assert spec.log_dir is not None
         rank = round.rank(local_rank)
         directory = rank_log_dir(spec.log_dir, rank, round.number)
-        directory.mkdir(parents=True, exist_ok=True)
         self._files[rank, stream] = (directory / f"{stream}.log").open("wb", buffering=0)
 
 

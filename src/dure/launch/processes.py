@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["JobProcesses", "Process", "adopting_orphans"]
+__all__ = ["JobProcesses", "Process", "adopting_orphans", "remove_files"]
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
@@ -172,3 +172,11 @@ def adopting_orphans() -> Iterator[None]:
         yield
     finally:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+def remove_files(job: str) -> None:
+    """Remove the directory of the job's error files (`errorfiles.private_directory`)."""
+    import shutil  # lazy: a guardian that has nothing to do need not pay for them
+    import tempfile  # lazy: as before
+
+    shutil.rmtree(os.path.join(tempfile.gettempdir(), f"dure_{job}"), ignore_errors=True)

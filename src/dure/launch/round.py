@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from dure import env
 from dure.launch.environment import JobAddress, Round, rank_variables
+from dure.launch.errorfiles import error_file, known_crash
 from dure.launch.guarding import Guardian
 from dure.launch.loop import JobLoop, Overseer
 from dure.launch.numa import threads_for
@@ -60,6 +61,7 @@ class RoundRun:
     def __init__(self, place: Workplace, round: Round, *, held: bool) -> None:
         self.round = round
         self._place = place
+        self._numbers: dict[int, int] = {}  # of ranks that were replaced, by local rank
         self._threads = threads_for(place.spec)
         self.supervisor = Supervisor(round.nproc, _timing(place.spec), held=held)
         self.loop = JobLoop(place.address.name, self.supervisor, place.terminal, place.signals)
@@ -83,6 +85,7 @@ class RoundRun:
     def replace(self, local_rank: int, times: int) -> None:
         """Start a rank again that has ended, for the `times`-th time."""
         again = replace(self.round, number=times)
+        self._numbers[local_rank] = times
         self.loop.replace(local_rank, self._start(local_rank, again))
 
     def run(self, overseer: Overseer) -> None:
@@ -101,14 +104,17 @@ class RoundRun:
     def result(self, local_rank: int) -> RankResult:
         """Return what is known of one rank."""
         process, report = self.loop.ranks[local_rank], self.loop.reports[local_rank]
+        place, number = self._place, self._numbers.get(local_rank, self.round.number)
+        path = error_file(place.spec, place.address.name, process.rank, number)
         expected = Exit(signal=9) if report.crash is None else Exit(code=report.crash.exit_code)
+        exit = self.supervisor.exits.get(local_rank, expected)
         return RankResult(
             rank=process.rank,
             host=self._place.host,
             pid=process.pid,
-            exit=self.supervisor.exits.get(local_rank, expected),
+            exit=exit,
             ended_by_launcher=local_rank in self.supervisor.ended_by_launcher,
-            crash=report.crash,
+            crash=known_crash(path, report.crash, exit),
             stack=report.stack,
         )
 
@@ -116,7 +122,8 @@ class RoundRun:
         place, rank = self._place, self.round.rank(local_rank)
         variables = rank_variables(place.spec, local_rank, place.address, round, self._threads)
         environment = env.child_environment(variables)
-        process = start_rank(place.spec, rank, environment, place.address.key_fd, place.zygote)
+        key_fd, zygote = place.address.key_fd, place.zygote
+        process = start_rank(place.spec, rank, environment, key_fd, zygote, local_rank)
         if place.guardian is not None:
             place.guardian.watch(process)
         return process

@@ -114,8 +114,11 @@ def start_rank(
     variables: Mapping[str, str],
     key_fd: int,
     zygote: Zygote | None = None,
+    local_rank: int | None = None,
 ) -> RankProcess:
     """Start one rank with the environment `variables`, forked from the zygote if there is one.
+
+    `local_rank` is its number on this host, which is `rank` unless there are several hosts.
 
     Raises:
         OSError: The process cannot be started; nothing of it is left.
@@ -130,7 +133,8 @@ def start_rank(
             theirs.callback(os.close, write)
             ends.append(read)
             pipes.append(write)
-        start = _Start(spec, variables, rank, pipes, key_fd)
+        local = rank if local_rank is None else local_rank
+        start = _Start(spec, variables, spec.stdin == "rank0" and rank == 0, local, pipes, key_fd)
         pid = None if zygote is None else zygote.fork(_order(start))
         fresh = None
         if pid is None:
@@ -151,25 +155,20 @@ class _Start:
 
     spec: JobSpec
     variables: Mapping[str, str]
-    rank: int
+    reads_stdin: bool
+    local_rank: int
     pipes: list[int]
     key_fd: int
 
     @property
-    def reads_stdin(self) -> bool:
-        """Whether the launcher's standard input is the rank's."""
-        return self.spec.stdin == "rank0" and self.rank == 0
-
-    @property
     def args(self) -> tuple[str, ...]:
         """The program's arguments, in which torchrun's one macro has its value."""
-        local_rank = self.variables.get("LOCAL_RANK", "")
-        return tuple(x.replace("${local_rank}", local_rank) for x in self.spec.args)
+        return tuple(x.replace("${local_rank}", str(self.local_rank)) for x in self.spec.args)
 
     @property
     def cpus(self) -> frozenset[int] | None:
         """The cpus that it is bound to, if it is."""
-        return bound_cpus(self.spec, self.rank)
+        return bound_cpus(self.spec, self.local_rank)
 
 
 def _fresh(start: _Start) -> subprocess.Popen[bytes]:

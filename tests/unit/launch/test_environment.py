@@ -16,6 +16,7 @@ from dure.launch.environment import (
     rank_log_dir,
     rank_variables,
 )
+from dure.launch.errorfiles import private_directory
 from dure.launch.ports import reserve_port
 from dure.launch.program import check_program
 from dure.launch.spec import JobSpec, Std
@@ -35,9 +36,9 @@ def test_users_variables_have_the_last_word() -> None:
     assert (variables["LOCAL_RANK"], variables["OMP_NUM_THREADS"]) == ("1", "3")
 
 
-def test_error_file_is_in_the_log_directory_or_nowhere(tmp_path: Path) -> None:
+def test_error_file_is_in_the_log_directory_or_a_private_one(tmp_path: Path) -> None:
     plain = rank_variables(JobSpec(program="p"), 0, ADDRESS, one_host(), None)
-    assert plain["TORCHELASTIC_ERROR_FILE"] is None
+    assert Path(str(plain["TORCHELASTIC_ERROR_FILE"])).parent == private_directory("j")
     spec = JobSpec(program="p", log_dir=tmp_path)
     file = rank_variables(spec, 0, ADDRESS, one_host(), None)["TORCHELASTIC_ERROR_FILE"]
     assert file == str(rank_log_dir(tmp_path, 0) / "error.json")

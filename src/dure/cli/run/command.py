@@ -13,9 +13,11 @@ from dure import env
 from dure.cli.run.page import help_page
 from dure.cli.run.parse import from_variables, parse
 from dure.cli.run.request import Request, make_request
+from dure.errorfile import RecordedError, write_error
 from dure.errors import UsageError
-from dure.launch import JobSpec, run_job
+from dure.launch import JobResult, JobSpec, run_job
 from dure.launch.clusters import take_seat
+from dure.launch.errorfiles import recorded
 from dure.placement import detect
 from dure.store.key import KEY_BYTES, key_from_file
 
@@ -39,19 +41,39 @@ def run(words: list[str]) -> int:
     if taken.line:
         _say(taken.line)
     request = make_request(given, variables, taken.values)
-    return run_job(_prepared(request)).exit_code
+    result = run_job(_prepared(request))
+    _hand_on(result)
+    return result.exit_code
 
 
 def _prepared(request: Request) -> JobSpec:
     """Fill in what only this process can know: the key, and a place for files."""
     spec = dataclasses.replace(request.spec, key=_key(request))
     if spec.log_dir is None and _wants_files(spec):
-        directory = Path(tempfile.mkdtemp(prefix="dure_"))
+        directory = Path(tempfile.mkdtemp(prefix="dure_logs_"))
         _say(f"the ranks' streams are kept in {directory}")
         spec = dataclasses.replace(spec, log_dir=directory)
     if spec.grace_s is None and (seconds := env.text("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")):
         spec = dataclasses.replace(spec, grace_s=_seconds(seconds))
     return spec
+
+
+def _hand_on(result: JobResult) -> None:
+    """Tell the launcher that started this one, if there is one, how the first rank failed."""
+    file, failure = env.text("TORCHELASTIC_ERROR_FILE"), result.first_failure
+    if file is None or failure is None or result.ok:
+        return
+    if failure.crash is not None:
+        error = recorded(failure.crash)
+    else:
+        error = RecordedError(
+            message=f"rank {failure.rank} on {failure.host} failed: {failure.exit}",
+            exit_code=failure.status,
+        )
+    try:
+        write_error(Path(file), error)
+    except OSError as trouble:
+        _say(f"{file} cannot be written: {trouble.strerror}")
 
 
 def _wants_files(spec: JobSpec) -> bool:

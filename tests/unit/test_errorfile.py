@@ -1,0 +1,160 @@
+"""The file of a rank's error: `dure.record` and torch's, written by one and read by the other."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import record as torchs_record
+
+import dure
+from dure.errorfile import RecordedError, read_error, write_error
+from dure.errors import LaunchError
+from dure.launch.errorfiles import error_directory, known_crash, private_directory
+from dure.launch.spec import Crash, Exit, JobSpec, RankResult
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    return path
+
+
+def fail() -> None:
+    raise ValueError("too: late")
+
+
+@pytest.mark.parametrize("decorator", [dure.record, torchs_record])
+def test_error_is_read_whoever_wrote_it(file: Path, decorator: Callable[..., Any]) -> None:
+    before = int(time.time())
+    with pytest.raises(ValueError, match="too: late"):
+        decorator(fail)()
+    error = read_error(file)
+    assert error is not None
+    assert (error.message, error.type) == ("ValueError: too: late", "ValueError")
+    assert error.traceback.rstrip().endswith("ValueError: too: late")
+    assert 'raise ValueError("too: late")' in error.traceback
+    assert before <= error.timestamp <= time.time()
+
+
+def test_torch_reads_what_is_written(file: Path) -> None:
+    with pytest.raises(ValueError, match="too: late"):
+        dure.record(fail)()
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))
+    message: Any = failure.message
+    assert message["message"] == "ValueError: too: late"
+    assert "in fail" in message["extraInfo"]["py_callstack"]
+    assert "in recorded" not in message["extraInfo"]["py_callstack"]
+
+
+@dure.record
+def _double(x: int, *, plus: int) -> int:
+    """Say something."""
+    return 2 * x + plus
+
+
+def test_success_leaves_nothing_and_the_function_stays_itself(file: Path) -> None:
+    assert _double(2, plus=1) == 5
+    assert (_double.__name__, _double.__doc__) == ("_double", "Say something.")
+    assert not file.exists()
+
+
+@pytest.mark.parametrize(("code", "returns"), [(0, True), (3, False), (None, False)])
+def test_exit_is_no_error(file: Path, code: int | None, returns: bool) -> None:
+    @dure.record
+    def leave() -> None:
+        sys.exit(code)
+
+    if returns:
+        assert leave() is None
+    else:
+        with pytest.raises(SystemExit) as caught:
+            leave()
+        assert caught.value.code == code
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("place", [None, "no/such/directory/error.json"])
+def test_error_goes_on_where_there_is_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str | None
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    if place is not None:
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / place))
+    with pytest.raises(ValueError, match="too: late"):
+        dure.record(fail)()
+
+
+def test_launchers_error_leaves_the_report_of_the_rank(file: Path) -> None:
+    crash = Crash(type="KeyError", message="'x'", traceback="Traceback: there", exit_code=4)
+    report = RankResult(rank=3, host="h", pid=1, exit=Exit(code=4), crash=crash)
+
+    @dure.record
+    def launch() -> None:
+        raise LaunchError("rank 3 failed", report=report)
+
+    with pytest.raises(LaunchError):
+        launch()
+    error = read_error(file)
+    assert error is not None
+    assert (error.type, error.traceback, error.exit_code) == ("KeyError", "Traceback: there", 4)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "3", "{}", '{"message": 3}', '{"message": {"extraInfo": {}}}', "\udcff"],
+)
+def test_file_that_is_no_error_file_is_none(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "e"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    assert read_error(path) is None
+    assert read_error(tmp_path / "missing") is None
+
+
+def test_short_form_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "e"
+    path.write_text(json.dumps({"message": "out of memory"}))
+    assert read_error(path) == RecordedError(message="out of memory")
+
+
+CRASH = Crash(type="ValueError", message="told", traceback="Traceback ...")
+
+
+def test_crash_is_what_the_rank_told_and_kept_in_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    assert known_crash(path, CRASH, Exit(code=1)) == CRASH
+    kept = read_error(path)
+    assert kept is not None
+    assert kept.message == "ValueError: told"
+    write_error(path, RecordedError(message="OSError: the program's own", traceback="T"))
+    assert known_crash(path, CRASH, Exit(code=1)) == CRASH
+    assert read_error(path) is not None
+    assert "the program's own" in path.read_text()
+
+
+def test_crash_of_a_rank_that_told_nothing_is_in_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    write_error(path, RecordedError(message="OSError: gone", traceback="T"))
+    assert known_crash(path, None, Exit(code=0)) is None
+    crash = known_crash(path, None, Exit(code=7))
+    assert crash == Crash(type="OSError", message="gone", traceback="T", exit_code=7)
+    assert known_crash(tmp_path / "none", None, Exit(code=7)) is None
+
+
+def test_private_directory_lives_as_long_as_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with error_directory(JobSpec(program="p"), "job"):
+        assert private_directory("job").stat().st_mode & 0o777 == 0o700
+        (private_directory("job") / "file").write_text("")
+    assert list(tmp_path.iterdir()) == []
+    with error_directory(JobSpec(program="p", log_dir=tmp_path / "logs"), "job"):
+        assert list(tmp_path.iterdir()) == []
