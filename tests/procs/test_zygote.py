@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -132,6 +134,20 @@ def test_zygote_is_started_where_the_job_gains(
     fields = {"program": spec.program, "nproc": 2} | fields
     with zygote_for(JobSpec(**fields), "a-job", None) as zygote:  # pyright: ignore
         assert (zygote is not None) == wanted
+
+
+def test_forked_rank_tells_where_it_is_when_another_fails(spec: JobSpec) -> None:
+    here = Path(spec.program).with_name("here")
+    text = f"""
+        import os, sys, time
+        while os.environ["RANK"] == "1":
+            if os.path.exists({str(here)!r}): sys.exit(3)
+        while True: open({str(here)!r}, "w").close()
+    """
+    Path(spec.program).write_text(textwrap.dedent(text))
+    result = run_job(dataclasses.replace(spec, quiet=True, stdin="none"))
+    assert result.exit_code == 3
+    assert [(f.file, f.line) for f in result.ranks[0].stack] == [(spec.program, 5)]
 
 
 @pytest.mark.parametrize("when", ["importing", "running"])

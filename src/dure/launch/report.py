@@ -22,7 +22,7 @@ from dure.launch.spec import Crash, Exit, Frame, JobResult, RankResult, signal_n
 __all__ = ["ReportReader", "root_cause", "summary"]
 
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
-_CHILD = str(Path(__file__).with_name("child.py"))
+_BOOTSTRAPS = tuple(str(Path(__file__).with_name(name)) for name in ("child.py", "forking.py"))
 _DURE = str(Path(__file__).parent.parent)
 _LIBRARIES = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -66,7 +66,7 @@ class ReportReader:
         elif match := _FRAME.fullmatch(line):
             number = match["line"]
             frame = Frame(match["file"], int(number) if number.isdigit() else 0, match["function"])
-            if frame.file != _CHILD:
+            if frame.file not in _BOOTSTRAPS:
                 self._frames.append(frame)
             elif frame.function == "<module>":
                 self._end_stack()
