@@ -4,6 +4,8 @@
         job.json                        what was started, and what came of it
         events.jsonl                    what happened, a JSON object a line
         launcher.log                    what the launcher said
+        attempt_0/rank_1/error.json     how it failed, if it did (`dure.errorfile`)
+        attempt_0/filtered_stdout.log   lines of all ranks with a word the user looks for
         attempt_0/rank_1/stdout.log     what rank 1 wrote, as it came, in the first round
         attempt_1/...                   the same after the first restart
 
@@ -64,6 +66,7 @@ class RankLogs:
 
     def __init__(self, spec: JobSpec, round: Round) -> None:
         self._files: dict[tuple[int, Stream], IO[bytes]] = {}
+        self._filtered: dict[Stream, tuple[tuple[bytes, ...], IO[bytes]]] = {}
         try:
             for local_rank in range(round.nproc):
                 if spec.log_dir is not None:  # for the error file, at least
@@ -73,6 +76,7 @@ class RankLogs:
                 for stream in _STREAMS:
                     if is_kept(spec, local_rank, stream):
                         self._open(spec, round, local_rank, stream)
+            self._open_filtered(spec, round)
         except OSError:
             self.close()
             raise
@@ -83,12 +87,32 @@ class RankLogs:
         if file is not None:
             file.write(data)
 
+    def lines(self, rank: int, stream: Stream, lines: list[bytes]) -> None:
+        """Collect those lines of a rank that hold a word the user looks for."""
+        words, file = self._filtered.get(stream, ((), None))
+        if file is not None:
+            found = [line for line in lines if any(word in line for word in words)]
+            file.write(b"".join(b"[%d] %s\n" % (rank, line) for line in found))
+
     def close(self) -> None:
         """Close the files."""
-        for file in self._files.values():
+        for file in (*self._files.values(), *(file for _, file in self._filtered.values())):
             with contextlib.suppress(OSError):
                 file.close()
         self._files.clear()
+        self._filtered.clear()
+
+    def _open_filtered(self, spec: JobSpec, round: Round) -> None:
+        chosen: dict[Stream, tuple[str, ...]] = {
+            "stdout": spec.stdout_filters,
+            "stderr": spec.stderr_filters,
+        }
+        for stream, words in chosen.items():
+            if spec.log_dir is not None and words:
+                mark = f".node{round.node}" if round.node else ""
+                path = spec.log_dir / f"attempt_{round.number}" / f"filtered_{stream}{mark}.log"
+                file = path.open("wb", buffering=0)
+                self._filtered[stream] = (tuple(word.encode() for word in words), file)
 
     def _open(self, spec: JobSpec, round: Round, local_rank: int, stream: Stream) -> None:
         assert spec.log_dir is not None

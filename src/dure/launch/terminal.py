@@ -96,7 +96,10 @@ class Terminal:
         """Show what a pipe brought."""
         if self._logs is not None:
             self._logs.write(reader.rank, reader.stream, data)
-        self._show(reader, reader.feed(data, now), now)
+        lines = reader.feed(data, now)
+        if self._logs is not None:
+            self._logs.lines(reader.rank, reader.stream, lines)
+        self._show(reader, lines, now)
         if reader.overfull:
             self._show_part(reader, now)
 

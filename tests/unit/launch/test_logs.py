@@ -37,6 +37,28 @@ def test_restart_keeps_what_earlier_rounds_wrote(tmp_path: Path) -> None:
     assert not (tmp_path / "attempt_0" / "rank_0").exists()
 
 
+def test_lines_with_a_word_are_collected(tmp_path: Path) -> None:
+    spec = JobSpec(program="x", nproc=2, log_dir=tmp_path, stdout_filters=("loss", "acc"))
+    logs = RankLogs(spec, round_())
+    logs.lines(0, "stdout", [b"the loss", b"nothing"])
+    logs.lines(1, "stdout", [b"accuracy"])
+    logs.lines(1, "stderr", [b"loss"])
+    logs.close()
+    directory = tmp_path / "attempt_0"
+    assert (directory / "filtered_stdout.log").read_text() == "[0] the loss\n[1] accuracy\n"
+    assert not (directory / "filtered_stderr.log").exists()
+
+
+def test_error_of_an_earlier_job_is_not_taken_for_this_ones(tmp_path: Path) -> None:
+    spec = JobSpec(program="x", nproc=2, log_dir=tmp_path, redirects={0: Std.OUT})
+    RankLogs(spec, round_()).close()
+    old = tmp_path / "attempt_0" / "rank_1" / "error.json"
+    old.write_text("{}")
+    RankLogs(spec, round_()).close()
+    assert old.parent.exists()
+    assert not old.exists()
+
+
 @pytest.mark.parametrize(
     ("redirects", "tee", "kept", "shown"),
     [

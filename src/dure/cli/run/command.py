@@ -50,7 +50,7 @@ def _prepared(request: Request) -> JobSpec:
     """Fill in what only this process can know: the key, and a place for files."""
     spec = dataclasses.replace(request.spec, key=_key(request))
     if spec.log_dir is None and _wants_files(spec):
-        directory = Path(tempfile.mkdtemp(prefix="dure_logs_"))
+        directory = Path(tempfile.mkdtemp(prefix="logs_dure_"))
         _say(f"the ranks' streams are kept in {directory}")
         spec = dataclasses.replace(spec, log_dir=directory)
     if spec.grace_s is None and (seconds := env.text("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")):

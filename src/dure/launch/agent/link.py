@@ -235,7 +235,10 @@ def _meet(spec: JobSpec, key: JobKey) -> tuple[StoreServer, Ladder]:
     host, port = _split(spec.endpoint)
     there = resolve(host, port, "the endpoint's host")
     first = f"{_bracketed(there.ip)}:{port}"
-    if spec.node_rank in (None, 0) and is_local(host):
+    serves = spec.serves
+    if serves is None:
+        serves = spec.node_rank in (None, 0) and is_local(host)
+    if serves:
         with contextlib.suppress(StoreError):  # taken: another agent of this host was first
             server = StoreServer(listen(there), key)
             ladder = Ladder([first], key, own=first, timeout=_OPERATION)

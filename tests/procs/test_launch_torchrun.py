@@ -1,0 +1,124 @@
+"""Habits of torchrun's users: files and streams, error files, signals, binding, variables."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dure.errorfile import read_error
+from procs.launching import Launching, wait_for_lines
+from procs.launching import launching as _launching
+
+SPEAK = """
+    import os, sys
+    print("out of", os.environ["RANK"])
+    print("loss 1.5" if os.environ["RANK"] == "1" else "quiet")
+    print("error of", os.environ["RANK"], file=sys.stderr)
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Launching]:
+    yield from _launching(tmp_path)
+
+
+def test_streams_go_to_files_and_terminal_as_torchruns_do(job: Launching) -> None:
+    """Rank 0's output goes to its file alone, rank 1's errors to both."""
+    logs = job.directory / "logs"
+    flags = ("--log_dir", str(logs), "-r", "0:1", "-t", "1:2", "--duplicate-stdout-filters", "loss")
+    done = job.run("-n2", *flags, "--rdzv-id=me", job.write(SPEAK))
+    assert done.code == 0, done.err
+    kept = {str(p.relative_to(logs)): p.read_text() for p in logs.rglob("attempt_0/**/*.log")}
+    assert kept == {
+        "me/attempt_0/rank_0/stdout.log": "out of 0\nquiet\n",
+        "me/attempt_0/rank_1/stderr.log": "error of 1\n",
+        "me/attempt_0/filtered_stdout.log": "[1] loss 1.5\n",
+    }
+    assert done.lines(0) == []
+    assert done.lines(1) == ["out of 1", "loss 1.5"]
+    assert "[0] error of 0" in done.err
+    assert "[1] error of 1" in done.err
+
+
+def test_ranks_not_asked_for_are_not_shown(job: Launching) -> None:
+    done = job.run("-n", "2", job.write(SPEAK), env={"PET_LOCAL_RANKS_FILTER": "1"})
+    assert (done.lines(0), done.lines(1)) == ([], ["out of 1", "loss 1.5"])
+    assert "error of 0" not in done.err
+
+
+def test_streams_without_a_log_directory_go_to_a_new_one_that_is_named(job: Launching) -> None:
+    done = job.run("-n", "1", "--redirects", "3", job.write(SPEAK))
+    (directory,) = job.directory.glob("logs_dure_*")
+    assert str(directory) in done.err
+    assert (directory / "attempt_0/rank_0/stderr.log").read_text() == "error of 0\n"
+    assert done.out == ""
+
+
+def test_crash_is_kept_as_an_error_file_though_the_program_is_not_decorated(
+    job: Launching,
+) -> None:
+    script = job.write("import os; assert os.environ['RANK'] == '0', 'rank 1 fails'")
+    done = job.run("-n", "2", "--log-dir", "logs", script)
+    assert done.code == 1
+    error = read_error(job.directory / "logs/attempt_0/rank_1/error.json")
+    assert error is not None
+    assert error.message == "AssertionError: rank 1 fails"
+    assert not (job.directory / "logs/attempt_0/rank_0/error.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("raise ValueError('deep down')", "ValueError: deep down"),
+        ("import os; os.kill(os.getpid(), 9)", "rank 0 on "),
+    ],
+)
+def test_failure_is_handed_on_to_a_launcher_around_this_one(
+    job: Launching, program: str, message: str
+) -> None:
+    file = job.directory / "outer.json"
+    done = job.run("-n", "1", job.write(program), env={"TORCHELASTIC_ERROR_FILE": str(file)})
+    error = read_error(file)
+    assert error is not None
+    assert error.message.startswith(message)
+    assert error.exit_code == done.code
+
+
+def test_only_chosen_signals_end_the_job(job: Launching) -> None:
+    process = job.start(
+        "-n",
+        "1",
+        "--signals-to-handle",
+        "SIGUSR1",
+        job.write("import time; print('up', flush=True); time.sleep(60)"),
+    )
+    wait_for_lines(process, 1)
+    process.send_signal(signal.SIGUSR1)
+    done = job.finish(process)
+    assert done.code == 128 + signal.SIGUSR1, done.err
+
+
+@pytest.mark.parametrize("start", ["--no-zygote", "--preload=json"])
+def test_ranks_are_bound_before_their_program_runs(job: Launching, start: str) -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        pytest.skip("one core cannot be shared")
+    script = job.write("import os; print(os.environ['OMP_NUM_THREADS'], os.sched_getaffinity(0))")
+    done = job.run("-n", "2", start, "--numa-binding", "exclusive", script)
+    sets = [done.lines(rank)[0].partition(" ")[2] for rank in (0, 1)]
+    first, second = (set(map(int, text.strip("{}").split(","))) for text in sets)
+    assert first
+    assert second
+    assert not first & second
+    assert os.sched_getaffinity(0) == set(cpus)
+
+
+def test_flags_mistake_is_one_line(job: Launching) -> None:
+    done = job.run("--nproc_per_nod=2", "--rdzv_backend", "etcd", job.write(SPEAK))
+    assert done.code == 2
+    assert len(done.err.splitlines()) == 1
+    assert "--rdzv_backend" in done.err
