@@ -290,8 +290,9 @@ class Ladder:
         store.set(_RUNGS, "".join(f"{address}\n" for address in self._addresses))
         if seed is not None:
             seed(store)
-        name = uuid.uuid4().hex.encode()
-        self._use(self._own, store, store.compare_set(_OPEN, "", name))
+        name = store.compare_set(_OPEN, "", uuid.uuid4().hex.encode())
+        store.delete_key(_MOVED)  # a note of times when this was open, and the job elsewhere
+        self._use(self._own, store, name)
         return store
 
     def _use(self, address: str, store: NetworkStore, name: bytes) -> None:

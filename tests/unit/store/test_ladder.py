@@ -138,6 +138,31 @@ def test_a_store_started_afresh_is_told_where_the_job_has_gone(crew: Crew) -> No
     assert stranger.address == address(servers[1])
 
 
+def test_a_store_that_was_told_where_the_job_is_lets_others_in_when_the_job_comes_to_it(
+    crew: Crew,
+) -> None:
+    first, second = crew.server(), crew.server()
+    above, below = crew.ladder(first, own=first), crew.ladder(first, own=second)
+    above.lead()
+    below.join(5)
+    below.stand_by()
+    port = first.port
+    above.close()
+    first.stop()
+    below.advance(5)
+    again = crew.server(port=port)
+    newcomer = crew.ladder(again, own=again)
+    newcomer.lead()
+    below.redirect(address(again))
+    newcomer.follow(address(second), 5)
+    newcomer.stand_by()
+    below.close()
+    second.stop()
+    newcomer.advance(5)
+    assert newcomer.leading
+    crew.ladder(again).join(5)
+
+
 def test_a_store_that_never_died_is_known_by_its_id(crew: Crew) -> None:
     servers, ladders = three(crew)
     lower = ladders[1]
