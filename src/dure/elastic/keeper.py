@@ -66,17 +66,18 @@ class Keeper:
             return HashStore()
         spot: Spot = find_place(None, rank, world_size)
         self.rank, self.world_size, self._name = spot.rank, spot.world_size, spot.place.name
+        if env.flag("DURE_ELASTIC"):  # one job, whichever process was started how often
+            self._name = env.text("TORCHELASTIC_RUN_ID") or "elastic"
         self._held_by_rank_0 = spot.place.held_by_rank_0
         store = spot.place.open(spot.rank, spot.world_size, _JOIN_S)
         pid = env.integer("DURE_STORE_PID")
         if pid is not None:
             self._holder = process_at(pid)
-        self._note_rungs(store)
         return store
 
     def _note_rungs(self, store: Store) -> None:
         """Remember the stores of other agents, while there is somebody to ask."""
-        if not isinstance(store, NetworkStore):
+        if self._given or self._holder is not None or not isinstance(store, NetworkStore):
             return
         rungs = rungs_of(store)
         if len(rungs) > 1:
@@ -84,9 +85,11 @@ class Keeper:
             self._ladder = Ladder(rungs, job_key(host))
 
     def know(self, plan: Plan) -> None:
-        """Learn who the ranks are, and so who holds the store."""
+        """Learn who the ranks are, who holds the store, and where others would be."""
         if self._held_by_rank_0 and self._holder is None:
             self._holder = next((m.process for m in plan.members if m.rank == 0), None)
+        with contextlib.suppress(StoreError):
+            self._note_rungs(self._base)
 
     @property
     def lost(self) -> bool:
