@@ -286,6 +286,11 @@ class EpochStore(PrefixStore):
         super().__init__(f"{plan.number}/group", council.store)
         self._council, self._plan = council, plan
 
+    @property
+    def timeout(self) -> timedelta:
+        """How long `get` and `wait` wait: as long as members that live are waited for."""
+        return timedelta(seconds=self._council.patience_s)
+
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Return when all `keys` exist; raise when a member has ended, or has given up."""
         limit = self.timeout if timeout is None else timeout

@@ -34,6 +34,8 @@ __all__ = ["Keeper"]
 
 _TRY_S = 0.1
 _JOIN_S = 300.0
+_ANSWER = timedelta(seconds=10)
+"""How long the store may take to answer; what is waited for there has limits of its own."""
 
 
 class Keeper:
@@ -70,6 +72,7 @@ class Keeper:
             self._name = env.text("TORCHELASTIC_RUN_ID") or "elastic"
         self._held_by_rank_0 = spot.place.held_by_rank_0
         store = spot.place.open(spot.rank, spot.world_size, _JOIN_S)
+        store.set_timeout(_ANSWER)
         pid = env.integer("DURE_STORE_PID")
         if pid is not None:
             self._holder = process_at(pid)
@@ -82,7 +85,7 @@ class Keeper:
         rungs = rungs_of(store)
         if len(rungs) > 1:
             host = store.endpoint.rpartition("/")[2].rpartition(":")[0]
-            self._ladder = Ladder(rungs, job_key(host))
+            self._ladder = Ladder(rungs, job_key(host), timeout=_ANSWER)
 
     def know(self, plan: Plan) -> None:
         """Learn who the ranks are, who holds the store, and where others would be."""
@@ -141,11 +144,13 @@ class Keeper:
             place = LocalPlace(name=f"elastic {self._name} {member.token}")
             if member.token == me.token:
                 self._holder = me.process
-                return place.open(0, len(plan.members), timeout_s)
+                store = place.open(0, len(plan.members), timeout_s)
+                store.set_timeout(_ANSWER)
+                return store
             while alive(member.process) is not False:
                 with contextlib.suppress(StoreTimeout):
                     store = place.open(1, len(plan.members), _TRY_S)
-                    store.set_timeout(timedelta(seconds=_JOIN_S))
+                    store.set_timeout(_ANSWER)
                     self._holder = member.process
                     return store
                 if time.monotonic() > deadline:

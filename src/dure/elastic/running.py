@@ -180,6 +180,7 @@ class _Session(Generic[T]):
         self._looked = time.monotonic()
         self._futile = 0
         self._failed_at = 0.0
+        self._storeless = False  # the store is known to be lost
         self._ended = False
 
     def run(self) -> T | None:
@@ -302,14 +303,16 @@ class _Session(Generic[T]):
             self._leave_group(announced=False)
         while True:
             try:
-                if self._keeper.lost:
+                if self._storeless or self._keeper.lost:
                     raise StoreLost("the process that held the store has ended")
                 self._council.announce(last, self._state.standing())
                 plan = self._council.agree(last, self._unreached)
             except StoreLost:
+                self._storeless = True
                 self._leave_group(announced=False)
                 keys = self._keeper.follow(last, self._council.me, self._council.patience_s)
                 self._council.move(keys, last)
+                self._storeless = False
                 continue
             self._leave_group(announced=True)
             return plan
@@ -320,9 +323,11 @@ class _Session(Generic[T]):
 
     def _leave_group(self, announced: bool) -> None:
         """Close the group of the epoch that has ended; peers in it see that this rank has left."""
-        if not announced and self._plan is not None and not self._keeper.lost:
-            with contextlib.suppress(StoreError):
+        if not (announced or self._storeless or self._keeper.lost) and self._plan is not None:
+            try:
                 self._council.announce(self._plan, self._state.standing())
+            except StoreError:
+                self._storeless = True
         _close_groups(abort=True)
 
     # ---- commits -------------------------------------------------------------------------------
@@ -334,6 +339,7 @@ class _Session(Generic[T]):
         self._futile = 0
         if notice.asked:
             self._end_early()
+        self._storeless = self._storeless or notice.storeless
         if notice.newcomers or notice.storeless:
             raise _Regroup("newcomers wait" if notice.newcomers else "the store is lost")
 
@@ -368,6 +374,7 @@ class _Session(Generic[T]):
         try:
             return {"newcomers": self._council.waiting(self._plan)}
         except StoreError:
+            self._storeless = True
             return {"storeless": True}
 
     def _end_early(self) -> None:
@@ -385,7 +392,7 @@ class _Session(Generic[T]):
     def close(self) -> None:
         """Leave the job, whatever has happened."""
         self._state.attach(None)
-        if not self._keeper.lost:
+        if not (self._storeless or self._keeper.lost):
             with contextlib.suppress(StoreError):
                 self._council.leave()
         _close_groups(abort=not self._ended)

@@ -151,6 +151,7 @@ class NetworkStore(Store):
 
     def _start_afresh(self) -> None:
         """Begin without connections: at first, and in a forked child."""
+        self._met = False
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
@@ -163,7 +164,6 @@ class NetworkStore(Store):
 
     def _take(self, timeout_s: float) -> Connection:
         """Return a working connection, which is this thread's until `_put_back`."""
-        had_one = False
         while True:
             with self._lock:
                 if self._closed:
@@ -174,9 +174,10 @@ class NetworkStore(Store):
             if not connection.broken:
                 return connection
             connection.close()
-            had_one = True
-        if not had_one:
-            return dial(self._context, self._endpoint, self._key, timeout_s)
+        if not self._met:
+            connection = dial(self._context, self._endpoint, self._key, timeout_s)
+            self._met = True
+            return connection
         try:
             return dial(self._context, self._endpoint, self._key, min(timeout_s, _REDIAL_S))
         except StoreTimeout:
