@@ -84,9 +84,15 @@ class Host:
         self, program: Sequence[str | os.PathLike[str]], variables: dict[str, str]
     ) -> subprocess.Popen[str]:
         """Start a rank: Python with the arguments `program`."""
+        return self.start_any([sys.executable, *program], variables)
+
+    def start_any(
+        self, words: Sequence[str | os.PathLike[str]], variables: dict[str, str]
+    ) -> subprocess.Popen[str]:
+        """Start any program."""
         enter = ["nsenter", f"--target={self._init}", "--net", "--uts", "--pid", "--mount"]
         rank = subprocess.Popen(
-            [*enter, sys.executable, *program],
+            [*enter, *words],
             env={**os.environ, **variables},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

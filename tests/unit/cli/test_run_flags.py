@@ -182,7 +182,7 @@ def test_programs_own_flags_stay_its_own() -> None:
         values={"nproc": 2},
         program="prog",
         args=("--nproc", "9", "--", "-h"),
-        flags=("-n", "2"),
+        flags=(("nproc", ("-n", "2")),),
     )
 
 

@@ -10,13 +10,14 @@ import tempfile
 from pathlib import Path
 
 from dure import env
+from dure.cli.run.fleet import dry_run, run_fleet
 from dure.cli.run.page import help_page
 from dure.cli.run.parse import from_variables, parse
 from dure.cli.run.request import Request, make_request
 from dure.errorfile import RecordedError, write_error
 from dure.errors import UsageError
 from dure.launch import JobResult, JobSpec, run_job
-from dure.launch.clusters import take_seat
+from dure.launch.clusters import hold_leash, take_seat
 from dure.launch.errorfiles import recorded
 from dure.placement import detect
 from dure.store.key import KEY_BYTES, key_from_file
@@ -41,14 +42,27 @@ def run(words: list[str]) -> int:
     if taken.line:
         _say(taken.line)
     request = make_request(given, variables, taken.values)
-    result = run_job(_prepared(request))
+    if request.dry_run:
+        dry_run(request)
+        return 0
+    if request.hosts is not None or request.hostfile is not None:
+        return run_fleet(dataclasses.replace(request, spec=_with_key(request)))
+    spec = _prepared(request)
+    if request.leash:
+        hold_leash(sys.stdin.fileno())
+        spec = dataclasses.replace(spec, stdin="none")
+    result = run_job(spec)
     _hand_on(result)
     return result.exit_code
 
 
+def _with_key(request: Request) -> JobSpec:
+    return dataclasses.replace(request.spec, key=_key(request))
+
+
 def _prepared(request: Request) -> JobSpec:
     """Fill in what only this process can know: the key, and a place for files."""
-    spec = dataclasses.replace(request.spec, key=_key(request))
+    spec = _with_key(request)
     if spec.log_dir is None and _wants_files(spec):
         directory = Path(tempfile.mkdtemp(prefix="logs_dure_"))
         _say(f"the ranks' streams are kept in {directory}")

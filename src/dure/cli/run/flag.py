@@ -44,6 +44,7 @@ class Flag:
         pet: The variable that stands in for it, without `PET_`; empty if there is none.
         differs: In what it is not torchrun's.
         refused: What a user is told who gives it.
+        repeats: It may be given several times, and its value is the tuple of all.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Flag:
     pet: str = ""
     differs: str = ""
     refused: str = ""
+    repeats: bool = False
 
     @property
     def is_switch(self) -> bool:

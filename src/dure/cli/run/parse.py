@@ -27,14 +27,14 @@ class Given:
         values: By the flags' names.
         program: What to start; empty if nothing was named.
         args: The program's own arguments.
-        flags: The words before the program, as they were written.
+        flags: The words before the program, as they were written: a flag's name, and its words.
         wants_help: Whether the user asked what there is.
     """
 
     values: Mapping[str, object] = field(default_factory=dict[str, object])
     program: str = ""
     args: tuple[str, ...] = ()
-    flags: tuple[str, ...] = ()
+    flags: tuple[tuple[str, tuple[str, ...]], ...] = ()
     wants_help: bool = False
 
 
@@ -45,28 +45,35 @@ def parse(words: Sequence[str]) -> Given:
         UsageError: A flag is unknown, refused, or its value is none.
     """
     values: dict[str, object] = {}
+    flags: list[tuple[str, tuple[str, ...]]] = []
     at = 0
     while at < len(words) and words[at].startswith("-") and words[at] not in ("-", "--"):
         if words[at] in ("-h", "--help"):
             return Given(wants_help=True)
         spelling, text = _split(words[at])
         flag = _known(spelling)
-        at += 1
+        start, at = at, at + 1
         if flag.is_switch:
             _refuse_text(spelling, flag, text)
             values[flag.name] = True
-            continue
-        if text is None:
-            if at == len(words):
-                raise UsageError(f"{spelling} needs a value", seen="nothing", fix=_example(flag))
-            text = words[at]
-            at += 1
-        values[flag.name] = _value(flag, spelling, text)
-    flags = tuple(words[:at])
+        else:
+            if text is None:
+                text, at = _following(words, at, spelling, flag), at + 1
+            value = _value(flag, spelling, text)
+            before = values.get(flag.name, ())
+            values[flag.name] = (*before, value) if flag.repeats else value  # pyright: ignore
+        flags.append((flag.name, tuple(words[start:at])))
     if at < len(words) and words[at] == "--":
         at += 1
     program, *args = words[at:] or ("",)
-    return Given(values=values, program=program, args=tuple(args), flags=flags)
+    return Given(values=values, program=program, args=tuple(args), flags=tuple(flags))
+
+
+def _following(words: Sequence[str], at: int, spelling: str, flag: Flag) -> str:
+    """Return the word at `at`, the value of the flag before it."""
+    if at == len(words):
+        raise UsageError(f"{spelling} needs a value", seen="nothing", fix=_example(flag))
+    return words[at]
 
 
 def from_variables(variables: Mapping[str, str]) -> tuple[dict[str, object], list[str]]:

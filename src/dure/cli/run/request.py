@@ -41,7 +41,11 @@ class Request:
         dry_run: Only show how it would be started.
         key_file: Where the job's key is.
         key_stdin: The key comes first on the standard input.
-        flags: The flags as they were written, to give to other hosts.
+        flags: The flags as they were written, to give to other hosts: names, and words.
+        exports: Variables to hand to the ranks on other hosts: NAME, or NAME=VALUE.
+        remote_python: The interpreter on other hosts.
+        ssh_options: Words for ssh.
+        leash: The standard input is held by the front that started this process.
         set_by_user: The names of the values that the user, and nobody else, chose.
     """
 
@@ -51,7 +55,11 @@ class Request:
     dry_run: bool = False
     key_file: Path | None = None
     key_stdin: bool = False
-    flags: tuple[str, ...] = ()
+    flags: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    exports: tuple[str, ...] = ()
+    remote_python: str | None = None
+    ssh_options: tuple[str, ...] = ()
+    leash: bool = False
     set_by_user: frozenset[str] = frozenset()
 
 
@@ -91,6 +99,10 @@ def make_request(
         key_file=values.get("key_file"),
         key_stdin=bool(values.get("key_stdin")),
         flags=given.flags,
+        exports=values.get("exports", ()),
+        remote_python=values.get("remote_python"),
+        ssh_options=values.get("ssh_options", ()),
+        leash=bool(values.get("leash")),
         set_by_user=frozenset(chosen),
     )
 

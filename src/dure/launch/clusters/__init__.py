@@ -6,6 +6,24 @@
 * `equivalent_lines`: the same job in the words of srun, mpirun, clush and torchrun.
 """
 
-from dure.launch.clusters.seat import take_seat
+from dure.launch.clusters.commands import Fleet
+from dure.launch.clusters.equivalents import Section, equivalent_lines
+from dure.launch.clusters.front import run_on_hosts
+from dure.launch.clusters.hosts import Slots, read_hostfile, read_hosts
+from dure.launch.clusters.leash import hold_leash
+from dure.launch.clusters.meeting import meeting_host
+from dure.launch.clusters.seat import Taken, take_seat
 
-__all__ = ["take_seat"]
+__all__ = [
+    "Fleet",
+    "Section",
+    "Slots",
+    "Taken",
+    "equivalent_lines",
+    "hold_leash",
+    "meeting_host",
+    "read_hostfile",
+    "read_hosts",
+    "run_on_hosts",
+    "take_seat",
+]

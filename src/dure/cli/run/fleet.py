@@ -1,0 +1,146 @@
+"""`dure run --hosts` and `--dry-run`: from what the user said to a job on several hosts."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from dure import env
+from dure.cli.run.request import Request
+from dure.errors import UsageError
+from dure.launch.clusters import (
+    Fleet,
+    Slots,
+    equivalent_lines,
+    meeting_host,
+    read_hostfile,
+    read_hosts,
+    run_on_hosts,
+)
+from dure.placement import derived_port
+from dure.store.key import mint
+
+__all__ = ["dry_run", "run_fleet"]
+
+_OF_THE_FRONT = frozenset(
+    {"hosts", "hostfile", "dry_run", "exports", "remote_python", "ssh_options", "leash"}
+    | {"nnodes", "endpoint", "backend", "run_id", "node_rank", "master_addr", "master_port"}
+    | {"key_file", "key_stdin", "standalone", "local_addr"}
+)
+"""Flags that the front heeds, or sets on each host itself."""
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def run_fleet(request: Request) -> int:
+    """Start the job on its hosts, and return the exit code."""
+    _refuse_contradictions(request)
+    key = request.spec.key or mint().raw
+    return run_on_hosts(_fleet(request), key)
+
+
+def dry_run(request: Request) -> None:
+    """Print how other launchers would start the job.
+
+    Raises:
+        UsageError: There are several hosts, and they are not named.
+    """
+    if request.spec.nnodes != (1, 1):
+        raise UsageError(
+            "--dry-run shows several hosts by their names",
+            seen=f"--nnodes {request.spec.nnodes[1]}",
+            fix="Name them with --hosts, and leave out --nnodes.",
+        )
+    fleet = _fleet(request)
+    counted = tuple(
+        replace(slots, nproc=slots.nproc or request.spec.nproc) for slots in fleet.hosts
+    )
+    flags = tuple(_words(request, counted=True))
+    fleet = replace(fleet, hosts=counted, flags=flags)
+    for section in equivalent_lines(fleet, _rank_words(request, fleet.python)):
+        note = f" ({section.note})" if section.note else ""
+        print(f"# {section.launcher}{note}")
+        print("\n".join(section.lines) + "\n")
+
+
+def _fleet(request: Request) -> Fleet:
+    spec = request.spec
+    hosts = _hosts(request)
+    counted = all(slots.nproc is not None for slots in hosts)
+    run_id = spec.run_id or f"dure-{uuid.uuid4().hex[:12]}"
+    return Fleet(
+        hosts=hosts,
+        program=(spec.program, *spec.args),
+        flags=tuple(_words(request, counted)) + _prefix(request),
+        run_id=run_id,
+        endpoint=spec.endpoint or _endpoint(request, hosts, run_id),
+        directory=os.getcwd(),
+        python=request.remote_python or sys.executable,
+        exports=_exports(request),
+        ssh_options=request.ssh_options,
+    )
+
+
+def _hosts(request: Request) -> tuple[Slots, ...]:
+    if request.hosts is not None and request.hostfile is not None:
+        raise UsageError("--hosts and --hostfile exclude each other")
+    if request.hosts is not None:
+        return read_hosts(request.hosts)
+    if request.hostfile is not None:
+        return read_hostfile(request.hostfile)
+    return (Slots(host="localhost"),)
+
+
+def _words(request: Request, counted: bool) -> Iterator[str]:
+    """Return the flags that every host's agent gets; not --nproc where each has its own number."""
+    dropped = _OF_THE_FRONT | ({"nproc"} if counted else frozenset())
+    for name, words in request.flags:
+        if name not in dropped:
+            yield from words
+
+
+def _prefix(request: Request) -> tuple[str, ...]:
+    """Return the words that make every host's lines begin with its name."""
+    return () if "prefix" in request.set_by_user else ("--prefix", "host")
+
+
+def _endpoint(request: Request, hosts: tuple[Slots, ...], run_id: str) -> str:
+    host = meeting_host([slots.host for slots in hosts], request.ssh_options)
+    port = request.spec.master_port or derived_port(run_id)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _exports(request: Request) -> dict[str, str]:
+    """Return the variables of -x; a name alone means this process's value."""
+    environ: Mapping[str, str] = env.everything()
+    exports: dict[str, str] = {}
+    for text in request.exports:
+        name, equals, value = text.partition("=")
+        if not _NAME.fullmatch(name):
+            raise UsageError("-x needs NAME or NAME=VALUE", seen=repr(text))
+        if not equals and name not in environ:
+            raise UsageError("-x names a variable that is not set here", seen=name)
+        exports[name] = value if equals else environ[name]
+    return exports
+
+
+def _refuse_contradictions(request: Request) -> None:
+    for name in ("node_rank", "nnodes", "leash", "standalone", "local_addr"):
+        if name in request.set_by_user:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag} and --hosts exclude each other", seen="both were given")
+
+
+def _rank_words(request: Request, python: str) -> tuple[str, ...]:
+    """Return what starts one rank by itself."""
+    spec = request.spec
+    program = {
+        "script": (python, spec.program),
+        "module": (python, "-m", spec.program),
+        "executable": (spec.program,),
+    }[spec.kind]
+    return (*program, *spec.args)

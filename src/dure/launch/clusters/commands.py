@@ -1,0 +1,88 @@
+"""What the front says to each host: pure functions from a job to words and lines.
+
+A remote host is told in two ways. The command of ssh holds what anybody may see:
+
+    exec /bin/sh -c 'read variables until an empty line; cd DIR; exec PYTHON -m dure.cli run ..'
+
+and ssh's standard input the rest, first the variables of `-x`, a line each, then an empty line,
+then the key. So neither a key nor a variable's value is ever in a list of processes, in the
+environment of ssh or in a file. The shell reads its lines byte by byte and leaves the key to
+`dure run --key-stdin`; after the key the same stream is the *leash*: signals come on it, and its
+end ends the agent (see `dure.launch.clusters.leash`).
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dure.errors import UsageError
+from dure.launch.clusters.hosts import Slots
+
+__all__ = ["Fleet", "agent_words", "first_lines", "host_command"]
+
+_READ = 'while IFS= read -r v && [ -n "$v" ]; do export "$v"; done'
+
+
+def _nothing() -> dict[str, str]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """A job for several hosts, as the front sees it.
+
+    Attributes:
+        hosts: Where, and how many ranks each.
+        program: The program and its arguments.
+        flags: The user's own flags that every host's `dure run` gets as they are.
+        run_id: The job's name.
+        endpoint: host:port of its store.
+        directory: Where the program runs on every host.
+        python: The interpreter there.
+        exports: Variables for the ranks, by name.
+        ssh_options: Words for ssh, before the host.
+    """
+
+    hosts: tuple[Slots, ...]
+    program: tuple[str, ...]
+    flags: tuple[str, ...] = ()
+    run_id: str
+    endpoint: str
+    directory: str
+    python: str
+    exports: Mapping[str, str] = field(default_factory=_nothing)
+    ssh_options: tuple[str, ...] = ()
+
+
+def agent_words(fleet: Fleet, number: int) -> tuple[str, ...]:
+    """Return the command line of host `number`'s agent, from the interpreter on."""
+    nproc = fleet.hosts[number].nproc
+    words = [fleet.python, "-m", "dure.cli", "run", *fleet.flags]
+    words += ["--nproc", str(nproc)] if nproc is not None else []
+    words += ["--nnodes", str(len(fleet.hosts)), "--rdzv-id", fleet.run_id]
+    if len(fleet.hosts) > 1:
+        words += ["--rdzv-backend", "static", "--node-rank", str(number)]
+        words += ["--rdzv-endpoint", fleet.endpoint]
+    return (*words, "--key-stdin", "--leash", "--", *fleet.program)
+
+
+def host_command(fleet: Fleet, number: int) -> str:
+    """Return what host `number`'s shell runs, whichever shell it is."""
+    go = f"cd {shlex.quote(fleet.directory)} && exec {shlex.join(agent_words(fleet, number))}"
+    return f"exec /bin/sh -c {shlex.quote(f'{_READ}; {go}')}"
+
+
+def first_lines(fleet: Fleet, key: bytes) -> bytes:
+    """Return what goes first on the standard input of every host's shell.
+
+    Raises:
+        UsageError: A variable's value has a line break, which no line can hold.
+    """
+    for name, value in fleet.exports.items():
+        if "\n" in value:
+            raise UsageError("-x cannot hand on a value of several lines", seen=name)
+    lines = [f"{name}={value}" for name, value in fleet.exports.items()]
+    text = "".join(f"{line}\n" for line in lines)
+    return text.encode("utf-8", "surrogateescape") + b"\n" + key.hex().encode() + b"\n"

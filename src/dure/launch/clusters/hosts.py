@@ -1,0 +1,140 @@
+"""Which hosts, and how many ranks each: `--hosts` and `--hostfile`.
+
+    --hosts node[1-4,7]          ClusterShell's node sets, with its ranges, ! & ^ and @groups
+    --hosts a:2,b:4              how many ranks each host gets, as Intel MPI and MPICH write it
+    --hostfile FILE              a host or node set a line, slots=N (Open MPI) or :N; # comments
+
+Hosts keep the order in which they are named, node sets that of ClusterShell. A host that is named
+twice with a number of ranks gets the sum, as with mpirun; without one it is a mistake.
+
+ClusterShell is an extra (`pip install dure[cluster]`): only the front of such a job needs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dure.errors import UsageError
+
+__all__ = ["Slots", "cluster_shell", "read_hostfile", "read_hosts"]
+
+_COUNTED = re.compile(r"(.+?):([0-9]+)")
+_IGNORED = frozenset({"max_slots", "max-slots", "ifname", "binding", "user"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slots:
+    """A host, and how many ranks it gets; None: as --nproc says."""
+
+    host: str
+    nproc: int | None = None
+
+
+def cluster_shell(module: str) -> Any:
+    """Return a module of ClusterShell.
+
+    Raises:
+        UsageError: It is not installed.
+    """
+    try:
+        return importlib.import_module(f"ClusterShell.{module}")
+    except ImportError as error:
+        raise UsageError(
+            "starting on several hosts needs ClusterShell",
+            seen=str(error),
+            fix="Install the extra: pip install 'dure[cluster]'.",
+        ) from None
+
+
+def read_hosts(text: str) -> tuple[Slots, ...]:
+    """Return the hosts of `--hosts`.
+
+    Raises:
+        UsageError: The list cannot be understood, or ClusterShell is missing.
+    """
+    found: list[Slots] = []
+    for part in _parts(text):
+        found += _node_set(part, None, "--hosts")
+    return _merged(found, "--hosts")
+
+
+def read_hostfile(path: Path) -> tuple[Slots, ...]:
+    """Return the hosts of a hostfile.
+
+    Raises:
+        UsageError: The file cannot be read or understood, or ClusterShell is missing.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError("the hostfile cannot be read", seen=f"{path}: {error}") from None
+    found: list[Slots] = []
+    for number, line in enumerate(lines, start=1):
+        words = line.partition("#")[0].split()
+        if words:
+            found += _node_set(words[0], _slots(words[1:], f"{path}:{number}"), f"{path}:{number}")
+    return _merged(found, str(path))
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Split at the commas outside brackets; ClusterShell complains of those left open."""
+    return (part for part in re.split(r",(?![^\[\]]*\])", text) if part.strip())
+
+
+def _node_set(text: str, nproc: int | None, where: str) -> list[Slots]:
+    """Return the hosts of one node set, which may end in `:N`."""
+    text = text.strip()
+    counted = _COUNTED.fullmatch(text)
+    if counted is not None and text.count(":") == 1:
+        text, nproc = counted[1], int(counted[2])
+    if nproc == 0:
+        raise UsageError("a host needs a rank", seen=f"{where}: {text} gets 0")
+    sets = cluster_shell("NodeSet")
+    try:
+        names = [str(name) for name in sets.NodeSet(text, autostep=None)]
+    except sets.NodeSetException as error:
+        raise UsageError(f"{where} is no list of hosts", seen=f"{text!r}: {error}") from None
+    for name in names:
+        if not name or name.startswith("-") or any(c.isspace() for c in name):
+            raise UsageError("this is no host's name", seen=f"{where}: {name!r}")
+    return [Slots(host=name, nproc=nproc) for name in names]
+
+
+def _slots(words: list[str], where: str) -> int | None:
+    """Return the number behind `slots=` among the words after a host."""
+    nproc: int | None = None
+    for word in words:
+        key, _, value = word.partition("=")
+        if key == "slots" and value.isdecimal():
+            nproc = int(value)
+        elif key not in _IGNORED:
+            raise UsageError(
+                "a line of the hostfile cannot be understood",
+                seen=f"{where}: {word!r}",
+                fix="Write HOST, HOST slots=N or HOST:N.",
+            )
+    return nproc
+
+
+def _merged(found: list[Slots], where: str) -> tuple[Slots, ...]:
+    if not found:
+        raise UsageError("there is no host to start on", seen=f"{where} names none")
+    by_host: dict[str, int | None] = {}
+    for slots in found:
+        if slots.host not in by_host:
+            by_host[slots.host] = slots.nproc
+            continue
+        before = by_host[slots.host]
+        if before is None or slots.nproc is None:
+            raise UsageError(
+                "a host is named twice",
+                seen=f"{where}: {slots.host}",
+                fix=f"Say how many ranks it gets: {slots.host}:N.",
+            )
+        by_host[slots.host] = before + slots.nproc
+    return tuple(Slots(host=host, nproc=nproc) for host, nproc in by_host.items())

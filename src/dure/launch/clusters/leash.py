@@ -1,0 +1,42 @@
+"""The leash: an agent's standard input, held by the front that started it.
+
+A line names a signal that the front passes on. The end of the stream means that the front or the
+connection has gone, and the agent must go, too: it gets SIGHUP, which ends a job as Ctrl-C does,
+and SIGKILL if it still lives some time later. A thread reads it, for the agent's own loop need not
+know; a front that ends with the job lets go of agents that have gone already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+
+__all__ = ["hold_leash"]
+
+_LET_GO_S = 20.0
+"""From the end of the leash to SIGKILL, should the agent not end: more than any grace it has."""
+
+
+def hold_leash(fd: int) -> None:
+    """Do what comes on `fd`, in a thread, until this process ends."""
+    threading.Thread(target=_follow, args=(fd,), name="dure leash", daemon=True).start()
+
+
+def _follow(fd: int) -> None:
+    rest = b""
+    with contextlib.suppress(OSError):
+        while chunk := os.read(fd, 4096):
+            *lines, rest = (rest + chunk)[-4096:].split(b"\n")
+            for line in lines:
+                _pass_on(line.strip().decode("ascii", "replace"))
+    os.kill(os.getpid(), signal.SIGHUP)
+    time.sleep(_LET_GO_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _pass_on(name: str) -> None:
+    with contextlib.suppress(KeyError):
+        os.kill(os.getpid(), signal.Signals[name])

@@ -1,0 +1,127 @@
+"""`dure run --hosts` over real ssh, between two hosts that are network namespaces."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from procs.ssh_hosts import front, number_of, ssh_hosts, why_not
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+
+SUM = """
+import torch, dure
+with dure.process_group():
+    ones = torch.ones(3)
+    dure.all_reduce(ones)
+    print("sum", ones.tolist(), dure.get_world_size(), flush=True)
+"""
+TELL = "import os; print(*(os.environ.get(n) for n in ('GREETING', 'RANK', 'WORLD_SIZE')))"
+FAIL = "import os, signal\nif os.environ['RANK'] == '2': os._exit(7)\nsignal.pause()"
+WAIT = "import os, signal; print('pid', os.getpid(), flush=True); signal.pause()"
+
+
+@pytest.fixture(scope="module")
+def two_hosts(tmp_path_factory):
+    with ssh_hosts(2, tmp_path_factory.mktemp("ssh")) as made:
+        yield made
+
+
+@pytest.fixture
+def start(two_hosts, tmp_path):
+    """Return what starts a program from host a; whatever is left of it ends with the test."""
+    made, config = two_hosts
+    started = []
+
+    def start(nodes, program, *flags, **variables):
+        path = tmp_path / "program.py"
+        path.write_text(program)
+        words = [*flags, "--no-zygote", path]
+        started.append(front(made[0], config, nodes, words, **variables))
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.kill(number_of(process), signal.SIGKILL)
+        process.wait()
+
+
+def _lines(process, count):
+    return [process.stdout.readline().strip() for _ in range(count)]
+
+
+def _command_lines(word: str) -> list[str]:
+    """Return the command lines in which `word` stands."""
+    return [(Path("/proc") / str(pid) / "cmdline").read_text() for pid in _processes_with(word)]
+
+
+def _processes_with(word: str) -> list[int]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if word in (process / "cmdline").read_text():
+                found.append(int(process.name))
+        except (OSError, UnicodeDecodeError):
+            continue
+    return found
+
+
+def test_ranks_on_two_hosts_compute_together(start):
+    out, err = (job := start("a,b", SUM, "--nproc", "1")).communicate(timeout=50)
+    assert job.returncode == 0, err
+    assert sorted(out.splitlines()) == [f"[{h}] sum [2.0, 2.0, 2.0] 2" for h in ("a:0", "b:1")]
+
+
+def test_slots_variables_and_prefixes(start):
+    job = start("b:2,a:1", TELL, "-x", "GREETING", "--no-fold", GREETING="a b'c")
+    out, err = job.communicate(timeout=50)
+    assert job.returncode == 0, err
+    assert sorted(out.splitlines()) == [
+        "[a:2] a b'c 2 3",
+        "[b:0] a b'c 0 3",
+        "[b:1] a b'c 1 3",
+    ]
+
+
+def test_exit_code_is_the_first_failing_ranks(start):
+    job = start("a,b", FAIL, "--nproc", "2")
+    _, err = job.communicate(timeout=50)
+    assert job.returncode == 7, err
+
+
+def test_ctrl_c_ends_all_hosts(start, tmp_path):
+    job = start("a,b", WAIT, "--nproc", "1")
+    _lines(job, 2)
+    os.kill(number_of(job), signal.SIGINT)
+    job.communicate(timeout=20)
+    assert job.returncode == 130
+    assert _processes_with(str(tmp_path)) == []
+
+
+def test_death_of_the_front_ends_all_hosts_and_no_secret_is_seen(start, tmp_path):
+    key = tmp_path / "key"
+    key.write_bytes(secret := b"0123456789abcdef" * 2)
+    key.chmod(0o600)
+    job = start("a,b", WAIT, "--nproc", "1", "--key-file", key, "-xSECRET_TOKEN=hunter2")
+    _lines(job, 2)
+    seen = _command_lines(secret.hex()) + _command_lines("hunter2")
+    assert [words for words in seen if "--ssh-option" not in words] == [], "of the user's own line"
+    os.kill(number_of(job), signal.SIGKILL)
+    began = time.monotonic()
+    while _processes_with(str(tmp_path)) and time.monotonic() - began < 10:
+        time.sleep(0.05)
+    assert _processes_with(str(tmp_path)) == []
+    assert time.monotonic() - began < 5, "a second, on a quiet machine"
+
+
+def test_host_that_cannot_be_reached_is_named_and_the_others_end(start):
+    job = start("a,nowhere.invalid", WAIT, "--nproc", "1")
+    _, err = job.communicate(timeout=40)
+    assert job.returncode == 255
+    assert "nowhere.invalid" in err
+    assert os.strerror(2) not in err

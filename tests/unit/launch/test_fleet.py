@@ -1,0 +1,169 @@
+"""Hosts, and what is said to them."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+
+import pytest
+
+from dure.errors import UsageError
+from dure.launch.clusters import Fleet, Slots, equivalent_lines, read_hostfile, read_hosts
+from dure.launch.clusters import hosts as hosts_module
+from dure.launch.clusters.commands import agent_words, first_lines, host_command
+
+pytest.importorskip("ClusterShell", reason="ClusterShell is not installed (extra: cluster)")
+
+
+def pairs(slots):
+    return [(s.host, s.nproc) for s in slots]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("a", [("a", None)]),
+        ("b,a", [("b", None), ("a", None)]),
+        ("node[1-2,7]", [("node1", None), ("node2", None), ("node7", None)]),
+        ("node[1-4]!node[2-3]", [("node1", None), ("node4", None)]),
+        ("a:2,b[1-2]:4", [("a", 2), ("b1", 4), ("b2", 4)]),
+        ("a:2,b:1,a:1", [("a", 3), ("b", 1)]),
+        ("10.0.0.[1-2]", [("10.0.0.1", None), ("10.0.0.2", None)]),
+    ],
+)
+def test_hosts_mean(text, found):
+    assert pairs(read_hosts(text)) == found
+
+
+@pytest.mark.parametrize("text", ["", ",", "a,a", "n[1-", "a:0", "-oProxyCommand=x", "a b"])
+def test_hosts_that_mean_nothing_are_refused(text):
+    with pytest.raises(UsageError):
+        read_hosts(text)
+
+
+def test_hostfile_of_any_mpi(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text(
+        "# the cluster\na slots=2  # Open MPI\nb:3\n\nnode[1-2] slots=4 max_slots=8\nc\n"
+    )
+    assert pairs(read_hostfile(path)) == [
+        ("a", 2),
+        ("b", 3),
+        ("node1", 4),
+        ("node2", 4),
+        ("c", None),
+    ]
+
+
+@pytest.mark.parametrize("text", ["a slots=x", "a what", "# nothing", "a slots=0"])
+def test_malformed_hostfile_is_refused(text, tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    with pytest.raises(UsageError):
+        read_hostfile(path)
+    with pytest.raises(UsageError):
+        read_hostfile(tmp_path / "missing")
+
+
+def test_missing_cluster_shell_names_the_extra(monkeypatch):
+    def missing(name):
+        raise ImportError(name)
+
+    monkeypatch.setattr(hosts_module.importlib, "import_module", missing)
+    with pytest.raises(UsageError) as caught:
+        read_hosts("a")
+    assert "dure[cluster]" in caught.value.fix
+
+
+FLEET = Fleet(
+    hosts=(Slots(host="n1", nproc=2), Slots(host="n2", nproc=2)),
+    program=("train.py", "--lr", "0.1 x"),
+    flags=("--max-restarts", "3"),
+    run_id="job",
+    endpoint="10.0.0.1:20000",
+    directory="/home/me/my project",
+    python="/opt/py thon",
+    exports={"A": "1 2'"},
+)
+
+
+def test_agent_knows_its_number_and_the_program_comes_last():
+    words = agent_words(FLEET, 1)
+    assert words[:4] == ("/opt/py thon", "-m", "dure.cli", "run")
+    assert words[words.index("--node-rank") + 1] == "1"
+    assert words[words.index("--nproc") + 1] == "2"
+    assert words[-4:] == ("--", "train.py", "--lr", "0.1 x")
+
+
+def test_key_and_values_are_in_the_stream_and_not_in_the_command():
+    key = bytes(range(32))
+    command, lines = host_command(FLEET, 0), first_lines(FLEET, key)
+    assert key.hex() not in command
+    assert "1 2'" not in command
+    assert lines.endswith(b"\n\n" + key.hex().encode() + b"\n")
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash"])
+def test_hosts_shell_reads_variables_and_leaves_the_key(shell, tmp_path):
+    directory = tmp_path / "with a blank"
+    directory.mkdir()
+    say = "import os, sys; print(os.environ['A'], os.getcwd(), sys.stdin.read())"
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\nexec python3 -c {shlex.quote(say)}\n")
+    program.chmod(0o755)
+    fleet = Fleet(
+        hosts=FLEET.hosts,
+        program=("x",),
+        run_id="job",
+        endpoint="a:1",
+        directory=str(directory),
+        python=str(program),
+        exports={"A": "1 2'$x\\n"},
+    )
+    done = subprocess.run(
+        [shell, "-c", host_command(fleet, 0)],
+        input=first_lines(fleet, bytes(32)),
+        capture_output=True,
+        check=True,
+    )
+    assert done.stdout.decode().split("\n")[0] == f"1 2'$x\\n {directory} {'0' * 64}"
+
+
+def test_value_of_several_lines_is_refused():
+    fleet = Fleet(
+        hosts=FLEET.hosts,
+        program=("x",),
+        run_id="job",
+        endpoint="a:1",
+        directory="/",
+        python="python",
+        exports={"A": "1\n2"},
+    )
+    with pytest.raises(UsageError):
+        first_lines(fleet, bytes(32))
+
+
+def test_equivalent_lines_are_words_of_a_shell():
+    sections = {s.launcher: s for s in equivalent_lines(FLEET, ("python", "train.py", "0.1 x"))}
+    assert set(sections) >= {"srun", "mpirun (Open MPI)", "clush", "ssh", "torchrun"}
+    for section in sections.values():
+        for line in section.lines:
+            assert shlex.split(line)
+            assert "A=" in line
+    srun = shlex.split(sections["srun"].lines[0])
+    assert {"--nodes=2", "--nodelist=n[1-2]", "--ntasks=4", "--ntasks-per-node=2"} <= set(srun)
+    assert len(sections["torchrun"].lines) == len(sections["ssh"].lines) == 2
+
+
+def test_uneven_hosts_start_a_launcher_each_under_slurm():
+    fleet = Fleet(
+        hosts=(Slots(host="n1", nproc=2), Slots(host="m", nproc=3)),
+        program=("train.py",),
+        run_id="job",
+        endpoint="a:1",
+        directory="/",
+        python="python",
+    )
+    srun = equivalent_lines(fleet, ("python", "train.py"))[0].lines[0]
+    assert "--ntasks-per-node=1" in srun
+    assert "m) n=3" in srun
