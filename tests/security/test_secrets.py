@@ -136,6 +136,8 @@ def test_a_job_shows_its_key_nowhere(key: JobKey, tmp_path: Path) -> None:
     kept = [path for path in tmp_path.rglob("*") if path.is_file() and path != keyfile]
     assert any(logs in path.parents for path in kept)
     assert any(traces in path.parents for path in kept)
+    assert logs.stat().st_mode & 0o777 == 0o700
+    assert traces.stat().st_mode & 0o777 == 0o700
     for path in kept:
         assert not found_in(path.read_bytes(), key), path
 

@@ -27,6 +27,7 @@ from dure.launch.spec import JobResult, JobSpec, RankResult, Std, Stream, Stream
 
 __all__ = ["Journal", "RankLogs", "is_kept", "is_shown"]
 
+_OURS_ALONE = 0o700  # of a directory that is made here: programs print what not everybody may read
 _STREAMS: tuple[Stream, Stream] = ("stdout", "stderr")
 
 
@@ -71,6 +72,7 @@ class RankLogs:
             for local_rank in range(round.nproc):
                 if spec.log_dir is not None:  # for the error file, at least
                     path = rank_log_dir(spec.log_dir, round.rank(local_rank), round.number)
+                    spec.log_dir.mkdir(parents=True, exist_ok=True, mode=_OURS_ALONE)
                     path.mkdir(parents=True, exist_ok=True)
                     (path / "error.json").unlink(missing_ok=True)  # of an earlier job
                 for stream in _STREAMS:
@@ -151,7 +153,7 @@ class Journal:
         self._said: IO[str] | None = None
         self._job: dict[str, object] = {}
         if directory is not None:
-            directory.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(parents=True, exist_ok=True, mode=_OURS_ALONE)
             self._events = (directory / f"events{self._mark}.jsonl").open("w", buffering=1)
             self._said = (directory / f"launcher{self._mark}.log").open("w", buffering=1)
 

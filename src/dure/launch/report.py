@@ -17,10 +17,14 @@ import signal
 import sysconfig
 from pathlib import Path
 
+import msgspec
+
 from dure.launch.spec import Crash, Exit, Frame, JobResult, RankResult, signal_name
 
 __all__ = ["ReportReader", "root_cause", "summary"]
 
+_LONGEST_LINE = 1 << 18  # the bootstrap writes two texts of 8,000 characters at most
+_LONGEST_NUMBER = 10
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
 _BOOTSTRAPS = tuple(str(Path(__file__).with_name(name)) for name in ("child.py", "forking.py"))
 _DURE = str(Path(__file__).parent.parent)
@@ -40,7 +44,11 @@ _HINTS = {
 
 
 class ReportReader:
-    """Collects what comes from one rank's report pipe."""
+    """Collects what comes from one rank's report pipe.
+
+    The program can write there, too, and anything: what is no report is passed over, and a line
+    without an end is not kept.
+    """
 
     def __init__(self) -> None:
         self.crash: Crash | None = None
@@ -51,21 +59,23 @@ class ReportReader:
 
     def feed(self, data: bytes) -> None:
         """Take bytes as they come from the pipe."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, rest = (self._rest + data).split(b"\n")
+        self._rest = rest[:_LONGEST_LINE]
         for line in lines:
             self._line(line.decode(errors="replace"))
 
     def _line(self, line: str) -> None:
         if line.startswith("{"):
-            with contextlib.suppress(ValueError, TypeError):  # a program may write here, too
-                self.crash = Crash(**json.loads(line))
+            with contextlib.suppress(ValueError, RecursionError, msgspec.ValidationError):
+                self.crash = msgspec.convert(json.loads(line), type=Crash)
         elif line.startswith("Stack "):
             self._frames.clear()
         elif line == "  ..." or line.startswith("  <"):  # too deep, or no Python frame
             self._end_stack()
         elif match := _FRAME.fullmatch(line):
             number = match["line"]
-            frame = Frame(match["file"], int(number) if number.isdigit() else 0, match["function"])
+            known = number.isdecimal() and len(number) < _LONGEST_NUMBER
+            frame = Frame(match["file"], int(number) if known else 0, match["function"])
             if frame.file not in _BOOTSTRAPS:
                 self._frames.append(frame)
             elif frame.function == "<module>":

@@ -230,7 +230,7 @@ class FileStore(Store):
                 case "delete":
                     self._data.pop(record.key, None)
                 case "open":
-                    self._opened[record.key] = _IDENTITY.decode(record.value)
+                    self._opened[record.key] = _user_of(record, self.path)
                 case "close":
                     self._gone.add(record.key)
 
@@ -267,12 +267,25 @@ def remove_if_ended(path: str | os.PathLike[str], timeout: timedelta = DEFAULT_T
         records = log.read(fd)
         closed = {record.key for record in records if record.kind == "close"}
         users = [record for record in records if record.kind == "open"]
-        lives = [alive(_IDENTITY.decode(user.value)) is not False for user in users]
+        lives = [alive(_user_of(user, path)) is not False for user in users]
         if users and not any(lives) and all(user.key in closed for user in users):
             log.remove()
 
 
 _IDENTITY = msgspec.msgpack.Decoder(Identity)
+
+
+def _user_of(record: Record, path: str | os.PathLike[str]) -> Identity:
+    """Read who opened the store."""
+    try:
+        return _IDENTITY.decode(record.value)
+    except msgspec.DecodeError as error:
+        raise StoreError(
+            f"the store's file {path} says of one who opened it what cannot be understood",
+            seen=str(error),
+            fix="Use one version of Dure on all hosts, and a new path for each job.",
+        ) from None
+
 
 _stores: weakref.WeakSet[FileStore] = weakref.WeakSet()
 

@@ -37,6 +37,7 @@ __all__ = ["Log", "Record"]
 _MAGIC = b"DURElog1"
 _START_BYTES = len(_MAGIC) + 16
 _HEAD = struct.Struct("<II")
+_OPEN = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in the file's place holds nobody up
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True):
@@ -108,12 +109,22 @@ class Log:
         records: list[Record] = []
         at = 0
         while (end := _record_end(data, at)) is not None:
-            records.append(_unpack(data[at + _HEAD.size : end]))
+            records.append(self._record(data[at + _HEAD.size : end]))
             at = end
         self._offset += at
         if at < len(data):
             os.ftruncate(fd, self._offset)
         return records
+
+    def _record(self, payload: bytes) -> Record:
+        try:
+            return _unpack(payload)
+        except msgspec.DecodeError as error:
+            raise StoreError(
+                f"the store's file {self.path} holds a record that is none",
+                seen=str(error),
+                fix="Use one version of Dure on all hosts, and a new path for each job.",
+            ) from None
 
     def write(self, fd: int, records: list[Record]) -> None:
         """Append records; everything before has been read.
@@ -141,7 +152,7 @@ class Log:
     def _open(self) -> int:
         first = self._inode is None
         try:
-            fd = os.open(self.path, os.O_RDWR | (os.O_CREAT if first else 0), 0o600)
+            fd = os.open(self.path, _OPEN | (os.O_CREAT if first else 0), 0o600)
         except OSError as error:
             raise StoreError(
                 f"the store's file {self.path} cannot be opened",
@@ -150,14 +161,35 @@ class Log:
                 if first
                 else "It was there before: do not delete it while the job runs.",
             ) from None
-        if os.fstat(fd).st_mode & stat.S_IWOTH:
+        try:
+            self._check_owner(os.fstat(fd))
+        except BaseException:
             os.close(fd)
+            raise
+        return fd
+
+    def _check_owner(self, file: os.stat_result) -> None:
+        """Refuse a file that other users can write to, or have laid out for us.
+
+        In a directory where everybody may make files, such as /tmp, one of another user's is a
+        trap. Elsewhere its owner is not looked at: shared file systems show strange ones.
+        """
+        if not stat.S_ISREG(file.st_mode):
+            raise StoreError(f"the store's file {self.path} is not a regular file")
+        if file.st_mode & stat.S_IWOTH:
             raise StoreError(
                 f"the store's file {self.path} can be written by every user of this machine",
                 seen="whoever writes to it takes part in the job",
                 fix=f"chmod o-w {self.path}, or choose a new path.",
             )
-        return fd
+        everybodys = self.path.parent.stat().st_mode & stat.S_IWOTH
+        owners = {file.st_uid, self.path.lstat().st_uid} if everybodys else set[int]()
+        if owners - {os.geteuid(), 0}:
+            raise StoreError(
+                f"the store's file {self.path} belongs to another user",
+                seen=f"user {max(owners)}, in a directory where everybody may make files",
+                fix="Choose a path in a directory of your own.",
+            )
 
     def _lock(self, fd: int, deadline: float) -> None:
         pause_s = 0.0005

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 
+import msgspec
 import zmq
 
 from dure import env
@@ -234,6 +235,12 @@ class NetworkStore(Store):
             answer = connection.call(frame, deadline)
             whole = answer is not None
             return read_reply(answer) if answer is not None else None
+        except msgspec.DecodeError as error:
+            raise StoreError(
+                f"the store at {self._endpoint} gave an answer that is none",
+                seen=str(error),
+                fix="Use one version of Dure on all hosts.",
+            ) from None
         except zmq.ContextTerminated:
             raise StoreError(f"the store at {self._endpoint} was closed meanwhile") from None
         except zmq.ZMQError as error:

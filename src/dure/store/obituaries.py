@@ -10,22 +10,20 @@ of one port. No privilege is needed; where there is no such thing, names are mis
 
 from __future__ import annotations
 
-import ctypes
 import socket
 import struct
 import sys
+
+from dure.store.packets import let_through_where
 
 __all__ = ["Obituaries"]
 
 _SOCK_DIAG = 4
 _TCP_DESTROYED, _TCP6_DESTROYED = 1 << 0, 1 << 2
-_SO_ATTACH_FILTER = 26
-_LOAD_HALF, _RETURN, _JUMP_IF_EQUAL = 0x28, 0x06, 0x15
 _OUR_PORT, _PEER_PORT = 20, 22  # where struct inet_diag_msg has them, behind the netlink header
 _OUR_ADDRESS_BYTES = 16
 _PEER_ADDRESS = 24 + _OUR_ADDRESS_BYTES
 _LONGEST = 4096
-_FILTER = struct.Struct("HBBI")
 
 
 class Obituaries:
@@ -45,7 +43,7 @@ class Obituaries:
             socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_NONBLOCK, _SOCK_DIAG
         )
         try:
-            self._hear_only(port)
+            let_through_where(self._socket, _OUR_PORT, port)
             self._socket.bind((0, _TCP_DESTROYED | _TCP6_DESTROYED))
         except OSError:
             self._socket.close()
@@ -73,20 +71,6 @@ class Obituaries:
     def close(self) -> None:
         """Hear no more."""
         self._socket.close()
-
-    def _hear_only(self, port: int) -> None:
-        program = b"".join(
-            _FILTER.pack(*step)
-            for step in (
-                (_LOAD_HALF, 0, 0, _OUR_PORT),
-                (_JUMP_IF_EQUAL, 0, 1, port),
-                (_RETURN, 0, 0, _LONGEST),
-                (_RETURN, 0, 0, 0),
-            )
-        )
-        steps = ctypes.create_string_buffer(program)
-        described = struct.pack("HP", len(program) // _FILTER.size, ctypes.addressof(steps))
-        self._socket.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, described)
 
 
 def _peer_in(data: bytes) -> tuple[str, int] | None:

@@ -1,5 +1,6 @@
 """The file store's log: torn tails, foreign files, files that vanish."""
 
+import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -176,3 +177,43 @@ def test_a_file_that_everybody_can_write_is_refused(tmp_path):
         FileStore(path)
     path.chmod(0o600)
     FileStore(path).close()
+
+
+def in_a_place_for_everybody(path: Path) -> None:
+    path.parent.chmod(0o1777)
+
+
+@pytest.mark.parametrize("whose", ["file", "link"])
+def test_where_everybody_may_make_files_another_users_is_a_trap(whose: str, path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give files away")
+    target = path.with_name("target")
+    target.touch(0o600)
+    if whose == "link":
+        path.symlink_to(target)
+    else:
+        target.rename(path)
+    os.chown(path, 65534, 65534, follow_symlinks=False)
+    FileStore(path, timeout=TIMEOUT).close()  # in a directory of our own, nobody else made it
+    in_a_place_for_everybody(path)
+    with pytest.raises(StoreError):
+        FileStore(path, timeout=TIMEOUT)
+    path.parent.chmod(0o700)
+
+
+def test_a_new_file_is_closed_to_others(path: Path) -> None:
+    in_a_place_for_everybody(path)
+    store = FileStore(path, timeout=TIMEOUT)
+    assert path.stat().st_mode & 0o777 == 0o600
+    store.close()
+    path.parent.chmod(0o700)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
+def test_what_is_no_file_is_refused_at_once(kind: str, path: Path) -> None:
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    with pytest.raises(StoreError):
+        FileStore("/dev/null" if kind == "device" else path, timeout=TIMEOUT)

@@ -2,7 +2,8 @@
 
 Each leader holds a *line* to every other leader: a ZeroMQ connection beside the engine's, encrypted
 with CURVE keys that are made for the group and exchanged through its store; who does not know them
-cannot connect. A thread of the leader sends a *beat* down each line every second, watches the
+cannot connect. As soon as the one leader that it is for has come, a line's port is closed to
+everybody else. A thread of the leader sends a *beat* down each line every second, watches the
 processes of its own host (pidfd), and looks whether a rank of its host broke the group.
 
 * A line that breaks: the other leader's process, or its whole host, ended. The kernel says so at
@@ -21,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import socket as sockets
 import threading
 import time
 from dataclasses import dataclass, field
@@ -33,10 +35,12 @@ from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.hybrid.fate import Verdict
 from dure.comm.backends.hybrid.links import Links
 from dure.errors import RendezvousTimeout
-from dure.store.address import outward_address
+from dure.store.address import outward_address, resolve
 from dure.store.base import Store
 from dure.store.identity import myself
 from dure.store.monitor import read_event
+from dure.store.packets import let_nobody_in
+from dure.store.server import listen
 
 __all__ = ["SILENCE_S", "Watch"]
 
@@ -46,6 +50,8 @@ _LOOK_MS = 50
 _LINGER_MS = 100
 _ANSWER_S = 0.5
 _PAUSE_S = 0.05
+_LONGEST_WORD = 1 << 18
+_HANDSHAKE_MS = 10_000
 
 
 class _Progress(Protocol):
@@ -108,6 +114,7 @@ class Watch:
         self._links, self._options = links, options
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._lines: list[_Line] = []
+        self._doors: list[int] = []  # the listening sockets' descriptors, which ZeroMQ closes
         self._wake, self._wakened = os.pipe()[::-1]
         os.set_blocking(self._wake, False)
         self._pids: dict[int, int] = {}
@@ -158,6 +165,8 @@ class Watch:
                     seen=", ".join(map(links.hosts.describe, silent)),
                     fix="Check that the hosts can reach each other's ports.",
                 )
+        for door in self._doors:
+            _close_door(door)
         self._tell(_Word(b""))  # what was said before the other was there is lost
 
     def _open_line(self, host: int, address: str, store: Store) -> _Line:
@@ -169,6 +178,7 @@ class Watch:
         socket.curve_publickey, socket.curve_secretkey = public, secret
         socket.heartbeat_ivl = int(1000 * BEAT_S)
         socket.heartbeat_timeout = int(1000 * SILENCE_S)
+        socket.maxmsgsize, socket.handshake_ivl = _LONGEST_WORD, _HANDSHAKE_MS
         line = _Line(host, socket, self._context.socket(zmq.PAIR), secrets.token_bytes(16))
         monitor = f"inproc://line-{host}"
         socket.monitor(monitor, zmq.Event.DISCONNECTED)
@@ -177,9 +187,11 @@ class Watch:
         key = f"lines/{min(host, here)}/{max(host, here)}"
         if here < host:
             socket.curve_server = True
-            where = f"[{address}]" if ":" in address else address
-            port = socket.bind_to_random_port(f"tcp://{where}")
-            contact = _Contact(f"tcp://{where}:{port}", public, line.token)
+            listener = listen(resolve(address, 0, "this host's address"))
+            self._doors.append(listener.fd)
+            socket.use_fd = listener.fd
+            socket.bind(listener.endpoint)
+            contact = _Contact(listener.endpoint, public, line.token)
             store.set(key, msgspec.msgpack.encode(contact))
         else:
             store.wait([key], timeout)
@@ -396,3 +408,9 @@ class Watch:
             with contextlib.suppress(OSError):
                 os.close(fd)
         self._pids = {}
+
+
+def _close_door(fd: int) -> None:
+    """Let nobody else in; where the system cannot, the handshake alone keeps strangers out."""
+    with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(fd)) as listener:
+        let_nobody_in(listener)

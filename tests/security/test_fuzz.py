@@ -1,0 +1,231 @@
+"""Fuzzing of everything that reads bytes which somebody else wrote.
+
+Each target takes bytes, or a history made of them, and must end in a value or in the one error that
+its callers handle. CI tries some hundred inputs each; `make drill` tries a hundred times as many.
+"""
+
+import contextlib
+import math
+import os
+import tempfile
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dure.errors import DureError, StoreError
+from dure.launch.agent.events import read_event
+from dure.launch.report import ReportReader, summary
+from dure.launch.spec import Exit, JobResult, RankResult
+from dure.store import FileStore, JobKey
+from dure.store.board import Board
+from dure.store.keyfile import read_key_file
+from dure.store.log import Record
+from dure.store.obituaries import _peer_in
+from dure.store.wire import Op, Request, join, pack, read_reply, read_request
+
+QUICK, LONG = 100, 10_000
+
+some_bytes = st.one_of(
+    st.binary(max_size=200),
+    # msgpack of anything: gets further than noise
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers(-(2**63), 2**64 - 1)
+        | st.floats()
+        | st.text()
+        | st.binary(),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=3),
+        max_leaves=8,
+    ).map(msgspec.msgpack.encode),
+    st.tuples(
+        st.sampled_from(["set", "get", "wait", "add", "append", "compare_set", "joined", "lost"]),
+        st.lists(st.text(max_size=3), max_size=3),
+        st.lists(st.binary(max_size=3), max_size=3),
+        st.integers(-(2**63), 2**64 - 1),
+        st.floats(),
+    ).map(msgspec.msgpack.encode),
+)
+
+keys = st.lists(st.sampled_from("abc"), max_size=3).map(tuple)
+requests = st.builds(
+    Request,
+    op=st.sampled_from(get_args(Op)),
+    keys=keys,
+    values=st.lists(st.sampled_from([b"", b"1", b"x"]), max_size=3).map(tuple),
+    amount=st.integers(-(2**63), 2**63 - 1),
+    timeout_s=st.floats(0, 1e9),
+)
+clients = st.sampled_from([b"A", b"B", b"C"])
+
+
+def a_request(data: bytes) -> None:
+    with contextlib.suppress(msgspec.DecodeError):
+        request = read_request(data)
+        assert not math.isnan(request.timeout_s)
+        assert read_request(pack(request)) == request
+
+
+def a_reply(data: bytes) -> None:
+    with contextlib.suppress(msgspec.DecodeError):
+        pack(read_reply(data))
+
+
+def frames(data: bytes) -> None:
+    cuts = [data[at : at + 7] for at in range(0, len(data), 7)]
+    assert join(cuts or [b""]) == data
+
+
+def an_event(data: bytes) -> None:
+    with contextlib.suppress(msgspec.DecodeError, DureError):
+        read_event(data)
+
+
+def an_obituary(data: bytes) -> None:
+    for message in (data, data * 20):
+        peer = _peer_in(message)
+        assert peer is None or 0 < peer[1] < 65536
+
+
+def a_key_file(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "key"
+        path.touch(0o600)
+        path.write_bytes(data)
+        with contextlib.suppress(StoreError):
+            assert JobKey(read_key_file(path, 33)).raw == data
+
+
+def a_report(data: bytes) -> None:
+    """What a program writes into its report pipe, and the summary that is made of it."""
+    texts = [data, b"\n{" + data + b"}\n", b'\n{"type": "E", "message": "m", "traceback": ']
+    texts += [data + b"}\n", b'  File "' + data + b'", line ' + b"9" * 5000 + b" in f\n"]
+    reader = ReportReader()
+    for text in texts:
+        reader.feed(text)
+        reader.feed(b"\nStack (most recent call first):\n")
+    rank = RankResult(
+        rank=0, host="h", pid=1, exit=Exit(code=1), crash=reader.crash, stack=reader.stack
+    )
+    for first in (rank, None):
+        result = JobResult(exit_code=1, ranks=(rank,), elapsed_s=0.0, first_failure=first)
+        assert all(isinstance(text, str) for text in summary(result))
+
+
+def a_store_file(data: bytes) -> None:
+    """The file store's log: after its head, noise; or records that are well formed but wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "store"
+        store = FileStore(path, timeout=timedelta(seconds=1))
+        store.set("k", "v")
+        whole = path.read_bytes()
+        framed = len(data).to_bytes(4, "little") + zlib.crc32(data).to_bytes(4, "little") + data
+        opened = msgspec.msgpack.encode(Record("open", "x", data))
+        framed_open = len(opened).to_bytes(4, "little") + zlib.crc32(opened).to_bytes(4, "little")
+        tails = (data, framed, framed_open + opened)
+        for content in (*(whole + tail for tail in tails), data, whole[: len(data) % len(whole)]):
+            path.write_bytes(content)
+            with contextlib.suppress(StoreError):
+                other = FileStore(path, timeout=timedelta(seconds=1))
+                other.close()
+        store.close()
+
+
+TARGETS = [
+    a_request,
+    a_reply,
+    frames,
+    an_event,
+    an_obituary,
+    a_key_file,
+    a_report,
+    a_store_file,
+]
+
+
+def fuzz(target: Callable[[bytes], None], examples: int) -> None:
+    settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )(given(some_bytes)(target))()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_bytes_of_others_end_in_a_value_or_the_right_error(target: Callable[[bytes], None]) -> None:
+    fuzz(target, QUICK if target is not a_store_file else QUICK // 4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("target", TARGETS)
+def test_very_many_bytes_of_others(target: Callable[[bytes], None]) -> None:
+    fuzz(target, LONG if target is not a_store_file else LONG // 10)
+
+
+def a_history(history: list[tuple[bytes, Request, float]], leaving: list[bytes]) -> None:
+    """Whatever clients ask: each gets at most one answer to each request, and nothing stays."""
+    board, now = Board(), 0.0
+    asked: dict[bytes, int] = {}
+    answered: dict[bytes, int] = {}
+
+    def count(answers: list[tuple[bytes, object]]) -> None:
+        for client, _ in answers:
+            answered[client] = answered.get(client, 0) + 1
+
+    for client, request, pause in history:
+        now += pause
+        asked[client] = asked.get(client, 0) + 1
+        try:
+            count([*board.handle(client, request, now)])
+        except StoreError:
+            answered[client] = answered.get(client, 0) + 1
+        count([*board.expire(now)])
+        waiting = len(board._parked)
+        assert sum(asked.values()) == sum(answered.values()) + waiting
+        assert all(answered.get(c, 0) in (n, n - 1) for c, n in asked.items())
+        due = board.next_deadline()
+        assert (due is None) == (waiting == 0)
+    for client in leaving:
+        board.leave(client)
+    board.expire(math.inf)
+    assert not board._parked
+    assert not board._waiting
+    assert board.next_deadline() is None
+
+
+histories = st.lists(st.tuples(clients, requests, st.floats(0, 1e6)), max_size=40)
+
+
+@settings(max_examples=2 * QUICK, deadline=None, database=None)
+@given(histories, st.lists(clients, max_size=3))
+def test_the_board_answers_everybody_once(
+    history: list[tuple[bytes, Request, float]], leaving: list[bytes]
+) -> None:
+    a_history(history, leaving)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@settings(max_examples=LONG, deadline=None, database=None)
+@given(histories, st.lists(clients, max_size=3))
+def test_the_board_answers_everybody_once_in_very_many_histories(
+    history: list[tuple[bytes, Request, float]], leaving: list[bytes]
+) -> None:
+    a_history(history, leaving)
+
+
+@pytest.mark.parametrize("depth", [10_000, 1_000_000])
+def test_deep_nesting_ends_in_the_right_error(depth: int) -> None:
+    a_request(b"\x91" * depth)
+    an_event(b"\x91" * depth)
+    a_report(b'{"type":' + b"[" * depth)
+    assert os.getpid() > 0
