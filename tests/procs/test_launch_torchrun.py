@@ -88,18 +88,24 @@ def test_failure_is_handed_on_to_a_launcher_around_this_one(
     assert error.exit_code == done.code
 
 
-def test_only_chosen_signals_end_the_job(job: Launching) -> None:
+def test_chosen_signal_is_passed_on_to_who_catches_it(job: Launching) -> None:
     process = job.start(
         "-n",
         "1",
         "--signals-to-handle",
         "SIGUSR1",
-        job.write("import time; print('up', flush=True); time.sleep(60)"),
+        job.write("""
+            import signal, sys, time
+            signal.signal(signal.SIGUSR1, lambda *_: (print("saved", flush=True), sys.exit(0)))
+            print("up", flush=True)
+            time.sleep(60)
+        """),
     )
     wait_for_lines(process, 1)
     process.send_signal(signal.SIGUSR1)
     done = job.finish(process)
     assert done.code == 128 + signal.SIGUSR1, done.err
+    assert done.lines(0) == ["saved"]
 
 
 @pytest.mark.parametrize("start", ["--no-zygote", "--preload=json"])

@@ -7,7 +7,7 @@ The driver (`dure.launch.job`) tells the machine what happened (*events*) and do
        │                                       ▲                          ▲
        ├──all ranks succeeded──▶ LEAVING ──────┤ processes remain         │
        ├──SIGTERM, SIGHUP──────────────────────┤                          │
-       ├──SIGTERM that ranks catch──▶ SAVING ──┤                          │
+       ├──SIGTERM,... that ranks catch─▶ SAVING┤                          │
        └──SIGINT──▶ INTERRUPTING ──────────────┘      a second SIGINT ────┘
 
 A supervisor answers for one round on one host. What other hosts do it learns through `stop`, which
@@ -16,7 +16,8 @@ RUNNING: ranks that end are noted, and may be `replaced`, until somebody says `s
 
 EXPLAINING asks the other ranks where they are, before anything makes them move, and lets a rank
 that reported a crash get to its end. INTERRUPTING has passed the SIGINT on to the ranks, as a
-terminal would. SAVING has passed SIGTERM on to ranks that have a handler for it, and not to what
+terminal would. SAVING has passed SIGTERM (or another signal that was chosen to end the job, such as
+SIGUSR1 before a batch system's time is up) on to ranks that have a handler for it, and not to what
 they started (a loader's workers are needed for saving). ENDING has sent SIGTERM to every process of
 the job, KILLING sends SIGKILL until none is left. Every state but RUNNING has a deadline, so the
 job ends whatever the ranks do. The last state, DONE, is reached when all ranks have exited and no
@@ -33,6 +34,9 @@ from dure.launch.spec import Exit
 
 __all__ = ["Action", "AskStacks", "Phase", "Signal", "Supervisor", "Sweep", "Timing"]
 
+_TO_ALL = (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
+"""Signals that leave no time for saving: somebody has had enough, or is no longer there."""
+
 
 class Phase(Enum):
     """Where a job is on its way to the end."""
@@ -41,7 +45,7 @@ class Phase(Enum):
     EXPLAINING = "a rank failed; the others are asked where they are"
     INTERRUPTING = "SIGINT was passed on to the ranks"
     LEAVING = "all ranks succeeded; processes they started may still be leaving"
-    SAVING = "SIGTERM was passed on to the ranks, which catch it and may save"
+    SAVING = "the signal was passed on to the ranks, which catch it and may save"
     ENDING = "SIGTERM was sent to everything"
     KILLING = "SIGKILL is being sent to everything"
     DONE = "nothing is left"
@@ -203,10 +207,10 @@ class Supervisor:
             return self._kill(now)
         self.interrupted_by = number
         self._mark_survivors()
-        if number == signal.SIGTERM and caught and self.alive:
+        if number not in _TO_ALL and caught and self.alive:
             self.phase = Phase.SAVING
             self._deadline = now + self._timing.saving_s
-            return [Signal(signal.SIGTERM, everything=False)]
+            return [Signal(number, everything=False)]
         if number != signal.SIGINT or not self.alive:
             return self._end(now, self._timing.interrupt_grace_s)
         self.phase = Phase.INTERRUPTING

@@ -70,6 +70,18 @@ def test_a_host_that_was_given_up_kills_at_once() -> None:
     assert machine.fence(0.1) == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signal_that_ranks_catch_goes_to_them_alone_and_gives_time(number: int) -> None:
+    machine = Supervisor(2, TIMING)
+    assert machine.interrupted(number, 0.0, caught=True) == [Signal(number, everything=False)]
+    assert machine.wake_at == TIMING.saving_s
+    assert Supervisor(2, TIMING).interrupted(number, 0.0) == [TERM_ALL]
+
+
+def test_hangup_leaves_no_time_though_ranks_catch_it() -> None:
+    assert Supervisor(2, TIMING).interrupted(signal.SIGHUP, 0.0, caught=True) == [TERM_ALL]
+
+
 def test_failure_asks_the_others_before_it_ends_them() -> None:
     machine = Supervisor(3, TIMING)
     assert machine.exited(1, Exit(signal=9), 0.0) == [AskStacks((0, 2))]

@@ -331,7 +331,7 @@ _LIFE = (
         group=Group.LIFE,
         metavar="SECONDS",
         parse=seconds,
-        default="5 after a failure, 0.6 after Ctrl-C",
+        default="5 after a failure, 0.6 after Ctrl-C, 30 for ranks that catch SIGTERM",
         means="From SIGTERM to SIGKILL when the job must end.",
         torchrun="--shutdown-timeout",
         pet="SHUTDOWN_TIMEOUT",
@@ -347,7 +347,7 @@ _LIFE = (
         means="Signals to the launcher that end the job.",
         torchrun="--signals-to-handle",
         pet="SIGNALS_TO_HANDLE",
-        differs="Ranks get SIGINT as it came, and SIGTERM for any other.",
+        differs="Ranks that have a handler for it get the signal itself, and 30 s; others SIGTERM.",
     ),
 )
 
