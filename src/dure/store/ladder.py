@@ -218,10 +218,19 @@ class Ladder:
         store = self.current
         return store.get(_MOVED).decode() if store.check([_MOVED]) else None
 
-    def follow(self, address: str, timeout_s: float) -> NetworkStore:
-        """Go to the rung at `address`, of whom a note speaks, before all others."""
-        self._addresses = [address, *(a for a in self._addresses if a != address)]
-        return self._walk(timeout_s, None)
+    def follow(self, address: str, own: str, timeout_s: float) -> NetworkStore:
+        """Go to the rung at `address`, of whom a note speaks, and stand by there.
+
+        Args:
+            address: Where the job has gone.
+            own: A new standby of this process; its former rung holds the note, and stays as it is.
+            timeout_s: How long to look.
+        """
+        former, self._own = self._own, own
+        self._addresses = [address, *(a for a in self._addresses if a not in (address, former))]
+        store = self._walk(timeout_s, None)
+        self.stand_by()
+        return store
 
     def close(self) -> None:
         """Say goodbye to the store in use."""

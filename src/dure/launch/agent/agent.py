@@ -132,6 +132,8 @@ class Agent:
         if isinstance(duty, Work) and duty.plan.number == run.round.number:
             self._replace(run, duty)
             return []
+        if isinstance(duty, Wait) and not self._link.settled:
+            return []
         explain = isinstance(duty, Stop) and bool(self._link.machine().failed)
         return run.supervisor.stop(now, explain=explain)
 
@@ -149,7 +151,11 @@ class Agent:
         self._await(lambda: self.name in self._link.machine().agents)
 
     def _duty(self) -> Duty:
-        return self._link.machine().duty(self.name)
+        """Return the machine's word; none while the log of a new store lacks our own lines."""
+        duty = self._link.machine().duty(self.name)
+        if isinstance(duty, Rejoin) and not self._link.settled:
+            return Wait()
+        return duty
 
     def _do(self, duty: Duty) -> None:
         match duty:

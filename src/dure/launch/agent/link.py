@@ -79,6 +79,11 @@ class Link(Protocol):
         """Why nobody can be reached any more; empty while all is well."""
         ...
 
+    @property
+    def settled(self) -> bool:
+        """Whether the machine knows all that this agent has told."""
+        ...
+
     def introduce(self, agent: str) -> None:
         """Beat under this name from now on."""
         ...
@@ -119,6 +124,7 @@ class Alone:
     fd = -1
     fence_at = None
     cut = ""
+    settled = True
     address = MASTER_ADDR
 
     def __init__(self, spec: JobSpec, key: JobKey) -> None:
@@ -169,17 +175,18 @@ class Linked:
 
     def __init__(self, spec: JobSpec, key: JobKey, heartbeat: Heartbeat | None = None) -> None:
         heartbeat = heartbeat or Heartbeat()
-        self._spec = spec
+        self._spec, self._key = spec, key
         with contextlib.ExitStack() as on_error:
             self._server, self._ladder = _meet(spec, key)
             on_error.callback(self._server.stop)
             on_error.callback(self._ladder.close)
             self.run_id = _agree(spec, self._ladder.current)
-            self._pulse = Pulse(self._ladder, key, heartbeat, (_TERMS,))
+            host, _, _ = self._server.endpoint.removeprefix("tcp://").rpartition(":")
+            self.address = host.strip("[]")
+            self.standby = f"{host}:{self._server.port}"
+            self._servers = [self._server]
+            self._pulse = Pulse(self._ladder, key, heartbeat, (_TERMS,), self._another)
             on_error.pop_all()
-        host, _, _ = self._server.endpoint.removeprefix("tcp://").rpartition(":")
-        self.address = host.strip("[]")
-        self.standby = f"{host}:{self._server.port}"
         self._machine = make_machine(spec)
 
     @property
@@ -202,6 +209,11 @@ class Linked:
         """Why the follower has given up."""
         return self._pulse.cut
 
+    @property
+    def settled(self) -> bool:
+        """Whether the log that was read has all of our own lines."""
+        return self._pulse.settled
+
     def introduce(self, agent: str) -> None:
         """Beat under this name."""
         self._pulse.me = agent
@@ -221,12 +233,19 @@ class Linked:
 
     def close(self) -> None:
         """Leave; who holds the store waits a little for the others to read its end."""
-        leading = self._pulse.leading
+        held = self._pulse.store if self._pulse.leading else ""
         self._pulse.close()
-        if leading:
-            self._server.finish(_FAREWELL_S)
-        else:
-            self._server.stop()
+        for server in self._servers:
+            if held.endswith(f":{server.port}"):
+                server.finish(_FAREWELL_S)
+            else:
+                server.stop()
+
+    def _another(self) -> str:
+        """Run another standby: the first server holds a store that the job has left."""
+        server = StoreServer(listen(resolve(self.address, 0, "the local address")), self._key)
+        self._servers.append(server)
+        return f"{_bracketed(self.address)}:{server.port}"
 
 
 def _meet(spec: JobSpec, key: JobKey) -> tuple[StoreServer, Ladder]:

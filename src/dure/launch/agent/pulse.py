@@ -26,6 +26,7 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -81,16 +82,24 @@ class Pulse:
         key: The job key.
         heartbeat: How to watch.
         carried: Keys that a new store must hold besides the log.
+        standby: Makes another server, and returns its address: for an agent whose own server
+            held the store of a part of the job that has given way.
 
     Threads: `tell`, `take` and the properties belong to the agent's thread.
     """
 
     def __init__(
-        self, ladder: Ladder, key: JobKey, heartbeat: Heartbeat, carried: tuple[str, ...]
+        self,
+        ladder: Ladder,
+        key: JobKey,
+        heartbeat: Heartbeat,
+        carried: tuple[str, ...],
+        standby: Callable[[], str],
     ) -> None:
         self.me = ""
         self.cut = ""  # why nobody can be reached any more
         self._ladder, self._key, self._heart = ladder, key, heartbeat
+        self._standby = standby
         self._carried = {name: ladder.current.get(name) for name in carried}
         self._lock = threading.Condition()
         self._log: list[tuple[str, Event]] = []
@@ -131,6 +140,12 @@ class Pulse:
     def fence_at(self) -> float:
         """When to end the workers, should nobody be reached until then."""
         return self._heard_at + self._heart.fence_s
+
+    @property
+    def settled(self) -> bool:
+        """Whether all that was told stands in the log that was read."""
+        with self._lock:
+            return self._mine.keys() <= {name for name, _ in self._log}
 
     def tell(self, event: Event) -> None:
         """Write an event into the log, as soon as possible."""
@@ -256,7 +271,7 @@ class Pulse:
 
     def _go_to(self, address: str) -> None:
         """Follow the others to a rung that is not the next one."""
-        self._ladder.follow(address, self._heart.lost_s)
+        self._ladder.follow(address, self._standby(), self._heart.lost_s)
         self._read_afresh()
 
     def _seed(self, store: Store) -> None:

@@ -1,0 +1,201 @@
+"""Hosts for tests of restarts: each is a `dure run` of its own, which believes to be another host.
+
+The program they run counts steps, in rank 0, and keeps the count in a file, its checkpoint; each
+rank leaves a file that says that it was started, as what, and at which step. So a test sees every
+round, and can kill by process number. The program ends when the test says so.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dure.launch.ports import reserve_port
+from dure.store.key import JobKey, mint
+from dure.store.ladder import Ladder
+
+PROGRAM = """\
+import os
+import pathlib
+import sys
+import time
+
+folder = pathlib.Path(os.environ["CREW"])
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+checkpoint, start = folder / "checkpoint", folder / f"starting {os.getpid()}"
+step = int(checkpoint.read_text()) if checkpoint.exists() else 0
+start.write_text(f"{os.getpid()} {step}")
+start.rename(
+    folder / f"start {os.environ['TORCHELASTIC_RESTART_COUNT']} {rank} {world}"
+    f" {os.environ['DURE_HOST_ID']}"
+)
+while not (folder / "finish").exists():
+    if rank == 0:
+        step += 1
+        (folder / "draft").write_text(str(step))
+        (folder / "draft").rename(checkpoint)
+    time.sleep(0.02)
+    if (folder / f"fail {rank} {os.environ['TORCHELASTIC_RESTART_COUNT']}").exists():
+        sys.exit(17)
+"""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a rank said when it was started."""
+
+    round: int
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    step: int
+
+
+@dataclass
+class Host:
+    """One `dure run`."""
+
+    name: str
+    process: subprocess.Popen[str]
+
+    def end(self, timeout_s: float = 30.0) -> int:
+        """Return its exit code; its output is kept."""
+        self.out, self.err = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode
+
+
+class Crew:
+    """The hosts of one test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.keeper, self.port = reserve_port()
+        self.hosts: list[Host] = []
+        self.tag = uuid.uuid4().hex
+        self.key = folder / "key"
+        self.key.touch(0o600)
+        self.key.write_bytes(mint().raw)
+        self.program = folder / "program.py"
+        self.program.write_text(PROGRAM)
+
+    def start(self, name: str, *flags: str) -> Host:
+        """Start the launcher of one host."""
+        environment = os.environ | {
+            "DURE_HOST_ID": name,
+            "DURE_JOB_KEY_FILE": str(self.key),
+            "CREW": str(self.folder),
+            "CREW_TAG": self.tag,
+        }
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "dure.cli", "run", *flags),
+                *("--rdzv-endpoint", f"127.0.0.1:{self.port}", str(self.program)),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        host = Host(name, process)
+        self.hosts.append(host)
+        return host
+
+    def wait_for_store(self) -> None:
+        """Wait until a launcher serves the store at the endpoint."""
+        visitor = Ladder([f"127.0.0.1:{self.port}"], JobKey(self.key.read_bytes()))
+        visitor.join(30)
+        visitor.close()
+
+    def starts(self) -> list[Start]:
+        """Return what the ranks have said so far."""
+        found: list[Start] = []
+        for path in self.folder.glob("start *"):
+            _, round, rank, world, host = path.name.split()
+            pid, step = map(int, path.read_text().split())
+            found.append(Start(int(round), int(rank), int(world), host, pid, step))
+        return sorted(found, key=lambda start: (start.round, start.rank))
+
+    def round(self, number: int, world_size: int) -> list[Start]:
+        """Wait until all ranks of a round have started; return them by rank."""
+
+        def there() -> bool:
+            return len([s for s in self.starts() if s.round == number]) == world_size
+
+        self.wait_for(there, f"round {number} of {world_size}")
+        starts = [start for start in self.starts() if start.round == number]
+        assert {start.world_size for start in starts} == {world_size}
+        return starts
+
+    def wait_for(self, done: Callable[[], bool], what: str, limit_s: float = 30.0) -> None:
+        """Wait for something to be true."""
+        deadline = time.monotonic() + limit_s
+        while not done():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"waited in vain for {what}: {self.starts()}{self._told()}")
+            time.sleep(0.01)
+
+    def step(self) -> int:
+        """Return the checkpoint."""
+        path = self.folder / "checkpoint"
+        return int(path.read_text()) if path.exists() else 0
+
+    def advance(self) -> int:
+        """Wait until the program has made steps; return the last."""
+        before = self.step()
+        self.wait_for(lambda: self.step() > before + 2, "steps")
+        return self.step()
+
+    def finish(self) -> None:
+        """Let the program end."""
+        (self.folder / "finish").touch()
+
+    def close(self) -> list[int]:
+        """Kill what is left; return the processes that should have ended by themselves."""
+        for host in self.hosts:
+            host.process.kill()
+            host.process.communicate()
+        self.keeper.close()
+        deadline = time.monotonic() + 5
+        while (left := _living(self.tag)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        return left
+
+    def _told(self) -> str:
+        for host in self.hosts:
+            host.process.kill()
+        said = [(host.name, *host.process.communicate()) for host in self.hosts]
+        return "".join(f"\n--- {name}\n{out}{err}" for name, out, err in said)
+
+
+def crew(folder: Path) -> Iterator[Crew]:
+    """Yield a crew; afterwards fail if a process of it was left."""
+    hosts = Crew(folder)
+    try:
+        yield hosts
+    finally:
+        left = hosts.close()
+    assert left == []
+
+
+def _living(tag: str) -> list[int]:
+    found: list[int] = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        try:
+            if tag.encode() in Path(f"/proc/{name}/environ").read_bytes():
+                found.append(int(name))
+        except OSError:
+            continue
+    return found

@@ -1,0 +1,153 @@
+"""Jobs on several hosts whose workers, launchers and hosts die: each `dure run` is real."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.faults import agents
+from tests.faults.agents import Crew
+
+FIXED = ("--nnodes", "2", "--nproc", "1", "--max-restarts", "2")
+OPEN = (
+    "--nnodes",
+    "1:2",
+    "--nproc",
+    "1",
+    "--max-restarts",
+    "2",
+    "--rdzv-conf",
+    "last_call_timeout=60",
+)
+
+
+@pytest.fixture
+def crew(tmp_path: Path) -> Iterator[Crew]:
+    yield from agents.crew(tmp_path)
+
+
+def two(crew: Crew, flags: tuple[str, ...]) -> list[agents.Start]:
+    """Start two hosts, the first of which holds the store."""
+    crew.start("a", *flags)
+    crew.wait_for_store()
+    crew.start("b", *flags)
+    starts = crew.round(0, 2)
+    assert [start.host for start in starts] == ["a", "b"]
+    return starts
+
+
+def test_a_killed_worker_costs_a_round_and_the_program_goes_on_from_its_checkpoint(
+    crew: Crew,
+) -> None:
+    first = two(crew, FIXED)
+    step = crew.advance()
+    os.kill(first[1].pid, signal.SIGKILL)
+    again = crew.round(1, 2)
+    assert [start.host for start in again] == ["a", "b"]
+    assert again[0].step >= step
+    assert {start.pid for start in again}.isdisjoint(start.pid for start in first)
+    crew.advance()
+    crew.finish()
+    assert [host.end() for host in crew.hosts] == [0, 0]
+
+
+def test_the_first_failure_is_every_hosts_exit_code_and_node_0_tells_it(crew: Crew) -> None:
+    two(crew, ("--nnodes", "2", "--nproc", "1"))
+    (crew.folder / "fail 1 0").touch()
+    assert [host.end() for host in crew.hosts] == [17, 17]
+    for host in crew.hosts:
+        assert "rank 1 on b" in host.err
+    assert "SystemExit: 17" in crew.hosts[0].err
+
+
+def test_restarts_are_counted_for_the_whole_job(crew: Crew) -> None:
+    two(crew, ("--nnodes", "2", "--nproc", "1", "--max-restarts", "1"))
+    (crew.folder / "fail 0 0").touch()
+    crew.round(1, 2)
+    (crew.folder / "fail 1 1").touch()
+    assert [host.end() for host in crew.hosts] == [17, 17]
+    assert max(start.round for start in crew.starts()) == 1
+
+
+def test_a_killed_launcher_is_noticed_at_once_and_the_other_host_goes_on(crew: Crew) -> None:
+    first = two(crew, OPEN)
+    step = crew.advance()
+    crew.hosts[1].process.kill()
+    again = crew.round(1, 1)
+    assert again[0].host == "a"
+    assert again[0].step >= step
+    crew.wait_for(lambda: not alive(first[1].pid), "the dead launcher's worker to end")
+    crew.finish()
+    assert crew.hosts[0].end() == 0
+
+
+def test_the_store_dies_with_its_launcher_and_a_new_host_finds_the_job_again(crew: Crew) -> None:
+    two(crew, OPEN)
+    step = crew.advance()
+    crew.hosts[0].process.kill()  # its store, at the endpoint, dies with it
+    again = crew.round(1, 1)
+    assert again[0].host == "b"
+    assert again[0].step >= step
+    crew.start("c", *OPEN)  # opens a store at the endpoint, and is told where the job has gone
+    third = crew.round(2, 2)
+    assert sorted(start.host for start in third) == ["b", "c"]
+    crew.finish()
+    assert [host.end() for host in crew.hosts[1:]] == [0, 0]
+
+
+def test_a_host_takes_its_leave_and_another_comes_without_a_restart(crew: Crew) -> None:
+    flags = ("--nnodes", "1:2", "--nproc", "1", "--rdzv-conf", "last_call_timeout=60")
+    two(crew, flags)
+    leaving = crew.hosts[1]
+    leaving.process.send_signal(signal.SIGTERM)
+    again = crew.round(1, 1)
+    assert again[0].host == "a"
+    assert leaving.end() == 128 + signal.SIGTERM
+    crew.start("c", *flags)
+    assert [start.host for start in crew.round(2, 2)] == ["a", "c"]
+    crew.finish()
+    assert [host.end() for host in (crew.hosts[0], crew.hosts[2])] == [0, 0]
+
+
+def test_one_host_told_to_end_ends_a_job_of_a_fixed_number(crew: Crew) -> None:
+    two(crew, FIXED)
+    crew.hosts[1].process.send_signal(signal.SIGTERM)
+    assert [host.end() for host in crew.hosts] == [143, 143]
+
+
+def test_a_host_with_another_key_is_refused(crew: Crew) -> None:
+    crew.start("a", *FIXED)
+    crew.wait_for_store()
+    stranger = Crew(crew.folder / "other") if (crew.folder / "other").mkdir() is None else crew
+    stranger.port = crew.port
+    refused = stranger.start("b", *FIXED)
+    assert refused.end() != 0
+    assert "different job key" in refused.err
+    assert stranger.close() == []
+    crew.hosts[0].process.send_signal(signal.SIGTERM)
+    assert crew.hosts[0].end() == 143
+
+
+def test_an_elastic_jobs_dead_worker_is_replaced_and_the_others_are_not_touched(
+    crew: Crew,
+) -> None:
+    flags = ("--nnodes", "2", "--nproc", "1", "--max-restarts", "1", "--elastic")
+    first = two(crew, flags)
+    os.kill(first[1].pid, signal.SIGKILL)
+    crew.wait_for(lambda: len(crew.starts()) == 3, "a replacement")
+    new = crew.starts()[-1]
+    assert (new.round, new.rank, new.host) == (1, 1, "b")
+    assert alive(first[0].pid)
+    crew.finish()
+    assert [host.end() for host in crew.hosts] == [0, 0]
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
