@@ -6,10 +6,12 @@ import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import typer
+from typing import TYPE_CHECKING
 
 from dure.errors import DureError, UsageError
+
+if TYPE_CHECKING:
+    import typer
 
 __all__ = ["COMMANDS", "Command", "run_command_line"]
 
@@ -99,6 +101,8 @@ def run_command_line(arguments: list[str]) -> int:
 
 def _app(wanted: str | None) -> typer.Typer:
     """Build the command line, with the code of the one command that is wanted."""
+    import typer  # lazy: 35 ms, and `dure run` reads its own words
+
     app = typer.Typer(
         help="Distributed PyTorch that you can see through.",
         no_args_is_help=True,
