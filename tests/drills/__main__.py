@@ -77,7 +77,7 @@ def drill(kills: int, seed: int, kinds: tuple[str, ...], keep: Path) -> int:
             keep.mkdir(parents=True, exist_ok=True)
             kept = keep / folder.name
             shutil.move(folder, kept)
-            verdict = f"ODD: {problem} (kept: {kept}; again: --seed {plan.seed} --jobs 1)"
+            verdict = f"ODD: {problem} (kept: {kept}; again: --seed {plan.seed} --kills 1)"
             odd |= {
                 (plan.kind, k.victim): odd.get((plan.kind, k.victim), 0) + 1 for k in plan.kills
             }

@@ -25,7 +25,7 @@ from drills.plans import Kill, Plan
 from procs.launching import DURE, living
 
 PROGRAMS = Path(__file__).with_name("programs.py")
-LIMIT_S = 90.0
+LIMIT_S = 180.0
 LOOK_S = 0.01
 
 
