@@ -174,6 +174,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "quantization_pertensor_hook",
     ),
     "dure.parallel.amp": ("GradScaler", "clip_grad_norm_"),
+    "dure.trace.line": ("progress",),
     "dure.parallel.metrics": ("StepMeter", "StepReport", "StepSplit", "TensorBoardWriter"),
 }
 _MODULES = frozenset({"checkpoint", "elastic", "trace"})

@@ -11,7 +11,7 @@ import time
 
 from dure import env
 from dure.store.base import Store
-from dure.trace import flight, signals
+from dure.trace import flight, line, signals
 
 __all__ = ["begin_recording", "end_recording"]
 
@@ -19,7 +19,7 @@ _KEY = "trace/job"
 
 
 def begin_recording(store: Store) -> None:
-    """Name the job and listen to SIGUSR2, if this is the first group of the process.
+    """Name the job; listen to SIGUSR2 and the launcher, if it is the process's first group.
 
     Args:
         store: One that all ranks of the job share.
@@ -29,6 +29,7 @@ def begin_recording(store: Store) -> None:
     if not flight.job():
         flight.set_job(env.text("DURE_LAUNCHER") or _agree(store))
     signals.install()
+    line.answer_launcher()
 
 
 def _agree(store: Store) -> str:

@@ -12,6 +12,7 @@ It then does what `python PROGRAM ARGS` or `python -m PROGRAM ARGS` would do: `s
    line of JSON, before it is printed as usual. A pipe leaves nothing on disk.
 3. On the signal STACK_SIGNAL, faulthandler writes the main thread's Python stack to the same pipe.
    That handler runs in C at once, so it answers even while the program is stuck in native code.
+   Once the program has a process group, `dure.trace.line` adds the last operation.
 
 Where ranks are forked from a zygote, `forking.py` comes here by `become`, and all of this holds.
 
@@ -58,6 +59,7 @@ def become(report_fd: int, kind: str, program: str, args: list[str]) -> None:
     sys.argv[:] = [program, *args]
     sys.orig_argv[1:] = [*(["-m"] if kind == "module" else []), program, *args]
     me, pipe = os.getpid(), os.fstat(report_fd)
+    _publish(report_fd)
     try:
         faulthandler.register(STACK_SIGNAL, file=report_fd, all_threads=False, chain=False)
         (_run_module if kind == "module" else _run_script)(program)
@@ -66,6 +68,13 @@ def become(report_fd: int, kind: str, program: str, args: list[str]) -> None:
             _report(report_fd, error)
         _hide_bootstrap_frames()
         raise
+
+
+def _publish(report_fd: int) -> None:
+    """Let `dure.trace.line`, should the program import it, find the pipe to the launcher."""
+    line = ModuleType("__dure_line__")
+    line.__dict__.update(fd=report_fd, pid=os.getpid(), stack_signal=int(STACK_SIGNAL))
+    sys.modules["__dure_line__"] = line
 
 
 def die_with(launcher: int) -> None:
@@ -204,6 +213,9 @@ def _report(fd: int, error: BaseException) -> None:
         "exit_code": code,
         "peer": _blamed(error),
     }
+    telling = sys.modules.get("dure.trace.line")
+    if telling is not None:
+        telling.tell_last()
     line = json.dumps(crash, ensure_ascii=False).encode(errors="backslashreplace")
     try:
         os.write(fd, b"\n" + line + b"\n")

@@ -27,10 +27,10 @@ from dure.launch.loop import drain
 from dure.launch.numa import threads_for
 from dure.launch.processes import adopting_orphans
 from dure.launch.program import check_program
-from dure.launch.report import summary
 from dure.launch.round import Workplace
 from dure.launch.signals import caught_signals
 from dure.launch.spec import JobResult, JobSpec
+from dure.launch.summary import summary
 from dure.launch.terminal import Terminal
 from dure.launch.zygote import usable, zygote_for
 from dure.store.key import JobKey, load_for, mint
@@ -105,7 +105,7 @@ def _run(agent: Agent, place: Workplace, started: float) -> JobResult:
     _say_threads(place)
     result = _result(agent, agent.work(), time.monotonic() - started)
     terminal = place.terminal
-    for line in summary(result):
+    for line in summary(result, terminal.has_shown):
         terminal.say(line)
     terminal.conclude(result)
     terminal.finish()

@@ -1,7 +1,8 @@
-"""What a rank told of its end, and the summary that the user reads.
+"""What a rank tells the launcher, and which rank's failure explains the others'.
 
-A rank's report pipe carries two kinds of text, which `ReportReader` tells apart line by line: a
-crash is one line of JSON (written by `child.py`), a stack is what faulthandler prints:
+A rank's report pipe carries two kinds of text, which `ReportReader` tells apart line by line:
+objects of JSON (a crash, by `child.py`; its progress and last operation, by `dure.trace.line`), and
+a stack, as faulthandler prints it:
 
     Stack (most recent call first):
       File "/home/me/train.py", line 12 in step
@@ -13,34 +14,36 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import signal
-import sysconfig
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
-from dure.launch.spec import Crash, Exit, Frame, JobResult, RankResult, signal_name
+from dure.launch.spec import Crash, Frame, RankResult
 
-__all__ = ["ReportReader", "root_cause", "summary"]
+__all__ = ["ReportReader", "Step", "root_cause"]
 
 _LONGEST_LINE = 1 << 18  # the bootstrap writes two texts of 8,000 characters at most
 _LONGEST_NUMBER = 10
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
-_BOOTSTRAPS = tuple(str(Path(__file__).with_name(name)) for name in ("child.py", "forking.py"))
-_DURE = str(Path(__file__).parent.parent)
-_LIBRARIES = tuple(
-    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-)
-_HINTS = {
-    signal.SIGKILL: "perhaps the kernel ran out of memory (see `dmesg`), or somebody killed it",
-    signal.SIGSEGV: "native code touched memory not its own; set PYTHONFAULTHANDLER=1 to see where",
-    signal.SIGBUS: "a file or memory it had mapped was too small (is the disk or /dev/shm full?)",
-    signal.SIGABRT: "native code gave up; its last words are in the output above",
-    signal.SIGILL: "a library was built for another processor",
-    signal.SIGFPE: "native code divided by zero",
-    signal.SIGXCPU: "its limit of processor time is used up (see `ulimit -t`)",
-    signal.SIGTERM: "somebody asked it to end",
-}
+_BOOTSTRAP = tuple(str(Path(__file__).with_name(name)) for name in ("child.py", "forking.py"))
+
+
+def _no_values() -> dict[str, float | str]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """How far a rank has come, by `dure.progress`."""
+
+    step: int
+    total: int | None = None
+    values: dict[str, float | str] = field(default_factory=_no_values)
+
+    def __str__(self) -> str:
+        of = "" if self.total is None else f" of {self.total}"
+        return f"step {self.step}{of}" + "".join(f", {k} {v}" for k, v in self.values.items())
 
 
 class ReportReader:
@@ -53,9 +56,17 @@ class ReportReader:
     def __init__(self) -> None:
         self.crash: Crash | None = None
         self.stack: tuple[Frame, ...] = ()
-        self.told = False  # a whole stack has come
+        self.last = ""  # the last operation of its process groups
+        self.step: Step | None = None  # how far the program says it has come
+        self._told_stack = False
+        self._tells_last = False
         self._frames: list[Frame] = []
         self._rest = b""
+
+    @property
+    def told(self) -> bool:
+        """Whether all has come that the rank was asked for: the stack, and the last operation."""
+        return self._told_stack and (bool(self.last) or not self._tells_last)
 
     def feed(self, data: bytes) -> None:
         """Take bytes as they come from the pipe."""
@@ -67,7 +78,7 @@ class ReportReader:
     def _line(self, line: str) -> None:
         if line.startswith("{"):
             with contextlib.suppress(ValueError, RecursionError, msgspec.ValidationError):
-                self.crash = msgspec.convert(json.loads(line), type=Crash)
+                self._take(json.loads(line))
         elif line.startswith("Stack "):
             self._frames.clear()
         elif line == "  ..." or line.startswith("  <"):  # too deep, or no Python frame
@@ -76,14 +87,27 @@ class ReportReader:
             number = match["line"]
             known = number.isdecimal() and len(number) < _LONGEST_NUMBER
             frame = Frame(match["file"], int(number) if known else 0, match["function"])
-            if frame.file not in _BOOTSTRAPS:
+            if frame.file not in _BOOTSTRAP:
                 self._frames.append(frame)
             elif frame.function == "<module>":
                 self._end_stack()
 
+    def _take(self, content: object) -> None:
+        """Take one message; see `dure.trace.line`, and `child.py` for a crash."""
+        if not isinstance(content, dict):
+            return
+        if "progress" in content:
+            self.step = msgspec.convert(content["progress"], type=Step)
+        elif "last" in content:
+            self.last = msgspec.convert(content["last"], type=str) or "none"
+        elif "answers" in content:
+            self._tells_last = True
+        else:
+            self.crash = msgspec.convert(content, type=Crash)
+
     def _end_stack(self) -> None:
         self.stack = tuple(self._frames)
-        self.told = True
+        self._told_stack = True
 
 
 def root_cause(first: RankResult, ranks: tuple[RankResult, ...]) -> RankResult:
@@ -105,80 +129,3 @@ def root_cause(first: RankResult, ranks: tuple[RankResult, ...]) -> RankResult:
 
 def _failed_itself(rank: RankResult) -> bool:
     return rank.crash is not None or not (rank.exit.ok or rank.ended_by_launcher)
-
-
-def where(stack: tuple[Frame, ...]) -> str:
-    """Say in one line where a stack is: the innermost line of the user's, and what it called."""
-    if not stack:
-        return "in no Python code"
-    inner = stack[0]
-    user = next((frame for frame in stack if not _is_library(frame.file)), inner)
-    if user is inner:
-        return str(user)
-    return f"{user} (inside {inner.function}, {Path(inner.file).name}:{inner.line})"
-
-
-def _is_library(file: str) -> bool:
-    return file.startswith(("<", _DURE, *_LIBRARIES))
-
-
-def summary(result: JobResult) -> list[str]:
-    """Return the lines that tell the user why the job ended; none if there is nothing to tell."""
-    if result.first_failure is not None:
-        return _failure(result, result.first_failure)
-    if result.interrupted_by is not None:
-        return _interruption(result, result.interrupted_by)
-    if not result.outlived:
-        return []
-    names = ", ".join(f"{command} (pid {pid})" for pid, command in result.outlived)
-    return [f"ended what the ranks had left running: {names}"]
-
-
-def _failure(result: JobResult, failure: RankResult) -> list[str]:
-    lines = [
-        f"rank {failure.rank} on {failure.host} (pid {failure.pid}) failed first: {_how(failure)}"
-    ]
-    if failure.crash is not None:
-        lines += ["  | " + line for line in failure.crash.traceback.rstrip().splitlines()]
-    others = [rank for rank in result.ranks if rank.rank != failure.rank]
-    if others:
-        lines.append("where the others were:" if not result.ok else "the others went on:")
-    return lines + [f"  rank {rank.rank} (pid {rank.pid}): {_fate(rank)}" for rank in others]
-
-
-def _interruption(result: JobResult, number: int) -> list[str]:
-    if number == signal.SIGPIPE:
-        return ["nobody reads the output any more; all ranks were ended"]
-    lines = [f"{signal_name(number)}: all ranks were ended"]
-    told = [rank for rank in result.ranks if rank.stack]
-    return lines + [f"  rank {rank.rank} (pid {rank.pid}): {where(rank.stack)}" for rank in told]
-
-
-def _how(rank: RankResult) -> str:
-    """Describe how a rank failed, with a hint where its signal has a usual cause."""
-    if rank.ended_by_launcher and rank.crash is not None:
-        return f"it raised {rank.crash.type}"
-    hint = _hint(rank.exit)
-    return f"{rank.exit}{f' ({hint})' if hint else ''}"
-
-
-def _hint(exit: Exit) -> str:
-    return _HINTS.get(signal.Signals(exit.signal), "") if exit.signal in set(signal.Signals) else ""
-
-
-def _last_words(traceback: str) -> str:
-    """Return the line of a traceback that names the error; notes may follow it."""
-    lines = traceback.rstrip().splitlines()
-    frames = [i for i, line in enumerate(lines) if line.startswith(" ")]
-    return lines[min(frames[-1] + 1, len(lines) - 1)] if frames else lines[-1]
-
-
-def _fate(rank: RankResult) -> str:
-    """Describe in one line what became of a rank that did not fail first."""
-    if rank.crash is not None:
-        return f"failed as well: {_last_words(rank.crash.traceback)}"
-    if rank.stack:
-        return where(rank.stack)
-    if rank.ended_by_launcher:
-        return "did not say (starting, ending, or not a Python program)"
-    return f"ended with {rank.exit}" if rank.exit.ok else f"had ended: {rank.exit}"

@@ -116,6 +116,8 @@ class RoundRun:
             ended_by_launcher=local_rank in self.supervisor.ended_by_launcher,
             crash=known_crash(path, report.crash, exit),
             stack=report.stack,
+            last=report.last,
+            progress="" if report.step is None else str(report.step),
         )
 
     def _start(self, local_rank: int, round: Round) -> RankProcess:

@@ -226,7 +226,8 @@ class RankResult:
     """What became of one rank.
 
     `ended_by_launcher` says that it was still running when the job had to end. `stack` is where
-    its main thread was at the moment of the first failure, innermost frame first.
+    its main thread was at the moment of the first failure, innermost frame first; `last` describes
+    the last operation of its process groups at that moment, `progress` the last step it told of.
     """
 
     rank: int
@@ -236,6 +237,8 @@ class RankResult:
     ended_by_launcher: bool = False
     crash: Crash | None = None
     stack: tuple[Frame, ...] = ()
+    last: str = ""
+    progress: str = ""
 
     @property
     def status(self) -> int:

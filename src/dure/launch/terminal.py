@@ -7,6 +7,8 @@ asked for (`JobSpec.on_line`) gets every line in place of the last two.
 
 from __future__ import annotations
 
+from collections import deque
+
 from dure import env
 from dure.launch.environment import Round
 from dure.launch.folding import Entry, Folder
@@ -16,6 +18,8 @@ from dure.launch.prefixes import Prefixes
 from dure.launch.spec import JobResult, JobSpec, Line, Stream
 
 __all__ = ["Terminal"]
+
+_SEEN = 200
 
 
 class Terminal:
@@ -40,6 +44,7 @@ class Terminal:
         self._colour = {sink.fd: sink.terminal and not env.text("NO_COLOR") for sink in self.sinks}
         self._prefixes = Prefixes(0, spec.nproc)
         self._round: Round | None = None
+        self._seen: dict[int, deque[bytes]] = {}  # a rank's last lines of errors
         self.journal = Journal(spec.log_dir, node)
 
     @property
@@ -115,6 +120,11 @@ class Terminal:
             if folder is not None:
                 self._put(sink, folder.due(now))
 
+    def has_shown(self, rank: int, text: str) -> bool:
+        """Tell whether a text is among the last lines of errors that a rank was seen to write."""
+        lines = self._seen.get(rank)
+        return bool(lines) and text.strip().encode() in b"\n".join(lines)
+
     def say(self, text: str) -> None:
         """Show a line of the launcher's own, behind what ranks wrote before it."""
         self.journal.said(text)
@@ -174,6 +184,8 @@ class Terminal:
         local = self._local(reader)
         if not is_shown(self._spec, local, reader.stream):
             return
+        if reader.stream == "stderr":
+            self._seen.setdefault(reader.rank, deque(maxlen=_SEEN)).extend(lines[-_SEEN:])
         sink = self._sinks[reader.stream]
         folder = self._folders.get(sink.fd)
         if folder is not None:

@@ -18,25 +18,13 @@ from dataclasses import dataclass
 
 from dure.trace.events import State
 from dure.trace.merging import Flight, Frame
-from dure.trace.record import Record
+from dure.trace.record import Record, describe
 
 __all__ = ["Absence", "Arrivals", "Difference", "Findings", "GroupView", "describe", "study"]
 
 _EQUAL_SIZES = frozenset(
     {"all_reduce", "reduce", "broadcast", "all_gather_single", "reduce_scatter_single"}
 )
-
-
-def describe(record: Record) -> str:
-    """Return a call as text, such as "all_reduce #41 (float32, 4000 bytes, SUM)"."""
-    parts = [record.dtype] if record.dtype else []
-    if record.nbytes or record.dtype:
-        parts.append(f"{record.nbytes} bytes")
-    if record.reduction:
-        parts.append(record.reduction)
-    if record.peer is not None and record.peer >= 0:
-        parts.append(f"{'peer' if record.is_message else 'root'} {record.peer}")
-    return f"{record.op} #{record.seq}" + (f" ({', '.join(parts)})" if parts else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

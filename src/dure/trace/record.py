@@ -12,7 +12,7 @@ from typing import Protocol
 
 from dure.trace.events import State
 
-__all__ = ["MESSAGES", "Origin", "Record", "Source"]
+__all__ = ["MESSAGES", "Origin", "Record", "Source", "describe"]
 
 MESSAGES = frozenset({"send", "isend", "recv", "irecv"})
 """Operations between two ranks: they are numbered apart from the collectives of a group."""
@@ -111,3 +111,15 @@ class Source(Protocol):
     def records(self) -> list[Record]:
         """Return what is kept, the oldest first."""
         ...
+
+
+def describe(record: Record) -> str:
+    """Return a call as text, such as "all_reduce #41 (float32, 4000 bytes, SUM)"."""
+    parts = [record.dtype] if record.dtype else []
+    if record.nbytes or record.dtype:
+        parts.append(f"{record.nbytes} bytes")
+    if record.reduction:
+        parts.append(record.reduction)
+    if record.peer is not None and record.peer >= 0:
+        parts.append(f"{'peer' if record.is_message else 'root'} {record.peer}")
+    return f"{record.op} #{record.seq}" + (f" ({', '.join(parts)})" if parts else "")

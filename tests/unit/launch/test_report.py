@@ -6,14 +6,16 @@ import dataclasses
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import dure as dist
 import dure.launch.child
 from dure.errors import PeerLost
-from dure.launch.report import ReportReader, root_cause, summary, where
+from dure.launch.report import ReportReader, Step, root_cause
 from dure.launch.spec import Crash, Exit, Frame, JobResult, RankResult
+from dure.launch.summary import summary, where
 from dure.testing import run_ranks
 
 CHILD = dure.launch.child.__file__
@@ -57,6 +59,26 @@ def test_reader_knows_every_end_of_a_stack(end: str) -> None:
     assert not reader.told
     reader.feed(end.encode())
     assert reader.told
+
+
+def test_reader_waits_for_the_last_operation_of_a_rank_that_tells_it() -> None:
+    reader = ReportReader()
+    reader.feed(
+        b'{"answers": true}\n{"progress": {"step": 3, "total": 9, "values": {"loss": 1}}}\n'
+    )
+    reader.feed(STACK.encode())
+    assert not reader.told
+    reader.feed(b'{"last": "all_reduce #4"}\n')
+    assert reader.told
+    assert reader.last == "all_reduce #4"
+    assert reader.step == Step(step=3, total=9, values={"loss": 1})
+
+
+def test_stack_of_a_forked_rank_ends_in_the_file_that_forked_it() -> None:
+    reader = ReportReader()
+    reader.feed(STACK.replace(CHILD, CHILD.replace("child.py", "forking.py")).encode())
+    assert reader.told
+    assert len(reader.stack) == 2
 
 
 @pytest.mark.parametrize("data", [b"{\n", b"{}\n", b'{"type": 1, "other": 2}\n', b"\xff\xfe\n"])
@@ -134,6 +156,56 @@ def test_summary_tells_the_error_of_the_others_not_its_notes() -> None:
     result = JobResult(exit_code=1, ranks=ranks, elapsed_s=1, first_failure=ranks[0])
     shown = "\n".join(summary(result))
     assert "failed as well: dure.errors.PeerLost: the process of rank 0 ended\n" in shown + "\n"
+
+
+def failed(number: int, text: str, **changes: Any) -> RankResult:
+    own = Crash(type="E", message="m", traceback=text)
+    return dataclasses.replace(rank(number, Exit(code=1), own), **changes)
+
+
+def told(ranks: tuple[RankResult, ...], shown: bool = False) -> list[str]:
+    result = JobResult(exit_code=1, ranks=ranks, elapsed_s=1, first_failure=ranks[0])
+    return summary(result, lambda rank, text: shown)
+
+
+TRACE = 'Traceback\n  File "a.py", line 1, in f\nE: rank {} of 4 is wrong'
+
+
+def test_ranks_that_failed_alike_are_named_together() -> None:
+    ranks = tuple(failed(n, TRACE.format(n)) for n in range(4))
+    lines = told(ranks)
+    assert [line for line in lines if "same way" in line] == ["ranks 1-3 failed in the same way"]
+    assert sum("E: rank" in line for line in lines) == 1
+
+
+def test_traceback_is_not_repeated_where_the_rank_was_seen_to_write_it() -> None:
+    ranks = (failed(0, TRACE.format(0)),)
+    assert sum("a.py" in line for line in told(ranks)) == 1
+    assert sum("a.py" in line for line in told(ranks, shown=True)) == 0
+
+
+def test_others_are_told_with_their_last_operation_and_those_alike_together() -> None:
+    stack = (Frame("/home/me/train.py", 12, "step"),)
+    waiting = [
+        dataclasses.replace(
+            rank(n, Exit(signal=15), ended=True),
+            stack=stack,
+            last=f"all_reduce #4, ended 0.{n} s before",
+            progress="step 7 of 9",
+        )
+        for n in (1, 2, 3)
+    ]
+    lines = told((failed(0, "E: x"), *waiting))
+    at = lines.index("where the others were:")
+    assert len(lines) == at + 4
+    assert lines[at + 1].startswith("  ranks 1-3: /home/me/train.py:12")
+    assert "all_reduce #4" in lines[at + 2]
+    assert "step 7 of 9" in lines[at + 3]
+
+
+def test_summary_of_many_ranks_is_short() -> None:
+    others = tuple(failed(n, f"E: {'x' * n}") for n in range(1, 200))
+    assert len(told((failed(0, "E: first"), *others))) < 40
 
 
 def test_child_file_shares_its_directory_with_no_name_of_the_standard_library() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -37,7 +38,7 @@ def read() -> list[Member]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.uids().real == os.getuid():
-                job = process.environ().get("DURE_LAUNCHER", "")
+                job = _job(process.pid)
                 if job:
                     jobs[process.pid] = job
                     entries.append(process)
@@ -57,6 +58,15 @@ def read() -> list[Member]:
                 )
             )
     return found
+
+
+def _job(pid: int) -> str:
+    """Return the job that a process was started in; empty if none."""
+    mark = b"DURE_LAUNCHER="
+    entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next(
+        (e[len(mark) :].decode(errors="replace") for e in entries if e.startswith(mark)), ""
+    )
 
 
 def judge(members: list[Member]) -> list[Finding]:

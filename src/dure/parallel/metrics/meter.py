@@ -30,7 +30,7 @@ from dure.comm.world import resolve
 from dure.data.nests import tensors_of
 from dure.errors import UsageError
 from dure.parallel.metrics.split import FIELDS, StepReport, StepSplit, median_split
-from dure.trace import spans
+from dure.trace import line, spans
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -227,6 +227,7 @@ class StepMeter:
             if self._updated or not self._has_optimizer:
                 self._finished.append(step)
                 self._num_finished += 1
+                line.progress(self._num_finished)
                 self._step, self._updated = _Step(), False
         return now
 
