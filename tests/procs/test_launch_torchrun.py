@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dure.errorfile import read_error
+from dure.launch.ports import reserve_port
 from procs.launching import Launching, wait_for_lines
 from procs.launching import launching as _launching
 
@@ -128,3 +129,35 @@ def test_flags_mistake_is_one_line(job: Launching) -> None:
     assert done.code == 2
     assert len(done.err.splitlines()) == 1
     assert "--rdzv_backend" in done.err
+
+
+MEET = """
+    import os
+    print(*(os.environ[x] for x in ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE")))
+"""
+
+
+def test_two_hosts_meet_by_the_variables_that_kubeflow_sets(job: Launching) -> None:
+    """PyTorchJob and TrainJob give torchrun's variables, and no flag but the number of ranks."""
+    keeper, port = reserve_port()
+    (job.directory / "config/dure").mkdir(parents=True)
+    script = job.write(MEET)
+    with keeper:
+        started = [
+            job.start(
+                *(("-n", "2") if node == 0 else ()),
+                script,
+                env={
+                    "XDG_CONFIG_HOME": str(job.directory / "config"),
+                    "PET_NNODES": "2",
+                    "PET_NODE_RANK": str(node),
+                    "PET_MASTER_ADDR": "127.0.0.1",
+                    "PET_MASTER_PORT": str(port),
+                },
+            )
+            for node in (0, 1)
+        ]
+        told = [process.communicate(timeout=30) for process in started]
+    assert [process.returncode for process in started] == [0, 0], told
+    lines = sorted(line.partition("] ")[2] for out, _ in told for line in out.splitlines())
+    assert lines == ["0 0 0 3", "1 1 0 3", "2 0 1 3"]
