@@ -19,7 +19,7 @@ from typing import Protocol
 from dure.launch.output import LineReader, Sink
 from dure.launch.processes import JobProcesses
 from dure.launch.report import ReportReader
-from dure.launch.signals import read_signals
+from dure.launch.signals import read_signals, take_warnings
 from dure.launch.spawn import RankProcess
 from dure.launch.spec import Stream
 from dure.launch.supervisor import Action, AskStacks, Phase, Signal, Supervisor
@@ -247,9 +247,13 @@ class JobLoop:
         self._do(self.supervisor.exited(local_rank, exit, time.monotonic()))
 
     def _signalled(self) -> None:
+        """Pass warnings on to the ranks; tell the supervisor of signals that end the job."""
         for number in read_signals(self._signals):
             caught = any(rank.catches(number) for rank in self.ranks)
             self._do(self.supervisor.interrupted(number, time.monotonic(), caught=caught))
+        for number in take_warnings():
+            for rank in self.supervisor.alive:
+                self.ranks[rank].signal(number)
 
     def _do(self, actions: list[Action]) -> None:
         """Carry out what the supervisor wants, and what it wants upon that."""

@@ -1,0 +1,129 @@
+"""Jobs under a real Slurm of two nodes: ranks started by srun, and a launcher on each node."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from procs.slurm import slurm, why_not
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+
+MEET = """
+from datetime import timedelta
+from dure.store.rendezvous import rendezvous
+meeting = rendezvous(timeout=timedelta(seconds=30))
+print("rank", meeting.rank, "of", meeting.world_size, flush=True)
+meeting.close()
+"""
+SUM = """
+import torch, dure
+with dure.process_group():
+    ones = torch.ones(3)
+    dure.all_reduce(ones)
+    print("sum", ones.tolist(), flush=True)
+"""
+TELL = "import os; print(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'GROUP_RANK')))"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with slurm(tmp_path_factory.mktemp("slurm")) as made:
+        yield made
+
+
+@pytest.fixture
+def program(tmp_path):
+    def write(text):
+        path = tmp_path / "program.py"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def key(tmp_path):
+    path = tmp_path / "key"
+    path.write_bytes(b"k" * 32)
+    path.chmod(0o600)
+    return str(path)
+
+
+DURE_RUN = (sys.executable, "-m", "dure.cli", "run", "--no-zygote")
+
+
+@pytest.mark.parametrize("shape", [("-N1", "-n3"), ("-N2", "-n3"), ("-N2", "-n4", "--mpi=pmi2")])
+def test_ranks_of_srun_find_each_other(cluster, program, key, shape):
+    ended = cluster.run("srun", *shape, sys.executable, program(MEET), DURE_JOB_KEY_FILE=key)
+    count = int(shape[1][2:])
+    assert ended.code == 0, ended.err
+    assert sorted(ended.out.splitlines()) == [f"rank {r} of {count}" for r in range(count)]
+
+
+def test_ranks_of_srun_compute_together(cluster, program, key):
+    ended = cluster.run("srun", "-N2", "-n2", sys.executable, program(SUM), DURE_JOB_KEY_FILE=key)
+    assert ended.code == 0, ended.err
+    assert ended.out.splitlines() == ["sum [2.0, 2.0, 2.0]"] * 2
+
+
+def test_launcher_on_each_node_finds_its_seat(cluster, program, key):
+    words = ("srun", "-N2", "--ntasks-per-node=1", *DURE_RUN, "--prefix", "none")
+    ended = cluster.run(*words, "--nproc", "2", program(TELL), DURE_JOB_KEY_FILE=key)
+    assert ended.code == 0, ended.err
+    assert sorted(ended.out.splitlines()) == ["0 4 0", "1 4 0", "2 4 1", "3 4 1"]
+    assert "Slurm: host" in ended.err
+
+
+def test_launcher_on_each_rank_is_refused(cluster, program):
+    ended = cluster.run("srun", "-N1", "-n2", *DURE_RUN, "--nproc", "2", program(TELL))
+    assert ended.code == 2
+    assert "--ntasks-per-node=1" in ended.err
+
+
+def test_shell_of_a_batch_script_is_no_rank(cluster, tmp_path):
+    script = tmp_path / "job.sh"
+    out = tmp_path / "out"
+    script.write_text(f"#!/bin/sh\n{sys.executable} -m dure.cli env --json\n")
+    cluster.run("sbatch", "-N2", "-o", out, script)
+    deadline = time.monotonic() + 30
+    while not (out.exists() and out.read_text().endswith("}\n")):
+        assert time.monotonic() < deadline, "the batch script has not ended"
+        time.sleep(0.05)
+    found = json.loads(out.read_text())["found"]
+    assert (found["system"], found["member"], found["hosts"]) == ("Slurm", None, ["n1", "n2"])
+
+
+def test_warning_signal_reaches_the_ranks(cluster, program, key):
+    text = (
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGUSR1, lambda *a: (print('warned', flush=True), os._exit(0)))\n"
+        "print('ready', flush=True)\nwhile True: signal.pause()\n"
+    )
+    words = ("srun", "-N2", "--ntasks-per-node=1", "--job-name=warned", *DURE_RUN, program(text))
+    with cluster.start(*words, DURE_JOB_KEY_FILE=key) as job:
+        assert job.stdout is not None
+        assert all("ready" in job.stdout.readline() for _ in range(2))
+        cluster.run("scancel", "--signal=USR1", "--name=warned")
+        try:
+            out, err = job.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            job.send_signal(signal.SIGTERM)
+            out, err = job.communicate(timeout=20)
+    assert out.count("warned") >= 1, err
+    assert job.returncode == 0
+
+
+def test_line_of_a_dry_run_runs_under_srun(cluster, program, key):
+    path = program(MEET)
+    shown = subprocess.run(
+        [*DURE_RUN, "--nproc", "2", "--dry-run", path], capture_output=True, text=True, check=True
+    )
+    line = next(line for line in shown.stdout.splitlines() if line.startswith("srun"))
+    ended = cluster.run("sh", "-c", line, DURE_JOB_KEY_FILE=key)
+    assert sorted(ended.out.splitlines()) == ["rank 0 of 2", "rank 1 of 2"], ended.err
