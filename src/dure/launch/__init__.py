@@ -5,9 +5,12 @@
     result = run_job(JobSpec(program="train.py", args=("--epochs", "3"), nproc=2))
     result.check()  # raises LaunchError, with the first failure's traceback
 
-Where to read: `job` (start to result), `loop` (what happens), `supervisor` (what to do about it),
-`spawn` and `child` (a rank's process from both sides), `processes` (what belongs to a job),
-`terminal` and `output` (whose line is whose), `report` (who failed, and where the others were).
+Where to read: `job` (start to result), `agent` (what the hosts of a job decide together), `round`
+(one start of all ranks), `loop` (what happens), `supervisor` (what to do about it), `spawn` and
+`child` (a rank's process from both sides), `zygote` and `forking` (what ranks are copies of),
+`environment`, `numa` and `errorfiles` (what a rank finds, where it runs, what it leaves),
+`processes` and `guardian` (what belongs to a job, and who ends it), `terminal` and `output` (whose
+line is whose), `report` (who failed, and where the others were).
 """
 
 from dure.launch.job import run_job
