@@ -5,12 +5,14 @@
 A fault happens once, in the process that was started first under that rank, at one of
 
     enter      before it says in the store that it has come
-    step N     before the gradients of the step after commit N are averaged
+    step N     before the gradients of the step after step N are averaged
     staged N   when commit N is staged on this rank, and not yet agreed on
     agree N    before it agrees on epoch N with the others
     form N     when it has agreed on epoch N, and the group is not made yet
 
-and "do" is a signal to itself, or "LAUNCHER": SIGKILL to the launcher.
+and "do" is a signal to itself, "LAUNCHER" (SIGKILL to the launcher) or "WAKE" (SIGCONT to all).
+
+With ELASTIC_WAIT the ranks wait after half of the steps, committing, until they are so many again.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -54,28 +58,41 @@ def make_state() -> State:
         for p in model.parameters():
             p.copy_(torch.linspace(-0.5, 0.5, p.numel(), dtype=p.dtype).view_as(p))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    return State(model=model, optimizer=optimizer, epoch=0, seen=torch.zeros(EPOCHS, SAMPLES))
+    seen = torch.zeros(EPOCHS, SAMPLES)
+    return State(model=model, optimizer=optimizer, epoch=0, steps=0, seen=seen)
 
 
 def train(state: State) -> list[float]:
     """Train in batches that are the same, all ranks together, for any number of ranks."""
     model = dure.DistributedDataParallel(state.model) if dure.get_world_size() > 1 else state.model
+    pids: list[Any] = [None] * dure.get_world_size()
+    dure.all_gather_object(pids, os.getpid())
+    _PIDS.update(pids)
+    wait_for_others(state)
     state.loader = DataLoader(Numbers(), GLOBAL_BATCH // dure.get_world_size(), shuffle=True)
     while state.epoch < EPOCHS:
         state.loader.set_epoch(state.epoch)
         for index, x in state.loader:
             state.optimizer.zero_grad()
             loss = model(x).square().mean()
-            fault("step", state.commits)
+            fault("step", state.steps)
             loss.backward()
             state.optimizer.step()
             seen = torch.zeros(SAMPLES)
             seen[index] = 1
             dure.all_reduce(seen)
             state.seen[state.epoch] += seen
+            state.steps += 1
             state.commit()
+            wait_for_others(state)
         state.epoch += 1
     return weights(state)
+
+
+def wait_for_others(state: State) -> None:
+    while state.steps == STEPS // 2 and dure.get_world_size() < _WAIT:
+        time.sleep(0.01)  # leaves the cores to those that start
+        state.commit()
 
 
 def weights(state: State) -> list[float]:
@@ -85,6 +102,8 @@ def weights(state: State) -> list[float]:
 # ---- faults ------------------------------------------------------------------------------------
 
 _FAULTS: list[dict[str, Any]] = json.loads(os.environ.get("ELASTIC_FAULTS", "[]"))
+_WAIT = int(os.environ.get("ELASTIC_WAIT", "0"))
+_PIDS: set[int] = set()
 _FIRST = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
 
@@ -96,6 +115,9 @@ def fault(point: str, number: int | None = None) -> None:
             _FAULTS.remove(one)
             if one["do"] == "LAUNCHER":
                 os.kill(int(os.environ["DURE_STORE_PID"]), signal.SIGKILL)
+            elif one["do"] == "WAKE":
+                for pid in _PIDS:
+                    os.kill(pid, signal.SIGCONT)
             else:
                 os.kill(os.getpid(), getattr(signal, f"SIG{one['do']}"))
 
@@ -128,7 +150,8 @@ def main() -> None:
     """Train, and tell how it went, as one line of JSON."""
     plant()
     state = make_state()
-    options = Options(enough_s=float(os.environ.get("ELASTIC_ENOUGH_S", "20")))
+    limit = timedelta(seconds=float(os.environ.get("ELASTIC_TIMEOUT_S", "60")))
+    options = Options(enough_s=20, timeout=limit)
     started = os.getpid()
     result = dure.elastic.run(train, state, options)
     told = {
@@ -136,7 +159,7 @@ def main() -> None:
         "same_process": started == os.getpid(),
         "weights": result,
         "once": bool((state.seen == 1).all()),
-        "steps": int(state.seen.sum().item()) // GLOBAL_BATCH,
+        "steps": state.steps,
         "commits": state.commits,
         "recoveries": [[r.lost, r.joined, r.step] for r in state.recoveries],
         "slowest_s": max([r.total_s for r in state.recoveries], default=0.0),
