@@ -191,6 +191,17 @@ def test_many_addresses_get_few_lines_and_little_memory(log: pytest.LogCaptureFi
     assert total == 100_000 - 8
 
 
+def test_the_last_words_are_few(log: pytest.LogCaptureFixture) -> None:
+    refusals = Refusals("the store")
+    for i in range(100):
+        for _ in range(2):
+            refusals.note(f"10.0.0.{i}", "peer", "why", 0.0)
+    said = len(log.records)
+    refusals.last_words()
+    assert len(log.records) <= said + 9
+    assert "more, of other addresses" in log.records[-1].getMessage()
+
+
 def test_the_limit_of_descriptors_is_raised_under_pressure_only() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     small = min(512, soft)

@@ -133,15 +133,21 @@ class Refusals:
             else:
                 del self._tallies[key]
         if self._unsaid and now - self._window >= _QUIET_S:
-            _log.warning("%s refused %d more, of other addresses", self.where, self._unsaid)
-            self._unsaid = 0
+            self._write_rest()
 
     def last_words(self) -> None:
         """Say what has not been said; for the end of the server."""
-        for (_, reason), tally in self._tallies.items():
-            if tally.count:
-                self._write(reason, tally)
+        unsaid = [(key[1], tally) for key, tally in self._tallies.items() if tally.count]
+        for reason, tally in unsaid[:_MOST_LINES]:
+            self._write(reason, tally)
+        self._unsaid += sum(tally.count for _, tally in unsaid[_MOST_LINES:])
+        if self._unsaid:
+            self._write_rest()
         self._tallies.clear()
+
+    def _write_rest(self) -> None:
+        _log.warning("%s refused %d more, of other addresses", self.where, self._unsaid)
+        self._unsaid = 0
 
     def _say(self, reason: str, tally: _Tally, now: float) -> None:
         if now - self._window >= _QUIET_S:

@@ -107,6 +107,20 @@ def test_only_one_side_insecure_is_refused(
         client(master, None)
 
 
+def test_a_client_with_a_key_does_not_talk_to_a_server_without(
+    key: JobKey, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DURE_INSECURE", "1")
+    open_to_all = TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT)
+    open_to_all.set("k", "v")
+    caplog.clear()
+    with pytest.raises(StoreRefused) as caught:
+        client(open_to_all, key)
+    assert "DURE_INSECURE" in caught.value.seen
+    open_to_all.close()
+    assert [r for r in caplog.records if "refused 127.0.0.1" in r.getMessage()]
+
+
 def test_insecure_on_both_sides_works_and_warns(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
