@@ -57,7 +57,8 @@ def find_rank(job: Launching, rank: int) -> int | None:
     mine = set(job.left())
     for pid in living(f"\0RANK={rank}\0"):
         with suppress(OSError):
-            if pid in mine and b"child.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if pid in mine and (b"child.py" in command or b"forking.py" in command):
                 return pid
     return None
 

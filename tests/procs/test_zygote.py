@@ -82,6 +82,15 @@ def test_ranks_of_later_rounds_are_forked_from_the_same_zygote(
         assert output(rank) == f"{round} True\n"
 
 
+def test_others_see_the_variables_of_a_forked_rank(spec: JobSpec, zygote: Zygote) -> None:
+    Path(spec.program).write_text("print(open('/proc/self/environ').read().strip('\\0'), end='')")
+    variables = {"RANK": "12345", "LONG": "y" * 2000, "PATH": ""}
+    shown = dict(x.split("=", 1) for x in output(start(spec, zygote, **variables)).split("\0"))
+    assert {name: shown.get(name) for name in variables} == variables
+    assert "DURE_ROOM" not in shown
+    assert shown["DURE_LAUNCHER"] == "a-job"
+
+
 def test_program_that_changed_between_rounds_is_read_again(spec: JobSpec, zygote: Zygote) -> None:
     assert output(start(spec, zygote)) == "0 True\n"
     beside = Path(spec.program).with_name("written_later.py")
@@ -155,7 +164,16 @@ def test_killed_launcher_leaves_no_zygote(job: Launching, when: str) -> None:
     job.write("print('importing', flush=True)\nimport time\ntime.sleep(60)", "torch.py")
     if when == "running":
         job.write("", "torch.py")
-    program = job.write("import torch, time\nprint('running', flush=True)\ntime.sleep(60)")
+    program = job.write("""
+        import os, time, torch
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                print("running", flush=True)
+                time.sleep(60)
+            os._exit(0)
+        time.sleep(60)
+    """)
     started = job.start("--nproc", "2", program)
     if when == "running":
         assert started.stdout is not None

@@ -28,7 +28,7 @@ getenv.restype = ctypes.c_char_p
 death = ctypes.c_int()
 ctypes.CDLL(None).prctl(2, ctypes.byref(death), 0, 0, 0)
 volatile = ("DURE_LAUNCHER", "DURE_STORE_ADDR", "DURE_JOB_KEY_FILE", "DURE_JOB_KEY_FD",
-            "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+            "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")
 main = sys.modules["__main__"]
 facts = dict(
     argv=sys.argv, path=sys.path, flags=list(sys.flags), original=sys.orig_argv,
@@ -37,6 +37,8 @@ facts = dict(
     loader=type(__loader__).__name__, cached=__cached__,
     environment={k: v for k, v in sorted(os.environ.items()) if k not in volatile},
     libc=getenv(b"RANK").decode(),
+    shown=dict(x.split("=", 1) for x in open("/proc/self/environ").read().split("\\0") if x
+        ).get("RANK") if len(str(os.environ)) < 50_000 else None,
     leader=[os.getsid(0) == os.getpid(), os.getpgrp() == os.getpid()],
     threads=[threading.active_count(), len(os.listdir("/proc/self/task")),
              threading.main_thread().native_id == os.getpid(),

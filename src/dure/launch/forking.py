@@ -30,6 +30,7 @@ Like `child.py`, this file imports nothing of Dure.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -269,12 +270,7 @@ def _settle(order: _Message, fds: list[int], before: dict[str, str]) -> None:
     order["report"] = _take_descriptors(order["numbers"], fds)
     while os.getppid() == order["between"]:  # once that one is gone, the launcher is the parent
         time.sleep(0.0002)
-    wanted: dict[str, str] = order["environment"]
-    for name in before.keys() - wanted.keys():
-        os.environ.pop(name, None)
-    for name, value in wanted.items():
-        if before.get(name) != value:  # what an import has set, it would have set here, too
-            os.environ[name] = value
+    _set_environment(order["environment"], before)
     if order["stdin"] == "passed":
         sys.stdin = sys.__stdin__ = _open_stdin()
     elif order["stdin"] == "closed":
@@ -283,6 +279,25 @@ def _settle(order: _Message, fds: list[int], before: dict[str, str]) -> None:
     importlib.invalidate_caches()
     _draw_anew()
     gc.enable()
+
+
+def _set_environment(wanted: dict[str, str], before: dict[str, str]) -> None:
+    """Give the rank its variables; what an import has set, it would have set here, too.
+
+    The kernel shows others (`ps e`, /proc/PID/environ) the memory in which this process was given
+    its variables when it started. Once all of them have been copied elsewhere, which setenv does,
+    that memory is free to be written: the zygote was given more than it needs.
+    """
+    for name in before.keys() - wanted.keys():
+        os.environ.pop(name, None)
+    changed = {name: value for name, value in wanted.items() if before.get(name) != value}
+    os.environ.update({**os.environ, **changed})
+    with open("/proc/self/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    start, end = int(fields[47]), int(fields[48])  # env_start and env_end of proc(5)
+    block = b"".join(b"%s=%s\0" % variable for variable in os.environb.items())
+    if start and len(block) <= end - start:
+        ctypes.memmove(start, block.ljust(end - start, b"\0"), end - start)
 
 
 def _take_descriptors(numbers: list[int], fds: list[int]) -> int:

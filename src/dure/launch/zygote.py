@@ -32,6 +32,8 @@ _FORKING = str(Path(__file__).with_name("forking.py"))
 _IMPORT_S = 300.0  # torch over a slow network file system
 _FORK_S = 30.0
 _PIPE_BYTES = 1 << 16
+_ROOM_BYTES = 1 << 13
+"""For what the ranks' variables take more than the zygote's: see `forking._set_environment`."""
 _READ_AT_START = (
     "PYTHON",
     "LD_",
@@ -85,7 +87,7 @@ class Zygote:
     def __init__(
         self, spec: JobSpec, names: tuple[str, ...], needed: int, environment: dict[str, str]
     ) -> None:
-        self._environment = environment
+        self._environment = environment | {"DURE_ROOM": "x" * _ROOM_BYTES}
         self._link, theirs = socket.socketpair()
         self._printed = {"stdout": b"", "stderr": b""}
         self._state: str | None = "waiting"
@@ -99,7 +101,7 @@ class Zygote:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                env=environment,
+                env=self._environment,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
