@@ -7,6 +7,7 @@ a `Placement`, and keeps for each number the variable it came from. It is a pure
 variables handed in, and total: what it cannot make sense of becomes a note, not an error.
 """
 
+from dure.placement.actors import actor_variables
 from dure.placement.detect import detect
 from dure.placement.nodes import contract_hosts, expand_counts, expand_hosts
 from dure.placement.ports import derived_port
@@ -20,6 +21,7 @@ __all__ = [
     "Reason",
     "Seat",
     "System",
+    "actor_variables",
     "contract_hosts",
     "derived_port",
     "detect",

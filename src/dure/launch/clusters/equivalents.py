@@ -120,11 +120,14 @@ def _agent(fleet: Fleet, number: int | None, nproc: int) -> str:
 
 def _clush(fleet: Fleet) -> str:
     counts = _counts(fleet)
+    ssh = shlex.join(fleet.ssh_options)
+    options = f"-o {shlex.quote(ssh)} " if ssh else ""
     if len(set(counts)) == 1:
         nodes = contract_hosts(_names(fleet))
-        return f"clush -b -w {shlex.quote(nodes)} {shlex.quote(_agent(fleet, None, counts[0]))}"
+        agent = shlex.quote(_agent(fleet, None, counts[0]))
+        return f"clush {options}-w {shlex.quote(nodes)} {agent}"
     parts = [
-        f"clush -w {shlex.quote(slots.host)} {shlex.quote(_agent(fleet, number, slots.nproc or 1))}"
+        f"clush {options}-w {shlex.quote(slots.host)} {shlex.quote(_agent(fleet, number, slots.nproc or 1))}"
         for number, slots in enumerate(fleet.hosts)
     ]
     return " & ".join(parts) + " & wait"

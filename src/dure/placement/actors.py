@@ -1,0 +1,75 @@
+"""Variables for processes that no launcher numbered, such as the actors of Ray.
+
+The driver knows on which node each actor runs and which GPUs it was given. Ranks are numbered node
+by node, in the order in which nodes appear, so that the ranks of a node follow each other. Actors
+of a node all see the node's GPUs, in one order, and LOCAL_RANK says which is an actor's own: programs
+and NCCL expect that, where Ray would show each actor its own GPU alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dure.errors import UsageError
+
+__all__ = ["actor_variables"]
+
+
+def actor_variables(
+    actors: Sequence[tuple[str, Sequence[int | str]]], port: int
+) -> list[dict[str, str]]:
+    """Return the environment variables of each actor, in the order of `actors`.
+
+    Args:
+        actors: Of each actor, the address of its node and the GPUs that are its own (none: `()`).
+        port: Where rank 0's host listens for the others; free there.
+
+    Returns:
+        RANK, WORLD_SIZE and the like, MASTER_ADDR and MASTER_PORT, and, where there are GPUs,
+        CUDA_VISIBLE_DEVICES. An actor sets them before it touches a GPU, then calls
+        `dure.init_process_group()`.
+
+    Raises:
+        UsageError: There are no actors, or two of a node were given the same GPU.
+
+    Example:
+        The rank of the second actor of the first node comes before that of the second node::
+
+            actor_variables([("10.0.0.1", [0]), ("10.0.0.2", [0]), ("10.0.0.1", [1])], 29500)
+    """
+    if not actors:
+        raise UsageError("there are no actors")
+    nodes = list(dict.fromkeys(node for node, _ in actors))
+    here = {node: _in_order(node, actors) for node in nodes}
+    first = {node: sum(len(here[n]) for n in nodes[:i]) for i, node in enumerate(nodes)}
+    out: list[dict[str, str]] = []
+    for number, (node, gpus) in enumerate(actors):
+        local = here[node].index(number)
+        variables = {
+            "RANK": first[node] + local,
+            "WORLD_SIZE": len(actors),
+            "LOCAL_RANK": local,
+            "LOCAL_WORLD_SIZE": len(here[node]),
+            "GROUP_RANK": nodes.index(node),
+            "GROUP_WORLD_SIZE": len(nodes),
+            "MASTER_ADDR": nodes[0],
+            "MASTER_PORT": port,
+        }
+        if gpus:
+            all_here = [str(gpu) for other in here[node] for gpu in actors[other][1]]
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(all_here)
+        out.append({name: str(value) for name, value in variables.items()})
+    return out
+
+
+def _in_order(node: str, actors: Sequence[tuple[str, Sequence[int | str]]]) -> list[int]:
+    """Return the numbers of a node's actors, by their GPUs."""
+    numbers = [number for number, (other, _) in enumerate(actors) if other == node]
+    gpus = [str(gpu) for number in numbers for gpu in actors[number][1]]
+    if len(set(gpus)) < len(gpus):
+        raise UsageError(
+            "two actors of a node have the same GPU",
+            seen=f"node {node}: GPUs {', '.join(gpus)}",
+            fix="Give each actor GPUs of its own (num_gpus=1), or none.",
+        )
+    return sorted(numbers, key=lambda number: [str(gpu).zfill(8) for gpu in actors[number][1]])
