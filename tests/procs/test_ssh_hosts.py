@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -117,6 +118,27 @@ def test_death_of_the_front_ends_all_hosts_and_no_secret_is_seen(start, tmp_path
         time.sleep(0.05)
     assert _processes_with(str(tmp_path)) == []
     assert time.monotonic() - began < 5, "a second, on a quiet machine"
+
+
+@pytest.mark.parametrize("launcher", ["ssh", "clush"])
+def test_lines_of_a_dry_run_run(start, two_hosts, tmp_path, launcher):
+    key = tmp_path / "key"
+    key.write_bytes(b"k" * 32)
+    key.chmod(0o600)
+    clush = Path(sys.executable).with_name("clush")
+    if launcher == "clush" and not clush.exists():
+        pytest.skip("ClusterShell's clush is not installed")
+    flags = ("--nproc", "1", f"-xDURE_JOB_KEY_FILE={key}", "-xGREETING=hello", "--dry-run")
+    shown, err = start("a,b", TELL, *flags).communicate(timeout=30)
+    section = shown.partition(f"# {launcher}")[2].partition("\n\n")[0]
+    lines = [line for line in section.splitlines() if line.startswith(launcher)]
+    assert lines, err
+    script = " & ".join(lines) + " & wait"
+    path = f"{clush.parent}{os.pathsep}{os.environ['PATH']}"
+    job = two_hosts[0][0].start_any(["sh", "-c", script], {"PATH": path})
+    out, err = job.communicate(timeout=50)
+    said = [line.partition("hello ")[2] for line in out.splitlines() if "hello" in line]
+    assert sorted(said) == ["0 2", "1 2"], err
 
 
 def test_host_that_cannot_be_reached_is_named_and_the_others_end(start):

@@ -2,8 +2,8 @@
 
 The driver knows on which node each actor runs and which GPUs it was given. Ranks are numbered node
 by node, in the order in which nodes appear, so that the ranks of a node follow each other. Actors
-of a node all see the node's GPUs, in one order, and LOCAL_RANK says which is an actor's own: programs
-and NCCL expect that, where Ray would show each actor its own GPU alone.
+of a node all see the GPUs of all of them, in one order, and LOCAL_RANK says which is an actor's
+own: programs and NCCL expect that, where Ray would show each actor its own GPU alone.
 """
 
 from __future__ import annotations

@@ -126,10 +126,10 @@ def _clush(fleet: Fleet) -> str:
         nodes = contract_hosts(_names(fleet))
         agent = shlex.quote(_agent(fleet, None, counts[0]))
         return f"clush {options}-w {shlex.quote(nodes)} {agent}"
-    parts = [
-        f"clush {options}-w {shlex.quote(slots.host)} {shlex.quote(_agent(fleet, number, slots.nproc or 1))}"
-        for number, slots in enumerate(fleet.hosts)
-    ]
+    parts: list[str] = []
+    for number, slots in enumerate(fleet.hosts):
+        agent = shlex.quote(_agent(fleet, number, slots.nproc or 1))
+        parts.append(f"clush {options}-w {shlex.quote(slots.host)} {agent}")
     return " & ".join(parts) + " & wait"
 
 
