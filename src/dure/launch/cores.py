@@ -15,7 +15,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Cpu", "Topology", "cpu_quota", "parse_cpus", "read_topology", "show_cpus"]
+__all__ = [
+    "Cpu",
+    "Topology",
+    "count_cores",
+    "cpu_quota",
+    "parse_cpus",
+    "read_topology",
+    "show_cpus",
+]
 
 _CPUS = "sys/devices/system/cpu"
 _NODES = "sys/devices/system/node"
@@ -90,6 +98,16 @@ def read_topology(
     return Topology(cpus, _gpus(root, visible_gpus))
 
 
+def count_cores(cpus: Iterable[int], root: Path = Path("/")) -> int:
+    """Return of how many cores `cpus` are; one small file for each."""
+    return len({_core(root / _CPUS / f"cpu{number}", number) for number in cpus})
+
+
+def _core(directory: Path, number: int) -> int:
+    siblings = parse_cpus(_text(directory / "topology/thread_siblings_list"))
+    return min(siblings, default=number)
+
+
 def _nodes(root: Path) -> dict[int, int]:
     """Return the node of each cpu; a kernel without NUMA has no such files, and node 0 alone."""
     return {
@@ -101,13 +119,12 @@ def _nodes(root: Path) -> dict[int, int]:
 
 def _cpu(root: Path, number: int, node: int) -> Cpu:
     directory = root / _CPUS / f"cpu{number}"
-    siblings = parse_cpus(_text(directory / "topology/thread_siblings_list"))
     socket = _text(directory / "topology/physical_package_id")
     return Cpu(
         number=number,
         node=node,
         socket=max(int(socket or 0), 0),
-        core=min(siblings, default=number),
+        core=_core(directory, number),
         cache=_last_cache(directory, number),
     )
 

@@ -13,15 +13,18 @@ memory they touch first, follow.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Collection, Iterator
 
 from dure import env
 from dure.errors import UsageError
-from dure.launch.cores import Topology, cpu_quota, read_topology
+from dure.launch.cores import Topology, count_cores, cpu_quota, read_topology
 from dure.launch.spec import JobSpec, Numa
 
 __all__ = ["bind", "bound_cpus", "bound_to", "share_threads", "threads_for"]
+
+_NOTHING = Topology(())
 
 
 def bind(topology: Topology, mode: Numa, local_rank: int, nproc: int) -> frozenset[int]:
@@ -87,24 +90,26 @@ def _complex(near: Topology, position: int) -> set[int]:
 
 
 def share_threads(
-    topology: Topology, binding: Collection[frozenset[int]], nproc: int, quota: float
+    cores: float,
+    nproc: int,
+    topology: Topology = _NOTHING,
+    binding: Collection[frozenset[int]] = (),
 ) -> int:
     """Return how many threads each rank gets for one operator, so that all fit.
 
     One number for all ranks, the lowest of them: a collective waits for the slowest.
 
     Args:
-        topology: The cpus that may be used.
-        binding: The cpus of each rank; empty: the ranks are not bound.
+        cores: How many cores' time all may take together.
         nproc: How many ranks there are.
-        quota: How many cpus' time all may take together.
+        topology: The cpus that may be used, if the ranks are bound.
+        binding: The cpus of each rank; empty: the ranks are not bound.
     """
     shares = [
         topology.only(cpus).num_cores // sum(not cpus.isdisjoint(other) for other in binding)
         for cpus in binding
     ]
-    fair = min(topology.num_cores, max(1.0, quota)) // nproc
-    return max(1, min(*shares, int(fair)) if shares else int(fair))
+    return max(1, int(min([cores / nproc, *shares])))
 
 
 def bound_cpus(spec: JobSpec, local_rank: int) -> frozenset[int] | None:
@@ -128,16 +133,23 @@ def threads_for(spec: JobSpec) -> int | None:
         return None
     if spec.nproc == 1 and spec.numa is None:
         return None
-    topology = _topology(spec)
-    binding: list[frozenset[int]] = []
-    if spec.numa is not None:
-        binding = [bind(topology, spec.numa, rank, spec.nproc) for rank in range(spec.nproc)]
-    return share_threads(topology, binding, spec.nproc, cpu_quota())
+    cpus = os.sched_getaffinity(0)
+    cores = min(count_cores(cpus), cpu_quota())
+    if spec.numa is None:
+        return share_threads(cores, spec.nproc)
+    topology, ranks = _topology(spec), range(spec.nproc)
+    binding = [bind(topology, spec.numa, rank, spec.nproc) for rank in ranks]
+    return share_threads(cores, spec.nproc, topology, binding)
 
 
 def _topology(spec: JobSpec) -> Topology:
     visible = spec.env.get("CUDA_VISIBLE_DEVICES", env.raw("CUDA_VISIBLE_DEVICES"))
-    return read_topology(visible_gpus=visible)
+    return _machine(frozenset(os.sched_getaffinity(0)), visible)
+
+
+@functools.lru_cache(maxsize=1)  # every rank asks, and a large machine has a thousand files
+def _machine(cpus: frozenset[int], visible_gpus: str | None) -> Topology:
+    return read_topology(cpus, visible_gpus)
 
 
 @contextlib.contextmanager

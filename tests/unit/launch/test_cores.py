@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from dure.errors import UsageError
-from dure.launch.cores import Cpu, Topology, cpu_quota, parse_cpus, read_topology, show_cpus
+from dure.launch.cores import (
+    Cpu,
+    Topology,
+    count_cores,
+    cpu_quota,
+    parse_cpus,
+    read_topology,
+    show_cpus,
+)
 from dure.launch.numa import bind, bound_to, share_threads
 from dure.launch.spec import Numa
 
@@ -122,7 +130,8 @@ def test_threads_share_the_cores(
     topology: Topology, mode: Numa | None, nproc: int, quota: float, threads: int
 ) -> None:
     binding = [bind(topology, mode, rank, nproc) for rank in range(nproc)] if mode else []
-    assert share_threads(topology, binding, nproc, quota) == threads
+    cores = min(topology.num_cores, quota)
+    assert share_threads(cores, nproc, topology, binding) == threads
 
 
 @pytest.mark.parametrize(
@@ -171,6 +180,7 @@ def kernel_files(root: Path, topology: Topology) -> None:
 def test_machine_is_read_from_the_kernels_files(tmp_path: Path) -> None:
     kernel_files(tmp_path, TWO_SOCKETS)
     assert read_topology(range(32), root=tmp_path) == TWO_SOCKETS
+    assert count_cores(range(32), tmp_path) == TWO_SOCKETS.num_cores == 16
     some = read_topology([3, 5], root=tmp_path)
     assert some == TWO_SOCKETS.only([3, 5])
 
