@@ -20,6 +20,8 @@ import pytest
 
 from procs.launching import living
 
+pytestmark = pytest.mark.timeout(180)  # seven imports of torch, all at once, on a busy machine
+
 LAUNCHERS = {
     "torchrun": (sys.executable, "-m", "torch.distributed.run"),
     "dure": (sys.executable, "-m", "dure.cli", "run"),
