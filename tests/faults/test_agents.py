@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.faults import agents
-from tests.faults.agents import Crew
+
+from faults import agents
+from faults.agents import Crew
 
 FIXED = ("--nnodes", "2", "--nproc", "1", "--max-restarts", "2")
 OPEN = (
@@ -143,6 +144,52 @@ def test_an_elastic_jobs_dead_worker_is_replaced_and_the_others_are_not_touched(
     assert alive(first[0].pid)
     crew.finish()
     assert [host.end() for host in crew.hosts] == [0, 0]
+
+
+def test_too_few_hosts_end_the_job_after_the_join_timeout(crew: Crew) -> None:
+    crew.start("a", "--nnodes", "2", "--nproc", "1", "--rdzv-conf", "join_timeout=1")
+    assert crew.hosts[0].end() == 1
+    assert "too few hosts" in crew.hosts[0].err
+    assert crew.starts() == []
+
+
+def test_hosts_that_were_told_other_things_are_refused(crew: Crew) -> None:
+    crew.start("a", *FIXED)
+    crew.wait_for_store()
+    odd = crew.start("b", "--nnodes", "3", "--nproc", "1", "--max-restarts", "2")
+    assert odd.end() != 0
+    assert "nnodes" in odd.err
+    crew.hosts[0].process.send_signal(signal.SIGTERM)
+    assert crew.hosts[0].end() == 143
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_launcher_that_stands_still_is_given_up_and_joins_anew(crew: Crew, which: int) -> None:
+    first = two(crew, OPEN)
+    still, other = crew.hosts[which], crew.hosts[1 - which]
+    still.process.send_signal(signal.SIGSTOP)
+    again = crew.round(1, 1)
+    assert again[0].host == other.name
+    still.process.send_signal(signal.SIGCONT)
+    third = crew.round(2, 2)
+    assert {start.host for start in third} == {"a", "b"}
+    assert not alive(first[which].pid)
+    crew.finish()
+    assert [host.end() for host in crew.hosts] == [0, 0]
+
+
+@pytest.mark.slow
+def test_a_host_that_fails_first_repeatedly_is_left_out(crew: Crew) -> None:
+    flags = ("--nnodes", "1:2", "--nproc", "1", "--max-restarts", "5")
+    two(crew, flags)
+    for round in range(3):
+        (crew.folder / f"fail 1 {round}").touch()
+        crew.round(round + 1, 2 if round < 2 else 1)
+    assert crew.hosts[1].end() != 0
+    assert "failed first too often" in crew.hosts[1].err
+    crew.finish()
+    assert crew.hosts[0].end() == 0
 
 
 def alive(pid: int) -> bool:

@@ -72,7 +72,7 @@ def run_job(spec: JobSpec) -> JobResult:
             error_directory(spec, name),
             caught_signals(spec.signals) as signals,
             adopting_orphans(),
-            _link(spec) as (link, key_fd),
+            _link(spec, signals) as (link, key_fd),
             guarded(name, shows=spec.elastic and spec.on_line is None) as guardian,
         ):
             terminal = Terminal(spec)
@@ -103,9 +103,13 @@ def run_job(spec: JobSpec) -> JobResult:
 def _run(agent: Agent, place: Workplace, started: float) -> JobResult:
     """Let the agent work, and show what came of it."""
     _say_threads(place)
-    result = _result(agent, agent.work(), time.monotonic() - started)
+    outcome = agent.work()
+    result = _result(agent, outcome, time.monotonic() - started)
     terminal = place.terminal
-    for line in summary(result, terminal.has_shown):
+    if outcome.why and result.interrupted_by is None:
+        terminal.say(outcome.why)
+    lines = summary(result, terminal.has_shown)
+    for line in lines if agent.node == 0 else lines[:1]:  # node 0 tells the whole story
         terminal.say(line)
     terminal.conclude(result)
     terminal.finish()
@@ -114,7 +118,7 @@ def _run(agent: Agent, place: Workplace, started: float) -> JobResult:
 
 
 @contextlib.contextmanager
-def _link(spec: JobSpec) -> Iterator[tuple[Link, int]]:
+def _link(spec: JobSpec, signals: int) -> Iterator[tuple[Link, int]]:
     """Link this host to the job's others, and put the key where ranks inherit it."""
     several = spec.endpoint is not None
     if not several and spec.nnodes[0] > 1:
@@ -130,7 +134,7 @@ def _link(spec: JobSpec) -> Iterator[tuple[Link, int]]:
     with contextlib.ExitStack() as stack:
         key_fd = _key_memory(key)
         stack.callback(os.close, key_fd)
-        link: Link = Linked(spec, key) if several else Alone(spec, key)
+        link: Link = Linked(spec, key, interrupted=signals) if several else Alone(spec, key)
         stack.callback(link.close)
         yield link, key_fd
 

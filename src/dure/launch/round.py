@@ -93,6 +93,10 @@ class RoundRun:
         self.loop.oversee(overseer)
         self.loop.run()
 
+    def catches(self, number: int) -> bool:
+        """Tell whether a rank has a handler for signal `number`."""
+        return any(process.catches(number) for process in self.loop.ranks)
+
     def close(self) -> None:
         """Kill what is left, and release everything."""
         self.loop.close()

@@ -165,17 +165,21 @@ class Supervisor:
         self.exits.pop(rank, None)
         self._crashed.discard(rank)
 
-    def stop(self, now: float, *, explain: bool = False) -> list[Action]:
+    def stop(self, now: float, *, explain: bool = False, saving: bool = False) -> list[Action]:
         """End the round for a reason that lies elsewhere.
 
         Args:
             now: The time.
             explain: Whether to ask the ranks first where they are.
+            saving: Whether they have handlers for SIGTERM, and time to save.
         """
         if self.phase is not Phase.RUNNING:
             return []
         if not self.alive:
             return self._leave(now)
+        if saving:
+            self._mark_survivors()
+            return self._save(now)
         if explain:
             self.phase = Phase.EXPLAINING
             self._silent = {rank for rank in self.alive if rank not in self._crashed}
@@ -285,6 +289,11 @@ class Supervisor:
             return []
         self._mark_survivors()
         return self._end(now, self._grace)
+
+    def _save(self, now: float) -> list[Action]:
+        self.phase = Phase.SAVING
+        self._deadline = now + self._timing.saving_s
+        return [Signal(signal.SIGTERM, everything=False)]
 
     def _leave(self, now: float) -> list[Action]:
         self.phase = Phase.LEAVING

@@ -22,9 +22,11 @@ open, and stays.
 **Splits.** Where a network falls apart, each part may find "the rungs above" gone. Three rules
 contain that. A part with fewer hosts than the job's minimum ends (`launch/agent`); with a minimum
 of more than half the hosts, no two parts go on. Who opened a rung goes on looking at those above
-(`revived`): one that answers under its old id was never dead, and the lower part gives way to it.
-One that answers with a new id was started afresh, by an owner that knows nothing of the rest: it is
-told where the job has gone (`redirect`), and who finds such a note follows it.
+(`revived`): one that goes on answering under its old id was never dead, and the lower part gives
+way to it. One that answers with a new id was started afresh, by an owner that knows nothing of the
+rest: it is told where the job has gone (`redirect`), and who finds such a note follows it. An owner
+that was stopped for a while finds the rung below open (`successor`), leaves such a note itself, and
+follows the others.
 
 Cost: a walk passes a rung that refuses the connection in a few milliseconds, one whose host is
 silent in `patience_s`.
@@ -171,7 +173,7 @@ class Ladder:
 
         Returns:
             Its address, and whether it is the very store that was lost (a split) rather than one
-            that was started afresh; None if all above are gone.
+            that was started afresh, or whose note is out of date; None if there is none.
         """
         for address in self._addresses:
             if address == self._address:
@@ -181,12 +183,13 @@ class Ladder:
                 continue
             try:
                 name = store.get(_OPEN) if store.check([_OPEN]) else None
+                moved = store.get(_MOVED).decode() if store.check([_MOVED]) else None
             except StoreError:
                 continue
             finally:
                 store.close()
-            if name is not None:
-                return address, name == self._ids.get(address)
+            if name is not None and moved != self._address:
+                return address, moved is None and name == self._ids.get(address)
         return None
 
     def successor(self) -> str | None:
@@ -226,6 +229,9 @@ class Ladder:
             own: A new standby of this process; its former rung holds the note, and stays as it is.
             timeout_s: How long to look.
         """
+        if self.leading:
+            with contextlib.suppress(StoreError):
+                self.current.set(_MOVED, address)
         former, self._own = self._own, own
         self._addresses = [address, *(a for a in self._addresses if a not in (address, former))]
         store = self._walk(timeout_s, None)
@@ -243,14 +249,18 @@ class Ladder:
         deadline = time.monotonic() + timeout_s
         pause_s = 0.005
         while True:
-            for address in self._addresses:
+            gone: set[str] = set()
+            for address in list(self._addresses):
                 if address == self._own and self._ids:
                     return self._open_own(seed)  # all above are gone
                 store = self._visit(address)
-                if store is not None and self._take(address, store):
+                if store is None:
+                    gone.add(address)
+                    continue
+                if self._take(address, store, gone):
                     return self.current
-                if store is not None:
-                    break  # a standby: its owner is on the way
+                if address not in gone:
+                    break  # a standby, whose owner is on the way, or a note of another rung
             if time.monotonic() > deadline:
                 raise StoreTimeout(
                     "the job's store cannot be reached",
@@ -273,8 +283,11 @@ class Ladder:
             pass
         return None
 
-    def _take(self, address: str, store: NetworkStore) -> bool:
-        """Use a store if it is open, or opens in a moment; otherwise leave it."""
+    def _take(self, address: str, store: NetworkStore, gone: set[str]) -> bool:
+        """Use a store if it is open, or opens in a moment; otherwise leave it.
+
+        One that holds a note counts as gone itself, if the rung that the note names is.
+        """
         try:
             store.wait([_OPEN], _LOOK)
             name = store.get(_OPEN)
@@ -282,12 +295,15 @@ class Ladder:
         except (StoreTimeout, StoreLost):
             store.close()
             return False
-        if moved is not None and moved != address:
-            store.close()
+        if moved is None or moved == address:
+            self._use(address, store, name)
+            return True
+        store.close()
+        if moved in gone:
+            gone.add(address)
+        else:
             self._addresses = [moved, *(a for a in self._addresses if a != moved)]
-            return False
-        self._use(address, store, name)
-        return True
+        return False
 
     def _open_own(self, seed: Callable[[Store], None] | None) -> NetworkStore:
         assert self._own is not None

@@ -155,13 +155,17 @@ def test_a_store_that_was_told_where_the_job_is_lets_others_in_when_the_job_come
     newcomer = crew.ladder(again, own=again)
     newcomer.lead()
     below.redirect(address(again))
-    newcomer.follow(address(second), 5)
-    newcomer.stand_by()
+    third = crew.server()
+    newcomer.follow(address(second), address(third), 5)
     below.close()
     second.stop()
     newcomer.advance(5)
     assert newcomer.leading
-    crew.ladder(again).join(5)
+    assert newcomer.revived() == (address(again), False)  # its note names a rung that is gone
+    newcomer.redirect(address(again))
+    late = crew.ladder(again)
+    late.join(5)
+    assert late.address == address(third)
 
 
 def test_a_store_that_never_died_is_known_by_its_id(crew: Crew) -> None:
@@ -183,3 +187,14 @@ def test_nobody_at_the_endpoint_is_a_timeout(crew: Crew) -> None:
     server.stop()
     with pytest.raises(StoreTimeout):
         crew.ladder(server).join(0.1)
+
+
+def test_an_owner_that_stood_still_follows_the_others_and_leaves_a_note(crew: Crew) -> None:
+    servers, ladders = three(crew)
+    upper, lower = ladders[0], ladders[1]
+    assert upper.successor() is None
+    lower._open_own(None)  # pyright: ignore[reportPrivateUsage] (the upper one seemed dead)
+    assert upper.successor() == address(servers[1])
+    upper.follow(address(servers[1]), address(crew.server()), 5)
+    assert lower.revived() is None
+    assert ladders[2].advance(5).endpoint.endswith(f":{servers[1].port}")

@@ -134,8 +134,11 @@ class Agent:
             return []
         if isinstance(duty, Wait) and not self._link.settled:
             return []
-        explain = isinstance(duty, Stop) and bool(self._link.machine().failed)
-        return run.supervisor.stop(now, explain=explain)
+        if run.supervisor.phase is not Phase.RUNNING:
+            return []
+        machine = self._link.machine()
+        saving = machine.departing and run.catches(signal.SIGTERM)
+        return run.supervisor.stop(now, explain=machine.failed, saving=saving)
 
     # --- duties --------------------------------------------------------------------------------
 

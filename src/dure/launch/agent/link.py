@@ -12,7 +12,9 @@ the endpoint is reached.
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
+import time
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
@@ -37,6 +39,8 @@ __all__ = ["Alone", "Link", "Linked", "make_machine"]
 
 _TERMS = "dure/agents/terms"
 _OPERATION = timedelta(seconds=2)
+_HEARTBEAT = Heartbeat()
+_SLICE_S = 0.5
 _FAREWELL_S = 5.0
 """How long the one who holds the store waits for the others to read the end of the log."""
 
@@ -167,17 +171,24 @@ class Linked:
         spec: The job; its `endpoint` says where the agents meet.
         key: The job key.
         heartbeat: How the agents watch each other.
+        interrupted: A descriptor that becomes readable when the user has had enough.
 
     Raises:
         LaunchError: The endpoint cannot be reached, or an agent was told other things than we.
         StoreRefused: Whoever is there has another key.
     """
 
-    def __init__(self, spec: JobSpec, key: JobKey, heartbeat: Heartbeat | None = None) -> None:
-        heartbeat = heartbeat or Heartbeat()
+    def __init__(
+        self,
+        spec: JobSpec,
+        key: JobKey,
+        *,
+        heartbeat: Heartbeat = _HEARTBEAT,
+        interrupted: int = -1,
+    ) -> None:
         self._spec, self._key = spec, key
         with contextlib.ExitStack() as on_error:
-            self._server, self._ladder = _meet(spec, key)
+            self._server, self._ladder = _meet(spec, key, interrupted)
             on_error.callback(self._server.stop)
             on_error.callback(self._ladder.close)
             self.run_id = _agree(spec, self._ladder.current)
@@ -248,7 +259,7 @@ class Linked:
         return f"{_bracketed(self.address)}:{server.port}"
 
 
-def _meet(spec: JobSpec, key: JobKey) -> tuple[StoreServer, Ladder]:
+def _meet(spec: JobSpec, key: JobKey, interrupted: int) -> tuple[StoreServer, Ladder]:
     """Serve the endpoint's store, or find it and run a standby."""
     assert spec.endpoint is not None
     host, port = _split(spec.endpoint)
@@ -268,19 +279,31 @@ def _meet(spec: JobSpec, key: JobKey) -> tuple[StoreServer, Ladder]:
     ladder = Ladder([first], key, own=own, timeout=_OPERATION)
 
     def join() -> None:
-        try:
-            ladder.join(spec.join_timeout_s)
-        except StoreTimeout as error:
-            raise LaunchError(
-                "the job's other hosts cannot be found",
-                elapsed_s=error.elapsed_s,
-                seen=f"nobody answers at the endpoint {spec.endpoint}",
-                fix="Check that `dure run` runs on that host with the same endpoint, and that no "
-                "firewall is between.",
-            ) from None
+        _dial(spec, ladder, interrupted)
         ladder.stand_by()
 
     return _or_stop(server, ladder, join)
+
+
+def _dial(spec: JobSpec, ladder: Ladder, interrupted: int) -> None:
+    """Look for the store until the join timeout, or until the user has had enough."""
+    start = time.monotonic()
+    while (elapsed_s := time.monotonic() - start) < spec.join_timeout_s:
+        try:
+            ladder.join(min(_SLICE_S, spec.join_timeout_s - elapsed_s))
+            return
+        except StoreTimeout:
+            if interrupted >= 0 and select.select([interrupted], [], [], 0)[0]:
+                raise LaunchError(
+                    "interrupted while looking for the job's other hosts", elapsed_s=elapsed_s
+                ) from None
+    raise LaunchError(
+        "the job's other hosts cannot be found",
+        elapsed_s=elapsed_s,
+        seen=f"nobody answers at the endpoint {spec.endpoint}",
+        fix="Check that `dure run` runs on that host with the same endpoint, and that no "
+        "firewall is between.",
+    )
 
 
 def _or_stop(

@@ -136,6 +136,11 @@ class Machine:
         """Whether a worker of the present round has failed."""
         return bool(self._failures)
 
+    @property
+    def departing(self) -> bool:
+        """Whether the present round ends because a host takes its leave."""
+        return bool(self._leaving) or self._dismissed is not None
+
     def host(self, agent: str) -> str:
         """Return the name of an agent's host."""
         joined = self._agents.get(agent)

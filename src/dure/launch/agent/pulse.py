@@ -45,6 +45,9 @@ __all__ = ["Heartbeat", "Pulse"]
 
 _LOG = "dure/agents/log"
 _BEAT = "dure/agents/beat"
+_LOOKS = 4
+"""How many beats a store that was given up may live again until the part that left it gives way:
+time for an owner who was stopped to find out, and to follow the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +113,7 @@ class Pulse:
         self._unsent = 0
         self._heard_at = time.monotonic()
         self._closing = False
+        self._revived = 0  # how many looks running a rung above has answered
         self._waker, self._wakened = socket.socketpair()
         self._wakened.setblocking(False)
         self._waker.setblocking(False)
@@ -231,7 +235,6 @@ class Pulse:
                 self._move()
             except StoreError:  # closed by the agent, or moved under our feet
                 continue
-            last = time.monotonic() if not frozen else last
 
     def _read_on(self) -> None:
         """Wait a moment for the next entry, and read all that are there."""
@@ -312,13 +315,14 @@ class Pulse:
             self._go_to(moved)
             return
         found = self._ladder.revived()
+        self._revived = 0 if found is None else self._revived + 1
         if found is None:
             return
         address, same = found
-        if same:
-            self._go_to(address)
-        else:
+        if not same:
             self._ladder.redirect(address)
+        elif self._revived >= _LOOKS:  # its owner was not merely stopped for a while
+            self._go_to(address)
 
     def _after_a_freeze(self) -> None:
         """Look where the others are after this process was stopped for a while."""
