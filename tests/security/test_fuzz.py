@@ -30,7 +30,7 @@ from dure.store.log import Record
 from dure.store.obituaries import _peer_in
 from dure.store.wire import Op, Request, join, pack, read_reply, read_request
 
-QUICK, LONG = 100, 10_000
+QUICK, LONG = 60, 10_000
 
 some_bytes = st.one_of(
     st.binary(max_size=200),
