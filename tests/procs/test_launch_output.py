@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import subprocess
@@ -89,22 +90,19 @@ def test_prefix_is_padded_to_one_width(job: Launching) -> None:
     assert sorted(done.out.splitlines()) == sorted(f"[{rank:>2}] x {rank}" for rank in range(11))
 
 
-def test_line_that_all_ranks_write_is_shown_once(job: Launching) -> None:
+def test_lines_that_all_ranks_write_are_shown_once(job: Launching) -> None:
     program = job.write("""
-        import os, sys
-        print("hello")
-        print("same", file=sys.stderr)
+        import os, sys, time
+        for i in range(50):  # a busy machine may start a rank late: some lines fold at least
+            print("step", i)
+            time.sleep(0.01)
         print("mine", os.environ["RANK"])
-        sys.stdin.read()
     """)
-    done = job.run("-n", "3", program)
-    assert sorted(done.out.splitlines()) == [
-        "[0-2] hello",
-        "[0] mine 0",
-        "[1] mine 1",
-        "[2] mine 2",
-    ]
-    assert "[0-2] same" in done.err.splitlines()
+    done = job.run("-n", "2", program)
+    assert any(line.startswith("[0-1] step") for line in done.out.splitlines())
+    for rank in (0, 1):
+        assert done.lines(rank) == [f"step {i}" for i in range(50)] + [f"mine {rank}"]
+    assert len(job.run("-n", "2", "--no-fold", program).out.splitlines()) == 102
 
 
 def test_slow_reader_slows_the_ranks_and_loses_nothing(job: Launching) -> None:
@@ -161,3 +159,36 @@ def test_terminal_gets_colours_and_a_prefix_after_carriage_returns(job: Launchin
     os.close(terminal)
     prefix = b"\x1b[36m[0] \x1b[0m"
     assert data.startswith(prefix + b"10%\r" + prefix + b"20%\r")
+
+
+def test_live_view_shows_every_rank_and_its_step_and_goes_at_the_end(job: Launching) -> None:
+    program = job.write("""
+        import sys
+        import dure
+        dure.progress(3, 9, loss=0.5)
+        print("a line")
+        sys.stdin.read()
+    """)
+    terminal, inner = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dure.cli", "run", "--live", "-n", "2", program],
+        stdin=subprocess.PIPE,
+        stdout=inner,
+        stderr=inner,
+    )
+    os.close(inner)
+    data = b""
+    while data.count(b"3/9") < 2 or b"[0-1] " not in data:
+        data += os.read(terminal, 10_000)
+    process.communicate(timeout=30)
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while more := os.read(terminal, 10_000):
+            data += more
+    os.close(terminal)
+    assert process.returncode == 0
+    assert data.endswith(b"\x1b[J")
+
+
+def test_live_view_without_a_terminal_is_plain_lines(job: Launching) -> None:
+    done = job.run("--live", "-n", "2", job.write("print('a line')"))
+    assert done.out == "[0-1] a line\n"

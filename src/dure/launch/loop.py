@@ -100,7 +100,7 @@ class JobLoop:
 
     def _listen(self, local_rank: int) -> None:
         process = self.ranks[local_rank]
-        self.terminal.journal.note("started", rank=process.rank, pid=process.pid, host=process.host)
+        self.terminal.started(process)
         streams: tuple[Stream, Stream] = ("stdout", "stderr")
         for pipe, stream in zip((process.stdout, process.stderr), streams, strict=True):
             reader = self.terminal.reader(process.rank, stream)
@@ -223,15 +223,12 @@ class JobLoop:
         had_crash, had_stack = report.crash is not None, report.told
         report.feed(data)
         now = time.monotonic()
+        self.terminal.reported(
+            self.ranks[rank].rank, None if had_crash else report.crash, report.step
+        )
         if report.told and not had_stack:
             self._do(self.supervisor.told(rank, now))
         if report.crash is not None and not had_crash:
-            self.terminal.journal.note(
-                "crashed",
-                rank=self.ranks[rank].rank,
-                type=report.crash.type,
-                message=report.crash.message,
-            )
             self._do(self.supervisor.crashed(rank, now))
 
     def _ended(self, local_rank: int) -> None:
@@ -241,9 +238,7 @@ class JobLoop:
             return
         self._selector.unregister(process.pidfd)
         self._drain(process.report_fd)  # its last words come before its end
-        self.terminal.journal.note(
-            "ended", rank=process.rank, pid=process.pid, code=exit.code, signal=exit.signal
-        )
+        self.terminal.ended(process, exit)
         self._do(self.supervisor.exited(local_rank, exit, time.monotonic()))
 
     def _signalled(self) -> None:

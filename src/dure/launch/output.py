@@ -57,6 +57,11 @@ class LineReader:
         return min(idle, self._begun_at + PATIENCE_S) if self._returns else idle
 
     @property
+    def held(self) -> bytes:
+        """The latest part of an unfinished line that is held back."""
+        return self._parts[-1] if self._parts else b""
+
+    @property
     def overfull(self) -> bool:
         """Whether so much is held back that it must be shown now."""
         return self._held_bytes > _HOLD_BYTES
@@ -102,6 +107,9 @@ class Sink:
         self._fresh: list[bytes] = []  # what comes behind the queue
         self._queue: deque[memoryview] = deque()
         self._queued_bytes = 0
+        self._area: list[bytes] = []  # what stays below all that is written
+        self._drawn = 0  # lines of it that stand there
+        self._redraw = False
         self._owner: object = None  # whose unfinished line the cursor stands behind
         try:
             self._may_block = not stat.S_ISREG(os.fstat(fd).st_mode)
@@ -113,7 +121,7 @@ class Sink:
     @property
     def waiting(self) -> bool:
         """Whether bytes wait for the reader to take more."""
-        return bool(self._queue or self._fresh)
+        return bool(self._queue or self._fresh or self._redraw)
 
     @property
     def full(self) -> bool:
@@ -139,6 +147,14 @@ class Sink:
     def say(self, text: str) -> None:
         """Queue lines of the launcher's own, on lines of their own."""
         self._push(self._fresh_line() + text.encode(errors="backslashreplace") + b"\n")
+
+    def put_area(self, lines: list[str]) -> None:
+        """Keep lines at the bottom of the terminal, in place of those kept before.
+
+        Each must fit into a line of the terminal, and all that is put must end with a newline.
+        """
+        self._area = [line.encode(errors="replace") for line in lines]
+        self._redraw = True
 
     def finish(self) -> None:
         """Leave the cursor at the start of a line."""
@@ -175,9 +191,16 @@ class Sink:
 
     def _gather(self) -> None:
         """Make one chunk of what was pushed: it costs a system call each."""
-        if self._fresh:
-            self._queue.append(memoryview(b"".join(self._fresh)))
-            self._fresh.clear()
+        if not self._fresh and not self._redraw:
+            return
+        erase = b"\x1b[%dF\x1b[J" % self._drawn if self._drawn else b""
+        area = b"".join(line + b"\n" for line in self._area)
+        self._drawn, self._redraw = len(self._area), False
+        data = b"".join((erase, *self._fresh, area))
+        self._queued_bytes += len(erase) + len(area)
+        self._fresh.clear()
+        if data:
+            self._queue.append(memoryview(data))
 
     def _ready(self, timeout_s: float) -> bool:
         return not self._may_block or bool(self._poll.poll(timeout_s * 1000))

@@ -7,15 +7,19 @@ asked for (`JobSpec.on_line`) gets every line in place of the last two.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 
 from dure import env
 from dure.launch.environment import Round
 from dure.launch.folding import Entry, Folder
+from dure.launch.live import Rows
 from dure.launch.logs import Journal, RankLogs, is_shown
 from dure.launch.output import LineReader, Sink, same_file
 from dure.launch.prefixes import Prefixes
-from dure.launch.spec import JobResult, JobSpec, Line, Stream
+from dure.launch.report import Step
+from dure.launch.spawn import RankProcess
+from dure.launch.spec import Crash, Exit, JobResult, JobSpec, Line, Stream
 
 __all__ = ["Terminal"]
 
@@ -45,6 +49,7 @@ class Terminal:
         self._prefixes = Prefixes(0, spec.nproc)
         self._round: Round | None = None
         self._seen: dict[int, deque[bytes]] = {}  # a rank's last lines of errors
+        self._rows = self._live()
         self.journal = Journal(spec.log_dir, node)
 
     @property
@@ -67,7 +72,9 @@ class Terminal:
         """When `tick` has something to show."""
         if self._spec.on_line is not None:
             return None
-        held = [reader.show_at for reader in self._readers if reader.holds]
+        live = self._rows is not None
+        held = [] if live else [reader.show_at for reader in self._readers if reader.holds]
+        held += [self._rows.draw_at] if self._rows is not None else []
         held += [f.wake_at for f in self._folders.values() if f.wake_at is not None]
         return min(held, default=None)
 
@@ -91,6 +98,31 @@ class Terminal:
         self._logs = RankLogs(spec, round)
         self.journal.began(spec, round)
 
+    def started(self, process: RankProcess) -> None:
+        """Take note of a rank's start."""
+        rank, pid = process.rank, process.pid
+        self.journal.note("started", rank=rank, pid=pid, host=process.host)
+        if self._rows is not None:
+            self._rows.started(rank, pid)
+
+    def ended(self, process: RankProcess, exit: Exit) -> None:
+        """Take note of a rank's end."""
+        rank, pid = process.rank, process.pid
+        self.journal.note("ended", rank=rank, pid=pid, code=exit.code, signal=exit.signal)
+        if self._rows is not None:
+            self._rows.ended(rank, exit.ok)
+
+    def reported(self, rank: int, crash: Crash | None, step: Step | None) -> None:
+        """Take note of what a rank told of itself: its crash, the first time, or its progress."""
+        if crash is not None:
+            self.journal.note("crashed", rank=rank, type=crash.type, message=crash.message)
+        if self._rows is None:
+            return
+        if crash is not None:
+            self._rows.crashed(rank, f"{crash.type}: {crash.message}")
+        elif step is not None:
+            self._rows.progressed(rank, step)
+
     def reader(self, rank: int, stream: Stream) -> LineReader:
         """Return the reader for one pipe."""
         reader = LineReader(rank, stream)
@@ -105,6 +137,8 @@ class Terminal:
         if self._logs is not None:
             self._logs.lines(reader.rank, reader.stream, lines)
         self._show(reader, lines, now)
+        if self._rows is not None:
+            self._rows.wrote(reader.rank, lines[-1] if lines else reader.held, now)
         if reader.overfull:
             self._show_part(reader, now)
 
@@ -112,8 +146,10 @@ class Terminal:
         """Show what has waited long enough: unfinished lines, and lines that might have folded."""
         if self._spec.on_line is not None:
             return
+        if self._rows is not None:
+            self._draw(self._rows, now)
         for reader in self._readers:
-            if reader.holds and now >= reader.show_at:
+            if self._rows is None and reader.holds and now >= reader.show_at:
                 self._show_part(reader, now)
         for sink in self.sinks:
             folder = self._folders.get(sink.fd)
@@ -144,6 +180,8 @@ class Terminal:
     def finish(self) -> None:
         """Show what is left of unfinished lines, and close the files."""
         self._flush()
+        if self._rows is not None:
+            self._sinks["stdout"].put_area([])
         for sink in self.sinks:
             sink.finish()
         self.close()
@@ -161,6 +199,25 @@ class Terminal:
             folder = self._folders.get(sink.fd)
             if folder is not None:
                 self._put(sink, folder.flush())
+
+    def _live(self) -> Rows | None:
+        """Return the rows of the live view, where it was asked for and there is a terminal."""
+        spec = self._spec
+        if not spec.live or spec.on_line is not None or not self._sinks["stdout"].terminal:
+            return None
+        return Rows(" ".join((spec.program, *spec.args)))
+
+    def _draw(self, rows: Rows, now: float) -> None:
+        """Draw the live view if it is due, and nothing else waits for the terminal."""
+        sink = self._sinks["stdout"]
+        if now < rows.draw_at or sink.waiting:
+            return
+        try:
+            width, height = os.get_terminal_size(sink.fd)
+        except OSError:
+            return
+        sink.put_area(rows.draw(now, width or 80, height or 24))
+        sink.write_some()
 
     def _make_folders(self, round: Round) -> dict[int, Folder]:
         spec = self._spec
@@ -207,6 +264,9 @@ class Terminal:
         elif is_shown(self._spec, local, reader.stream):
             sink = self._sinks[reader.stream]
             folder = self._folders.get(sink.fd)
+            if self._rows is not None:  # nothing may stay unfinished above the live view
+                self._show(reader, [text], now)
+                return
             if folder is not None:
                 self._put(sink, folder.put_part(reader, local, text, now))
                 return
