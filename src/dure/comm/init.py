@@ -28,7 +28,7 @@ from dure.comm.recording import begin_recording, end_recording
 from dure.comm.world import GroupMember, World, current_world, resolve
 from dure.errors import DureError, RendezvousError, UsageError
 from dure.native import available as native_available
-from dure.placement import detect
+from dure.placement import System, detect
 from dure.store.base import Store
 from dure.store.lifetime import at_process_end
 from dure.store.rendezvous import Rendezvous, rendezvous, rendezvous_at
@@ -153,9 +153,9 @@ def _meets_by_mpi(backend: str | None) -> bool:
     """Tell whether MPI is what the ranks know each other by, as far as one rank can tell.
 
     It is where the program wants MPI, unless RANK or WORLD_SIZE say otherwise without an MPI
-    launcher; and where an MPI launcher started the ranks on several hosts and its variables do not
-    say where rank 0 is. Those variables come first, for mpi4py may be built with another MPI than
-    the launcher's, and then every rank is alone in it.
+    launcher; and where an MPI launcher started the ranks on several hosts, for MPI brings them the
+    key as well. On one host, and under srun, variables say enough, and need no MPI: mpi4py may be
+    built with another MPI than the launcher's, and then every rank is alone in it.
     """
     named = set() if backend is None else set(parse_backend(backend).values())
     wanted = bool(named & {"mpi", "hybrid_mpi"})
@@ -166,7 +166,7 @@ def _meets_by_mpi(backend: str | None) -> bool:
         return wanted
     placement = detect(env.everything())
     member = placement.member
-    placed = member is not None and (member.on_one_host or placement.endpoint is not None)
+    placed = placement.system is System.SLURM or (member is not None and member.on_one_host)
     return not placed and mpi_library.installed()
 
 

@@ -68,6 +68,8 @@ def detect(environ: Mapping[str, str]) -> Placement:
 def _with_address(found: Placement, reader: Reader) -> Placement:
     """Put in what MASTER_ADDR and MASTER_PORT say, and keep where the endpoint came from."""
     host, port = reader.text("MASTER_ADDR", "PET_MASTER_ADDR"), None
+    if found.system is System.PYTORCHJOB and host == "localhost":
+        host = reader.text("HOSTNAME")  # the first pod's service has its name; older operators
     if host is not None:
         port = reader.number("MASTER_PORT", "PET_MASTER_PORT")
         port = port if port and port < 65536 else None

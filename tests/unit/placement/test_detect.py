@@ -195,6 +195,15 @@ def test_told_address_goes_before_the_derived_one():
     assert (found.host, found.port_derived) == ("elsewhere", True)
 
 
+def test_first_pod_of_an_old_operator_is_called_by_its_service():
+    master = seen.PYTORCHJOB_OLD | {
+        "HOSTNAME": "mnist-master-0",
+        "MASTER_ADDR": "localhost",
+        "RANK": "0",
+    }
+    assert detect(master).endpoint == detect(seen.PYTORCHJOB_OLD).endpoint == "mnist-master-0:23456"
+
+
 def test_requeued_job_is_another_job():
     assert detect(seen.SLURM_STEP | {"SLURM_RESTART_COUNT": "1"}).job != detect(seen.SLURM_STEP).job
 
