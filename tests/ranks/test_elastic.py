@@ -182,6 +182,21 @@ def test_newcomers_are_let_in_at_a_step_boundary_with_the_state():
     assert [s.seen.unique().numel() for s in job.states.values()] == [1, 1, 1]
 
 
+def test_a_program_may_train_elastically_more_than_once():
+    job = Job(2)
+    again: dict[int, int | None] = {}
+
+    def rank(r: int) -> None:
+        with new_world():
+            options = Options(store=job.store, rank=r, world_size=2, backend="threads")
+            for _ in range(3):
+                state = State(n=0)
+                again[r] = dure.elastic.run(lambda s: s.commit() and s.commits, state, options)
+
+    run_ranks(2, rank)
+    assert again == {0: 1, 1: 1}
+
+
 def test_fewer_than_min_ranks_end_the_job():
     job = Job(3, min_ranks=3)
 

@@ -45,6 +45,7 @@ class Keeper:
         store: A store that the caller gave, and that cannot be replaced; None finds it.
         rank: This process's number; -1 takes it from the environment.
         world_size: How many ranks start; -1 likewise.
+        turn: How many elastic runs of the program were before this one.
 
     Attributes:
         rank: This process's number.
@@ -52,7 +53,7 @@ class Keeper:
         keys: The job's own keys in the store that is in use.
     """
 
-    def __init__(self, store: Store | None, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store | None, rank: int, world_size: int, turn: int = 0) -> None:
         self.rank, self.world_size = rank, world_size
         self._given = store is not None
         self._ladder: Ladder | None = None
@@ -60,6 +61,7 @@ class Keeper:
         self._held_by_rank_0 = False
         self._name = "given"
         self._base = store if store is not None else self._open(rank, world_size)
+        self._name = f"{self._name}/{turn}"
         self.keys = PrefixStore(f"dure/elastic/{self._name}", self._base)
 
     def _open(self, rank: int, world_size: int) -> Store:

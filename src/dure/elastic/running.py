@@ -24,6 +24,7 @@ import logging
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,7 +35,7 @@ import torch
 from dure import env
 from dure.comm.init import init_process_group, leave
 from dure.comm.ops import ReduceOp
-from dure.comm.world import current_world
+from dure.comm.world import World, current_world
 from dure.elastic import preempt
 from dure.elastic.council import Council, JobDone
 from dure.elastic.keeper import Keeper
@@ -62,6 +63,9 @@ _LOOK_S = 0.2
 
 _FUTILE = 3
 """More epochs in a row that fail without a loss and without a commit are the program's fault."""
+
+_turns: weakref.WeakKeyDictionary[World, int] = weakref.WeakKeyDictionary()
+"""How often each rank has called `run`: each time has keys of its own."""
 
 _EXPLAINED = (PeerLost, Aborted, CommTimeout, StoreLost)
 _IN_FORMING = (*_EXPLAINED, StoreTimeout, RendezvousError)
@@ -127,7 +131,7 @@ def run(train: Callable[[State], T], state: State, options: Options | None = Non
         options: How the job behaves.
 
     Returns:
-        What `train` returned; None for a process that came when the job was done.
+        What `train` returned; None for a process that came when the others were done.
 
     Raises:
         Exception: What `train` raised, unless the loss of a peer explains it.
@@ -165,7 +169,9 @@ class _Session(Generic[T]):
 
     def __init__(self, train: Callable[[State], T], state: State, options: Options) -> None:
         self._train, self._state, self._options = train, state, options
-        self._keeper = Keeper(options.store, options.rank, options.world_size)
+        world = current_world()
+        turn = _turns[world] = _turns.get(world, -1) + 1
+        self._keeper = Keeper(options.store, options.rank, options.world_size, turn)
         patience_s = options.timeout.total_seconds()
         self._council = Council(
             self._keeper.keys,
