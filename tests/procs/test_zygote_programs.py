@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pty
 import textwrap
@@ -10,7 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from dure.launch import JobResult, JobSpec, Line, run_job
+from dure import env
+from dure.launch import Crash, Exit, JobResult, JobSpec, Line, run_job
+from dure.launch.processes import adopting_orphans
+from dure.launch.report import ReportReader
+from dure.launch.spawn import start_rank
+from dure.launch.zygote import Zygote, zygote_for
 from procs.zygote_programs import FACTS, PROGRAMS
 
 CHEAP = ("textwrap", "decimal")
@@ -71,10 +77,94 @@ def stdin() -> Iterator[None]:
     os.close(kept)
 
 
+@dataclasses.dataclass
+class Seen:
+    """What becomes of a rank, seen from outside."""
+
+    out: bytes
+    err: bytes
+    exit: Exit | None
+    crash: Crash | None
+
+
+class Stage:
+    """One zygote, before which one program after the other is put on, under one name."""
+
+    def __init__(self, spec: JobSpec, zygote: Zygote) -> None:
+        self.spec = spec
+        self._zygote = zygote
+        self._key = os.memfd_create("key")
+
+    def perform(self, text: str, *, forked: bool) -> Seen:
+        Path(self.spec.program).write_text(textwrap.dedent(text))
+        variables = env.child_environment(
+            {
+                "DURE_LAUNCHER": "a-job",
+                "PYTHONUNBUFFERED": "1",
+                "RANK": "0",
+                "WORLD_SIZE": "1",
+                "DURE_JOB_KEY_FD": str(self._key),
+            }
+        )
+        zygote = self._zygote if forked else None
+        rank = start_rank(self.spec, 0, variables, self._key, zygote)
+        assert (rank.fresh is None) == forked
+        out, err = rank.stdout.readall() or b"", rank.stderr.readall() or b""
+        os.waitid(os.P_PIDFD, rank.pidfd, os.WEXITED | os.WNOWAIT)
+        report = ReportReader()
+        report.feed(os.read(rank.report_fd, 1 << 16))
+        seen = Seen(out, err, rank.exit(), report.crash)
+        rank.release()
+        return seen
+
+    def close(self) -> None:
+        os.close(self._key)
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    before, directory = os.getcwd(), tmp_path_factory.mktemp("stage")
+    (directory / "beside.py").write_text("NAME = 'beside'")
+    (directory / "colorsys.py").write_text("NAME = 'shadow'")
+    os.chdir(directory)
+    never, hold = os.pipe()
+    spec = JobSpec(
+        program=str(directory / "program.py"),
+        args=("--one", "two words", ""),
+        zygote="always",
+        preload=CHEAP,
+    )
+    with adopting_orphans(), zygote_for(spec, "a-job", None) as zygote:
+        assert zygote is not None
+        assert zygote.trouble(never) is None
+        stage = Stage(spec, zygote)
+        yield stage
+        stage.close()
+    os.close(never)
+    os.close(hold)
+    os.chdir(before)
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_program_sees_the_same_as_in_a_fresh_interpreter(runs: Runs, name: str) -> None:
-    result = runs.both(runs.write(PROGRAMS[name]), args=("--one", "two words", ""), nproc=1)
-    assert result.ranks[0].pid > 0
+def test_program_sees_the_same_as_in_a_fresh_interpreter(stage: Stage, name: str) -> None:
+    fresh, forked = (stage.perform(PROGRAMS[name], forked=way) for way in (False, True))
+    assert forked == fresh
+
+
+def test_daemon_of_a_forked_rank_is_found_and_ended(runs: Runs) -> None:
+    result = runs.both(
+        runs.write("""
+            import os, time
+            if os.fork() == 0:
+                os.setsid()
+                if os.fork() == 0:
+                    print("daemon", flush=True)
+                    time.sleep(60)
+                os._exit(0)
+            os.wait()
+        """)
+    )
+    assert len(result.outlived) == 1
 
 
 def test_zygote_is_what_ranks_were_forked_from(runs: Runs) -> None:
@@ -179,8 +269,19 @@ UNFIT = {
 
 
 @pytest.mark.parametrize("what", UNFIT)
-def test_unfit_import_leaves_ranks_to_fresh_interpreters(runs: Runs, what: str) -> None:
+def test_unfit_import_is_told(runs: Runs, what: str) -> None:
     runs.write(UNFIT[what], "unfit.py")
+    spec = JobSpec(program=runs.write(""), zygote="always", preload=("unfit",))
+    never, hold = os.pipe()
+    with zygote_for(spec, "a-job", None) as zygote:
+        assert zygote is not None
+        assert zygote.trouble(never) is not None
+    os.close(never)
+    os.close(hold)
+
+
+def test_unfit_import_leaves_ranks_to_fresh_interpreters(runs: Runs) -> None:
+    runs.write(UNFIT["is traced"], "unfit.py")
     program = runs.write("import sys; print('unfit' in sys.modules, sys.gettrace())")
     _, lines = runs.run(program, zygote="always", preload=("unfit",), nproc=2)
     assert lines == [(rank, "stdout", b"False None") for rank in range(2)]

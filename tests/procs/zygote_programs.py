@@ -189,14 +189,4 @@ PROGRAMS: dict[str, str] = {
             return inspect.stack()[0].function, len(traceback.extract_stack()[-1].line) > 0
         print(inspect.getsource(f), f())
     """,
-    "leaves_a_daemon": """
-        import os, time
-        if os.fork() == 0:
-            os.setsid()
-            if os.fork() == 0:
-                print("daemon", flush=True)
-                time.sleep(60)
-            os._exit(0)
-        os.wait()
-    """,
 }

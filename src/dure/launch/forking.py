@@ -50,7 +50,7 @@ __all__ = ["receive", "send"]
 
 _HEADER = struct.Struct("!Q")
 _MOST_FDS = 16
-_THREADS_LEAVE_S = 1.0  # for a thread that has ended to vanish from /proc
+_THREADS_LEAVE_S = 0.5  # for a thread that has ended to vanish from /proc
 _Message = dict[str, Any]  # JSON, both ways: its fields are told where it is made
 
 
