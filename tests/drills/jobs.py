@@ -27,6 +27,7 @@ from procs.launching import DURE, living
 PROGRAMS = Path(__file__).with_name("programs.py")
 LIMIT_S = 180.0
 LOOK_S = 0.01
+STACKS_S = 2.0
 
 
 class Odd(AssertionError):
@@ -119,7 +120,7 @@ class Job:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 cwd=self.folder,
-                env=os.environ | variables | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | variables | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
             )
         self.agents.append(Agent(process, log, number))
 
@@ -327,7 +328,14 @@ class Job:
             self.deaths[-1].recovery_s = time.monotonic() - begun
 
     def close(self) -> None:
-        """End whatever is left."""
+        """End whatever is left; first let Python processes write their stacks into the logs."""
+        agents = {agent.process.pid for agent in self.agents}
+        for some in (set(self.left()) - agents, set(self.left()) & agents):
+            for pid in some:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGABRT)
+            if some:
+                time.sleep(STACKS_S)
         for agent in self.agents:
             agent.process.kill()
             agent.process.wait()
