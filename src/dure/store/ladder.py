@@ -28,6 +28,11 @@ rest: it is told where the job has gone (`redirect`), and who finds such a note 
 that was stopped for a while finds the rung below open (`successor`), leaves such a note itself, and
 follows the others.
 
+**Fresh stores.** A newcomer that finds nobody at the endpoint, because the store there has just
+died, opens one of its own. To those who are on their way down it looks open, but it knows nothing.
+So the first to open a rung gives the job a name, which every further rung repeats; whoever has lost
+a store passes by the rungs that have another one.
+
 Cost: a walk passes a rung that refuses the connection in a few milliseconds, one whose host is
 silent in `patience_s`.
 """
@@ -52,6 +57,7 @@ __all__ = ["Ladder", "rungs_of"]
 _RUNGS = "dure/ladder/rungs"
 _OPEN = "dure/ladder/open"
 _MOVED = "dure/ladder/moved"
+_JOB = "dure/ladder/job"
 _PATIENCE_S = 2.0
 _LOOK = timedelta(seconds=0.1)
 """How long one look at a standby waits for it to open."""
@@ -91,6 +97,7 @@ class Ladder:
         self._key, self._own, self._timeout = key, own, timeout
         self._patience_s = patience_s
         self._ids: dict[str, bytes] = {}  # of the stores that were used, by address
+        self._job = b""  # what all rungs that know this job say
         self._store: NetworkStore | None = None
         self._address = ""
 
@@ -232,7 +239,7 @@ class Ladder:
         if self.leading:
             with contextlib.suppress(StoreError):
                 self.current.set(_MOVED, address)
-        former, self._own = self._own, own
+        former, self._own, self._job = self._own, own, b""
         self._addresses = [address, *(a for a in self._addresses if a not in (address, former))]
         store = self._walk(timeout_s, None)
         self.stand_by()
@@ -286,14 +293,20 @@ class Ladder:
     def _take(self, address: str, store: NetworkStore, gone: set[str]) -> bool:
         """Use a store if it is open, or opens in a moment; otherwise leave it.
 
-        One that holds a note counts as gone itself, if the rung that the note names is.
+        One that holds a note counts as gone itself, if the rung that the note names is; so does
+        one that was started afresh, for those who come from another.
         """
         try:
             store.wait([_OPEN], _LOOK)
             name = store.get(_OPEN)
+            job = store.get(_JOB)
             moved = store.get(_MOVED).decode() if store.check([_MOVED]) else None
         except (StoreTimeout, StoreLost):
             store.close()
+            return False
+        if self._job not in (b"", job) and moved is None:
+            store.close()
+            gone.add(address)  # started afresh
             return False
         if moved is None or moved == address:
             self._use(address, store, name)
@@ -315,6 +328,8 @@ class Ladder:
         store.set(_RUNGS, "".join(f"{address}\n" for address in self._addresses))
         if seed is not None:
             seed(store)
+        self._job = self._job or uuid.uuid4().hex.encode()
+        store.set(_JOB, self._job)
         name = store.compare_set(_OPEN, "", uuid.uuid4().hex.encode())
         store.delete_key(_MOVED)  # a note of times when this was open, and the job elsewhere
         self._use(self._own, store, name)
@@ -324,4 +339,5 @@ class Ladder:
         self.close()
         self._store, self._address = store, address
         self._ids[address] = name
+        self._job = self._job or store.get(_JOB)
         self.refresh()

@@ -168,6 +168,18 @@ def test_a_store_that_was_told_where_the_job_is_lets_others_in_when_the_job_come
     assert late.address == address(third)
 
 
+def test_a_store_started_afresh_is_passed_by_on_the_way_down(crew: Crew) -> None:
+    servers, ladders = three(crew)
+    servers[0].stop()
+    again = crew.server(port=servers[0].port)
+    newcomer = crew.ladder(again, own=again)
+    newcomer.lead()
+    for ladder in ladders[1:]:
+        ladder.advance(5)
+        assert ladder.address == address(servers[1])
+    assert ladders[1].revived() == (address(again), False)
+
+
 def test_a_store_that_never_died_is_known_by_its_id(crew: Crew) -> None:
     servers, ladders = three(crew)
     lower = ladders[1]
