@@ -216,7 +216,8 @@ class Job:
         for entry in self.said():
             if entry["word"] == "committed" and entry["at"] > begun:
                 steps[entry["pid"]] = steps.get(entry["pid"], 0) + 1
-        mine = {entry["pid"] for entry in self.workers()}
+        anew = self.plan.kind == "rounds"  # every kill begins a round
+        mine = {e["pid"] for e in self.workers() if e["at"] > begun or not anew}
         return sum(count > 1 for pid, count in steps.items() if pid in mine) >= wanted
 
     def _wanted(self) -> int:
