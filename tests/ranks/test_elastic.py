@@ -182,6 +182,11 @@ def test_newcomers_are_let_in_at_a_step_boundary_with_the_state():
     assert [s.seen.unique().numel() for s in job.states.values()] == [1, 1, 1]
 
 
+def test_a_rank_that_never_comes_is_waited_for_and_then_done_without():
+    job = Job(3)
+    assert job.run(lambda rank, state: dure.get_world_size(), extra=-1) == [2, 2]
+
+
 def test_a_program_may_train_elastically_more_than_once():
     job = Job(2)
     again: dict[int, int | None] = {}

@@ -70,6 +70,7 @@ class Council:
         min_ranks: Fewer members are too few.
         patience_s: How long to wait for members that live.
         enough_s: How long to wait for newcomers while there are too few.
+        give_up: Tells a newcomer that it shall not wait any longer.
     """
 
     store: Store
@@ -78,6 +79,7 @@ class Council:
     min_ranks: int = 1
     patience_s: float = 300.0
     enough_s: float = 30.0
+    give_up: Callable[[], bool] = bool
     me: Member = field(init=False)
     _dead: set[str] = field(init=False, default_factory=set[str])
 
@@ -102,7 +104,7 @@ class Council:
         """Come as a newcomer; return the epoch in which this process is a member.
 
         Raises:
-            JobDone: The job has ended meanwhile.
+            JobDone: The job has ended meanwhile, or this process shall.
             RendezvousError: The others did not come, or too few.
         """
         store, me = self.store, self.me
@@ -119,7 +121,7 @@ class Council:
                 if self._is_in(plan):
                     return plan
                 continue
-            if store.check(["done"]):
+            if self.give_up() or store.check(["done"]):
                 raise JobDone
             if last is None or all(self._has_ended(m) for m in last.members):
                 alone_since = alone_since or time.monotonic()

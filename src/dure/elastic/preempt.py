@@ -6,18 +6,19 @@ handler only notes it. Ranks learn of it together, at the end of a step: through
 all_reduce in `dure.elastic.run`, or, in any other program, in `preempted()`. Then the callbacks
 run on all ranks at the same step, so they may save a checkpoint together.
 
-A second SIGTERM ends the process at once, as if nothing had been installed.
+A second SIGTERM ends the process at once, as if nothing had been installed. A handler that the
+program had before is called as well.
 """
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -29,14 +30,21 @@ from dure.errors import UsageError
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["EXIT_CODE", "asked", "forget", "on_preempt", "preempted", "run_callbacks", "watch"]
+__all__ = [
+    "EXIT_CODE",
+    "asked",
+    "forget",
+    "on_preempt",
+    "preempted",
+    "run_callbacks",
+    "watch",
+    "watching",
+]
 
 EXIT_CODE = 128 + signal.SIGTERM
 """What a rank exits with after it was asked to end, and has done what was to do: 143."""
 
 F = TypeVar("F", bound=Callable[[], object])
-
-_log = logging.getLogger("dure.elastic")
 
 
 class _Notes:
@@ -44,7 +52,7 @@ class _Notes:
 
     def __init__(self) -> None:
         self.number: int | None = None
-        self.watching = False
+        self.before: dict[int, Any] = {}  # the handlers that were there, of signals that are caught
         self.handled = False
         self.callbacks: list[Callable[[], object]] = []
 
@@ -105,7 +113,7 @@ def preempted(group: ProcessGroup | None = None) -> bool:
 
 def watch() -> None:
     """Catch the signals that ask to end, from now on."""
-    if _notes.watching:
+    if _notes.before:
         return
     if threading.current_thread() is not threading.main_thread():
         raise UsageError(
@@ -118,8 +126,20 @@ def watch() -> None:
     if env.text("SLURM_JOB_ID") is not None:
         numbers.append(signal.SIGUSR1)
     for number in numbers:
-        signal.signal(number, _note)
-    _notes.watching = True
+        _notes.before[number] = signal.signal(number, _note)
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[None]:
+    """Catch the signals for the length of a `with` block, or longer if the program wants that."""
+    mine = not _notes.before and threading.current_thread() is threading.main_thread()
+    if mine:
+        watch()
+    try:
+        yield
+    finally:
+        if mine and not _notes.callbacks:
+            forget()
 
 
 def asked() -> bool:
@@ -134,15 +154,18 @@ def run_callbacks() -> None:
 
 
 def forget() -> None:
-    """Be as a process that was never asked to end, and watches for nothing (a test)."""
-    if _notes.watching:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    """Be as a process that was never asked to end, and watches for nothing."""
+    for number, handler in _notes.before.items():
+        signal.signal(number, handler)
     _notes.__init__()
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    if number == signal.SIGTERM and _notes.number == signal.SIGTERM:
+    before = _notes.before.get(number)
+    if number == signal.SIGTERM and _notes.number == signal.SIGTERM and not callable(before):
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         return
     _notes.number = number
+    if callable(before):
+        before(number, frame)

@@ -153,15 +153,14 @@ def run(train: Callable[[State], T], state: State, options: Options | None = Non
             op="run",
             fix="Do not call init_process_group before it; use the group within train().",
         )
-    with contextlib.suppress(UsageError):  # thread-ranks cannot catch signals
-        preempt.watch()
-    session = _Session(train, state, options)
-    try:
-        return session.run()
-    except _Preempted:
-        sys.exit(preempt.EXIT_CODE)
-    finally:
-        session.close()
+    with preempt.watching():  # unless this is a thread-rank, which cannot
+        session = _Session(train, state, options)
+        try:
+            return session.run()
+        except _Preempted:
+            sys.exit(preempt.EXIT_CODE)
+        finally:
+            session.close()
 
 
 class _Session(Generic[T]):
@@ -180,6 +179,7 @@ class _Session(Generic[T]):
             min_ranks=options.min_ranks or env.integer("DURE_ELASTIC_MIN", 1) or 1,
             patience_s=patience_s,
             enough_s=options.enough_s,
+            give_up=preempt.asked,
         )
         self._plan: Plan | None = None
         self._kept = state.part_names  # made before `train`, and so valid in any group
@@ -194,8 +194,7 @@ class _Session(Generic[T]):
         try:
             plan = self._council.enter()
         except JobDone:
-            self._ended = True
-            return None
+            return self._not_needed()
         cause: BaseException | None = None
         while True:
             try:
@@ -210,8 +209,13 @@ class _Session(Generic[T]):
             try:
                 plan = self._next(cause)
             except JobDone:
-                self._ended = True
-                return None
+                return self._not_needed()
+
+    def _not_needed(self) -> None:
+        """End without having trained, or without training on."""
+        if preempt.asked():
+            raise _Preempted
+        self._ended = True
 
     # ---- an epoch ------------------------------------------------------------------------------
 
