@@ -117,7 +117,7 @@ class Agent:
     @property
     def wake_at(self) -> float | None:
         """When to look again at the latest."""
-        times = [self._link.fence_at, *(at + _CRASH_S for at in self._crashed_at.values())]
+        times = [self._fence_at, *(at + _CRASH_S for at in self._crashed_at.values())]
         return min((t for t in times if t is not None), default=None)
 
     def attend(self, now: float) -> list[Action]:
@@ -125,7 +125,7 @@ class Agent:
         run = self._run
         assert run is not None
         self._report(run, now)
-        fence_at = self._link.fence_at
+        fence_at = self._fence_at
         if self._link.cut or (fence_at is not None and now > fence_at):
             return run.supervisor.fence(now)
         duty = self._duty()
@@ -139,6 +139,15 @@ class Agent:
         machine = self._link.machine()
         saving = machine.departing and run.catches(signal.SIGTERM)
         return run.supervisor.stop(now, explain=machine.failed, saving=saving)
+
+    @property
+    def _fence_at(self) -> float | None:
+        """When to end the ranks if nobody is reached until then.
+
+        Never in an elastic job: its ranks know by themselves who trains with whom, and may be the
+        last that have the state.
+        """
+        return None if self._place.spec.elastic else self._link.fence_at
 
     # --- duties --------------------------------------------------------------------------------
 
