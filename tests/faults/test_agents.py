@@ -64,6 +64,7 @@ def test_the_first_failure_is_every_hosts_exit_code_and_node_0_tells_it(crew: Cr
     assert "SystemExit: 17" in crew.hosts[0].err
 
 
+@pytest.mark.slow
 def test_restarts_are_counted_for_the_whole_job(crew: Crew) -> None:
     two(crew, ("--nnodes", "2", "--nproc", "1", "--max-restarts", "1"))
     (crew.folder / "fail 0 0").touch()
@@ -73,6 +74,7 @@ def test_restarts_are_counted_for_the_whole_job(crew: Crew) -> None:
     assert max(start.round for start in crew.starts()) == 1
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_is_noticed_at_once_and_the_other_host_goes_on(crew: Crew) -> None:
     first = two(crew, OPEN)
     step = crew.advance()
@@ -99,6 +101,7 @@ def test_the_store_dies_with_its_launcher_and_a_new_host_finds_the_job_again(cre
     assert [host.end() for host in crew.hosts[1:]] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_host_takes_its_leave_and_another_comes_without_a_restart(crew: Crew) -> None:
     flags = ("--nnodes", "1:2", "--nproc", "1", "--rdzv-conf", "last_call_timeout=60")
     two(crew, flags)
@@ -153,6 +156,7 @@ def test_too_few_hosts_end_the_job_after_the_join_timeout(crew: Crew) -> None:
     assert crew.starts() == []
 
 
+@pytest.mark.slow
 def test_hosts_that_were_told_other_things_are_refused(crew: Crew) -> None:
     crew.start("a", *FIXED)
     crew.wait_for_store()

@@ -41,10 +41,10 @@ __all__ = ["run_job"]
 def run_job(spec: JobSpec) -> JobResult:
     """Start the ranks of a job on this host, show their output, and return when all have ended.
 
-    If a rank fails, all others are ended with everything they started (but see
-    `JobSpec.keep_going`). SIGINT, SIGTERM and SIGHUP
-    end the job as well, if this is called on the main thread. When it returns, or raises, no
-    process of the job is left.
+    If a rank fails, all others are ended with everything they started, and all start again while
+    restarts are left (but see `JobSpec.keep_going` and `elastic`). SIGINT, SIGTERM and SIGHUP end
+    the job as well, if this is called on the main thread. When it returns, or raises, no process of
+    the job is left on this host. A job on several hosts (`JobSpec.endpoint`) ends alike on all.
 
     Args:
         spec: What to start.
@@ -55,7 +55,8 @@ def run_job(spec: JobSpec) -> JobResult:
 
     Raises:
         UsageError: The job cannot be started as asked: no such file or module, no process.
-        LaunchError: This host does not let us start it: no memory, no port, no log directory.
+        LaunchError: This host does not let us start it: no memory, no port, no log directory; or
+            the job's other hosts cannot be found.
 
     Threads: one job at a time in a process, for signals and orphans are the process's.
     Cost: a fresh interpreter a rank (some 30 ms of processor time each, and what it imports); with

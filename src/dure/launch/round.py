@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dure import env
-from dure.launch.environment import JobAddress, Round, rank_variables
+from dure.launch.environment import JobAddress, Round, rank_log_dir, rank_variables
 from dure.launch.errorfiles import error_file, known_crash
 from dure.launch.guarding import Guardian
 from dure.launch.loop import JobLoop, Overseer
@@ -85,6 +85,9 @@ class RoundRun:
     def replace(self, local_rank: int, times: int) -> None:
         """Start a rank again that has ended, for the `times`-th time."""
         again = replace(self.round, number=times)
+        if self._place.spec.log_dir is not None:
+            directory = rank_log_dir(self._place.spec.log_dir, again.rank(local_rank), times)
+            directory.mkdir(parents=True, exist_ok=True)  # for its error file
         self._numbers[local_rank] = times
         self.loop.replace(local_rank, self._start(local_rank, again))
 
