@@ -8,9 +8,10 @@ import subprocess
 import pytest
 
 from dure.errors import UsageError
-from dure.launch.clusters import Fleet, Slots, equivalent_lines, read_hostfile, read_hosts
 from dure.launch.clusters import hosts as hosts_module
-from dure.launch.clusters.commands import agent_words, first_lines, host_command
+from dure.launch.clusters.commands import Fleet, agent_words, first_lines, host_command
+from dure.launch.clusters.equivalents import equivalent_lines
+from dure.launch.clusters.hosts import Slots, read_hostfile, read_hosts
 
 pytest.importorskip("ClusterShell", reason="ClusterShell is not installed (extra: cluster)")
 

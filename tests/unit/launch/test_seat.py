@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dure.errors import UsageError
-from dure.launch.clusters import take_seat
+from dure.launch.clusters.seat import take_seat
 from dure.placement import detect
 from unit.placement import environments as seen
 

@@ -10,16 +10,16 @@ import tempfile
 from pathlib import Path
 
 from dure import env
-from dure.cli.run.fleet import dry_run, run_fleet
 from dure.cli.run.page import help_page
 from dure.cli.run.parse import from_variables, parse
 from dure.cli.run.request import Request, make_request
 from dure.errorfile import RecordedError, write_error
 from dure.errors import UsageError
 from dure.launch import JobResult, JobSpec, run_job
-from dure.launch.clusters import hold_leash, take_seat
+from dure.launch.clusters.leash import hold_leash
+from dure.launch.clusters.seat import take_seat
 from dure.launch.errorfiles import recorded
-from dure.placement import detect
+from dure.placement.detect import detect
 from dure.store.key import KEY_BYTES, key_from_file
 
 __all__ = ["run"]
@@ -42,11 +42,10 @@ def run(words: list[str]) -> int:
     if taken.line:
         _say(taken.line)
     request = make_request(given, variables, taken.values)
-    if request.dry_run:
-        dry_run(request)
-        return 0
-    if request.hosts is not None or request.hostfile is not None:
-        return run_fleet(dataclasses.replace(request, spec=_with_key(request)))
+    if request.dry_run or request.hosts is not None or request.hostfile is not None:
+        from dure.cli.run.fleet import start_elsewhere  # lazy: most jobs have one host
+
+        return start_elsewhere(dataclasses.replace(request, spec=_with_key(request)))
     spec = _prepared(request)
     if request.leash:
         hold_leash(sys.stdin.fileno())

@@ -12,19 +12,15 @@ from dataclasses import replace
 from dure import env
 from dure.cli.run.request import Request
 from dure.errors import UsageError
-from dure.launch.clusters import (
-    Fleet,
-    Slots,
-    equivalent_lines,
-    meeting_host,
-    read_hostfile,
-    read_hosts,
-    run_on_hosts,
-)
+from dure.launch.clusters.commands import Fleet
+from dure.launch.clusters.equivalents import equivalent_lines
+from dure.launch.clusters.front import run_on_hosts
+from dure.launch.clusters.hosts import Slots, read_hostfile, read_hosts
+from dure.launch.clusters.meeting import meeting_host
 from dure.placement import derived_port
 from dure.store.key import mint
 
-__all__ = ["dry_run", "run_fleet"]
+__all__ = ["start_elsewhere"]
 
 _OF_THE_FRONT = frozenset(
     {"hosts", "hostfile", "dry_run", "exports", "remote_python", "ssh_options", "leash"}
@@ -36,14 +32,17 @@ _OF_THE_FRONT = frozenset(
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def run_fleet(request: Request) -> int:
-    """Start the job on its hosts, and return the exit code."""
+def start_elsewhere(request: Request) -> int:
+    """Start the job on its hosts, or only show how; return the exit code."""
+    if request.dry_run:
+        _dry_run(request)
+        return 0
     _refuse_contradictions(request)
     key = request.spec.key or mint().raw
     return run_on_hosts(_fleet(request), key)
 
 
-def dry_run(request: Request) -> None:
+def _dry_run(request: Request) -> None:
     """Print how other launchers would start the job.
 
     Raises:

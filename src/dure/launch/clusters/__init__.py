@@ -1,29 +1,11 @@
 """Several hosts: taking a seat in a cluster, and starting `dure run` on hosts over ssh.
 
-* `take_seat`: from what was found around this process to the values of flags that are not given.
-* `read_hosts`, `read_hostfile`: which hosts, and how many ranks each.
-* `run_on_hosts`: the front of a job on several hosts; it starts an agent on each.
-* `equivalent_lines`: the same job in the words of srun, mpirun, clush and torchrun.
+* `seat`: from what was found around this process to the values of flags that are not given.
+* `hosts`: which hosts, and how many ranks each.
+* `commands`: what is said to each of them, on which stream.
+* `front`: it starts an agent on each host and shows what they write; `leash`: the other end.
+* `meeting`: where the hosts meet.
+* `equivalents`: the same job in the words of srun, mpirun, clush and torchrun.
+
+Nothing is imported here, for most jobs have one host and need `seat` alone.
 """
-
-from dure.launch.clusters.commands import Fleet
-from dure.launch.clusters.equivalents import Section, equivalent_lines
-from dure.launch.clusters.front import run_on_hosts
-from dure.launch.clusters.hosts import Slots, read_hostfile, read_hosts
-from dure.launch.clusters.leash import hold_leash
-from dure.launch.clusters.meeting import meeting_host
-from dure.launch.clusters.seat import Taken, take_seat
-
-__all__ = [
-    "Fleet",
-    "Section",
-    "Slots",
-    "Taken",
-    "equivalent_lines",
-    "hold_leash",
-    "meeting_host",
-    "read_hostfile",
-    "read_hosts",
-    "run_on_hosts",
-    "take_seat",
-]
