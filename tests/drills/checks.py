@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,8 @@ def _check_commits(job: Job) -> None:
         raise Odd(f"a commit is missing: {[path.name for path in paths]}")
     rounds = [commit["round"] for commit in commits]
     if rounds != sorted(rounds):
-        raise Odd(f"an older round has committed after a newer one: {rounds}")
+        runs = [number for number, _ in groupby(rounds)]
+        raise Odd(f"an older round has committed after a newer one: {runs}")
     for step, commit in enumerate(commits):
         if sorted(commit["samples"]) != list(range(SAMPLES)):
             raise Odd(f"step {step} has the wrong samples: {commit}")

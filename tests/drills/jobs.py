@@ -108,7 +108,7 @@ class Job:
         if plan.agents > 1:
             words += ["--nnodes", f"{plan.min_agents}:{plan.agents}"]
             words += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "drill"]
-            words += ["--rdzv-conf", "join_timeout=20,last_call_timeout=1"]
+            words += ["--rdzv-conf", "join_timeout=20,last_call_timeout=5"]
         name, _, value = self.tag.partition("=")
         # A host's own number keeps apart what the agents of one machine say.
         variables = {name: value, "TMPDIR": str(self.folder / "tmp"), "DRILL_AGENT": str(number)}
