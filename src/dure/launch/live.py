@@ -10,7 +10,7 @@ sequences, no wider than the terminal, for a line that wraps could not be erased
 write is shown without its control characters. The steps are what programs tell by
 `dure.progress`; memory and processor time are read from /proc, once a second.
 
-Cost: a drawing takes some 0.1 ms for 8 ranks, `REFRESH_S` apart, in the launcher alone.
+Cost: a drawing takes some 0.5 ms for 8 ranks, `REFRESH_S` apart, in the launcher alone.
 """
 
 from __future__ import annotations

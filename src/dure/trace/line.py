@@ -71,7 +71,7 @@ def progress(step: int, total: int | None = None, **values: float | str) -> None
         total: Of how many, where that is known.
         values: What else to show, such as `loss=0.31`; a few short ones.
 
-    Cost: 0.2 us, and 20 us for a call that is told.
+    Cost: 0.5 us, and 15 us for a call that is told.
     """
     global _next_at
     now = time.monotonic()
