@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from dure.cli.doctor import hosts
+from procs.ssh_hosts import ssh_hosts, why_not
 
 DOCTOR = (sys.executable, "-m", "dure.cli", "doctor")
 
@@ -24,7 +28,7 @@ def test_doctor_tries_collectives_and_answers_in_json() -> None:
 
 
 def test_answer_of_a_host_says_versions_time_and_connections() -> None:
-    learnt = hosts.ask("127.0.0.1", (*DOCTOR, "--answer"))
+    learnt = hosts.ask("127.0.0.1", command=(*DOCTOR, "--answer", "127.0.0.1"))
     assert learnt.error == ""
     assert learnt.packages == hosts.packages()
     assert abs(learnt.ahead_s) <= learnt.uncertain_s + 0.05
@@ -32,5 +36,19 @@ def test_answer_of_a_host_says_versions_time_and_connections() -> None:
 
 
 def test_host_that_does_not_answer_is_a_problem() -> None:
-    learnt = hosts.ask("127.0.0.1", (sys.executable, "-c", "raise SystemExit('no route')"))
+    learnt = hosts.ask("127.0.0.1", command=(sys.executable, "-c", "raise SystemExit('no route')"))
     assert "no route" in learnt.error
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+def test_doctor_asks_hosts_over_ssh(tmp_path: Path) -> None:
+    with ssh_hosts(2, tmp_path) as (made, config):
+        words = ["-m", "dure.cli", "doctor", "--json", "--no-collective"]
+        asked = made[0].start([*words, "--hosts", "a,b,c", f"--ssh-option=-F{config}"], {})
+        told = json.loads(asked.communicate(timeout=120)[0])
+    seen = {(f["host"], f["check"], f["level"]) for f in told["findings"] if f["host"]}
+    for host in ("a", "b"):
+        for check in ("ssh", "same versions", "clock difference", "connections"):
+            assert (host, check, "ok") in seen
+    assert ("c", "ssh", "problem") in seen
+    assert asked.returncode == 1

@@ -74,10 +74,11 @@ def try_mpi(limit_s: float) -> Attempt | None:
     return _run(arguments, ("mpi",), limit_s)
 
 
-def try_hosts(hosts: str, limit_s: float) -> Attempt:
+def try_hosts(hosts: str, limit_s: float, options: tuple[str, ...] = ()) -> Attempt:
     """Start one rank on each of several hosts, and let them try what goes between hosts."""
     rank = ["-m", "dure.cli.doctor.rank", str(limit_s / 2), "gloo"]
-    return _run(["--hosts", hosts, "--nproc", "1", *rank], ("gloo",), limit_s)
+    reach = ["--hosts", hosts, *(f"--ssh-option={option}" for option in options)]
+    return _run([*reach, "--nproc", "1", *rank], ("gloo",), limit_s)
 
 
 def _run(arguments: list[str], backends: tuple[str, ...], limit_s: float) -> Attempt:

@@ -55,6 +55,9 @@ def doctor(
         str | None,
         typer.Option("--hosts", help="Also ask these hosts (node[1-4],other), over ssh."),
     ] = None,
+    ssh_option: Annotated[
+        list[str] | None, typer.Option(help="With --hosts: an option for ssh, such as -p2222.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     collective: Annotated[
         bool, typer.Option(help="Try a small collective on each backend.")
@@ -68,7 +71,10 @@ def doctor(
     start = time.monotonic()
     findings = examine(collective=collective, limit_s=limit)
     if hosts_to_ask is not None:
-        findings += hosts.examine(hosts_to_ask, collective=collective, limit_s=limit)
+        options = tuple(ssh_option or ())
+        findings += hosts.examine(
+            hosts_to_ask, collective=collective, limit_s=limit, options=options
+        )
     elapsed_s = time.monotonic() - start
     bad = any(finding.level is Level.PROBLEM for finding in findings)
     if as_json:

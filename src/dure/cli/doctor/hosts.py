@@ -63,8 +63,17 @@ class Answer:
     reached_back: bool | None = None
 
 
-def examine(hosts: str, *, collective: bool, limit_s: float) -> list[Finding]:
-    """Ask each of the hosts (`node[1-4],other`), and let them try a collective together."""
+def examine(
+    hosts: str, *, collective: bool, limit_s: float, options: tuple[str, ...] = ()
+) -> list[Finding]:
+    """Ask each of the hosts (`node[1-4],other`), and let them try a collective together.
+
+    Args:
+        hosts: Who.
+        collective: Whether they try a collective.
+        limit_s: How long that may take.
+        options: Options for ssh.
+    """
     try:
         known = expand_hosts(hosts)
     except ValueError as error:
@@ -72,7 +81,7 @@ def examine(hosts: str, *, collective: bool, limit_s: float) -> list[Finding]:
     answers: dict[str, Answer] = {}
 
     def learn(host: str) -> None:
-        answers[host] = ask(host)
+        answers[host] = ask(host, options)
 
     threads = [threading.Thread(target=learn, args=(host,), daemon=True) for host in known]
     for thread in threads:
@@ -86,7 +95,7 @@ def examine(hosts: str, *, collective: bool, limit_s: float) -> list[Finding]:
         learnt = answers.get(host, Answer(host=host, error="no answer in time"))
         found += [replace(finding, host=host) for finding in judge(learnt, mine)]
     if collective and all(host in answers and not answers[host].error for host in known):
-        tried = collectives.judge(collectives.try_hosts(hosts, limit_s))
+        tried = collectives.judge(collectives.try_hosts(hosts, limit_s, options))
         found += [replace(finding, host=hosts) for finding in tried]
     return found
 
@@ -125,28 +134,19 @@ def judge(learnt: Answer, mine: dict[str, str]) -> list[Finding]:
     return found
 
 
-def ask(host: str, command: tuple[str, ...] | None = None) -> Answer:
+def ask(host: str, options: tuple[str, ...] = (), command: tuple[str, ...] = ()) -> Answer:
     """Ask one host.
 
     Args:
-        host: Its name.
-        command: What starts the answerer, in place of ssh; its last argument is added.
+        host: Its name, for ssh.
+        options: Options for ssh.
+        command: What starts the answerer in place of ssh.
     """
-    with contextlib.suppress(OSError):
-        address = socket.gethostbyname(host)
-        return _ask(host, address, command)
-    return _ask(host, "", command)
-
-
-def _ask(host: str, address: str, command: tuple[str, ...] | None) -> Answer:
-    if command is None:
-        there = shlex.join([sys.executable, "-m", "dure.cli", "doctor", "--answer"])
-        command = (*_SSH, "--", host, there)
-        bind = shlex.quote(address or "127.0.0.1")
-    else:
-        bind = address or "127.0.0.1"
+    address = _address(host, options)
+    there = [sys.executable, "-m", "dure.cli", "doctor", "--answer", address or "127.0.0.1"]
+    command = command or (*_SSH, *options, "--", host, shlex.join(there))
     process = subprocess.Popen(
-        [*command, bind],
+        command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -167,6 +167,22 @@ def _ask(host: str, address: str, command: tuple[str, ...] | None) -> Answer:
         watch.cancel()
         process.kill()
         process.communicate()
+
+
+def _address(host: str, options: tuple[str, ...]) -> str:
+    """Return the address that ssh would connect to; empty if the name stands for none here."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        told = subprocess.run(
+            ["ssh", "-G", *options, "--", host],
+            capture_output=True,
+            text=True,
+            timeout=_CONNECT_S,
+            check=False,
+        )
+        lines = (line.partition(" ") for line in told.stdout.splitlines())
+        name = next((value for key, _, value in lines if key == "hostname"), host)
+        return socket.gethostbyname(name)
+    return ""
 
 
 def _converse(host: str, address: str, to: IO[str], answers: IO[str]) -> Answer:
