@@ -1,7 +1,9 @@
 """Unix sockets of the abstract namespace, which every user of a machine can see."""
 
+import contextlib
 import os
 import socket
+import time
 import uuid
 from collections.abc import Iterator
 
@@ -43,3 +45,19 @@ def test_another_user_does_not_hear_a_word(name: str) -> None:
     if os.getuid():
         pytest.skip("only root can become another user")
     assert heard_as(65534, name) == 0
+
+
+def test_a_stranger_of_this_host_is_named_by_his_process(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect("\0" + name)
+        assert stranger.recv(10)
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        with contextlib.suppress(OSError):
+            while stranger.recv(100):
+                pass
+    deadline = time.monotonic() + 5
+    while not caplog.records and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert f"process {os.getpid()} of user {os.getuid()}" in caplog.records[0].getMessage()

@@ -79,9 +79,12 @@ class Victim:
     def rss_mib(self) -> float:
         return psutil.Process(self.program.pid).memory_info().rss / 2**20
 
-    @property
-    def descriptors(self) -> int:
-        return psutil.Process(self.program.pid).num_fds()
+    def has_at_most(self, descriptors: int) -> None:
+        """The server has so few open, as soon as ZeroMQ has closed what was shut."""
+        deadline = time.monotonic() + 10
+        while (now := psutil.Process(self.program.pid).num_fds()) > descriptors:
+            assert time.monotonic() < deadline, f"{now} descriptors"
+            time.sleep(0.005)
 
     def lines(self) -> list[str]:
         return self.log.read_text().splitlines()

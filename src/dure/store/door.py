@@ -28,6 +28,7 @@ import logging
 import os
 import resource
 import socket
+import struct
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
@@ -43,6 +44,7 @@ HANDSHAKE_S = 10.0
 CROWD, PATIENCE_S = 64, 2.0
 MOST = 512
 
+_CREDENTIALS = struct.Struct("iII")  # of the process at the other end of a Unix socket
 _NAMING_S = 0.25
 """How long we wait for the kernel to name one that has gone."""
 
@@ -102,6 +104,7 @@ class Refusals:
     _window: float = float("-inf")
     _lines: int = 0
     _unsaid: int = 0
+    _due: float | None = None
 
     def note(self, host: str, peer: str, reason: str, now: float) -> None:
         """Count one refusal, and say so if this address has been quiet."""
@@ -111,6 +114,7 @@ class Refusals:
                 self._unsaid += 1
                 return
             tally = self._tallies[host, reason] = _Tally(peer)
+            self._due = now + _QUIET_S if self._due is None else self._due
         tally.peer = peer
         tally.count += 1
         if tally.said == float("-inf"):
@@ -118,13 +122,12 @@ class Refusals:
 
     def due(self) -> float | None:
         """Return when `flush` is next needed."""
-        if self._unsaid:
-            return self._window + _QUIET_S
-        said = [tally.said + _QUIET_S for tally in self._tallies.values()]
-        return min(said) if said else None
+        return self._due
 
     def flush(self, now: float) -> None:
         """Say how many came since, and forget addresses that have been quiet."""
+        if self._due is None or now < self._due:
+            return
         for key, tally in list(self._tallies.items()):
             if now - tally.said < _QUIET_S:
                 continue
@@ -134,6 +137,9 @@ class Refusals:
                 del self._tallies[key]
         if self._unsaid and now - self._window >= _QUIET_S:
             self._write_rest()
+        dues = [tally.said + _QUIET_S for tally in self._tallies.values()]
+        dues += [self._window + _QUIET_S] if self._unsaid else []
+        self._due = min(dues, default=None)
 
     def last_words(self) -> None:
         """Say what has not been said; for the end of the server."""
@@ -369,7 +375,9 @@ def _peer_name(probe: socket.socket) -> tuple[str, str]:
     name = probe.getpeername()
     if isinstance(name, tuple):
         return str(name[0]), f"{name[0]}:{name[1]}"
-    return "local", "a process of this host"
+    raw = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, _ = _CREDENTIALS.unpack(raw)
+    return f"user {user}", f"process {pid} of user {user}"
 
 
 def _have_descriptors_for(connections: int) -> None:
