@@ -55,10 +55,15 @@ def key(tmp_path):
     return str(path)
 
 
+SHAPES = [
+    pytest.param(("-N1", "-n3"), marks=pytest.mark.slow),
+    ("-N2", "-n3"),
+    pytest.param(("-N2", "-n4", "--mpi=pmi2"), marks=pytest.mark.slow),
+]
 DURE_RUN = (sys.executable, "-m", "dure.cli", "run", "--no-zygote")
 
 
-@pytest.mark.parametrize("shape", [("-N1", "-n3"), ("-N2", "-n3"), ("-N2", "-n4", "--mpi=pmi2")])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_ranks_of_srun_find_each_other(cluster, program, key, shape):
     ended = cluster.run("srun", *shape, sys.executable, program(MEET), DURE_JOB_KEY_FILE=key)
     count = int(shape[1][2:])
@@ -66,6 +71,7 @@ def test_ranks_of_srun_find_each_other(cluster, program, key, shape):
     assert sorted(ended.out.splitlines()) == [f"rank {r} of {count}" for r in range(count)]
 
 
+@pytest.mark.slow
 def test_ranks_of_srun_compute_together(cluster, program, key):
     ended = cluster.run("srun", "-N2", "-n2", sys.executable, program(SUM), DURE_JOB_KEY_FILE=key)
     assert ended.code == 0, ended.err

@@ -120,7 +120,7 @@ def test_death_of_the_front_ends_all_hosts_and_no_secret_is_seen(start, tmp_path
     assert time.monotonic() - began < 5, "a second, on a quiet machine"
 
 
-@pytest.mark.parametrize("launcher", ["ssh", "clush"])
+@pytest.mark.parametrize("launcher", ["ssh", pytest.param("clush", marks=pytest.mark.slow)])
 def test_lines_of_a_dry_run_run(start, two_hosts, tmp_path, launcher):
     key = tmp_path / "key"
     key.write_bytes(b"k" * 32)
@@ -146,4 +146,11 @@ def test_host_that_cannot_be_reached_is_named_and_the_others_end(start):
     _, err = job.communicate(timeout=40)
     assert job.returncode == 255
     assert "nowhere.invalid" in err
-    assert os.strerror(2) not in err
+
+
+def test_host_without_the_interpreter_is_named(start):
+    job = start("b", WAIT, "--nproc", "1", "--remote-python", "/nowhere/python")
+    _, err = job.communicate(timeout=40)
+    assert job.returncode == 127
+    assert "host b" in err
+    assert "/nowhere/python" in err

@@ -127,10 +127,23 @@ class _Front:
         self._failed_s = self._now_s
         if self._interrupted is not None:
             return
-        if rc == _SSH_FAILED and not is_this_host(host):
-            said = " / ".join(line.strip() for line in self._words[host] if line.strip())
-            _say(f"host {host} cannot be reached, or was lost: {said or 'ssh said nothing'}")
+        said = " / ".join(line.strip() for line in self._words[host] if line.strip())
+        trouble = self._trouble(host, rc, said)
+        if trouble:
+            _say(f"host {host} {trouble}: {said or 'ssh said nothing'}")
             self._ask_all("SIGTERM")
+
+    def _trouble(self, host: str, rc: int, said: str) -> str:
+        """Say what kept an agent from its work, if it was no rank's failure."""
+        if rc == _SSH_FAILED and not is_this_host(host):
+            return "cannot be reached, or was lost"
+        if rc in (126, 127) and "/bin/sh:" in said:
+            return f"cannot start {self._fleet.python} (see --remote-python)"
+        if rc == 2 and "/bin/sh:" in said:
+            return f"has no directory {self._fleet.directory}"
+        if "No module named" in said and "dure" in said.partition("No module named")[2][:10]:
+            return f"has no Dure in {self._fleet.python} (see --remote-python)"
+        return ""
 
     def ev_close(self, worker: Any, timedout: bool) -> None:
         """Nothing: a worker's streams are closed."""

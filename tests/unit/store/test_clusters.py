@@ -1,0 +1,104 @@
+"""Where ranks meet that found themselves in a cluster."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from dure.errors import RendezvousError, StoreError
+from dure.store import places
+from dure.store.finding import find_place
+from dure.store.key import user_key_path
+from dure.store.places import LocalPlace, NearPlace, TcpPlace
+from unit.placement import environments as seen
+
+
+@pytest.fixture
+def inside(monkeypatch):
+    """Return what puts this process into an environment."""
+
+    def enter(environ):
+        for name in list(os.environ):
+            if name.startswith(("SLURM", "OMPI", "PMI", "MASTER", "DURE", "TORCHELASTIC")):
+                monkeypatch.delenv(name)
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+
+    return enter
+
+
+def test_ranks_of_one_host_meet_at_a_socket(inside):
+    inside(seen.OPEN_MPI_4)
+    spot = find_place(None, -1, -1)
+    assert (spot.rank, spot.world_size) == (1, 2)
+    assert isinstance(spot.place, LocalPlace)
+    assert "718340097" in spot.place.name
+
+
+def test_ranks_of_several_hosts_meet_near_a_derived_port(inside):
+    inside(seen.SLURM_STEP)
+    spot = find_place("env://", -1, -1)
+    assert (spot.rank, spot.world_size) == (5, 7)
+    assert isinstance(spot.place, NearPlace)
+    assert (spot.place.host, spot.place.other) == ("cn08", "cn09")
+
+
+def test_told_address_is_taken_as_it_is(inside):
+    inside(seen.SLURM_STEP | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
+    place = find_place(None, -1, -1).place
+    assert isinstance(place, TcpPlace)
+    assert (place.host, place.port) == ("10.0.0.1", 29500)
+
+
+def test_rank_and_size_that_the_program_knows_already_are_filled_up(inside):
+    inside(seen.SLURM_STEP)
+    assert find_place(None, 5, 7).rank == 5
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank", "size"),
+    [
+        (seen.SLURM_STEP, 4, 7),
+        (seen.SLURM_STEP | {"WORLD_SIZE": "2"}, -1, -1),
+        (seen.MPICH | {"MPI_LOCALNRANKS": "1"}, -1, -1),
+    ],
+)
+def test_contradictions_and_unknown_hosts_are_errors(inside, environ, rank, size):
+    inside(environ)
+    with pytest.raises(RendezvousError):
+        find_place(None, rank, size)
+
+
+def test_no_cluster_still_says_what_is_missing(inside):
+    inside({})
+    with pytest.raises(RendezvousError):
+        find_place(None, -1, -1)
+
+
+def test_key_that_rank_0_is_making_is_waited_for(inside, tmp_path):
+    inside({"XDG_CONFIG_HOME": str(tmp_path)})
+    place = NearPlace(host="192.0.2.1", port=20000, name="job")  # of nobody: no host of ours
+
+    def make():
+        user_key_path().parent.mkdir(parents=True)
+        draft = tmp_path / "draft"
+        draft.write_bytes(b"k" * 32)
+        draft.chmod(0o600)
+        draft.rename(user_key_path())
+
+    maker = threading.Timer(0.1, make)
+    maker.start()
+    assert place._key(1, 5.0) is not None
+    maker.join()
+
+
+def test_key_that_nobody_makes_is_an_error(inside, tmp_path, monkeypatch):
+    inside({"XDG_CONFIG_HOME": str(tmp_path)})
+    monkeypatch.setattr(places, "_KEY_S", 0.1)
+    with pytest.raises(StoreError) as caught:
+        NearPlace(host="192.0.2.1", port=20000, name="job")._key(1, 5.0)
+    assert "DURE_JOB_KEY_FILE" in caught.value.fix
