@@ -31,7 +31,7 @@ folder = pathlib.Path(os.environ["CREW"])
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 checkpoint, start = folder / "checkpoint", folder / f"starting {os.getpid()}"
 step = int(checkpoint.read_text()) if checkpoint.exists() else 0
-start.write_text(f"{os.getpid()} {step}")
+start.write_text(f"{os.getpid()} {step} {os.environ['DURE_STORE_ADDR']}")
 start.rename(
     folder / f"start {os.environ['TORCHELASTIC_RESTART_COUNT']} {rank} {world}"
     f" {os.environ['DURE_HOST_ID']}"
@@ -57,6 +57,7 @@ class Start:
     host: str
     pid: int
     step: int
+    store: str
 
 
 @dataclass
@@ -120,8 +121,8 @@ class Crew:
         found: list[Start] = []
         for path in self.folder.glob("start *"):
             _, round, rank, world, host = path.name.split()
-            pid, step = map(int, path.read_text().split())
-            found.append(Start(int(round), int(rank), int(world), host, pid, step))
+            pid, step, store = path.read_text().split()
+            found.append(Start(int(round), int(rank), int(world), host, int(pid), int(step), store))
         return sorted(found, key=lambda start: (start.round, start.rank))
 
     def round(self, number: int, world_size: int) -> list[Start]:

@@ -156,6 +156,21 @@ def test_too_few_hosts_end_the_job_after_the_join_timeout(crew: Crew) -> None:
     assert crew.starts() == []
 
 
+def test_the_host_of_the_store_takes_its_leave_and_the_next_round_has_another_store(
+    crew: Crew,
+) -> None:
+    flags = ("--nnodes", "1:2", "--nproc", "1", "--rdzv-conf", "last_call_timeout=60")
+    two(crew, flags)
+    crew.hosts[0].process.send_signal(signal.SIGTERM)
+    again = crew.round(1, 1)
+    assert again[0].host == "b"
+    assert again[0].store != crew.starts()[0].store
+    assert crew.hosts[0].end() == 143
+    crew.finish()
+    assert crew.hosts[1].end() == 0
+    assert "restarts: 0" in crew.hosts[1].err
+
+
 @pytest.mark.slow
 def test_hosts_that_were_told_other_things_are_refused(crew: Crew) -> None:
     crew.start("a", *FIXED)

@@ -44,6 +44,9 @@ from dure.store.server import StoreServer, adopt, listen, listen_local
 __all__ = ["FilePlace", "LocalPlace", "NearPlace", "Place", "Spot", "TcpPlace"]
 
 _NEAR_PORTS = 16
+_HOSTED_S = 20.0
+"""How long ranks look for the store of a launcher, which may be on another host."""
+
 _KEY_S = 3.0
 """How long other hosts wait for the key that rank 0 makes on first use."""
 
@@ -106,7 +109,12 @@ class TcpPlace:
             bind = env.text("DURE_STORE_BIND")
             at = resolve(bind, self.port, "DURE_STORE_BIND") if bind else address
             server = adopt(at.endpoint) or StoreServer(listen(at), key)
-        return NetworkStore(address.endpoint, key, timedelta(seconds=timeout_s), server)
+        if not self.hosted:
+            return NetworkStore(address.endpoint, key, timedelta(seconds=timeout_s), server)
+        # The launcher serves before it starts ranks: one that does not answer now has gone.
+        store = NetworkStore(address.endpoint, key, timedelta(seconds=min(timeout_s, _HOSTED_S)))
+        store.set_timeout(timedelta(seconds=timeout_s))
+        return store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,6 +87,7 @@ class Agent:
         self._crashed_at: dict[int, float] = {}
         self._timers: dict[str, float] = {}
         self._keeper: socket.socket | None = None
+        self._silent = False  # this host takes its leave, and holds the store
 
     def work(self) -> Outcome:
         """Take part in the job until it is over, for this host at least."""
@@ -98,14 +99,27 @@ class Agent:
                     return duty.outcome
                 if self._link.cut:
                     return Outcome(code=1, why=f"cut off from the other hosts: {self._link.cut}")
-                if self.interrupted_by is not None and isinstance(duty, Rejoin):
-                    return Outcome(code=128 + self.interrupted_by)
+                if self._goes(duty):
+                    self._link.hand_over()
+                    return Outcome(code=128 + (self.interrupted_by or 0))
                 self._do(duty)
         except BaseException as error:
+            self._link.hand_over()
             self._link.tell(Left(self.name, 1, f"{self._place.host} cannot go on: {error}"))
             raise
         finally:
             self._release_port()
+
+    def _goes(self, duty: Duty) -> bool:
+        """Whether this host takes its leave now, of a job that goes on.
+
+        Who holds the store does so when its ranks have ended, without a word: the others lose it,
+        and so move to the next before they start a round whose ranks would look for it here.
+        """
+        if self.interrupted_by is None:
+            return False
+        staying = self._link.machine().dismissed
+        return isinstance(duty, Rejoin) or (self._silent and not staying)
 
     # --- the overseer of a round's loop --------------------------------------------------------
 
@@ -233,6 +247,10 @@ class Agent:
         well = all(map(supervisor.succeeded, range(run.round.nproc)))
         if well and not self._held and supervisor.interrupted_by is None:
             self._tell_once(f"ended {number}", Succeeded(self.name, number))
+        elif self.interrupted_by is not None and self._link.leading:
+            self._silent = True
+            if self._link.machine().dismissed:
+                self._tell_once(f"ended {number}", Ended(self.name, number, self.ranks))
         elif supervisor.fenced and not self._link.cut:
             self._tell_once("lost", Lost(self.name, "it was cut off from the others for a while"))
         else:

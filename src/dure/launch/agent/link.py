@@ -41,6 +41,7 @@ _TERMS = "dure/agents/terms"
 _OPERATION = timedelta(seconds=2)
 _HEARTBEAT = Heartbeat()
 _SLICE_S = 0.5
+_HANDOVER_S = 0.3
 _FAREWELL_S = 5.0
 """How long the one who holds the store waits for the others to read the end of the log."""
 
@@ -100,6 +101,15 @@ class Link(Protocol):
         """Return the machine, fed with all that is known now."""
         ...
 
+    @property
+    def leading(self) -> bool:
+        """Whether other hosts' agents depend on this one's store."""
+        ...
+
+    def hand_over(self) -> None:
+        """The job goes on without this agent: `close` lets the others move on at once."""
+        ...
+
     def close(self) -> None:
         """Take leave."""
         ...
@@ -128,7 +138,7 @@ class Alone:
     fd = -1
     fence_at = None
     cut = ""
-    settled = True
+    settled, leading = True, False
     address = MASTER_ADDR
 
     def __init__(self, spec: JobSpec, key: JobKey) -> None:
@@ -148,6 +158,9 @@ class Alone:
     def machine(self) -> Machine:
         """Return the machine."""
         return self._machine
+
+    def hand_over(self) -> None:
+        """There is nobody."""
 
     def close(self) -> None:
         """Let the store end when the last rank has left it."""
@@ -187,6 +200,7 @@ class Linked:
         interrupted: int = -1,
     ) -> None:
         self._spec, self._key = spec, key
+        self._farewell_s = _FAREWELL_S
         with contextlib.ExitStack() as on_error:
             self._server, self._ladder = _meet(spec, key, interrupted)
             on_error.callback(self._server.stop)
@@ -242,13 +256,22 @@ class Linked:
             self._machine.apply(event)
         return self._machine
 
+    @property
+    def leading(self) -> bool:
+        """Whether the store in use is ours."""
+        return self._pulse.leading
+
+    def hand_over(self) -> None:
+        """Let the others read our last words, and lose the store."""
+        self._farewell_s = _HANDOVER_S
+
     def close(self) -> None:
         """Leave; who holds the store waits a little for the others to read its end."""
         held = self._pulse.store if self._pulse.leading else ""
         self._pulse.close()
         for server in self._servers:
             if held.endswith(f":{server.port}"):
-                server.finish(_FAREWELL_S)
+                server.finish(self._farewell_s)
             else:
                 server.stop()
 

@@ -141,6 +141,11 @@ class Machine:
         """Whether the present round ends because a host takes its leave."""
         return bool(self._leaving) or self._dismissed is not None
 
+    @property
+    def dismissed(self) -> bool:
+        """Whether the job ends because a host takes its leave."""
+        return self._dismissed is not None
+
     def host(self, agent: str) -> str:
         """Return the name of an agent's host."""
         joined = self._agents.get(agent)
