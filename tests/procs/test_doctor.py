@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,8 @@ def test_doctor_tries_collectives_and_answers_in_json() -> None:
     for check in ("cores", "memory", "shared memory", "ports", "clock", "job key", "versions"):
         assert check in levels
     assert (levels["shm collective"], levels["gloo collective"]) == ("ok", "ok")
+    if shutil.which("mpirun") and find_spec("mpi4py"):  # else there is no such finding
+        assert levels["mpi collective"] == "ok"
 
 
 def test_answer_of_a_host_says_versions_time_and_connections() -> None:

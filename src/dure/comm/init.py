@@ -174,10 +174,12 @@ def _meet_by_mpi(timeout: timedelta, group_name: str) -> Rendezvous:
     began = time.monotonic()
     spot = find_mpi_place(timeout.total_seconds())
     found = detect(env.everything())
-    if found.member is not None and spot.world_size != found.member.world_size:
+    # An mpirun that is itself a rank of `dure run` starts a job of its own.
+    member = None if found.system in (System.DURE, System.TORCHRUN) else found.member
+    if member is not None and spot.world_size != member.world_size:
         raise RendezvousError(
             "MPI and the launcher do not agree on the job",
-            seen=f"{found.system} started {found.member.world_size} processes, but mpi4py's MPI "
+            seen=f"{found.system} started {member.world_size} processes, but mpi4py's MPI "
             f"knows of {spot.world_size}",
             fix="Start with the mpirun of the MPI that mpi4py was built with, and no other "
             "(`python -m mpi4py --mpi-library`), or choose a backend that needs no MPI.",
