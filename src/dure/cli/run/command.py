@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from dure import env
@@ -17,6 +18,7 @@ from dure.errorfile import RecordedError, write_error
 from dure.errors import UsageError
 from dure.launch import JobResult, JobSpec, run_job
 from dure.launch.clusters.leash import hold_leash
+from dure.launch.clusters.meeting import outward
 from dure.launch.clusters.seat import take_seat
 from dure.launch.errorfiles import recorded
 from dure.placement.detect import detect
@@ -38,10 +40,7 @@ def run(words: list[str]) -> int:
     variables, notes = from_variables(env.beginning_with("PET_"))
     for note in notes:
         _say(note)
-    taken = take_seat(detect(env.everything()), {**variables, **given.values})
-    if taken.line:
-        _say(taken.line)
-    request = make_request(given, variables, taken.values)
+    request = make_request(given, variables, _found({**variables, **given.values}))
     if request.dry_run or request.hosts is not None or request.hostfile is not None:
         from dure.cli.run.fleet import start_elsewhere  # lazy: most jobs have one host
 
@@ -53,6 +52,18 @@ def run(words: list[str]) -> int:
     result = run_job(spec)
     _hand_on(result)
     return result.exit_code
+
+
+def _found(chosen: Mapping[str, object]) -> dict[str, object]:
+    """Return the values that the cluster around this process fills in, and say so."""
+    placement = detect(env.everything())
+    taken = take_seat(placement, chosen)
+    if taken.line:
+        _say(taken.line)
+    values = dict(taken.values)
+    if "endpoint" in values:
+        values["endpoint"] = outward(str(values["endpoint"]), placement.hosts)
+    return values
 
 
 def _with_key(request: Request) -> JobSpec:

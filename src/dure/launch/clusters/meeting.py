@@ -5,11 +5,12 @@ from __future__ import annotations
 import socket
 import subprocess
 from collections.abc import Sequence
+from ipaddress import ip_address
 
 from dure.errors import StoreError
 from dure.store.address import interface_to, is_local, resolve
 
-__all__ = ["is_this_host", "meeting_host"]
+__all__ = ["is_this_host", "meeting_host", "outward"]
 
 _ASK_S = 10.0
 
@@ -25,6 +26,25 @@ def meeting_host(hosts: Sequence[str], ssh_options: Sequence[str] = ()) -> str:
         return _address(_ssh_name(hosts[0], ssh_options))
     found = [interface_to(_ssh_name(host, ssh_options)) for host in others]
     return next((address for address in found if address), "127.0.0.1")
+
+
+def outward(endpoint: str, hosts: Sequence[str]) -> str:
+    """Return `endpoint` so that its own host does not take it for loopback.
+
+    Debian's /etc/hosts gives a host's own name to 127.0.1.1. Who serves there is alone: the first
+    host serves on the interface that leads to another of `hosts` instead.
+    """
+    host, _, port = endpoint.rpartition(":")
+    others = [other for other in hosts if other != host]
+    try:
+        if not others or not ip_address(resolve(host.strip("[]"), 0).ip).is_loopback:
+            return endpoint
+    except StoreError:
+        return endpoint  # whoever needs it says that it is unknown
+    found = interface_to(others[0])
+    if found is None:
+        return endpoint
+    return f"[{found}]:{port}" if ":" in found else f"{found}:{port}"
 
 
 def is_this_host(host: str) -> bool:
