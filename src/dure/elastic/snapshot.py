@@ -11,8 +11,9 @@ code is ever carried, and nothing is unpickled.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -74,6 +75,8 @@ class Snapshot:
                     fix="Use an optimizer whose state each rank holds whole.",
                 )
             trees[name] = encode(state_of(name, part), name, tensors)
+        for name, value in values.items():
+            _require_returnable(value, name)
         trees[_VALUES + "/"] = encode(dict(values), _VALUES + "/", tensors)
         self._trees = trees
         self._copy(tensors)
@@ -152,6 +155,40 @@ class Snapshot:
         seed_new_rank(decode(random, self._buffers.__getitem__), group.rank())
         self._random = random_state()
         self.step = step
+
+
+def _require_returnable(value: object, path: str) -> None:
+    """Refuse a value that would come back as another kind of thing, and only after a failure.
+
+    What nothing at all can be made of is refused by `encode`.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.is_leaf and value.requires_grad:
+            raise UsageError(
+                f"the state's {path} is a tensor that is trained, not a value",
+                seen="an optimizer would go on with the old one after a failure",
+                fix="Put it into a module (nn.Parameter, nn.ParameterDict) and that into the "
+                "state; or detach() it.",
+            )
+    elif isinstance(value, Mapping):
+        _require_type(value, path, dict, OrderedDict, Counter)
+        for key, item in cast(Mapping[object, object], value).items():
+            _require_returnable(item, f"{path}[{key!r}]")
+    elif isinstance(value, str | bytearray):
+        _require_type(value, path, str)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for i, item in enumerate(cast(Sequence[object], value)):
+            _require_returnable(item, f"{path}[{i}]")
+
+
+def _require_type(value: object, path: str, *kinds: type) -> None:
+    if type(value) not in kinds:
+        raise UsageError(
+            f"the state's {path} would not come back as what it is after a failure",
+            seen=f"it is a {type(value).__qualname__}",
+            fix=f"Use {', '.join(kind.__name__ for kind in kinds)}; or an object with state_dict "
+            "and load_state_dict.",
+        )
 
 
 def _alike(buffer: torch.Tensor, tensor: torch.Tensor) -> bool:

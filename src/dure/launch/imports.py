@@ -56,7 +56,7 @@ def names_to_import(spec: JobSpec) -> tuple[str, ...]:
     """
     first = first_path(spec.kind, spec.program)
     start = _file_of_program(spec, first)
-    if start is None:
+    if start is None or _is_beside(first):
         return ()
     return _Search(first).run(start)
 
@@ -79,6 +79,12 @@ def _file_of_program(spec: JobSpec, first: str) -> tuple[str, str] | None:
     if found is None or not found.has_location or found.origin is None:
         return None
     return found.origin, name if path else name.rpartition(".")[0]
+
+
+def _is_beside(first: str) -> bool:
+    """Tell whether `import torch` finds a module of the program's own, which is for each rank."""
+    own = PathFinder.find_spec("torch", [first])
+    return own is not None and own.has_location
 
 
 class _Search:

@@ -7,6 +7,7 @@ remains on disk whatever ends the launcher. The loop itself is in `dure.launch.l
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import sys
@@ -97,8 +98,15 @@ def run_job(spec: JobSpec) -> JobResult:
         raise LaunchError(
             "the job could not be started",
             seen=str(error),
-            fix="Start fewer ranks, or see what is used up (`ulimit -a`, `df`).",
+            fix=_advice(error),
         ) from error
+
+
+def _advice(error: OSError | StoreError) -> str:
+    used_up = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, OSError) and error.filename is not None and error.errno not in used_up:
+        return "See whether it can be made there, and by you (`ls -ld`)."
+    return "Start fewer ranks, or see what is used up (`ulimit -a`, `df`)."
 
 
 def _run(agent: Agent, place: Workplace, started: float) -> JobResult:
@@ -166,8 +174,9 @@ def _result(agent: Agent, outcome: Outcome, elapsed_s: float) -> JobResult:
     mine = {rank.rank: rank for rank in agent.ranks}
     ranks = {rank.rank: rank for rank in outcome.ranks} | mine
     failure = outcome.failure
-    if failure is not None:
-        failure = ranks.get(failure.rank, failure)
+    latest = None if failure is None else ranks.get(failure.rank)
+    if failure is not None and latest is not None and latest.is_process_of(failure):
+        failure = latest  # not of one that took its place
     return JobResult(
         exit_code=outcome.code,
         ranks=tuple(ranks[rank] for rank in sorted(ranks)),

@@ -149,6 +149,7 @@ class JobLoop:
         now = time.monotonic()
         self.terminal.tick(now)
         if self.terminal.broken and self.supervisor.interrupted_by is None:
+            self.terminal.say(self.terminal.why_broken)
             self._do(self.supervisor.interrupted(signal.SIGPIPE, now))
         self._do(self.supervisor.tick(now))
         if self._overseer is not None and self.supervisor.phase is not Phase.DONE:

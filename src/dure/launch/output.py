@@ -97,11 +97,16 @@ class Sink:
 
     Args:
         fd: The open descriptor, which stays the caller's.
+
+    Attributes:
+        broken: Whether nothing more can be written.
+        trouble: Why, if writing has failed.
     """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.broken = False
+        self.trouble: OSError | None = None
         self._may_block = True
         self.terminal = os.isatty(fd)
         self._fresh: list[bytes] = []  # what comes behind the queue
@@ -213,8 +218,8 @@ class Sink:
             written = os.write(self.fd, data[:limit])
         except BlockingIOError:
             written = 0
-        except OSError:  # nobody reads any more
-            self.broken = True
+        except OSError as error:  # nobody reads any more, or the disk is full
+            self.broken, self.trouble = True, error
             self._queue.clear()
             self._fresh.clear()
             self._queued_bytes = 0

@@ -20,6 +20,7 @@ __all__ = ["check_program"]
 
 def check_program(spec: JobSpec) -> None:
     """Raise `UsageError` if the job cannot be started as it was asked for."""
+    _check_directory()
     _check_numbers(spec)
     _check_hosts(spec)
     _check_output(spec)
@@ -29,6 +30,17 @@ def check_program(spec: JobSpec) -> None:
         _check_module(spec.program)
     elif shutil.which(spec.program) is None:
         raise UsageError("no such program", seen=spec.program, fix="Check its name and mode.")
+
+
+def _check_directory() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UsageError(
+            "the working directory is gone or cannot be read",
+            seen=str(error.strerror),
+            fix="Change to one that is there: `cd`.",
+        ) from error
 
 
 def _check_numbers(spec: JobSpec) -> None:

@@ -240,6 +240,10 @@ class RankResult:
     last: str = ""
     progress: str = ""
 
+    def is_process_of(self, other: RankResult) -> bool:
+        """Tell whether both are of one process: a rank that is replaced has had several."""
+        return (self.rank, self.host, self.pid) == (other.rank, other.host, other.pid)
+
     @property
     def status(self) -> int:
         """The exit code that the rank chose, even if it was ended on its way out."""

@@ -84,7 +84,7 @@ def _failure(
     if failure.crash is not None:
         lines += _traceback(failure.rank, failure.crash.traceback, shown)
     lines += [f"  {what}" for what in _doing(failure)]
-    others = [rank for rank in result.ranks if rank.rank != failure.rank]
+    others = [rank for rank in result.ranks if not rank.is_process_of(failure)]
     alike = [rank for rank in others if _is_alike(rank, failure)]
     if alike:
         lines.append(f"{_ranks(alike)} failed in the same way")
@@ -147,8 +147,8 @@ def _fates(ranks: list[RankResult], limit: int) -> list[str]:
 
 
 def _interruption(result: JobResult, number: int) -> list[str]:
-    if number == signal.SIGPIPE:
-        return ["nobody reads the output any more; all ranks were ended"]
+    if number == signal.SIGPIPE:  # the launcher has said why
+        return ["all ranks were ended"]
     lines = [f"{signal_name(number)}: all ranks were ended"]
     told = [rank for rank in result.ranks if rank.stack]
     return lines + [f"  rank {rank.rank} (pid {rank.pid}): {where(rank.stack)}" for rank in told]

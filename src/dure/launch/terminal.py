@@ -7,6 +7,7 @@ asked for (`JobSpec.on_line`) gets every line in place of the last two.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import deque
 
@@ -66,6 +67,14 @@ class Terminal:
     def broken(self) -> bool:
         """Whether nobody reads the standard output any more."""
         return self._sinks["stdout"].broken
+
+    @property
+    def why_broken(self) -> str:
+        """Why nothing is written to the standard output any more."""
+        trouble = self._sinks["stdout"].trouble
+        if trouble is None or trouble.errno == errno.EPIPE:
+            return "nobody reads the output any more"
+        return f"the output cannot be written: {trouble.strerror}"
 
     @property
     def wake_at(self) -> float | None:

@@ -9,6 +9,7 @@ do without it.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import socket
@@ -199,12 +200,20 @@ class Zygote:
         try:
             return receive(self._link)[0]["trouble"]
         except (EOFError, OSError):
+            self._read_last_words()
             return f"the process that imports {self._how_it_ended()}"
+
+    def _read_last_words(self) -> None:
+        assert self._process.stderr is not None
+        os.set_blocking(self._process.stderr.fileno(), False)
+        self._printed["stderr"] += self._process.stderr.read() or b""
 
     def _how_it_ended(self) -> str:
         self._process.kill()
         code = self._process.wait()
-        return f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
+        words = self._printed["stderr"].decode(errors="replace").strip().rpartition("\n")[2]
+        said = f" ({words})" if words else ""
+        return (f"was killed by signal {-code}" if code < 0 else f"exited with {code}") + said
 
     def _lost(self) -> LaunchError:
         return LaunchError(
@@ -224,8 +233,8 @@ class Zygote:
     def _show_what_was_printed(self, order: ForkOrder) -> None:
         """Let the rank print what the imports have printed, as it would have imported."""
         for fd, text in zip((order.stdout, order.stderr), self._printed.values(), strict=True):
-            if text:
-                os.write(fd, text[:_PIPE_BYTES])  # fits into the pipe, which is empty
+            if text:  # as much as fits into the pipe, which is empty, and small for who has many
+                os.write(fd, text[: fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ)])
 
 
 @contextlib.contextmanager

@@ -187,3 +187,14 @@ def test_possible_numbers_pass() -> None:
             tee={0: Std.OUT},
         )
     )
+
+
+def test_a_directory_that_is_gone_is_told_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(UsageError):
+        check_program(JobSpec(program="json.tool", kind="module"))

@@ -108,3 +108,10 @@ def test_installed_package_is_asked_for_its_requirements(
     monkeypatch.syspath_prepend(str(packages))
     assert found(tmp_path, "import heavy_one")[0] == "torch"
     assert found(tmp_path, "import light_one") == ()
+
+
+def test_own_module_called_torch_is_left_to_the_ranks(tmp_path: Path) -> None:
+    assert found(tmp_path, "import torch", torch="import os\nRANK = os.environ['RANK']") == ()
+    (tmp_path / "torch.py").unlink()
+    (tmp_path / "torch").mkdir()  # data: a folder without __init__.py gives way to a package
+    assert found(tmp_path, "import torch") == ("torch",)

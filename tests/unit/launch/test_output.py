@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 from collections.abc import Iterator
@@ -118,3 +119,13 @@ def test_same_file_tells_copies_from_strangers(pipe: tuple[int, int]) -> None:
     assert same_file(pipe[0], copy)
     os.close(copy)
     assert not same_file(copy, pipe[0])
+
+
+def test_sink_that_cannot_write_says_why() -> None:
+    with open("/dev/full", "wb") as full:
+        sink = Sink(full.fileno())
+        sink.say("lost")
+        sink.write_some()
+    assert sink.broken
+    assert sink.trouble is not None
+    assert sink.trouble.errno == errno.ENOSPC

@@ -225,3 +225,16 @@ def test_a_crash_blames_a_rank_of_the_job_not_of_a_group():
 
     assert run_ranks(3, body) == [None, 2, 2]
     assert dure.launch.child._blamed(PeerLost("lost", group="gone", peer=1)) == 1
+
+
+def test_replaced_rank_failed_first_and_its_replacement_went_on() -> None:
+    dead = dataclasses.replace(rank(1, Exit(signal=signal.SIGKILL)), pid=7)
+    result = JobResult(
+        exit_code=0,
+        ranks=(rank(0, Exit(code=0)), rank(1, Exit(code=0))),
+        elapsed_s=1.0,
+        first_failure=dead,
+    )
+    text = "\n".join(summary(result))
+    assert "pid 7" in text
+    assert "ranks 0-1" in text

@@ -293,8 +293,8 @@ class Agent:
             if times > self._replaced.get(local, 0) and local in run.supervisor.exits:
                 self._replaced[local] = times
                 self._place.terminal.say(
-                    f"rank {run.round.rank(local)} is replaced ({times}): it ended with "
-                    f"{run.supervisor.exits[local]}"
+                    f"rank {run.round.rank(local)} has ended ({run.supervisor.exits[local]}); "
+                    f"replacement {times} is started"
                 )
                 run.replace(local, times)
 
