@@ -182,6 +182,7 @@ class _Session(Generic[T]):
             give_up=preempt.asked,
         )
         self._plan: Plan | None = None
+        self._stood: Plan | None = None  # the last one whose group was made
         self._kept = state.part_names  # made before `train`, and so valid in any group
         self._looked = time.monotonic()
         self._futile = 0
@@ -199,15 +200,18 @@ class _Session(Generic[T]):
         while True:
             try:
                 self._begin(plan, cause)
+                cause = None
                 result = self._train(self._state)
                 self._meet_at_the_end()
                 return result
             except (_Regroup, Exception) as error:
                 if not self._explained(error):
                     raise
-                cause = _without_frames(error)
+                failure = _without_frames(error)
+            if cause is None:
+                cause, self._failed_at = failure, time.monotonic()
             try:
-                plan = self._next(cause)
+                plan = self._next(failure)
             except JobDone:
                 return self._not_needed()
 
@@ -225,7 +229,7 @@ class _Session(Generic[T]):
         Raises:
             CommError, RendezvousError, StoreError: A member ended meanwhile.
         """
-        state, last = self._state, self._plan
+        state, last = self._state, self._stood
         agreed_at = time.monotonic()
         self._plan = plan
         self._keeper.know(plan)
@@ -247,10 +251,11 @@ class _Session(Generic[T]):
         except _IN_FORMING as error:
             raise Aborted("the group could not be made", seen=str(error)) from error
         state.attach(self._agree)
-        if last is not None or plan.source >= 0:
+        if plan.source >= 0:
             state.restore()
         if last is not None:
             self._report(last, plan, cause, (agreed_at, made_at))
+        self._stood = plan
 
     def _bring_state(self, plan: Plan, me: int) -> None:
         """Send the state from the rank that has it to those that have not."""
@@ -304,7 +309,6 @@ class _Session(Generic[T]):
 
     def _next(self, cause: BaseException) -> Plan:
         """Agree with the survivors on the next epoch."""
-        self._failed_at = time.monotonic()
         assert self._plan is not None
         self._state.attach(None)
         self._state.detach_parts(self._kept)
