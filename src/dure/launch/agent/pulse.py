@@ -119,7 +119,9 @@ class Pulse:
         self._waker.setblocking(False)
         self._watch = _Watch(key, heartbeat)
         self._threads = [
-            threading.Thread(target=run, name=f"dure-agent-{name}", daemon=True)
+            threading.Thread(
+                target=self._safely, args=(run,), name=f"dure-agent-{name}", daemon=True
+            )
             for run, name in ((self._follow, "follower"), (self._write, "writer"))
         ]
         for thread in self._threads:
@@ -186,6 +188,15 @@ class Pulse:
         self._waker.close()
         self._wakened.close()
 
+    def _safely(self, run: Callable[[], None]) -> None:
+        """Run a thread; an error that nobody foresaw ends the job here, not in silence."""
+        try:
+            run()
+        except Exception as error:
+            self.cut = f"{type(error).__name__}: {error}"
+            self._notify()
+            raise
+
     # --- the writer --------------------------------------------------------------------------
 
     def _write(self) -> None:
@@ -195,7 +206,7 @@ class Pulse:
                 try:
                     self._append(name)
                     break
-                except (StoreError, DureError):
+                except DureError:
                     with self._lock:  # the follower finds another store, or the same one
                         self._lock.wait_for(lambda at=line: self._closing or self._line != at, 0.5)
             with self._lock:
@@ -263,14 +274,20 @@ class Pulse:
 
     def _move(self) -> None:
         """Go to the next store, or the same one, after the connection was lost."""
-        if self._closing:
-            return
-        try:
-            self._ladder.advance(2 * self._heart.lost_s, self._seed)
-            self._read_afresh()
-        except (StoreError, DureError) as error:
-            self.cut = str(error)
-            self._notify()
+        limit_s = 2 * self._heart.lost_s
+        deadline = time.monotonic() + limit_s
+        while not self._closing:
+            try:
+                self._ladder.advance(limit_s, self._seed)
+                self._read_afresh()
+                return
+            except DureError as error:
+                if time.monotonic() > deadline:
+                    self.cut = str(error)
+                    self._notify()
+                    return
+            with self._lock:  # the store was lost again while it was read
+                self._lock.wait_for(lambda: self._closing, self._heart.look_s)
 
     def _go_to(self, address: str) -> None:
         """Follow the others to a rung that is not the next one."""
