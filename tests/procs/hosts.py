@@ -5,7 +5,8 @@ namespace of its own, so that this machine's own network is never touched. Its r
 a host name of the host's (UTS namespace), and share one PID namespace that no other host shares, so
 Dure takes them for what they play: processes that cannot reach other hosts' memory.
 
-Everything is named after this process and taken away at the end, whatever happened.
+Everything is named after this process and taken away at the end, whatever happened. If this process
+is killed, its hosts' processes die with it, and the next one takes the empty namespaces away.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -31,7 +33,9 @@ def why_not() -> str:
         return "network namespaces are Linux's"
     if os.geteuid() != 0:
         return "only root makes network namespaces"
-    missing = [tool for tool in ("ip", "unshare", "nsenter") if shutil.which(tool) is None]
+    missing = [
+        tool for tool in ("ip", "unshare", "nsenter", "setpriv") if shutil.which(tool) is None
+    ]
     if missing:
         return f"{' and '.join(missing)} not found"
     name = f"dure-{os.getpid()}-try"
@@ -41,6 +45,22 @@ def why_not() -> str:
     bad = subprocess.run(veth, capture_output=True, check=False).returncode
     subprocess.run(["ip", "netns", "del", name], check=True)
     return "the kernel has no veth devices" if bad else ""
+
+
+_DIE_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
+
+
+def _sweep() -> None:
+    """Take away the namespaces of test processes that were killed, if nothing lives there."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    for name in (line.split()[0] for line in listed.stdout.splitlines()):
+        found = re.match(r"dure-([0-9]+)", name)
+        if found is None or Path(f"/proc/{found[1]}").exists():
+            continue
+        words = ["ip", "netns", "pids", name]
+        inside = subprocess.run(words, capture_output=True, text=True, check=False)
+        if inside.returncode == 0 and not inside.stdout.strip():
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
 def _ip(*words: str) -> None:
@@ -71,7 +91,7 @@ class Host:
         script = f"hostname {name}; echo up; exec sleep infinity"
         unshare = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
         self._holder = subprocess.Popen(
-            ["ip", "netns", "exec", self._net, *unshare, "sh", "-c", script],
+            [*_DIE_WITH_US, "ip", "netns", "exec", self._net, *unshare, "sh", "-c", script],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -132,6 +152,7 @@ def hosts(count: int, name: str = "") -> Iterator[list[Host]]:
         count: How many.
         name: Tells networks apart that are there at the same time.
     """
+    _sweep()
     switch = f"dure-{os.getpid()}{name}"
     made: list[Host] = []
     _ip("netns", "add", switch)
