@@ -52,6 +52,7 @@ class _Notes:
 
     def __init__(self) -> None:
         self.number: int | None = None
+        self.pid = os.getpid()  # who catches them: a process that it forks has handlers, too
         self.before: dict[int, Any] = {}  # the handlers that were there, of signals that are caught
         self.handled = False
         self.callbacks: list[Callable[[], object]] = []
@@ -125,6 +126,7 @@ def watch() -> None:
     numbers = [signal.SIGTERM]
     if env.text("SLURM_JOB_ID") is not None:
         numbers.append(signal.SIGUSR1)
+    _notes.pid = os.getpid()
     for number in numbers:
         _notes.before[number] = signal.signal(number, _note)
 
@@ -162,6 +164,10 @@ def forget() -> None:
 
 def _note(number: int, frame: FrameType | None) -> None:
     before = _notes.before.get(number)
+    if os.getpid() != _notes.pid:  # a worker of a loader is to end when it is told to
+        signal.signal(number, signal.SIG_DFL if before is None else before)
+        os.kill(os.getpid(), number)
+        return
     if number == signal.SIGTERM and _notes.number == signal.SIGTERM and not callable(before):
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import time
 import traceback
 import weakref
@@ -158,7 +157,7 @@ def run(train: Callable[[State], T], state: State, options: Options | None = Non
         try:
             return session.run()
         except _Preempted:
-            sys.exit(preempt.EXIT_CODE)
+            raise SystemExit(preempt.EXIT_CODE) from None
         finally:
             session.close()
 
