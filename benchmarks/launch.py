@@ -1,6 +1,6 @@
 """Launchers: how fast they start ranks, what idle ranks take, how fast a job ends, and recovers.
 
-    python benchmarks/launch.py [--rounds N] [--ranks N]... [--only PART]... [--json FILE]
+    python benchmarks/launch.py [--rounds N] [--ranks N]... [--only PART]... [--write]
 
 Contestants are `torchrun` and `dure run`, with ranks forked from one process that has imported
 torch, and (*fresh*) without. Where both have a thing, they take turns, round by round, so that what
@@ -13,8 +13,8 @@ are medians, with the smallest and largest; all but memory are seconds.
   divides a page among the processes that share it, RSS counts it for each.
 - *tear-down*: from the last act of a rank that dies to the end of the command.
 - *recovery*: from the last act of a rank that is killed: with restarted workers to the first line
-  of the last of them, and to their group; with `dure.elastic` to the next step that is committed on
-  all survivors, and to the first that counts the replacement in.
+  of the last of them; with `dure.elastic` to the next step that is committed on all survivors, and
+  to the first that counts the replacement in.
 
 Processes tell what happens when by files (`launch_programs.py`).
 """
@@ -40,6 +40,8 @@ from dure.cli.machine import busy_cores, machine
 PROGRAMS = str(Path(__file__).with_name("launch_programs.py"))
 DURE = (sys.executable, "-m", "dure.cli", "run")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+RESULTS = Path(__file__).with_name("results") / "launch.json"
+PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 LIMIT_S = 120.0
 
 
@@ -207,12 +209,11 @@ def _sizes(folder: Path) -> dict[str, float]:
 
 
 def restart(launcher: Launcher, ranks: int, what: str) -> dict[str, float]:
-    """Measure from a rank's death to the first line, and to the group, of the next round."""
+    """Measure from a rank's death to the first line of the last rank in the next round."""
     job = Job(launcher, ranks, what, "--max-restarts", "1")
     try:
         job.finish()
-        died = job.last("dies")
-        return {"first line": job.last("line") - died, "group": job.last("met") - died}
+        return {"first line": job.last("line") - job.last("dies")}
     finally:
         job.close()
 
@@ -273,12 +274,13 @@ def measure(wanted: list[Case], rounds: int) -> None:
         print(f"round {number} of {rounds} is done", file=sys.stderr, flush=True)
 
 
-def show(wanted: list[Case]) -> None:
-    """Print a table for each part."""
+def tables(wanted: list[Case]) -> str:
+    """Return a table for each part."""
+    lines: list[str] = []
     for part in dict.fromkeys(case.part for case in wanted):
-        print(f"\n**{part}** ({'MB' if part == 'memory' else 's'})\n")
-        print("| ranks | what | | torchrun | dure run | ratio | fresh |")
-        print("| ---: | --- | --- " + "| ---: " * 4 + "|")
+        lines += [f"**{part}** ({'MB' if part == 'memory' else 's'})", ""]
+        lines += ["| ranks | what | | torchrun | dure run | ratio | fresh |"]
+        lines += ["| ---: | --- | --- " + "| ---: " * 4 + "|"]
         rows: dict[tuple[int, str, str], dict[str, list[float]]] = {}
         for case in wanted:
             for name, values in case.figures.items() if case.part == part else ():
@@ -290,7 +292,10 @@ def show(wanted: list[Case]) -> None:
                 ratio = f"{statistics.median(dure) / statistics.median(torchrun):.2f}×"
             digits = 0 if part == "memory" else 2
             cells = (_shown(torchrun, digits), _shown(dure, digits), ratio, _shown(fresh, digits))
-            print(f"| {ranks} | {what.replace(':', ', ')} | {name} | " + " | ".join(cells) + " |")
+            words = (str(ranks), what.replace(":", ", "), name, *cells)
+            lines.append("| " + " | ".join(words) + " |")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def _shown(values: list[float] | None, digits: int) -> str:
@@ -330,14 +335,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS))
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--write", action="store_true", help="into results/ and docs/")
     options = parser.parse_args()
     busy = busy_cores()
     wanted = cases(options.only, options.ranks)
     measure(wanted, options.rounds)
-    show(wanted)
-    if options.json:
-        save(options.json, wanted, busy)
+    print(tables(wanted))
+    if options.write:
+        save(RESULTS, wanted, busy)
+        page = PAGE.read_text()
+        begin, end = "<!-- figures: launch -->", "<!-- end: launch -->"
+        before, _, rest = page.partition(begin)
+        after = rest.partition(end)[2]
+        PAGE.write_text(f"{before}{begin}\n\n{tables(wanted)}{end}{after}")
 
 
 if __name__ == "__main__":

@@ -75,19 +75,15 @@ def dies(how: str, where: str) -> None:
 
 
 def restarts() -> None:
-    """Let rank 1 die in its first life; mark the first line of the second, and its group."""
-    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    if not first:
+    """Let rank 1 die in its first life; mark the first line of the second."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
         mark("line")
-    dist = meet()
-    if not first:
-        mark("met")
         return
+    importlib.import_module("torch")
     if os.environ["RANK"] == "1":
-        time.sleep(0.3)
+        time.sleep(0.3)  # the others have come as far
         die("SIGKILL")
-    torch = importlib.import_module("torch")
-    dist.all_reduce(torch.zeros(10))
+    time.sleep(100)
 
 
 def survives() -> None:
