@@ -18,7 +18,7 @@ def test_public_names_exist_in_the_home_that_lists_them():
         f"{module}.{name}"
         for module, names in dure._HOMES.items()
         for name in names
-        if name not in vars(importlib.import_module(module))
+        if not hasattr(importlib.import_module(module), name)
     ]
     assert missing == []
 
