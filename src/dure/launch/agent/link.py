@@ -26,7 +26,8 @@ from dure.errors import LaunchError, StoreError, StoreTimeout, UsageError
 from dure.launch.agent.elastic import ElasticMachine
 from dure.launch.agent.events import Event
 from dure.launch.agent.machine import Machine, Settings
-from dure.launch.agent.pulse import Heartbeat, Pulse
+from dure.launch.agent.pulse import Pulse
+from dure.launch.agent.watch import Heartbeat
 from dure.launch.environment import MASTER_ADDR
 from dure.launch.spec import JobSpec
 from dure.store.address import Address, is_local, resolve
