@@ -9,8 +9,9 @@ it), `keeper` (where the store is, when its holder dies), `snapshot` (copies of 
 
 from __future__ import annotations
 
+from dure.elastic.options import Options
 from dure.elastic.preempt import on_preempt, preempted
-from dure.elastic.running import Options, run
+from dure.elastic.running import run
 from dure.elastic.state import Recovery, State
 
 __all__ = ["Options", "Recovery", "State", "on_preempt", "preempted", "run"]

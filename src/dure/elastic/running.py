@@ -26,7 +26,6 @@ import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Generic, TypeVar
 
 import torch
@@ -38,6 +37,7 @@ from dure.comm.world import World, current_world
 from dure.elastic import preempt
 from dure.elastic.council import Council, JobDone
 from dure.elastic.keeper import Keeper
+from dure.elastic.options import Options
 from dure.elastic.roster import Plan
 from dure.elastic.state import Recovery, State
 from dure.errors import (
@@ -51,9 +51,8 @@ from dure.errors import (
     StoreTimeout,
     UsageError,
 )
-from dure.store.base import Store
 
-__all__ = ["Options", "run"]
+__all__ = ["run"]
 
 T = TypeVar("T")
 
@@ -70,31 +69,6 @@ _EXPLAINED = (PeerLost, Aborted, CommTimeout, StoreLost)
 _IN_FORMING = (*_EXPLAINED, StoreTimeout, RendezvousError)
 
 _log = logging.getLogger("dure.elastic")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """How an elastic job behaves.
-
-    Attributes:
-        min_ranks: With fewer ranks the job ends; `dure run --min-ranks` where None, or 1.
-        timeout: How long an operation waits for its peers, and survivors for each other. So long a
-            rank that neither works nor dies (one that is stopped) holds up the job.
-        enough_s: How long too few ranks wait for more to come.
-        backend: As `init_process_group`.
-        store: A store that all ranks share, in place of the launcher's; then `rank` and
-            `world_size` must be given.
-        rank: This process's number, where the environment does not tell it.
-        world_size: How many ranks start.
-    """
-
-    min_ranks: int | None = None
-    timeout: timedelta = timedelta(minutes=5)
-    enough_s: float = 30.0
-    backend: str | None = None
-    store: Store | None = None
-    rank: int = -1
-    world_size: int = -1
 
 
 class _Regroup(BaseException):
