@@ -27,7 +27,7 @@ ROUND = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 SAMPLES = 24
 """Samples of a step, which its ranks share."""
 
-STEP_S = 0.01
+STEP_S = 0.02
 LIMIT_S = 60.0
 
 _said = (FOLDER / "said" / f"{os.getpid()}-{time.monotonic_ns()}").open("a", buffering=1)

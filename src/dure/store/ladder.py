@@ -252,12 +252,18 @@ class Ladder:
             self._store = None
 
     def _walk(self, timeout_s: float, seed: Callable[[Store], None] | None) -> NetworkStore:
-        """Walk from the top, again and again, until an open rung is found."""
-        deadline = time.monotonic() + timeout_s
+        """Walk from the top, again and again, until an open rung is found.
+
+        Members that came by different ways may disagree on the order, and wait for each other; so
+        in the second half of the time they take the rungs in the order of their addresses.
+        """
+        start = time.monotonic()
+        deadline = start + timeout_s
         pause_s = 0.005
         while True:
             gone: set[str] = set()
-            for address in list(self._addresses):
+            late = time.monotonic() > start + timeout_s / 2 and bool(self._ids)
+            for address in sorted(self._addresses) if late else list(self._addresses):
                 if address == self._own and self._ids:
                     return self._open_own(seed)  # all above are gone
                 store = self._visit(address)

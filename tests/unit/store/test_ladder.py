@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 
@@ -178,6 +179,18 @@ def test_a_store_started_afresh_is_passed_by_on_the_way_down(crew: Crew) -> None
         ladder.advance(5)
         assert ladder.address == address(servers[1])
     assert ladders[1].revived() == (address(again), False)
+
+
+def test_members_that_disagree_on_the_order_do_not_wait_for_each_other_for_ever(crew: Crew) -> None:
+    servers, ladders = three(crew)
+    left, right = ladders[1:]
+    servers[0].stop()
+    left._addresses.sort(key=lambda rung: rung == left._own)  # pyright: ignore[reportPrivateUsage]
+    right._addresses.sort(key=lambda rung: rung == right._own)  # pyright: ignore[reportPrivateUsage]
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(ladder.advance, 2.0) for ladder in (left, right)]:
+            future.result()
+    assert left.address == right.address
 
 
 def test_a_store_that_never_died_is_known_by_its_id(crew: Crew) -> None:
