@@ -26,7 +26,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from dure import env
 
-__all__ = ["RecordedError", "read_error", "record", "write_error"]
+__all__ = ["RecordedError", "encodable", "read_error", "record", "write_error"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -123,14 +123,22 @@ def read_error(path: Path) -> RecordedError | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8", errors="replace"))["message"]
         if isinstance(content, str):
-            return RecordedError(message=content)
+            return RecordedError(message=encodable(content))
         extra = content.get("extraInfo", {})
         code = content.get("errorCode")
         return RecordedError(
-            message=str(content["message"]),
-            traceback=str(extra.get("py_callstack", "")),
+            message=encodable(str(content["message"])),
+            traceback=encodable(str(extra.get("py_callstack", ""))),
             exit_code=None if code is None else int(code),
             timestamp=int(extra.get("timestamp", 0)),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def encodable(text: str) -> str:
+    """Return a text that can be shown and sent: half a surrogate pair as standard error shows it.
+
+    JSON may hold them, and so do names of files that are no UTF-8.
+    """
+    return text.encode(errors="backslashreplace").decode()

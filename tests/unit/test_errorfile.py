@@ -158,3 +158,11 @@ def test_private_directory_lives_as_long_as_the_job(
     assert list(tmp_path.iterdir()) == []
     with error_directory(JobSpec(program="p", log_dir=tmp_path / "logs"), "job"):
         assert list(tmp_path.iterdir()) == []
+
+
+def test_error_file_is_read_as_text_that_can_be_shown(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    write_error(path, RecordedError(message="OSError: \udcff", traceback="\udcff.py"))
+    error = read_error(path)
+    assert error is not None
+    assert error.message.encode() and error.traceback.encode()

@@ -6,6 +6,7 @@ for what `dure demo` needs, and `dure --help` for neither.
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 
@@ -14,6 +15,8 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command line and exit with its code; Ctrl-C is 130, as in a shell."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without our arrows is no error
+        sys.stdout.reconfigure(errors="replace")
     try:
         from dure.cli.app import run_command_line  # lazy: Ctrl-C while it loads
 

@@ -74,7 +74,7 @@ class Rows:
     """
 
     def __init__(self, title: str) -> None:
-        self._title = plain(title.encode())
+        self._title = plain(title.encode(errors="backslashreplace"))
         self._rows: dict[int, Row] = {}
         self._began_at = time.monotonic()
         self._measured_at = float("-inf")

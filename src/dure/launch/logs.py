@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import time
 from pathlib import Path
 from typing import IO
@@ -114,7 +115,7 @@ class RankLogs:
                 mark = f".node{round.node}" if round.node else ""
                 path = spec.log_dir / f"attempt_{round.number}" / f"filtered_{stream}{mark}.log"
                 file = path.open("wb", buffering=0)
-                self._filtered[stream] = (tuple(word.encode() for word in words), file)
+                self._filtered[stream] = (tuple(os.fsencode(word) for word in words), file)
 
     def _open(self, spec: JobSpec, round: Round, local_rank: int, stream: Stream) -> None:
         assert spec.log_dir is not None
@@ -155,7 +156,8 @@ class Journal:
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True, mode=_OURS_ALONE)
             self._events = (directory / f"events{self._mark}.jsonl").open("w", buffering=1)
-            self._said = (directory / f"launcher{self._mark}.log").open("w", buffering=1)
+            said = directory / f"launcher{self._mark}.log"
+            self._said = said.open("w", buffering=1, encoding="utf-8", errors="backslashreplace")
 
     def note(self, event: str, **fields: object) -> None:
         """Append one event, with the time of day in seconds."""

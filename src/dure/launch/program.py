@@ -17,6 +17,8 @@ from dure.launch.spec import JobSpec
 
 __all__ = ["check_program"]
 
+_ELF = b"\x7fELF"
+
 
 def check_program(spec: JobSpec) -> None:
     """Raise `UsageError` if the job cannot be started as it was asked for."""
@@ -119,6 +121,15 @@ def _check_script(path: str) -> None:
         raise UsageError("no such file", seen=path, fix="For a module, use -m.")
     if not os.access(path, os.R_OK):
         raise UsageError("the file cannot be read", seen=path)
+    if os.path.isfile(path) and _begins_with(path, _ELF):
+        raise UsageError(
+            "not a Python file", seen=f"{path} is a program", fix="Start it with --no-python."
+        )
+
+
+def _begins_with(path: str, mark: bytes) -> bool:
+    with open(path, "rb") as file:
+        return file.read(len(mark)) == mark
 
 
 def _check_module(name: str) -> None:

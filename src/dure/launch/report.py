@@ -16,9 +16,11 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
+from dure.errorfile import encodable
 from dure.launch.spec import Crash, Frame, RankResult
 
 __all__ = ["ReportReader", "Step", "root_cause"]
@@ -78,7 +80,7 @@ class ReportReader:
     def _line(self, line: str) -> None:
         if line.startswith("{"):
             with contextlib.suppress(ValueError, RecursionError, msgspec.ValidationError):
-                self._take(json.loads(line))
+                self._take(_encodable(json.loads(line)))
         elif line.startswith("Stack "):
             self._frames.clear()
         elif line == "  ..." or line.startswith("  <"):  # too deep, or no Python frame
@@ -108,6 +110,18 @@ class ReportReader:
     def _end_stack(self) -> None:
         self.stack = tuple(self._frames)
         self._told_stack = True
+
+
+def _encodable(content: object) -> object:
+    """Return JSON's content with texts that can be shown and sent."""
+    if isinstance(content, str):
+        return encodable(content)
+    if isinstance(content, list):
+        return [_encodable(item) for item in cast(list[object], content)]
+    if isinstance(content, dict):
+        items = cast(dict[str, object], content).items()
+        return {encodable(key): _encodable(value) for key, value in items}
+    return content
 
 
 def root_cause(first: RankResult, ranks: tuple[RankResult, ...]) -> RankResult:

@@ -198,3 +198,9 @@ def test_a_directory_that_is_gone_is_told_before_anything_starts(
     gone.rmdir()
     with pytest.raises(UsageError):
         check_program(JobSpec(program="json.tool", kind="module"))
+
+
+def test_a_program_that_is_no_python_is_told_before_anything_starts() -> None:
+    with pytest.raises(UsageError):
+        check_program(JobSpec(program="/bin/true"))
+    check_program(JobSpec(program="/bin/true", kind="executable"))

@@ -238,3 +238,13 @@ def test_replaced_rank_failed_first_and_its_replacement_went_on() -> None:
     text = "\n".join(summary(result))
     assert "pid 7" in text
     assert "ranks 0-1" in text
+
+
+def test_reader_makes_texts_that_can_be_shown_and_sent() -> None:
+    reader = ReportReader()
+    told = {"type": "E", "message": "\udcff", "traceback": "\ud800"}
+    last = {"last": "at \udcff.py"}
+    reader.feed(f"{json.dumps(told)}\n{json.dumps(last)}\n".encode())
+    assert reader.crash is not None
+    for text in (reader.crash.message, reader.crash.traceback, reader.last):
+        assert text.encode()
