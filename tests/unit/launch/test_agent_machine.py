@@ -7,6 +7,7 @@ rules that must always hold are checked.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 
@@ -399,3 +400,17 @@ def test_elastic_the_job_succeeds_if_one_worker_does() -> None:
     end_round(machine, plan)
     assert machine.outcome is not None
     assert machine.outcome.code == 0
+
+
+def test_elastic_the_process_that_failed_is_told_not_the_one_in_its_place() -> None:
+    machine = ElasticMachine(Settings(max_restarts=1))
+    started(machine, "a")
+    dead = failed("a", 0, 1, 1)
+    machine.apply(dead)
+    machine.apply(Finished("a", 0, 0))
+    machine.apply(Finished("a", 0, 1))
+    well = dataclasses.replace(dead.worker, pid=7, exit=Exit(code=0))
+    machine.apply(Ended("a", 0, (well,)))
+    assert machine.outcome is not None
+    assert machine.outcome.failure == dead.worker
+    assert machine.outcome.ranks == (well,)

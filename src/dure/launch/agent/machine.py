@@ -395,7 +395,8 @@ class Machine:
     def _root_cause(self) -> RankResult:
         """Return the first failure, or whom it blames, as it was told last."""
         first = self._failures[0]
-        return root_cause(self._reports.get(first.rank, first), self._ranks())
+        latest = self._reports.get(first.rank, first)  # or of who took its place
+        return root_cause(latest if latest.is_process_of(first) else first, self._ranks())
 
     def _owner_of_blamed(self, failure: RankResult) -> str:
         assert self.plan is not None
