@@ -20,7 +20,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,10 @@ class Process:
     session: int
     state: str
     command: str
+
+
+_Find = Callable[[int], Process | None]
+"""Looks a process up by its number."""
 
 
 def _read(pid: int) -> Process | None:
@@ -100,7 +104,7 @@ class JobProcesses:
         mine = [
             process
             for process in everyone.values()
-            if process.pid not in self._ranks and self._owns(process, everyone)
+            if process.pid not in self._ranks and self._owns(process, everyone.get)
         ]
         for process in mine:
             if process.state == "Z" and process.parent == self._me:
@@ -109,14 +113,17 @@ class JobProcesses:
         return [process for process in mine if process.state not in "ZX"]
 
     def signal(self, pid: int, number: int) -> bool:
-        """Send signal `number` to process `pid` if it still is one of the job's."""
+        """Send signal `number` to process `pid` if it still is one of the job's.
+
+        Cost: reads a small file for each of its ancestors up to a rank.
+        """
         try:
             fd = os.pidfd_open(pid)
         except OSError:
             return False
         try:
             process = _read(pid)
-            if process is None or not (pid in self._ranks or self._owns(process, _all_processes())):
+            if process is None or not (pid in self._ranks or self._owns(process, _read)):
                 return False
             signal.pidfd_send_signal(fd, number)
         except OSError:
@@ -137,21 +144,21 @@ class JobProcesses:
                 self.signal(pid, signal.SIGKILL)
             time.sleep(0.01)
 
-    def _owns(self, process: Process, everyone: dict[int, Process]) -> bool:
+    def _owns(self, process: Process, find: _Find) -> bool:
         if process.pid == self._me or process.pid in self._spared:
             return False
-        if process.session in self._ranks or self._descends(process, everyone):
+        if process.session in self._ranks or self._descends(process, find):
             return True
         return _has_variable(process.pid, self._entry)
 
-    def _descends(self, process: Process, everyone: dict[int, Process]) -> bool:
+    def _descends(self, process: Process, find: _Find) -> bool:
         """Walk up the parents; a loop (numbers reused while reading) ends the walk."""
         seen: set[int] = set()
         while process.pid not in seen:
             seen.add(process.pid)
             if process.parent in self._ranks:
                 return True
-            parent = everyone.get(process.parent)
+            parent = find(process.parent)
             if parent is None or parent.pid == self._me:
                 return False
             process = parent
