@@ -34,7 +34,7 @@ from dure.launch.spec import JobResult, JobSpec
 from dure.launch.summary import summary
 from dure.launch.terminal import Terminal
 from dure.launch.zygote import usable, zygote_for
-from dure.store.key import JobKey, load_for, mint
+from dure.store.key import SHARED_HOME_S, JobKey, load_for, mint
 
 __all__ = ["run_job"]
 
@@ -139,7 +139,8 @@ def _link(spec: JobSpec, signals: int) -> Iterator[tuple[Link, int]]:
     if spec.key is not None:
         key = JobKey(spec.key)
     else:
-        key = load_for((spec.endpoint or "").rpartition(":")[0].strip("[]")) if several else mint()
+        host = (spec.endpoint or "").rpartition(":")[0].strip("[]")
+        key = load_for(host, SHARED_HOME_S) if several else mint()
     with contextlib.ExitStack() as stack:
         key_fd = _key_memory(key)
         stack.callback(os.close, key_fd)

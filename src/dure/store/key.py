@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from hmac import compare_digest
@@ -36,6 +37,7 @@ from dure.store.keyfile import make_key_file, read_key_file
 
 __all__ = [
     "KEY_BYTES",
+    "SHARED_HOME_S",
     "CurvePair",
     "JobKey",
     "key_from_file",
@@ -46,6 +48,11 @@ __all__ = [
 ]
 
 KEY_BYTES = 32
+
+SHARED_HOME_S = 3.0
+"""How long a host waits for the key that the store's host makes on first use, in a shared home."""
+
+_LOOK_S = 0.05
 
 
 def _refuse_to_travel(self: object, protocol: object = None) -> NoReturn:
@@ -144,11 +151,13 @@ def user_key_path() -> Path:
         ) from None
 
 
-def load_for(host: str) -> JobKey:
+def load_for(host: str, wait_s: float = 0.0) -> JobKey:
     """Return this process's job key for a store on `host`.
 
     Args:
         host: Name or address of the store's host, as the user wrote it.
+        wait_s: How long to wait for a key that is nowhere yet: in a home that all hosts share, the
+            store's host may be making it just now.
 
     Raises:
         StoreError: No key can be had, or its file is open to others. The text says what to do.
@@ -164,10 +173,15 @@ def load_for(host: str) -> JobKey:
     if path is not None:
         return key_from_file(Path(path))
     own = user_key_path()
-    if os.path.exists(own):  # False, unlike Path.exists, for a place that we may not look into
-        return key_from_file(own)
-    if is_local(host):
-        return _make(own)
+    deadline = time.monotonic() + wait_s
+    while True:
+        if os.path.exists(own):  # False, unlike Path.exists, for a place that we may not look into
+            return key_from_file(own)
+        if is_local(host):
+            return _make(own)
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(_LOOK_S)
     raise StoreError(
         "this host has no job key",
         seen=f"the store is on another host, {host}, and {own} does not exist here",

@@ -321,10 +321,13 @@ class TCPStore(NetworkStore):
             self.wait(["dure/all workers"])
 
 
-def job_key(host: str) -> JobKey | None:
-    """Return the key for a store on `host`; None, with a loud warning, if DURE_INSECURE is set."""
+def job_key(host: str, wait_s: float = 0.0) -> JobKey | None:
+    """Return the key for a store on `host`; None, with a loud warning, if DURE_INSECURE is set.
+
+    A key that the store's host may be making just now is waited for `wait_s`.
+    """
     if not env.flag("DURE_INSECURE"):
-        return load_for(host)
+        return load_for(host, wait_s)
     _log.warning(
         "DURE_INSECURE is set: the store on %s has no key and no encryption; "
         "whoever reaches its port can read and change this job",

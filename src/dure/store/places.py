@@ -37,7 +37,7 @@ from dure.store.address import interface_to, resolve
 from dure.store.base import Store
 from dure.store.file import FileStore, remove_if_ended
 from dure.store.identity import alive
-from dure.store.key import JobKey, user_key_path
+from dure.store.key import SHARED_HOME_S, JobKey
 from dure.store.network import NetworkStore, job_key
 from dure.store.server import StoreServer, adopt, listen, listen_local
 
@@ -46,9 +46,6 @@ __all__ = ["FilePlace", "LocalPlace", "NearPlace", "Place", "Spot", "TcpPlace"]
 _NEAR_PORTS = 16
 _HOSTED_S = 20.0
 """How long ranks look for the store of a launcher, which may be on another host."""
-
-_KEY_S = 3.0
-"""How long other hosts wait for the key that rank 0 makes on first use."""
 
 _JOB = "dure/job"
 
@@ -170,7 +167,7 @@ class NearPlace:
 
     def open(self, rank: int, world_size: int, timeout_s: float) -> Store:
         """Serve on the first free port (rank 0), or look for rank 0's."""
-        key = self._key(rank, timeout_s)
+        key = job_key(self.host, 0.0 if rank == 0 else min(timeout_s, SHARED_HOME_S))
         if rank == 0:
             return self._serve(key, timeout_s)
         deadline = time.monotonic() + timeout_s
@@ -189,18 +186,6 @@ class NearPlace:
             seen=f"none of the ports {ports[0]} to {ports[-1]} has the store of this job",
             fix="Check that rank 0 runs and that these ports are open between the hosts.",
         )
-
-    def _key(self, rank: int, timeout_s: float) -> JobKey | None:
-        """Return the key; in a home that all hosts share, rank 0 may be making it just now."""
-        deadline = time.monotonic() + min(timeout_s, _KEY_S)
-        while True:
-            try:
-                return job_key(self.host)
-            except StoreError:
-                missing = not env.text("DURE_JOB_KEY_FILE") and not user_key_path().exists()
-                if rank == 0 or not missing or time.monotonic() > deadline:
-                    raise
-                time.sleep(0.05)
 
     def _ports(self) -> range:
         return range(self.port + 1, min(self.port + 1 + _NEAR_PORTS, 65536))

@@ -8,9 +8,8 @@ import threading
 import pytest
 
 from dure.errors import RendezvousError, StoreError
-from dure.store import places
 from dure.store.finding import find_place
-from dure.store.key import user_key_path
+from dure.store.key import load_for, user_key_path
 from dure.store.places import LocalPlace, NearPlace, TcpPlace
 from unit.placement import environments as seen
 
@@ -81,7 +80,6 @@ def test_no_cluster_still_says_what_is_missing(inside):
 
 def test_key_that_rank_0_is_making_is_waited_for(inside, tmp_path):
     inside({"XDG_CONFIG_HOME": str(tmp_path)})
-    place = NearPlace(host="192.0.2.1", port=20000, name="job")  # of nobody: no host of ours
 
     def make():
         user_key_path().parent.mkdir(parents=True)
@@ -92,13 +90,12 @@ def test_key_that_rank_0_is_making_is_waited_for(inside, tmp_path):
 
     maker = threading.Timer(0.1, make)
     maker.start()
-    assert place._key(1, 5.0) is not None
+    assert load_for("192.0.2.1", 5.0).raw == b"k" * 32  # the address of nobody: no host of ours
     maker.join()
 
 
-def test_key_that_nobody_makes_is_an_error(inside, tmp_path, monkeypatch):
+def test_key_that_nobody_makes_is_an_error(inside, tmp_path):
     inside({"XDG_CONFIG_HOME": str(tmp_path)})
-    monkeypatch.setattr(places, "_KEY_S", 0.1)
     with pytest.raises(StoreError) as caught:
-        NearPlace(host="192.0.2.1", port=20000, name="job")._key(1, 5.0)
+        load_for("192.0.2.1", 0.1)
     assert "DURE_JOB_KEY_FILE" in caught.value.fix
