@@ -13,13 +13,13 @@ import sys
 __all__ = ["main"]
 
 
-def main() -> None:
-    """Run the command line and exit with its code; Ctrl-C is 130, as in a shell."""
+def main(*words: str) -> None:
+    """Run `dure WORDS` and what follows, and exit with its code; Ctrl-C is 130, as in a shell."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without our arrows is no error
         sys.stdout.reconfigure(errors="replace")
     try:
         from dure.cli.app import run_command_line  # lazy: Ctrl-C while it loads
 
-        sys.exit(run_command_line(sys.argv[1:]))
+        sys.exit(run_command_line([*words, *sys.argv[1:]]))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
