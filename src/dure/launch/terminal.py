@@ -25,6 +25,7 @@ from dure.launch.spec import Crash, Exit, JobResult, JobSpec, Line, Stream
 __all__ = ["Terminal"]
 
 _SEEN = 200
+_SEEN_BYTES = 1 << 13  # of each of these lines
 
 
 class Terminal:
@@ -251,7 +252,8 @@ class Terminal:
         if not is_shown(self._spec, local, reader.stream):
             return
         if reader.stream == "stderr":
-            self._seen.setdefault(reader.rank, deque(maxlen=_SEEN)).extend(lines[-_SEEN:])
+            kept = self._seen.setdefault(reader.rank, deque(maxlen=_SEEN))
+            kept.extend(line[:_SEEN_BYTES] for line in lines[-_SEEN:])
         sink = self._sinks[reader.stream]
         folder = self._folders.get(sink.fd)
         if folder is not None:
