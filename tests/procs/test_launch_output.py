@@ -192,3 +192,18 @@ def test_live_view_shows_every_rank_and_its_step_and_goes_at_the_end(job: Launch
 def test_live_view_without_a_terminal_is_plain_lines(job: Launching) -> None:
     done = job.run("--live", "-n", "2", job.write("print('a line')"))
     assert done.out == "[0-1] a line\n"
+
+
+def test_job_without_standard_output_and_errors_runs(job: Launching, tmp_path: Path) -> None:
+    program = job.write("""
+        import os, pathlib, sys
+        print("heard by nobody")
+        print("nor this", file=sys.stderr)
+        pathlib.Path(os.environ["RANK"]).touch()
+    """)
+    closed = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh"]
+    command = [*closed, *DURE, "run", "-n", "2", "--log-dir", "logs", program]
+    assert subprocess.run(command, check=False, cwd=tmp_path, timeout=60).returncode == 0
+    assert (tmp_path / "0").exists() and (tmp_path / "1").exists()
+    for stream, text in (("stdout", "heard by nobody"), ("stderr", "nor this")):
+        assert (tmp_path / f"logs/attempt_0/rank_1/{stream}.log").read_text().strip() == text

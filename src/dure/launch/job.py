@@ -66,6 +66,7 @@ def run_job(spec: JobSpec) -> JobResult:
     if not sys.platform.startswith("linux"):
         raise UsageError("dure.launch needs Linux", seen=sys.platform)
     check_program(spec)
+    _open_standard_output()
     started = time.monotonic()
     try:
         name = uuid.uuid4().hex
@@ -100,6 +101,22 @@ def run_job(spec: JobSpec) -> JobResult:
             seen=str(error),
             fix=_advice(error),
         ) from error
+
+
+def _open_standard_output() -> None:
+    """Let nobody read what would go to a closed descriptor.
+
+    A daemon may have closed them; the next pipe of ours would get their numbers.
+    """
+    for fd in (1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, fd)
+            if null != fd:
+                os.close(null)
+            os.set_inheritable(fd, True)
 
 
 def _advice(error: OSError | StoreError) -> str:
