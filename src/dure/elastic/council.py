@@ -113,11 +113,12 @@ class Council:
         began = time.monotonic()
         number = int(store.get("at")) if store.check(["at"]) else 0
         last: Plan | None = None
-        alone_since = 0.0
+        alone_since, unheard_since = 0.0, began
         while True:
             plan = self._plan(number, _NEWCOMER_LOOK if alone_since == 0.0 else _LOOK)
             if plan is not None:
                 last, number, alone_since = plan, number + 1, 0.0
+                unheard_since = time.monotonic()
                 if self._is_in(plan):
                     return plan
                 continue
@@ -127,6 +128,22 @@ class Council:
                 alone_since = alone_since or time.monotonic()
                 if self._newcomers_ready(last, began, alone_since):
                     self._propose(last, [], self._newcomers(last))
+            elif time.monotonic() - unheard_since > self.patience_s:
+                self._check_heard_of(last)
+
+    def _check_heard_of(self, last: Plan) -> None:
+        """Raise if all who could let newcomers in may have gone with their hosts."""
+        awaited = [m for m in last.members if not self._has_ended(m)]
+        if any(alive(m.process) for m in awaited):
+            return
+        raise RendezvousError(
+            "nobody lets this process into the group",
+            rank=self.rank,
+            elapsed_s=self.patience_s,
+            seen=f"nothing is known of {', '.join(map(str, awaited))}",
+            fix="If their hosts are lost, start the job again; if a step of theirs takes longer, "
+            "raise Options(timeout=...).",
+        )
 
     def leave(self) -> None:
         """Say that this process takes part no more."""

@@ -59,6 +59,10 @@ T = TypeVar("T")
 _LOOK_S = 0.2
 """How often rank 0 looks whether newcomers wait, at most."""
 
+_COME_S = 3.0
+"""A group that was left cannot be asked any more who is lost, and who has only left it, too, to
+follow the store: that one comes within this time."""
+
 _FUTILE = 3
 """More epochs in a row that fail without a loss and without a commit are the program's fault."""
 
@@ -161,6 +165,7 @@ class _Session(Generic[T]):
         self._futile = 0
         self._failed_at = 0.0
         self._storeless = False  # the store is known to be lost
+        self._gone: set[int] = set()  # ranks of the last group that were lost before it was left
         self._ended = False
 
     def run(self) -> T | None:
@@ -204,7 +209,7 @@ class _Session(Generic[T]):
         """
         state, last = self._state, self._stood
         agreed_at = time.monotonic()
-        self._plan = plan
+        self._plan, self._gone = plan, set()
         self._keeper.know(plan)
         me = plan.rank_of(self._council.me.token)
         if plan.source < 0:
@@ -306,7 +311,9 @@ class _Session(Generic[T]):
 
     def _unreached(self, rank: int) -> bool:
         group = current_world().default
-        return group is not None and (group.gone(rank) or group.silent(rank))
+        if group is not None:
+            return group.gone(rank) or group.silent(rank)
+        return rank in self._gone and time.monotonic() - self._failed_at > _COME_S
 
     def _leave_group(self, announced: bool) -> None:
         """Close the group of the epoch that has ended; peers in it see that this rank has left."""
@@ -315,6 +322,8 @@ class _Session(Generic[T]):
                 self._council.announce(self._plan, self._state.standing())
             except StoreError:
                 self._storeless = True
+        if self._plan is not None and current_world().default is not None:
+            self._gone.update(filter(self._unreached, range(len(self._plan.members))))
         _close_groups(abort=True)
 
     # ---- commits -------------------------------------------------------------------------------

@@ -95,7 +95,9 @@ def run_job(spec: JobSpec) -> JobResult:
             finally:
                 terminal.close()
             return result
-    except (OSError, StoreError) as error:
+    except StoreError as error:  # it says itself what to do
+        raise LaunchError("the job could not be started", seen=str(error)) from error
+    except OSError as error:
         raise LaunchError(
             "the job could not be started",
             seen=str(error),

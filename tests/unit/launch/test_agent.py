@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import cast
 
 import pytest
 
 from dure.launch import JobSpec
 from dure.launch.agent.agent import Agent
+from dure.launch.agent.duties import Timer
+from dure.launch.agent.events import Event, Expired
 from dure.launch.agent.link import Link
 from dure.launch.round import Workplace
 
@@ -21,8 +25,30 @@ class Severed:
 
 
 @dataclass
+class Listening:
+    """A link on which there is always news."""
+
+    fd: int
+    told: list[Event] = field(default_factory=list[Event])
+
+    def tell(self, event: Event) -> None:
+        self.told.append(event)
+
+
+@dataclass
 class Place:
     spec: JobSpec
+    signals: int = -1
+
+
+@pytest.fixture
+def news() -> Iterator[int]:
+    """Yield a pipe that can be read, once."""
+    ours, theirs = os.pipe2(os.O_NONBLOCK)
+    os.write(theirs, b"!")
+    yield ours
+    os.close(ours)
+    os.close(theirs)
 
 
 @pytest.mark.parametrize(("elastic", "wake_at"), [(False, 1.0), (True, None)])
@@ -32,3 +58,13 @@ def test_ranks_that_know_by_themselves_who_is_left_outlive_a_severed_link(
     spec = JobSpec(program="prog.py", nnodes=(1, 2), endpoint="127.0.0.1:1", elastic=elastic)
     agent = Agent(cast(Workplace, Place(spec)), cast(Link, Severed()))
     assert agent.wake_at == wake_at
+
+
+def test_a_time_that_ran_out_in_vain_is_told_of_again(news: int) -> None:
+    link = Listening(news)
+    spec = JobSpec(program="prog.py", nnodes=(2, 2), endpoint="127.0.0.1:1")
+    agent = Agent(cast(Workplace, Place(spec, news)), cast(Link, link))
+    for due in (0.0, 0.0):
+        agent._timers["join 0"] = due
+        agent._wait(Timer("join 0", 600.0))
+    assert link.told == [Expired("join 0"), Expired("join 0")]

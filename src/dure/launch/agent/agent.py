@@ -52,6 +52,7 @@ from dure.launch.agent.events import (
     Succeeded,
 )
 from dure.launch.agent.link import Link
+from dure.launch.agent.machine import Phase as MachinePhase
 from dure.launch.environment import Round
 from dure.launch.ports import reserve_port
 from dure.launch.round import RoundRun, Workplace
@@ -63,6 +64,9 @@ __all__ = ["Agent"]
 
 _CRASH_S = 5.0
 """How long a rank of an elastic job that has crashed may take to exit, before it is killed."""
+
+_AGAIN_S = 1.0
+"""Before a time that has run out is told of again, at least."""
 
 
 class Agent:
@@ -166,7 +170,7 @@ class Agent:
     # --- duties --------------------------------------------------------------------------------
 
     def _join(self) -> None:
-        spec = self._place.spec
+        spec, again = self._place.spec, bool(self.name)
         self.name = uuid.uuid4().hex[:12]
         self._said.clear()
         self._link.introduce(self.name)
@@ -174,7 +178,18 @@ class Agent:
         self._link.tell(
             Joined(self.name, self._place.host, spec.nproc, node_rank, self._link.standby)
         )
-        self._await(lambda: self.name in self._link.machine().agents)
+        self._await(self._is_settled)
+        if not (again or self._link.cut or self._link.machine().knows(self.name)):
+            raise LaunchError(
+                "the job at this endpoint has just ended, before this host came",
+                seen=str(spec.endpoint),
+                fix="For another job start `dure run` again.",
+            )
+
+    def _is_settled(self) -> bool:
+        """Whether the others know of this agent, or the job has ended without it."""
+        machine = self._link.machine()
+        return machine.knows(self.name) or machine.phase is MachinePhase.OVER
 
     def _duty(self) -> Duty:
         """Return the machine's word; none while the log of a new store lacks our own lines."""
@@ -318,10 +333,12 @@ class Agent:
             return
         now = time.monotonic()
         due = self._timers.setdefault(timer.name, now + timer.after_s)
-        if now >= due:
-            self._tell_once(f"expired {timer.name}", Expired(timer.name))
-        else:
+        if now < due:
             self._sleep(due)
+            return
+        # Told in vain if somebody came meanwhile; should he be lost, the same time runs once more.
+        self._timers[timer.name] = now + max(timer.after_s, _AGAIN_S)
+        self._link.tell(Expired(timer.name))
 
     def _sleep(self, until: float | None) -> None:
         """Wait for news, a signal or a time."""

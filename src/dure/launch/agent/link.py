@@ -2,46 +2,34 @@
 
 Both kinds of link hold the machine and keep it fed. `Alone` feeds it directly: a job on one host
 has no log in a store, no threads and no round trips. `Linked` goes through a `Pulse`.
-
-Who serves the store of the endpoint: the agent on whose host the endpoint's address is, if its node
-rank is 0 or free, and if nobody serves there yet. Everybody else dials until the join timeout, for
-hosts come in any order, and runs a standby server, bound to the one address of this host from which
-the endpoint is reached.
 """
 
 from __future__ import annotations
 
 import contextlib
-import select
-import socket
-import time
 import uuid
-from collections.abc import Callable
-from datetime import timedelta
 from typing import Protocol
 
 import msgspec
 
-from dure.errors import LaunchError, StoreError, StoreTimeout, UsageError
+from dure.errors import StoreError, UsageError
 from dure.launch.agent.elastic import ElasticMachine
 from dure.launch.agent.events import Event
-from dure.launch.agent.machine import Machine, Settings
+from dure.launch.agent.finding import OVER, bracketed, meet
+from dure.launch.agent.machine import Machine, Phase, Settings
 from dure.launch.agent.pulse import Pulse
 from dure.launch.agent.watch import Heartbeat
 from dure.launch.environment import MASTER_ADDR
 from dure.launch.spec import JobSpec
-from dure.store.address import Address, is_local, resolve
+from dure.store.address import resolve
 from dure.store.key import JobKey
-from dure.store.ladder import Ladder
 from dure.store.network import NetworkStore
 from dure.store.server import StoreServer, listen
 
 __all__ = ["Alone", "Link", "Linked", "make_machine"]
 
 _TERMS = "dure/agents/terms"
-_OPERATION = timedelta(seconds=2)
 _HEARTBEAT = Heartbeat()
-_SLICE_S = 0.5
 _HANDOVER_S = 0.3
 _FAREWELL_S = 5.0
 """How long the one who holds the store waits for the others to read the end of the log."""
@@ -203,7 +191,7 @@ class Linked:
         self._spec, self._key = spec, key
         self._farewell_s = _FAREWELL_S
         with contextlib.ExitStack() as on_error:
-            self._server, self._ladder = _meet(spec, key, interrupted)
+            self._server, self._ladder = meet(spec, key, interrupted)
             on_error.callback(self._server.stop)
             on_error.callback(self._ladder.close)
             self.run_id = _agree(spec, self._ladder.current)
@@ -269,6 +257,9 @@ class Linked:
     def close(self) -> None:
         """Leave; who holds the store waits a little for the others to read its end."""
         held = self._pulse.store if self._pulse.leading else ""
+        if held and self._machine.phase is Phase.OVER:
+            with contextlib.suppress(StoreError):
+                self._ladder.current.set(OVER, b"")
         self._pulse.close()
         for server in self._servers:
             if held.endswith(f":{server.port}"):
@@ -280,66 +271,7 @@ class Linked:
         """Run another standby: the first server holds a store that the job has left."""
         server = StoreServer(listen(resolve(self.address, 0, "the local address")), self._key)
         self._servers.append(server)
-        return f"{_bracketed(self.address)}:{server.port}"
-
-
-def _meet(spec: JobSpec, key: JobKey, interrupted: int) -> tuple[StoreServer, Ladder]:
-    """Serve the endpoint's store, or find it and run a standby."""
-    assert spec.endpoint is not None
-    host, port = _split(spec.endpoint)
-    there = resolve(host, port, "the endpoint's host")
-    first = f"{_bracketed(there.ip)}:{port}"
-    serves = spec.serves
-    if serves is None:
-        serves = spec.node_rank in (None, 0) and is_local(host)
-    if serves:
-        with contextlib.suppress(StoreError):  # taken: another agent of this host was first
-            server = StoreServer(listen(there), key)
-            ladder = Ladder([first], key, own=first, timeout=_OPERATION)
-            return _or_stop(server, ladder, ladder.lead)
-    ip = _own_address(spec, there)
-    server = StoreServer(listen(resolve(ip, 0, "the local address")), key)
-    own = f"{_bracketed(ip)}:{server.port}"
-    ladder = Ladder([first], key, own=own, timeout=_OPERATION)
-
-    def join() -> None:
-        _dial(spec, ladder, interrupted)
-        ladder.stand_by()
-
-    return _or_stop(server, ladder, join)
-
-
-def _dial(spec: JobSpec, ladder: Ladder, interrupted: int) -> None:
-    """Look for the store until the join timeout, or until the user has had enough."""
-    start = time.monotonic()
-    while (elapsed_s := time.monotonic() - start) < spec.join_timeout_s:
-        try:
-            ladder.join(min(_SLICE_S, spec.join_timeout_s - elapsed_s))
-            return
-        except StoreTimeout:
-            if interrupted >= 0 and select.select([interrupted], [], [], 0)[0]:
-                raise LaunchError(
-                    "interrupted while looking for the job's other hosts", elapsed_s=elapsed_s
-                ) from None
-    raise LaunchError(
-        "the job's other hosts cannot be found",
-        elapsed_s=elapsed_s,
-        seen=f"nobody answers at the endpoint {spec.endpoint}",
-        fix="Check that `dure run` runs on that host with the same endpoint, and that no "
-        "firewall is between.",
-    )
-
-
-def _or_stop(
-    server: StoreServer, ladder: Ladder, action: Callable[[], object]
-) -> tuple[StoreServer, Ladder]:
-    try:
-        action()
-    except BaseException:
-        ladder.close()
-        server.stop()
-        raise
-    return server, ladder
+        return f"{bracketed(self.address)}:{server.port}"
 
 
 def _agree(spec: JobSpec, store: NetworkStore) -> str:
@@ -364,37 +296,3 @@ def _agree(spec: JobSpec, store: NetworkStore) -> str:
             "another job.",
         )
     return theirs.run_id
-
-
-def _split(endpoint: str) -> tuple[str, int]:
-    host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UsageError(
-            "the endpoint is not HOST:PORT", seen=repr(endpoint), fix="For example node1:29400."
-        )
-    host = host.strip("[]")
-    if host in ("0.0.0.0", "::", "*"):
-        raise UsageError(
-            "the endpoint must be one address of one host",
-            seen=repr(endpoint),
-            fix="Name the interface that the job's hosts share.",
-        )
-    return host, int(port)
-
-
-def _bracketed(ip: str) -> str:
-    return f"[{ip}]" if ":" in ip else ip
-
-
-def _own_address(spec: JobSpec, there: Address) -> str:
-    """Return the address of this host from which the endpoint is reached."""
-    if spec.local_addr is not None:
-        return resolve(spec.local_addr, 0, "the local address").ip
-    with socket.socket(there.family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((there.ip, there.port))  # sends nothing: only asks which interface it is
-        except OSError as error:
-            raise LaunchError(
-                "there is no way to the endpoint", seen=f"{spec.endpoint}: {error.strerror}"
-            ) from None
-        return str(probe.getsockname()[0])

@@ -146,6 +146,10 @@ class Machine:
         """Whether the job ends because a host takes its leave."""
         return self._dismissed is not None
 
+    def knows(self, agent: str) -> bool:
+        """Tell whether an agent has joined, be it at hand or not."""
+        return agent in self._known
+
     def host(self, agent: str) -> str:
         """Return the name of an agent's host."""
         joined = self._agents.get(agent)

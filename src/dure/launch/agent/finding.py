@@ -1,0 +1,158 @@
+"""How an agent finds the job's other agents: it serves the endpoint's store, or dials until it can.
+
+Who serves: the agent on whose host the endpoint's address is, if its node rank is 0 or free, and if
+nobody serves there yet. Everybody else dials until the join timeout, for hosts come in any order,
+and runs a standby server, bound to the one address of this host from which the endpoint is reached.
+
+The store of a job that has ended is served for some seconds more, for those who still read its end.
+It says so (`OVER`), and counts as nobody: the next job at the same endpoint must not end with the
+result of the last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import time
+from datetime import timedelta
+
+from dure.errors import LaunchError, StoreError, StoreLost, StoreTimeout, UsageError
+from dure.launch.spec import JobSpec
+from dure.store.address import Address, is_local, resolve
+from dure.store.key import JobKey
+from dure.store.ladder import Ladder
+from dure.store.server import StoreServer, listen
+
+__all__ = ["OVER", "bracketed", "meet"]
+
+OVER = "dure/agents/over"
+"""The key that says that a store's job has ended."""
+
+_OPERATION = timedelta(seconds=2)
+_SLICE_S = 0.5
+_TAKEN_S = 30.0
+"""How long somebody may hold the endpoint's port on this host without being one of the job's."""
+
+
+def meet(spec: JobSpec, key: JobKey, interrupted: int) -> tuple[StoreServer, Ladder]:
+    """Serve the endpoint's store, or find it and run a standby.
+
+    Raises:
+        LaunchError: Neither can be done until the join timeout, or `interrupted` became readable.
+        StoreRefused: Whoever is there has another key.
+    """
+    assert spec.endpoint is not None
+    host, port = _split(spec.endpoint)
+    there = resolve(host, port, "the endpoint's host")
+    first = f"{bracketed(there.ip)}:{port}"
+    serves = spec.serves
+    if serves is None:
+        serves = spec.node_rank in (None, 0) and is_local(host)
+    start, taken = time.monotonic(), ""
+    with contextlib.ExitStack() as undo:
+        standby: StoreServer | None = None
+        own = ""
+        while True:
+            if serves:
+                try:
+                    return _serve(there, key, first)
+                except StoreError as error:  # taken: another agent of this host was first
+                    taken = error.seen or str(error)
+            if standby is None:
+                ip = _own_address(spec, there)
+                standby = StoreServer(listen(resolve(ip, 0, "the local address")), key)
+                undo.callback(standby.stop)
+                own = f"{bracketed(ip)}:{standby.port}"
+            ladder = _join(spec, Ladder([first], key, own=own, timeout=_OPERATION))
+            if ladder is not None:
+                undo.pop_all()
+                return standby, ladder
+            _check_patience(spec, time.monotonic() - start, taken, interrupted)
+
+
+def _check_patience(spec: JobSpec, elapsed_s: float, taken: str, interrupted: int) -> None:
+    if interrupted >= 0 and select.select([interrupted], [], [], 0)[0]:
+        raise LaunchError(
+            "interrupted while looking for the job's other hosts", elapsed_s=elapsed_s
+        )
+    limit_s = min(spec.join_timeout_s, _TAKEN_S) if taken else spec.join_timeout_s
+    if elapsed_s < limit_s:
+        return
+    if taken:
+        raise LaunchError(
+            "another program holds the endpoint's port on this host",
+            elapsed_s=elapsed_s,
+            seen=f"{spec.endpoint}: {taken}, and no store of this job answers there",
+            fix="Choose another port, on every host (`ss -ltnp` shows who has this one).",
+        )
+    raise LaunchError(
+        "the job's other hosts cannot be found",
+        elapsed_s=elapsed_s,
+        seen=f"nobody answers at the endpoint {spec.endpoint}",
+        fix="Check that `dure run` runs on that host with the same endpoint, and that no "
+        "firewall is between.",
+    )
+
+
+def _serve(there: Address, key: JobKey, first: str) -> tuple[StoreServer, Ladder]:
+    server = StoreServer(listen(there), key)
+    ladder = Ladder([first], key, own=first, timeout=_OPERATION)
+    try:
+        ladder.lead()
+    except BaseException:
+        ladder.close()
+        server.stop()
+        raise
+    return server, ladder
+
+
+def _join(spec: JobSpec, ladder: Ladder) -> Ladder | None:
+    """Look for the store a moment, and stand by there; None if there is none of a living job."""
+    try:
+        if not ladder.join(min(_SLICE_S, spec.join_timeout_s)).check([OVER]):
+            ladder.stand_by()
+            return ladder
+        time.sleep(_SLICE_S)
+    except (StoreTimeout, StoreLost):
+        pass
+    except BaseException:
+        ladder.close()
+        raise
+    ladder.close()
+    return None
+
+
+def _split(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UsageError(
+            "the endpoint is not HOST:PORT", seen=repr(endpoint), fix="For example node1:29400."
+        )
+    host = host.strip("[]")
+    if host in ("0.0.0.0", "::", "*"):
+        raise UsageError(
+            "the endpoint must be one address of one host",
+            seen=repr(endpoint),
+            fix="Name the interface that the job's hosts share.",
+        )
+    return host, int(port)
+
+
+def bracketed(ip: str) -> str:
+    """Return an address as it stands before a port."""
+    return f"[{ip}]" if ":" in ip else ip
+
+
+def _own_address(spec: JobSpec, there: Address) -> str:
+    """Return the address of this host from which the endpoint is reached."""
+    if spec.local_addr is not None:
+        return resolve(spec.local_addr, 0, "the local address").ip
+    with socket.socket(there.family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((there.ip, there.port))  # sends nothing: only asks which interface it is
+        except OSError as error:
+            raise LaunchError(
+                "there is no way to the endpoint", seen=f"{spec.endpoint}: {error.strerror}"
+            ) from None
+        return str(probe.getsockname()[0])

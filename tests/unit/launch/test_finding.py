@@ -1,0 +1,71 @@
+"""Who serves the endpoint's store, and who does not take whom for the job's."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from dure.errors import LaunchError
+from dure.launch import JobSpec
+from dure.launch.agent.finding import OVER, meet
+from dure.store.address import resolve
+from dure.store.key import JobKey, mint
+from dure.store.ladder import Ladder
+from dure.store.server import StoreServer, listen
+
+
+@contextmanager
+def ended_job(key: JobKey) -> Iterator[StoreServer]:
+    """The store of a job that is over."""
+    server = StoreServer(listen(resolve("127.0.0.1", 0)), key)
+    address = f"127.0.0.1:{server.port}"
+    ladder = Ladder([address], key, own=address)
+    ladder.lead().set(OVER, b"")
+    ladder.close()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def job(port: int, join_timeout_s: float = 10.0) -> JobSpec:
+    return JobSpec(
+        program="prog.py",
+        nnodes=(2, 2),
+        endpoint=f"127.0.0.1:{port}",
+        join_timeout_s=join_timeout_s,
+    )
+
+
+def test_the_store_of_a_job_that_has_ended_is_not_the_next_jobs() -> None:
+    key = mint()
+    with ended_job(key) as last:
+        ending = threading.Timer(0.2, last.stop)
+        ending.start()
+        server, ladder = meet(job(last.port), key, -1)
+        ending.join()
+    assert ladder.leading
+    assert server.port == last.port
+    ladder.close()
+    server.stop()
+
+
+def test_the_endpoints_port_is_another_programs() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(LaunchError, match="another program"):
+            meet(job(port, join_timeout_s=0.3), mint(), -1)
+
+
+def test_who_does_not_serve_and_finds_nobody_says_so() -> None:
+    with socket.socket() as kept:
+        kept.bind(("127.0.0.1", 0))
+        spec = job(kept.getsockname()[1], join_timeout_s=0.3)
+        with pytest.raises(LaunchError, match="cannot be found") as caught:
+            meet(replace(spec, serves=False), mint(), -1)
+    assert caught.value.elapsed_s is not None
