@@ -12,7 +12,7 @@ __all__ = ["Reader"]
 
 T = TypeVar("T")
 
-_LARGEST = 1_000_000_000
+_LARGEST = 0xFFFF_FFFF  # so far do the numbers of Slurm's steps go
 
 
 class Reader:

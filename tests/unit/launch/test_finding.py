@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from dure.errors import LaunchError
-from dure.launch import JobSpec
+from dure.errors import LaunchError, StoreError
+from dure.launch import JobSpec, run_job
 from dure.launch.agent.finding import OVER, meet
 from dure.store.address import resolve
 from dure.store.key import JobKey, mint
@@ -69,3 +69,11 @@ def test_who_does_not_serve_and_finds_nobody_says_so() -> None:
         with pytest.raises(LaunchError, match="cannot be found") as caught:
             meet(replace(spec, serves=False), mint(), -1)
     assert caught.value.elapsed_s is not None
+
+
+def test_an_endpoint_that_is_refused_keeps_its_own_advice() -> None:
+    spec = JobSpec(program=__file__, nnodes=(1, 2), endpoint="0:29400")
+    with pytest.raises(LaunchError) as caught:
+        run_job(spec)
+    assert isinstance(caught.value.__cause__, StoreError)
+    assert not caught.value.fix

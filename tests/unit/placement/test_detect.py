@@ -241,6 +241,13 @@ def test_every_variable_that_is_read_is_described():
     assert len(Watched.asked) > 40
 
 
+def test_number_of_a_special_step_is_a_number():
+    """Every batch script has one, and nothing is wrong with it."""
+    for step in ("4294967290", "4294967291"):
+        notes = detect(seen.SLURM_STEP | {"SLURM_STEP_ID": step, "SLURM_STEPID": step}).notes
+        assert not [note for note in notes if "STEP" in note]
+
+
 NAMES = sorted(CLUSTER_VARIABLES)
 VALUES = st.one_of(
     st.integers(-2, 9).map(str),
