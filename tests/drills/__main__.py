@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from drills import checks, foretold
@@ -57,37 +58,58 @@ def table(deaths: Iterable[tuple[str, Death]], odd: dict[tuple[str, str], int]) 
     return "\n".join(lines)
 
 
+@dataclass
+class Tally:
+    """What a drill has come to so far."""
+
+    deaths: list[tuple[str, Death]] = field(default_factory=list[tuple[str, Death]])
+    odd: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
+    num_jobs: int = 0
+    num_odd: int = 0
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def num_kills(self) -> int:
+        """How many processes were killed."""
+        return sum(death.kill.deaths for _, death in self.deaths)
+
+    def show(self) -> None:
+        """Print the sums and the table."""
+        took = time.monotonic() - self.began
+        counts = f"{self.num_jobs} jobs, {self.num_kills} kills, {self.num_odd} odd"
+        print(f"\n{counts}, {took:.0f} s\n\n{table(self.deaths, self.odd)}", flush=True)
+
+
 def drill(kills: int, seed: int, kinds: tuple[str, ...], keep: Path) -> int:
-    """Run jobs until `kills` processes were killed; return how many jobs were odd."""
-    deaths: list[tuple[str, Death]] = []
-    odd: dict[tuple[str, str], int] = {}
-    num_jobs, num_odd, num_kills = 0, 0, 0
-    began = time.monotonic()
-    while num_kills < kills and num_odd < MOST_ODD:
-        plan = draw_plan(seed + num_jobs, kinds)
-        num_jobs += 1
-        folder = Path(tempfile.mkdtemp(prefix=f"drill-{plan.seed}-"))
-        job_deaths: list[Death] = []
-        try:
-            job_deaths = run_job(plan, folder)
-            verdict = "as foretold"
-            shutil.rmtree(folder)
-        except Odd as problem:
-            num_odd += 1
-            keep.mkdir(parents=True, exist_ok=True)
-            kept = keep / folder.name
-            shutil.move(folder, kept)
-            verdict = f"ODD: {problem} (kept: {kept}; again: --seed {plan.seed} --kills 1)"
-            odd |= {
-                (plan.kind, k.victim): odd.get((plan.kind, k.victim), 0) + 1 for k in plan.kills
-            }
-        deaths += [(plan.kind, death) for death in job_deaths]
-        num_kills += sum(death.kill.deaths for death in job_deaths)
-        print(f"{num_kills:4d}  seed {plan.seed}  {plan}: {verdict}", flush=True)
-    took = time.monotonic() - began
-    print(f"\n{num_jobs} jobs, {num_kills} kills, {num_odd} odd, {took:.0f} s\n")
-    print(table(deaths, odd))
-    return num_odd
+    """Run jobs until `kills` processes were killed, or Ctrl-C; return how many jobs were odd."""
+    tally = Tally()
+    try:
+        while tally.num_kills < kills and tally.num_odd < MOST_ODD:
+            verdict = run_and_count(draw_plan(seed + tally.num_jobs, kinds), keep, tally)
+            print(f"{tally.num_kills:4d}  {verdict}", flush=True)
+    finally:
+        tally.show()
+    return tally.num_odd
+
+
+def run_and_count(plan: Plan, keep: Path, tally: Tally) -> str:
+    """Run one job, add it to the tally, and return what is to be said of it."""
+    tally.num_jobs += 1
+    folder = Path(tempfile.mkdtemp(prefix=f"drill-{plan.seed}-"))
+    said = f"seed {plan.seed}  {plan}"
+    try:
+        deaths = run_job(plan, folder)
+    except Odd as problem:
+        tally.num_odd += 1
+        for key in {(plan.kind, kill.victim) for kill in plan.kills}:
+            tally.odd[key] = tally.odd.get(key, 0) + 1
+        keep.mkdir(parents=True, exist_ok=True)
+        shutil.move(folder, keep / folder.name)
+        return f"{said}: ODD: {problem} (kept: {keep / folder.name}; again: --seed {plan.seed})"
+    shutil.rmtree(folder)
+    tally.deaths += [(plan.kind, death) for death in deaths]
+    times = ", ".join(f"{death.recovery_s:.2f}" for death in deaths)
+    return f"{said}: as foretold (recovered after {times} s)"
 
 
 def main() -> int:
