@@ -62,10 +62,14 @@ class Finished:
 
 @dataclass
 class Launching:
-    """One test's jobs: a directory for programs, and a tag in every process's environment."""
+    """One test's jobs: a directory for programs, and a tag in every process's environment.
+
+    `limit_s` is how long a job may take; a busy machine needs many times what a quiet one does.
+    """
 
     directory: Path
     tag: str = field(default_factory=lambda: f"LAUNCH_TEST={uuid.uuid4().hex}")
+    limit_s: float = 50.0
 
     def write(self, text: str, name: str = "prog.py") -> str:
         path = self.directory / name
@@ -93,7 +97,7 @@ class Launching:
     def finish(self, process: subprocess.Popen[str], stdin: str | None = None) -> Finished:
         start = time.monotonic()
         try:
-            out, err = process.communicate(stdin, timeout=30)
+            out, err = process.communicate(stdin, timeout=self.limit_s)
         except subprocess.TimeoutExpired:
             process.kill()
             raise

@@ -28,8 +28,11 @@ PROGRAM = str(Path(__file__).parent / "programs" / "elastic_job.py")
 
 
 @pytest.fixture
-def launching(tmp_path: Path) -> Iterator[Launching]:
-    yield from _launching(tmp_path)
+def launching(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Launching]:
+    for job in _launching(tmp_path):
+        if request.node.get_closest_marker("slow"):
+            job.limit_s = 150.0
+        yield job
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +78,7 @@ def check(told: dict[int, Any], ranks: set[int], expected: list[float]) -> None:
         assert one["weights"] == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
-SLOW = pytest.mark.slow
+SLOW = (pytest.mark.slow, pytest.mark.timeout(180))
 FAULTS: dict[str, tuple[Any, list[Fault]]] = {
     "one": (SLOW, [(2, "step 5", "KILL")]),
     "two with rank 0": ((), [(0, "step 5", "KILL"), (3, "step 5", "KILL")]),
@@ -119,6 +122,7 @@ def test_down_to_one_rank_and_up_again(launching: Launching, expected: list[floa
 
 
 @pytest.mark.slow  # waits for a rank that does not answer
+@pytest.mark.timeout(180)
 def test_a_stopped_rank_is_left_out_and_comes_back(launching: Launching, expected: list[float]):
     faults: list[Fault] = [(2, "step 4", "STOP"), (0, "step 8", "WAKE")]
     code, told = results(launching, 3, *faults, ELASTIC_WAIT="3", ELASTIC_TIMEOUT_S="3")

@@ -159,6 +159,22 @@ def test_an_error_that_a_lost_peer_explains_is_no_error():
     assert results[0] == results[2] == pytest.approx(undisturbed(), rel=1e-12)
 
 
+def test_a_loss_that_one_rank_alone_has_seen_does_not_let_the_others_wait_for_it():
+    job = Job(3, timeout=timedelta(seconds=60))  # longer than the test may take
+    hurt: list[int] = []
+
+    def body(rank: int, state: State) -> int:
+        if rank == 1 and not hurt:
+            hurt.append(rank)
+            raise dure.PeerLost("of a message, or of a group that others are not in")
+        dure.barrier()
+        state.commit()
+        return len(state.recoveries)
+
+    assert job.run(body) == [1, 1, 1]
+    assert not job.errors
+
+
 def test_newcomers_are_let_in_at_a_step_boundary_with_the_state():
     job = Job(2)
     job.late[2] = threading.Event()

@@ -11,9 +11,14 @@ A newcomer writes itself into a list and waits for a plan that has it among its 
 first epoch, and where an epoch's members have all ended, newcomers decide among themselves.
 
 Who has ended: a process of this host, when the kernel says so; one of another host, when the group
-says so, or has not heard of it for seconds; and whoever has said goodbye. A member that lives and
-does not come (it is stopped, or busy) is waited for `patience_s`, then left out; when it wakes up,
-it sees that, and comes back as a newcomer.
+says so, or has not heard of it for seconds; whoever has said goodbye; and a member whose rank has
+come again, for a launcher gives a rank to a new process when the old one has ended. A member that
+lives and does not come (it is stopped, or busy) is waited for `patience_s`, then left out; when it
+wakes up, it sees that, and comes back as a newcomer.
+
+A member may also wait for one who is here already: in another group than the one that broke, or for
+a message, where a death is told to those alone who wait for the dead. So whoever has waited here
+for `_NUDGE_S` leaves its groups, which ends all waiting for it.
 
     new, left           lists of tokens, by lines          member/TOKEN   who that is
     N/here/TOKEN        what it has after epoch N - 1       N/begun        epoch N - 1 has failed
@@ -43,6 +48,7 @@ __all__ = ["Council", "EpochStore", "JobDone", "Unreached"]
 _LOOK = timedelta(milliseconds=10)
 _NEWCOMER_LOOK = timedelta(milliseconds=100)
 _WATCH_S = 0.02
+_NUDGE_S = 1.0
 _SETTLE_S = 1.0
 """How long newcomers wait for more of them, where all members of the last epoch have ended."""
 
@@ -82,6 +88,7 @@ class Council:
     give_up: Callable[[], bool] = bool
     me: Member = field(init=False)
     _dead: set[str] = field(init=False, default_factory=set[str])
+    _ranks: dict[str, int] = field(init=False, default_factory=dict[str, int])
 
     def __post_init__(self) -> None:
         self.me = self._new_self()
@@ -166,8 +173,13 @@ class Council:
             [f"{number}/here/{self.me.token}", f"{number}/begun"], [_pack(here), b""]
         )
 
-    def agree(self, last: Plan, unreached: Unreached) -> Plan:
+    def agree(self, last: Plan, unreached: Unreached, nudge: Callable[[], object] = bool) -> Plan:
         """Return the epoch after `last`, which has been announced to have ended.
+
+        Args:
+            last: The epoch that has ended.
+            unreached: Tells of a member on another host whether it is lost.
+            nudge: Called while others do not come: frees them if they wait for this rank.
 
         Raises:
             RendezvousError: Too few ranks are left.
@@ -180,6 +192,8 @@ class Council:
             missing = self._missing(last, unreached)
             if missing and waited_s < self.patience_s:
                 look = timedelta(0)
+                if waited_s > _NUDGE_S:
+                    nudge()
                 continue
             survivors = self._survivors(last)
             newcomers = self._newcomers(last)
@@ -286,7 +300,18 @@ class Council:
         return set(tokens), tokens
 
     def _read_left(self) -> None:
+        """Learn who has said goodbye, and whose rank has come again."""
         self._dead |= self._tokens("left")[0]
+        _, tokens = self._tokens("new")
+        fresh = [t for t in tokens if t not in self._ranks]
+        values = self.store.multi_get([f"member/{t}" for t in fresh]) if fresh else []
+        self._ranks |= {t: _read_member(v).rank for t, v in zip(fresh, values, strict=True)}
+        latest: dict[int, str] = {}
+        for token in tokens:
+            before = latest.get(self._ranks[token])
+            if before is not None:
+                self._dead.add(before)
+            latest[self._ranks[token]] = token
 
     def _has_ended(self, member: Member) -> bool:
         if member.token not in self._dead and alive(member.process) is False:

@@ -298,7 +298,7 @@ class _Session(Generic[T]):
                 if self._storeless or self._keeper.lost:
                     raise StoreLost("the process that held the store has ended")
                 self._council.announce(last, self._state.standing())
-                plan = self._council.agree(last, self._unreached)
+                plan = self._council.agree(last, self._unreached, self._nudge)
             except StoreLost:
                 self._storeless = True
                 self._leave_group(announced=False)
@@ -314,6 +314,11 @@ class _Session(Generic[T]):
         if group is not None:
             return group.gone(rank) or group.silent(rank)
         return rank in self._gone and time.monotonic() - self._failed_at > _COME_S
+
+    def _nudge(self) -> None:
+        """Leave the groups, if that is not done: nobody in them shall wait for this rank."""
+        if current_world().default is not None:
+            self._leave_group(announced=True)
 
     def _leave_group(self, announced: bool) -> None:
         """Close the group of the epoch that has ended; peers in it see that this rank has left."""
