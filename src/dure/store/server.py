@@ -307,8 +307,13 @@ class StoreServer:
 
     def _send(self, answers: list[Answer]) -> None:
         for client, reply in answers:
+            message = (client, *frames_of(pack(reply)))
             try:
-                self._router.send_multipart((client, *frames_of(pack(reply))), zmq.NOBLOCK)
+                try:
+                    self._router.send_multipart(message, zmq.NOBLOCK)
+                except zmq.Again:  # ZeroMQ looks only now and then what was read; make it look
+                    self._router.get(zmq.EVENTS)
+                    self._router.send_multipart(message, zmq.NOBLOCK)
             except zmq.Again:
                 now, who = time.monotonic(), f"client {client.hex()}"
                 self._door.refusals.note(who, who, "it does not read its answers", now)
