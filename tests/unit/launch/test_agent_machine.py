@@ -414,3 +414,11 @@ def test_elastic_the_process_that_failed_is_told_not_the_one_in_its_place() -> N
     assert machine.outcome is not None
     assert machine.outcome.failure == dead.worker
     assert machine.outcome.ranks == (well,)
+
+
+def test_the_first_that_says_where_rank_0_is_counts() -> None:
+    machine = Machine(Settings(min_hosts=2, max_hosts=2))
+    plan = started(machine, "a", "b")
+    before = machine.duty("b")
+    machine.apply(Ready("b", plan.number, "10.0.0.2", 2))
+    assert machine.duty("b") == before
