@@ -2,21 +2,60 @@
 
 from __future__ import annotations
 
+import threading
+
 import msgspec
 import pytest
 
 from dure.elastic.council import Council
-from dure.elastic.roster import Member, Plan
-from dure.errors import RendezvousError
+from dure.elastic.roster import Here, Member, Plan
+from dure.errors import RendezvousError, StoreLost
 from dure.store import HashStore
 from dure.store.identity import Identity
+
+FAR = Member("far", 0, Identity(1, "1", "elsewhere", "another host"))
 
 
 def test_a_newcomer_does_not_wait_for_ever_for_ranks_of_hosts_that_may_be_lost():
     store = HashStore()
-    far = Member("far", 0, Identity(1, "1", "elsewhere", "another host"))
-    store.set("0/plan", msgspec.msgpack.encode(Plan(number=0, members=(far,), known=("far",))))
+    store.set("0/plan", msgspec.msgpack.encode(Plan(number=0, members=(FAR,), known=("far",))))
     with pytest.raises(RendezvousError) as caught:
         Council(store, 1, 2, patience_s=0.2).enter()
     assert caught.value.rank == 1
     assert caught.value.elapsed_s == 0.2
+
+
+def test_a_member_whose_rank_has_come_again_has_ended():
+    store = HashStore()
+    here = Council(store, 1, 2, patience_s=30)
+    last = Plan(number=0, members=(FAR, here.me), known=("far", here.me.token))
+    for token in ("far", "again"):  # the launcher has started rank 0 once more
+        store.set(f"member/{token}", msgspec.msgpack.encode(Member(token, 0, FAR.process)))
+        store.append("new", f"{token}\n")
+    here.announce(last, Here(committed=5))
+    plan = here.agree(last, lambda rank: False)
+    assert [member.token for member in plan.members] == [here.me.token, "again"]
+    assert (plan.step, plan.source, plan.behind) == (5, 0, (1,))
+
+
+def test_a_newcomer_in_a_store_to_which_the_job_moves_is_let_in_there():
+    store = HashStore()
+    trains = Council(HashStore(), 0, 2)
+    newcomer = Council(store, 1, 2, patience_s=30)
+    found: list[Plan] = []
+    thread = threading.Thread(target=lambda: found.append(newcomer.enter()))
+    thread.start()
+    last = Plan(number=7, members=(trains.me,), known=(trains.me.token,))
+    trains.move(store, last)
+    while not trains.waiting(last):
+        pass
+    trains.announce(last, Here(committed=70))
+    plan = trains.agree(last, lambda rank: False)
+    thread.join(30)
+    assert found == [plan]
+    assert (plan.number, plan.step, len(plan.members)) == (8, 70, 2)
+
+
+def test_a_newcomer_does_not_wait_where_the_job_has_left():
+    with pytest.raises(StoreLost):
+        Council(HashStore(), 0, 2, elsewhere=lambda: True).enter()

@@ -38,7 +38,7 @@ from datetime import timedelta
 import msgspec
 
 from dure.elastic.roster import Here, Member, Plan, next_plan
-from dure.errors import Aborted, PeerLost, RendezvousError, StoreTimeout
+from dure.errors import Aborted, PeerLost, RendezvousError, StoreLost, StoreTimeout
 from dure.store.base import Store
 from dure.store.identity import alive, myself
 from dure.store.prefix import PrefixStore
@@ -77,6 +77,7 @@ class Council:
         patience_s: How long to wait for members that live.
         enough_s: How long to wait for newcomers while there are too few.
         give_up: Tells a newcomer that it shall not wait any longer.
+        elsewhere: Tells that the job's store is another one by now, though this one answers.
     """
 
     store: Store
@@ -86,6 +87,7 @@ class Council:
     patience_s: float = 300.0
     enough_s: float = 30.0
     give_up: Callable[[], bool] = bool
+    elsewhere: Callable[[], bool] = bool
     me: Member = field(init=False)
     _dead: set[str] = field(init=False, default_factory=set[str])
     _ranks: dict[str, int] = field(init=False, default_factory=dict[str, int])
@@ -104,6 +106,12 @@ class Council:
         store.append("left", b"")
         if plan is not None:
             store.compare_set(f"{plan.number}/plan", "", _pack(plan))
+            if self._at() < plan.number:  # newcomers look there
+                store.set("at", str(plan.number))
+
+    def _at(self) -> int:
+        """Return the number of a late epoch, if not of the latest; -1 where there is none."""
+        return int(self.store.get("at")) if self.store.check(["at"]) else -1
 
     # ---- coming and going ----------------------------------------------------------------------
 
@@ -113,12 +121,13 @@ class Council:
         Raises:
             JobDone: The job has ended meanwhile, or this process shall.
             RendezvousError: The others did not come, or too few.
+            StoreLost: The store is lost, or the job is elsewhere.
         """
         store, me = self.store, self.me
         store.set(f"member/{me.token}", _pack(me))
         store.append("new", f"{me.token}\n")
         began = time.monotonic()
-        number = int(store.get("at")) if store.check(["at"]) else 0
+        number = max(self._at(), 0)
         last: Plan | None = None
         alone_since, unheard_since = 0.0, began
         while True:
@@ -131,6 +140,11 @@ class Council:
                 continue
             if self.give_up() or store.check(["done"]):
                 raise JobDone
+            if self.elsewhere():
+                raise StoreLost("the job has gone to another store", rank=self.rank)
+            if last is None and self._at() > number:  # who trains has come to this store
+                number = self._at()
+                continue
             if last is None or all(self._has_ended(m) for m in last.members):
                 alone_since = alone_since or time.monotonic()
                 if self._newcomers_ready(last, began, alone_since):

@@ -9,6 +9,10 @@ without a launcher), or, later, whichever rank took it over. When it dies:
    ended is passed by, so all come to the same one, each from its own list of members.
 
 The new store is empty but for what the ranks bring along: the latest plan (`Council.move`).
+
+A store may be given up while it lives: its agent was stopped, or starved, and the other agents have
+opened the next one. It then holds a note that says so (`moved`), and ranks follow that, too; who
+comes later looks for them in the new store only.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from dure.placement import detect
 from dure.store.base import Store
 from dure.store.finding import find_place
 from dure.store.identity import Identity, alive, process_at
-from dure.store.ladder import Ladder, rungs_of
+from dure.store.ladder import Ladder, moved_to, rungs_of
 from dure.store.memory import HashStore
 from dure.store.network import NetworkStore, job_key
 from dure.store.places import LocalPlace, Spot
@@ -33,6 +37,9 @@ from dure.store.prefix import PrefixStore
 __all__ = ["Keeper"]
 
 _TRY_S = 0.1
+_MOVE_S = 30.0
+"""How long a note about another store is followed, while there is still this one."""
+
 _JOIN_S = 300.0
 _ANSWER = timedelta(seconds=10)
 """How long the store may take to answer; what is waited for there has limits of its own."""
@@ -57,6 +64,7 @@ class Keeper:
         self.rank, self.world_size = rank, world_size
         self._given = store is not None
         self._ladder: Ladder | None = None
+        self._in_vain: set[str] = set()  # notes that have led nowhere
         self._holder: Identity | None = None
         self._held_by_rank_0 = False
         self._name = "given"
@@ -86,12 +94,12 @@ class Keeper:
             return
         rungs = rungs_of(store)
         if len(rungs) > 1:
-            host = store.endpoint.rpartition("/")[2].rpartition(":")[0]
+            host = _address(store).rpartition(":")[0]
             self._ladder = Ladder(rungs, job_key(host), timeout=_ANSWER)
 
-    def know(self, plan: Plan) -> None:
+    def know(self, plan: Plan | None) -> None:
         """Learn who the ranks are, who holds the store, and where others would be."""
-        if self._held_by_rank_0 and self._holder is None:
+        if plan is not None and self._held_by_rank_0 and self._holder is None:
             self._holder = next((m.process for m in plan.members if m.rank == 0), None)
         with contextlib.suppress(StoreError):
             self._note_rungs(self._base)
@@ -101,8 +109,28 @@ class Keeper:
         """Whether the process that holds the store is known to have ended. Cost: 20 us."""
         return self._holder is not None and alive(self._holder) is False
 
-    def follow(self, plan: Plan, me: Member, timeout_s: float) -> Store:
+    @property
+    def note(self) -> str:
+        """Where the job has gone, if the store that is in use says so; empty otherwise.
+
+        Cost: a round trip, where there are several agents.
+        """
+        if self._ladder is None:
+            return ""
+        moved = moved_to(self._base) or ""
+        return "" if moved == _address(self._base) or moved in self._in_vain else moved
+
+    def moved(self) -> bool:
+        """Tell whether the job has gone to another store, though this one answers."""
+        return bool(self.note)
+
+    def follow(self, plan: Plan | None, me: Member, timeout_s: float) -> Store:
         """Return the job's keys in the store that is in use now, be it the same or another.
+
+        Args:
+            plan: The latest plan; None for a process that is in none yet.
+            me: This process.
+            timeout_s: How long to look.
 
         Raises:
             StoreLost: There is none, and why.
@@ -112,12 +140,18 @@ class Keeper:
         """
         if self._given:
             raise StoreLost("the store that the program gave is lost", rank=me.rank)
-        old = self._base
+        old, note = self._base, ""
         if self._ladder is not None:
+            with contextlib.suppress(StoreError):
+                note = self.note
             with contextlib.suppress(StoreLost, StoreTimeout):
-                self._base = self._ladder.advance(timeout_s)
+                self._base = self._ladder.advance(min(timeout_s, _MOVE_S) if note else timeout_s)
                 self._holder = None
+        if _address(self._base) == _address(old):
+            self._in_vain.add(note)
         if self._base is old and not self._still_there(old):
+            if plan is None:
+                raise StoreLost("the job's store was lost before this rank came", rank=me.rank)
             self._base = self._succeed(plan, me, timeout_s)
         if self._base is not old:
             _give_up(old)
@@ -177,6 +211,11 @@ def _is_alone() -> bool:
     """Tell whether nobody has started this process as a rank of a job."""
     told = env.text("RANK") is not None or env.text("WORLD_SIZE") is not None
     return not told and detect(env.everything()).member is None
+
+
+def _address(store: Store) -> str:
+    """Return "host:port" of a store; empty where it is none of the network."""
+    return store.endpoint.rpartition("/")[2] if isinstance(store, NetworkStore) else ""
 
 
 def _give_up(store: Store) -> None:

@@ -25,16 +25,13 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
-
-import torch
 
 from dure import env
 from dure.comm.init import init_process_group, leave
-from dure.comm.ops import ReduceOp
 from dure.comm.world import World, current_world
 from dure.elastic import preempt
+from dure.elastic.boundary import Boundary, Preempted, Regroup
 from dure.elastic.council import Council, JobDone
 from dure.elastic.keeper import Keeper
 from dure.elastic.options import Options
@@ -43,7 +40,6 @@ from dure.elastic.state import Recovery, State
 from dure.errors import (
     Aborted,
     CommTimeout,
-    Desync,
     PeerLost,
     RendezvousError,
     StoreError,
@@ -55,9 +51,6 @@ from dure.errors import (
 __all__ = ["run"]
 
 T = TypeVar("T")
-
-_LOOK_S = 0.2
-"""How often rank 0 looks whether newcomers wait, at most."""
 
 _COME_S = 3.0
 """A group that was left cannot be asked any more who is lost, and who has only left it, too, to
@@ -73,27 +66,6 @@ _EXPLAINED = (PeerLost, Aborted, CommTimeout, StoreLost)
 _IN_FORMING = (*_EXPLAINED, StoreTimeout, RendezvousError)
 
 _log = logging.getLogger("dure.elastic")
-
-
-class _Regroup(BaseException):
-    """Leaves `train` at a step boundary, on all ranks alike.
-
-    Not an `Exception`: programs that catch those around a step must not swallow it.
-    """
-
-
-class _Preempted(BaseException):
-    """Leaves `train` when this rank was asked to end and everything is saved."""
-
-
-@dataclass(slots=True)
-class _Notice:
-    """What the ranks tell each other in a commit: the largest of each number counts."""
-
-    newcomers: bool = False
-    asked: bool = False
-    storeless: bool = False
-    step: int = 0
 
 
 def run(train: Callable[[State], T], state: State, options: Options | None = None) -> T | None:
@@ -134,7 +106,7 @@ def run(train: Callable[[State], T], state: State, options: Options | None = Non
         session = _Session(train, state, options)
         try:
             return session.run()
-        except _Preempted:
+        except Preempted:
             raise SystemExit(preempt.EXIT_CODE) from None
         finally:
             session.close()
@@ -157,21 +129,21 @@ class _Session(Generic[T]):
             patience_s=patience_s,
             enough_s=options.enough_s,
             give_up=preempt.asked,
+            elsewhere=self._keeper.moved,
         )
         self._plan: Plan | None = None
         self._stood: Plan | None = None  # the last one whose group was made
         self._kept = state.part_names  # made before `train`, and so valid in any group
-        self._looked = time.monotonic()
-        self._futile = 0
+        self._boundary = Boundary(self._council, self._keeper, state)
+        self._futile, self._passed = 0, 0
         self._failed_at = 0.0
-        self._storeless = False  # the store is known to be lost
         self._gone: set[int] = set()  # ranks of the last group that were lost before it was left
         self._ended = False
 
     def run(self) -> T | None:
         """Go from epoch to epoch until `train` has come to its end on all ranks."""
         try:
-            plan = self._council.enter()
+            plan = self._enter()
         except JobDone:
             return self._not_needed()
         cause: BaseException | None = None
@@ -182,7 +154,7 @@ class _Session(Generic[T]):
                 result = self._train(self._state)
                 self._meet_at_the_end()
                 return result
-            except (_Regroup, Exception) as error:
+            except (Regroup, Exception) as error:
                 if not self._explained(error):
                     raise
                 failure = _without_frames(error)
@@ -193,10 +165,20 @@ class _Session(Generic[T]):
             except JobDone:
                 return self._not_needed()
 
+    def _enter(self) -> Plan:
+        """Come as a newcomer, to wherever the job's store is."""
+        self._keeper.know(None)
+        while True:
+            try:
+                return self._council.enter()
+            except StoreLost:
+                keys = self._keeper.follow(None, self._council.me, self._council.patience_s)
+                self._council.move(keys, None)
+
     def _not_needed(self) -> None:
         """End without having trained, or without training on."""
         if preempt.asked():
-            raise _Preempted
+            raise Preempted
         self._ended = True
 
     # ---- an epoch ------------------------------------------------------------------------------
@@ -209,7 +191,8 @@ class _Session(Generic[T]):
         """
         state, last = self._state, self._stood
         agreed_at = time.monotonic()
-        self._plan, self._gone = plan, set()
+        self._plan = self._boundary.plan = plan
+        self._gone.clear()
         self._keeper.know(plan)
         me = plan.rank_of(self._council.me.token)
         if plan.source < 0:
@@ -228,7 +211,7 @@ class _Session(Generic[T]):
             self._bring_state(plan, me)
         except _IN_FORMING as error:
             raise Aborted("the group could not be made", seen=str(error)) from error
-        state.attach(self._agree)
+        state.attach(self._boundary.cross)
         if plan.source >= 0:
             state.restore()
         if last is not None:
@@ -277,12 +260,13 @@ class _Session(Generic[T]):
 
     def _explained(self, error: BaseException) -> bool:
         """Tell whether the loss of a peer, or a change of the group, explains an error."""
-        if isinstance(error, _Regroup):
+        if isinstance(error, Regroup):
             return True
         found: BaseException | None = error
         while found is not None and not isinstance(found, _EXPLAINED):
             found = found.__cause__ or found.__context__
-        self._futile += 1
+        self._futile = 1 if self._boundary.passed > self._passed else self._futile + 1
+        self._passed = self._boundary.passed
         return found is not None and self._futile <= _FUTILE
 
     def _next(self, cause: BaseException) -> Plan:
@@ -295,16 +279,16 @@ class _Session(Generic[T]):
             self._leave_group(announced=False)
         while True:
             try:
-                if self._storeless or self._keeper.lost:
+                if self._boundary.storeless or self._keeper.lost:
                     raise StoreLost("the process that held the store has ended")
                 self._council.announce(last, self._state.standing())
                 plan = self._council.agree(last, self._unreached, self._nudge)
             except StoreLost:
-                self._storeless = True
+                self._boundary.storeless = True
                 self._leave_group(announced=False)
                 keys = self._keeper.follow(last, self._council.me, self._council.patience_s)
                 self._council.move(keys, last)
-                self._storeless = False
+                self._boundary.storeless = False
                 continue
             self._leave_group(announced=True)
             return plan
@@ -322,70 +306,23 @@ class _Session(Generic[T]):
 
     def _leave_group(self, announced: bool) -> None:
         """Close the group of the epoch that has ended; peers in it see that this rank has left."""
-        if not (announced or self._storeless or self._keeper.lost) and self._plan is not None:
+        if (
+            not (announced or self._boundary.storeless or self._keeper.lost)
+            and self._plan is not None
+        ):
             try:
                 self._council.announce(self._plan, self._state.standing())
             except StoreError:
-                self._storeless = True
+                self._boundary.storeless = True
         if self._plan is not None and current_world().default is not None:
             self._gone.update(filter(self._unreached, range(len(self._plan.members))))
         _close_groups(abort=True)
 
-    # ---- commits -------------------------------------------------------------------------------
-
-    def _agree(self, step: int) -> None:
-        """Carry out the second phase of a commit, and heed what the ranks tell each other."""
-        notice = self._exchange(_Notice(asked=preempt.asked(), step=step, **self._look()))
-        self._state.promote()
-        self._futile = 0
-        if notice.asked:
-            self._end_early()
-        self._storeless = self._storeless or notice.storeless
-        if notice.newcomers or notice.storeless:
-            raise _Regroup("newcomers wait" if notice.newcomers else "the store is lost")
-
-    def _exchange(self, mine: _Notice) -> _Notice:
-        group = current_world().need_default()
-        where = "cpu" if "cpu" in group.device_types else min(group.device_types)
-        numbers = [int(mine.newcomers), int(mine.asked), int(mine.storeless), mine.step, -mine.step]
-        flags = torch.tensor(numbers, device=where)
-        group.all_reduce(flags, ReduceOp.MAX)
-        newcomers, asked, storeless, most, least = flags.tolist()
-        if most != -least:
-            raise Desync(
-                "the ranks are not at the same commit",
-                rank=group.rank(),
-                world_size=group.size(),
-                seen=f"after {mine.step} commits here, after {-least} to {most} on all ranks",
-                fix="Call state.commit() as often on every rank; loops of unequal length need "
-                "drop_last=True, or equal shares.",
-            )
-        return _Notice(bool(newcomers), bool(asked), bool(storeless), most)
-
-    def _look(self) -> dict[str, bool]:
-        """Rank 0 looks, now and then, who waits to be let in, and whether there is a store."""
-        now = time.monotonic()
-        assert self._plan is not None
-        is_first = self._plan.members[0].token == self._council.me.token
-        if not is_first or now - self._looked < _LOOK_S:
-            return {}
-        self._looked = now
-        if self._keeper.lost:
-            return {"storeless": True}
-        try:
-            return {"newcomers": self._council.waiting(self._plan)}
-        except StoreError:
-            self._storeless = True
-            return {"storeless": True}
-
-    def _end_early(self) -> None:
-        """Some rank was asked to end: save together, then those that were asked leave."""
-        preempt.run_callbacks()
-        raise _Preempted if preempt.asked() else _Regroup("a rank was asked to end")
+    # ---- the end -------------------------------------------------------------------------------
 
     def _meet_at_the_end(self) -> None:
         """Meet once more, so that nobody leaves while another may still need it."""
-        self._exchange(_Notice(step=self._state.commits))
+        self._boundary.meet()
         self._ended = True
         with contextlib.suppress(StoreError):
             self._council.finish()
@@ -393,7 +330,7 @@ class _Session(Generic[T]):
     def close(self) -> None:
         """Leave the job, whatever has happened."""
         self._state.attach(None)
-        if not (self._storeless or self._keeper.lost):
+        if not (self._boundary.storeless or self._keeper.lost):
             with contextlib.suppress(StoreError):
                 self._council.leave()
         _close_groups(abort=not self._ended)

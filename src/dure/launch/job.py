@@ -76,7 +76,7 @@ def run_job(spec: JobSpec) -> JobResult:
             caught_signals(spec.signals) as signals,
             adopting_orphans(),
             _link(spec, signals) as (link, key_fd),
-            guarded(name, shows=spec.elastic and spec.on_line is None) as guardian,
+            guarded(name, shows=spec.outlives_launcher and spec.on_line is None) as guardian,
         ):
             terminal = Terminal(spec)
             try:
@@ -89,7 +89,7 @@ def run_job(spec: JobSpec) -> JobResult:
                     terminal=terminal,
                     signals=signals,
                     zygote=usable(zygote, signals, terminal.say),
-                    guardian=guardian if spec.elastic else None,
+                    guardian=guardian if spec.outlives_launcher else None,
                 )
                 result = _run(Agent(place, link), place, started)
             finally:

@@ -82,9 +82,15 @@ class RoundRun:
         if zygote is not None and not may_restart:
             zygote.close()
 
-    def replace(self, local_rank: int, times: int) -> None:
-        """Start a rank again that has ended, for the `times`-th time."""
-        again = replace(self.round, number=times)
+    def replace(self, local_rank: int, times: int, store: str) -> None:
+        """Start a rank again that has ended, for the `times`-th time.
+
+        Args:
+            local_rank: Which of this host's.
+            times: How often it has been replaced then.
+            store: host:port of the job's store, which may have moved since the round began.
+        """
+        again = replace(self.round, number=times, store=store)
         if self._place.spec.log_dir is not None:
             directory = rank_log_dir(self._place.spec.log_dir, again.rank(local_rank), times)
             directory.mkdir(parents=True, exist_ok=True)  # for its error file

@@ -209,4 +209,4 @@ def _order(start: _Start) -> ForkOrder:
 
 def _mortal_launcher(spec: JobSpec) -> int:
     """Return whose death ends the ranks: this process, or 0 for nobody where they may go on."""
-    return 0 if spec.elastic else os.getpid()
+    return 0 if spec.outlives_launcher else os.getpid()

@@ -52,7 +52,7 @@ from dure.store.connection import answers
 from dure.store.key import JobKey
 from dure.store.network import NetworkStore
 
-__all__ = ["Ladder", "rungs_of"]
+__all__ = ["Ladder", "moved_to", "rungs_of"]
 
 _RUNGS = "dure/ladder/rungs"
 _OPEN = "dure/ladder/open"
@@ -68,6 +68,11 @@ def rungs_of(store: Store) -> tuple[str, ...]:
     if not store.check([_RUNGS]):
         return ()
     return tuple(dict.fromkeys(store.get(_RUNGS).decode().split()))
+
+
+def moved_to(store: Store) -> str | None:
+    """Return where the job has gone ("host:port"), if a store holds such a note."""
+    return store.get(_MOVED).decode() if store.check([_MOVED]) else None
 
 
 class Ladder:
@@ -190,7 +195,7 @@ class Ladder:
                 continue
             try:
                 name = store.get(_OPEN) if store.check([_OPEN]) else None
-                moved = store.get(_MOVED).decode() if store.check([_MOVED]) else None
+                moved = moved_to(store)
             except StoreError:
                 continue
             finally:
@@ -225,8 +230,7 @@ class Ladder:
 
     def moved(self) -> str | None:
         """Return where the job has gone, if the store in use holds such a note."""
-        store = self.current
-        return store.get(_MOVED).decode() if store.check([_MOVED]) else None
+        return moved_to(self.current)
 
     def follow(self, address: str, own: str, timeout_s: float) -> NetworkStore:
         """Go to the rung at `address`, of whom a note speaks, and stand by there.
@@ -306,7 +310,7 @@ class Ladder:
             store.wait([_OPEN], _LOOK)
             name = store.get(_OPEN)
             job = store.get(_JOB)
-            moved = store.get(_MOVED).decode() if store.check([_MOVED]) else None
+            moved = moved_to(store)
         except (StoreTimeout, StoreLost):
             store.close()
             return False

@@ -10,7 +10,8 @@ A fault happens once, in the process that was started first under that rank, at 
     agree N    before it agrees on epoch N with the others
     form N     when it has agreed on epoch N, and the group is not made yet
 
-and "do" is a signal to itself, "LAUNCHER" (SIGKILL to the launcher) or "WAKE" (SIGCONT to all).
+and "do" is a signal to itself, "LAUNCHER" (SIGKILL to the launcher), "WAKE" (SIGCONT to all)
+or "PAUSE" (leave a file `paused` in the folder CREW, and do nothing any more).
 
 With ELASTIC_WAIT the ranks wait after half of the steps, committing, until they are so many again.
 """
@@ -22,6 +23,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,6 +117,10 @@ def fault(point: str, number: int | None = None) -> None:
             _FAULTS.remove(one)
             if one["do"] == "LAUNCHER":
                 os.kill(int(os.environ["DURE_STORE_PID"]), signal.SIGKILL)
+            elif one["do"] == "PAUSE":
+                Path(os.environ["CREW"], "paused").touch()
+                while True:
+                    signal.pause()
             elif one["do"] == "WAKE":
                 for pid in _PIDS:
                     os.kill(pid, signal.SIGCONT)

@@ -311,7 +311,7 @@ class Agent:
                     f"rank {run.round.rank(local)} has ended ({run.supervisor.exits[local]}); "
                     f"replacement {times} is started"
                 )
-                run.replace(local, times)
+                run.replace(local, times, self._link.store)
 
     def _leave(self, number: int) -> None:
         self.interrupted_by = number

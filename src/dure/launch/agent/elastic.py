@@ -2,8 +2,9 @@
 
 There is one round, which grows. A worker that dies is replaced while restarts are left, and the
 others are not touched; an agent that comes later starts its workers as newcomers, with node and
-rank numbers that nobody had before; an agent that dies takes its workers with it, and is only
-noted. Who trains with whom is the program's business (`dure.elastic`).
+rank numbers that nobody had before; an agent that dies takes its workers with it (the kernel sees
+to that: `JobSpec.outlives_launcher`), and is only noted. Who trains with whom is the program's
+business (`dure.elastic`).
 
 The job ends when no worker lives: well if one of them ended well. It is ended when fewer than
 `min_ranks` live and none can be replaced, or somebody who matters takes his leave. Once a worker
