@@ -20,7 +20,7 @@ MAY_IMPORT_TORCH_DISTRIBUTED = {
     *(PACKAGE / "torch_backend").glob("*.py"),
     PACKAGE / "cli" / "bench" / "rank.py",  # as the rival of a benchmark, and nothing else
 }
-FORKING = PACKAGE / "launch" / "forking.py"
+FORKING = PACKAGE / "launch" / "ranks" / "forking.py"
 """It puts the environment of a forked rank in place, and imports nothing of Dure."""
 REASON = re.compile(r"#\s*lazy: \S")
 FOREIGN_HEADER = re.compile(r'#\s*include\s*[<"](Python\.h|nanobind/|torch/|ATen/|c10/|pybind11/)')

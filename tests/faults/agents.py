@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dure.launch.ports import reserve_port
+from dure.launch.ranks.ports import reserve_port
 from dure.store.key import JobKey, mint
 from dure.store.ladder import Ladder
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dure.launch.cores import cpu_quota, read_topology
+from dure.launch.ranks.cores import cpu_quota, read_topology
 from procs.launching import DURE, Launching
 from procs.launching import launching as _launching
 

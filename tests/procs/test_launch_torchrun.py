@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dure.errorfile import read_error
-from dure.launch.ports import reserve_port
+from dure.launch.ranks.ports import reserve_port
 from procs.launching import Launching, wait_for_lines
 from procs.launching import launching as _launching
 

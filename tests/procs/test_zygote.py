@@ -15,9 +15,9 @@ import pytest
 from dure import env
 from dure.errors import LaunchError
 from dure.launch import JobSpec, Line, run_job
-from dure.launch.processes import adopting_orphans
-from dure.launch.spawn import RankProcess, start_rank
-from dure.launch.zygote import Zygote, zygote_for
+from dure.launch.ranks.processes import adopting_orphans
+from dure.launch.ranks.spawn import RankProcess, start_rank
+from dure.launch.ranks.zygote import Zygote, zygote_for
 from procs.launching import Launching
 from procs.launching import launching as _launching
 

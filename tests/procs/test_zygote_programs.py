@@ -13,10 +13,10 @@ import pytest
 
 from dure import env
 from dure.launch import Crash, Exit, JobResult, JobSpec, Line, run_job
-from dure.launch.processes import adopting_orphans
-from dure.launch.report import ReportReader
-from dure.launch.spawn import start_rank
-from dure.launch.zygote import Zygote, zygote_for
+from dure.launch.ranks.processes import adopting_orphans
+from dure.launch.ranks.report import ReportReader
+from dure.launch.ranks.spawn import start_rank
+from dure.launch.ranks.zygote import Zygote, zygote_for
 from procs.zygote_programs import FACTS, PROGRAMS
 
 CHEAP = ("textwrap", "decimal")

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 
 from dure.errors import StoreError
-from dure.launch.ports import reserve_port
+from dure.launch.ranks.ports import reserve_port
 from dure.store import TCPStore
 from dure.store.address import Address, is_wildcard, resolve
 from dure.store.finding import find_place

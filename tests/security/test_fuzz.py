@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 from dure.errors import DureError, StoreError
 from dure.launch.agent.events import read_event
-from dure.launch.report import ReportReader
+from dure.launch.ranks.report import ReportReader
+from dure.launch.show.summary import summary
 from dure.launch.spec import Exit, JobResult, RankResult
-from dure.launch.summary import summary
 from dure.store import FileStore, JobKey
 from dure.store.board import Board
 from dure.store.keyfile import read_key_file

@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import record as torchs_re
 import dure
 from dure.errorfile import RecordedError, read_error, write_error
 from dure.errors import LaunchError
-from dure.launch.errorfiles import error_directory, known_crash, private_directory
+from dure.launch.ranks.errorfiles import error_directory, known_crash, private_directory
 from dure.launch.spec import Crash, Exit, JobSpec, RankResult
 
 

@@ -21,19 +21,19 @@ from dure.errors import LaunchError, StoreError, UsageError
 from dure.launch.agent.agent import Agent
 from dure.launch.agent.duties import Outcome
 from dure.launch.agent.link import Alone, Link, Linked
-from dure.launch.environment import JobAddress
-from dure.launch.errorfiles import error_directory
-from dure.launch.guarding import guarded
 from dure.launch.loop import drain
-from dure.launch.numa import threads_for
-from dure.launch.processes import adopting_orphans
 from dure.launch.program import check_program
+from dure.launch.ranks.environment import JobAddress
+from dure.launch.ranks.errorfiles import error_directory
+from dure.launch.ranks.guarding import guarded
+from dure.launch.ranks.numa import threads_for
+from dure.launch.ranks.processes import adopting_orphans
+from dure.launch.ranks.zygote import usable, zygote_for
 from dure.launch.round import Workplace
+from dure.launch.show.summary import summary
+from dure.launch.show.terminal import Terminal
 from dure.launch.signals import caught_signals
 from dure.launch.spec import JobResult, JobSpec
-from dure.launch.summary import summary
-from dure.launch.terminal import Terminal
-from dure.launch.zygote import usable, zygote_for
 from dure.store.key import SHARED_HOME_S, JobKey, load_for, mint
 
 __all__ = ["run_job"]

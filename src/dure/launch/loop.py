@@ -16,14 +16,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from dure.launch.output import LineReader, Sink
-from dure.launch.processes import JobProcesses
-from dure.launch.report import ReportReader
+from dure.launch.ranks.processes import JobProcesses
+from dure.launch.ranks.report import ReportReader
+from dure.launch.ranks.spawn import RankProcess
+from dure.launch.show.output import LineReader, Sink
+from dure.launch.show.terminal import Terminal
 from dure.launch.signals import read_signals, take_warnings
-from dure.launch.spawn import RankProcess
 from dure.launch.spec import Stream
 from dure.launch.supervisor import Action, AskStacks, Phase, Signal, Supervisor
-from dure.launch.terminal import Terminal
 
 __all__ = ["JobLoop", "Overseer", "drain"]
 

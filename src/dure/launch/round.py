@@ -9,16 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dure import env
-from dure.launch.environment import JobAddress, Round, rank_log_dir, rank_variables
-from dure.launch.errorfiles import error_file, known_crash
-from dure.launch.guarding import Guardian
 from dure.launch.loop import JobLoop, Overseer
-from dure.launch.numa import threads_for
-from dure.launch.spawn import RankProcess, start_rank
+from dure.launch.ranks.environment import JobAddress, Round, rank_log_dir, rank_variables
+from dure.launch.ranks.errorfiles import error_file, known_crash
+from dure.launch.ranks.guarding import Guardian
+from dure.launch.ranks.numa import threads_for
+from dure.launch.ranks.spawn import RankProcess, start_rank
+from dure.launch.ranks.zygote import Zygote
+from dure.launch.show.terminal import Terminal
 from dure.launch.spec import Exit, JobSpec, RankResult
 from dure.launch.supervisor import Supervisor, Timing
-from dure.launch.terminal import Terminal
-from dure.launch.zygote import Zygote
 
 __all__ = ["RoundRun", "Workplace"]
 

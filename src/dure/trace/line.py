@@ -1,6 +1,6 @@
 """The line to the launcher: what a rank of `dure run` tells of itself while it runs.
 
-The launcher gives each rank a pipe, which `launch/child.py` makes known as `__dure_line__`. Three
+The launcher gives each rank a pipe, which `child.py` makes known as `__dure_line__`. Three
 things go through it from here, a JSON object a line each:
 
 - `progress`: the step that the program has come to, if it says so (`dure.progress`, `StepMeter`);

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dure.errors import UsageError
-from dure.launch.cores import (
+from dure.launch.ranks.cores import (
     Cpu,
     Topology,
     count_cores,
@@ -19,7 +19,7 @@ from dure.launch.cores import (
     read_topology,
     show_cpus,
 )
-from dure.launch.numa import bind, bound_to, share_threads
+from dure.launch.ranks.numa import bind, bound_to, share_threads
 from dure.launch.spec import Numa
 
 

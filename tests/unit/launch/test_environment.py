@@ -10,15 +10,15 @@ import pytest
 
 from dure import env
 from dure.errors import UsageError
-from dure.launch.environment import (
+from dure.launch.program import check_program
+from dure.launch.ranks.environment import (
     JobAddress,
     Round,
     rank_log_dir,
     rank_variables,
 )
-from dure.launch.errorfiles import private_directory
-from dure.launch.ports import reserve_port
-from dure.launch.program import check_program
+from dure.launch.ranks.errorfiles import private_directory
+from dure.launch.ranks.ports import reserve_port
 from dure.launch.spec import JobSpec, Std
 
 ADDRESS = JobAddress(name="j", key_fd=7, key_file="/k")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.launch import folding
-from dure.launch.folding import WINDOW_S, Entry, Folder
+from dure.launch.show import folding
+from dure.launch.show.folding import WINDOW_S, Entry, Folder
 from dure.launch.spec import Stream
 
 RANKS = 4

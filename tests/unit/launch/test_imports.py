@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dure.launch import JobSpec
-from dure.launch.imports import names_to_import
+from dure.launch.ranks.imports import names_to_import
 
 
 def found(directory: Path, text: str, **files: str) -> tuple[str, ...]:

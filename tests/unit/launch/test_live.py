@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.launch.live import REFRESH_S, Row, Rows, draw, plain
-from dure.launch.output import Sink
-from dure.launch.report import Step
+from dure.launch.ranks.report import Step
+from dure.launch.show.live import REFRESH_S, Row, Rows, draw, plain
+from dure.launch.show.output import Sink
 
 _ESCAPE = re.compile(r"\x1b\[\d*m")
 

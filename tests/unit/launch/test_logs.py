@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dure.launch.environment import Round
-from dure.launch.logs import Journal, RankLogs, is_kept, is_shown
+from dure.launch.ranks.environment import Round
+from dure.launch.show.logs import Journal, RankLogs, is_kept, is_shown
 from dure.launch.spec import Exit, JobResult, JobSpec, RankResult, Std, Stream
 
 

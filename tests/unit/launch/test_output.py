@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.launch.folding import rank_set
-from dure.launch.output import IDLE_S, PATIENCE_S, LineReader, Sink, same_file
-from dure.launch.prefixes import Prefixes
+from dure.launch.show.folding import rank_set
+from dure.launch.show.output import IDLE_S, PATIENCE_S, LineReader, Sink, same_file
+from dure.launch.show.prefixes import Prefixes
 
 
 @given(data=st.binary(max_size=200), cuts=st.lists(st.integers(0, 200), max_size=8))

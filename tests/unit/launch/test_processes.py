@@ -8,8 +8,8 @@ import subprocess
 
 import pytest
 
-from dure.launch import processes
-from dure.launch.processes import JobProcesses
+from dure.launch.ranks import processes
+from dure.launch.ranks.processes import JobProcesses
 
 
 def test_a_process_is_signalled_without_a_look_at_all_others(

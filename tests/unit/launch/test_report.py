@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 import dure as dist
-import dure.launch.child
+import dure.launch.ranks.child
 from dure.errors import PeerLost
-from dure.launch.report import ReportReader, Step, root_cause
+from dure.launch.ranks.report import ReportReader, Step, root_cause
+from dure.launch.show.summary import summary, where
 from dure.launch.spec import Crash, Exit, Frame, JobResult, RankResult
-from dure.launch.summary import summary, where
 from dure.testing import run_ranks
 
-CHILD = dure.launch.child.__file__
+CHILD = dure.launch.ranks.child.__file__
 STACK = f"""Stack (most recent call first):
   File "/home/me/a b/train.py", line 12 in step
   File "/home/me/a b/train.py", line ??? in <lambda>
@@ -219,12 +219,12 @@ def test_a_crash_blames_a_rank_of_the_job_not_of_a_group():
     def body(rank):
         group = dist.new_group([1, 2])
         if rank == 0:
-            return dure.launch.child._blamed(ValueError("no peer"))
+            return dure.launch.ranks.child._blamed(ValueError("no peer"))
         error = PeerLost("lost", group=group.group_name, peer=1)
-        return dure.launch.child._blamed(error)
+        return dure.launch.ranks.child._blamed(error)
 
     assert run_ranks(3, body) == [None, 2, 2]
-    assert dure.launch.child._blamed(PeerLost("lost", group="gone", peer=1)) == 1
+    assert dure.launch.ranks.child._blamed(PeerLost("lost", group="gone", peer=1)) == 1
 
 
 def test_replaced_rank_failed_first_and_its_replacement_went_on() -> None:

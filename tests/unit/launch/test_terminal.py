@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dure.launch import JobSpec
-from dure.launch.environment import Round
-from dure.launch.terminal import Terminal
+from dure.launch.ranks.environment import Round
+from dure.launch.show.terminal import Terminal
 
 
 def test_only_the_beginnings_of_long_lines_are_remembered(

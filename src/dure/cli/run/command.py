@@ -20,7 +20,7 @@ from dure.launch import JobResult, JobSpec, run_job
 from dure.launch.clusters.leash import hold_leash
 from dure.launch.clusters.meeting import outward
 from dure.launch.clusters.seat import take_seat
-from dure.launch.errorfiles import recorded
+from dure.launch.ranks.errorfiles import recorded
 from dure.placement.detect import detect
 from dure.store.key import KEY_BYTES, key_from_file
 

@@ -53,8 +53,8 @@ from dure.launch.agent.events import (
 )
 from dure.launch.agent.link import Link
 from dure.launch.agent.machine import Phase as MachinePhase
-from dure.launch.environment import Round
-from dure.launch.ports import reserve_port
+from dure.launch.ranks.environment import Round
+from dure.launch.ranks.ports import reserve_port
 from dure.launch.round import RoundRun, Workplace
 from dure.launch.signals import read_signals
 from dure.launch.spec import RankResult

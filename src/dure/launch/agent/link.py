@@ -19,7 +19,7 @@ from dure.launch.agent.finding import OVER, bracketed, meet
 from dure.launch.agent.machine import Machine, Phase, Settings
 from dure.launch.agent.pulse import Pulse
 from dure.launch.agent.watch import Heartbeat
-from dure.launch.environment import MASTER_ADDR
+from dure.launch.ranks.environment import MASTER_ADDR
 from dure.launch.spec import JobSpec
 from dure.store.address import resolve
 from dure.store.key import JobKey

@@ -60,7 +60,7 @@ from dure.launch.agent.events import (
     Ready,
     Succeeded,
 )
-from dure.launch.report import root_cause
+from dure.launch.ranks.report import root_cause
 from dure.launch.spec import RankResult
 
 __all__ = ["Machine", "Phase", "Settings"]

@@ -1,6 +1,6 @@
 """Starting one rank, and what the launcher holds of it.
 
-A rank is forked from the zygote (`dure.launch.zygote`), or else started by `subprocess` (vfork and
+A rank is forked from the zygote (`zygote`), or else started by `subprocess` (vfork and
 exec: nothing of the launcher runs in between). Either way it is a child of the launcher, in a
 session of its own, so that the terminal's Ctrl-C reaches the launcher alone and it alone decides.
 The launcher holds three pipes (output, errors, reports) and a pidfd. The rank is not reaped when it
@@ -20,10 +20,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dure.launch.child import STACK_SIGNAL
-from dure.launch.numa import bound_cpus, bound_to
+from dure.launch.ranks.child import STACK_SIGNAL
+from dure.launch.ranks.numa import bound_cpus, bound_to
+from dure.launch.ranks.zygote import ForkOrder, Zygote
 from dure.launch.spec import Exit, JobSpec, Kind
-from dure.launch.zygote import ForkOrder, Zygote
 
 __all__ = ["RankProcess", "start_rank"]
 

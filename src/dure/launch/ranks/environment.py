@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dure import env
 from dure.errors import UsageError
-from dure.launch.errorfiles import error_file
+from dure.launch.ranks.errorfiles import error_file
 from dure.launch.spec import JobSpec
 
 __all__ = ["JobAddress", "Round", "rank_variables"]

@@ -12,14 +12,14 @@ import os
 from collections import deque
 
 from dure import env
-from dure.launch.environment import Round
-from dure.launch.folding import Entry, Folder
-from dure.launch.live import Rows
-from dure.launch.logs import Journal, RankLogs, is_shown
-from dure.launch.output import LineReader, Sink, same_file
-from dure.launch.prefixes import Prefixes
-from dure.launch.report import Step
-from dure.launch.spawn import RankProcess
+from dure.launch.ranks.environment import Round
+from dure.launch.ranks.report import Step
+from dure.launch.ranks.spawn import RankProcess
+from dure.launch.show.folding import Entry, Folder
+from dure.launch.show.live import Rows
+from dure.launch.show.logs import Journal, RankLogs, is_shown
+from dure.launch.show.output import LineReader, Sink, same_file
+from dure.launch.show.prefixes import Prefixes
 from dure.launch.spec import Crash, Exit, JobResult, JobSpec, Line, Stream
 
 __all__ = ["Terminal"]

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
 
 import dure
-from dure.launch.child import first_path
+from dure.launch.ranks.child import first_path
 from dure.launch.spec import JobSpec
 
 __all__ = ["Found", "names_to_import"]

@@ -6,7 +6,7 @@ host node7. A single rank's prefix is padded to one width, so that lines stand i
 
 from __future__ import annotations
 
-from dure.launch.folding import rank_set
+from dure.launch.show.folding import rank_set
 
 __all__ = ["Prefixes"]
 

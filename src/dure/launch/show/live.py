@@ -21,7 +21,7 @@ import time
 import unicodedata
 from dataclasses import dataclass, field
 
-from dure.launch.report import Step
+from dure.launch.ranks.report import Step
 
 __all__ = ["REFRESH_S", "Row", "Rows", "draw", "plain"]
 

@@ -1,6 +1,6 @@
 """The launcher's side of the zygote: when to have one, and how to ask it for ranks.
 
-`zygote_for(spec, ...)` starts a zygote (`dure.launch.forking`) if the job gains by it: if it starts
+`zygote_for(spec, ...)` starts a zygote (`forking`) if the job gains by it: if it starts
 two processes or more, now or by restarts, that import torch. It lives as long as the job may start
 ranks. Whatever makes it unfit is said in one line, and ranks start in fresh interpreters, as they
 do without it.
@@ -22,9 +22,9 @@ from pathlib import Path
 
 from dure import env
 from dure.errors import LaunchError
-from dure.launch.child import first_path
-from dure.launch.forking import receive, send
-from dure.launch.imports import names_to_import
+from dure.launch.ranks.child import first_path
+from dure.launch.ranks.forking import receive, send
+from dure.launch.ranks.imports import names_to_import
 from dure.launch.spec import JobSpec
 
 __all__ = ["ForkOrder", "Zygote", "usable", "zygote_for"]

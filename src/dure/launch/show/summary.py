@@ -14,12 +14,12 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
-from dure.launch.folding import rank_set
+from dure.launch.show.folding import rank_set
 from dure.launch.spec import Exit, Frame, JobResult, RankResult, signal_name
 
 __all__ = ["summary", "where"]
 
-_DURE = str(Path(__file__).parent.parent)
+_DURE = str(Path(__file__).parent.parent.parent)
 _LIBRARIES = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )

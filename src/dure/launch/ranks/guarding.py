@@ -1,4 +1,4 @@
-"""The launcher's side of the guardian (`dure.launch.guardian`), which outlives it if need be."""
+"""The launcher's side of the guardian (`guardian`), which outlives it if need be."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from dure.launch.spawn import RankProcess
+from dure.launch.ranks.spawn import RankProcess
 
 __all__ = ["Guardian", "guarded"]
 

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from dure.launch.environment import Round, rank_log_dir
+from dure.launch.ranks.environment import Round, rank_log_dir
 from dure.launch.spec import JobResult, JobSpec, RankResult, Std, Stream, StreamChoice
 
 __all__ = ["Journal", "RankLogs", "is_kept", "is_shown"]

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator
 
 from dure import env
 from dure.errors import UsageError
-from dure.launch.cores import Topology, count_cores, cpu_quota, read_topology
+from dure.launch.ranks.cores import Topology, count_cores, cpu_quota, read_topology
 from dure.launch.spec import JobSpec, Numa
 
 __all__ = ["bind", "bound_cpus", "bound_to", "share_threads", "threads_for"]
