@@ -237,6 +237,7 @@ def test_replaced_rank_failed_first_and_its_replacement_went_on() -> None:
     )
     text = "\n".join(summary(result))
     assert "pid 7" in text
+    assert "it was replaced, and the job succeeded" in text
     assert "ranks 0-1" in text
 
 

@@ -90,7 +90,9 @@ def _failure(
         lines.append(f"{_ranks(alike)} failed in the same way")
     others = [rank for rank in others if rank not in alike]
     if others:
-        lines.append("where the others were:" if not result.ok else "the others went on:")
+        replaced = any(rank.rank == failure.rank for rank in others)
+        fate = "it was replaced" if replaced else "the others went on without it"
+        lines.append(f"{fate}, and the job succeeded:" if result.ok else "where the others were:")
     return lines + _fates(others, limit)
 
 
