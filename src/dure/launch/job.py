@@ -72,11 +72,11 @@ def run_job(spec: JobSpec) -> JobResult:
         name = uuid.uuid4().hex
         with (
             zygote_for(spec, name, threads_for(spec)) as zygote,  # first: it has much to import
-            error_directory(spec, name),
+            guarded(name, shows=spec.outlives_launcher and spec.on_line is None) as guardian,
+            error_directory(spec, name),  # which the guardian removes if we cannot
             caught_signals(spec.signals) as signals,
             adopting_orphans(),
             _link(spec, signals) as (link, key_fd),
-            guarded(name, shows=spec.outlives_launcher and spec.on_line is None) as guardian,
         ):
             terminal = Terminal(spec)
             try:
