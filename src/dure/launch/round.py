@@ -6,6 +6,7 @@ do, or when the overseer (`dure.launch.agent`) or a signal says so; how, the sup
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 
 from dure import env
@@ -93,7 +94,8 @@ class RoundRun:
         again = replace(self.round, number=times, store=store)
         if self._place.spec.log_dir is not None:
             directory = rank_log_dir(self._place.spec.log_dir, again.rank(local_rank), times)
-            directory.mkdir(parents=True, exist_ok=True)  # for its error file
+            with contextlib.suppress(OSError):  # a full disk must not end the job
+                directory.mkdir(parents=True, exist_ok=True)  # for its error file
         self._numbers[local_rank] = times
         self.loop.replace(local_rank, self._start(local_rank, again))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from dure.launch import JobSpec
@@ -22,3 +25,26 @@ def test_only_the_beginnings_of_long_lines_are_remembered(
     assert terminal.has_shown(0, "ValueError: short")
     assert not terminal.has_shown(0, "x" * 100_000)
     assert len(capfd.readouterr().err) > 100_000
+
+
+def test_full_disk_is_told_once_and_ends_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "attempt_0" / "rank_0"
+    directory.mkdir(parents=True)
+    (directory / "stdout.log").symlink_to("/dev/full")
+    (tmp_path / "launcher.log").symlink_to("/dev/full")
+    terminal = Terminal(JobSpec(program="p", prefix="none", log_dir=tmp_path))
+    start = Round(hosts=("h",), nprocs=(1,), master_addr="127.0.0.1", master_port=1, store="h:1")
+    terminal.begin(start)
+    reader = terminal.reader(0, "stdout")
+    terminal.received(reader, b"first\n", 0.0)
+    terminal.received(reader, b"second\n", 0.0)
+    (tmp_path / "attempt_1").write_text("in the way, as a full disk is")
+    terminal.begin(replace(start, number=1))
+    terminal.received(terminal.reader(0, "stdout"), b"third\n", 0.0)
+    terminal.finish()
+    out, err = capfd.readouterr()
+    assert out.split() == ["first", "second", "third"]
+    assert err.count("\n") == 1
+    assert "No space left on device" in err

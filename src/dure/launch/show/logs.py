@@ -20,6 +20,7 @@ import dataclasses
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -62,11 +63,15 @@ class RankLogs:
         spec: The job: what is kept, and where.
         round: Which start of it.
 
+    Attributes:
+        trouble: Why nothing is kept any more, if the files could not be written (a full disk).
+
     Raises:
         OSError: The files cannot be made.
     """
 
     def __init__(self, spec: JobSpec, round: Round) -> None:
+        self.trouble: OSError | None = None
         self._files: dict[tuple[int, Stream], IO[bytes]] = {}
         self._filtered: dict[Stream, tuple[tuple[bytes, ...], IO[bytes]]] = {}
         try:
@@ -88,14 +93,24 @@ class RankLogs:
         """Keep what came from a rank."""
         file = self._files.get((rank, stream))
         if file is not None:
-            file.write(data)
+            self._write(file, data)
 
     def lines(self, rank: int, stream: Stream, lines: list[bytes]) -> None:
         """Collect those lines of a rank that hold a word the user looks for."""
         words, file = self._filtered.get(stream, ((), None))
         if file is not None:
             found = [line for line in lines if any(word in line for word in words)]
-            file.write(b"".join(b"[%d] %s\n" % (rank, line) for line in found))
+            self._write(file, b"".join(b"[%d] %s\n" % (rank, line) for line in found))
+
+    def _write(self, file: IO[bytes], data: bytes) -> None:
+        """Write everything; a disk that is full ends the keeping, not the job."""
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except OSError as error:
+            self.trouble = error
+            self.close()
 
     def close(self) -> None:
         """Close the files."""
@@ -143,11 +158,15 @@ class Journal:
         directory: Where they lie; None: nothing is written.
         node: This host's number.
 
+    Attributes:
+        trouble: Why something could not be written, once that has happened (a full disk).
+
     Raises:
         OSError: The directory cannot be written.
     """
 
     def __init__(self, directory: Path | None, node: int = 0) -> None:
+        self.trouble: OSError | None = None
         self._directory = directory
         self._mark = f".node{node}" if node else ""
         self._events: IO[str] | None = None
@@ -163,13 +182,13 @@ class Journal:
         """Append one event, with the time of day in seconds."""
         if self._events is not None:
             content = {"time": _seconds(time.time()), "event": event} | fields
-            with contextlib.suppress(OSError):  # a full disk must not end the job
+            with self._goes_on():
                 self._events.write(json.dumps(content) + "\n")
 
     def said(self, text: str) -> None:
         """Keep what the launcher said to the user."""
         if self._said is not None:
-            with contextlib.suppress(OSError):
+            with self._goes_on():
                 self._said.write(text + "\n")
 
     def began(self, spec: JobSpec, round: Round) -> None:
@@ -205,11 +224,19 @@ class Journal:
 
     def _write_job(self) -> None:
         if self._directory is not None:
-            with contextlib.suppress(OSError):
+            with self._goes_on():
                 path = self._directory / f"job{self._mark}.json"
                 fresh = path.with_suffix(".json.part")
                 fresh.write_text(json.dumps(self._job, indent=1) + "\n")
                 fresh.replace(path)
+
+    @contextlib.contextmanager
+    def _goes_on(self) -> Iterator[None]:
+        """Remember what cannot be written: a full disk must not end the job."""
+        try:
+            yield
+        except OSError as error:
+            self.trouble = error
 
     def close(self) -> None:
         """Close the files."""

@@ -52,6 +52,7 @@ class Terminal:
         self._round: Round | None = None
         self._seen: dict[int, deque[bytes]] = {}  # a rank's last lines of errors
         self._rows = self._live()
+        self._warned = False
         self.journal = Journal(spec.log_dir, node)
 
     @property
@@ -92,7 +93,7 @@ class Terminal:
         """Start on a round of the job: its ranks, their number and files.
 
         Raises:
-            OSError: The log files cannot be made.
+            OSError: The log files of the first round cannot be made.
         """
         self._flush()
         self._readers.clear()
@@ -105,7 +106,13 @@ class Terminal:
         self._folders = self._make_folders(round)
         if self._logs is not None:
             self._logs.close()
-        self._logs = RankLogs(spec, round)
+            self._logs = None
+        try:
+            self._logs = RankLogs(spec, round)
+        except OSError as error:
+            if round.number == 0:
+                raise
+            self._warn(error)  # the disk has become full: the job goes on without
         self.journal.began(spec, round)
 
     def started(self, process: RankProcess) -> None:
@@ -119,6 +126,7 @@ class Terminal:
         """Take note of a rank's end."""
         rank, pid = process.rank, process.pid
         self.journal.note("ended", rank=rank, pid=pid, code=exit.code, signal=exit.signal)
+        self._warn(self.journal.trouble)
         if self._rows is not None:
             self._rows.ended(rank, exit.ok)
 
@@ -151,6 +159,7 @@ class Terminal:
             self._rows.wrote(reader.rank, lines[-1] if lines else reader.held, now)
         if reader.overfull:
             self._show_part(reader, now)
+        self._warn(self._logs.trouble if self._logs is not None else None)
 
     def tick(self, now: float) -> None:
         """Show what has waited long enough: unfinished lines, and lines that might have folded."""
@@ -183,9 +192,21 @@ class Terminal:
         self._sinks["stderr"].say(f"[dure] {text}")
         self._sinks["stderr"].write_some()
 
+    def _warn(self, trouble: OSError | None) -> None:
+        """Say once that the disk takes no more of the logs."""
+        if trouble is None or self._warned:
+            return
+        self._warned = True
+        shown = all(is_shown(self._spec, 0, stream) for stream in ("stdout", "stderr"))
+        self.say(
+            f"the logs in {self._spec.log_dir} cannot be written any more: {trouble.strerror}; "
+            f"output is {'shown, ' if shown else ''}no longer kept"
+        )
+
     def conclude(self, result: JobResult) -> None:
         """Keep what came of the job in the files that machines read."""
         self.journal.conclude(result)
+        self._warn(self.journal.trouble)
 
     def finish(self) -> None:
         """Show what is left of unfinished lines, and close the files."""
