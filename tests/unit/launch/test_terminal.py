@@ -48,3 +48,16 @@ def test_full_disk_is_told_once_and_ends_nothing(
     assert out.split() == ["first", "second", "third"]
     assert err.count("\n") == 1
     assert "No space left on device" in err
+
+
+def test_what_torch_marks_with_the_rank_is_recognised(capfd: pytest.CaptureFixture[str]) -> None:
+    terminal = Terminal(JobSpec(program="p", prefix="none"))
+    hosts = Round(hosts=("h",), nprocs=(2,), master_addr="127.0.0.1", master_port=1, store="h:1")
+    terminal.begin(hosts)
+    told = b"[rank1]: Traceback:\n\n[rank1]:   File\n[rank1]: ValueError: late\n"
+    terminal.received(terminal.reader(1, "stderr"), told, 0.0)
+    terminal.finish()
+    assert terminal.has_shown(1, "Traceback:\n\n  File\nValueError: late\n")
+    assert not terminal.has_shown(1, "KeyError: late")
+    assert not terminal.has_shown(0, "ValueError: late")
+    assert "[rank1]: ValueError: late" in capfd.readouterr().err

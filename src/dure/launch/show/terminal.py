@@ -176,9 +176,13 @@ class Terminal:
                 self._put(sink, folder.due(now))
 
     def has_shown(self, rank: int, text: str) -> bool:
-        """Tell whether a text is among the last lines of errors that a rank was seen to write."""
-        lines = self._seen.get(rank)
-        return bool(lines) and text.strip().encode() in b"\n".join(lines)
+        """Tell whether a text is among the last lines of errors that a rank was seen to write.
+
+        torch.distributed puts `[rank1]: ` before each line of a traceback: it is the same then.
+        """
+        mark = b"[rank%d]: " % rank
+        lines = [line.removeprefix(mark) for line in self._seen.get(rank, ())]
+        return text.strip().encode() in b"\n".join(lines)
 
     def say(self, text: str) -> None:
         """Show a line of the launcher's own, behind what ranks wrote before it."""
