@@ -65,6 +65,9 @@ __all__ = ["Agent"]
 _CRASH_S = 5.0
 """How long a rank of an elastic job that has crashed may take to exit, before it is killed."""
 
+_QUIET_S = 3.0
+"""How long an agent waits for other hosts before it says so."""
+
 _AGAIN_S = 1.0
 """Before a time that has run out is told of again, at least."""
 
@@ -334,11 +337,23 @@ class Agent:
         now = time.monotonic()
         due = self._timers.setdefault(timer.name, now + timer.after_s)
         if now < due:
-            self._sleep(due)
+            speaks_at = due - timer.after_s + _QUIET_S
+            if now >= speaks_at:
+                self._say_who_is_missing(timer)
+            self._sleep(min(due, speaks_at) if now < speaks_at else due)
             return
         # Told in vain if somebody came meanwhile; should he be lost, the same time runs once more.
         self._timers[timer.name] = now + max(timer.after_s, _AGAIN_S)
         self._link.tell(Expired(timer.name))
+
+    def _say_who_is_missing(self, timer: Timer) -> None:
+        missing = self._link.machine().missing
+        if missing and timer.name not in self._said:
+            self._said.add(timer.name)
+            self._place.terminal.say(
+                f"waiting at {self._place.spec.endpoint} for {missing} more "
+                f"host{'s' if missing > 1 else ''} (until {timer.after_s:g} s have passed)"
+            )
 
     def _sleep(self, until: float | None) -> None:
         """Wait for news, a signal or a time."""

@@ -118,6 +118,7 @@ def _settings(spec: JobSpec) -> Settings:
         join_timeout_s=spec.join_timeout_s,
         last_call_s=spec.last_call_s,
         min_ranks=spec.min_ranks,
+        endpoint=spec.endpoint or "",
     )
 
 

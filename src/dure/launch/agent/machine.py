@@ -78,6 +78,7 @@ class Settings:
         last_call_s: How long the first round then waits for more.
         exclude_after: How many rounds running a host may be the first to fail.
         min_ranks: An elastic job with fewer living ranks ends.
+        endpoint: Where hosts meet, for people.
     """
 
     min_hosts: int = 1
@@ -87,6 +88,7 @@ class Settings:
     last_call_s: float = 5.0
     exclude_after: int = 3
     min_ranks: int = 1
+    endpoint: str = ""
 
 
 class Phase(Enum):
@@ -135,6 +137,11 @@ class Machine:
     def failed(self) -> bool:
         """Whether a worker of the present round has failed."""
         return bool(self._failures)
+
+    @property
+    def missing(self) -> int:
+        """How many hosts must still come before a round can start."""
+        return max(0, self.settings.min_hosts - len(self._chosen()))
 
     @property
     def departing(self) -> bool:
@@ -277,9 +284,18 @@ class Machine:
             self._start(chosen)
             return
         came = ", ".join(self.host(agent) for agent in chosen) or "none"
-        why = f"too few hosts came in time: {len(chosen)} of {self.settings.min_hosts} ({came})"
+        why = (
+            f"too few hosts came to {self.settings.endpoint or 'the endpoint'} within "
+            f"{self.settings.join_timeout_s:g} s: {len(chosen)} of {self.settings.min_hosts} "
+            f"({came})"
+        )
         if len(chosen) < len(self._agents):
             why += "; others were excluded, or had a node rank that was taken"
+        else:
+            why += (
+                "; start the same command on the other hosts, and see there that this port can be "
+                "reached and that --nnodes is the same"
+            )
         lost = self._defeat() if self._failures or self._lost else Outcome(code=1)
         self._end(Outcome(code=lost.code, why=why, failure=lost.failure, ranks=lost.ranks))
 
