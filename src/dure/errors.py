@@ -248,7 +248,12 @@ class StoreLost(StoreError, ConnectionError):
 
 
 class StoreRefused(StoreError, ConnectionError):
-    """Somebody answered, but will not talk: another job key, or no store of Dure's at all."""
+    """Somebody answered, but will not talk: another job key, or no store of Dure's at all.
+
+    `foreign` says that it does not even speak as a store does.
+    """
+
+    foreign = False
 
 
 class RendezvousError(DureError, RuntimeError):

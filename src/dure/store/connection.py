@@ -258,9 +258,11 @@ def _refused(endpoint: str, outcome: _Outcome | None, key: JobKey | None) -> Sto
     refused = (
         "refused: different job key" if outcome is _Outcome.REFUSED else _Outcome.FOREIGN.value
     )
-    return StoreRefused(
+    error = StoreRefused(
         f"the store at {endpoint} refused this process",
         seen=f"{refused}; this process has {mine}",
         fix="All ranks need the same key: start them with `dure run`, or give them the same "
         "DURE_JOB_KEY_FILE or ~/.config/dure/key; or the port belongs to another program.",
     )
+    error.foreign = outcome is _Outcome.FOREIGN
+    return error

@@ -12,6 +12,7 @@ import pytest
 
 from dure.errors import LaunchError, StoreError
 from dure.launch import JobSpec, run_job
+from dure.launch.agent import finding
 from dure.launch.agent.finding import OVER, meet
 from dure.store.address import resolve
 from dure.store.key import JobKey, mint
@@ -60,6 +61,14 @@ def test_the_endpoints_port_is_another_programs() -> None:
         port = other.getsockname()[1]
         with pytest.raises(LaunchError, match="another program"):
             meet(job(port, join_timeout_s=0.3), mint(), -1)
+
+
+def test_a_program_that_does_not_answer_holds_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finding, "_FOREIGN_S", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"port {port} of this host is taken"):
+            meet(job(port, join_timeout_s=60), mint(), -1)
 
 
 def test_who_does_not_serve_and_finds_nobody_says_so() -> None:

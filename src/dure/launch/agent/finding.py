@@ -17,9 +17,10 @@ import socket
 import time
 from datetime import timedelta
 
-from dure.errors import LaunchError, StoreError, StoreLost, StoreTimeout, UsageError
+from dure.errors import LaunchError, StoreError, StoreLost, StoreRefused, StoreTimeout, UsageError
 from dure.launch.spec import JobSpec
 from dure.store.address import Address, is_local, resolve
+from dure.store.connection import answers
 from dure.store.key import JobKey
 from dure.store.ladder import Ladder
 from dure.store.server import StoreServer, listen
@@ -32,7 +33,10 @@ OVER = "dure/agents/over"
 _OPERATION = timedelta(seconds=2)
 _SLICE_S = 0.5
 _TAKEN_S = 30.0
-"""How long somebody may hold the endpoint's port on this host without being one of the job's."""
+"""How long a store of our key that is no living job's may hold the endpoint's port on this host."""
+
+_FOREIGN_S = 3.0
+"""How long somebody may hold it who does not speak as our stores do."""
 
 
 def meet(spec: JobSpec, key: JobKey, interrupted: int) -> tuple[StoreServer, Ladder]:
@@ -59,12 +63,14 @@ def meet(spec: JobSpec, key: JobKey, interrupted: int) -> tuple[StoreServer, Lad
                     return _serve(there, key, first)
                 except StoreError as error:  # taken: another agent of this host was first
                     taken = error.seen or str(error)
+                    if time.monotonic() - start > _FOREIGN_S and not _is_ours(there, key):
+                        raise _taken(spec, time.monotonic() - start, taken) from None
             if standby is None:
                 ip = _own_address(spec, there)
                 standby = StoreServer(listen(resolve(ip, 0, "the local address")), key)
                 undo.callback(standby.stop)
                 own = f"{bracketed(ip)}:{standby.port}"
-            ladder = _join(spec, Ladder([first], key, own=own, timeout=_OPERATION))
+            ladder = _join(spec, Ladder([first], key, own=own, timeout=_OPERATION), bool(taken))
             if ladder is not None:
                 undo.pop_all()
                 return standby, ladder
@@ -80,12 +86,7 @@ def _check_patience(spec: JobSpec, elapsed_s: float, taken: str, interrupted: in
     if elapsed_s < limit_s:
         return
     if taken:
-        raise LaunchError(
-            "another program holds the endpoint's port on this host",
-            elapsed_s=elapsed_s,
-            seen=f"{spec.endpoint}: {taken}, and no store of this job answers there",
-            fix="Choose another port, on every host (`ss -ltnp` shows who has this one).",
-        )
+        raise _taken(spec, elapsed_s, taken)
     raise LaunchError(
         "the job's other hosts cannot be found",
         elapsed_s=elapsed_s,
@@ -93,6 +94,26 @@ def _check_patience(spec: JobSpec, elapsed_s: float, taken: str, interrupted: in
         fix="Check that `dure run` runs on that host with the same endpoint, and that no "
         "firewall is between.",
     )
+
+
+def _taken(spec: JobSpec, elapsed_s: float, taken: str) -> LaunchError:
+    port = str(spec.endpoint).rpartition(":")[2]
+    return LaunchError(
+        f"port {port} of this host is taken by another program",
+        elapsed_s=elapsed_s,
+        seen=f"{spec.endpoint}: {taken}, and no store of this job answers there",
+        fix="Choose another port, on every host (`ss -ltnp` shows who has this one).",
+    )
+
+
+def _is_ours(there: Address, key: JobKey) -> bool:
+    """Whether a store with our key answers, be it one of a job that has ended."""
+    try:
+        return answers(there.endpoint, key, _SLICE_S)
+    except StoreRefused as error:
+        if error.foreign:
+            return False
+        raise
 
 
 def _serve(there: Address, key: JobKey, first: str) -> tuple[StoreServer, Ladder]:
@@ -107,8 +128,11 @@ def _serve(there: Address, key: JobKey, first: str) -> tuple[StoreServer, Ladder
     return server, ladder
 
 
-def _join(spec: JobSpec, ladder: Ladder) -> Ladder | None:
-    """Look for the store a moment, and stand by there; None if there is none of a living job."""
+def _join(spec: JobSpec, ladder: Ladder, taken: bool) -> Ladder | None:
+    """Look for the store a moment, and stand by there; None if there is none of a living job.
+
+    With `taken`, somebody on this host has the port: who does not speak as we do is no store.
+    """
     try:
         if not ladder.join(min(_SLICE_S, spec.join_timeout_s)).check([OVER]):
             ladder.stand_by()
@@ -116,6 +140,10 @@ def _join(spec: JobSpec, ladder: Ladder) -> Ladder | None:
         time.sleep(_SLICE_S)
     except (StoreTimeout, StoreLost):
         pass
+    except StoreRefused as error:
+        ladder.close()
+        if not (taken and error.foreign):
+            raise
     except BaseException:
         ladder.close()
         raise
