@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from dure import env
 from dure.errors import LaunchError, StoreError, UsageError
@@ -66,6 +67,7 @@ def run_job(spec: JobSpec) -> JobResult:
     if not sys.platform.startswith("linux"):
         raise UsageError("dure.launch needs Linux", seen=sys.platform)
     check_program(spec)
+    _check_log_dir(spec.log_dir)
     _open_standard_output()
     started = time.monotonic()
     try:
@@ -100,9 +102,20 @@ def run_job(spec: JobSpec) -> JobResult:
     except OSError as error:
         raise LaunchError(
             "the job could not be started",
-            seen=str(error),
+            seen=": ".join(str(t) for t in (error.filename, error.strerror) if t) or str(error),
             fix=_advice(error),
         ) from error
+
+
+def _check_log_dir(directory: Path | None) -> None:
+    """Refuse a log directory that is a file, or would lie below one."""
+    if directory is None:
+        return
+    there = next((path for path in (directory, *directory.parents) if path.exists()), directory)
+    if there.exists() and not there.is_dir():
+        raise UsageError(
+            f"--log-dir {there} is not a directory", fix="Name one, or one that can be made."
+        )
 
 
 def _open_standard_output() -> None:

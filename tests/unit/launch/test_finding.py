@@ -7,10 +7,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from dure.errors import LaunchError, StoreError
+from dure.errors import LaunchError, StoreError, UsageError
 from dure.launch import JobSpec, run_job
 from dure.launch.agent import finding
 from dure.launch.agent.finding import OVER, meet
@@ -86,3 +87,11 @@ def test_an_endpoint_that_is_refused_keeps_its_own_advice() -> None:
         run_job(spec)
     assert isinstance(caught.value.__cause__, StoreError)
     assert not caught.value.fix
+
+
+def test_log_directory_that_is_a_file_is_a_users_mistake(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for directory in (file, file / "below"):
+        with pytest.raises(UsageError, match="is not a directory"):
+            run_job(JobSpec(program=__file__, log_dir=directory))

@@ -241,6 +241,16 @@ def test_replaced_rank_failed_first_and_its_replacement_went_on() -> None:
     assert "ranks 0-1" in text
 
 
+def test_error_that_a_rank_raised_is_named_rather_than_its_exit_code() -> None:
+    for died, how in (
+        (rank(0, Exit(code=1), crash()), "it raised ValueError"),
+        (rank(0, Exit(code=3), crash("SystemExit")), "exit code 3"),
+        (rank(0, Exit(signal=signal.SIGKILL), crash()), "killed by SIGKILL"),
+    ):
+        result = JobResult(exit_code=1, ranks=(died,), elapsed_s=1, first_failure=died)
+        assert how in summary(result)[0]
+
+
 def test_reader_makes_texts_that_can_be_shown_and_sent() -> None:
     reader = ReportReader()
     told = {"type": "E", "message": "\udcff", "traceback": "\ud800"}

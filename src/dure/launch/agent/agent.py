@@ -307,12 +307,14 @@ class Agent:
 
     def _replace(self, run: RoundRun, duty: Work) -> None:
         """Start what the machine wants started in place of ranks that have ended."""
-        for local, times in duty.replaced:
-            if times > self._replaced.get(local, 0) and local in run.supervisor.exits:
+        due = [(k, n) for k, n in duty.replaced if n > self._replaced.get(k, 0)]
+        first = self._link.machine().restarts - len(due) + 1
+        for number, (local, times) in enumerate(due, first):
+            if local in run.supervisor.exits:
                 self._replaced[local] = times
                 self._place.terminal.say(
                     f"rank {run.round.rank(local)} has ended ({run.supervisor.exits[local]}); "
-                    f"replacement {times} is started"
+                    f"replacement {number} of {self._place.spec.max_restarts} is started"
                 )
                 run.replace(local, times, self._link.store)
 

@@ -158,7 +158,8 @@ def _interruption(result: JobResult, number: int) -> list[str]:
 
 def _how(rank: RankResult) -> str:
     """Describe how a rank failed, with a hint where its signal has a usual cause."""
-    if rank.ended_by_launcher and rank.crash is not None:
+    told = rank.crash is not None and rank.crash.type not in ("SystemExit", "error")
+    if rank.crash is not None and (rank.ended_by_launcher or (told and not rank.exit.signal)):
         return f"it raised {rank.crash.type}"
     hint = _hint(rank.exit)
     return f"{rank.exit}{f' ({hint})' if hint else ''}"
