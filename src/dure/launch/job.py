@@ -152,6 +152,8 @@ def _run(agent: Agent, place: Workplace, started: float) -> JobResult:
     lines = summary(result, terminal.has_shown)
     for line in lines if agent.node == 0 else lines[:1]:  # node 0 tells the whole story
         terminal.say(line)
+    if outcome.limit:
+        terminal.say(f"the job has failed ({outcome.limit})")
     terminal.conclude(result)
     terminal.finish()
     drain(terminal, place.signals, in_haste=result.interrupted_by is not None)

@@ -27,6 +27,7 @@ from dure.launch.agent.events import (
     Left,
     Lost,
     Ready,
+    Refused,
     Succeeded,
     pack_event,
     read_event,
@@ -390,6 +391,17 @@ def test_elastic_too_few_ranks_end_the_job() -> None:
     end_round(machine, plan)
     assert machine.outcome is not None
     assert machine.outcome.code == 3
+    assert "--min-ranks 3" in machine.outcome.limit
+
+
+def test_elastic_a_lost_host_is_told_and_so_is_one_that_was_refused() -> None:
+    machine = ElasticMachine(Settings(min_hosts=1, max_hosts=2))
+    started(machine, "a", "b")
+    machine.apply(Refused("host-c", "nnodes"))
+    machine.apply(Lost("a", "its launcher has ended"))
+    machine.apply(Lost("a", "again"))
+    assert ["host-c" in note for note in machine.notes] == [True, False]
+    assert "host-a" in machine.notes[1]
 
 
 def test_elastic_the_job_succeeds_if_one_worker_does() -> None:

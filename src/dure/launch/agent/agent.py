@@ -90,6 +90,7 @@ class Agent:
         self._held = place.spec.elastic or place.spec.keep_going
         self._run: RoundRun | None = None
         self._said: set[str] = set()  # what need not be told again
+        self._noted: set[str] = set()  # what was said of other hosts
         self._replaced: dict[int, int] = {}
         self._crashed_at: dict[int, float] = {}
         self._timers: dict[str, float] = {}
@@ -196,7 +197,12 @@ class Agent:
 
     def _duty(self) -> Duty:
         """Return the machine's word; none while the log of a new store lacks our own lines."""
-        duty = self._link.machine().duty(self.name)
+        machine = self._link.machine()
+        for note in machine.notes:
+            if note not in self._noted:
+                self._noted.add(note)
+                self._place.terminal.say(note)
+        duty = machine.duty(self.name)
         if isinstance(duty, Rejoin) and not self._link.settled:
             return Wait()
         return duty

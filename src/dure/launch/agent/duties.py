@@ -53,12 +53,14 @@ class Outcome:
         why: What the launcher says of it, if it was no worker's failure.
         failure: The worker that failed first, or whom that one blames.
         ranks: What became of all workers of the last round, as far as they were told.
+        limit: Which limit of the user's the job has come to, if it failed by one.
     """
 
     code: int
     why: str = ""
     failure: RankResult | None = None
     ranks: tuple[RankResult, ...] = ()
+    limit: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ has ended well the program is on its way out: nobody is replaced any more, and f
 from __future__ import annotations
 
 from dure.launch.agent.duties import Outcome, Plan
-from dure.launch.agent.events import Ended, Failed, Finished, Joined, Succeeded
+from dure.launch.agent.events import Ended, Failed, Finished, Joined, Left, Lost, Succeeded
 from dure.launch.agent.machine import Machine, Phase, Settings
 
 __all__ = ["ElasticMachine"]
@@ -67,6 +67,17 @@ class ElasticMachine(Machine):
             return
         self.restarts += 1
         self._replaced[slot] = self._replaced.get(slot, 0) + 1
+
+    def _limit(self) -> str:
+        spent, least = super()._limit(), self.settings.min_ranks
+        if least == 1 or len(self._alive) >= least:
+            return spent
+        return ", ".join(filter(None, (f"fewer than --min-ranks {least} live", spent)))
+
+    def _gone(self, event: Left | Lost) -> None:
+        if isinstance(event, Lost) and event.agent in self._agents:
+            self.notes.append(f"lost {self.host(event.agent)} ({event.why}); the others go on")
+        super()._gone(event)
 
     def _run_on(self) -> None:
         here = self._agents.keys() - self._leaving

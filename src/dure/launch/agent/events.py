@@ -21,6 +21,7 @@ __all__ = [
     "Left",
     "Lost",
     "Ready",
+    "Refused",
     "Succeeded",
     "pack_event",
     "read_event",
@@ -53,6 +54,13 @@ class Lost(msgspec.Struct, array_like=True, frozen=True, tag="lost"):
 
     agent: str
     why: str = ""
+
+
+class Refused(msgspec.Struct, array_like=True, frozen=True, tag="refused"):
+    """A host did not come to join, for it was told other things than the first."""
+
+    host: str
+    why: str
 
 
 class Ready(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
@@ -102,7 +110,7 @@ class Expired(msgspec.Struct, array_like=True, frozen=True, tag="expired"):
     timer: str
 
 
-Event = Joined | Left | Lost | Ready | Failed | Finished | Succeeded | Ended | Expired
+Event = Joined | Left | Lost | Refused | Ready | Failed | Finished | Succeeded | Ended | Expired
 
 pack_event = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)

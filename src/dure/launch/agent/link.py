@@ -7,17 +7,19 @@ has no log in a store, no threads and no round trips. `Linked` goes through a `P
 from __future__ import annotations
 
 import contextlib
+import socket
 import uuid
 from typing import Protocol
 
 import msgspec
 
+from dure import env
 from dure.errors import StoreError, UsageError
 from dure.launch.agent.elastic import ElasticMachine
-from dure.launch.agent.events import Event
+from dure.launch.agent.events import Event, Refused
 from dure.launch.agent.finding import OVER, bracketed, meet
 from dure.launch.agent.machine import Machine, Phase, Settings
-from dure.launch.agent.pulse import Pulse
+from dure.launch.agent.pulse import Pulse, write_once
 from dure.launch.agent.watch import Heartbeat
 from dure.launch.ranks.environment import MASTER_ADDR
 from dure.launch.spec import JobSpec
@@ -290,6 +292,9 @@ def _agree(spec: JobSpec, store: NetworkStore) -> str:
     differ = [name for name in names if getattr(mine, name) != getattr(theirs, name)]
     if differ:
         seen = [f"{n}: {getattr(theirs, n)} there, {getattr(mine, n)} here" for n in differ]
+        host = env.text("DURE_HOST_ID") or socket.gethostname()
+        with contextlib.suppress(StoreError):
+            write_once(store, Refused(host, "; ".join(seen)))
         raise UsageError(
             "this host was told other things than the first",
             seen="; ".join(seen),

@@ -58,6 +58,7 @@ from dure.launch.agent.events import (
     Left,
     Lost,
     Ready,
+    Refused,
     Succeeded,
 )
 from dure.launch.ranks.report import root_cause
@@ -116,6 +117,7 @@ class Machine:
         self.excluded: frozenset[str] = frozenset()
         self.outcome: Outcome | None = None
         self._agents: dict[str, Joined] = {}  # at hand, in the order they came
+        self.notes: list[str] = []  # what people should hear of other hosts
         self._known: set[str] = set()
         self._ready: Ready | None = None
         self._gathering = 0  # how often the job has gathered: sets its timers apart
@@ -173,6 +175,10 @@ class Machine:
                     self._agents[event.agent] = event
             case Left() | Lost():
                 self._gone(event)
+            case Refused():
+                self.notes.append(
+                    f"{event.host} came with other terms and was refused: {event.why}"
+                )
             case Ready():
                 self._got_ready(event)
             case Expired():
@@ -394,13 +400,24 @@ class Machine:
         """Return the outcome of a job that failed for good."""
         if not self._failures:
             hosts = ", ".join(self._host_of(agent) for agent in self._lost)
-            return Outcome(code=1, why=f"lost {hosts}", ranks=self._ranks())
+            return Outcome(code=1, why=f"lost {hosts}", ranks=self._ranks(), limit=self._limit())
         failure = self._root_cause()
         why = ""
         owner = self._owner_of_blamed(failure)
         if owner in self._lost:
             why = f"lost {self._host_of(owner)}, with rank {failure.crash and failure.crash.peer}"
-        return Outcome(code=failure.status or 1, why=why, failure=failure, ranks=self._ranks())
+        return Outcome(
+            code=failure.status or 1,
+            why=why,
+            failure=failure,
+            ranks=self._ranks(),
+            limit=self._limit(),
+        )
+
+    def _limit(self) -> str:
+        """Say which limit of the user's lets the job fail."""
+        most = self.settings.max_restarts
+        return f"restarts: {self.restarts} of {most} used" if most else ""
 
     def _told_setback(self) -> str:
         if not self._failures:

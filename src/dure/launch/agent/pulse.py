@@ -38,7 +38,7 @@ from dure.store.base import Store
 from dure.store.key import JobKey
 from dure.store.ladder import Ladder
 
-__all__ = ["Pulse"]
+__all__ = ["Pulse", "write_once"]
 
 _LOG = "dure/agents/log"
 _LOOKS = 4
@@ -55,6 +55,13 @@ class _Entry(msgspec.Struct, array_like=True, frozen=True):
 
 _pack = msgspec.msgpack.Encoder().encode
 _read = msgspec.msgpack.Decoder(_Entry).decode
+
+
+def write_once(store: Store, event: Event) -> None:
+    """Write an event into the log for one who does not follow it."""
+    number, entry = 0, _pack(_Entry(uuid.uuid4().hex, pack_event(event)))
+    while store.compare_set(f"{_LOG}/{number}", "", entry) != entry:
+        number += 1
 
 
 class Pulse:
