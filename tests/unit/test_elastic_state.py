@@ -74,10 +74,18 @@ def test_a_part_takes_over_what_was_committed_under_its_name():
     assert [batch.tolist() for batch in state.loader] == [[4, 5], [6, 7], [8, 9]]
 
 
-def test_what_cannot_be_committed_is_refused_by_name():
-    state = State(thing=object())
+@pytest.mark.parametrize("value", [object(), len, iter(()), [{"inner": print}]])
+def test_what_cannot_be_committed_is_refused_by_name(value: object):
+    with pytest.raises(UsageError, match="thing") as caught:
+        State(thing=value)
+    assert "checkpoint" not in str(caught.value)
+    state = State()
+    state.thing = value
     with pytest.raises(UsageError, match="thing"):
         state.commit()
+
+
+def test_nothing_to_go_back_to_is_an_error():
     with pytest.raises(UsageError):
         State().restore()
 

@@ -239,7 +239,7 @@ class _Session(Generic[T]):
             lost=len(before - after),
             joined=len(after - before),
             step=plan.step,
-            cause=f"{type(cause).__name__}: {cause}",
+            cause=_told(cause),
             agreement_s=agreed_at - self._failed_at,
             group_s=made_at - agreed_at,
             state_s=time.monotonic() - made_at,
@@ -356,3 +356,8 @@ def _without_frames(error: BaseException) -> BaseException:
         found.__traceback__ = None
         found = found.__cause__ or found.__context__
     return error
+
+
+def _told(cause: BaseException | None) -> str:
+    """Say what ended a group: an error with its kind, a change of the group by its reason."""
+    return str(cause) if isinstance(cause, Regroup) else f"{type(cause).__name__}: {cause}"

@@ -15,6 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 
 from dure.checkpoint.objects import is_sharded, load_into, state_of
@@ -25,7 +26,7 @@ from dure.errors import UsageError
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["Snapshot"]
+__all__ = ["Snapshot", "require_returnable"]
 
 _VALUES = "values"
 _RANDOM = "random"
@@ -76,7 +77,7 @@ class Snapshot:
                 )
             trees[name] = encode(state_of(name, part), name, tensors)
         for name, value in values.items():
-            _require_returnable(value, name)
+            require_returnable(value, name)
         trees[_VALUES + "/"] = encode(dict(values), _VALUES + "/", tensors)
         self._trees = trees
         self._copy(tensors)
@@ -157,10 +158,11 @@ class Snapshot:
         self.step = step
 
 
-def _require_returnable(value: object, path: str) -> None:
-    """Refuse a value that would come back as another kind of thing, and only after a failure.
+def require_returnable(value: object, path: str) -> None:
+    """Refuse a value that would not come back, or as another kind of thing, after a failure.
 
-    What nothing at all can be made of is refused by `encode`.
+    Raises:
+        UsageError: The value is such; `path` is named.
     """
     if isinstance(value, torch.Tensor):
         if value.is_leaf and value.requires_grad:
@@ -173,12 +175,24 @@ def _require_returnable(value: object, path: str) -> None:
     elif isinstance(value, Mapping):
         _require_type(value, path, dict, OrderedDict, Counter)
         for key, item in cast(Mapping[object, object], value).items():
-            _require_returnable(item, f"{path}[{key!r}]")
+            require_returnable(item, f"{path}[{key!r}]")
     elif isinstance(value, str | bytearray):
         _require_type(value, path, str)
     elif isinstance(value, list | tuple | set | frozenset):
         for i, item in enumerate(cast(Sequence[object], value)):
-            _require_returnable(item, f"{path}[{i}]")
+            require_returnable(item, f"{path}[{i}]")
+    elif not isinstance(value, np.ndarray | bytes):  # which may be large, and are encoded later
+        try:
+            encode(value, path, {})
+        except UsageError:
+            raise UsageError(
+                f"State({path}=...) cannot be kept"
+                if path.isidentifier()
+                else f"the state's {path} cannot be kept",
+                seen=f"it is a {type(value).__qualname__}",
+                fix="Keep numbers, strings, tensors, and lists, tuples, sets and dicts of them, "
+                "and make the rest within train().",
+            ) from None
 
 
 def _require_type(value: object, path: str, *kinds: type) -> None:

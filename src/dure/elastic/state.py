@@ -21,7 +21,7 @@ from torch import nn
 
 from dure.checkpoint.objects import bare
 from dure.elastic.roster import Here
-from dure.elastic.snapshot import Snapshot
+from dure.elastic.snapshot import Snapshot, require_returnable
 from dure.errors import UsageError
 
 __all__ = ["Recovery", "State"]
@@ -74,6 +74,9 @@ class State:
     Args:
         **attributes: The first attributes.
 
+    Raises:
+        UsageError: One of them is a value that could not be put back after a failure.
+
     Threads: one at a time.
     Cost: twice the memory of the state, on the devices where it lies.
     """
@@ -87,6 +90,8 @@ class State:
         self.recoveries: list[Recovery] = []
         for name, value in attributes.items():
             setattr(self, name, value)
+            if name in self._values:
+                require_returnable(value, name)
 
     # ---- attributes ----------------------------------------------------------------------------
 
