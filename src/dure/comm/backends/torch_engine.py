@@ -172,6 +172,7 @@ def create_gloo(options: BackendOptions) -> EngineGroup:
     settings._timeout = options.timeout
     settings._threads = 2
     engine = _connect("gloo", cls, settings, options)
+    _await_all(options)
     if options.patience is not None:
         engine._set_default_timeout(options.patience)
     return EngineGroup(_Gloo(engine, options), options)
@@ -210,6 +211,17 @@ def _connect(
             options.name, options.rank, options.size, lambda _: ((), ()), lambda: None
         )
         raise state.translate(e, f"create {name}", began) from e
+
+
+def _await_all(options: BackendOptions) -> None:
+    """Wait until all ranks are connected.
+
+    One that is done may end at once, and one that still shakes hands with it would take that for a
+    failure.
+    """
+    keys = [f"engine/connected/{r}" for r in range(options.size)]
+    options.store.set(keys[options.rank], b"")
+    options.store.wait(keys, options.timeout)
 
 
 def _own_address(options: BackendOptions) -> str:
