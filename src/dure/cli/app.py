@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -90,6 +91,8 @@ def run_command_line(arguments: list[str]) -> int:
         command = next((known for known in COMMANDS if known.name == wanted), None)
         if wanted is not None and command is not None and command.own_arguments:
             return _load(command)(arguments[arguments.index(wanted) + 1 :])  # pyright: ignore
+        if wanted is not None and command is None and os.path.isfile(wanted):
+            raise UsageError(f"there is no command {wanted}", fix=f"Write `dure run {wanted}`.")
         _app(wanted)(args=arguments, prog_name="dure")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)

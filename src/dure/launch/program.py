@@ -31,6 +31,12 @@ def check_program(spec: JobSpec) -> None:
     elif spec.kind == "module":
         _check_module(spec.program)
     elif shutil.which(spec.program) is None:
+        if os.path.isfile(spec.program):
+            raise UsageError(
+                "the program is not executable",
+                seen=spec.program,
+                fix="For a Python file leave out --no-python; otherwise `chmod +x` it.",
+            )
         raise UsageError("no such program", seen=spec.program, fix="Check its name and mode.")
 
 
@@ -67,12 +73,12 @@ def _check_hosts(spec: JobSpec) -> None:
     if not 1 <= least <= most:
         raise UsageError(
             "the number of hosts must be at least 1, and the most not below the least",
-            seen=f"--nnodes {least}:{most}",
+            seen=f"--nnodes {_nnodes(spec)}",
         )
     if most > 1 and spec.endpoint is None:
         raise UsageError(
             "several hosts need a place to meet",
-            seen=f"--nnodes {least}:{most} and no endpoint",
+            seen=f"--nnodes {_nnodes(spec)} and no endpoint",
             fix="Give every host the same --rdzv-endpoint HOST:PORT of one of them.",
         )
     if spec.endpoint is not None and not _is_endpoint(spec.endpoint):
@@ -89,6 +95,12 @@ def _check_hosts(spec: JobSpec) -> None:
             "the times to wait for hosts must be positive",
             seen=f"join_timeout={spec.join_timeout_s:g}, last_call_timeout={spec.last_call_s:g}",
         )
+
+
+def _nnodes(spec: JobSpec) -> str:
+    """Return the number of hosts as a user writes it."""
+    least, most = spec.nnodes
+    return str(least) if least == most else f"{least}:{most}"
 
 
 def _is_endpoint(text: str) -> bool:

@@ -171,7 +171,11 @@ def load_for(host: str, wait_s: float = 0.0) -> JobKey:
             if path is None:
                 raise
     if path is not None:
-        return key_from_file(Path(path))
+        try:
+            return key_from_file(Path(path))
+        except StoreError as error:
+            error.advise("It is DURE_JOB_KEY_FILE that names this file.")
+            raise
     own = user_key_path()
     deadline = time.monotonic() + wait_s
     while True:
@@ -225,7 +229,15 @@ def key_from_file(path: Path) -> JobKey:
         StoreError: It cannot be read, holds no key, or another user could have read or written it
             (see `dure.store.keyfile`).
     """
-    return JobKey(read_key_file(path, KEY_BYTES + 1))
+    raw = read_key_file(path, KEY_BYTES + 1)
+    if len(raw) != KEY_BYTES:
+        has = f"{len(raw)} bytes" if len(raw) < KEY_BYTES else "more"
+        raise StoreError(
+            "the job key's file holds no key",
+            seen=f"{path} has {has}, and a key {KEY_BYTES}",
+            fix=f"Make a new one: `umask 077; head -c {KEY_BYTES} /dev/urandom > {path}`.",
+        )
+    return JobKey(raw)
 
 
 def _make(path: Path) -> JobKey:

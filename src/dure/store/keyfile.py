@@ -47,7 +47,7 @@ def read_key_file(path: Path, most: int) -> bytes:
         raise StoreError(
             "the job key's file cannot be read",
             seen=f"{path}: {error.strerror}",
-            fix="Check the path, or remove DURE_JOB_KEY_FILE to use your own key.",
+            fix="Check the path, and that you may read it.",
         ) from None
 
 

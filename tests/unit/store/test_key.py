@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from dure.errors import StoreError
-from dure.store.key import JobKey, load_for, mint, user_key_path
+from dure.store.key import JobKey, key_from_file, load_for, mint, user_key_path
 
 ELSEWHERE = "192.0.2.1"  # an address of documentation; never this machine's
 
@@ -44,6 +44,18 @@ def test_pairs_are_the_same_everywhere_and_differ_by_purpose() -> None:
 def test_a_key_of_another_length_is_refused(size: int) -> None:
     with pytest.raises(StoreError):
         JobKey(bytes(size))
+
+
+def test_a_file_without_a_key_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "short"
+    path.touch(0o600)
+    path.write_bytes(b"short")
+    with pytest.raises(StoreError) as caught:
+        key_from_file(path)
+    assert str(path) in caught.value.seen
+    with pytest.raises(StoreError) as caught:
+        key_from_file(tmp_path / "none")
+    assert "DURE_JOB_KEY_FILE" not in str(caught.value)
 
 
 def test_a_descriptor_goes_before_a_file_and_can_be_read_again(

@@ -22,7 +22,11 @@ def _nproc(text: str) -> int | str:
     try:
         return int(text)
     except ValueError:
+        pass
+    try:
         return choice("auto", "cpu", "gpu", "xpu")(text)
+    except ValueError as error:
+        raise ValueError(f"a number, or {error}") from None
 
 
 def _event_log(text: str) -> str:

@@ -82,6 +82,12 @@ def make_request(
     values: dict[str, Any] = {**(found or {}), **chosen}
     if not given.program:
         raise UsageError("there is no program to start", fix="Write `dure run --nproc 2 train.py`.")
+    if "min_ranks" in chosen and not values.get("elastic"):
+        raise UsageError(
+            "--min-ranks is for elastic jobs",
+            seen=f"--min-ranks {chosen['min_ranks']} without --elastic",
+            fix="Add --elastic if the program outlives deaths (dure.elastic), or leave it out.",
+        )
     spec = JobSpec(
         program=given.program,
         args=given.args,

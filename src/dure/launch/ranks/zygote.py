@@ -27,9 +27,10 @@ from dure.launch.ranks.forking import receive, send
 from dure.launch.ranks.imports import names_to_import
 from dure.launch.spec import JobSpec
 
-__all__ = ["ForkOrder", "Zygote", "usable", "zygote_for"]
+__all__ = ["INTERRUPTED", "ForkOrder", "Zygote", "usable", "zygote_for"]
 
 _FORKING = str(Path(__file__).with_name("forking.py"))
+INTERRUPTED = "interrupted while it imported"
 _IMPORT_S = 300.0  # torch over a slow network file system
 _FORK_S = 30.0
 _PIPE_BYTES = 1 << 16
@@ -191,7 +192,7 @@ class Zygote:
                 if not data:
                     poll.unregister(fd)
             if interrupted in ready:
-                return "interrupted while it imported"
+                return INTERRUPTED
             if self._link.fileno() in ready:
                 return self._outcome()
         return f"the import took longer than {_IMPORT_S:.0f} s"
@@ -268,7 +269,8 @@ def usable(zygote: Zygote | None, interrupted: int, say: Callable[[str], None]) 
     trouble = None if zygote is None else zygote.trouble(interrupted)
     if trouble is None:
         return zygote
-    say(f"each rank starts in a fresh interpreter: {trouble}")
+    if trouble != INTERRUPTED:  # then none is started
+        say(f"each rank starts in a fresh interpreter: {trouble}")
     return None
 
 
