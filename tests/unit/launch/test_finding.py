@@ -81,6 +81,12 @@ def test_who_does_not_serve_and_finds_nobody_says_so() -> None:
     assert caught.value.elapsed_s is not None
 
 
+def test_a_wildcard_for_stores_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DURE_STORE_BIND", "0.0.0.0")
+    with pytest.raises(StoreError, match="wildcard"):
+        meet(job(1), mint(), -1)
+
+
 def test_an_endpoint_that_is_refused_keeps_its_own_advice() -> None:
     spec = JobSpec(program=__file__, nnodes=(1, 2), endpoint="0:29400")
     with pytest.raises(LaunchError) as caught:

@@ -17,6 +17,7 @@ import socket
 import time
 from datetime import timedelta
 
+from dure import env
 from dure.errors import LaunchError, StoreError, StoreLost, StoreRefused, StoreTimeout, UsageError
 from dure.launch.spec import JobSpec
 from dure.store.address import Address, is_local, resolve
@@ -45,10 +46,13 @@ def meet(spec: JobSpec, key: JobKey, interrupted: int) -> tuple[StoreServer, Lad
     Raises:
         LaunchError: Neither can be done until the join timeout, or `interrupted` became readable.
         StoreRefused: Whoever is there has another key.
+        StoreError: The endpoint, or DURE_STORE_BIND, is a wildcard, or no address.
     """
     assert spec.endpoint is not None
     host, port = _split(spec.endpoint)
     there = resolve(host, port, "the endpoint's host")
+    if bind := env.text("DURE_STORE_BIND"):  # for ranks' own stores; a wildcard is refused here
+        resolve(bind, 0, "DURE_STORE_BIND")
     first = f"{bracketed(there.ip)}:{port}"
     serves = spec.serves
     if serves is None:
