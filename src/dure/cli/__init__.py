@@ -7,10 +7,11 @@ for what `dure demo` needs, and `dure --help` for neither.
 from __future__ import annotations
 
 import io
-import signal
 import sys
 
 __all__ = ["main"]
+
+_CTRL_C = 130  # 128 + SIGINT; `signal` takes long to import, and nobody guards that from Ctrl-C
 
 
 def main(*words: str) -> None:
@@ -22,4 +23,4 @@ def main(*words: str) -> None:
 
         sys.exit(run_command_line([*words, *sys.argv[1:]]))
     except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+        sys.exit(_CTRL_C)
