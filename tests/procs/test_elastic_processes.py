@@ -66,6 +66,7 @@ def results(
     lines = [line.partition("RESULT ")[2] for line in finished.out.splitlines()]
     told = {one["rank"]: one for one in map(json.loads, filter(None, lines))}
     assert told, finished.err
+    assert "no rank has called" not in finished.err
     return finished.code, told
 
 
@@ -119,6 +120,21 @@ def test_down_to_one_rank_and_up_again(launching: Launching, expected: list[floa
     assert code == 0
     check(told, {0, 1}, expected)
     assert [(lost, joined) for lost, joined, _ in told[1]["recoveries"]] == [(1, 0), (0, 1)]
+
+
+@pytest.mark.parametrize("died", [False, True])
+def test_a_program_that_does_not_recover_by_itself_is_named_so_once(
+    launching: Launching, died: bool
+):
+    program = launching.write("""
+        import os, sys
+        sys.exit("died" in sys.argv and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
+        """)
+    words = ["died"] if died else []
+    ended = launching.run("--nproc", "1", "--elastic", "--max-restarts", "1", program, *words)
+    assert ended.code == 0
+    assert ended.err.count("no rank has called dure.elastic.run") == 1
+    assert ("replacement 1 of 1" in ended.err) == died
 
 
 @pytest.mark.slow  # waits for a rank that does not answer

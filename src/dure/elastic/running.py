@@ -47,6 +47,7 @@ from dure.errors import (
     StoreTimeout,
     UsageError,
 )
+from dure.trace import line
 
 __all__ = ["run"]
 
@@ -102,6 +103,7 @@ def run(train: Callable[[State], T], state: State, options: Options | None = Non
             op="run",
             fix="Do not call init_process_group before it; use the group within train().",
         )
+    line.tell_elastic()
     with preempt.watching():  # unless this is a thread-rank, which cannot
         session = _Session(train, state, options)
         try:

@@ -66,6 +66,7 @@ class JobLoop:
         self.ranks: list[RankProcess] = []
         self.reports: list[ReportReader] = []
         self.outlived: dict[int, str] = {}
+        self.elastic = False  # a rank has entered `dure.elastic.run`
         self.spared: tuple[int, ...] = ()  # the launcher's own processes: see JobProcesses
         self._job = job
         self._processes = JobProcesses((), job)
@@ -223,6 +224,7 @@ class JobLoop:
         report = self.reports[rank]
         had_crash, had_stack = report.crash is not None, report.told
         report.feed(data)
+        self.elastic = self.elastic or report.elastic
         now = time.monotonic()
         self.terminal.reported(
             self.ranks[rank].rank, None if had_crash else report.crash, report.step

@@ -1,10 +1,11 @@
 """The line to the launcher: what a rank of `dure run` tells of itself while it runs.
 
-The launcher gives each rank a pipe, which `child.py` makes known as `__dure_line__`. Three
+The launcher gives each rank a pipe, which `child.py` makes known as `__dure_line__`. Four
 things go through it from here, a JSON object a line each:
 
 - `progress`: the step that the program has come to, if it says so (`dure.progress`, `StepMeter`);
 - `answers`: that this rank will tell its last operation when it is asked for its stack;
+- `elastic`: that it has entered `dure.elastic.run`;
 - `last`: that operation, upon the launcher's signal, or when the rank crashes.
 
 The signal is faulthandler's, which writes the stack in C and then calls the handler it replaced.
@@ -32,7 +33,7 @@ from dure.trace import flight
 from dure.trace.events import State
 from dure.trace.record import describe
 
-__all__ = ["answer_launcher", "last_operation", "progress", "tell_last"]
+__all__ = ["answer_launcher", "last_operation", "progress", "tell_elastic", "tell_last"]
 
 _EVERY_S = 0.1
 _next_at = 0.0
@@ -105,6 +106,11 @@ def tell_last() -> None:
     except Exception as error:  # a rank that is only asked, or on its way out, goes on
         text = f"unknown ({type(error).__name__})"
     _tell({"last": text[:1000]})
+
+
+def tell_elastic() -> None:
+    """Tell the launcher that this rank's program recovers by itself when a peer dies."""
+    _tell({"elastic": True})
 
 
 def answer_launcher() -> None:

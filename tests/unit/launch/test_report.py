@@ -251,6 +251,14 @@ def test_error_that_a_rank_raised_is_named_rather_than_its_exit_code() -> None:
         assert how in summary(result)[0]
 
 
+def test_reader_knows_whether_the_program_recovers_by_itself() -> None:
+    reader = ReportReader()
+    reader.feed(b'{"answers": true}\n')
+    assert not reader.elastic
+    reader.feed(b'{"elastic": true}\n')
+    assert reader.elastic and reader.crash is None
+
+
 def test_reader_makes_texts_that_can_be_shown_and_sent() -> None:
     reader = ReportReader()
     told = {"type": "E", "message": "\udcff", "traceback": "\ud800"}

@@ -93,6 +93,7 @@ class Agent:
         self._noted: set[str] = set()  # what was said of other hosts
         self._replaced: dict[int, int] = {}
         self._crashed_at: dict[int, float] = {}
+        self._warned = False  # of a program that never calls dure.elastic.run
         self._timers: dict[str, float] = {}
         self._keeper: socket.socket | None = None
         self._silent = False  # this host takes its leave, and holds the store
@@ -269,6 +270,8 @@ class Agent:
         number, supervisor = run.round.number, run.supervisor
         self._report(run, time.monotonic())
         well = all(map(supervisor.succeeded, range(run.round.nproc)))
+        if well:
+            self._warn_of_no_elastic(run, "without it a job needs no --elastic")
         if well and not self._held and supervisor.interrupted_by is None:
             self._tell_once(f"ended {number}", Succeeded(self.name, number))
         elif self.interrupted_by is not None and self._link.leading:
@@ -322,7 +325,17 @@ class Agent:
                     f"rank {run.round.rank(local)} has ended ({run.supervisor.exits[local]}); "
                     f"replacement {number} of {self._place.spec.max_restarts} is started"
                 )
+                self._warn_of_no_elastic(run, "until then nobody recovers from a death")
                 run.replace(local, times, self._link.store)
+
+    def _warn_of_no_elastic(self, run: RoundRun, why: str) -> None:
+        """Say once that a program which was started with --elastic does not recover by itself."""
+        spec = self._place.spec
+        if not spec.elastic or spec.kind == "executable":
+            return
+        if not run.loop.elastic and not self._warned:
+            self._warned = True
+            self._place.terminal.say(f"--elastic: no rank has called dure.elastic.run; {why}")
 
     def _leave(self, number: int) -> None:
         self.interrupted_by = number

@@ -60,6 +60,7 @@ class ReportReader:
         self.stack: tuple[Frame, ...] = ()
         self.last = ""  # the last operation of its process groups
         self.step: Step | None = None  # how far the program says it has come
+        self.elastic = False  # the program has entered `dure.elastic.run`
         self._told_stack = False
         self._tells_last = False
         self._frames: list[Frame] = []
@@ -102,6 +103,8 @@ class ReportReader:
             self.step = msgspec.convert(content["progress"], type=Step)
         elif "last" in content:
             self.last = msgspec.convert(content["last"], type=str) or "none"
+        elif "elastic" in content:
+            self.elastic = True
         elif "answers" in content:
             self._tells_last = True
         else:
