@@ -144,12 +144,7 @@ def test_interrupted_leaves_no_process(bench, number):
 
 def _ranks(bench: Bench) -> list[int]:
     """Return the ranks that have come as far as their program."""
-    found = []
-    for pid in living(bench.tag):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if b"dure.cli.bench.rank" in words and any(w.endswith(b"child.py") for w in words):
-            found.append(pid)
-    return found
+    return [pid for pid in living("\0RANK=") if pid in living(bench.tag)]
 
 
 def _report(plan) -> Report:
@@ -202,11 +197,7 @@ def test_group_whose_rank_is_killed_says_so_and_is_gone():
         )
         assert group._process is not None
         children = Path(f"/proc/{group._process.pid}/task/{group._process.pid}/children")
-        ranks = [
-            int(pid)
-            for pid in children.read_text().split()
-            if b"child.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
+        ranks = [int(pid) for pid in children.read_text().split() if int(pid) in living("\0RANK=")]
         assert len(ranks) == 2
         os.kill(ranks[1], signal.SIGKILL)
         with pytest.raises(GroupFailed):

@@ -84,7 +84,8 @@ def test_ranks_that_mpi_did_not_start_are_told_so(tmp_path):
             print("mpirun -n 2" in error.fix)
         """,
     )
-    ended = mpi_jobs.run(sys.executable, "-m", "dure.cli", "run", "--nproc", "2", str(program))
+    dure_run = (sys.executable, "-m", "dure.cli", "run", "--no-fold", "--nproc", "2")
+    ended = mpi_jobs.run(*dure_run, str(program))
     assert ended.code == 0, ended.err
     assert ended.out.count("True") == 2, ended.out
 

@@ -258,7 +258,7 @@ def test_every_rank_draws_for_itself(runs: Runs) -> None:
 UNFIT = {
     "starts a thread": "import threading\nthreading.Thread(target=input, daemon=True).start()\n"
     "import time\nthreading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
-    "starts a process": "import subprocess\nchild = subprocess.Popen(['sleep', '5'])",
+    "starts a process": "import subprocess\nchild = subprocess.Popen(['sleep', '1'])",
     "is traced": "import sys\nsys.settrace(lambda *_: None)",
     "fails": "raise ValueError('no')",
     "exits": "import sys\nsys.exit(3)",

@@ -175,7 +175,8 @@ def dial(
         StoreRefused: Whoever listens refused us several times running.
     """
     start = time.monotonic()
-    pause_s, refusals, outcome = 0.005, 0, None
+    pause_s, outcome = 0.005, None
+    refusals: list[_Outcome] = []
     while (left_s := timeout_s - (time.monotonic() - start)) > 0:
         connection = Connection(context, endpoint, key)
         try:
@@ -186,9 +187,13 @@ def dial(
         finally:
             if connection is not None:
                 connection.close()
-        refusals = refusals + 1 if outcome in (_Outcome.REFUSED, _Outcome.FOREIGN) else 0
-        if refusals == _REFUSALS:
-            raise _refused(endpoint, outcome, key)
+        if outcome in (_Outcome.REFUSED, _Outcome.FOREIGN):
+            refusals.append(outcome)
+        else:
+            refusals.clear()
+        if len(refusals) == _REFUSALS:  # who hangs up early has not always said what it speaks
+            foreign = _Outcome.FOREIGN in refusals
+            raise _refused(endpoint, _Outcome.FOREIGN if foreign else outcome, key)
         time.sleep(min(pause_s, max(0.0, left_s)))
         pause_s = min(2 * pause_s, 0.1)
     seen = (
@@ -256,7 +261,9 @@ def answers(endpoint: str, key: JobKey | None, patience_s: float) -> bool:
 def _refused(endpoint: str, outcome: _Outcome | None, key: JobKey | None) -> StoreRefused:
     mine = "no key" if key is None else f"the key with fingerprint {key.fingerprint}"
     refused = (
-        "refused: different job key" if outcome is _Outcome.REFUSED else _Outcome.FOREIGN.value
+        "refused: different job key (or DURE_INSECURE on one side only)"
+        if outcome is _Outcome.REFUSED
+        else _Outcome.FOREIGN.value
     )
     error = StoreRefused(
         f"the store at {endpoint} refused this process",
