@@ -14,11 +14,15 @@ from dure.store.server import StoreServer, listen_local
 
 
 @pytest.fixture
-def name() -> Iterator[str]:
-    it = f"dure-test-{uuid.uuid4().hex}"
-    server = StoreServer(listen_local(f"ipc://@{it}"), mint())
+def server() -> Iterator[StoreServer]:
+    it = StoreServer(listen_local(f"ipc://@dure-test-{uuid.uuid4().hex}"), mint())
     yield it
-    server.stop()
+    it.stop()
+
+
+@pytest.fixture
+def name(server: StoreServer) -> str:
+    return server.endpoint.removeprefix("ipc://@")
 
 
 def heard_as(user: int, name: str) -> int:
@@ -48,11 +52,13 @@ def test_another_user_does_not_hear_a_word(name: str) -> None:
 
 
 def test_a_stranger_of_this_host_is_named_by_his_process(
-    name: str, caplog: pytest.LogCaptureFixture
+    server: StoreServer, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect("\0" + name)
         assert stranger.recv(10)
+        while not server._door.strangers:  # who leaves before he was looked at has no name
+            time.sleep(0.001)
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         with contextlib.suppress(OSError):
             while stranger.recv(100):
