@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import pty
+import subprocess
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -207,6 +209,22 @@ VARIABLES = {
 def test_environment_is_the_same(runs: Runs) -> None:
     variables = dict(VARIABLES) | {"PYTHONPATH": os.environ.get("PYTHONPATH", "") + ":one"}
     runs.both(runs.write(FACTS), env=variables | {"HOME": None}, args=("y" * 100_000,))
+
+
+def test_options_of_the_interpreter_are_handed_on(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("-OB", "-Xdev", "-W", "error::UserWarning", "-W", "ignore::ResourceWarning")
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, *options, "-P", "-m", "pytest"])
+    program = runs.write("""
+        import json, sys
+        print(json.dumps([list(sys.flags), sys.warnoptions, sys.orig_argv[-2:], __debug__]))
+    """)
+    runs.both(program, args=("x",))
+    _, lines = runs.run(program, zygote="never", args=("x",))
+    words = [sys.executable, *options, program, "x"]
+    alone = subprocess.run(words, capture_output=True, check=True).stdout.strip()
+    assert lines == [(0, "stdout", alone)]
 
 
 def test_rank_zero_reads_standard_input(runs: Runs, stdin: None) -> None:

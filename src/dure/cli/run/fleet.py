@@ -17,6 +17,7 @@ from dure.launch.clusters.equivalents import equivalent_lines
 from dure.launch.clusters.front import run_on_hosts
 from dure.launch.clusters.hosts import Slots, read_hostfile, read_hosts
 from dure.launch.clusters.meeting import meeting_host
+from dure.launch.interpreter import interpreter_options
 from dure.placement import derived_port
 from dure.store.key import mint
 
@@ -60,7 +61,7 @@ def _dry_run(request: Request) -> None:
     )
     flags = tuple(_words(request, counted=True))
     fleet = replace(fleet, hosts=counted, flags=flags)
-    for section in equivalent_lines(fleet, _rank_words(request, fleet.python)):
+    for section in equivalent_lines(fleet, _rank_words(request, fleet)):
         note = f" ({section.note})" if section.note else ""
         print(f"# {section.launcher}{note}")
         print("\n".join(section.lines) + "\n")
@@ -79,6 +80,7 @@ def _fleet(request: Request) -> Fleet:
         endpoint=spec.endpoint or _endpoint(request, hosts, run_id),
         directory=os.getcwd(),
         python=request.remote_python or sys.executable,
+        options=interpreter_options(),
         exports=_exports(request),
         ssh_options=request.ssh_options,
     )
@@ -134,12 +136,12 @@ def _refuse_contradictions(request: Request) -> None:
             raise UsageError(f"{flag} and --hosts exclude each other", seen="both were given")
 
 
-def _rank_words(request: Request, python: str) -> tuple[str, ...]:
+def _rank_words(request: Request, fleet: Fleet) -> tuple[str, ...]:
     """Return what starts one rank by itself."""
     spec = request.spec
     program = {
-        "script": (python, spec.program),
-        "module": (python, "-m", spec.program),
+        "script": (*fleet.interpreter, spec.program),
+        "module": (*fleet.interpreter, "-m", spec.program),
         "executable": (spec.program,),
     }[spec.kind]
     return (*program, *spec.args)

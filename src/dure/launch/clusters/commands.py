@@ -41,6 +41,7 @@ class Fleet:
         endpoint: host:port of its store.
         directory: Where the program runs on every host.
         python: The interpreter there.
+        options: The interpreter's own, such as -O.
         exports: Variables for the ranks, by name.
         ssh_options: Words for ssh, before the host.
     """
@@ -52,14 +53,20 @@ class Fleet:
     endpoint: str
     directory: str
     python: str
+    options: tuple[str, ...] = ()
     exports: Mapping[str, str] = field(default_factory=_nothing)
     ssh_options: tuple[str, ...] = ()
+
+    @property
+    def interpreter(self) -> tuple[str, ...]:
+        """The words that start Python there."""
+        return (self.python, *self.options)
 
 
 def agent_words(fleet: Fleet, number: int) -> tuple[str, ...]:
     """Return the command line of host `number`'s agent, from the interpreter on."""
     nproc = fleet.hosts[number].nproc
-    words = [fleet.python, "-m", "dure.cli", "run", *fleet.flags]
+    words = [*fleet.interpreter, "-m", "dure.cli", "run", *fleet.flags]
     words += ["--nproc", str(nproc)] if nproc is not None else []
     words += ["--nnodes", str(len(fleet.hosts)), "--rdzv-id", fleet.run_id]
     if len(fleet.hosts) > 1:

@@ -74,7 +74,7 @@ def _srun(fleet: Fleet, rank_words: tuple[str, ...]) -> tuple[str, ...]:
         tasks = f"--ntasks={sum(counts)} --ntasks-per-node={counts[0]}"
         return (f"{_exports(fleet)}srun {where} {tasks} {shlex.join(rank_words)}",)
     cases = " ".join(f"{slots.host}) n={slots.nproc};;" for slots in fleet.hosts)
-    agent = shlex.join([fleet.python, "-m", "dure.cli", "run", *fleet.flags])
+    agent = shlex.join([*fleet.interpreter, "-m", "dure.cli", "run", *fleet.flags])
     program = shlex.join(fleet.program)
     script = f"case $SLURMD_NODENAME in {cases} esac; exec {agent} --nproc $n -- {program}"
     line = f"srun {where} --ntasks-per-node=1 sh -c {shlex.quote(script)}"
@@ -109,7 +109,7 @@ def _address_for(fleet: Fleet, form: str) -> str:
 
 def _agent(fleet: Fleet, number: int | None, nproc: int) -> str:
     """Return an agent's command; without a number, hosts are numbered as they come."""
-    words = [fleet.python, "-m", "dure.cli", "run", *fleet.flags, "--nproc", str(nproc)]
+    words = [*fleet.interpreter, "-m", "dure.cli", "run", *fleet.flags, "--nproc", str(nproc)]
     words += ["--nnodes", str(len(fleet.hosts))]
     if len(fleet.hosts) > 1:
         numbered = [] if number is None else ["--node-rank", str(number)]
@@ -145,7 +145,7 @@ def _torchrun(fleet: Fleet, rank_words: tuple[str, ...]) -> Iterator[str]:
     head = [fleet.python, "-m", "torch.distributed.run"]
     # torchrun brings the interpreter itself.
     bare = rank_words[0] != fleet.python
-    program = ["--no-python", *rank_words] if bare else list(rank_words[1:])
+    program = ["--no-python", *rank_words] if bare else list(rank_words[len(fleet.interpreter) :])
     for number, nproc in enumerate(_counts(fleet)):
         words = [*head, "--nproc-per-node", str(nproc), "--nnodes", str(len(fleet.hosts))]
         if len(fleet.hosts) > 1:

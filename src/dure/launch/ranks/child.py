@@ -38,6 +38,7 @@ STACK_SIGNAL = signal.SIGRTMAX - 3
 """Real-time signals are hardly used by programs; the highest few are used least."""
 
 USAGE_EXIT_CODE = 2
+_OPTIONS = sys.orig_argv[1 : -len(sys.argv)]  # the interpreter's own, such as -O
 _PR_SET_PDEATHSIG = 1
 _FORKING = os.path.join(os.path.dirname(__file__), "forking.py")
 _LONGEST_TEXT = 8_000  # characters; two such texts fit into a pipe, so the dying rank never waits
@@ -57,7 +58,7 @@ def main() -> None:
 def become(report_fd: int, kind: str, program: str, args: list[str]) -> None:
     """Run the program as `__main__`, and report the exception that leaves it, if any."""
     sys.argv[:] = [program, *args]
-    sys.orig_argv[1:] = [*(["-m"] if kind == "module" else []), program, *args]
+    sys.orig_argv[1:] = [*_OPTIONS, *(["-m"] if kind == "module" else []), program, *args]
     me, pipe = os.getpid(), os.fstat(report_fd)
     _publish(report_fd)
     try:

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from dure.launch.interpreter import interpreter_options
 from dure.launch.ranks.child import STACK_SIGNAL
 from dure.launch.ranks.numa import bound_cpus, bound_to
 from dure.launch.ranks.zygote import ForkOrder, Zygote
@@ -176,7 +177,8 @@ def _fresh(start: _Start) -> subprocess.Popen[bytes]:
     spec, (stdout, stderr, report) = start.spec, start.pipes
     return subprocess.Popen(
         [
-            *(sys.executable, _CHILD, str(report), str(_mortal_launcher(spec))),
+            *(sys.executable, *interpreter_options(), _CHILD),
+            *(str(report), str(_mortal_launcher(spec))),
             *(spec.kind, spec.program, *start.args),
         ],
         stdin=None if start.reads_stdin else subprocess.DEVNULL,

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from dure import env
 from dure.errors import LaunchError
+from dure.launch.interpreter import interpreter_options
 from dure.launch.ranks.child import first_path
 from dure.launch.ranks.forking import receive, send
 from dure.launch.ranks.imports import names_to_import
@@ -96,7 +97,8 @@ class Zygote:
         with theirs:
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, _FORKING, str(theirs.fileno()), str(os.getpid())),
+                    *(sys.executable, *interpreter_options(), _FORKING),
+                    *(str(theirs.fileno()), str(os.getpid())),
                     *(spec.kind, spec.program, *spec.args),
                 ],
                 stdin=subprocess.DEVNULL,
