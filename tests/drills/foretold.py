@@ -21,7 +21,8 @@ from dure.launch.agent.events import (
     Ready,
     Succeeded,
 )
-from dure.launch.agent.machine import Machine, Phase, Settings
+from dure.launch.agent.machine import Machine, Phase
+from dure.launch.agent.settings import Settings
 from dure.launch.spec import Exit, RankResult
 
 

@@ -15,7 +15,8 @@ from dure.launch.agent.agent import Agent
 from dure.launch.agent.duties import Timer
 from dure.launch.agent.events import Event, Expired
 from dure.launch.agent.link import Link
-from dure.launch.agent.machine import Machine, Settings
+from dure.launch.agent.machine import Machine
+from dure.launch.agent.settings import Settings
 from dure.launch.round import Workplace
 
 

@@ -35,6 +35,10 @@ class Plan:
         """Return the node's number of an agent."""
         return self.members.index(agent)
 
+    def host_of(self, agent: str) -> str:
+        """Return the host of a member, who may be gone; of others, their name."""
+        return self.hosts[self.node_of(agent)] if agent in self.members else agent
+
     def owner(self, rank: int) -> str | None:
         """Return the agent that starts a rank."""
         for agent, nproc in zip(self.members, self.nprocs, strict=True):

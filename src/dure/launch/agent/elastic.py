@@ -13,21 +13,24 @@ has ended well the program is on its way out: nobody is replaced any more, and f
 
 from __future__ import annotations
 
+import msgspec
+
 from dure.launch.agent.duties import Outcome, Plan
 from dure.launch.agent.events import Ended, Failed, Finished, Joined, Left, Lost, Succeeded
-from dure.launch.agent.machine import Machine, Phase, Settings
+from dure.launch.agent.machine import Machine, Phase
 
 __all__ = ["ElasticMachine"]
+
+Slot = tuple[str, int]
+"""A place for a worker: the agent, and the local rank there."""
 
 
 class ElasticMachine(Machine):
     """The state of an elastic job; otherwise as `Machine`."""
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self._alive: set[tuple[str, int]] = set()
-        self._finished: set[tuple[str, int]] = set()
-        self._replaced: dict[tuple[str, int], int] = {}
+    _alive: set[Slot] = msgspec.field(default_factory=set[Slot])
+    _finished: set[Slot] = msgspec.field(default_factory=set[Slot])
+    _replaced: dict[Slot, int] = msgspec.field(default_factory=dict[Slot, int])
 
     @property
     def living(self) -> int:
@@ -59,8 +62,8 @@ class ElasticMachine(Machine):
         slot = event.agent, event.local_rank
         if slot not in self._alive:
             return
-        self._failures.append(event.worker)
-        self._reports[event.worker.rank] = event.worker
+        self._faults.fail(event.worker)
+        self._faults.reports[event.worker.rank] = event.worker
         ending = self.phase is not Phase.RUNNING or self._finished
         if ending or self.restarts >= self.settings.max_restarts:
             self._alive.discard(slot)
@@ -76,7 +79,7 @@ class ElasticMachine(Machine):
 
     def _gone(self, event: Left | Lost) -> None:
         if isinstance(event, Lost) and event.agent in self._agents:
-            self.notes.append(f"lost {self.host(event.agent)} ({event.why}); the others go on")
+            self._note(f"lost {self.host(event.agent)} ({event.why}); the others go on")
         super()._gone(event)
 
     def _run_on(self) -> None:
@@ -113,7 +116,7 @@ class ElasticMachine(Machine):
         if self._dismissed is not None:
             self._end(Outcome(code=self._dismissed.code, why=self._dismissed.why))
         elif self._finished:
-            first = self._root_cause() if self._failures else None
-            self._end(Outcome(code=0, failure=first, ranks=self._ranks()))
+            first = self._faults.root_cause()
+            self._end(Outcome(code=0, failure=first, ranks=self._faults.ranks()))
         else:
             self._end(self._defeat())

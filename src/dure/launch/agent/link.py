@@ -18,8 +18,9 @@ from dure.errors import StoreError, UsageError
 from dure.launch.agent.elastic import ElasticMachine
 from dure.launch.agent.events import Event, Refused
 from dure.launch.agent.finding import OVER, bracketed, meet
-from dure.launch.agent.machine import Machine, Phase, Settings
+from dure.launch.agent.machine import Machine, Phase
 from dure.launch.agent.pulse import Pulse, write_once
+from dure.launch.agent.settings import Settings
 from dure.launch.agent.watch import Heartbeat
 from dure.launch.ranks.environment import MASTER_ADDR
 from dure.launch.spec import JobSpec

@@ -15,17 +15,15 @@ same decisions, nobody leads, and nobody's death matters: who has the log has th
                                         of the round is left on its host
 
 **Rounds.** A round is one start of all workers. Its members are the hosts at hand, between `min`
-and `max`. Hosts whose users fixed a node rank stand in that order; otherwise those of the round
-before keep their order, and newcomers follow in the order they came. Further hosts are spares, who
-stand in when a member is gone.
+and `max`, in the order that `lineup` tells. Further hosts are spares, who stand in when a member is
+gone.
 
 **What counts as a restart.** A worker's failure and a host's loss do, each round once, for the
 whole job. Hosts that come while a round has fewer than `max`, or take their leave in order, cause a
 new round that does not count. A host that leaves a job of a fixed number of hosts ends it.
 
-**Whose fault.** Of all failures of a round the first in the log counts, or the one it blames
-(`PeerLost.peer`), or the host that was lost with the blamed rank. A host to whom this happens
-`exclude_after` rounds running is left out, if enough others are there.
+**Whose fault.** `faults` finds the one failure that explains a round's end, and the host to blame.
+A host to whom this happens `exclude_after` rounds running is left out, if enough others are there.
 
 The machine has no clock. Where time matters it names a timer (`Timer`); the first agent whose
 clock runs out writes `Expired` into the log. Late ones name a timer that is over, and mean nothing.
@@ -33,8 +31,9 @@ clock runs out writes `Expired` into the log. Late ones name a timer that is ove
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+
+import msgspec
 
 from dure.launch.agent.duties import (
     Duty,
@@ -61,35 +60,14 @@ from dure.launch.agent.events import (
     Refused,
     Succeeded,
 )
-from dure.launch.ranks.report import root_cause
-from dure.launch.spec import RankResult
+from dure.launch.agent.faults import Faults
+from dure.launch.agent.lineup import line_up
+from dure.launch.agent.settings import Settings
 
-__all__ = ["Machine", "Phase", "Settings"]
+__all__ = ["Machine", "Phase"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What the job's user decided; equal on all agents (the first agent's count).
-
-    Args:
-        min_hosts: Fewer make no round.
-        max_hosts: More are spares.
-        max_restarts: How many failures the job outlives.
-        join_timeout_s: How long to wait for `min_hosts`.
-        last_call_s: How long the first round then waits for more.
-        exclude_after: How many rounds running a host may be the first to fail.
-        min_ranks: An elastic job with fewer living ranks ends.
-        endpoint: Where hosts meet, for people.
-    """
-
-    min_hosts: int = 1
-    max_hosts: int = 1
-    max_restarts: int = 0
-    join_timeout_s: float = 600.0
-    last_call_s: float = 5.0
-    exclude_after: int = 3
-    min_ranks: int = 1
-    endpoint: str = ""
+_NOTES = 100
+"""How many notes are kept: hosts may come, and be refused, for as long as the job runs."""
 
 
 class Phase(Enum):
@@ -101,34 +79,34 @@ class Phase(Enum):
     OVER = "the job has ended"
 
 
-class Machine:
+class Machine(msgspec.Struct):
     """The state of a job; `apply` takes the next event, `duty` tells an agent what to do now.
+
+    It is one plain value: packed with msgpack and read back, it goes on as if nothing had been
+    (`dure.launch.agent.chronicle`). So all its fields are of types that msgspec can read.
 
     Args:
         settings: What the user decided.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.phase = Phase.GATHERING
-        self.plan: Plan | None = None
-        self.restarts = 0
-        self.setback = ""  # why the last round ended, for people
-        self.excluded: frozenset[str] = frozenset()
-        self.outcome: Outcome | None = None
-        self._agents: dict[str, Joined] = {}  # at hand, in the order they came
-        self.notes: list[str] = []  # what people should hear of other hosts
-        self._known: set[str] = set()
-        self._ready: Ready | None = None
-        self._gathering = 0  # how often the job has gathered: sets its timers apart
-        self._succeeded: set[str] = set()
-        self._ended: set[str] = set()
-        self._failures: list[RankResult] = []
-        self._reports: dict[int, RankResult] = {}
-        self._lost: list[str] = []  # members of the round that were lost
-        self._leaving: set[str] = set()  # members that end their workers, and then leave
-        self._dismissed: Left | None = None  # whose leave ends the job
-        self._unlucky: tuple[str, int] = ("", 0)  # the host to blame, and how many rounds running
+    settings: Settings
+    phase: Phase = Phase.GATHERING
+    plan: Plan | None = None  # of the latest round
+    restarts: int = 0
+    setback: str = ""  # why the last round ended, for people
+    excluded: frozenset[str] = frozenset()
+    outcome: Outcome | None = None
+    notes: list[str] = []  # what people should hear of other hosts
+    _agents: dict[str, Joined] = {}  # at hand, in the order they came
+    _known: set[str] = set()
+    _ready: Ready | None = None
+    _gathering: int = 0  # how often the job has gathered: sets its timers apart
+    _succeeded: set[str] = set()
+    _ended: set[str] = set()
+    _faults: Faults = msgspec.field(default_factory=Faults)
+    _leaving: set[str] = set()  # members that end their workers, and then leave
+    _dismissed: Left | None = None  # whose leave ends the job
+    _unlucky: tuple[str, int] = ("", 0)  # the host to blame, and how many rounds running
 
     @property
     def agents(self) -> tuple[str, ...]:
@@ -138,7 +116,7 @@ class Machine:
     @property
     def failed(self) -> bool:
         """Whether a worker of the present round has failed."""
-        return bool(self._failures)
+        return self._faults.first is not None
 
     @property
     def missing(self) -> int:
@@ -176,9 +154,7 @@ class Machine:
             case Left() | Lost():
                 self._gone(event)
             case Refused():
-                self.notes.append(
-                    f"{event.host} came with other terms and was refused: {event.why}"
-                )
+                self._note(f"{event.host} came with other terms and was refused: {event.why}")
             case Ready():
                 self._got_ready(event)
             case Expired():
@@ -218,14 +194,14 @@ class Machine:
         """Take what a member says of the present round."""
         if isinstance(event, Failed):
             if self._dismissed is None:  # otherwise it fails because it was told to end
-                self._failures.append(event.worker)
-            self._reports.setdefault(event.worker.rank, event.worker)
+                self._faults.fail(event.worker)
+            self._faults.reports.setdefault(event.worker.rank, event.worker)
         elif isinstance(event, Succeeded) and self.phase is Phase.RUNNING:
             self._succeeded.add(event.agent)
         elif isinstance(event, Succeeded | Ended):
             self._ended.add(event.agent)
             if isinstance(event, Ended):
-                self._reports.update((rank.rank, rank) for rank in event.ranks)
+                self._faults.reports.update((rank.rank, rank) for rank in event.ranks)
         if event.agent in self._leaving & (self._ended | self._succeeded):
             self._forget(event.agent)
 
@@ -233,22 +209,23 @@ class Machine:
         """While RUNNING: find a reason to stop, or the end."""
         assert self.plan is not None
         if all(agent in self._succeeded for agent in self.plan.members):
-            self._end(Outcome(code=0, ranks=self._ranks()))
-        elif self._failures or self._lost or self._dismissed or self._changed():
+            self._end(Outcome(code=0, ranks=self._faults.ranks()))
+        elif self._faults or self._dismissed or self._changed():
             self.phase = Phase.STOPPING
 
     def _round_closed(self) -> None:
         """Nothing of a stopped round is left: gather for the next, or end."""
-        if self._dismissed is not None and not self._failures:
+        if self._dismissed is not None and self._faults.first is None:
             self._end(Outcome(code=self._dismissed.code, why=self._dismissed.why))
             return
-        if self._failures or self._lost:
+        if self._faults:
+            assert self.plan is not None
             if self._dismissed is not None or self.restarts >= self.settings.max_restarts:
                 self._end(self._defeat())
                 return
             self.restarts += 1
-            self.setback = self._told_setback()
-            self._blame(self._culprit())
+            self.setback = self._faults.setback(self.plan)
+            self._blame(self._faults.culprit(self.plan))
         else:
             self.setback = "hosts came or left"
         self._gathering += 1
@@ -302,32 +279,18 @@ class Machine:
                 "; start the same command on the other hosts, and see there that this port can be "
                 "reached and that --nnodes is the same"
             )
-        lost = self._defeat() if self._failures or self._lost else Outcome(code=1)
+        lost = self._defeat() if self._faults else Outcome(code=1)
         self._end(Outcome(code=lost.code, why=why, failure=lost.failure, ranks=lost.ranks))
 
     def _chosen(self) -> tuple[str, ...]:
         """Return who would take part in a round that started now, in the order of their nodes."""
         before = () if self.plan is None else self.plan.members
-        joined = [
+        willing = [
             a
             for a in self._agents.values()
             if a.host not in self.excluded and a.agent not in self._leaving
         ]
-        if all(a.node_rank is not None for a in joined):
-            taken: dict[int | None, Joined] = {}
-            for a in sorted(joined, key=lambda a: a.agent not in before):
-                taken.setdefault(a.node_rank, a)
-            order = sorted(taken.values(), key=lambda a: a.node_rank or 0)
-        else:
-            order = sorted(
-                joined,
-                key=lambda a: (
-                    before.index(a.agent) if a.agent in before else len(before),
-                    a.node_rank is None,
-                    a.node_rank or 0,
-                ),
-            )
-        return tuple(a.agent for a in order[: self.settings.max_hosts])
+        return line_up(willing, before, self.settings.max_hosts)
 
     def _start(self, members: tuple[str, ...]) -> None:
         self.plan = Plan(
@@ -338,7 +301,7 @@ class Machine:
         )
         self._ready = None
         self._succeeded, self._ended = set(), set()
-        self._failures, self._reports, self._lost = [], {}, []
+        self._faults = Faults()
         self.phase = Phase.RUNNING
 
     def _preparer(self) -> str | None:
@@ -354,12 +317,12 @@ class Machine:
         agent = event.agent
         if agent not in self._agents:
             return
-        busy = self.plan is not None and self.phase in (Phase.RUNNING, Phase.STOPPING)
-        working = busy and self.plan is not None and agent in self.plan.members
+        plan = self.plan if self.phase is not Phase.GATHERING else None
+        working = plan is not None and agent in plan.members
         working = working and agent not in self._ended | self._succeeded
         if isinstance(event, Lost):
             if working and agent not in self._leaving:
-                self._lost.append(agent)
+                self._faults.lost.append(agent)
             self._forget(agent)
             return
         fixed = self.settings.min_hosts == self.settings.max_hosts
@@ -369,6 +332,10 @@ class Machine:
             self._leaving.add(agent)  # until it says that nothing of the round is left there
         else:
             self._forget(agent)
+
+    def _note(self, what: str) -> None:
+        if what not in self.notes:
+            self.notes = [*self.notes, what][-_NOTES:]
 
     def _forget(self, agent: str) -> None:
         self._agents.pop(agent, None)
@@ -393,69 +360,15 @@ class Machine:
         self.outcome = outcome
         self.phase = Phase.OVER
 
-    def _ranks(self) -> tuple[RankResult, ...]:
-        return tuple(self._reports[rank] for rank in sorted(self._reports))
-
     def _defeat(self) -> Outcome:
         """Return the outcome of a job that failed for good."""
-        if not self._failures:
-            hosts = ", ".join(self._host_of(agent) for agent in self._lost)
-            return Outcome(code=1, why=f"lost {hosts}", ranks=self._ranks(), limit=self._limit())
-        failure = self._root_cause()
-        why = ""
-        owner = self._owner_of_blamed(failure)
-        if owner in self._lost:
-            why = f"lost {self._host_of(owner)}, with rank {failure.crash and failure.crash.peer}"
-        return Outcome(
-            code=failure.status or 1,
-            why=why,
-            failure=failure,
-            ranks=self._ranks(),
-            limit=self._limit(),
-        )
+        assert self.plan is not None
+        return self._faults.defeat(self.plan, self._limit())
 
     def _limit(self) -> str:
         """Say which limit of the user's lets the job fail."""
         most = self.settings.max_restarts
         return f"restarts: {self.restarts} of {most} used" if most else ""
-
-    def _told_setback(self) -> str:
-        if not self._failures:
-            return self._defeat().why
-        failure = self._root_cause()
-        why = self._defeat().why
-        how = f"failed: {failure.exit}"
-        if failure.crash is not None:
-            how = f"raised {failure.crash.type}: {failure.crash.message}"
-        return why or f"rank {failure.rank} on {failure.host} {how}"
-
-    def _root_cause(self) -> RankResult:
-        """Return the first failure, or whom it blames, as it was told last."""
-        first = self._failures[0]
-        latest = self._reports.get(first.rank, first)  # or of who took its place
-        return root_cause(latest if latest.is_process_of(first) else first, self._ranks())
-
-    def _owner_of_blamed(self, failure: RankResult) -> str:
-        assert self.plan is not None
-        peer = None if failure.crash is None else failure.crash.peer
-        return "" if peer is None else self.plan.owner(peer) or ""
-
-    def _culprit(self) -> str:
-        """Return the host to blame for a round that failed."""
-        assert self.plan is not None
-        if not self._failures:
-            return self._host_of(self._lost[0])
-        failure = self._root_cause()
-        blamed = self._owner_of_blamed(failure)
-        guilty = blamed if blamed in self._lost else self.plan.owner(failure.rank)
-        return self._host_of(guilty or "")
-
-    def _host_of(self, agent: str) -> str:
-        """Return the host of a member, who may be gone."""
-        plan = self.plan
-        if plan is None or agent not in plan.members:
-            return agent
-        return plan.hosts[plan.node_of(agent)]
 
     def _blame(self, host: str) -> None:
         """Count against a host, and leave it out if it has failed too often."""
