@@ -80,6 +80,10 @@ VARIABLES: dict[str, Variable] = {
         Variable(name="OMP_NUM_THREADS", meaning="threads each process may use for one operator"),
         Variable(name="GLOO_SOCKET_IFNAME", meaning="the interface Gloo uses between hosts"),
         Variable(name="NCCL_SOCKET_IFNAME", meaning="the interface NCCL uses between hosts"),
+        Variable(
+            name="KUBERNETES_SERVICE_HOST",
+            meaning="set in every pod; names of other pods are waited for",
+        ),
         Variable(name="NO_COLOR", meaning="1: no colours on the terminal"),
         Variable(name="PATH", meaning="where programs such as mpirun are looked for"),
         Variable(name="DURE_JOB_KEY_FILE", meaning="path of the job key, a file of mode 0600"),

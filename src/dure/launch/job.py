@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,25 +78,21 @@ def run_job(spec: JobSpec) -> JobResult:
             error_directory(spec, name),  # which the guardian removes if we cannot
             caught_signals(spec.signals) as signals,
             adopting_orphans(),
-            _link(spec, signals) as (link, key_fd),
+            contextlib.closing(Terminal(spec)) as terminal,
+            _link(spec, signals, terminal.say) as (link, key_fd),
         ):
-            terminal = Terminal(spec)
-            try:
-                place = Workplace(
-                    spec=replace(spec, run_id=link.run_id),
-                    address=JobAddress(
-                        name=name, key_fd=key_fd, key_file=f"/proc/{os.getpid()}/fd/{key_fd}"
-                    ),
-                    host=env.text("DURE_HOST_ID") or socket.gethostname(),
-                    terminal=terminal,
-                    signals=signals,
-                    zygote=usable(zygote, signals, terminal.say),
-                    guardian=guardian if spec.outlives_launcher else None,
-                )
-                result = _run(Agent(place, link), place, started)
-            finally:
-                terminal.close()
-            return result
+            place = Workplace(
+                spec=replace(spec, run_id=link.run_id),
+                address=JobAddress(
+                    name=name, key_fd=key_fd, key_file=f"/proc/{os.getpid()}/fd/{key_fd}"
+                ),
+                host=env.text("DURE_HOST_ID") or socket.gethostname(),
+                terminal=terminal,
+                signals=signals,
+                zygote=usable(zygote, signals, terminal.say),
+                guardian=guardian if spec.outlives_launcher else None,
+            )
+            return _run(Agent(place, link), place, started)
     except StoreError as error:  # it says itself what to do
         raise LaunchError("the job could not be started", seen=str(error)) from error
     except OSError as error:
@@ -161,7 +157,7 @@ def _run(agent: Agent, place: Workplace, started: float) -> JobResult:
 
 
 @contextlib.contextmanager
-def _link(spec: JobSpec, signals: int) -> Iterator[tuple[Link, int]]:
+def _link(spec: JobSpec, signals: int, say: Callable[[str], None]) -> Iterator[tuple[Link, int]]:
     """Link this host to the job's others, and put the key where ranks inherit it."""
     several = spec.endpoint is not None
     if not several and spec.nnodes[0] > 1:
@@ -178,7 +174,9 @@ def _link(spec: JobSpec, signals: int) -> Iterator[tuple[Link, int]]:
     with contextlib.ExitStack() as stack:
         key_fd = _key_memory(key)
         stack.callback(os.close, key_fd)
-        link: Link = Linked(spec, key, interrupted=signals) if several else Alone(spec, key)
+        link: Link = (
+            Linked(spec, key, interrupted=signals, say=say) if several else Alone(spec, key)
+        )
         stack.callback(link.close)
         yield link, key_fd
 

@@ -85,6 +85,8 @@ class Ladder:
         timeout: How long operations of the stores wait.
         patience_s: How long a rung may be silent before it counts as gone; one that refuses the
             connection does so at once.
+        door: Says where the endpoint's name leads by now ("host:port"), if it is a name: a host
+            that was replaced may have got another address.
 
     Threads: one at a time; the store that `current` returns may be used by any.
     """
@@ -97,10 +99,11 @@ class Ladder:
         own: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         patience_s: float = _PATIENCE_S,
+        door: Callable[[], str | None] | None = None,
     ) -> None:
         self._addresses = list(dict.fromkeys(addresses))
         self._key, self._own, self._timeout = key, own, timeout
-        self._patience_s = patience_s
+        self._patience_s, self._door = patience_s, door
         self._ids: dict[str, bytes] = {}  # of the stores that were used, by address
         self._job = b""  # what all rungs that know this job say
         self._store: NetworkStore | None = None
@@ -187,9 +190,7 @@ class Ladder:
             Its address, and whether it is the very store that was lost (a split) rather than one
             that was started afresh, or whose note is out of date; None if there is none.
         """
-        for address in self._addresses:
-            if address == self._address:
-                return None
+        for address in self._above():
             store = self._visit(address)
             if store is None:
                 continue
@@ -203,6 +204,12 @@ class Ladder:
             if name is not None and moved != self._address:
                 return address, moved is None and name == self._ids.get(address)
         return None
+
+    def _above(self) -> list[str]:
+        """Return the rungs above the one in use, and the endpoint, if that has moved."""
+        above = self._addresses[: self._addresses.index(self._address)]
+        door = self._door() if above and self._door is not None else None
+        return above if door is None or door in self._addresses else [*above, door]
 
     def successor(self) -> str | None:
         """Return a rung below that is open: the others went there while we were not looking."""

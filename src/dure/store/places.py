@@ -21,6 +21,7 @@ each store holds, from entering another job's.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import sys
 import tempfile
@@ -38,6 +39,7 @@ from dure.store.base import Store
 from dure.store.file import FileStore, remove_if_ended
 from dure.store.identity import alive
 from dure.store.key import SHARED_HOME_S, JobKey
+from dure.store.naming import await_name, patience_for_names
 from dure.store.network import NetworkStore, job_key
 from dure.store.server import StoreServer, adopt, listen, listen_local
 
@@ -48,6 +50,7 @@ _HOSTED_S = 20.0
 """How long ranks look for the store of a launcher, which may be on another host."""
 
 _JOB = "dure/job"
+_log = logging.getLogger("dure.store")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,11 @@ class Place(Protocol):
         ...
 
 
+def _await_pod(host: str, limit_s: float) -> None:
+    """In Kubernetes wait until rank 0's pod has a name."""
+    await_name(host, patience_for_names(limit_s), _log.warning)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TcpPlace:
     """A host and a port.
@@ -99,6 +107,9 @@ class TcpPlace:
 
     def open(self, rank: int, world_size: int, timeout_s: float) -> Store:
         """Connect; rank 0 serves first, or takes back the server it left a moment ago."""
+        began = time.monotonic()
+        _await_pod(self.host, timeout_s)
+        timeout_s = max(0.1, timeout_s - (time.monotonic() - began))
         address = resolve(self.host, self.port, self.purpose)
         key = job_key(self.host)
         server = None
@@ -167,10 +178,12 @@ class NearPlace:
 
     def open(self, rank: int, world_size: int, timeout_s: float) -> Store:
         """Serve on the first free port (rank 0), or look for rank 0's."""
+        deadline = time.monotonic() + timeout_s
+        _await_pod(self.host, timeout_s)
+        resolve(self.host, self.port, "rank 0's host")
         key = job_key(self.host, 0.0 if rank == 0 else min(timeout_s, SHARED_HOME_S))
         if rank == 0:
-            return self._serve(key, timeout_s)
-        deadline = time.monotonic() + timeout_s
+            return self._serve(key, max(0.1, deadline - time.monotonic()))
         for port in itertools.cycle(self._ports()):
             left_s = deadline - time.monotonic()
             if left_s <= 0:
@@ -216,8 +229,8 @@ class NearPlace:
 
     def _visit(self, port: int, key: JobKey | None, timeout_s: float) -> Store | None:
         """Return the store at `port` if it is there and this job's."""
-        endpoint = resolve(self.host, port, "MASTER_ADDR").endpoint
         try:
+            endpoint = resolve(self.host, port, "MASTER_ADDR").endpoint
             store = NetworkStore(endpoint, key, timedelta(seconds=timeout_s))
         except StoreError:
             return None

@@ -15,6 +15,7 @@ import contextlib
 import select
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from dure import env
@@ -24,15 +25,20 @@ from dure.store.address import Address, is_local, resolve
 from dure.store.connection import answers
 from dure.store.key import JobKey
 from dure.store.ladder import Ladder
+from dure.store.naming import await_name, look_up_briefly, patience_for_names
 from dure.store.server import StoreServer, listen
 
-__all__ = ["OVER", "bracketed", "meet"]
+__all__ = ["OVER", "bracketed", "keep_quiet", "meet"]
 
 OVER = "dure/agents/over"
 """The key that says that a store's job has ended."""
 
 _OPERATION = timedelta(seconds=2)
 _SLICE_S = 0.5
+_SAY_S = 3.0
+_UNKNOWN_S = 10.0
+"""How long the endpoint's name may be unknown where names do not come and go with their hosts."""
+
 _TAKEN_S = 30.0
 """How long a store of our key that is no living job's may hold the endpoint's port on this host."""
 
@@ -40,8 +46,22 @@ _FOREIGN_S = 3.0
 """How long somebody may hold it who does not speak as our stores do."""
 
 
-def meet(spec: JobSpec, key: JobKey, interrupted: int) -> tuple[StoreServer, Ladder]:
+def keep_quiet(line: str) -> None:
+    """Say nothing."""
+
+
+def meet(
+    spec: JobSpec, key: JobKey, interrupted: int, say: Callable[[str], None] = keep_quiet
+) -> tuple[StoreServer, Ladder]:
     """Serve the endpoint's store, or find it and run a standby.
+
+    The endpoint's name is looked up again before each try: its host may have been replaced.
+
+    Args:
+        spec: The job.
+        key: Its key.
+        interrupted: A descriptor that becomes readable when the user has had enough.
+        say: Called with a line for the user, if it takes long.
 
     Raises:
         LaunchError: Neither can be done until the join timeout, or `interrupted` became readable.
@@ -50,21 +70,21 @@ def meet(spec: JobSpec, key: JobKey, interrupted: int) -> tuple[StoreServer, Lad
     """
     assert spec.endpoint is not None
     host, port = _split(spec.endpoint)
+    start, taken = time.monotonic(), ""
+    patience_s = patience_for_names(spec.join_timeout_s, _UNKNOWN_S)
+    await_name(host, patience_s, say, lambda s: _pause(s, start, interrupted))
     there = resolve(host, port, "the endpoint's host")
     if bind := env.text("DURE_STORE_BIND"):  # for ranks' own stores; a wildcard is refused here
         resolve(bind, 0, "DURE_STORE_BIND")
-    first = f"{bracketed(there.ip)}:{port}"
-    serves = spec.serves
-    if serves is None:
-        serves = spec.node_rank in (None, 0) and is_local(host)
-    start, taken = time.monotonic(), ""
+    said = False
     with contextlib.ExitStack() as undo:
         standby: StoreServer | None = None
         own = ""
         while True:
-            if serves:
+            there = look_up_briefly(host, port) or there
+            if _serves(spec, there):
                 try:
-                    return _serve(there, key, first)
+                    return _serve(there, key, host)
                 except StoreError as error:  # taken: another agent of this host was first
                     taken = error.seen or str(error)
                     if time.monotonic() - start > _FOREIGN_S and not _is_ours(there, key):
@@ -74,18 +94,52 @@ def meet(spec: JobSpec, key: JobKey, interrupted: int) -> tuple[StoreServer, Lad
                 standby = StoreServer(listen(resolve(ip, 0, "the local address")), key)
                 undo.callback(standby.stop)
                 own = f"{bracketed(ip)}:{standby.port}"
-            ladder = _join(spec, Ladder([first], key, own=own, timeout=_OPERATION), bool(taken))
+            ladder = _join(spec, _ladder(there, host, key, own), bool(taken))
             if ladder is not None:
                 undo.pop_all()
                 return standby, ladder
-            _check_patience(spec, time.monotonic() - start, taken, interrupted)
+            _pause(0, start, interrupted)
+            elapsed_s = time.monotonic() - start
+            if elapsed_s > _SAY_S and not said and not taken:
+                said = True
+                say(
+                    f"nobody answers at {spec.endpoint} ({there.ip}) yet; "
+                    f"looking for {spec.join_timeout_s:g} s"
+                )
+            _check_patience(spec, elapsed_s, taken)
 
 
-def _check_patience(spec: JobSpec, elapsed_s: float, taken: str, interrupted: int) -> None:
-    if interrupted >= 0 and select.select([interrupted], [], [], 0)[0]:
+def _serves(spec: JobSpec, there: Address) -> bool:
+    """Whether this host is the one whose address the endpoint is."""
+    if spec.serves is not None:
+        return spec.serves
+    return spec.node_rank in (None, 0) and is_local(there.ip)
+
+
+def _ladder(there: Address, host: str, key: JobKey, own: str | None) -> Ladder:
+    """Return a ladder whose first rung is at the endpoint; without `own`, that rung is our own."""
+    first = f"{bracketed(there.ip)}:{there.port}"
+
+    def door() -> str | None:
+        found = look_up_briefly(host, there.port)
+        return f"{bracketed(found.ip)}:{found.port}" if found else None
+
+    named = None if host == there.ip else door
+    return Ladder([first], key, own=own or first, timeout=_OPERATION, door=named)
+
+
+def _pause(seconds: float, start: float, interrupted: int) -> None:
+    """Wait so long, or until the user has had enough."""
+    if interrupted < 0:
+        time.sleep(seconds)
+    elif select.select([interrupted], [], [], seconds)[0]:
         raise LaunchError(
-            "interrupted while looking for the job's other hosts", elapsed_s=elapsed_s
+            "interrupted while looking for the job's other hosts",
+            elapsed_s=time.monotonic() - start,
         )
+
+
+def _check_patience(spec: JobSpec, elapsed_s: float, taken: str) -> None:
     limit_s = min(spec.join_timeout_s, _TAKEN_S) if taken else spec.join_timeout_s
     if elapsed_s < limit_s:
         return
@@ -120,9 +174,9 @@ def _is_ours(there: Address, key: JobKey) -> bool:
         raise
 
 
-def _serve(there: Address, key: JobKey, first: str) -> tuple[StoreServer, Ladder]:
+def _serve(there: Address, key: JobKey, host: str) -> tuple[StoreServer, Ladder]:
     server = StoreServer(listen(there), key)
-    ladder = Ladder([first], key, own=first, timeout=_OPERATION)
+    ladder = _ladder(there, host, key, None)
     try:
         ladder.lead()
     except BaseException:

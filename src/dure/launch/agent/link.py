@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import uuid
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -17,7 +18,7 @@ from dure import env
 from dure.errors import StoreError, UsageError
 from dure.launch.agent.elastic import ElasticMachine
 from dure.launch.agent.events import Event, Refused
-from dure.launch.agent.finding import OVER, bracketed, meet
+from dure.launch.agent.finding import OVER, bracketed, keep_quiet, meet
 from dure.launch.agent.machine import Machine, Phase
 from dure.launch.agent.pulse import Pulse, write_once
 from dure.launch.agent.settings import Settings
@@ -178,6 +179,7 @@ class Linked:
         key: The job key.
         heartbeat: How the agents watch each other.
         interrupted: A descriptor that becomes readable when the user has had enough.
+        say: Called with a line for the user, while the others cannot be found.
 
     Raises:
         LaunchError: The endpoint cannot be reached, or an agent was told other things than we.
@@ -191,11 +193,12 @@ class Linked:
         *,
         heartbeat: Heartbeat = _HEARTBEAT,
         interrupted: int = -1,
+        say: Callable[[str], None] = keep_quiet,
     ) -> None:
         self._spec, self._key = spec, key
         self._farewell_s = _FAREWELL_S
         with contextlib.ExitStack() as on_error:
-            self._server, self._ladder = meet(spec, key, interrupted)
+            self._server, self._ladder = meet(spec, key, interrupted, say)
             on_error.callback(self._server.stop)
             on_error.callback(self._ladder.close)
             self.run_id = _agree(spec, self._ladder.current)
