@@ -175,7 +175,9 @@ def _meet_by_mpi(timeout: timedelta, group_name: str) -> Rendezvous:
     spot = find_mpi_place(timeout.total_seconds())
     found = detect(env.everything())
     # An mpirun that is itself a rank of `dure run` starts a job of its own.
-    member = None if found.system in (System.DURE, System.TORCHRUN) else found.member
+    member = (
+        None if found.system in (System.DURE, System.TORCHRUN, System.LAUNCHER) else found.member
+    )
     if member is not None and spot.world_size != member.world_size:
         raise RendezvousError(
             "MPI and the launcher do not agree on the job",

@@ -10,7 +10,7 @@ was set nearest to the program counts, for it knows best what it started:
 3. srun. With PMI (`srun --mpi=pmi2`) it sets PMI_RANK, too, but not the MPI_LOCALRANKID by which
    mpiexec is known.
 4. Another launcher that speaks PMI.
-5. SkyPilot, then Kubernetes: they start one process a host, mostly a launcher.
+5. SkyPilot, SageMaker, then Kubernetes: they start one process a host, mostly a launcher.
 6. The shell of a Slurm job.
 
 MASTER_ADDR and MASTER_PORT are told by a person or a launcher, and go before any address that is
@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from dure.placement.mpi import read_mpi, read_pmi
-from dure.placement.pods import read_kubernetes, read_pods, read_skypilot
+from dure.placement.pods import read_kubernetes, read_pods, read_sagemaker, read_skypilot
 from dure.placement.reader import Reader
 from dure.placement.slurm import read_batch_shell, read_step
 from dure.placement.told import read_told
@@ -38,6 +38,7 @@ _READERS: tuple[Callable[[Reader], Placement | None], ...] = (
     read_step,
     read_pmi,
     read_skypilot,
+    read_sagemaker,
     read_kubernetes,
     read_batch_shell,
 )

@@ -1,8 +1,8 @@
 """The launchers of MPI: Open MPI's mpirun, the hydra of MPICH and Intel MPI, and others with PMI.
 
 They say who a process is, not where rank 0 is. Inside Slurm its list of hosts fills the gap, for
-mpirun puts rank 0 on the first of them; elsewhere MASTER_ADDR must say, or the ranks meet over MPI
-itself (mpi4py), or they are on one host and need no address.
+mpirun puts rank 0 on the first of them; Azure names the first host; elsewhere MASTER_ADDR must say,
+or the ranks meet over MPI itself (mpi4py), or they are on one host and need no address.
 """
 
 from __future__ import annotations
@@ -83,11 +83,21 @@ def _read(reader: Reader, system: System, names: _Names) -> Placement | None:
         member=Member(rank=rank, world_size=size, local_rank=local, local_world_size=here),
         seat=_seat(rank, size, here),
         job=job,
-        host=hosts[0] if hosts else None,
+        host=hosts[0] if hosts else _azure(reader),
         port=derived_port(job) if job else None,
         port_derived=True,
         hosts=hosts,
     )
+
+
+def _azure(reader: Reader) -> str | None:
+    """Return the first host as Azure ML names it, whose jobs are started by mpirun."""
+    for name in ("AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE"):
+        host = (reader.text(name) or "").partition(":")[0]
+        if host and host != "localhost":
+            reader.keep("first host", host, name)
+            return host
+    return None
 
 
 def _seat(rank: int, size: int, here: int | None) -> Seat | None:

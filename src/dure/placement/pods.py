@@ -1,4 +1,4 @@
-"""Systems that start one process a host: Kubernetes' operators and jobs, PAI-DLC, SkyPilot.
+"""Systems that start one process a host: Kubernetes, PAI-DLC, SkyPilot, SageMaker.
 
 Their process is meant to be a launcher, so the host's seat is what they describe. Where there are
 several hosts the process may be a rank itself, one on each; and where there is one, a program that
@@ -13,7 +13,7 @@ from dure.placement.ports import derived_port
 from dure.placement.reader import Reader
 from dure.placement.value import Member, Placement, Seat, System
 
-__all__ = ["read_kubernetes", "read_pods", "read_skypilot"]
+__all__ = ["read_kubernetes", "read_pods", "read_sagemaker", "read_skypilot"]
 
 _POD = re.compile(r"(.+)-(master|worker)-([0-9]+)")
 _PAI_MASTER = re.compile(r"dlc[0-9a-z]+-master-[0-9]+")
@@ -33,13 +33,13 @@ def read_pods(reader: Reader) -> Placement | None:
     system = _counts_hosts(reader)
     if system is None:
         return None
-    nnodes = reader.number("PET_NNODES") or reader.number("WORLD_SIZE")
+    nnodes = reader.launchers_number("PET_NNODES") or reader.number("WORLD_SIZE")
     node = reader.number("PET_NODE_RANK")
     node = reader.number("RANK") if node is None else node
     if not nnodes or node is None or node >= nnodes:
         reader.note("RANK and WORLD_SIZE seem to count hosts, but RANK is none of them")
         return None
-    nproc = reader.number("PET_NPROC_PER_NODE", "NPROC_PER_NODE")
+    nproc = reader.launchers_number("PET_NPROC_PER_NODE", "NPROC_PER_NODE")
     source = "PET_NNODES" if reader.has("PET_NNODES") else "WORLD_SIZE"
     reader.keep("hosts", nnodes, source, f"{system}: WORLD_SIZE counts hosts, not processes")
     reader.keep("node", node, "PET_NODE_RANK" if reader.has("PET_NODE_RANK") else "RANK")
@@ -60,7 +60,7 @@ def _counts_hosts(reader: Reader) -> System | None:
     master = (reader.text("MASTER_ADDR") or "").split(".")[0]
     if _PAI_MASTER.fullmatch(master) or reader.has("NPROC_PER_NODE", "MASTER_ADDR"):
         return System.PAI
-    if reader.number("PET_NNODES"):
+    if reader.launchers_number("PET_NNODES"):
         return System.PYTORCHJOB
     pod = _POD.fullmatch(reader.text("HOSTNAME") or "")
     in_kubernetes = reader.has("KUBERNETES_SERVICE_HOST")
@@ -88,6 +88,24 @@ def read_skypilot(reader: Reader) -> Placement | None:
     return _placement(System.SKYPILOT, seat, job, ips)
 
 
+def read_sagemaker(reader: Reader) -> Placement | None:
+    """Return the placement of a script that SageMaker has started, once on each host."""
+    hosts, current = reader.names("SM_HOSTS"), reader.text("SM_CURRENT_HOST")
+    if not hosts or current is None:
+        return None
+    if current not in hosts:
+        reader.note("SM_CURRENT_HOST is none of SM_HOSTS")
+        return None
+    reader.keep("hosts", ",".join(hosts), "SM_HOSTS", f"{len(hosts)} of them")
+    reader.keep("node", hosts.index(current), "SM_CURRENT_HOST")
+    gpus = reader.number("SM_NUM_GPUS") or None
+    if gpus:
+        reader.keep("ranks to start here", gpus, "SM_NUM_GPUS", "one for each GPU")
+    job = f"sagemaker {reader.text('TRAINING_JOB_NAME', 'SM_JOB_NAME') or ' '.join(hosts)}"
+    seat = Seat(nnodes=len(hosts), node_rank=hosts.index(current), nproc=gpus)
+    return _placement(System.SAGEMAKER, seat, job, hosts)
+
+
 def read_kubernetes(reader: Reader) -> Placement | None:
     """Return the placement of a pod of an indexed Job, in a JobSet or not.
 
@@ -98,7 +116,8 @@ def read_kubernetes(reader: Reader) -> Placement | None:
     index = reader.take("node", "the pod's index", "JOB_COMPLETION_INDEX")
     if index is None:
         return None
-    nnodes = reader.take("hosts", "", "NNODES", "PET_NNODES")
+    nnodes = reader.launchers_number("NNODES", "PET_NNODES")
+    reader.keep("hosts", nnodes, "NNODES" if reader.has("NNODES") else "PET_NNODES")
     if nnodes is None or index >= nnodes:
         reader.note(
             "this is a pod of an indexed job; Kubernetes does not say of how many: put NNODES "
@@ -112,7 +131,7 @@ def read_kubernetes(reader: Reader) -> Placement | None:
     if stem and service:
         names = tuple(f"{stem}-{i}.{service}" for i in range(nnodes))
         reader.keep("first host", names[0], "HOSTNAME, JOBSET_NAME", "the JobSet's own service")
-    nproc = reader.number("PET_NPROC_PER_NODE", "NPROC_PER_NODE")
+    nproc = reader.launchers_number("PET_NPROC_PER_NODE", "NPROC_PER_NODE")
     seat = Seat(nnodes=nnodes, node_rank=index, nproc=nproc)
     return _placement(System.KUBERNETES, seat, job, names)
 

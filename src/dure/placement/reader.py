@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from dure.placement.nodes import expand_counts, expand_hosts
 from dure.placement.value import Reason
@@ -12,6 +13,7 @@ __all__ = ["Reader"]
 
 T = TypeVar("T")
 
+_LONGEST = 1_000_000  # characters of a list of names
 _LARGEST = 0xFFFF_FFFF  # so far do the numbers of Slurm's steps go
 
 
@@ -42,6 +44,19 @@ class Reader:
         """Return the first of `names` that is a whole number, 0 or more."""
         return self._parsed(_whole, "a whole number", names)
 
+    def launchers_number(self, *names: str) -> int | None:
+        """Return the first of `names` that is a number in torchrun's words.
+
+        Those may also be a range, whose end counts, or auto, cpu, gpu, which say nothing here.
+        """
+        text = self.text(*names) or ""
+        if text.isalpha():
+            return None
+        least, colon, most = text.partition(":")
+        if colon and least.isdecimal() and most.isdecimal():
+            return int(most) if int(most) <= _LARGEST else None
+        return self.number(*names)
+
     def hosts(self, *names: str) -> tuple[str, ...]:
         """Return the first of `names` that is a list of hosts, as Slurm writes it."""
         return self._parsed(expand_hosts, "a list of hosts", names) or ()
@@ -49,6 +64,10 @@ class Reader:
     def counts(self, *names: str) -> tuple[int, ...]:
         """Return the first of `names` that is a list of counts, as Slurm writes it."""
         return self._parsed(expand_counts, "a list of counts", names) or ()
+
+    def names(self, *names: str) -> tuple[str, ...]:
+        """Return the first of `names` that is a list of hosts in JSON."""
+        return self._parsed(_json_names, "a list of names in JSON", names) or ()
 
     def take(self, what: str, why: str, *names: str) -> int | None:
         """Return the number in the first of `names` that holds one, and keep where it was."""
@@ -78,6 +97,19 @@ class Reader:
             except ValueError:
                 self.note(f"{name} is not {form}, and is passed over: {text[:80]!r}")
         return None
+
+
+def _json_names(text: str) -> tuple[str, ...]:
+    try:
+        found: object = json.loads(text) if len(text) <= _LONGEST else None
+    except RecursionError:
+        found = None
+    if not isinstance(found, list):
+        raise ValueError(text)
+    items = cast("list[object]", found)
+    if not all(isinstance(name, str) and name for name in items):
+        raise ValueError(text)
+    return tuple(dict.fromkeys(str(name) for name in items))
 
 
 def _whole(text: str) -> int:

@@ -12,6 +12,11 @@ def read_told(reader: Reader) -> Placement | None:
     """Return the placement of a process that was told its RANK and WORLD_SIZE."""
     rank, size = reader.number("RANK"), reader.number("WORLD_SIZE")
     if rank is None or size is None:
+        if size is not None and reader.has("LOCAL_RANK") and not reader.has("RANK"):
+            reader.note(
+                "WORLD_SIZE and LOCAL_RANK are set without RANK, as Lightning does for processes "
+                "that it starts itself: start the program with `dure run`, and it starts none"
+            )
         return None
     if rank >= size:
         reader.note(f"RANK={rank} is none of the ranks that WORLD_SIZE={size} says there are")
@@ -20,8 +25,8 @@ def read_told(reader: Reader) -> Placement | None:
     reader.keep("rank", rank, "RANK", _WHY[system])
     reader.keep("ranks", size, "WORLD_SIZE")
     local = reader.take("local rank", "", "LOCAL_RANK")
-    here = reader.take("ranks here", "", "LOCAL_WORLD_SIZE")
-    node = reader.take("node", "", "GROUP_RANK", "NODE_RANK")
+    here = reader.take("ranks here", "", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+    node = reader.take("node", "", "GROUP_RANK", "NODE_RANK", "CROSS_RANK")
     unclear = system is System.PLAIN and size > 1
     if unclear:
         reader.note(
@@ -41,7 +46,8 @@ def read_told(reader: Reader) -> Placement | None:
 
 _WHY = {
     System.DURE: "set by the `dure run` that started this process",
-    System.TORCHRUN: "set together with LOCAL_RANK, as torchrun does",
+    System.TORCHRUN: "set together with LOCAL_RANK and TORCHELASTIC_RUN_ID",
+    System.LAUNCHER: "set together with LOCAL_RANK, as torchrun does",
     System.PLAIN: "set by hand, or by a launcher that does not name itself",
 }
 
@@ -49,4 +55,6 @@ _WHY = {
 def _starter(reader: Reader) -> System:
     if reader.has("DURE_LAUNCHER"):
         return System.DURE
-    return System.TORCHRUN if reader.has("LOCAL_RANK") else System.PLAIN
+    if not reader.has("LOCAL_RANK"):
+        return System.PLAIN
+    return System.TORCHRUN if reader.has("TORCHELASTIC_RUN_ID") else System.LAUNCHER

@@ -20,7 +20,10 @@ class System(enum.StrEnum):
     """`dure run`; its variables are torchrun's and some of its own."""
 
     TORCHRUN = "torchrun"
-    """torchrun, or another launcher that sets LOCAL_RANK beside RANK and WORLD_SIZE."""
+    """torchrun, by itself or inside `accelerate launch` and others."""
+
+    LAUNCHER = "a launcher of torchrun's kind"
+    """Another that sets LOCAL_RANK beside RANK and WORLD_SIZE: DeepSpeed's, Azure's, Ray Train."""
 
     PLAIN = "RANK and WORLD_SIZE"
     """Whoever set RANK and WORLD_SIZE, without LOCAL_RANK."""
@@ -48,6 +51,9 @@ class System(enum.StrEnum):
 
     SKYPILOT = "SkyPilot"
     """A task of SkyPilot."""
+
+    SAGEMAKER = "SageMaker"
+    """A training job of SageMaker, whose script is started once a host."""
 
     NOBODY = "nobody"
     """A shell: no cluster, no launcher."""

@@ -23,7 +23,7 @@ from dure.store.places import LocalPlace, NearPlace, Place, Spot, TcpPlace
 
 __all__ = ["find_in_cluster"]
 
-_TOLD = (System.DURE, System.TORCHRUN, System.PLAIN)
+_TOLD = (System.DURE, System.TORCHRUN, System.LAUNCHER, System.PLAIN)
 
 
 def find_in_cluster(rank: int, world_size: int) -> Spot | None:

@@ -151,3 +151,100 @@ SKYPILOT = {
     "SKYPILOT_NUM_GPUS_PER_NODE": "8",
     "SKYPILOT_TASK_ID": "sky-2023-07-06-21-18-31-563597_train_8",
 }
+SKYPILOT_CPU = SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "0", "SKYPILOT_INTERNAL_JOB_ID": "3"}
+SKYPILOT_ON_SLURM = SKYPILOT | {  # SkyPilot unsets what srun says of its own step
+    "SLURM_JOB_ID": "476",
+    "SLURM_JOB_NODELIST": "cn[08-09]",
+    "SLURM_NODELIST": "cn[08-09]",
+    "SLURM_NNODES": "2",
+    "SLURM_GPUS_ON_NODE": "8",
+}
+PYTORCHJOB_ELASTIC = PYTORCHJOB_OLD | {  # elasticPolicy 1 to 3, with a master
+    "PET_NNODES": "1:3",
+    "PET_NPROC_PER_NODE": "4",
+    "PET_RDZV_BACKEND": "c10d",
+    "PET_RDZV_ENDPOINT": "mnist-worker-0:23456",
+    "PYTHONUNBUFFERED": "0",
+}
+KUBEFLOW_TRAINER = {  # a TrainJob of Kubeflow's second operator, which is a JobSet
+    "HOSTNAME": "bert-node-0-1",
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "JOB_COMPLETION_INDEX": "1",
+    "PET_NNODES": "3",
+    "PET_NODE_RANK": "1",
+    "PET_NPROC_PER_NODE": "auto",
+    "PET_MASTER_ADDR": "bert-node-0-0.bert",
+    "PET_MASTER_PORT": "29400",
+}
+VOLCANO = {  # its pytorch plugin
+    "HOSTNAME": "mnist-worker-1",
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "VC_TASK_INDEX": "1",
+    "VC_WORKER_HOSTS": "mnist-worker-0.mnist,mnist-worker-1.mnist",
+    "MASTER_ADDR": "mnist-master-0.mnist",
+    "MASTER_PORT": "23456",
+    "WORLD_SIZE": "3",
+    "RANK": "2",
+}
+ACCELERATE = TORCHRUN | {  # accelerate launch, which runs torchrun
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "ACCELERATE_DYNAMO_BACKEND": "NO",
+    "OMP_NUM_THREADS": "1",
+}
+TORCHX = TORCHRUN | {  # dist.ddp on Kubernetes, which runs torchrun
+    "TORCHX_JOB_ID": "kubernetes://torchx/queue:train-abc",
+    "TORCHX_RANK0_HOST": "train-abc-0-0.train-abc",
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "HOSTNAME": "train-abc-1-0",
+    "VC_TASK_INDEX": "0",
+}
+DEEPSPEED = {  # its launcher for several hosts
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_SIZE": "2",
+    "CROSS_RANK": "1",
+    "CROSS_SIZE": "2",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29500",
+}
+AZURE_PYTORCH = {  # PyTorch distribution, two processes a node
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "NODE_RANK": "1",
+    "MASTER_ADDR": "10.0.0.4",
+    "MASTER_PORT": "6105",
+    "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000",
+}
+AZURE_MPI = OPEN_MPI_4 | {  # MPI distribution, two processes a node
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000",
+    "AZ_BATCHAI_MPI_MASTER_NODE": "10.0.0.4",
+}
+SAGEMAKER = {
+    "SM_HOSTS": '["algo-1","algo-2"]',
+    "SM_CURRENT_HOST": "algo-2",
+    "SM_NUM_GPUS": "8",
+    "SM_NUM_CPUS": "96",
+    "SM_NETWORK_INTERFACE_NAME": "eth0",
+    "TRAINING_JOB_NAME": "bert-2024-05-01-10-00-00-123",
+}
+RAY_TRAIN = {  # TorchTrainer, in each worker
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "NODE_RANK": "1",
+    "MASTER_ADDR": "10.0.0.4",
+    "MASTER_PORT": "43211",
+    "ACCELERATE_TORCH_DEVICE": "cpu",
+}
+LIGHTNING_CHILD = {  # what Lightning gives the processes that it starts itself
+    "LOCAL_RANK": "1",
+    "NODE_RANK": "0",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "40123",
+}

@@ -120,6 +120,74 @@ CASES = {
         Seat(nnodes=2, node_rank=1, nproc=8),
         "10.0.0.4",
     ),
+    "SkyPilot, no GPUs": (
+        seen.SKYPILOT_CPU,
+        System.SKYPILOT,
+        member(1, 2, 0, 1, 1),
+        Seat(nnodes=2, node_rank=1),
+        "10.0.0.4",
+    ),
+    "SkyPilot on Slurm": (
+        seen.SKYPILOT_ON_SLURM,
+        System.SKYPILOT,
+        member(1, 2, 0, 1, 1),
+        Seat(nnodes=2, node_rank=1, nproc=8),
+        "10.0.0.4",
+    ),
+    "an elastic PyTorchJob": (
+        seen.PYTORCHJOB_ELASTIC,
+        System.PYTORCHJOB,
+        member(2, 3, 0, 1, 2),
+        Seat(nnodes=3, node_rank=2, nproc=4),
+        "mnist-master-0",
+    ),
+    "Kubeflow's TrainJob": (
+        seen.KUBEFLOW_TRAINER,
+        System.KUBERNETES,
+        member(1, 3, 0, 1, 1),
+        Seat(nnodes=3, node_rank=1),
+        "bert-node-0-0.bert",
+    ),
+    "Volcano": (
+        seen.VOLCANO,
+        System.PYTORCHJOB,
+        member(2, 3, 0, 1, 2),
+        Seat(nnodes=3, node_rank=2),
+        "mnist-master-0.mnist",
+    ),
+    "accelerate launch": (seen.ACCELERATE, System.TORCHRUN, member(3, 4, 1, 2, 1), None, "node1"),
+    "torchx": (seen.TORCHX, System.TORCHRUN, member(3, 4, 1, 2, 1), None, "node1"),
+    "deepspeed": (seen.DEEPSPEED, System.LAUNCHER, member(3, 4, 1, 2, 1), None, "node1"),
+    "Azure, PyTorch": (
+        seen.AZURE_PYTORCH,
+        System.LAUNCHER,
+        member(3, 4, 1, None, 1),
+        None,
+        "10.0.0.4",
+    ),
+    "Azure, MPI": (
+        seen.AZURE_MPI,
+        System.OPEN_MPI,
+        member(3, 4, 1, 2),
+        Seat(nnodes=2, node_rank=1, copies=2),
+        "10.0.0.4",
+    ),
+    "SageMaker": (
+        seen.SAGEMAKER,
+        System.SAGEMAKER,
+        member(1, 2, 0, 1, 1),
+        Seat(nnodes=2, node_rank=1, nproc=8),
+        "algo-1",
+    ),
+    "SageMaker's torchrun": (
+        seen.SAGEMAKER | seen.TORCHRUN,
+        System.TORCHRUN,
+        member(3, 4, 1, 2, 1),
+        None,
+        "node1",
+    ),
+    "Ray Train": (seen.RAY_TRAIN, System.LAUNCHER, member(3, 4, 1, 2, 1), None, "10.0.0.4"),
+    "a child of Lightning's": (seen.LIGHTNING_CHILD, System.NOBODY, None, None, None),
 }
 
 
@@ -239,6 +307,25 @@ def test_every_variable_that_is_read_is_described():
         detect(Watched(environ))
     assert set(CLUSTER_VARIABLES) >= Watched.asked
     assert len(Watched.asked) > 40
+
+
+NOTED = {"PAI", "an old PyTorchJob", "a PyTorchJob", "an elastic PyTorchJob", "Volcano"}
+"""The trap of WORLD_SIZE is told."""
+
+
+def test_what_systems_really_set_makes_no_other_note():
+    silent = {"sbatch", "salloc's step", "srun --pty", "a child of Lightning's"}
+    noted = {name for name, case in CASES.items() if detect(case[0]).notes} - silent
+    assert noted == NOTED
+
+
+def test_rank_is_missing_where_lightning_started_the_process():
+    assert any("Lightning" in note for note in detect(seen.LIGHTNING_CHILD).notes)
+
+
+@pytest.mark.parametrize("hosts", ["[", "[" * 100_000, '["a", 1]', '{"algo-2": 1}', "algo-2", "[]"])
+def test_list_of_hosts_that_is_none_is_passed_over(hosts):
+    assert detect(seen.SAGEMAKER | {"SM_HOSTS": hosts}).system is System.NOBODY
 
 
 def test_number_of_a_special_step_is_a_number():
