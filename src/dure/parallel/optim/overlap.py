@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from dure.errors import CommError, OptimizerError
-from dure.parallel.optim.zero import ZeroRedundancyOptimizer, explain
+from dure.parallel.optim.publishing import explain
+from dure.parallel.optim.zero import ZeroRedundancyOptimizer
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup

@@ -1,15 +1,19 @@
-"""The parts of an optimizer's state, brought together on one rank.
+"""The parts of an optimizer's state: brought together on one rank, and taken apart again.
 
 A state maps a parameter's number to a dictionary: ``{3: {"step": 7, "exp_avg": tensor}}``. Each
 rank has the entries of the parameters that it owns. Large tensors are sent one by one, as they are;
 the rest, with a note where each tensor belongs, is one pickled object a rank. So no rank holds more
 than the state itself and one tensor.
+
+A *whole* state dictionary is that of an unsharded optimizer: its state has every parameter's entry.
+An optimizer may keep more in it, under keys that are no numbers, of which each rank has its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +23,7 @@ from dure.comm.objects import gather_object
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["State", "gather_state"]
+__all__ = ["State", "by_number", "gather_state", "merged", "own_part"]
 
 _SMALL_NUMEL = 1024
 
@@ -93,3 +97,33 @@ def _received(group: ProcessGroup, note: _Tensor, source: int) -> torch.Tensor:
     tensor = torch.empty(note.shape, dtype=note.dtype, device=note.device)
     group.recv(tensor, source)
     return tensor
+
+
+def by_number(state_dict: dict[str, Any]) -> State:
+    """Return the parameters' entries in a state dictionary (Any: as torch)."""
+    return {k: v for k, v in state_dict["state"].items() if isinstance(k, int)}
+
+
+def merged(own: dict[str, Any], parts: Sequence[State]) -> dict[str, Any]:
+    """Make a whole state dictionary (Any: as torch) of all ranks' parts and one rank's own."""
+    besides = {k: v for k, v in own["state"].items() if not isinstance(k, int)}
+    entries = chain.from_iterable(part.items() for part in parts)
+    return {**own, "state": {n: dict(entry) for n, entry in sorted(entries)} | besides}
+
+
+def own_part(whole: dict[str, Any], keeps: Callable[[int | None], bool]) -> dict[str, Any]:
+    """Return what one rank keeps of a whole state dictionary (Any: as torch).
+
+    Args:
+        whole: Its parameters may have any keys; the order of its groups tells their numbers.
+        keeps: Tells of a parameter's number, and of None for what belongs to no parameter,
+            whether the rank keeps its entry.
+    """
+    saved = chain.from_iterable(group["params"] for group in whole["param_groups"])
+    number_of = {key: number for number, key in enumerate(saved)}
+    state = {
+        key: entry
+        for key, entry in whole["state"].items()
+        if entry is not None and keeps(number_of.get(key))
+    }
+    return {**whole, "state": state}

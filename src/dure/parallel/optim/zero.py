@@ -1,9 +1,8 @@
 """`ZeroRedundancyOptimizer`: every rank updates its own part of the parameters (ZeRO, stage 1).
 
 An optimizer on n replicas does the same work n times and keeps the same state n times. Here each
-rank has an ordinary torch optimizer for its *shard* of the parameters (partition.py), which is all
-the state it keeps; after the update the ranks exchange the new values (exchange.py), or share one
-memory in which each has updated its part (sharing.py).
+rank has an ordinary torch optimizer for its *shard* of the parameters (holdings.py), which is all
+the state it keeps; after the update the ranks publish the new values to each other (publishing.py).
 
     gradients (the same on all ranks)
        |                                  rank 0          rank 1          rank 2
@@ -21,7 +20,6 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,12 +28,6 @@ from dure.comm.agreement import verify_equal
 from dure.comm.joining import Join, Joinable, JoinHook
 from dure.comm.world import resolve
 from dure.errors import CommError, NotInGroupError, OptimizerError
-from dure.parallel.optim.exchange import (
-    BucketExchange,
-    Exchange,
-    NoExchange,
-    StraightExchange,
-)
 from dure.parallel.optim.groups import (
     as_list,
     check_layouts,
@@ -44,14 +36,15 @@ from dure.parallel.optim.groups import (
     from_torch,
     options_of,
 )
-from dure.parallel.optim.partition import Partition
+from dure.parallel.optim.holdings import Holdings
+from dure.parallel.optim.publishing import Publisher, explain
 from dure.parallel.optim.sharing import SharedParameters
-from dure.parallel.optim.states import State, gather_state
+from dure.parallel.optim.states import State, by_number, gather_state, merged, own_part
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["ZeroRedundancyOptimizer", "explain"]
+__all__ = ["ZeroRedundancyOptimizer"]
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
@@ -121,26 +114,21 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         except (TypeError, ValueError) as error:
             raise from_torch(error) from error
         Joinable.__init__(self)
-        self._shards = self._ranks_that_share_the_work(host_shared_parameters)
-        self._partition = Partition(len(self._shards))
+        self._holdings = Holdings(self.process_group, within_hosts=host_shared_parameters)
         self._consolidated: list[State] | None = None
-        self._exchanged: frozenset[int] = frozenset()
         self._check_agreement(self.param_groups)
-        self._mine: set[torch.Tensor] = set()
-        self._others: set[torch.Tensor] = set()
-        self._under_way: list[StraightExchange] = []
         for group in self.param_groups:
-            self._deal(group)
-        self._shared = (
-            SharedParameters(self.process_group, self._all()) if host_shared_parameters else None
-        )
-        self.optim = optimizer_class(
-            [self._local_group(i) for i in range(len(self.param_groups))], **defaults
-        )
+            self._holdings.deal(group["params"])
+        self._shared: SharedParameters | None = None
+        if host_shared_parameters:
+            self._shared = SharedParameters(self.process_group, self._holdings.parameters)
+        self.optim = optimizer_class(list(map(self._local_group, self.param_groups)), **defaults)
         self.defaults = {**self.optim.defaults, **defaults}
         self.state = self.optim.state
         copy_options(self.optim.param_groups, self.param_groups)
-        self._exchange = self._plan_exchange()
+        self._publisher = Publisher(
+            self.process_group, self._holdings, host_shared_parameters, parameters_as_bucket_view
+        )
         self._ready = True
 
     def _check_kinds(self, host_shared: bool) -> None:
@@ -151,36 +139,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 fix="Leave out parameters_as_bucket_view: in shared memory nothing is exchanged.",
             )
 
-    def _ranks_that_share_the_work(self, host_shared: bool) -> tuple[int, ...]:
-        """Return the group ranks among which parameters are dealt."""
-        if not host_shared:
-            return tuple(range(self.world_size))
-        return next(host for host in self.process_group.hosts if self.rank in host)
-
     # ---------------------------------------------------------------- parameters and groups
 
-    def _all(self) -> list[torch.Tensor]:
-        """Return all parameters, in the order of their numbers."""
-        return list(chain.from_iterable(group["params"] for group in self.param_groups))
-
-    def _is_mine(self, number: int) -> bool:
-        return self._shards[self._partition.owners[number]] == self.rank
-
-    def _is_kept(self, place: int | None) -> bool:
-        """Tell whether this rank keeps the state at a place; None: of the optimizer as a whole."""
-        return place is None or (place < len(self._partition.owners) and self._is_mine(place))
-
-    def _deal(self, group: dict[str, Any]) -> None:
-        """Give the parameters of a new group their owners (Any: options)."""
-        first = len(self._partition.owners)
-        self._partition.deal(group["params"])
-        for i, parameter in enumerate(group["params"], first):
-            (self._mine if self._is_mine(i) else self._others).add(parameter)
-
-    def _local_group(self, index: int) -> dict[str, Any]:
-        """Make the local optimizer's part of group `index` (Any: options)."""
-        group = self.param_groups[index]
-        mine = [p for p in group["params"] if p in self._mine]
+    def _local_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Make the local optimizer's part of a group (Any: options)."""
+        mine = [p for p in group["params"] if p in self._holdings.mine]
         return {**options_of(group), "params": mine}
 
     def _check_agreement(self, groups: Sequence[dict[str, Any]], first_group: int = 0) -> None:
@@ -207,12 +170,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         group = self.param_groups[-1]
         copy_options(self.param_groups[:-1], self.optim.param_groups)
         self._check_agreement([group], len(self.param_groups) - 1)
-        self._deal(group)
+        self._holdings.deal(group["params"])
         if self._shared is not None:
             self._shared.add(group["params"])
-        self.optim.add_param_group(self._local_group(len(self.param_groups) - 1))
+        self.optim.add_param_group(self._local_group(group))
         copy_options(self.optim.param_groups, self.param_groups)
-        self._exchange = self._plan_exchange()
+        self._publisher.plan()
 
     # ---------------------------------------------------------------- stepping
 
@@ -292,18 +255,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     def publish(self) -> None:
         """Let all ranks have the new values. Collective: all ranks of the group."""
-        if self._shared is not None:
-            self.process_group.barrier()
-        else:
-            if not self._exchanged.issuperset(self._trained()):
-                self._exchange = self._plan_exchange()
-            self._exchange.run()
-        self._note_changes(self._all())
-
-    def _note_changes(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Let autograd know what other ranks have changed, in case an older graph is used again."""
-        theirs = self._others.intersection(parameters)
-        torch.autograd.graph.increment_version(list(theirs))
+        self._publisher.publish()
 
     # ---------------------------------------------------------------- stepping inside backward
 
@@ -312,57 +264,31 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
         Collective: all ranks of the group, with the same parameters.
         """
-        mine = [p for p in parameters if p in self._mine]
+        mine = [p for p in parameters if p in self._holdings.mine]
         if mine:
             self.update(mine)
-        if self._shared is None and self.world_size > 1:
-            exchange = StraightExchange(self.process_group, self._by_owner(set(parameters)))
-            exchange.start()
-            self._under_way.append(exchange)
+        self._publisher.start(parameters)
 
     def finish_overlapped(self, updated: set[torch.Tensor]) -> None:
         """Wait until all ranks have all new values; `updated` are the parameters of all buckets.
 
         Collective: all ranks of the group.
         """
-        while self._under_way:
-            self._under_way.pop(0).finish()
+        self._publisher.wait()
         if self._shared is not None and self._shared.meet():
             raise OptimizerError(
                 "a parameter is not in shared memory any more, on this rank or another",
                 fix="Change dtypes before the optimizer is made, or do not overlap.",
             )
-        self._note_changes(list(updated))
-        left = [i for i, p in enumerate(self._all()) if p.requires_grad and p not in updated]
+        self._publisher.tell_autograd(updated)
+        everything = enumerate(self._holdings.parameters)
+        left = [i for i, p in everything if p.requires_grad and p not in updated]
         if left:
             raise OptimizerError(
                 "parameters of the optimizer are in none of DDP's buckets, and so never updated",
                 seen=f"{len(left)} of them, the first one is number {left[0]}",
                 fix="Give the optimizer the parameters of the module that DDP wraps.",
             )
-
-    def _trained(self) -> list[int]:
-        """Return the numbers of the parameters that may change."""
-        trained = (p.requires_grad or p.grad is not None for p in self._all())
-        return [i for i, changes in enumerate(trained) if changes]
-
-    def _plan_exchange(self) -> Exchange:
-        """Plan for the parameters that are trained, or have been; others do not change."""
-        self._exchanged = self._exchanged.union(self._trained())
-        if self.world_size == 1 or self._shared is not None:
-            return NoExchange()
-        parameters = self._all()
-        owned = self._by_owner({parameters[i] for i in self._exchanged})
-        kind = BucketExchange if self.parameters_as_bucket_view else StraightExchange
-        return kind(self.process_group, owned)
-
-    def _by_owner(self, chosen: set[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Return those of `chosen` that each rank of the group owns."""
-        owned: list[list[torch.Tensor]] = [[] for _ in range(self.world_size)]
-        for parameter, shard in zip(self._all(), self._partition.owners, strict=True):
-            if parameter in chosen:
-                owned[self._shards[shard]].append(parameter)
-        return owned
 
     # ---------------------------------------------------------------- state
 
@@ -391,8 +317,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         copy_options(self.param_groups, self.optim.param_groups)
         target_host = next(host for host in self.process_group.hosts if to in host)
         sends = self._shared is None or self.rank in target_host
-        mine: dict[Any, Any] = super().state_dict()["state"] if sends else {}
-        mine = {k: v for k, v in mine.items() if isinstance(k, int)}
+        mine = by_number(super().state_dict()) if sends else {}
         self._consolidated = gather_state(self.process_group, mine, to)
 
     def state_dict(self) -> dict[str, Any]:
@@ -414,10 +339,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 fix=f"Call consolidate_state_dict(to={self.rank}) on all ranks first, or "
                 "state_dict() only on the rank that it was brought to.",
             )
-        whole = super().state_dict()
-        own = {k: v for k, v in whole["state"].items() if not isinstance(k, int)}
-        parts = chain.from_iterable(part.items() for part in self._consolidated)
-        return {**whole, "state": {n: dict(entry) for n, entry in sorted(parts)} | own}
+        return merged(super().state_dict(), self._consolidated)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's part of a whole state: of any world size, or of no sharding at all.
@@ -429,15 +351,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         Raises:
             OptimizerError: Its groups are not this optimizer's.
         """
-        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        place_of = {key: place for place, key in enumerate(saved)}
-        state: dict[Any, Any] = {
-            key: entry
-            for key, entry in state_dict["state"].items()
-            if entry is not None and self._is_kept(place_of.get(key))
-        }
         try:
-            super().load_state_dict({**state_dict, "state": state})
+            super().load_state_dict(own_part(state_dict, self._holdings.keeps))
         except ValueError as error:
             raise from_torch(error) from error
         self.optim.__setstate__({"state": self.state, "param_groups": self.optim.param_groups})
@@ -462,7 +377,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     @property
     def join_device(self) -> torch.device:
         """The device of the first parameter."""
-        return self._all()[0].device
+        return self._holdings.parameters[0].device
 
     @property
     def join_process_group(self) -> ProcessGroup:
@@ -479,8 +394,3 @@ class _StepAlong(JoinHook):
     def main_hook(self) -> None:
         """Make the step that others announced."""
         self._optimizer.step()
-
-
-def explain(error: CommError) -> None:
-    """Say what an error in the midst of a step means for the parameters."""
-    error.advise("The parameters may be half updated: go on from a checkpoint, not from these.")
