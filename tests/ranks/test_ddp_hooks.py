@@ -383,7 +383,7 @@ def test_compressed_gradients_may_be_complex_and_empty_2_ranks(kind: Any) -> Non
             register_ddp_comm_hook(kind, ddp)
         else:
             ddp.register_comm_hook(None, kind)
-        if (hook := ddp.reducer.comm_hook) and isinstance(hook.state, dist.PowerSGDState):
+        if (hook := ddp.reducer.reductions.hook) and isinstance(hook.state, dist.PowerSGDState):
             hook.state.start_powerSGD_iter = 0
         ddp().backward()
         return ddp.module.wave.grad

@@ -15,6 +15,7 @@ from dure.comm.work import Work
 from dure.data.nests import tensors_of
 from dure.errors import ModuleError
 from dure.parallel.ddp.arrangement import ReducerOptions
+from dure.parallel.ddp.hearing import hear_outputs
 from dure.parallel.ddp.reducer import Reducer
 from dure.parallel.ddp.slots import NamedParameter
 
@@ -148,7 +149,7 @@ def test_two_forwards_each_have_their_own_reduction() -> None:
         reducer.prepare(sync)
         out = module(torch.ones(1, 2))
         if sync:
-            reducer.watch_outputs({"out": out})
+            hear_outputs(reducer, {"out": out})
         losses.append(out.sum())
     for loss, expected in zip(losses, (3, 6, 6), strict=True):
         loss.backward()

@@ -72,6 +72,14 @@ class Arrangement:
         self._new_plan: list[list[Slot]] | None = None
         self._cut(self._plan(range(len(parameters) - 1, -1, -1)))
 
+    def bucket_sizes(self) -> list[int]:
+        """Return the bytes of gradients in each bucket."""
+        return [sum(slot.size for slot in b.slots) for b in self.buckets if b.slots]
+
+    def parameter_kinds(self) -> list[tuple[int, torch.dtype]]:
+        """Return, for each parameter, the bytes and the dtype of its gradient."""
+        return [(slot.size, slot.parameter.dtype) for slot in self.slots]
+
     def _make_slot(self, number: int, named: NamedParameter) -> Slot:
         own, wanted = named.parameter.dtype, self._options.reduce_dtype
         if named.sparse:

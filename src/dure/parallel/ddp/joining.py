@@ -186,7 +186,7 @@ class _Shadow(JoinHook):
         elif phase == _LATE_BUFFERS:
             ddp.shadow_late_buffers()
         elif phase == _BACKWARD:
-            ddp.reducer.divisor = ddp.divisor_of(round)
+            ddp.reducer.reductions.divisor = ddp.divisor_of(round)
             ddp.reducer.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -194,7 +194,7 @@ class _Shadow(JoinHook):
         seat = ddp.join_seat
         assert seat is not None
         last = seat.context.last_joiners
-        ddp.reducer.divisor = None
+        ddp.reducer.reductions.divisor = None
         ddp._authoritative_rank = last[-1]  # pyright: ignore[reportPrivateUsage]
         if not is_last_joiner:
             # A loop that ends its steps with zero_grad() would add to what shadowing left.

@@ -20,6 +20,7 @@ from dure.errors import CommError, HookError
 from dure.parallel.ddp.arguments import BucketCaps, buffer_rules, chosen_group, refuse_delayed
 from dure.parallel.ddp.arrangement import ReducerOptions
 from dure.parallel.ddp.compiling import Cutting, cut_graphs, untraced, untraced_here
+from dure.parallel.ddp.hearing import hear_outputs
 from dure.parallel.ddp.hooking import CommHook, HookRunner, check_hook, name_of
 from dure.parallel.ddp.joining import Announcer, JoinableReplica
 from dure.parallel.ddp.precision import ComputeCopies, MixedPrecision
@@ -280,7 +281,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         """Do what comes after it: a buffer hook, and getting ready for backward."""
         self._late_buffers(sync)
         if sync:
-            self.reducer.watch_outputs(outputs)
+            hear_outputs(self.reducer, outputs)
 
     def _make_copies(self) -> ComputeCopies | None:
         """Make what lets the module compute in low precision, if it shall."""
@@ -316,7 +317,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
     def shadow_late_buffers(self) -> None:
         """Take part in what the others do with their buffers after a forward."""
         if self._buffer_sync is not None:
-            self.reducer.awaited_too += self._buffer_sync.after_forward()
+            self.reducer.reductions.awaited_too += self._buffer_sync.after_forward()
 
     def broadcast_module_from(self, root: int) -> None:
         """Overwrite parameters and buffers with those of the group rank `root`. Collective."""
@@ -365,16 +366,17 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         """Register a hook that is known as `name`."""
         try:
             check_hook(hook)
-            if self.reducer.comm_hook is not None:
+            registered = self.reducer.reductions.hook
+            if registered is not None:
                 raise HookError(
                     "register_comm_hook can be called once only",
-                    seen=f"{self.reducer.comm_hook.name} is registered",
+                    seen=f"{registered.name} is registered",
                     fix="Combine what both hooks do in one function.",
                 )
         except HookError as error:
             self._report.keep(error)
             raise
-        self.reducer.comm_hook = HookRunner(self.process_group, state, hook, name)
+        self.reducer.reductions.hook = HookRunner(self.process_group, state, hook, name)
 
     @property
     def step_times(self) -> StepTimes:

@@ -3,10 +3,11 @@
 One backward with reduction:
 
 1. *begin*: the first sign of a backward that belongs to a synchronised forward (a gradient arrives
-   at an output of the module, or at a parameter) asks autograd to call *finish* at its end.
+   at an output of the module, or at a parameter: hearing.py) asks autograd to call *finish* at its
+   end.
 2. *on_gradient*: each time a parameter's gradient has been accumulated it is moved to its slot, and
    its bucket owes one less. When a bucket owes nothing, and all buckets before it have been
-   started, its reduction is started too. It runs beside the rest of backward.
+   started, its reduction is started too (reducing.py). It runs beside the rest of backward.
 3. *finish*: buckets that still owe gradients are completed with what is there (zeros for a
    parameter that got no gradient) and started; then the rank waits for all of them.
 
@@ -34,23 +35,20 @@ The group is kept here and not looked up: autograd may call from threads that ha
 from __future__ import annotations
 
 import threading
-import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dure.comm.ops import ReduceOp
-from dure.data.nests import tensors_of
 from dure.errors import CommError, ModuleError
 from dure.parallel.ddp import graphs
 from dure.parallel.ddp.arrangement import Arrangement, ReducerOptions
-from dure.parallel.ddp.buckets import Bucket
-from dure.parallel.ddp.hooking import HookRunner
+from dure.parallel.ddp.hearing import hear_parameters
+from dure.parallel.ddp.reducing import Reductions
 from dure.parallel.ddp.slots import DORMANT, NamedParameter, Slot
 from dure.parallel.ddp.telling import tell_step
 from dure.parallel.ddp.timing import Clock, StepTimes
+from dure.parallel.ddp.usage import Usage
 from dure.parallel.ddp.verdicts import Complaint, Trouble, verdict
 from dure.trace import spans
 
@@ -68,13 +66,13 @@ class Reducer:
     one step. `prepare` is called by the thread that runs forward.
 
     Attributes:
+        arrangement: Where gradients lie.
         buckets: In the order in which they are reduced.
         times: What the last synchronised step took.
         num_reduced: Completed backwards with reduction.
-        awaited_too: What else the end of the next backward waits for (Any: nobody looks at it).
         ready_order: Numbers of parameters in the order their gradients came in the last of these.
         rebuilt: Whether the buckets follow the order of the first backward.
-        divisor: What sums of gradients are divided by; None is the number of ranks.
+        reductions: How buckets are reduced: here a communication hook is registered.
         remove_hooks: Takes the parameters' hooks away: their gradients are no longer averaged.
         announcer: Tells a `Join` of each backward, and knows the divisor.
     """
@@ -85,20 +83,18 @@ class Reducer:
         self.group, self.options = group, options
         self.allow_unused, self.static_graph = options.allow_unused, options.static_graph
         self.parameter_names = [p.name for p in parameters]
-        self._arrangement = Arrangement(group, parameters, options)
-        self._slots, self.buckets = self._arrangement.slots, self._arrangement.buckets
-        self._ledger = self._arrangement.ledger
-        self.first_sizes = self.bucket_sizes()
+        self.arrangement = Arrangement(group, parameters, options)
+        self._slots, self.buckets = self.arrangement.slots, self.arrangement.buckets
+        self._ledger = self.arrangement.ledger
+        self.first_sizes = self.arrangement.bucket_sizes()
         self.times, self.clock = StepTimes(), Clock()
         self.num_reduced = 0
         self.rebuilt = False
         self.ready_order: list[int] = []
-        self.comm_hook: HookRunner | None = None
-        self.divisor: int | None = None
+        self.reductions = Reductions(group)
         self.announcer: Announcer | None = None
         self.on_step: Callable[[int, Clock], None] | None = None
         self.on_error: Callable[[Exception], None] | None = None
-        self.awaited_too: list[torch.futures.Future[Any]] = []
         self._lock = threading.RLock()
         self._armed = False  # the last forward was synchronised and has had no backward yet
         self._syncing = False  # between begin and finish
@@ -107,30 +103,18 @@ class Reducer:
         self._counting = self.static_graph
         self._complaints: list[Complaint] = []
         self._probe = self._slots[-1]  # likely to be in any graph
-        self._needless = False  # unused parameters are allowed, and there were none
-        self._unused_before: list[int] | None = None
-        self._graph_is_static = True
+        self._usage = Usage()
         self._task, self._nested = -1, False  # backwards within a backward have other numbers
-        handles = [self._watch_parameter(slot) for slot in self._slots]
-        self.remove_hooks = weakref.finalize(self, _remove_all, handles)
-        self.remove_hooks.atexit = False
+        self.remove_hooks = hear_parameters(self, self._slots)
 
     def slots(self) -> Iterator[Slot]:
         """Go through the slots of all buckets."""
         return (slot for bucket in self.buckets for slot in bucket.slots)
 
-    def bucket_sizes(self) -> list[int]:
-        """Return the bytes of gradients in each bucket."""
-        return [sum(slot.size for slot in b.slots) for b in self.buckets if b.slots]
-
-    def parameter_kinds(self) -> list[tuple[int, torch.dtype]]:
-        """Return, for each parameter, the bytes and the dtype of its gradient."""
-        return [(slot.size, slot.parameter.dtype) for slot in self._slots]
-
     @property
     def hook_name(self) -> str:
         """Name of the communication hook; empty without one."""
-        return "" if self.comm_hook is None else self.comm_hook.name
+        return "" if self.reductions.hook is None else self.reductions.hook.name
 
     def set_static_graph(self) -> None:
         """Take the first backward, which is yet to come, as the model of all."""
@@ -146,50 +130,30 @@ class Reducer:
         leaves_out = self.static_graph or self.options.leave_out_unused
         if not self.rebuilt and (leaves_out or not self.allow_unused):
             used = self._ledger.used() if leaves_out else None
-            self._arrangement.learn(self.group, self.ready_order, used)
+            self.arrangement.learn(self.group, self.ready_order, used)
 
     def _rebuild(self) -> None:
         """Cut the buckets anew, if there is a plan."""
-        if self._arrangement.rebuild():
+        if self.arrangement.rebuild():
             self.rebuilt = True
-            self.buckets, self._ledger = self._arrangement.buckets, self._arrangement.ledger
+            self.buckets, self._ledger = self.arrangement.buckets, self.arrangement.ledger
             for slot in self._slots:
                 if slot.used and slot.bucket_index == DORMANT:  # under no_sync, after the plan
                     slot.used = False
                     self._complaints.append(Complaint(Trouble.CHANGED, slot))
-
-    def _watch_parameter(self, slot: Slot) -> torch.utils.hooks.RemovableHandle:
-        reducer = weakref.ref(self)
-
-        def gradient_accumulated(_: torch.Tensor) -> None:
-            me = reducer()
-            if me is not None:
-                me.on_gradient(slot)
-
-        return slot.parameter.register_post_accumulate_grad_hook(gradient_accumulated)
 
     # ---------------------------------------------------------------- forward
 
     def prepare(self, sync: bool) -> None:
         """Begin a forward; `sync` tells whether the backward after it shall reduce."""
         with self._lock:
-            self._check_group()
+            self.reductions.verify_possible()
             if self._syncing and not graphs.in_backward():
                 self._abandon()
-            if self._needless:
-                self._warn_needless()
+            self._usage.warn_once()
             self._armed = sync
             if sync:
                 self.clock.forward = Clock.now()
-
-    def _check_group(self) -> None:
-        if self.group.closed:
-            raise ModuleError(
-                "the process group of this DistributedDataParallel has been destroyed",
-                group=self.group.group_name,
-                seen="destroy_process_group() and shrink() end groups",
-                fix="Wrap the module again, on the new group: DistributedDataParallel(ddp.module).",
-            )
 
     def check_finished(self) -> None:
         """Raise `ModuleError` if a backward ended with an exception and was not made up for."""
@@ -200,32 +164,6 @@ class Reducer:
                 seen="it raised an exception",
                 fix="The next forward makes up for it: the other ranks learn of it then.",
             )
-
-    def _warn_needless(self) -> None:
-        self._needless = False
-        warnings.warn(
-            "find_unused_parameters=True, but the first step used all parameters: leave it out, "
-            "unless later steps use fewer",
-            stacklevel=4,
-        )
-
-    def watch_outputs(self, outputs: object) -> None:
-        """Have the backward of `outputs` reduce, even one that reaches no parameter."""
-        for tensor in tensors_of(outputs):
-            if tensor.grad_fn is not None:
-                tensor.register_hook(self._gradient_arrives(graphs.below(tensor.grad_fn)))
-
-    def _gradient_arrives(self, below: Sequence[Any]) -> Callable[[torch.Tensor], None]:
-        """Make an output's hook; `below` are the graph's nodes under that output (Any: autograd's).
-
-        It has not the output's own node, so that the graph is free to go; but the reducer, so that
-        it lives as long as the graph, also where the program has let go of the module.
-        """
-
-        def gradient_arrived(_: torch.Tensor) -> None:
-            self.on_output(below)
-
-        return gradient_arrived
 
     def on_output(self, below: Sequence[Any]) -> None:
         """Take in that a gradient has come to an output of the module (Any: nodes under it)."""
@@ -238,7 +176,7 @@ class Reducer:
     def _begin(self) -> None:
         """Ask for `finish` at the end of the backward that is running; once."""
         if self.announcer is not None:
-            self.divisor = self.announcer.backward()
+            self.reductions.divisor = self.announcer.backward()
         for slot in self._slots:
             if slot.used:
                 slot.recollect()
@@ -316,30 +254,8 @@ class Reducer:
         for slot in bucket.idle:
             if not slot.used:
                 slot.contribute_unused()
-        self._reduce(bucket)
+        self.reductions.start(bucket, self.buckets)
         self.clock.launched(start, bucket.num_bytes)
-
-    def _reduce(self, bucket: Bucket) -> None:
-        """Start the reduction of `bucket`, which is filled."""
-        sparse = bucket.sparse
-        if self.comm_hook is not None:
-            if bucket.slots:
-                self.comm_hook.start(bucket, bucket is self._last_filled())
-        elif sparse is not None:
-            bucket.work = self.group.all_reduce(sparse.take(), ReduceOp.SUM, async_op=True)
-        else:
-            # The last one has nothing to run beside; alone, it needs no thread to be woken for it.
-            alone = bucket is self.buckets[-1] and not self._under_way()
-            bucket.work = self.group.all_reduce(bucket.flat, self._op(), async_op=not alone)
-
-    def _under_way(self) -> bool:
-        return any(b.work is not None and not b.work.is_completed() for b in self.buckets)
-
-    def _op(self) -> ReduceOp:
-        return ReduceOp.AVG if self.divisor is None else ReduceOp.SUM
-
-    def _last_filled(self) -> Bucket:
-        return self.buckets[-1] if self.buckets[-1].slots else self.buckets[-2]
 
     def _finish(self) -> None:
         """End a backward: start what is left, wait for all, and show the results."""
@@ -348,7 +264,8 @@ class Reducer:
             idle = self._owing or any(bucket.idle for bucket in self.buckets)
             unused = [slot for slot in self.slots() if not slot.used] if idle else []
             self._complain(unused)
-            self._note_unused(unused)
+            searched = self.allow_unused and not self.static_graph
+            self._usage.note([slot.number for slot in unused], searched)
             error = self._conclude(unused)
             if self.on_step is not None:
                 self.on_step(self.num_reduced - 1, self.clock)
@@ -359,23 +276,14 @@ class Reducer:
                     self.on_error(error)
                 raise error
 
-    def _note_unused(self, unused: Sequence[Slot]) -> None:
-        """Compare with the steps before: does the set of unused parameters change?"""
-        numbers = [slot.number for slot in unused]
-        if self._unused_before is None:
-            self._unused_before = numbers
-            self._needless = self.allow_unused and not self.static_graph and not numbers
-        elif numbers != self._unused_before:
-            self._graph_is_static = False
-
     def _ddp_graph_static(self) -> bool:
         """Tell whether static_graph=True could have been passed (torch's name)."""
-        return self._graph_is_static
+        return self._usage.is_static
 
     def _get_local_used_map(self) -> torch.Tensor:
         """Return how many ranks used each parameter in the last step (torch's name)."""
         flags = self._ledger.flags[: len(self._slots)]
-        counts = flags.abs().double() * (self.group.size() if self.divisor is None else 1)
+        counts = flags.abs().double() * (self.group.size() if self.reductions.averages else 1)
         return counts.round().to(torch.int32)
 
     def _complain(self, unused: Sequence[Slot]) -> None:
@@ -399,7 +307,7 @@ class Reducer:
             self._ledger.write(unused, bool(complaints))
             while self._next < len(self.buckets):
                 self._start_next()
-            self._wait()
+            self.reductions.wait(self.buckets, self._ledger)
             self.clock.launch_ns = early_ns
             self.clock.comm_end = Clock.now()
             self.times = self.clock.times()
@@ -411,30 +319,9 @@ class Reducer:
         finally:
             self._reset()
 
-    def _wait(self) -> None:
-        """Wait for all buckets."""
-        if self.comm_hook is not None:
-            self.comm_hook.finish(self.buckets, self._ledger, self._op())
-        for bucket in self.buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-            self._divide(bucket)
-        while self.awaited_too:
-            self.awaited_too.pop().wait()
-
-    def _divide(self, bucket: Bucket) -> None:
-        """Make averages of sums, where neither the collective nor a hook did."""
-        n, sparse = self.group.size(), bucket.sparse
-        hooked = self.comm_hook is not None  # a hook divides by the number of ranks
-        if sparse is not None:
-            by = (self.divisor or n) / (n if hooked else 1)
-            sparse.view = sparse.view if by == 1 else sparse.view / by
-        elif self.divisor is not None:
-            bucket.buffer.div_(self.divisor / n if hooked else self.divisor)
-
     def _settle(self, complaints: Sequence[Complaint]) -> Exception | None:
         """Show the results, learn from the first backward; return the error that is due."""
-        plain = self.divisor is None and self._ledger.all_used()
+        plain = self.reductions.averages and self._ledger.all_used()
         used = None if plain else self._ledger.used()
         for slot in self.slots():
             used_somewhere = used is None or used[slot.number]
@@ -444,7 +331,7 @@ class Reducer:
             slot.used = False
         self.num_reduced += 1
         if self._ledger.trouble():
-            mine = None if self.comm_hook is None else self.comm_hook.take_error()
+            mine = self.reductions.take_hook_error()
             broken = [] if mine is None else [Complaint(Trouble.HOOK)]
             told = verdict(self.group, [*complaints, *broken], self.parameter_names)
             return mine or told
@@ -480,8 +367,8 @@ class Reducer:
                 for bucket in self.buckets:
                     for slot in bucket.slots:
                         slot.contribute_nothing()
-                    self._reduce(bucket)
-                self._wait()
+                    self.reductions.start(bucket, self.buckets)
+                self.reductions.wait(self.buckets, self._ledger)
                 error = self._settle(())
             finally:
                 self._reset()
@@ -509,8 +396,3 @@ class Reducer:
             slot.left = slot.expected
         for bucket in self.buckets:
             bucket.reset()
-
-
-def _remove_all(handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()

@@ -101,7 +101,7 @@ def _environment() -> dict[str, object]:
 
 def _bucketing(reducer: Reducer) -> dict[str, object]:
     """Describe the buckets; parameters are numbered in the order of registration."""
-    sizes, dtypes = zip(*reducer.parameter_kinds(), strict=True)
+    sizes, dtypes = zip(*reducer.arrangement.parameter_kinds(), strict=True)
     data: dict[str, object] = {
         "world_size": reducer.group.size(),
         "rank": reducer.group.rank(),
@@ -113,14 +113,14 @@ def _bucketing(reducer: Reducer) -> dict[str, object]:
         "find_unused_parameters": int(reducer.allow_unused),
         "has_rebuilt_buckets": int(reducer.rebuilt),
     }
-    if reducer.comm_hook is not None or reducer.num_reduced:
+    if reducer.reductions.hook is not None or reducer.num_reduced:
         data["comm_hook"] = reducer.hook_name
     if reducer.num_reduced:
         data["can_set_static_graph"] = int(reducer._ddp_graph_static())  # pyright: ignore
         data["num_buckets_reduced"] = sum(1 for bucket in reducer.buckets if bucket.slots)
         data["prev_iteration_grad_ready_order_indices"] = _listed(reducer.ready_order)
     if reducer.rebuilt:
-        data["rebuilt_bucket_sizes"] = _listed(reducer.bucket_sizes())
+        data["rebuilt_bucket_sizes"] = _listed(reducer.arrangement.bucket_sizes())
         data["rebuilt_per_bucket_param_indices"] = ", ".join(
             " ".join(str(slot.number) for slot in bucket.slots) for bucket in reducer.buckets
         )
