@@ -1,4 +1,4 @@
-// Kernels: all instruction sets agree bit for bit, and with a plain loop.
+// Kernels: all instruction sets agree bit for bit, NaNs aside, and with a plain loop.
 #include <cmath>
 #include <cstring>
 #include <random>
@@ -42,15 +42,24 @@ bool is_nan(DType dtype, const std::byte* at) {
         std::memcpy(&x, at, 8);
         return std::isnan(x);
     }
-    float x = 0;
-    if (dtype == DType::f32) std::memcpy(&x, at, 4);
-    if (dtype == DType::bf16) std::memcpy(reinterpret_cast<std::byte*>(&x) + 2, at, 2);
-    if (dtype == DType::f16) {
-        uint16_t bits;
-        std::memcpy(&bits, at, 2);
-        return (bits & 0x7fff) > 0x7c00;
+    // The others that have more than one NaN, by the bits of the first beyond infinity, or, without
+    // infinity, of the only one.
+    uint32_t bits = 0;
+    std::memcpy(&bits, at, item_bytes(dtype));
+    switch (dtype) {
+        case DType::f32:
+            return (bits & 0x7fffffff) > 0x7f800000;
+        case DType::bf16:
+            return (bits & 0x7fff) > 0x7f80;
+        case DType::f16:
+            return (bits & 0x7fff) > 0x7c00;
+        case DType::e5m2:
+            return (bits & 0x7f) > 0x7c;
+        case DType::e4m3fn:
+            return (bits & 0x7f) == 0x7f;
+        default:
+            return false;
     }
-    return std::isnan(x);
 }
 
 DType component(DType dtype) {
@@ -66,7 +75,8 @@ DType component(DType dtype) {
     }
 }
 
-// Equal, but for the payload of NaNs.
+// Equal, but for the payload and the sign of NaNs: where two NaNs meet, the processor hands on the
+// first operand's, and the compiler may swap the operands of a sum or a product.
 bool same(DType dtype, const std::vector<std::byte>& a, const std::vector<std::byte>& b) {
     const DType of = component(dtype);
     const size_t item = item_bytes(of);
