@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -89,107 +88,6 @@ def test_any_difference_between_models_is_refused_2_ranks(change: str) -> None:
     run_ranks(2, rank_main)
 
 
-def test_gradient_missing_on_one_rank_is_named_on_all_and_nobody_hangs() -> None:
-    def rank_main(rank: int) -> ModuleError:
-        ddp = dist.DistributedDataParallel(Branches(), bucket_cap_mb=1e-6)
-        names = ("left",) if rank == 1 else ("left", "right")
-        with pytest.raises(ModuleError) as caught:
-            ddp(torch.ones(1, 2), *names).backward()
-        # The ranks are still together, and the next step is good.
-        ddp(torch.ones(1, 2), "left", "right").backward()
-        return caught.value
-
-    for error in run_ranks(3, rank_main):
-        assert error.parameters == ("right.weight",)
-        assert "right.weight (on rank 1)" in error.seen
-
-
-def test_backward_that_reaches_no_parameter_is_named_too_2_ranks() -> None:
-    class Bypass(nn.Linear):
-        def forward(self, input: torch.Tensor, use: bool = True) -> torch.Tensor:
-            return super().forward(input) if use else input * 2
-
-    def rank_main(rank: int) -> tuple[str, ...]:
-        ddp = dist.DistributedDataParallel(Bypass(2, 2))
-        x = torch.ones(1, 2, requires_grad=True)
-        with pytest.raises(ModuleError) as caught:
-            ddp(x, rank == 0).sum().backward()
-        return caught.value.parameters
-
-    assert run_ranks(2, rank_main) == [("weight", "bias")] * 2
-
-
-def test_unused_parameters_are_averaged_where_used_and_left_alone_elsewhere() -> None:
-    def rank_main(rank: int) -> list[Any]:
-        ddp = dist.DistributedDataParallel(Branches(), find_unused_parameters=True)
-        for p in ddp.parameters():
-            p.data.fill_(1)
-        x = torch.ones(1, 2)
-        ddp(x, "left" if rank == 0 else "right").backward()
-        both = [p.grad.tolist() for p in ddp.parameters() if p.grad is not None]
-        ddp.zero_grad()
-        ddp(x, "left").backward()
-        one = ddp.module.right.weight.grad
-        ddp(x * 3, "right").backward()  # left keeps its gradient, bit by bit
-        kept = [p.grad.tolist() for p in ddp.parameters() if p.grad is not None]
-        return [both, one, kept]
-
-    half, one, three = [[[v, v]] * 2 for v in (0.5, 1.0, 3.0)]
-    for both, unused, kept in run_ranks(2, rank_main):
-        assert both == [half, half]
-        assert unused is None
-        assert kept == [one, three]
-
-
-@pytest.mark.filterwarnings("ignore:find_unused_parameters")
-def test_gradient_of_a_parameter_nobody_used_is_kept_bit_by_bit_7_ranks() -> None:
-    # The mean of seven equal numbers is not always that number, so averaging again would show.
-    values = torch.rand(4096, generator=torch.Generator().manual_seed(0))
-
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Parameter(torch.zeros(4096)), nn.Parameter(torch.zeros(1))
-
-        def forward(self, both: bool) -> torch.Tensor:
-            return (self.a * values).sum() + self.b.sum() if both else self.b.sum()
-
-    def rank_main(rank: int) -> bool:
-        ddp = dist.DistributedDataParallel(Two(), find_unused_parameters=True)
-        ddp(True).backward()
-        before = ddp.module.a.grad.clone()
-        ddp(False).backward()
-        again = before.clone()
-        dist.all_reduce(again, dist.ReduceOp.AVG)
-        assert not torch.equal(again, before)
-        return torch.equal(before, ddp.module.a.grad)
-
-    assert run_ranks(7, rank_main) == [True] * 7
-
-
-def test_parameters_used_under_no_sync_only_are_reduced_2_ranks() -> None:
-    def rank_main(rank: int) -> list[list[list[float]]]:
-        ddp = dist.DistributedDataParallel(Branches())
-        x = torch.full((1, 2), rank + 1.0)
-        with ddp.no_sync():
-            ddp(x, "left").backward()
-        ddp(x, "right").backward()
-        return [p.grad.tolist() for p in ddp.parameters() if p.grad is not None]
-
-    for grads in run_ranks(2, rank_main):
-        assert grads == [[[1.5, 1.5]] * 2] * 2
-
-
-def test_parameter_frozen_after_wrapping_is_not_missed_2_ranks() -> None:
-    def rank_main(rank: int) -> tuple[float, Any]:
-        ddp = dist.DistributedDataParallel(Branches())
-        ddp.module.right.weight.requires_grad_(False)
-        ddp(torch.full((1, 2), rank + 1.0), "left", "right").backward()
-        return ddp.module.left.weight.grad[0, 0].item(), ddp.module.right.weight.grad
-
-    assert run_ranks(2, rank_main) == [(1.5, None)] * 2
-
-
 def test_no_sync_is_undone_when_its_body_raises_1_rank() -> None:
     def rank_main(rank: int) -> bool:
         ddp = dist.DistributedDataParallel(nn.Linear(1, 1))
@@ -198,33 +96,6 @@ def test_no_sync_is_undone_when_its_body_raises_1_rank() -> None:
         return ddp.require_backward_grad_sync
 
     assert run_ranks(1, rank_main) == [True]
-
-
-def test_buffers_follow_rank_0_3_ranks() -> None:
-    def rank_main(rank: int) -> tuple[list[float], int]:
-        ddp = dist.DistributedDataParallel(nn.BatchNorm1d(2))
-        ddp(torch.arange(8.0).view(4, 2) * (rank + 1)).sum().backward()
-        ddp.eval()
-        with torch.no_grad():
-            ddp(torch.ones(1, 2))
-        norm = ddp.module
-        assert norm.num_batches_tracked is not None
-        return norm.running_mean.tolist(), int(norm.num_batches_tracked)
-
-    results = run_ranks(3, rank_main)
-    assert results[0][1] == 1
-    assert results == [results[0]] * 3
-
-
-def test_buffers_stay_apart_when_not_broadcast_2_ranks() -> None:
-    def rank_main(rank: int) -> list[float]:
-        ddp = dist.DistributedDataParallel(nn.BatchNorm1d(1), forward_sync_buffers=False)
-        for _ in range(2):
-            ddp(torch.arange(4.0).view(4, 1) * (rank + 1)).sum().backward()
-        return ddp.module.running_mean.tolist()
-
-    first, second = run_ranks(2, rank_main)
-    assert second == [2 * v for v in first]
 
 
 @pytest.mark.parametrize("as_list", [False, True])
@@ -333,65 +204,6 @@ def test_create_graph_is_accepted_1_rank() -> None:
     assert run_ranks(1, rank_main)[0] == pytest.approx([8.0] * 3)
 
 
-@pytest.mark.parametrize("hook", [False, True])
-def test_sparse_gradients_stay_sparse_3_ranks(hook: bool) -> None:
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words, self.out = nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1, bias=False)
-
-        def forward(self, rows: torch.Tensor) -> torch.Tensor:
-            return self.out(self.words(rows)).sum()
-
-    def sum_up(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Any]:
-        return (
-            group.all_reduce(bucket.buffer(), async_op=True)
-            .get_future()
-            .then(lambda future: future.value()[0] / 3)
-        )
-
-    def rank_main(rank: int) -> list[float]:
-        ddp = dist.DistributedDataParallel(Words())
-        if hook:
-            ddp.register_comm_hook(dist.group.WORLD, sum_up)
-        ddp.module.out.weight.data.fill_(3)
-        optimizer = torch.optim.SparseAdam([ddp.module.words.weight])
-        for _ in range(3):
-            ddp.zero_grad()
-            ddp(torch.tensor([rank, 3])).backward()
-            optimizer.step()  # takes sparse gradients only
-        gradient = ddp.module.words.weight.grad
-        assert gradient.layout is torch.sparse_coo
-        return gradient.to_dense()[:, 0].tolist()
-
-    assert run_ranks(3, rank_main) == [[1, 1, 1, 3]] * 3
-
-
-def test_sparse_gradient_of_one_rank_only_2_ranks() -> None:
-    def rank_main(rank: int) -> tuple[list[float], Any]:
-        module = nn.ModuleDict({"used": nn.Embedding(2, 1, sparse=True)})
-        module["unused"] = nn.Embedding(2, 1, sparse=True)
-
-        class Sometimes(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.words, self.always = module, nn.Linear(1, 1)
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                y = self.always(x).sum()
-                return y + self.words["used"](torch.tensor([1])).sum() if rank else y
-
-        ddp = dist.DistributedDataParallel(Sometimes(), find_unused_parameters=True)
-        for _ in range(2):
-            ddp.zero_grad()
-            ddp(torch.ones(1, 1)).backward()
-        used, unused = (module.get_parameter(f"{n}.weight").grad for n in ("used", "unused"))
-        assert used is not None
-        return used.to_dense().flatten().tolist(), unused
-
-    assert run_ranks(2, rank_main) == [([0, 0.5], None)] * 2
-
-
 @pytest.mark.parametrize(
     ("module", "options"),
     [
@@ -485,49 +297,6 @@ def test_buckets_of_listed_sizes_1_rank() -> None:
     assert run_ranks(1, rank_main) == [[1, 2, 2]]
 
 
-@pytest.mark.filterwarnings("ignore:.broadcast_buffers")
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"broadcast_buffers": False}, [0, 1]),
-        ({"forward_sync_buffers": False}, [0, 0]),
-        ({"broadcast_buffers": False, "forward_sync_buffers": True}, [0, 0]),
-    ],
-)
-def test_buffers_at_wrapping_2_ranks(options: dict[str, Any], expected: list[int]) -> None:
-    def rank_main(rank: int) -> float:
-        norm = nn.BatchNorm1d(1)
-        assert norm.running_mean is not None
-        norm.running_mean.fill_(rank)
-        dist.DistributedDataParallel(norm, **options)
-        return norm.running_mean.item()
-
-    assert run_ranks(2, rank_main) == expected
-
-
-def test_broadcast_buffers_is_deprecated_1_rank() -> None:
-    def rank_main(rank: int) -> None:
-        with pytest.warns(FutureWarning):
-            dist.DistributedDataParallel(nn.Linear(1, 1), broadcast_buffers=True)
-
-    run_ranks(1, rank_main)
-
-
-def test_parameter_unfrozen_after_wrapping_is_named_2_ranks() -> None:
-    def rank_main(rank: int) -> tuple[str, ...]:
-        module = Branches()
-        module.right.requires_grad_(False)
-        ddp = dist.DistributedDataParallel(module)
-        ddp(torch.ones(1, 2), "left").backward()
-        module.right.requires_grad_(True)
-        with pytest.raises(ModuleError) as caught:
-            ddp(torch.ones(1, 2), "left")
-        dist.DistributedDataParallel(ddp.module)(torch.ones(1, 2), "left", "right").backward()
-        return caught.value.parameters
-
-    assert run_ranks(2, rank_main) == [("right.weight",)] * 2
-
-
 def test_module_outlives_its_group_only_wrapped_again_2_ranks() -> None:
     def rank_main(rank: int) -> None:
         ddp = dist.DistributedDataParallel(nn.Linear(1, 1))
@@ -539,51 +308,3 @@ def test_module_outlives_its_group_only_wrapped_again_2_ranks() -> None:
         ddp(torch.ones(1, 1)).sum().backward()
 
     run_ranks(2, rank_main)
-
-
-def test_needless_search_for_unused_parameters_is_said_once_1_rank() -> None:
-    def rank_main(rank: int) -> int:
-        ddp = dist.DistributedDataParallel(nn.Linear(1, 1), find_unused_parameters=True)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(3):
-                ddp(torch.ones(1, 1)).sum().backward()
-        return len(caught)
-
-    assert run_ranks(1, rank_main) == [1]
-
-
-def test_parameters_that_are_never_used_are_left_out_when_asked_2_ranks() -> None:
-    def rank_main(rank: int) -> tuple[int, Any]:
-        ddp = dist.DistributedDataParallel(
-            Branches(),
-            bucket_cap_mb=1e-6,
-            find_unused_parameters=True,
-            skip_all_reduce_unused_params=True,
-        )
-        for _ in range(2):
-            ddp(torch.ones(1, 2), "left").backward()
-        data = ddp._get_ddp_logging_data()  # pyright: ignore[reportPrivateUsage]
-        return len(list(ddp.reducer.slots())), data["num_buckets_reduced"]
-
-    assert run_ranks(2, rank_main) == [(1, 1)] * 2
-
-
-def test_weight_with_sparse_and_dense_gradients_is_dense_2_ranks() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words, self.out = nn.Embedding(3, 1, sparse=True), nn.Linear(1, 3, bias=False)
-            self.out.weight = self.words.weight
-
-        def forward(self, rows: torch.Tensor) -> torch.Tensor:
-            return self.out(self.words(rows)).sum()
-
-    def rank_main(rank: int) -> list[float]:
-        ddp = dist.DistributedDataParallel(Tied())
-        ddp.module.words.weight.data.copy_(torch.arange(3.0).view(3, 1))
-        ddp(torch.tensor([rank])).backward()
-        return ddp.module.words.weight.grad.flatten().tolist()
-
-    # Rank 0: [3, 0, 0]; rank 1: [1, 4, 1].
-    assert run_ranks(2, rank_main) == [[2, 2, 0.5]] * 2

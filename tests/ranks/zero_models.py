@@ -9,8 +9,25 @@ from typing import Any
 import torch
 from torch import nn
 
+import dure as dist
+
 WIDTH = 160
 """Its square is more than what is packed with others (exchange.SMALL_BYTES)."""
+
+KINDS = {
+    "straight": {},
+    "buckets": {"parameters_as_bucket_view": True},
+    "shared": {"host_shared_parameters": True},
+}
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.05}),
+    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    "adam": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.01}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
+}
 
 
 class Net(nn.Module):
@@ -68,3 +85,37 @@ def pair(make: Maker, reference: Maker) -> tuple[Any, ...]:
 def equal(a: nn.Module, b: nn.Module) -> bool:
     """Tell whether two modules have the same parameters, bit by bit."""
     return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def train_both(rank, optimizer, kind, steps=4, grouped=True):
+    """Train both on the same batches; return what is to be compared."""
+    cls, options = OPTIMIZERS[optimizer]
+    params = groups_of if grouped else nn.Module.parameters
+    model, ours, other, theirs = pair(
+        lambda m: dist.ZeroRedundancyOptimizer(params(m), cls, **KINDS[kind], **options),
+        lambda m: cls(params(m), **options),
+    )
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.8) for o in (ours, theirs)]
+    data = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        x = batch(data)
+        assert step(model, ours, x) == step(other, theirs, x)
+        for schedule in schedules:
+            schedule.step()
+    dist.barrier()
+    assert equal(model, other)
+    return model, ours, other, theirs
+
+
+def same_state(ours, theirs):
+    """Tell whether two state dictionaries are equal, in everything."""
+    assert list(ours) == list(theirs)
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert list(ours["state"]) == list(theirs["state"])
+    for number, entry in theirs["state"].items():
+        assert list(ours["state"][number]) == list(entry)
+        for key, value in entry.items():
+            mine = ours["state"][number][key]
+            same = torch.equal(mine, value) if isinstance(value, torch.Tensor) else mine == value
+            assert same, (number, key)
+    return True
