@@ -48,7 +48,7 @@ _OURS: Mapping[str, _Entry] = {
         devices=("cpu",), module="dure.comm.backends.torch_engine", attribute="create_gloo"
     ),
     "mpi": _Entry(
-        devices=("cpu",), module="dure.comm.backends.mpi.backend", attribute="create_mpi"
+        devices=("cpu",), module="dure.comm.backends.mpi.rendezvous", attribute="create_mpi"
     ),
     "hybrid": _Entry(
         devices=("cpu",), module="dure.comm.backends.hybrid.engines", attribute="create_over_gloo"

@@ -21,6 +21,6 @@ def create_over_gloo(options: BackendOptions) -> Backend:
 
 def create_over_mpi(options: BackendOptions) -> Backend:
     """Make this rank's part of a group that MPI joins between hosts (see `hybrid.create_with`)."""
-    from dure.comm.backends.mpi.backend import create_mpi  # lazy: the engine that is wanted only
+    from dure.comm.backends.mpi.rendezvous import create_mpi  # lazy: the engine that is wanted only
 
     return create_with("hybrid_mpi", create_mpi, options)

@@ -26,19 +26,16 @@ Segments bound the memory for what arrives before it is reduced: (n-1) `_SEGMENT
 
 from __future__ import annotations
 
-import os
-import platform
-import zlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from dure.comm.backends.base import BackendOptions, Ticket
 from dure.comm.backends.mpi.frames import INLINE, Call, Frames, Stage
-from dure.comm.backends.mpi.lane import Lane, Operation, Steps
-from dure.comm.backends.mpi.library import Library, load
+from dure.comm.backends.mpi.lane import Lane
+from dure.comm.backends.mpi.library import Library
 from dure.comm.backends.mpi.memory import (
     NOTHING,
     Piece,
@@ -50,6 +47,7 @@ from dure.comm.backends.mpi.memory import (
     shares,
     staging,
 )
+from dure.comm.backends.mpi.operation import Operation, Steps
 from dure.comm.backends.mpi.verdicts import Retired, free_retired
 from dure.comm.ops import ReduceOp
 from dure.errors import Desync, UsageError
@@ -57,7 +55,7 @@ from dure.errors import Desync, UsageError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MpiBackend", "create_mpi"]
+__all__ = ["MpiBackend"]
 
 _FEW = 32 << 10
 """Bytes up to which all_reduce and broadcast take one exchange: see docs/log.md."""
@@ -84,7 +82,7 @@ class MpiBackend:
         self._rank, self._size = options.rank, options.size
         self._nothing = [NOTHING] * options.size
         self._peers = [r for r in range(options.size) if r != options.rank]
-        highest = _highest_tag(self._mpi, comm)
+        highest = library.highest_tag(comm)
         self._verdict_tag, self._data_tag = highest, highest - 1
         self.num_tags = highest - _RESERVED_TAGS + 1
         """A message's tag must be less."""
@@ -349,7 +347,7 @@ class MpiBackend:
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Ticket:
         """See `Backend.recv`."""
         self._check_tag(tag)
-        operation = Operation(self._lane, "recv", _no_steps(), src)
+        operation = Operation(self._lane, "recv", None, src)
         operation.steps = self._recv(operation, tensor, src, tag)
         return self._lane.message(operation, async_op)
 
@@ -397,47 +395,3 @@ class MpiBackend:
             still_there = self._lane.still_there()
             self._library.retired.append(Retired(self._comm, self._verdict_tag, still_there))
             free_retired(self._library)
-
-
-def _highest_tag(mpi: Any, comm: MPI.Intracomm) -> int:
-    """Return the highest tag of this MPI; 32767 is what every MPI has."""
-    return comm.Get_attr(mpi.TAG_UB) or 32_767
-
-
-def _no_steps() -> Steps:
-    yield from ()
-
-
-# ---- rendezvous ----------------------------------------------------------------------------------
-
-
-def create_mpi(options: BackendOptions) -> MpiBackend:
-    """Make the group's communicator; every rank of the group must do so.
-
-    Raises:
-        UsageError: mpi4py or MPI is missing, or the ranks were not started together by MPI.
-    """
-    library = load()
-    world = library.world
-    keys = [f"mpi/rank/{r}" for r in range(options.size)]
-    mine = f"{world.Get_rank()} {world.Get_size()} {platform.node()}"
-    options.store.set(keys[options.rank], mine)
-    options.store.wait(keys, options.timeout)
-    told = [text.decode().split(" ", 2) for text in options.store.multi_get(keys)]
-    numbers = [int(number) for number, _, _ in told]
-    if len(set(numbers)) < options.size:
-        raise UsageError(
-            "the ranks were not started together by MPI",
-            group=options.name,
-            rank=options.rank,
-            world_size=options.size,
-            seen=f"MPI sees {world.Get_size()} of {options.size} ranks",
-            fix=f"Start the program with: mpirun -n {options.size} python PROGRAM",
-        )
-    num_here = sum(node == platform.node() for _, _, node in told)
-    with library.lock:
-        free_retired(library)
-        members = world.Get_group().Incl(numbers)
-        comm = world.Create_group(members, zlib.crc32(options.name.encode()) & 0x7FFF)
-        members.Free()
-    return MpiBackend(library, comm, options, crowded=num_here > (os.cpu_count() or 1))

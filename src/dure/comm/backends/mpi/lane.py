@@ -1,8 +1,8 @@
 """The lane: how operations over MPI make progress, wait, fail, and leave.
 
-An *operation* is a generator that yields stages: lists of MPI requests that run together. Whoever
-waits *polls*: it tests the requests of the current stage and, when all have ended, lets the
-generator go on. So nobody ever blocks inside MPI: a wait can be interrupted, and has a limit.
+Whoever waits for an operation (`mpi.operation`) *polls*: it tests the requests of the current stage
+and, when all have ended, lets the operation go on to the next. So nobody ever blocks inside MPI: a
+wait can be interrupted, and has a limit.
 
 * **Collectives** run one after another, in the order of the calls, on all ranks alike.
 * **Messages** are operations of one stage, independent of collectives and of each other.
@@ -21,23 +21,18 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Generator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from dure.comm.backends.mpi.frames import Stage
 from dure.comm.backends.mpi.library import Library
+from dure.comm.backends.mpi.operation import Operation
 from dure.comm.backends.mpi.verdicts import Verdicts
 from dure.errors import Aborted, CommTimeout, Desync, DureError, InternalError, PeerLost
-from dure.native import call_site
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Lane", "Operation", "Steps"]
-
-Steps = Generator[Stage, None, None]
-"""The stages of an operation; what runs between two of them works on what has arrived."""
+__all__ = ["Lane"]
 
 _LOOK_EVERY = 16
 """Polls between two looks for verdicts: a look costs about as much as a poll."""
@@ -52,62 +47,6 @@ _NAP_S = 5e-5
 _LONG_NAP_S = 1e-3
 _GRACE_S = 0.2
 """How long a message of a peer that left may still be on its way."""
-
-
-class Operation:
-    """A collective or a message on its way; also its ticket (see `base.Ticket`).
-
-    Args:
-        lane: Where it runs.
-        name: As users call it.
-        steps: Its stages.
-        peer: The rank at the other end of a message; None for a collective, or for anyone.
-    """
-
-    __slots__ = (
-        "began",
-        "ended",
-        "error",
-        "lane",
-        "name",
-        "peer",
-        "seq",
-        "site",
-        "source",
-        "stage",
-        "steps",
-    )
-
-    def __init__(self, lane: Lane, name: str, steps: Steps, peer: int | None = None) -> None:
-        self.lane, self.name, self.peer = lane, name, peer
-        self.steps: Steps | None = steps
-        self.stage = Stage([], [])
-        self.began = time.monotonic()
-        self.seq: int | None = None
-        self.site = call_site() if peer is None else ""
-        self.source = -1
-        self.ended = False
-        self.error: DureError | None = None
-
-    def done(self) -> bool:
-        """See `Ticket.done`."""
-        if not self.ended:
-            self.lane.poll()
-        return self.ended
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """See `Ticket.wait`."""
-        if not self.ended and not self.lane.wait(self, timeout_s):
-            return False
-        if self.error is not None:
-            raise self.error
-        return True
-
-    def end(self, error: DureError | None) -> None:
-        """End, well or badly, and let the tensors go."""
-        if not self.ended:
-            self.steps, self.error = None, error
-            self.ended = True
 
 
 class Lane:

@@ -53,6 +53,10 @@ class Library:
         """All processes that were started together."""
         return self.MPI.COMM_WORLD
 
+    def highest_tag(self, comm: MPI.Intracomm) -> int:
+        """Return the highest tag of this MPI; 32767 is what every MPI has."""
+        return comm.Get_attr(self.MPI.TAG_UB) or 32_767
+
 
 @functools.cache
 def load() -> Library:
