@@ -16,6 +16,7 @@ import pytest
 
 from dure.testing import ProcessPool
 from procs import torch_ranks as ranks
+from procs import torch_ranks_beside as beside
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,10 +42,10 @@ def test_trap(trap: str, process_pool: Callable[..., ProcessPool], tmp_path: Pat
 
 
 OTHERS = [
-    ranks.profiled,
-    ranks.unequal_calls,
-    ranks.left_without_a_word,
-    ranks.experimental_api,
+    beside.profiled,
+    beside.unequal_calls,
+    beside.left_without_a_word,
+    beside.experimental_api,
 ]
 
 
@@ -57,7 +58,7 @@ def test_program(
 
 def test_ranks_of_two_hosts_get_shared_memory_inside_and_gloo_between(tmp_path: Path):
     with ProcessPool(2, "hybrid", hosts="ab") as pool:
-        pool.run(ranks.over_hosts, str(tmp_path))
+        pool.run(beside.over_hosts, str(tmp_path))
 
 
 # ---- found without an import ---------------------------------------------------------------------

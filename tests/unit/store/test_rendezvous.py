@@ -178,8 +178,7 @@ def test_a_missing_rank_0_is_named(port: int) -> None:
 
 def test_after_a_failed_meeting_they_can_meet(url: str) -> None:
     errors_of(joins(url, (0, 2), (1, 3)))
-    for meeting in joins(url, (0, 2), (1, 2)):
-        assert isinstance(meeting, Rendezvous), meeting
+    for meeting in met(joins(url, (0, 2), (1, 2))):
         meeting.close()
 
 
@@ -242,8 +241,7 @@ def test_a_file_of_a_dead_job_is_named_and_kept(tmp_path: Path) -> None:
 def test_a_file_of_a_job_that_ended_is_never_joined(tmp_path: Path) -> None:
     path = tmp_path / "meeting"
     leave_file(path, dead_process(), closed=True)
-    for meeting in joins(f"file://{path}", (0, 2), (1, 2)):
-        assert isinstance(meeting, Rendezvous), meeting
+    for meeting in met(joins(f"file://{path}", (0, 2), (1, 2))):
         meeting.close()
     assert not path.exists()
 
@@ -379,16 +377,14 @@ class TestEnvironment:
                 TORCHELASTIC_USE_AGENT_STORE="True",
                 TORCHELASTIC_RUN_ID="none",
             )
-            for meeting in joins("env://", (0, 2), (1, 2)):
-                assert isinstance(meeting, Rendezvous), meeting
+            for meeting in met(joins("env://", (0, 2), (1, 2))):
                 meeting.close()
 
     def test_the_launchers_store_is_joined_by_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
         launcher = TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT)
         self.put(monkeypatch, DURE_STORE_ADDR=f"127.0.0.1:{launcher.port}")
         for _ in range(2):
-            for meeting in joins("env://", (0, 2), (1, 2)):
-                assert isinstance(meeting, Rendezvous), meeting
+            for meeting in met(joins("env://", (0, 2), (1, 2))):
                 meeting.close()
         launcher.close()
 
