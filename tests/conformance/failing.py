@@ -133,6 +133,28 @@ def case_rank_that_left(rank, n):
         dist.destroy_process_group(group)
 
 
+def case_rank_that_leaves_at_once(rank, n):
+    """Who leaves has ended an operation, in which others may still be: they end it well, too."""
+    if n == 1:
+        return
+    operations = (
+        lambda t, g: dist.barrier(group=g),
+        lambda t, g: dist.all_reduce(t, group=g),
+        lambda t, g: dist.broadcast(t, src=0, group=g),
+        lambda t, g: dist.scatter(t, [t] * n if rank == 0 else None, src=0, group=g),
+        lambda t, g: dist.gather(t, [t.clone() for _ in range(n)] if rank == 0 else None, 0, g),
+    )
+    for number, call in enumerate(operations):
+        group = dist.new_group()
+        call(torch.zeros(30_000), group)
+        leaver = (0, n - 1)[number % 2]
+        if rank != leaver:
+            with pytest.raises(CommError):
+                dist.barrier(group=group)
+                dist.barrier(group=group)
+        dist.destroy_process_group(group)
+
+
 def case_own_group_left_with_work_pending(rank, n):
     if n == 1:
         return

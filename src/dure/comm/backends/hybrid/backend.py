@@ -105,6 +105,7 @@ class HybridBackend:
             try:
                 with torch.inference_mode():  # the user's tensors may be inference tensors
                     action()
+                fate.tally.end()
             except DureError as e:
                 raise fate.blame(e, op) from e
             except BaseException:  # Ctrl-C: peers must not wait for the rest
@@ -383,7 +384,7 @@ class HybridBackend:
         abort = abort or self._queue.busy
         fate.left.set()
         if self._watch is not None:
-            self._watch.stop(self._opening.settled)
+            self._watch.stop(fate.tally.mine)
         links.local.close(abort)
         self._messages.close()
         for engine in fate.engines:

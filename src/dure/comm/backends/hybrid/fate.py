@@ -5,10 +5,18 @@ into its host's shared segment, where it ends whatever the ranks of that host ar
 host's leader tells the other leaders (watch.py), which do the same. A segment that broke by
 itself, because a rank of the host died, holds the engine's own verdict, in the host's numbers: it
 is translated.
+
+A rank that has gone breaks no operation that it had ended: others may still be on their way out of
+it, and all that they need has been sent. So a verdict says how many collectives it leaves whole
+(`after`), and each rank minds it when it has ended as many. A leader that hears of it earlier keeps
+it back, because in its host's segment a verdict ends whatever the leader itself waits for. The
+other ranks lose nothing by it there: once their leader has ended an operation, all have come to the
+last meeting of it.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +26,7 @@ import msgspec
 
 from dure.comm.backends.base import Backend
 from dure.comm.backends.hybrid.hosts import Hosts
+from dure.comm.backends.hybrid.tally import Tally
 from dure.comm.backends.shm.backend import ShmBackend
 from dure.errors import (
     Aborted,
@@ -41,7 +50,10 @@ _FIX = "See that rank's own output; then make a new group of the ranks that are 
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a group is broken; the fields are those of the errors it becomes."""
+    """Why a group is broken; the fields are those of the errors it becomes.
+
+    `after` is how many collectives it leaves whole; those after them will never take place.
+    """
 
     kind: str
     what: str
@@ -54,6 +66,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     host: str | None = None
     exit: str | None = None
     elapsed_s: float | None = None
+    after: int = 0
 
     def text(self) -> str:
         """Encode it, without the longest parts if it is too long."""
@@ -88,15 +101,19 @@ class Fate:
     Args:
         local: The ranks of this host.
         hosts: Who is where.
+        tally: How many collectives the ranks of this host have ended.
         name: The group's name.
         timeout_s: How long an operation may wait.
     """
 
-    def __init__(self, local: ShmBackend, hosts: Hosts, name: str, timeout_s: float) -> None:
-        self._local, self._hosts, self.name = local, hosts, name
+    def __init__(
+        self, local: ShmBackend, hosts: Hosts, tally: Tally, name: str, timeout_s: float
+    ) -> None:
+        self._local, self._hosts, self.tally, self.name = local, hosts, tally, name
         self.timeout_s = timeout_s
         self._lock = threading.Lock()
         self._verdict: Verdict | None = None
+        self._kept: tuple[Verdict, float] | None = None  # and until when, at most
         self.engines: list[Backend] = []
         self.listeners: list[Callable[[], object]] = []
         self.left = threading.Event()
@@ -107,12 +124,25 @@ class Fate:
         return self._verdict
 
     def look(self) -> Verdict | None:
-        """As `verdict`, after a look at whether another rank of this host broke the group."""
+        """As `verdict`, after a look at whether there is one that this rank must mind by now."""
         if self._verdict is None and not self.left.is_set():
-            found = self._in_segment()
-            if found is not None:
-                self._adopt(found)
+            found = self._find()
+            if found is not None and found.after <= self.tally.mine:
+                self._break(found)
         return self._verdict
+
+    def _find(self) -> Verdict | None:
+        """Return the verdict that another rank of this host wrote, or that is kept back here."""
+        found = self._in_segment()
+        if found is None and self._kept is not None:
+            found, until = self._kept
+            if time.monotonic() > until:
+                found = self._cut(found)
+        return found
+
+    def _cut(self, verdict: Verdict) -> Verdict:
+        """Return a verdict that leaves nothing whole but what this rank has ended."""
+        return msgspec.structs.replace(verdict, after=min(verdict.after, self.tally.mine))
 
     def _in_segment(self) -> Verdict | None:
         outcome = self._local.failure()
@@ -125,15 +155,25 @@ class Fate:
                 return Verdict(kind="CommError", what="the group is broken")
         return self._translate(self._local.error(outcome))
 
-    def settle(self, verdict: Verdict) -> Verdict:
-        """Break the group; return the verdict that counts, which is the first."""
-        if self._verdict is None:
-            self._local.condemn(verdict.text())
-            found = self._in_segment()
-            same_kind = found is not None and found.kind == verdict.kind
-            self._adopt(verdict if found is None or (same_kind and not found.calls) else found)
-        assert self._verdict is not None
-        return self._verdict
+    def settle(self, verdict: Verdict, patience_s: float = math.inf) -> None:
+        """Break the group by `verdict`, unless it is broken; the first verdict is what counts.
+
+        Args:
+            verdict: Why.
+            patience_s: How long what the verdict leaves whole may take to end.
+        """
+        if self._verdict is not None:
+            return
+        if verdict.after <= self.tally.mine:
+            self._break(verdict)
+        elif self._kept is None:
+            self._kept = verdict, time.monotonic() + patience_s
+
+    def _break(self, verdict: Verdict) -> None:
+        self._local.condemn(verdict.text())
+        found = self._in_segment()
+        same_kind = found is not None and found.kind == verdict.kind
+        self._adopt(verdict if found is None or (same_kind and not found.calls) else found)
 
     def _adopt(self, verdict: Verdict) -> None:
         with self._lock:
@@ -149,7 +189,13 @@ class Fate:
         """Break the group because this rank leaves an operation half-way, by a signal."""
         rank = self._hosts.rank
         self.settle(
-            Verdict(kind="PeerLost", what=f"rank {rank} was interrupted", peer=rank, fix=_FIX)
+            Verdict(
+                kind="PeerLost",
+                what=f"rank {rank} was interrupted",
+                peer=rank,
+                fix=_FIX,
+                after=self.tally.mine,
+            )
         )
 
     def check(self, op: str, seq: int | None = None) -> None:
@@ -177,17 +223,22 @@ class Fate:
         """
         until = time.monotonic() + _GRACE_S
         while self.look() is None and not self.left.is_set():
-            if isinstance(error, (CommTimeout, Desync)) or time.monotonic() > until:
-                self.settle(self._translate(error, engine=True))
-                break
-            time.sleep(_LOOK_S)
+            found = self._find()  # it need not be kept back for an operation that failed
+            if found is not None:
+                self._break(self._cut(found))
+            elif isinstance(error, (CommTimeout, Desync)) or time.monotonic() > until:
+                self._break(self._translate(error, engine=True))
+            else:
+                time.sleep(_LOOK_S)
         return self.error(op, seq)
 
     def _translate(self, error: DureError, engine: bool = False) -> Verdict:
         """Turn an error with numbers of this host's ranks into a verdict with the group's."""
         fields: dict[str, Any] = {"what": error.what, "seen": error.seen, "fix": error.fix}
         mine = self._hosts.mine
-        if error.peer is not None and not engine:
+        if engine:
+            fields["after"] = self.tally.mine
+        elif error.peer is not None:
             fields["peer"] = mine[error.peer]
         match error:
             case PeerLost() if not engine:
@@ -196,6 +247,8 @@ class Fate:
                 fields["what"] = f"{who} left the group" if left else f"the process of {who} ended"
                 fields |= {"pid": error.pid, "host": self._hosts.names[self._hosts.here]}
                 fields |= {"exit": error.exit, "seen": f"{error.seen}, on {fields['host']}"}
+                if error.peer is not None:
+                    fields["after"] = self.tally.of(error.peer)
                 kind = "PeerLost"
             case PeerLost():
                 others = [r for r in range(self._hosts.size) if r not in mine]

@@ -20,10 +20,7 @@ from dure.comm.backends.hybrid.hosts import Hosts
 from dure.comm.backends.shm.backend import ShmBackend
 from dure.errors import CommTimeout
 
-__all__ = ["BETWEEN_TAG", "Links"]
-
-BETWEEN_TAG = 0x7FFFFFF2
-"""Tag of messages inside a host that are part of a collective; those of users are lower."""
+__all__ = ["Links"]
 
 _NUM_TAGS = 1 << 30
 """How many tags an engine has, if it does not say."""

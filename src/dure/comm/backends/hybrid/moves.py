@@ -4,7 +4,7 @@
   which put the slices together in shared memory. In chunks, so that the three overlap.
 * all_gather: inside the hosts; then lane j exchanges the tensors of the ranks with local number j,
   j + L, ..., and shows each to its host.
-* gather, scatter: messages between the root and every other rank.
+* gather, scatter: one in shared memory, and messages between the root and ranks of other hosts.
 * all_to_all: one in shared memory, and one of the engine's for what goes to other hosts.
 
 The opening has been settled by the caller, so all ranks call the same and lengths agree.
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from dure.comm.backends.base import Ticket
-from dure.comm.backends.hybrid.links import BETWEEN_TAG, Links
+from dure.comm.backends.hybrid.links import Links
 
 __all__ = ["Moves"]
 
@@ -87,34 +87,48 @@ class Moves:
         waiting: Sequence[int],
     ) -> None:
         """Copy the `tensor` of the ranks `waiting` to `outputs` on `dst`."""
-        rank = self._links.hosts.rank
-        if rank != dst:
-            if rank in waiting:
-                self._finish(self._send(tensor, dst), "gather")
+        links, hosts, nothing = self._links, self._links.hosts, tensor.new_empty(0)
+        source, at = hosts.place_of(dst)
+        if source != hosts.here:
+            if hosts.rank in waiting:
+                ticket = links.mesh.send(tensor, dst, links.mesh_tags[0], True)
+                links.wait(ticket, "gather")
             return
-        assert outputs is not None
-        for peer in waiting:
-            if peer == rank:
-                outputs[peer].detach().view(-1).copy_(tensor.detach().view(-1))
-        tickets = [self._recv(outputs[peer], peer) for peer in waiting if peer != rank]
+        tickets: list[Ticket] = []
+        here = [nothing] * len(hosts.mine)
+        for peer in waiting if outputs is not None else ():
+            assert outputs is not None
+            host, place = hosts.place_of(peer)
+            if host == hosts.here:
+                here[place] = outputs[peer]
+            else:
+                tickets.append(links.mesh.recv(outputs[peer], peer, links.mesh_tags[0], True))
+        if any(rank in waiting for rank in hosts.mine):
+            mine = tensor if hosts.rank in waiting else nothing
+            links.local.gather(None if outputs is None else here, mine, at, False)
         for ticket in tickets:
-            self._finish(ticket, "gather")
+            links.wait(ticket, "gather")
 
     def scatter(
         self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int
     ) -> None:
         """Copy `inputs[r]` of `src` to rank r's `tensor`."""
-        rank = self._links.hosts.rank
-        if rank != src:
+        links, hosts = self._links, self._links.hosts
+        source, at = hosts.place_of(src)
+        if source != hosts.here:
             if tensor.numel():
-                self._finish(self._recv(tensor, src), "scatter")
+                links.wait(links.mesh.recv(tensor, src, links.mesh_tags[0], True), "scatter")
             return
-        assert inputs is not None
-        peers = [r for r in range(self._links.hosts.size) if r != rank and inputs[r].numel()]
-        tickets = [self._send(inputs[peer], peer) for peer in peers]
-        tensor.detach().view(-1).copy_(inputs[rank].detach().view(-1))
+        far = [] if inputs is None else [r for r in range(hosts.size) if r not in hosts.mine]
+        tickets = [
+            links.mesh.send(part, peer, links.mesh_tags[0], True)
+            for peer, part in ((r, (inputs or ())[r]) for r in far)
+            if part.numel()
+        ]
+        here = None if inputs is None else [inputs[r] for r in hosts.mine]
+        links.local.scatter(tensor, here, at, False)
         for ticket in tickets:
-            self._finish(ticket, "scatter")
+            links.wait(ticket, "scatter")
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         """Copy `inputs[j]` of rank i to `outputs[i]` of rank j."""
@@ -128,21 +142,6 @@ class Moves:
         )
         links.local.all_to_all([outputs[r] for r in mine], [inputs[r] for r in mine], False)
         links.wait(ticket, "all_to_all")
-
-    def _send(self, tensor: torch.Tensor, peer: int) -> Ticket | None:
-        host, place = self._links.hosts.place_of(peer)
-        if host == self._links.here:
-            return self._links.local.send(tensor, place, BETWEEN_TAG, True)
-        return self._links.mesh.send(tensor, peer, self._links.mesh_tags[0], True)
-
-    def _recv(self, tensor: torch.Tensor, peer: int) -> Ticket:
-        host, place = self._links.hosts.place_of(peer)
-        if host == self._links.here:
-            return self._links.local.recv(tensor, place, BETWEEN_TAG, True)
-        return self._links.mesh.recv(tensor, peer, self._links.mesh_tags[0], True)
-
-    def _finish(self, ticket: Ticket | None, op: str) -> None:
-        self._links.wait(ticket, op)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -140,7 +140,7 @@ class Opening:
         self.room = max(64, min(1024, _ALL_DATA // size // 8 * 8))
         """Bytes of data that fit into a frame."""
         self._length = _FIXED + self.room
-        self.begun = self.settled = self._seq = 0
+        self.begun = self._seq = 0
         self._mine = bytearray(self._length)
         self._all = bytearray(len(hosts.ranks) * widest * self._length)
         self._stride = widest * self._length
@@ -201,7 +201,6 @@ class Opening:
             for i, rank in enumerate(ranks):
                 frames[rank] = self._unpack(host * self._stride + i * self._length)
         self._compare(frames)
-        self.settled += 1
         return frames
 
     def _pack(self, call: Call, text: str, data: Sequence[torch.Tensor] | None) -> None:

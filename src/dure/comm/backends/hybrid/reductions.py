@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from dure.comm.backends.hybrid.hosts import Hosts
-from dure.comm.backends.hybrid.links import BETWEEN_TAG, Links
+from dure.comm.backends.hybrid.links import Links
 from dure.comm.ops import ReduceOp
 from dure.comm.reduction import reduce_in_order
 
@@ -227,7 +227,7 @@ class Reductions:
             wide[lane] = torch.cat(pieces)
         total = torch.empty_like(wide[hosts.local])
         links.local.reduce_scatter(total, wide, partial, False)
-        owner = hosts.local % hosts.num_lanes
+        result = output.new_empty(0)
         if hosts.lane is not None and links.lane is not None:
             lengths = [part(h, hosts.lane).numel() for h in range(links.num_hosts)]
             own = lengths[hosts.here]
@@ -237,13 +237,23 @@ class Reductions:
             if own:
                 reduce_in_order(taken, partial, taken[0])
                 _land(taken[0], result, op, hosts.size)
-            target = first + hosts.lane
-            if target == hosts.local:
-                output.detach().view(-1).copy_(result)
-            elif target < len(hosts.mine):
-                links.local.send(result, target, BETWEEN_TAG, False)
-        if first and first <= hosts.local < first + hosts.num_lanes:
-            links.local.recv(output, owner, BETWEEN_TAG, False)
+        if first:
+            self._hand_over(output, result, first)
+        elif hosts.lane is not None:
+            output.detach().view(-1).copy_(result)
+
+    def _hand_over(self, output: torch.Tensor, result: torch.Tensor, first: int) -> None:
+        """Bring lane j's `result` to the `output` of the rank with local number first + j."""
+        links, hosts = self._links, self._links.hosts
+        num_here, num_lanes = len(hosts.mine), hosts.num_lanes
+        if num_here <= first:
+            return
+        gives, takes = [output.new_empty(0)] * num_here, [output.new_empty(0)] * num_here
+        if hosts.lane is not None and first + hosts.lane < num_here:
+            gives[first + hosts.lane] = result
+        if first <= hosts.local < first + num_lanes:
+            takes[hosts.local - first] = output
+        links.local.all_to_all(takes, gives, False)
 
 
 def _slices(chunk: torch.Tensor, hosts: Hosts) -> list[torch.Tensor]:

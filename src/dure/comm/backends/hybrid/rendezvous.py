@@ -16,6 +16,7 @@ from dure.comm.backends.base import Backend, BackendOptions
 from dure.comm.backends.hybrid.fate import Fate
 from dure.comm.backends.hybrid.hosts import Hosts, find_residents, group_by_host
 from dure.comm.backends.hybrid.links import Links
+from dure.comm.backends.hybrid.tally import Tally
 from dure.comm.backends.shm.backend import ShmBackend
 from dure.comm.backends.shm.backend import create as create_shm
 from dure.errors import RendezvousError, RendezvousTimeout
@@ -122,6 +123,7 @@ def connect(engine: Factory, options: BackendOptions, hosts: Hosts, local: ShmBa
         return made[-1]
 
     try:
+        tally = Tally(local, hosts.local, len(hosts.mine))
         lane = None
         if hosts.lane is not None:
             place = hosts.lane
@@ -131,7 +133,7 @@ def connect(engine: Factory, options: BackendOptions, hosts: Hosts, local: ShmBa
         for backend in [*made, local]:
             backend.close(True)
         raise
-    fate = Fate(local, hosts, options.name, timeout_s)
+    fate = Fate(local, hosts, tally, options.name, timeout_s)
     fate.engines = made
     return Links(hosts=hosts, local=local, lane=lane, mesh=mesh, fate=fate)
 

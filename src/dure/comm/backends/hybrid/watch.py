@@ -10,8 +10,11 @@ processes of its own host (pidfd), and looks whether a rank of its host broke th
   once, where it still can.
 * A line that is silent for three seconds: the host is gone, or the link is cut.
 * A rank of this host died, or broke the group: the verdict goes down all lines.
-* A leader that leaves says how many collectives it has been through: who is in one more than that,
-  or begins it, waits in vain.
+* A leader that leaves says how many collectives it has ended: who is in one more than that, or
+  begins it, waits in vain.
+
+A leader that died said nothing of what it had ended. Its last messages may have come all the same:
+so an operation that has begun has half a second to end.
 
 Beats also carry how many collectives the leader has begun, and how many its host has; so who runs
 out of time knows which ranks did not come.
@@ -50,6 +53,7 @@ _LOOK_MS = 50
 _LINGER_MS = 100
 _ANSWER_S = 0.5
 _PAUSE_S = 0.05
+_END_S = 0.5
 _LONGEST_WORD = 1 << 18
 _HANDSHAKE_MS = 10_000
 
@@ -255,7 +259,7 @@ class Watch:
         fate = self._links.fate
         for line in self._lines:
             if not line.over and now - line.heard > SILENCE_S:
-                self._lose(line, f"nothing was heard from it for {SILENCE_S:g} s")
+                self._lose(line, f"nothing was heard from it for {SILENCE_S:g} s", 0)
             if 0 <= line.left < self._begun:
                 rank = self._links.hosts.ranks[line.host][0]
                 fate.settle(
@@ -265,6 +269,7 @@ class Watch:
                         peer=rank,
                         host=self._links.hosts.names[line.host],
                         fix="Make a new group of the ranks that are left.",
+                        after=line.left,
                     )
                 )
         verdict = fate.look()
@@ -323,9 +328,9 @@ class Watch:
             read_event(line.monitor, zmq.NOBLOCK)
         self._hear(line)
         if not line.over:
-            self._lose(line, "the connection to it broke")
+            self._lose(line, "the connection to it broke", self._begun)
 
-    def _lose(self, line: _Line, how: str) -> None:
+    def _lose(self, line: _Line, how: str, after: int) -> None:
         line.over, line.lost = True, time.monotonic()
         hosts, host = self._links.hosts, line.host
         self._links.fate.settle(
@@ -337,7 +342,9 @@ class Watch:
                 seen=f"{how}, as rank {hosts.rank} noticed",
                 fix="See the output of its ranks, and whether the network is whole; "
                 "then make a new group of the ranks that are left.",
-            )
+                after=after,
+            ),
+            patience_s=_END_S,
         )
 
     def _bury(self, pidfd: int) -> None:
@@ -358,6 +365,7 @@ class Watch:
                 host=me.host,
                 seen=f"pid {pid}, on {me.host}",
                 fix="See that rank's own output; then make a new group of the ranks that are left.",
+                after=links.fate.tally.of(place),
             )
         )
 
@@ -390,9 +398,9 @@ class Watch:
         since = [line.lost for line in self._lines if line.host == host and line.lost is not None]
         return max(time.monotonic() - since[0], 1e-9) if since else 0.0
 
-    def stop(self, settled: int) -> None:
-        """Say goodbye, after `settled` collectives."""
-        self._leaving = settled
+    def stop(self, ended: int) -> None:
+        """Say goodbye, after `ended` collectives."""
+        self._leaving = ended
         self._prod()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2.0)
