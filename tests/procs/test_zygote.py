@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from dure import env
-from dure.errors import LaunchError
 from dure.launch import JobSpec, Line, run_job
+from dure.launch.ranks import forking
 from dure.launch.ranks.processes import adopting_orphans
 from dure.launch.ranks.spawn import RankProcess, start_rank
 from dure.launch.ranks.zygote import Zygote, zygote_for
@@ -22,6 +22,25 @@ from procs.launching import Launching
 from procs.launching import launching as _launching
 
 TAG = "DURE_ZYGOTE_TEST"
+
+MORTAL = """
+import importlib.util, os, pathlib, signal
+
+spec = importlib.util.spec_from_file_location("forking", FORKING)
+forking = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(forking)
+fork = forking._fork
+
+def fork_and_die(*arguments):
+    answer = fork(*arguments)
+    if answer is not None:
+        pathlib.Path(__file__).with_name("born").write_text(str(answer["pid"]))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return answer
+
+forking._fork = fork_and_die
+forking.main()
+"""
 
 
 @pytest.fixture
@@ -107,11 +126,34 @@ def test_rank_with_other_start_variables_gets_an_interpreter_of_its_own(
     assert output(rank) == "0 False\n"
 
 
-def test_dead_zygote_is_an_error_that_names_the_way_out(spec: JobSpec, zygote: Zygote) -> None:
-    os.kill(zygote.pid, signal.SIGKILL)
-    with pytest.raises(LaunchError) as caught:
-        start(spec, zygote)
-    assert "--no-zygote" in caught.value.fix
+@pytest.mark.parametrize("stopped", [False, True], ids=["dead", "silent"])
+def test_ranks_start_afresh_when_the_zygote_is_lost(
+    spec: JobSpec, zygote: Zygote, stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    zygote.say = said.append
+    monkeypatch.setattr("dure.launch.ranks.zygote._FORK_S", 0.2)
+    os.kill(zygote.pid, signal.SIGSTOP if stopped else signal.SIGKILL)
+    assert output(start(spec, zygote)) == "0 False\n"
+    assert output(start(spec, zygote)) == "0 False\n"
+    assert len(said) == 1
+
+
+def test_rank_is_not_started_twice_if_the_zygote_dies_before_it_has_told(
+    spec: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mortal = tmp_path / "mortal.py"
+    mortal.write_text(MORTAL.replace("FORKING", repr(forking.__file__)))
+    monkeypatch.setattr("dure.launch.ranks.zygote._FORKING", str(mortal))
+    never, hold = os.pipe()
+    with adopting_orphans(), zygote_for(spec, "a-job", None) as zygote:
+        assert zygote is not None
+        assert zygote.trouble(never) is None
+        assert output(start(spec, zygote)) == "0 False\n"
+        born = int((tmp_path / "born").read_text())
+        os.waitpid(born, 0)  # it was given to this process, and has ended
+    os.close(never)
+    os.close(hold)
 
 
 def test_zygote_leaves_when_the_user_has_had_enough(spec: JobSpec) -> None:

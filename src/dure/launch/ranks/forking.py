@@ -7,9 +7,14 @@ The launcher runs this file by its path, in a fresh interpreter, and talks to it
     launcher ──setup: what to import──▶ zygote ──▶ "ready", or why it cannot be used
     launcher ──order: environment, descriptors──▶ zygote ──fork──▶ between ──fork──▶ rank
     launcher ◀──the rank's number── zygote       (`between` exits: the launcher adopts the rank)
+    launcher ──a byte through the gate──▶ rank
 
 A rank must be the launcher's own child, so that the launcher can wait for it and the kernel ends it
 with the launcher. Hence the process between, and a launcher that adopts orphans.
+
+If the zygote is killed while it forks, the launcher cannot know whether there is a rank, and starts
+another. So a rank waits at a *gate*, a pipe of its own: a byte tells it that the launcher knows of
+it, and the gate's end that nobody does.
 
 *When it is safe.* A fork copies one thread and all memory: locks that other threads hold stay shut
 for ever, and a CUDA context does not survive. So, after the imports, the zygote forks once for
@@ -255,7 +260,8 @@ def _fork_again(write: int) -> None:
         answer = {"error": error.strerror, "errno": error.errno}
     finally:
         if pid != 0:
-            os.write(write, json.dumps(answer).encode())
+            with contextlib.suppress(OSError):  # the zygote was killed
+                os.write(write, json.dumps(answer).encode())
             os._exit(0)
 
 
@@ -264,6 +270,7 @@ def _fork_again(write: int) -> None:
 
 def _settle(order: _Message, fds: list[int], before: dict[str, str]) -> None:
     """Make this copy of the zygote what a fresh interpreter would be."""
+    _wait_at_gate(fds.pop())
     os.setsid()
     if order["cpus"] is not None:
         os.sched_setaffinity(0, order["cpus"])
@@ -279,6 +286,13 @@ def _settle(order: _Message, fds: list[int], before: dict[str, str]) -> None:
     importlib.invalidate_caches()
     _draw_anew()
     gc.enable()
+
+
+def _wait_at_gate(gate: int) -> None:
+    """Wait until the launcher knows of this process; end if it never will."""
+    if not os.read(gate, 1):
+        os._exit(0)
+    os.close(gate)
 
 
 def _set_environment(wanted: dict[str, str], before: dict[str, str]) -> None:

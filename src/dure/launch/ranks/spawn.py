@@ -123,7 +123,6 @@ def start_rank(
 
     Raises:
         OSError: The process cannot be started; nothing of it is left.
-        LaunchError: The zygote has died.
     """
     with contextlib.ExitStack() as on_error, contextlib.ExitStack() as theirs:
         ends: list[int] = []

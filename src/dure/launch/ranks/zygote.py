@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dure import env
-from dure.errors import LaunchError
 from dure.launch.interpreter import interpreter_options
 from dure.launch.ranks.child import first_path
 from dure.launch.ranks.forking import receive, send
@@ -31,6 +31,7 @@ from dure.launch.spec import JobSpec
 __all__ = ["INTERRUPTED", "ForkOrder", "Zygote", "usable", "zygote_for"]
 
 _FORKING = str(Path(__file__).with_name("forking.py"))
+_FRESH = "each rank starts in a fresh interpreter"
 INTERRUPTED = "interrupted while it imported"
 _IMPORT_S = 300.0  # torch over a slow network file system
 _FORK_S = 30.0
@@ -81,6 +82,9 @@ class Zygote:
         needed: How many of `names` must be imported without an error.
         environment: What it is started with.
 
+    Attributes:
+        say: Who is told if it is lost.
+
     Raises:
         OSError: The process cannot be started.
 
@@ -94,6 +98,7 @@ class Zygote:
         self._link, theirs = socket.socketpair()
         self._printed = {"stdout": b"", "stderr": b""}
         self._state: str | None = "waiting"
+        self.say: Callable[[str], object] = bool
         with theirs:
             self._process = subprocess.Popen(
                 [
@@ -137,15 +142,32 @@ class Zygote:
     def fork(self, order: ForkOrder) -> int | None:
         """Start a rank, a child of this process; return its number, or None if it cannot be copied.
 
+        A zygote that has died, or does not answer, is given up, which is said once.
+
         Raises:
             OSError: There is no memory for it, or no process.
-            LaunchError: The zygote has died.
         """
-        if self._differs(order.environment):
+        if self._state is not None or self._differs(order.environment):
             return None
-        self._show_what_was_printed(order)
+        read, gate = os.pipe()
+        try:
+            answer = self._ask(order, read)
+            if answer is not None and answer.get("pid") is not None:
+                self._show_what_was_printed(order)
+                os.write(gate, b"g")
+        finally:
+            os.close(read)
+            os.close(gate)
+        if answer is None:
+            return None
+        if "error" in answer:
+            raise OSError(answer.get("errno", 0), answer["error"])
+        return answer["pid"]
+
+    def _ask(self, order: ForkOrder, gate: int) -> dict[str, Any] | None:
+        """Send an order; return the zygote's answer, or None where there is none."""
         passed = isinstance(order.stdin, int)
-        fds = [order.stdout, order.stderr, *order.inherits, order.report]
+        fds = [order.stdout, order.stderr, *order.inherits, order.report, gate]
         numbers = [1, 2, *order.inherits]
         if isinstance(order.stdin, int):
             fds, numbers = [order.stdin, *fds], [0, *numbers]
@@ -162,12 +184,10 @@ class Zygote:
         try:
             self._link.settimeout(_FORK_S)
             send(self._link, message, tuple(fds))
-            answer, _ = receive(self._link)
+            return receive(self._link)[0]
         except (EOFError, OSError) as error:
-            raise self._lost() from error
-        if "error" in answer:
-            raise OSError(answer.get("errno", 0), answer["error"])
-        return answer["pid"]
+            self._give_up(isinstance(error, TimeoutError))
+            return None
 
     def close(self) -> None:
         """End it; ranks that were forked stay."""
@@ -218,12 +238,13 @@ class Zygote:
         said = f" ({words})" if words else ""
         return (f"was killed by signal {-code}" if code < 0 else f"exited with {code}") + said
 
-    def _lost(self) -> LaunchError:
-        return LaunchError(
-            "the process that ranks are forked from ended",
-            seen=f"it {self._how_it_ended()}",
-            fix="Start the ranks without it: --no-zygote.",
-        )
+    def _give_up(self, silent: bool) -> None:
+        """Note, and say, that it forks no more."""
+        how = self._how_it_ended()
+        if silent:
+            how = f"did not answer for {_FORK_S:.0f} s"
+        self._state = f"the process that ranks were forked from {how}"
+        self.say(f"{_FRESH}: {self._state}")
 
     def _differs(self, environment: Mapping[str, str]) -> bool:
         """Tell whether a rank needs an interpreter that starts with other variables."""
@@ -270,9 +291,11 @@ def usable(zygote: Zygote | None, interrupted: int, say: Callable[[str], None]) 
     """Wait until the zygote is ready, and return it; say why and return None if it is unfit."""
     trouble = None if zygote is None else zygote.trouble(interrupted)
     if trouble is None:
+        if zygote is not None:
+            zygote.say = say
         return zygote
     if trouble != INTERRUPTED:  # then none is started
-        say(f"each rank starts in a fresh interpreter: {trouble}")
+        say(f"{_FRESH}: {trouble}")
     return None
 
 
