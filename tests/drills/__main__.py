@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from drills import checks, foretold
+from drills.acts import carry_out
 from drills.jobs import Death, Job, Odd
 from drills.plans import KINDS, Plan, draw_plan
 
@@ -30,7 +31,7 @@ def run_job(plan: Plan, folder: Path) -> list[Death]:
     shared = checks.shared_memory()
     job = Job(plan, folder)
     try:
-        job.run(lambda deaths: foretold.goes_on(plan, deaths))
+        job.run(carry_out, lambda deaths: foretold.goes_on(plan, deaths))
         checks.check(job, shared)
     finally:
         job.close()

@@ -3,11 +3,22 @@
 What has happened is told to the machine as events, as agents would tell it: everyone does his duty
 at once, and every kill comes when the job is whole again. Only the end is compared, since two
 deaths at nearly the same time are one round's or two, which changes no end while restarts are left.
+
+What is no event to the machine must make no difference to the job:
+
+- A rank that is stopped and goes on is waited for.
+- So is an agent, for a moment. One that is stopped for longer than others wait for a sign of it is
+  lost to them, and comes back under another name: a restart of a job that has enough of them.
+- Without its guardian a job goes on; only when the launcher dies as well, its files are left, and
+  what ranks print.
+- Without its zygote a job goes on; ranks that are replaced start afresh.
 """
 
 from __future__ import annotations
 
-from drills.jobs import Death, Job
+import signal
+
+from drills.jobs import ASKED, Death, Job
 from drills.plans import Plan
 from dure.launch.agent.duties import Prepare, Stop, Work
 from dure.launch.agent.elastic import ElasticMachine
@@ -17,6 +28,7 @@ from dure.launch.agent.events import (
     Failed,
     Finished,
     Joined,
+    Left,
     Lost,
     Ready,
     Succeeded,
@@ -68,7 +80,7 @@ class Foretelling:
         for death in deaths:
             if self.machine.phase is Phase.OVER:
                 break
-            for _ in range(death.kill.deaths if len(death.who) < 2 else 1):
+            for _ in range(death.times):
                 self._happen(death)
 
     def _join(self) -> None:
@@ -82,7 +94,9 @@ class Foretelling:
         alive = [agent for agent in plan.members if agent in self.machine.agents]
         for agent, local in death.who:
             if local < 0:
-                self.machine.apply(Lost(alive[agent % len(alive)]))
+                name = alive[agent % len(alive)]
+                asked = Left(name, 128 + signal.SIGTERM)
+                self.machine.apply(asked if local == ASKED else Lost(name))
                 if self._plan.returns:
                     self._join()
                 continue

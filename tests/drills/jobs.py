@@ -1,4 +1,4 @@
-"""Start a job of a drill, kill as planned, and bring it to its end.
+"""Start a job of a drill, let it live through what is planned (`acts`), and bring it to its end.
 
 Before each kill the job has made progress since the last one: every living agent's ranks have
 committed a step. So each kill meets a job that is whole, and costs it one restart, unless two of
@@ -21,13 +21,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drills.plans import Kill, Plan
+from drills.plans import AFTER_ANOTHER, Kill, Plan
 from procs.launching import DURE, living
 
 PROGRAMS = Path(__file__).with_name("programs.py")
 LIMIT_S = 180.0
 LOOK_S = 0.01
 STACKS_S = 2.0
+
+
+GONE, ASKED = -1, -2
+"""In place of a local rank: the agent itself died, or was asked to end."""
 
 
 class Odd(AssertionError):
@@ -41,7 +45,7 @@ class Death:
     Attributes:
         kill: As planned.
         at: When.
-        who: Agents and local ranks who died; with a local rank of -1 the agent itself.
+        who: Agents and local ranks who died; or `GONE` or `ASKED` of an agent itself.
         recovery_s: From then to the next commit, or to the end of all where the job must end.
     """
 
@@ -49,6 +53,16 @@ class Death:
     at: float
     who: list[tuple[int, int]]
     recovery_s: float = float("nan")
+
+    @property
+    def times(self) -> int:
+        """How often it happened, one after the other."""
+        return 2 if self.kill.victim in AFTER_ANOTHER else 1
+
+    @property
+    def returns(self) -> bool:
+        """Whether an agent is gone."""
+        return any(local in (GONE, ASKED) for _, local in self.who)
 
 
 @dataclass
@@ -59,6 +73,7 @@ class Agent:
     log: Path
     number: int
     killed: bool = False
+    asked: bool = False
 
 
 @dataclass
@@ -174,12 +189,17 @@ class Job:
             time.sleep(LOOK_S)
         return found
 
-    # ---- kills -------------------------------------------------------------------------------
+    # ---- its life ------------------------------------------------------------------------------
 
-    def run(self, goes_on: Callable[[list[Death]], bool]) -> None:
+    def run(
+        self,
+        carry_out: Callable[[Job, Kill], Death],
+        goes_on: Callable[[list[Death]], bool],
+    ) -> None:
         """Live through the whole plan.
 
         Args:
+            carry_out: Kills.
             goes_on: Whether a job to which this has happened goes on.
         """
         self.start()
@@ -188,10 +208,10 @@ class Job:
             if not self._recovers(begun):
                 break
             time.sleep(kill.delay_s)
-            death = self._carry_out(kill)
+            death = carry_out(self, kill)
             self.deaths.append(death)
             begun = death.at
-            if self._agent_died(death) and self.plan.returns and goes_on(self.deaths):
+            if death.returns and self.plan.returns and goes_on(self.deaths):
                 self.start_agent()
         if self.plan.kind != "plain" and self._recovers(begun):
             (self.folder / "enough").touch()
@@ -207,7 +227,7 @@ class Job:
 
     def _over(self) -> bool:
         """Whether all agents have ended, and nobody lives on without them."""
-        return not self.running and not (self._orphaned() and self.left())
+        return not self.running and not (self.orphaned() and self.left())
 
     def _whole(self, begun: float) -> bool:
         """Whether as many ranks as the job is to have have committed since `begun`."""
@@ -216,105 +236,20 @@ class Job:
         for entry in self.said():
             if entry["word"] == "committed" and entry["at"] > begun:
                 steps[entry["pid"]] = steps.get(entry["pid"], 0) + 1
-        anew = self.plan.kind == "rounds"  # every kill begins a round
+        harmless = bool(self.deaths) and self.deaths[-1].kill.harmless
+        anew = self.plan.kind == "rounds" and not harmless  # every kill begins a round
         mine = {e["pid"] for e in self.workers() if e["at"] > begun or not anew}
         return sum(count > 1 for pid, count in steps.items() if pid in mine) >= wanted
 
     def _wanted(self) -> int:
         here = len(self.running)
-        if self.plan.kind == "elastic" and self._orphaned():
+        if self.plan.kind == "elastic" and self.orphaned():
             return 1
         return self.plan.nproc * max(1, here)
 
-    def _orphaned(self) -> bool:
-        """Whether an elastic job goes on without its launcher."""
+    def orphaned(self) -> bool:
+        """Tell whether an elastic job goes on without one of its launchers."""
         return self.plan.kind == "elastic" and any(agent.killed for agent in self.agents)
-
-    def _carry_out(self, kill: Kill) -> Death:
-        match kill.victim:
-            case "agent" | "agent with the store":
-                return self._kill_agent(kill)
-            case "rank 0 during a commit" | "worker during a commit":
-                return self._order(kill, "commit", kill.delay_s / 50)
-            case "worker during a restart":
-                return self._kill_ranks(kill, 1, ("start", kill.delay_s))
-            case "newcomer while it joins":
-                return self._kill_ranks(kill, 1, ("join", kill.delay_s * 2))
-            case "two at once":
-                return self._kill_ranks(kill, 2, None)
-            case _:
-                return self._kill_ranks(kill, 1, None)
-
-    def _kill_ranks(self, kill: Kill, count: int, order: tuple[str, float] | None) -> Death:
-        workers = self.workers()
-        if kill.victim == "rank 0":
-            chosen = workers[:1]
-        else:
-            first = int(kill.pick * len(workers))
-            chosen = (workers * 2)[first : first + min(count, len(workers))]
-        if order is not None:
-            (self.folder / "orders" / order[0]).write_text(str(order[1]))
-        at = time.monotonic()
-        for worker in chosen:
-            with suppress(ProcessLookupError):
-                os.kill(worker["pid"], signal.SIGKILL)
-        death = Death(kill, at, [divmod(w["rank"], self.plan.nproc) for w in chosen])
-        if order is not None:
-            self._await_taken(order[0])
-            death.at = time.monotonic() + order[1]
-        return death
-
-    def _order(self, kill: Kill, point: str, delay_s: float) -> Death:
-        (self.folder / "orders" / point).write_text(str(delay_s))
-        self._await_taken(point)
-        return Death(kill, time.monotonic() + delay_s, [(0, 0)])
-
-    def _await_taken(self, point: str) -> None:
-        """Wait until somebody dies at a point; where the job ends first, nobody does."""
-        taken = self.folder / "taken"
-        before = self.deaths_at(point)
-        self.wait(
-            lambda: len(list(taken.glob(f"{point}-*"))) > before or not self.running,
-            f"nobody came to the point {point!r}",
-        )
-
-    def deaths_at(self, point: str) -> int:
-        """Count the earlier kills whose victims died at a point of the program."""
-        points = {
-            "commit": "during a commit",
-            "start": "during a restart",
-            "join": "while it joins",
-        }
-        return sum(points[point] in death.kill.victim for death in self.deaths)
-
-    def _kill_agent(self, kill: Kill) -> Death:
-        running = self.running
-        server = self._server(running)
-        if kill.victim == "agent with the store" and server is not None:
-            agent = server
-        else:
-            others = [a for a in running if a is not server] or running
-            agent = others[int(kill.pick * len(others))]
-        at = time.monotonic()
-        agent.killed = True
-        agent.process.kill()
-        agent.process.wait()
-        return Death(kill, at, [(agent.number, -1)])
-
-    def _server(self, running: list[Agent]) -> Agent | None:
-        """Return the agent that listens at the endpoint, or else the first."""
-        port = f"0100007F:{self.port:04X}"
-        lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
-        inodes = {f[9] for line in lines if (f := line.split())[1] == port and f[3] == "0A"}
-        for agent in running:
-            with suppress(OSError):
-                for link in Path(f"/proc/{agent.process.pid}/fd").iterdir():
-                    if any(f"socket:[{inode}]" == os.readlink(link) for inode in inodes):
-                        return agent
-        return running[0] if running else None
-
-    def _agent_died(self, death: Death) -> bool:
-        return any(local < 0 for _, local in death.who)
 
     # ---- the end -----------------------------------------------------------------------------
 
@@ -322,9 +257,7 @@ class Job:
         """Wait until everything of the job has ended."""
         for agent in self.agents:
             self.wait(lambda a=agent: a.process.poll() is not None, f"agent {agent.number} ends")
-        self.wait(
-            lambda: not self.left(), "processes are left", LIMIT_S if self._orphaned() else 10
-        )
+        self.wait(lambda: not self.left(), "processes are left", LIMIT_S if self.orphaned() else 10)
         if self.plan.kind == "plain" and self.deaths:
             self.deaths[-1].recovery_s = time.monotonic() - begun
 

@@ -11,41 +11,80 @@ SAMPLES = 24
 KINDS = ("plain", "rounds", "elastic")
 
 VICTIMS = {
-    "plain": ("worker", "rank 0", "two at once", "agent"),
+    "plain": ("worker", "rank 0", "two at once", "three in 50 ms", "agent", "agent asked to end"),
     "rounds": (
         "worker",
         "rank 0",
         "two at once",
+        "three in 50 ms",
         "agent",
         "agent with the store",
+        "agent and a worker of another",
+        "agent asked to end",
         "worker during a restart",
         "rank 0 during a commit",
+        "worker, and the zygote that forks",
     ),
     "elastic": (
         "worker",
         "rank 0",
         "two at once",
+        "three in 50 ms",
         "newcomer while it joins",
+        "newcomer while it gets the state",
+        "survivor while it sends the state",
+        "survivor while all regroup",
         "worker during a commit",
-        "agent",
+        "worker, and the zygote that forks",
     ),
 }
+"""Those whose deaths the job must deal with. Of an elastic job's agents see `_elastic`."""
+
+HARMLESS = ("worker stopped", "agent stopped", "guardian", "zygote")
+"""What must change nothing: who is stopped goes on after a while, and helpers may die."""
+
+_LONG_S = (6.0, 9.0)
+"""For so long an agent is stopped whom the others are to give up."""
+
+AFTER_ANOTHER = (
+    "worker during a restart",
+    "newcomer while it joins",
+    "newcomer while it gets the state",
+    "survivor while it sends the state",
+    "survivor while all regroup",
+)
+"""A worker is killed, and somebody else at what comes of that."""
+
+_TWO = (
+    *AFTER_ANOTHER,
+    "two at once",
+    "agent and a worker of another",
+    "worker, and the zygote that forks",
+    "agent and guardian",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One act of violence: whom, and how long after the job has made progress."""
+    """One act of violence: whom, and how long after the job has made progress.
+
+    `pick`, from 0 to 1, tells which of those in question; `stop_s`, how long a stop lasts.
+    """
 
     victim: str
     delay_s: float
     pick: float
-    """From 0 to 1: which of those in question."""
+    stop_s: float = 0.0
 
     @property
     def deaths(self) -> int:
         """How many processes are killed."""
-        twice = ("two at once", "worker during a restart", "newcomer while it joins")
-        return 2 if self.victim in twice else 1
+        return 3 if self.victim == "three in 50 ms" else 2 if self.victim in _TWO else 1
+
+    @property
+    def harmless(self) -> bool:
+        """Whether nobody is killed whom the job would miss."""
+        return self.victim in HARMLESS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,21 +127,43 @@ def draw_plan(seed: int, kinds: tuple[str, ...] = KINDS) -> Plan:
 
 
 def _kill(chance: random.Random, victim: str) -> Kill:
-    return Kill(victim, chance.uniform(0, 0.15), chance.random())
+    stop_s = chance.uniform(0.2, 2.5)
+    if victim == "agent stopped" and chance.random() < 0.5:
+        stop_s = chance.uniform(*_LONG_S)
+    return Kill(victim, chance.uniform(0, 0.15), chance.random(), stop_s)
+
+
+def _mixed(chance: random.Random, victims: list[str], least: int, most: int) -> list[Kill]:
+    """Draw some kills, and harmless acts between them."""
+    kills: list[Kill] = []
+    for _ in range(chance.randint(least, most)):
+        if chance.random() < 0.25:
+            kills.append(_kill(chance, chance.choice(HARMLESS)))
+        kills.append(_kill(chance, chance.choice(victims)))
+    return kills
 
 
 def _plain(seed: int, chance: random.Random) -> Plan:
-    kills = (_kill(chance, chance.choice(VICTIMS["plain"])),)
     return Plan(
-        seed=seed, kind="plain", agents=1, nproc=3, min_agents=1, max_restarts=0, kills=kills
+        seed=seed,
+        kind="plain",
+        agents=1,
+        nproc=3,
+        min_agents=1,
+        max_restarts=0,
+        kills=tuple(_mixed(chance, list(VICTIMS["plain"]), 1, 1)),
     )
 
 
 def _rounds(seed: int, chance: random.Random) -> Plan:
     agents = chance.choice((1, 2, 2, 3))
     victims = [v for v in VICTIMS["rounds"] if agents > 1 or "agent" not in v]
-    kills = tuple(_kill(chance, chance.choice(victims)) for _ in range(chance.randint(3, 6)))
-    restarts = 100 if chance.random() < 0.8 else chance.randrange(len(kills))
+    kills = _mixed(chance, victims, 3, 6)
+    restarts = 100
+    if chance.random() < 0.2:  # then each must cost one, for certain
+        certain = [k for k in kills if k.victim not in ("three in 50 ms", "agent stopped")]
+        kills = [k for k in certain if "another" not in k.victim]
+        restarts = chance.randrange(len(kills) + 1)
     return Plan(
         seed=seed,
         kind="rounds",
@@ -110,16 +171,21 @@ def _rounds(seed: int, chance: random.Random) -> Plan:
         nproc=chance.choice((1, 2)) if agents > 1 else 3,
         min_agents=max(1, agents - 1),
         max_restarts=restarts,
-        kills=kills,
+        kills=tuple(kills),
     )
 
 
 def _elastic(seed: int, chance: random.Random) -> Plan:
     agents = chance.choice((1, 1, 2))
-    victims = VICTIMS["elastic"][:-1]
-    kills = [_kill(chance, chance.choice(victims)) for _ in range(chance.randint(4, 7))]
-    if chance.random() < 0.5:
-        kills.append(_kill(chance, "agent"))  # on one host the last: nobody replaces ranks then
+    kills = _mixed(chance, list(VICTIMS["elastic"]), 4, 7)
+    last = ["agent", "agent with the store", "agent asked to end"]
+    if agents == 1:
+        last = ["agent", "agent and guardian", "agent asked to end"]
+    if chance.random() < 0.6:
+        kills.append(_kill(chance, chance.choice(last)))
+        if agents == 1 and "asked" not in kills[-1].victim:  # nobody replaces ranks from now on
+            orphans = ("rank 0", "worker")
+            kills += [_kill(chance, chance.choice(orphans)) for _ in range(chance.randint(0, 2))]
     return Plan(
         seed=seed,
         kind="elastic",

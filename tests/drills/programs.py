@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ SAMPLES = 24
 """Samples of a step, which its ranks share."""
 
 STEP_S = 0.02
+BALLAST = 1 << 20
+"""Numbers that the state has besides, so that it takes a while to send."""
+
 LIMIT_S = 60.0
 
 _said = (FOLDER / "said" / f"{os.getpid()}-{time.monotonic_ns()}").open("a", buffering=1)
@@ -58,6 +62,16 @@ def heed(point: str) -> None:
 
 def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def heeding(point: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that begins by heeding an order."""
+
+    def heeds(*arguments: Any) -> Any:
+        heed(point)
+        return method(*arguments)
+
+    return heeds
 
 
 def enough() -> bool:
@@ -143,12 +157,17 @@ def elastic() -> None:
 
     import dure as dist  # lazy: as torch
     from dure.elastic import State, run  # lazy: as torch
+    from dure.elastic.council import Council  # lazy: as torch
+    from dure.elastic.snapshot import Snapshot  # lazy: as torch
     from dure.parallel import DistributedDataParallel  # lazy: as torch
 
+    for kind, name in ((Council, "agree"), (Snapshot, "send"), (Snapshot, "receive")):
+        setattr(kind, name, heeding(name, getattr(kind, name)))
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     state = State(model=model, optimizer=optimizer, step=0, seen=[], last=False)
+    state.ballast = torch.ones(BALLAST)
 
     def train(state: State) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
