@@ -183,6 +183,39 @@ def test_signal_ends_everything_within_a_second(
     assert "Traceback" not in done.err
 
 
+@pytest.mark.parametrize(
+    ("event", "what"),
+    [("import", "dure.cli.app"), ("import", "zmq"), ("subprocess.Popen", "")],
+    ids=["first", "loading", "starting"],
+)
+def test_ctrl_c_at_the_very_beginning_is_one_line(job: Launching, event: str, what: str) -> None:
+    code = f"""if True:
+        import os, signal, sys
+        def interrupt(event, arguments):
+            if not sent and event == {event!r} and {what!r} in ("", arguments[0]):
+                sent.append(event)
+                os.kill(os.getpid(), signal.SIGINT)
+        sent = []
+        sys.addaudithook(interrupt)
+        from dure.cli import main
+        main("run")
+    """
+    name, _, value = job.tag.partition("=")
+    done = subprocess.run(
+        [sys.executable, "-c", code, "-n", "2", job.write(FOREVER)],
+        check=False,
+        env=os.environ | {name: value, "TMPDIR": str(job.directory)},
+        capture_output=True,
+        text=True,
+        timeout=job.limit_s,
+    )
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+    if event == "import":
+        assert len(done.stderr.splitlines()) == 1
+    assert job.left() == []
+
+
 def test_ctrl_c_lets_ranks_clean_up(job: Launching) -> None:
     program = job.write("""
         import time

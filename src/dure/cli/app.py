@@ -81,19 +81,27 @@ COMMANDS = (
 )
 
 
-def run_command_line(arguments: list[str]) -> int:
+def run_command_line(arguments: list[str], loaded: Callable[[], object] = bool) -> int:
     """Run `dure ARGUMENTS` and return its exit code.
 
     What a user got wrong is one line on the standard error, and exit code 2.
+
+    Args:
+        arguments: The words behind `dure`.
+        loaded: Called when all code is there, and before it does anything.
     """
     wanted = next((word for word in arguments if not word.startswith("-")), None)
     try:
         command = next((known for known in COMMANDS if known.name == wanted), None)
         if wanted is not None and command is not None and command.own_arguments:
-            return _load(command)(arguments[arguments.index(wanted) + 1 :])  # pyright: ignore
+            code = _load(command)
+            loaded()
+            return code(arguments[arguments.index(wanted) + 1 :])  # pyright: ignore
         if wanted is not None and command is None and os.path.isfile(wanted):
             raise UsageError(f"there is no command {wanted}", fix=f"Write `dure run {wanted}`.")
-        _app(wanted)(args=arguments, prog_name="dure")
+        app = _app(wanted)
+        loaded()
+        app(args=arguments, prog_name="dure")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except DureError as error:

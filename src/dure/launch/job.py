@@ -73,10 +73,10 @@ def run_job(spec: JobSpec) -> JobResult:
     try:
         name = uuid.uuid4().hex
         with (
-            zygote_for(spec, name, threads_for(spec)) as zygote,  # first: it has much to import
+            caught_signals(spec.signals) as signals,  # from now on they wait in a pipe
+            zygote_for(spec, name, threads_for(spec)) as zygote,  # early: it has much to import
             guarded(name, shows=spec.outlives_launcher and spec.on_line is None) as guardian,
             error_directory(spec, name),  # which the guardian removes if we cannot
-            caught_signals(spec.signals) as signals,
             adopting_orphans(),
             contextlib.closing(Terminal(spec)) as terminal,
             _link(spec, signals, terminal.say) as (link, key_fd),
