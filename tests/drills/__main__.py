@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -81,12 +82,14 @@ class Tally:
         print(f"\n{counts}, {took:.0f} s\n\n{table(self.deaths, self.odd)}", flush=True)
 
 
-def drill(kills: int, seed: int, kinds: tuple[str, ...], keep: Path) -> int:
-    """Run jobs until `kills` processes were killed, or Ctrl-C; return how many jobs were odd."""
+def drill(options: argparse.Namespace) -> int:
+    """Run jobs until enough processes were killed, or Ctrl-C; return how many jobs were odd."""
     tally = Tally()
+    kinds, keep = tuple(options.kinds), options.keep
     try:
-        while tally.num_kills < kills and tally.num_odd < MOST_ODD:
-            verdict = run_and_count(draw_plan(seed + tally.num_jobs, kinds), keep, tally)
+        while tally.num_kills < options.kills and tally.num_odd < MOST_ODD:
+            plan = draw_plan(options.seed + tally.num_jobs, kinds, options.more)
+            verdict = run_and_count(plan, keep, tally)
             print(f"{tally.num_kills:4d}  {verdict}", flush=True)
     finally:
         tally.show()
@@ -115,14 +118,17 @@ def run_and_count(plan: Plan, keep: Path, tally: Tally) -> str:
 
 def main() -> int:
     """Read the command line."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # be it started in the background
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     parser = argparse.ArgumentParser(prog="python -m drills", description=__doc__)
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--keep", type=Path, default=Path("runs/drill"), help="where odd jobs go")
+    parser.add_argument("--more", type=int, default=1, help="so many times as many kills a job")
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
-    return min(1, drill(options.kills, options.seed, tuple(options.kinds), options.keep))
+    return min(1, drill(options))
 
 
 if __name__ == "__main__":

@@ -119,11 +119,13 @@ class Plan:
         )
 
 
-def draw_plan(seed: int, kinds: tuple[str, ...] = KINDS) -> Plan:
-    """Draw a job."""
+def draw_plan(seed: int, kinds: tuple[str, ...] = KINDS, more: int = 1) -> Plan:
+    """Draw a job; most have `more` times as many kills as usual."""
     chance = random.Random(seed)
     kind = chance.choices(kinds, [1 if kind == "plain" else 3 for kind in kinds])[0]
-    return {"plain": _plain, "rounds": _rounds, "elastic": _elastic}[kind](seed, chance)
+    if kind == "plain":
+        return _plain(seed, chance)
+    return {"rounds": _rounds, "elastic": _elastic}[kind](seed, chance, more)
 
 
 def _kill(chance: random.Random, victim: str) -> Kill:
@@ -155,10 +157,10 @@ def _plain(seed: int, chance: random.Random) -> Plan:
     )
 
 
-def _rounds(seed: int, chance: random.Random) -> Plan:
+def _rounds(seed: int, chance: random.Random, more: int) -> Plan:
     agents = chance.choice((1, 2, 2, 3))
     victims = [v for v in VICTIMS["rounds"] if agents > 1 or "agent" not in v]
-    kills = _mixed(chance, victims, 3, 6)
+    kills = _mixed(chance, victims, 3 * more, 6 * more)
     restarts = 100
     if chance.random() < 0.2:  # then each must cost one, for certain
         certain = [k for k in kills if k.victim not in ("three in 50 ms", "agent stopped")]
@@ -175,9 +177,9 @@ def _rounds(seed: int, chance: random.Random) -> Plan:
     )
 
 
-def _elastic(seed: int, chance: random.Random) -> Plan:
+def _elastic(seed: int, chance: random.Random, more: int) -> Plan:
     agents = chance.choice((1, 1, 2))
-    kills = _mixed(chance, list(VICTIMS["elastic"]), 4, 7)
+    kills = _mixed(chance, list(VICTIMS["elastic"]), 4 * more, 7 * more)
     last = ["agent", "agent with the store", "agent asked to end"]
     if agents == 1:
         last = ["agent", "agent and guardian", "agent asked to end"]
