@@ -116,6 +116,8 @@ class Job:
         """Start another agent."""
         plan, number = self.plan, len(self.agents)
         words = ["--nproc", str(plan.nproc), "--key-file", str(self.key)]
+        if not plan.zygote:
+            words += ["--no-zygote"]
         if plan.max_restarts:
             words += ["--max-restarts", str(plan.max_restarts)]
         if plan.kind == "elastic":

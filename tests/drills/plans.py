@@ -23,7 +23,6 @@ VICTIMS = {
         "agent asked to end",
         "worker during a restart",
         "rank 0 during a commit",
-        "worker, and the zygote that forks",
     ),
     "elastic": (
         "worker",
@@ -35,13 +34,14 @@ VICTIMS = {
         "survivor while it sends the state",
         "survivor while all regroup",
         "worker during a commit",
-        "worker, and the zygote that forks",
     ),
 }
 """Those whose deaths the job must deal with. Of an elastic job's agents see `_elastic`."""
 
 HARMLESS = ("worker stopped", "agent stopped", "guardian", "zygote")
 """What must change nothing: who is stopped goes on after a while, and helpers may die."""
+
+_HARMLESS_WEIGHTS = (3, 3, 3, 1)
 
 _LONG_S = (6.0, 9.0)
 """For so long an agent is stopped whom the others are to give up."""
@@ -100,6 +100,7 @@ class Plan:
         max_restarts: What the job is given.
         kills: One after the other, each after the job has recovered from the one before.
         returns: Whether another agent comes in place of one that was killed.
+        zygote: Whether ranks are forked.
     """
 
     seed: int
@@ -110,6 +111,7 @@ class Plan:
     max_restarts: int
     kills: tuple[Kill, ...]
     returns: bool = True
+    zygote: bool = True
 
     def __str__(self) -> str:
         victims = ", ".join(kill.victim for kill in self.kills)
@@ -140,7 +142,9 @@ def _mixed(chance: random.Random, victims: list[str], least: int, most: int) -> 
     kills: list[Kill] = []
     for _ in range(chance.randint(least, most)):
         if chance.random() < 0.25:
-            kills.append(_kill(chance, chance.choice(HARMLESS)))
+            kills.append(_kill(chance, chance.choices(HARMLESS, _HARMLESS_WEIGHTS)[0]))
+        if chance.random() < 0.03:
+            kills.append(_kill(chance, "worker, and the zygote that forks"))
         kills.append(_kill(chance, chance.choice(victims)))
     return kills
 
@@ -153,7 +157,8 @@ def _plain(seed: int, chance: random.Random) -> Plan:
         nproc=3,
         min_agents=1,
         max_restarts=0,
-        kills=tuple(_mixed(chance, list(VICTIMS["plain"]), 1, 1)),
+        kills=tuple(_mixed(chance, list(VICTIMS["plain"]), 1, 1)[-2:]),
+        zygote=chance.random() < 0.3,
     )
 
 
@@ -174,6 +179,7 @@ def _rounds(seed: int, chance: random.Random, more: int) -> Plan:
         min_agents=max(1, agents - 1),
         max_restarts=restarts,
         kills=tuple(kills),
+        zygote=any("zygote" in kill.victim for kill in kills),  # which has torch to import
     )
 
 
