@@ -102,6 +102,7 @@ class Ladder:
         door: Callable[[], str | None] | None = None,
     ) -> None:
         self._addresses = list(dict.fromkeys(addresses))
+        self._endpoint = addresses[0]
         self._key, self._own, self._timeout = key, own, timeout
         self._patience_s, self._door = patience_s, door
         self._ids: dict[str, bytes] = {}  # of the stores that were used, by address
@@ -206,8 +207,10 @@ class Ladder:
         return None
 
     def _above(self) -> list[str]:
-        """Return the rungs above the one in use, and the endpoint, if that has moved."""
+        """Return the rungs above the one in use, and the endpoint: newcomers look there alone."""
         above = self._addresses[: self._addresses.index(self._address)]
+        if self._endpoint not in (self._address, *above):
+            above.append(self._endpoint)
         door = self._door() if above and self._door is not None else None
         return above if door is None or door in self._addresses else [*above, door]
 
@@ -310,8 +313,8 @@ class Ladder:
     def _take(self, address: str, store: NetworkStore, gone: set[str]) -> bool:
         """Use a store if it is open, or opens in a moment; otherwise leave it.
 
-        One that holds a note counts as gone itself, if the rung that the note names is; so does
-        one that was started afresh, for those who come from another.
+        One that holds a note counts as gone itself, if the rung that the note names is, or is this
+        process's own; so does one that was started afresh, for those who come from another.
         """
         try:
             store.wait([_OPEN], _LOOK)
@@ -329,7 +332,7 @@ class Ladder:
             self._use(address, store, name)
             return True
         store.close()
-        if moved in gone:
+        if moved in gone or moved == self._own:
             gone.add(address)
         else:
             self._addresses = [moved, *(a for a in self._addresses if a != moved)]

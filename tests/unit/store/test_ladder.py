@@ -140,6 +140,23 @@ def test_a_store_started_afresh_is_told_where_the_job_has_gone(crew: Crew) -> No
     assert stranger.address == address(servers[1])
 
 
+def test_who_leads_looks_at_the_endpoint_whatever_it_has_gone_through(crew: Crew) -> None:
+    servers, ladders = three(crew)
+    leader, port = ladders[1], servers[0].port
+    servers[0].stop()
+    leader.advance(5)
+    newcomer = crew.server(port=port)
+    crew.ladder(newcomer, own=newcomer).lead()
+    assert leader.revived() == (address(newcomer), False)
+    leader.redirect(address(newcomer))
+    assert leader.advance(5) is leader.current  # its connection broke by chance
+    assert leader.address == address(servers[1])
+    newcomer.stop()
+    another = crew.server(port=port)
+    crew.ladder(another, own=another).lead()
+    assert any(leader.revived() == (address(another), False) for _ in range(5))
+
+
 def test_a_store_that_was_told_where_the_job_is_lets_others_in_when_the_job_comes_to_it(
     crew: Crew,
 ) -> None:
