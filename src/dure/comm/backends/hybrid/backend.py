@@ -4,7 +4,7 @@ A hybrid group is put together from other backends (links.py): one `shm` group f
 host, one engine group for each lane, and one that joins all ranks. hosts.py has the words;
 opening.py tells how every collective begins, and how the small ones are over with that;
 reductions.py and moves.py the large ones; messages.py point-to-point;
-rendezvous.py how the group comes about; fate.py and watch.py what happens when
+creation.py and rendezvous.py how the group comes about; fate.py and watch.py what happens when
 a rank, a host or a link is lost.
 
 A group whose ranks all share one host is a `shm` group, and nothing more.
@@ -19,26 +19,20 @@ from datetime import timedelta
 
 import torch
 
-from dure.comm.backends.base import Backend, BackendOptions, Ticket
+from dure.comm.backends.base import BackendOptions, Ticket
 from dure.comm.backends.hybrid.links import Links
 from dure.comm.backends.hybrid.messages import Messages
 from dure.comm.backends.hybrid.moves import Moves
-from dure.comm.backends.hybrid.opening import Call, Frame, Opening, digest_of, mix
+from dure.comm.backends.hybrid.opening import Call, Opening, digest_of, mix
+from dure.comm.backends.hybrid.pieces import as_tensor, even_parts, fill, parts_of
 from dure.comm.backends.hybrid.queue import OperationQueue
 from dure.comm.backends.hybrid.reductions import Reductions, fold_by_host
-from dure.comm.backends.hybrid.rendezvous import (
-    LOCAL_SLACK,
-    Factory,
-    await_all,
-    close_all,
-    connect,
-    find_hosts,
-)
+from dure.comm.backends.hybrid.rendezvous import LOCAL_SLACK
 from dure.comm.backends.hybrid.watch import SILENCE_S, Watch
 from dure.comm.ops import ReduceOp
 from dure.errors import DureError
 
-__all__ = ["HybridBackend", "create_with"]
+__all__ = ["HybridBackend"]
 
 
 class HybridBackend:
@@ -131,7 +125,7 @@ class HybridBackend:
         def action() -> None:
             if self._small(tensor.nbytes):
                 frames = self._opening.run(call, text, [tensor])
-                fold_by_host(self._hosts, _parts(frames, tensor), op, tensor)
+                fold_by_host(self._hosts, parts_of(frames, tensor), op, tensor)
             else:
                 self._opening.begin(call, text)
                 self._reductions.all_reduce(tensor, op, self._settling())
@@ -147,7 +141,7 @@ class HybridBackend:
             if self._small(tensor.nbytes):
                 frames = self._opening.run(call, text, [tensor])
                 if self._rank == dst:
-                    fold_by_host(self._hosts, _parts(frames, tensor), op, tensor)
+                    fold_by_host(self._hosts, parts_of(frames, tensor), op, tensor)
             else:
                 self._opening.begin(call, text)
                 self._reductions.reduce(tensor, op, dst, self._settling())
@@ -164,7 +158,7 @@ class HybridBackend:
         self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, async_op: bool
     ) -> Ticket | None:
         """See `Backend.reduce_scatter_single`."""
-        inputs = _even(tensor, self._size)
+        inputs = even_parts(tensor, self._size)
         return self._reduce_scatter("reduce_scatter_single", output, inputs, op, async_op)
 
     def _reduce_scatter(
@@ -184,7 +178,7 @@ class HybridBackend:
                 frames = self._opening.run(call, text, inputs)
                 begin = sum(lengths[: self._rank])
                 end = begin + lengths[self._rank]
-                parts = [p[begin:end] for p in _parts(frames, output)]
+                parts = [p[begin:end] for p in parts_of(frames, output)]
                 fold_by_host(self._hosts, parts, op, output)
             else:
                 self._opening.run(call, text)
@@ -204,7 +198,7 @@ class HybridBackend:
                 mine = [tensor] if self._rank == src else None
                 frames = self._opening.run(call, text, mine)
                 if self._rank != src:
-                    _fill(tensor, frames[src].data)
+                    fill(tensor, frames[src].data)
             else:
                 self._opening.run(call, text)
                 self._moves.broadcast(tensor, src)
@@ -221,7 +215,9 @@ class HybridBackend:
         self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool
     ) -> Ticket | None:
         """See `Backend.all_gather_single`."""
-        return self._all_gather("all_gather_single", _even(output, self._size), tensor, async_op)
+        return self._all_gather(
+            "all_gather_single", even_parts(output, self._size), tensor, async_op
+        )
 
     def _all_gather(
         self, name: str, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, async_op: bool
@@ -233,7 +229,7 @@ class HybridBackend:
             if self._small(max(t.nbytes for t in outputs)):
                 frames = self._opening.run(call, text, [tensor])
                 for output, frame in zip(outputs, frames, strict=True):
-                    _fill(output, frame.data)
+                    fill(output, frame.data)
             else:
                 self._opening.run(call, text)
                 self._moves.all_gather(outputs, tensor)
@@ -257,7 +253,7 @@ class HybridBackend:
             frames = self._opening.run(call, text, [tensor] if small else None)
             for r, frame in enumerate(frames):
                 if outputs is not None and frame.data is not None:
-                    _fill(outputs[r], frame.data)
+                    fill(outputs[r], frame.data)
             waiting = [r for r, frame in enumerate(frames) if frame.data is None]
             self._moves.gather(outputs, tensor, dst, waiting)
 
@@ -284,7 +280,7 @@ class HybridBackend:
                 self._moves.scatter(tensor, inputs, src)
                 return
             begin = sum(frame.count for frame in frames[: self._rank]) * tensor.element_size()
-            _fill(tensor, data[begin : begin + tensor.nbytes])
+            fill(tensor, data[begin : begin + tensor.nbytes])
 
         return self._run(call.op, action, async_op)
 
@@ -310,7 +306,7 @@ class HybridBackend:
         if output.data_ptr() == tensor.data_ptr():
             tensor = tensor.clone()
         return self._all_to_all(
-            call, _even(output, self._size), _even(tensor, self._size), async_op
+            call, even_parts(output, self._size), even_parts(tensor, self._size), async_op
         )
 
     def _all_to_all(
@@ -332,9 +328,9 @@ class HybridBackend:
                 return
             for output, frame in zip(outputs, frames, strict=True):
                 assert frame.data is not None
-                lengths = _as_tensor(frame.data[: table.nbytes], torch.int32)
+                lengths = as_tensor(frame.data[: table.nbytes], torch.int32)
                 begin = table.nbytes + int(lengths[: self._rank].sum())
-                _fill(output, frame.data[begin : begin + output.nbytes])
+                fill(output, frame.data[begin : begin + output.nbytes])
 
         return self._run(call.op, action, async_op)
 
@@ -390,56 +386,3 @@ class HybridBackend:
         for engine in fate.engines:
             engine.close(abort)
         self._queue.stop()
-
-
-def _parts(frames: Sequence[Frame], like: torch.Tensor) -> list[torch.Tensor]:
-    """Return the data of all ranks as tensors of the dtype of `like`."""
-    return [_as_tensor(frame.data, like.dtype) for frame in frames]
-
-
-def _as_tensor(data: bytes | None, dtype: torch.dtype) -> torch.Tensor:
-    assert data is not None
-    if not data:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype)
-
-
-def _fill(tensor: torch.Tensor, data: bytes | None) -> None:
-    flat = tensor.detach().view(-1)
-    if flat.numel():
-        flat.copy_(_as_tensor(data, flat.dtype))
-
-
-def _even(tensor: torch.Tensor, n: int) -> list[torch.Tensor]:
-    """Cut a tensor into `n` parts of one length."""
-    flat = tensor.detach().view(-1)
-    k = flat.numel() // n
-    return [flat[i * k : (i + 1) * k] for i in range(n)]
-
-
-def create_with(name: str, engine: Factory, options: BackendOptions) -> Backend:
-    """Make this rank's part of a hybrid group; every rank of the group must do so.
-
-    Args:
-        name: The backend's name.
-        engine: Makes a group between hosts.
-        options: What the group is.
-
-    Raises:
-        UsageError: The native engine is not built, or this is not Linux.
-        RendezvousTimeout: A rank did not come.
-        CommError: A host cannot be connected to.
-    """
-    hosts, local = find_hosts(options)
-    if len(hosts.ranks) == 1:
-        local.name = name
-        return local
-    local.leave_unrecorded()
-    links = connect(engine, options, hosts, local)
-    try:
-        watch = Watch.connect(links, options) if hosts.is_leader else None
-        await_all(options, "ready")
-    except BaseException:
-        close_all(links)
-        raise
-    return HybridBackend(name, links, watch, options)

@@ -7,7 +7,7 @@ that has both writes "cpu:hybrid,cuda:nccl".
 from __future__ import annotations
 
 from dure.comm.backends.base import Backend, BackendOptions
-from dure.comm.backends.hybrid.backend import create_with
+from dure.comm.backends.hybrid.creation import create_with
 
 __all__ = ["create_over_gloo", "create_over_mpi"]
 

@@ -1,10 +1,8 @@
 """Watching other hosts: how a lost host, link or rank becomes one error everywhere.
 
-Each leader holds a *line* to every other leader: a ZeroMQ connection beside the engine's, encrypted
-with CURVE keys that are made for the group and exchanged through its store; who does not know them
-cannot connect. As soon as the one leader that it is for has come, a line's port is closed to
-everybody else. A thread of the leader sends a *beat* down each line every second, watches the
-processes of its own host (pidfd), and looks whether a rank of its host broke the group.
+Each leader holds a *line* to every other leader (lines.py). A thread of the leader sends a *beat*
+down each line every second, watches the processes of its own host (pidfd), and looks whether a rank
+of its host broke the group.
 
 * A line that breaks: the other leader's process, or its whole host, ended. The kernel says so at
   once, where it still can.
@@ -24,38 +22,27 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
-import socket as sockets
 import threading
 import time
-from dataclasses import dataclass, field
 from typing import Protocol
 
-import msgspec
 import zmq
 
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.hybrid.fate import Verdict
+from dure.comm.backends.hybrid.lines import BEAT_S, SILENCE_S, Line, Word, open_line
 from dure.comm.backends.hybrid.links import Links
 from dure.errors import RendezvousTimeout
-from dure.store.address import outward_address, resolve
-from dure.store.base import Store
+from dure.store.address import outward_address
 from dure.store.identity import myself
 from dure.store.monitor import read_event
-from dure.store.packets import let_nobody_in
-from dure.store.server import listen
 
 __all__ = ["SILENCE_S", "Watch"]
 
-BEAT_S = 1.0
-SILENCE_S = 3.0
 _LOOK_MS = 50
-_LINGER_MS = 100
 _ANSWER_S = 0.5
 _PAUSE_S = 0.05
 _END_S = 0.5
-_LONGEST_WORD = 1 << 18
-_HANDSHAKE_MS = 10_000
 
 
 class _Progress(Protocol):
@@ -65,45 +52,6 @@ class _Progress(Protocol):
 
     @property
     def opened(self) -> int: ...
-
-
-class _Word(msgspec.Struct, array_like=True):
-    """What one leader says to another.
-
-    `asked` is an operation for which time is up, or 0; `left` is -1 unless the leader leaves.
-    """
-
-    token: bytes
-    begun: int = 0
-    opened: int = 0
-    asked: int = 0
-    left: int = -1
-    verdict: Verdict | None = None
-
-
-class _Contact(msgspec.Struct, array_like=True):
-    """How a leader can be reached by one other."""
-
-    endpoint: str
-    public: bytes
-    token: bytes
-
-
-@dataclass(slots=True, eq=False)
-class _Line:
-    """A connection to the leader of `host`."""
-
-    host: int
-    socket: zmq.Socket[bytes]
-    monitor: zmq.Socket[bytes]
-    token: bytes = b""
-    heard: float = field(default_factory=time.monotonic)
-    greeted: bool = False
-    begun: int = 0
-    opened: int = 0
-    left: int = -1
-    over: bool = False
-    lost: float | None = None  # when the leader was lost, or left
 
 
 class Watch:
@@ -117,8 +65,7 @@ class Watch:
     def __init__(self, links: Links, options: BackendOptions) -> None:
         self._links, self._options = links, options
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._lines: list[_Line] = []
-        self._doors: list[int] = []  # the listening sockets' descriptors, which ZeroMQ closes
+        self._lines: list[Line] = []
         self._wake, self._wakened = os.pipe()[::-1]
         os.set_blocking(self._wake, False)
         self._pids: dict[int, int] = {}
@@ -147,16 +94,15 @@ class Watch:
         return watch
 
     def _connect(self) -> None:
-        links, store = self._links, self._options.store
-        here = links.here
-        address = outward_address(store)
+        links = self._links
+        here, address = links.here, outward_address(self._options.store)
         for host in range(links.num_hosts):
             if host != here:
-                self._lines.append(self._open_line(host, address, store))
+                self._lines.append(open_line(self._context, (here, host), address, self._options))
         deadline = time.monotonic() + self._options.timeout.total_seconds()
         while not all(line.greeted for line in self._lines):
             for line in self._lines:
-                self._say(line, _Word(line.token))
+                self._say(line, Word())
                 if line.socket.poll(_LOOK_MS):
                     self._hear(line)
             if time.monotonic() > deadline:
@@ -169,42 +115,9 @@ class Watch:
                     seen=", ".join(map(links.hosts.describe, silent)),
                     fix="Check that the hosts can reach each other's ports.",
                 )
-        for door in self._doors:
-            _close_door(door)
-        self._tell(_Word(b""))  # what was said before the other was there is lost
-
-    def _open_line(self, host: int, address: str, store: Store) -> _Line:
-        here = self._links.here
-        public, secret = zmq.curve_keypair()
-        socket = self._context.socket(zmq.DEALER)
-        socket.linger = 0
-        socket.ipv6 = ":" in address
-        socket.curve_publickey, socket.curve_secretkey = public, secret
-        socket.heartbeat_ivl = int(1000 * BEAT_S)
-        socket.heartbeat_timeout = int(1000 * SILENCE_S)
-        socket.maxmsgsize, socket.handshake_ivl = _LONGEST_WORD, _HANDSHAKE_MS
-        line = _Line(host, socket, self._context.socket(zmq.PAIR), secrets.token_bytes(16))
-        monitor = f"inproc://line-{host}"
-        socket.monitor(monitor, zmq.Event.DISCONNECTED)
-        line.monitor.connect(monitor)
-        timeout = self._options.timeout
-        key = f"lines/{min(host, here)}/{max(host, here)}"
-        if here < host:
-            socket.curve_server = True
-            listener = listen(resolve(address, 0, "this host's address"))
-            self._doors.append(listener.fd)
-            socket.use_fd = listener.fd
-            socket.bind(listener.endpoint)
-            contact = _Contact(listener.endpoint, public, line.token)
-            store.set(key, msgspec.msgpack.encode(contact))
-        else:
-            store.wait([key], timeout)
-            contact = msgspec.msgpack.decode(store.get(key), type=_Contact)
-            socket.ipv6 = "[" in contact.endpoint
-            socket.curve_serverkey = contact.public
-            socket.connect(contact.endpoint)
-            line.token = contact.token
-        return line
+        for line in self._lines:
+            line.close_door()
+        self._tell(Word())  # what was said before the other was there is lost
 
     def start(self, progress: _Progress) -> None:
         """Begin to watch."""
@@ -250,9 +163,9 @@ class Watch:
             now = time.monotonic()
             if now >= next_beat:
                 next_beat = now + BEAT_S
-                self._tell(_Word(b""))
+                self._tell(Word())
             self._examine(now)
-        self._tell(_Word(b"", left=self._leaving))
+        self._tell(Word(left=self._leaving))
 
     def _examine(self, now: float) -> None:
         """Look for silence, for leaders that left, and for what to tell."""
@@ -275,45 +188,34 @@ class Watch:
         verdict = fate.look()
         if verdict is not None and not self._told:
             self._told = True
-            self._tell(_Word(b"", verdict=verdict))
+            self._tell(Word(verdict=verdict))
         if self._asking:
             self._asking, number = 0, self._asking
-            self._tell(_Word(b"", asked=number))
+            self._tell(Word(asked=number))
 
     @property
     def _begun(self) -> int:
         return 0 if self._progress is None else self._progress.begun
 
-    def _tell(self, word: _Word) -> None:
+    def _tell(self, word: Word) -> None:
         for line in self._lines:
             if not line.over:
-                word.token = line.token
                 self._say(line, word)
 
-    def _say(self, line: _Line, word: _Word) -> None:
+    def _say(self, line: Line, word: Word) -> None:
         word.begun = self._begun
         word.opened = 0 if self._progress is None else self._progress.opened
-        with contextlib.suppress(zmq.Again):  # nobody there: silence or the monitor will tell
-            line.socket.send(msgspec.msgpack.encode(word), zmq.NOBLOCK)
+        line.say(word)
 
-    def _hear(self, line: _Line) -> None:
+    def _hear(self, line: Line) -> None:
         """Read all that came down a line."""
-        while True:
-            try:
-                data = line.socket.recv(zmq.NOBLOCK)
-                word = msgspec.msgpack.decode(data, type=_Word)
-            except zmq.Again:
-                return
-            except msgspec.DecodeError:
-                continue
-            if not secrets.compare_digest(word.token, line.token):
-                continue
+        for word in line.words():
             line.greeted, line.heard = True, time.monotonic()
             with self._answered:
                 line.begun, line.opened = word.begun, word.opened
                 self._answered.notify_all()
             if word.asked:
-                self._say(line, _Word(line.token))
+                self._say(line, Word())
                 progress = self._progress
                 if progress is not None and progress.begun >= word.asked > progress.opened:
                     self._links.local.hurry()  # the group is broken; only we can tell by whom
@@ -322,7 +224,7 @@ class Watch:
             if word.left >= 0:
                 line.left, line.over, line.lost = word.left, True, time.monotonic()
 
-    def _broke(self, line: _Line) -> None:
+    def _broke(self, line: Line) -> None:
         """A line broke: see whether the other leader had said goodbye."""
         with contextlib.suppress(zmq.Again):
             read_event(line.monitor, zmq.NOBLOCK)
@@ -330,7 +232,7 @@ class Watch:
         if not line.over:
             self._lose(line, "the connection to it broke", self._begun)
 
-    def _lose(self, line: _Line, how: str, after: int) -> None:
+    def _lose(self, line: Line, how: str, after: int) -> None:
         line.over, line.lost = True, time.monotonic()
         hosts, host = self._links.hosts, line.host
         self._links.fate.settle(
@@ -408,17 +310,9 @@ class Watch:
 
     def _release(self) -> None:
         for line in self._lines:
-            line.socket.disable_monitor()
-            line.monitor.close(0)
-            line.socket.close(0 if line.over else _LINGER_MS)
+            line.close()
         self._context.term()
         for fd in (self._wake, self._wakened, *self._pids):
             with contextlib.suppress(OSError):
                 os.close(fd)
         self._pids = {}
-
-
-def _close_door(fd: int) -> None:
-    """Let nobody else in; where the system cannot, the handshake alone keeps strangers out."""
-    with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(fd)) as listener:
-        let_nobody_in(listener)
