@@ -33,10 +33,14 @@ def create_with(name: str, engine: Factory, options: BackendOptions) -> Backend:
         return local
     local.leave_unrecorded()
     links = connect(engine, options, hosts, local)
+    watch: Watch | None = None
     try:
-        watch = Watch.connect(links, options) if hosts.is_leader else None
+        if hosts.is_leader:
+            watch = Watch.connect(links, options)
         await_all(options, "ready")
     except BaseException:
+        if watch is not None:
+            watch.stop(0)
         close_all(links)
         raise
     return HybridBackend(name, links, watch, options)
