@@ -7,6 +7,7 @@ has no log in a store, no threads and no round trips. `Linked` goes through a `P
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import uuid
 from collections.abc import Callable
@@ -19,10 +20,11 @@ from dure.errors import StoreError, UsageError
 from dure.launch.agent.elastic import ElasticMachine
 from dure.launch.agent.events import Event, Refused
 from dure.launch.agent.finding import OVER, bracketed, keep_quiet, meet
+from dure.launch.agent.journal import write_once
 from dure.launch.agent.machine import Machine, Phase
-from dure.launch.agent.pulse import Pulse, write_once
+from dure.launch.agent.pulse import Pulse
 from dure.launch.agent.settings import Settings
-from dure.launch.agent.watch import Heartbeat
+from dure.launch.agent.watch import Heartbeat, Watch
 from dure.launch.ranks.environment import MASTER_ADDR
 from dure.launch.spec import JobSpec
 from dure.store.address import resolve
@@ -206,9 +208,11 @@ class Linked:
             self.address = host.strip("[]")
             self.standby = f"{host}:{self._server.port}"
             self._servers = [self._server]
-            self._pulse = Pulse(self._ladder, key, heartbeat, (_TERMS,), self._another)
+            make = functools.partial(make_machine, spec)
+            watch = Watch(key, heartbeat)
+            self._pulse = Pulse(self._ladder, watch, (_TERMS,), self._another, make)
             on_error.pop_all()
-        self._machine = make_machine(spec)
+        self._machine = make()
 
     @property
     def store(self) -> str:
@@ -244,10 +248,10 @@ class Linked:
         self._pulse.tell(event)
 
     def machine(self) -> Machine:
-        """Feed the machine; one whose log was found anew starts from the beginning."""
+        """Feed the machine; if the log was found anew, another one, from the beginning."""
         afresh, news = self._pulse.take()
-        if afresh:
-            self._machine = make_machine(self._spec)
+        if afresh is not None:
+            self._machine = afresh
         for event in news:
             self._machine.apply(event)
         return self._machine

@@ -114,6 +114,11 @@ class Machine(msgspec.Struct):
         return tuple(self._agents)
 
     @property
+    def present(self) -> tuple[Joined, ...]:
+        """How the agents at hand have joined, in that order."""
+        return tuple(self._agents.values())
+
+    @property
     def failed(self) -> bool:
         """Whether a worker of the present round has failed."""
         return self._faults.first is not None

@@ -2,18 +2,22 @@
 
 Two threads do all that may have to wait for the network, so that the agent's own loop never does.
 
-The *follower* waits for the next entry of the log (`dure/agents/log/N` in the job's store), wakes
-the agent, and once a second sets its *beat*. The one whose server holds the store, the *leader*,
-watches the others besides: a connection to each one's standby server breaks within a millisecond of
-its process's death, and a host that vanishes without a word stops beating. So does the leader find
-the lost; the others find the loss of the leader, for their own connection breaks. They then go down
-the ladder (`dure.store.ladder`): the next owner puts its copy of the log into its own store, and
-all read it again from the beginning. Every entry has a name of its own, so an agent sees which of
+The *follower* waits for the next entry of the log (`journal`), wakes the agent, and once a second
+sets its *beat*. The one whose server holds the store, the *leader*, watches the others besides: a
+connection to each one's standby server breaks within a millisecond of its process's death, and a
+host that vanishes without a word stops beating. So does the leader find the lost; the others find
+the loss of the leader, for their own connection breaks. They then go down the ladder
+(`dure.store.ladder`): the next owner puts its copy of the log into its own store, and all read it
+again from the beginning. Every entry has its author's name and number, so an agent sees which of
 its own are missing there, and writes them again. Two of the log's lines therefore never differ for
 long, and a machine is only ever fed from one of them.
 
-The *writer* puts the agent's own events at the end of the log: it offers an entry for number N by
-compare-and-set, and where somebody else was first, for the next number.
+The *writer* puts the agent's own events at the end of the log, one after the other.
+
+The log's beginning becomes its past (`chronicle`): on all agents, and in the store by the leader.
+An agent forgets its own events when they have become past, hundreds of entries behind the end.
+Should the next store's owner lack even those, the agent cannot give them back: it counts as lost
+there, and joins anew.
 
 Nobody leads in any other sense: to be the leader is to hold the store and to notice deaths.
 """
@@ -21,7 +25,6 @@ Nobody leads in any other sense: to be the leader is to hold the store and to no
 from __future__ import annotations
 
 import contextlib
-import queue
 import socket
 import threading
 import time
@@ -29,39 +32,20 @@ import uuid
 from collections.abc import Callable
 from datetime import timedelta
 
-import msgspec
-
 from dure.errors import DureError, StoreError, StoreLost, StoreTimeout
-from dure.launch.agent.events import Event, Lost, pack_event, read_event
-from dure.launch.agent.watch import Heartbeat, Watch, beat_key
+from dure.launch.agent.chronicle import Chronicle, pack_entry
+from dure.launch.agent.events import Event, Lost
+from dure.launch.agent.journal import append, bury, entry_key, fetch, is_behind, seed
+from dure.launch.agent.machine import Machine
+from dure.launch.agent.watch import Watch, beat_key
 from dure.store.base import Store
-from dure.store.key import JobKey
 from dure.store.ladder import Ladder
 
-__all__ = ["Pulse", "write_once"]
+__all__ = ["Pulse"]
 
-_LOG = "dure/agents/log"
 _LOOKS = 4
 """How many beats a store that was given up may live again until the part that left it gives way:
 time for an owner who was stopped to find out, and to follow the others."""
-
-
-class _Entry(msgspec.Struct, array_like=True, frozen=True):
-    """A line of the log: its own name, and the event."""
-
-    name: str
-    event: bytes
-
-
-_pack = msgspec.msgpack.Encoder().encode
-_read = msgspec.msgpack.Decoder(_Entry).decode
-
-
-def write_once(store: Store, event: Event) -> None:
-    """Write an event into the log for one who does not follow it."""
-    number, entry = 0, _pack(_Entry(uuid.uuid4().hex, pack_event(event)))
-    while store.compare_set(f"{_LOG}/{number}", "", entry) != entry:
-        number += 1
 
 
 class Pulse:
@@ -69,11 +53,11 @@ class Pulse:
 
     Args:
         ladder: Where the store is; the follower's own from now on.
-        key: The job key.
-        heartbeat: How to watch.
+        watch: How the others are watched; the follower's own from now on.
         carried: Keys that a new store must hold besides the log.
         standby: Makes another server, and returns its address: for an agent whose own server
             held the store of a part of the job that has given way.
+        make: Makes the machine of a job to which nothing has happened.
 
     Threads: `tell`, `take` and the properties belong to the agent's thread.
     """
@@ -81,30 +65,31 @@ class Pulse:
     def __init__(
         self,
         ladder: Ladder,
-        key: JobKey,
-        heartbeat: Heartbeat,
+        watch: Watch,
         carried: tuple[str, ...],
         standby: Callable[[], str],
+        make: Callable[[], Machine],
     ) -> None:
         self.me = ""
         self.cut = ""  # why nobody can be reached any more
-        self._ladder, self._key, self._heart = ladder, key, heartbeat
-        self._standby = standby
+        self._ladder, self._watch, self._heart = ladder, watch, watch.heart
+        self._standby, self._make = standby, make
         self._carried = {name: ladder.current.get(name) for name in carried}
         self._lock = threading.Condition()
-        self._log: list[tuple[str, Event]] = []
+        self._chronicle = Chronicle(make)
+        self._store: Store = ladder.current  # where that is from
         self._line = 0  # how often the log was read from the beginning
-        self._given = (0, 0)  # the line and length that `take` has returned
-        self._mine: dict[str, bytes] = {}
-        self._outbox: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._unsent = 0
+        self._given = (0, 0)  # the line and the end that `take` has returned
+        self._author = uuid.uuid4().hex
+        self._mine: dict[int, Event] = {}  # by our number; not those that are past
+        self._forgotten = 0  # the last of those
+        self._told = self._written = 0  # the last of ours, and the last in this line's store
         self._heard_at = time.monotonic()
         self._closing = False
         self._revived = 0  # how many looks running a rung above has answered
         self._waker, self._wakened = socket.socketpair()
         self._wakened.setblocking(False)
         self._waker.setblocking(False)
-        self._watch = Watch(key, heartbeat)
         self._threads = [
             threading.Thread(
                 target=self._safely, args=(run,), name=f"dure-agent-{name}", daemon=True
@@ -138,35 +123,34 @@ class Pulse:
     def settled(self) -> bool:
         """Whether all that was told stands in the log that was read."""
         with self._lock:
-            return self._mine.keys() <= {name for name, _ in self._log}
+            return self._chronicle.heard(self._author) == self._told
 
     def tell(self, event: Event) -> None:
         """Write an event into the log, as soon as possible."""
-        name = uuid.uuid4().hex
         with self._lock:
-            self._mine[name] = _pack(_Entry(name, pack_event(event)))
-            self._unsent += 1
-        self._outbox.put(name)
+            self._told += 1
+            self._mine[self._told] = event
+            self._lock.notify_all()
 
-    def take(self) -> tuple[bool, list[Event]]:
-        """Return what is new in the log, and whether that is all of it, from the beginning."""
+    def take(self) -> tuple[Machine | None, list[Event]]:
+        """Return what is new in the log; if that starts anew, the machine to feed with it."""
         with contextlib.suppress(BlockingIOError):
             while self._wakened.recv(4096):
                 pass
         with self._lock:
             line, seen = self._given
-            afresh = line != self._line
-            new = [event for _, event in self._log[0 if afresh else seen :]]
-            self._given = self._line, len(self._log)
-            return afresh, new
+            afresh = line != self._line or seen < self._chronicle.start
+            self._given = self._line, self._chronicle.end
+            if afresh:
+                return self._chronicle.past(), self._chronicle.events(self._chronicle.start)
+            return None, self._chronicle.events(seen)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Send what is not sent yet, and end both threads."""
         with self._lock:
-            self._lock.wait_for(lambda: not self._unsent or bool(self.cut), timeout_s)
+            self._lock.wait_for(lambda: self._written >= self._told or bool(self.cut), timeout_s)
             self._closing = True
             self._lock.notify_all()
-        self._outbox.put(None)
         self._ladder.current.close()  # wakes a thread that waits in it
         for thread in self._threads:
             thread.join(timeout_s + 2 * self._heart.lost_s)
@@ -187,27 +171,28 @@ class Pulse:
     # --- the writer --------------------------------------------------------------------------
 
     def _write(self) -> None:
-        while (name := self._outbox.get()) is not None:
-            while not self._closing and not self.cut:
-                line = self._line
-                try:
-                    self._append(name)
-                    break
-                except DureError:
-                    with self._lock:  # the follower finds another store, or the same one
-                        self._lock.wait_for(lambda at=line: self._closing or self._line != at, 0.5)
+        while True:
             with self._lock:
-                self._unsent -= 1
-                self._lock.notify_all()
+                self._lock.wait_for(lambda: self._stopped or self._written < self._told)
+                if self._stopped:
+                    return
+                line, store, end = self._line, self._store, self._chronicle.end
+                number = self._written + 1
+                entry = pack_entry(self._mine[number], self._author, number)
+            try:
+                append(store, end, entry)
+            except DureError:
+                with self._lock:  # the follower finds another store, or the same one
+                    self._lock.wait_for(lambda at=line: self._stopped or self._line != at, 0.5)
+                continue
+            with self._lock:
+                if line == self._line:
+                    self._written = number
+                    self._lock.notify_all()
 
-    def _append(self, name: str) -> None:
-        with self._lock:
-            if any(name == known for known, _ in self._log):
-                return
-            number, entry = len(self._log), self._mine[name]
-        while (there := self._ladder.current.compare_set(f"{_LOG}/{number}", "", entry)) != entry:
-            assert there
-            number += 1
+    @property
+    def _stopped(self) -> bool:
+        return self._closing or bool(self.cut)
 
     # --- the follower ------------------------------------------------------------------------
 
@@ -236,24 +221,59 @@ class Pulse:
 
     def _read_on(self) -> None:
         """Wait a moment for the next entry, and read all that are there."""
-        store, start = self._ladder.current, time.monotonic()
+        if self._store is not self._ladder.current:
+            self._read_afresh()
+            return
+        store, end, start = self._store, self._chronicle.end, time.monotonic()
         patience_s = self._heart.look_s if self._ladder.leading else self._heart.beat_s
         try:
-            store.wait([f"{_LOG}/{len(self._log)}"], timedelta(seconds=patience_s))
+            store.wait([entry_key(end)], timedelta(seconds=patience_s))
         except StoreTimeout:
             if time.monotonic() - start > patience_s + 0.9:  # not even a "no": the server hangs
                 raise
-            return
-        while store.check([key := f"{_LOG}/{len(self._log)}"]):
-            self._add(store.get(key))
+            if not is_behind(store, end):
+                return
+        self._take_in(store, *fetch(store, end))
         self._notify()
 
-    def _add(self, packed: bytes) -> None:
-        entry = _read(packed)
-        event = read_event(entry.event)
+    def _take_in(
+        self, store: Store, past: bytes | None, entries: list[bytes], *, anew: bool = False
+    ) -> None:
+        """Take what was read: the next entries; `anew`, or with a past, the log from there on."""
+        anew = anew or past is not None
         with self._lock:
-            self._log.append((entry.name, event))
-        self._watch.note(event, self.me)
+            if anew:
+                self._chronicle, self._store = Chronicle(self._make, past), store
+                self._line += 1
+            chronicle = self._chronicle
+            joined = chronicle.past().present if anew else ()
+            news = [event for entry in entries if (event := chronicle.add(entry)) is not None]
+            if anew:
+                self._written = chronicle.heard(self._author)
+                if self._written < self._forgotten:
+                    self._begin_anew()
+            folded = chronicle.fold()
+            while folded and chronicle.fold():
+                pass
+            self._forget(chronicle.buried(self._author))
+            self._lock.notify_all()
+        for event in (*joined, *news):
+            self._watch.note(event, self.me)
+        if folded and self._ladder.leading:
+            bury(store, chronicle)
+
+    def _forget(self, buried: int) -> None:
+        for number in range(self._forgotten + 1, buried + 1):
+            del self._mine[number]
+        self._forgotten = max(self._forgotten, buried)
+
+    def _begin_anew(self) -> None:
+        """Go on as another author: the log lacks entries of ours that we have forgotten."""
+        left = [event for number, event in self._mine.items() if number > self._written]
+        self._author, self._mine = uuid.uuid4().hex, {}
+        self._forgotten = self._told = self._written = 0
+        for event in (Lost(self.me, "the job's new store knows too little of it"), *left):
+            self.tell(event)
 
     def _notify(self) -> None:
         with contextlib.suppress(BlockingIOError, OSError):
@@ -285,25 +305,13 @@ class Pulse:
         """Put into this agent's own store what it knows."""
         for name, value in self._carried.items():
             store.set(name, value)
-        for number, (name, event) in enumerate(self._log):
-            store.set(f"{_LOG}/{number}", _pack(_Entry(name, pack_event(event))))
+        seed(store, self._chronicle)
 
     def _read_afresh(self) -> None:
         """Read the log of a store that was found anew, and write again what is missing of ours."""
         store = self._ladder.current
-        with self._lock:
-            self._log = []
-            self._line += 1
         self._watch.begin()
-        while store.check([key := f"{_LOG}/{len(self._log)}"]):
-            self._add(store.get(key))
-        with self._lock:
-            there = {name for name, _ in self._log}
-            missing = [name for name in self._mine if name not in there]
-            self._unsent += len(missing)
-            self._lock.notify_all()
-        for name in missing:
-            self._outbox.put(name)
+        self._take_in(store, *fetch(store, 0), anew=True)
         if self._ladder.leading:
             above = self._ladder.addresses[: self._ladder.addresses.index(self._ladder.address)]
             for agent in self._watch.held(above):

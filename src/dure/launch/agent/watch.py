@@ -48,7 +48,7 @@ class Watch:
     """
 
     def __init__(self, key: JobKey, heart: Heartbeat) -> None:
-        self._key, self._heart = key, heart
+        self._key, self.heart = key, heart
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._homes: dict[str, str] = {}  # agent to its standby
         self._lines: dict[str, Connection] = {}
@@ -77,10 +77,10 @@ class Watch:
         found = [(agent, "its launcher has ended") for agent in broken]
         now = time.monotonic()
         if now >= self._look_at:
-            self._look_at = now + self._heart.beat_s
+            self._look_at = now + self.heart.beat_s
             for agent in list(self._homes):
                 if agent not in broken and self._is_silent(agent, store, now):
-                    found.append((agent, f"nothing was heard of it for {self._heart.lost_s:g} s"))
+                    found.append((agent, f"nothing was heard of it for {self.heart.lost_s:g} s"))
         for agent, _ in found:
             self._forget(agent)
         return found
@@ -100,7 +100,7 @@ class Watch:
             line.close()
         host, _, port = self._homes[agent].rpartition(":")
         endpoint = resolve(host.strip("[]"), int(port), "a host of the job").endpoint
-        opened = knock(self._context, endpoint, self._key, self._heart.knock_s)
+        opened = knock(self._context, endpoint, self._key, self.heart.knock_s)
         if opened is not None:
             self._lines[agent] = opened
         elif line is None:
@@ -114,7 +114,7 @@ class Watch:
         if beat != last:
             self._beats[agent] = beat, now
             return False
-        return now - since > self._heart.lost_s
+        return now - since > self.heart.lost_s
 
     def _forget(self, agent: str) -> None:
         self._homes.pop(agent, None)
