@@ -164,7 +164,7 @@ class Fate:
             author.read()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32), authors=st.integers(1, 4), steps=st.integers(0, 120))
 def test_everybody_hears_the_same_once_and_in_order_and_little_is_kept(
     seed: int, authors: int, steps: int
@@ -190,7 +190,7 @@ def test_everybody_hears_the_same_once_and_in_order_and_little_is_kept(
     assert len(kept) <= 2 + 2 * KEEP + authors  # holes that were written in: one a writer
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32), steps=st.integers(0, 60))
 def test_a_store_that_dies_at_any_moment_leaves_all_with_the_same(seed: int, steps: int) -> None:
     draw = random.Random(seed)
