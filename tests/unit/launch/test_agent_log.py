@@ -279,6 +279,14 @@ def test_who_is_behind_the_cut_starts_from_the_past() -> None:
     assert len(entries) == chronicle.end - chronicle.start
 
 
+def test_many_entries_are_read_as_few_are() -> None:
+    store, lines = HashStore(), [line("a", number + 1) for number in range(200)]
+    for number, entry in enumerate(lines):
+        store.set(entry_key(number), entry)
+    for number in (0, 71, 72, 127, 128, 192, 199, 200):
+        assert fetch(store, number) == (None, lines[number:])
+
+
 def test_a_writer_who_is_behind_writes_at_the_end_and_leaves_no_hole_filled() -> None:
     store = HashStore()
     chronicle = told(store, 4 * KEEP)

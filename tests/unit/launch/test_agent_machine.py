@@ -63,15 +63,144 @@ class World:
         self.born = 0
         self.here: list[str] = []
         self.running: dict[str, int] = {}  # agent to the round whose workers it has
-        self.ended: set[tuple[str, int]] = set()
+        self.harmed = False  # a worker failed in this round, or a host of it was lost
+        self.done: set[str] = set()  # members of whose workers nothing is left
+        self.leaving: set[str] = set()
+        self.ready: Ready | None = None
 
     def tell(self, event: Event) -> None:
-        before = self.machine.restarts
         assert read_event(pack_event(event)) == event
+        before = msgspec.msgpack.decode(
+            msgspec.msgpack.encode(self.machine), type=type(self.machine)
+        )
         self.log.append(event)
+        self.note(event)
         self.machine.apply(event)
-        assert self.machine.restarts <= before + 1
         self.check()
+        if not isinstance(self.machine, ElasticMachine):
+            self.check_step(before)
+            self.check_duties()
+
+    def note(self, event: Event) -> None:
+        """Follow what happens to the present round, from the events alone."""
+        machine, plan = self.machine, self.machine.plan
+        if plan is None or machine.phase is Phase.OVER:
+            return
+        match event:
+            case Ready():
+                if event.round == plan.number:
+                    self.ready = self.ready or event
+            case Failed():
+                self.harmed |= event.round == plan.number and not machine.dismissed
+            case Succeeded() | Ended():
+                if event.round == plan.number:
+                    self.done.add(event.agent)
+            case Lost() | Left():
+                works = event.agent in machine.agents and event.agent in plan.members
+                works = works and event.agent not in self.done
+                works = works and machine.phase in (Phase.RUNNING, Phase.STOPPING)
+                if isinstance(event, Left):
+                    self.leaving |= {event.agent} if works else set()
+                else:
+                    self.harmed |= works and event.agent not in self.leaving
+            case _:
+                pass
+
+    def check_step(self, before: Machine) -> None:
+        """Compare what an event has brought about with what had happened to the round."""
+        machine = self.machine
+        if before.phase is Phase.OVER:
+            assert machine == before
+            return
+        began = machine.plan is not None and machine.plan != before.plan
+        ran = before.phase in (Phase.RUNNING, Phase.STOPPING)
+        closed = ran and (began or machine.phase in (Phase.GATHERING, Phase.OVER))
+        over = machine.phase is Phase.OVER
+        assert machine.restarts == before.restarts + (closed and self.harmed and not over)
+        assert before.excluded == machine.excluded or machine.restarts > before.restarts
+        assert closed or machine.setback == before.setback
+        if closed and over:
+            assert machine.outcome is not None
+            if self.harmed:
+                assert machine.outcome.code != 0 or machine.dismissed
+                assert machine.dismissed or machine.restarts == machine.settings.max_restarts
+            elif not machine.dismissed:
+                assert machine.outcome.code == 0
+                assert before.plan is not None and set(before.plan.members) <= self.done
+        if began:
+            self.check_start(before)
+            self.harmed, self.ready, self.done = False, None, set()
+        else:
+            assert machine.plan == before.plan
+        if machine.phase is Phase.RUNNING:
+            assert not self.harmed
+        waits = machine.plan is not None and machine.phase is Phase.STOPPING
+        if waits and machine.plan is not None:
+            assert any(a in machine.agents and a not in self.done for a in machine.plan.members)
+
+    def check_start(self, before: Machine) -> None:
+        """Look at a round that has just begun."""
+        machine, plan = self.machine, self.machine.plan
+        assert plan is not None and not self.running, "two rounds run at once"
+        assert plan.number == (0 if before.plan is None else before.plan.number + 1)
+        joined = {a.agent: a for a in machine.present}
+        assert plan.hosts == tuple(joined[a].host for a in plan.members)
+        assert plan.nprocs == tuple(joined[a].nproc for a in plan.members)
+        assert not machine.excluded & set(plan.hosts)
+        able = [a for a in machine.present if a.host not in machine.excluded]
+        fixed = {a.node_rank for a in able}
+        if None in fixed:
+            last = () if before.plan is None else before.plan.members
+            stayed = [a for a in last if a in plan.members]
+            assert list(plan.members[: len(stayed)]) == stayed
+            assert len(plan.members) == min(len(able), machine.settings.max_hosts)
+        else:
+            numbers = [joined[a].node_rank for a in plan.members]
+            assert numbers == sorted(fixed, key=lambda n: n or 0)[: machine.settings.max_hosts]
+
+    def check_duties(self) -> None:
+        """Look at what everybody has to do."""
+        machine, plan = self.machine, self.machine.plan
+        duties = {agent: machine.duty(agent) for agent in machine.agents}
+        if machine.phase is Phase.OVER:
+            assert machine.outcome is not None
+            assert {machine.duty(a) for a in (*self.here, "?")} == {Leave(machine.outcome)}
+            return
+        assert machine.outcome is None
+        assert isinstance(machine.duty("?"), Rejoin)
+        for agent, duty in duties.items():
+            if machine.host(agent) in machine.excluded:
+                assert isinstance(duty, Leave) and duty.outcome.code == 1
+                continue
+            takes_part = plan is not None and machine.phase is not Phase.GATHERING
+            takes_part = takes_part and plan is not None and agent in plan.members
+            takes_part = takes_part and agent not in self.done
+            if not takes_part:
+                waits = machine.phase is Phase.GATHERING
+                assert isinstance(duty, Wait) and (duty.timer is not None) == waits
+            elif machine.phase is Phase.STOPPING:
+                assert duty == Stop(plan)
+            elif self.ready is not None:
+                assert duty == Work(plan, self.ready)
+        if machine.phase is Phase.RUNNING and self.ready is None:
+            first = [a for a in plan.members if a in duties] if plan is not None else []
+            prepares = [a for a, duty in duties.items() if isinstance(duty, Prepare)]
+            assert prepares in ([], first[:1])
+            assert prepares or first[0] in self.done
+        if machine.phase is Phase.GATHERING:
+            hopeful = plan is None or machine.missing > 0
+            assert hopeful, "enough hosts are here, and no round begins"
+            assert machine.missing == max(0, machine.settings.min_hosts - self.able())
+
+    def able(self) -> int:
+        """Count who could take part now."""
+        able = [
+            a
+            for a in self.machine.present
+            if a.host not in self.machine.excluded and a.agent not in self.leaving
+        ]
+        ranks = {a.node_rank for a in able}
+        return min(self.machine.settings.max_hosts, len(able) if None in ranks else len(ranks))
 
     def check(self) -> None:
         machine, wanted = self.machine, self.machine.settings
