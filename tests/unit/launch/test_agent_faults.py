@@ -133,9 +133,11 @@ def test_who_takes_part(here: str, before: str, lined_up: str) -> None:
     assert "".join(line_up(joined(here), before, 2)) == lined_up
 
 
-def machine_of(*names: str, **wishes: int) -> Machine:
+def machine_of(*names: str, max_restarts: int = 0) -> Machine:
     """Return a machine with a round that runs on as many hosts as there may be."""
-    machine = Machine(Settings(min_hosts=len(names), max_hosts=len(names), **wishes))
+    machine = Machine(
+        Settings(min_hosts=len(names), max_hosts=len(names), max_restarts=max_restarts)
+    )
     for name in names:
         machine.apply(Joined(name, f"host-{name}", 1))
     assert machine.phase is Phase.RUNNING

@@ -172,10 +172,8 @@ class World:
             if machine.host(agent) in machine.excluded:
                 assert isinstance(duty, Leave) and duty.outcome.code == 1
                 continue
-            takes_part = plan is not None and machine.phase is not Phase.GATHERING
-            takes_part = takes_part and plan is not None and agent in plan.members
-            takes_part = takes_part and agent not in self.done
-            if not takes_part:
+            runs = machine.phase is not Phase.GATHERING
+            if plan is None or not runs or agent not in plan.members or agent in self.done:
                 waits = machine.phase is Phase.GATHERING
                 assert isinstance(duty, Wait) and (duty.timer is not None) == waits
             elif machine.phase is Phase.STOPPING:

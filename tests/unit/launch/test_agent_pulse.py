@@ -42,7 +42,7 @@ class Agent:
     def __init__(self, name: str, key: JobKey, first: str | None) -> None:
         self.name, self.key, self.servers = name, key, list[StoreServer]()
         own = self.own = self.serve()
-        self.ladder = Ladder([first or own], key, own=own)
+        self.ladder = Ladder([first or own], key, own=own, patience_s=30.0)
         if first is None:
             self.ladder.lead()
         else:
