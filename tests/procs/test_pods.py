@@ -136,3 +136,24 @@ def test_a_program_without_a_launcher_waits_for_the_first_pods_name(pods: Pods) 
     first = pods.start(pods.nodes[0], 0, program)
     assert ended(first) == (0, ["0 2"])
     assert ended(second) == (0, ["1 2"])
+
+
+def test_a_task_of_skypilot_needs_no_flags(pods: Pods) -> None:
+    program = pods.folder / "tell.py"
+    program.write_text(TELL)
+    nodes = []
+    for rank, host in enumerate(pods.nodes):
+        variables = {  # as SkyPilot 0.14 sets them
+            "SKYPILOT_NODE_RANK": str(rank),
+            "SKYPILOT_NODE_IPS": "\n".join(node.address for node in pods.nodes),
+            "SKYPILOT_NUM_NODES": "2",
+            "SKYPILOT_NUM_GPUS_PER_NODE": "2",
+            "SKYPILOT_TASK_ID": "sky-2026-11-21-16-00-00-123456_cluster_1",
+            "SKYPILOT_INTERNAL_JOB_ID": "1",
+            "DURE_JOB_KEY_FILE": str(pods.folder / "key"),
+            "OMP_NUM_THREADS": "1",
+        }
+        words = ["-m", "dure.cli", "run", "--prefix", "none", program]
+        nodes.append(host.start(words, variables))
+    assert ended(nodes[0]) == (0, ["0 4 0", "1 4 0"])
+    assert ended(nodes[1]) == (0, ["2 4 1", "3 4 1"])
