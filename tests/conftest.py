@@ -22,7 +22,7 @@ from dure.testing.pool import start_server
 
 os.environ["DURE_TRACE_DIR"] = "off"  # what fails on purpose leaves no files; a test sets its own
 
-_PATIENCE_S = 3.0
+_PATIENCE_S = 30.0
 _POLL_S = 0.02
 _SERVERS = ("forkserver", "resource_tracker")  # multiprocessing's own; they live as long as pytest
 _WITH_PROCESSES = ("procs", "faults", "parity")

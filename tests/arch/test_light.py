@@ -27,7 +27,7 @@ def _load(module: str) -> dict:
         [sys.executable, "-c", MEASURE.format(module=module)],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=100,
         check=True,
     )
     return json.loads(done.stdout)

@@ -165,7 +165,7 @@ class Crew:
             host.process.kill()
             host.process.communicate()
         self.keeper.close()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while (left := _living(self.tag)) and time.monotonic() < deadline:
             time.sleep(0.01)
         for pid in left:

@@ -86,10 +86,10 @@ sys.stdin.read()
         start = time.monotonic()
         with pytest.raises(StoreLost):
             store.get("never")
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 15
         start = time.monotonic()
         store.close()
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < 15
 
 
 def test_a_killed_server_is_noticed_although_a_forked_child_of_it_lives() -> None:
@@ -138,7 +138,7 @@ def test_a_rank_that_dies_before_all_came_is_named(kind: str, port: int, tmp_pat
             assert line(watcher) == "both came"
             programs[1].kill()
             programs[1].wait()
-            _, err = programs[0].communicate(timeout=10)
+            _, err = programs[0].communicate(timeout=100)
         assert "RendezvousError" in err
         assert f"pid {programs[1].pid}" in err
 

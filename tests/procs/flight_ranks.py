@@ -14,7 +14,7 @@ import dure as dist
 from dure import trace
 from dure.errors import PeerLost
 
-_LIMIT_S = 20.0
+_LIMIT_S = 100.0
 _POLL_S = 0.02
 
 

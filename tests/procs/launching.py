@@ -69,7 +69,7 @@ class Launching:
 
     directory: Path
     tag: str = field(default_factory=lambda: f"LAUNCH_TEST={uuid.uuid4().hex}")
-    limit_s: float = 50.0
+    limit_s: float = 150.0
 
     def write(self, text: str, name: str = "prog.py") -> str:
         path = self.directory / name

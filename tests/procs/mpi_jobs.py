@@ -15,7 +15,7 @@ from dure.comm.backends.mpi import library as mpi_library
 
 TESTS = Path(__file__).parents[1]
 PROGRAMS = TESTS / "procs" / "programs"
-LIMIT_S = 50
+LIMIT_S = 150
 
 
 @functools.cache

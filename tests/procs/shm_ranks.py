@@ -18,7 +18,7 @@ from dure.comm.backends.shm import backend as shm
 from dure.store.base import Store
 from dure.store.file import FileStore
 
-_TEST_S = 30.0
+_TEST_S = 100.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Ranks:
     """Processes that run `fn(seat, *args)`; what they return, or raise, is in `results`."""
 
     def __init__(
-        self, n: int, folder: Path, fn: Callable[..., object], *args: object, timeout_s: float = 20
+        self, n: int, folder: Path, fn: Callable[..., object], *args: object, timeout_s: float = 60
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "dure.comm.backends.shm.backend"])

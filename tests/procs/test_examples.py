@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 ALL = sorted(path.name for path in EXAMPLES.glob("[0-9]*.py"))
-LIMIT_S = 50
+LIMIT_S = 150
 
 
 def run(*command: str) -> str:

@@ -50,7 +50,7 @@ def test_long_lines_and_garbage_survive(job: Launching) -> None:
             sys.stdout.flush()
     """)
     out = subprocess.run(
-        [*DURE, "run", "-n", "2", program], stdout=subprocess.PIPE, timeout=30, check=False
+        [*DURE, "run", "-n", "2", program], stdout=subprocess.PIPE, timeout=100, check=False
     )
     assert out.returncode == 0
     lines = out.stdout.split(b"\n")[:-1]
@@ -155,7 +155,7 @@ def test_terminal_gets_colours_and_a_prefix_after_carriage_returns(job: Launchin
     data = b""
     while b"\n" not in data:
         data += os.read(terminal, 1000)
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=100) == 0
     os.close(terminal)
     prefix = b"\x1b[36m[0] \x1b[0m"
     assert data.startswith(prefix + b"10%\r" + prefix + b"20%\r")
@@ -180,7 +180,7 @@ def test_live_view_shows_every_rank_and_its_step_and_goes_at_the_end(job: Launch
     data = b""
     while data.count(b"3/9") < 2 or b"[0-1] " not in data:
         data += os.read(terminal, 10_000)
-    process.communicate(timeout=30)
+    process.communicate(timeout=100)
     with contextlib.suppress(OSError):  # the end of a terminal
         while more := os.read(terminal, 10_000):
             data += more

@@ -157,7 +157,7 @@ def test_two_hosts_meet_by_the_variables_that_kubeflow_sets(job: Launching) -> N
             )
             for node in (0, 1)
         ]
-        told = [process.communicate(timeout=30) for process in started]
+        told = [process.communicate(timeout=100) for process in started]
     assert [process.returncode for process in started] == [0, 0], told
     lines = sorted(line.partition("] ")[2] for out, _ in told for line in out.splitlines())
     assert lines == ["0 0 0 3", "1 1 0 3", "2 0 1 3"]

@@ -18,7 +18,7 @@ from dure.errors import LaunchError, PeerLost
 from dure.native import available as native_available
 from dure.testing import ProcessPool
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 NEWS_S = 0.3  # for what was told to arrive: where it does harm, it does so within some milliseconds
 
 pytestmark = pytest.mark.skipif(

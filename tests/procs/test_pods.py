@@ -18,7 +18,7 @@ from procs.hosts import Host, hosts, why_not
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 
 TELL = "import os; print(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'GROUP_RANK')))\n"
-LIMIT_S = 50
+LIMIT_S = 150
 
 
 class Pods:
@@ -32,7 +32,7 @@ class Pods:
         (folder / "key").chmod(0o600)
         for host in made:
             mount = host.start_any(["mount", "--bind", self._names, "/etc/hosts"], {})
-            assert mount.wait(timeout=10) == 0, mount.communicate()
+            assert mount.wait(timeout=100) == 0, mount.communicate()
 
     def know(self, index: int, address: str) -> None:
         """Let the name server know where a pod is, and forget where it was."""

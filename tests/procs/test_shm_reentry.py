@@ -277,14 +277,14 @@ while time.monotonic() < until:
 @pytest.mark.parametrize("call", ["async", "sync"])
 def test_program_that_ends_while_a_daemon_thread_waits_ends_well(call):
     command = [sys.executable, "-c", _ENDS_WHILE_WAITING, call]
-    ended = subprocess.run(command, capture_output=True, timeout=30, check=False)
+    ended = subprocess.run(command, capture_output=True, timeout=100, check=False)
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 def test_program_that_ends_while_daemon_threads_are_busy_ends_well():
     command = [sys.executable, "-c", _ENDS_WHILE_BUSY]
     for _ in range(3):
-        ended = subprocess.run(command, capture_output=True, timeout=30, check=False)
+        ended = subprocess.run(command, capture_output=True, timeout=100, check=False)
         assert (ended.returncode, ended.stderr) == (0, b"")
 
 

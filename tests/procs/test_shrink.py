@@ -20,7 +20,7 @@ from procs.shm_ranks import Ranks, Seat
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
 
-SOON_S = 5.0  # it takes some 30 ms; a busy machine gets more
+SOON_S = 15.0  # it takes some 30 ms; a busy machine gets more
 
 
 def _join(seat: Seat, run: str = "", timeout_s: float = 20) -> None:

@@ -97,7 +97,7 @@ def test_shell_of_a_batch_script_is_no_rank(cluster, tmp_path):
     out = tmp_path / "out"
     script.write_text(f"#!/bin/sh\n{sys.executable} -m dure.cli env --json\n")
     cluster.run("sbatch", "-N2", "-o", out, script)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not (out.exists() and out.read_text().endswith("}\n")):
         assert time.monotonic() < deadline, "the batch script has not ended"
         time.sleep(0.05)
@@ -117,10 +117,10 @@ def test_warning_signal_reaches_the_ranks(cluster, program, key):
         assert all("ready" in job.stdout.readline() for _ in range(2))
         cluster.run("scancel", "--signal=USR1", "--name=warned")
         try:
-            out, err = job.communicate(timeout=20)
+            out, err = job.communicate(timeout=100)
         except subprocess.TimeoutExpired:
             job.send_signal(signal.SIGTERM)
-            out, err = job.communicate(timeout=20)
+            out, err = job.communicate(timeout=100)
     assert out.count("warned") >= 1, err
     assert job.returncode == 0
 

@@ -18,7 +18,7 @@ import pytest
 
 PROGRAM = Path(__file__).parent / "programs" / "for_torch.py"
 IMPORT = "import torch.distributed as dist\n"
-LIMIT_S = 50
+LIMIT_S = 150
 
 
 def free_port() -> str:

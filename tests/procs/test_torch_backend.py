@@ -84,7 +84,7 @@ def _run(code: str, path: str) -> list[str]:
         env={"PYTHONPATH": path, "PATH": ""},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=100,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -79,7 +79,7 @@ def start(spec: JobSpec, zygote: Zygote, **variables: str) -> RankProcess:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -81,7 +81,7 @@ class Victim:
 
     def has_at_most(self, descriptors: int) -> None:
         """The server has so few open, as soon as ZeroMQ has closed what was shut."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while (now := psutil.Process(self.program.pid).num_fds()) > descriptors:
             assert time.monotonic() < deadline, f"{now} descriptors"
             time.sleep(0.005)
@@ -94,7 +94,7 @@ class Victim:
 
     def lines_about(self, who: str, least: int = 1) -> list[str]:
         """The log's lines with `who` in them, when there are `least`."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while len(found := [text for text in self.lines() if who in text]) < least:
             assert time.monotonic() < deadline, f"{who} is not in the log: {self.lines()[-5:]}"
             time.sleep(0.005)

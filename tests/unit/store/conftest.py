@@ -52,7 +52,7 @@ def nothing_leaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[N
     monkeypatch.setattr("dure.store.network._LATE_S", 0.2)  # each failed meeting costs as much
     before = threading.active_count(), len(os.listdir("/proc/self/fd"))
     yield
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while (now := (threading.active_count(), len(os.listdir("/proc/self/fd")))) > before:
         assert time.monotonic() < deadline, f"threads, descriptors: {before} before, {now} after"
         time.sleep(0.002)
