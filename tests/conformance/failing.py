@@ -87,11 +87,19 @@ def case_mismatch_of_async_operations(rank, n):
     )
 
 
+def _impatient_group(limit_s: float):
+    """Make a group that waits so long for its operations; its ranks had all the time to come."""
+    group = dist.new_group()
+    dist.barrier(group=group)
+    group.set_timeout(timedelta(seconds=limit_s))
+    return group
+
+
 def case_late_rank(rank, n):
     """The last rank does not call until all others have given up."""
     if n == 1:
         return
-    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    group = _impatient_group(0.8)
     if rank != n - 1:
         with pytest.raises(CommTimeout) as info:
             dist.all_reduce(torch.zeros(4), group=group)
@@ -107,7 +115,7 @@ def case_late_rank(rank, n):
 def case_message_that_never_comes(rank, n):
     if n == 1:
         return
-    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    group = _impatient_group(0.4)
     if rank == 0:
         with pytest.raises(CommTimeout):
             dist.recv(torch.zeros(4), src=1, group=group)

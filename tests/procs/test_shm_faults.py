@@ -7,6 +7,7 @@ import resource
 import signal
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -132,6 +133,7 @@ def _stops(seat: Seat, operation: str):
     backend = join(seat)
     x = torch.ones(200_000)
     backend.all_reduce(x, SUM, False)
+    backend.set_timeout(timedelta(seconds=1))  # all had the time to come
     if seat.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     if operation == "async":
@@ -144,7 +146,7 @@ def _stops(seat: Seat, operation: str):
 
 @pytest.mark.parametrize("operation", ["barrier", "broadcast", "async"])
 def test_stopped_rank_is_missing_at_the_timeout_of_3_ranks(tmp_path, operation):
-    with Ranks(3, tmp_path, _stops, operation, timeout_s=0.5) as ranks:
+    with Ranks(3, tmp_path, _stops, operation) as ranks:
         for rank in (0, 2):
             error = ranks.result(rank)
             assert isinstance(error, CommTimeout)
@@ -160,9 +162,9 @@ def _is_elsewhere(seat: Seat, calls: int):
     for _ in range(calls):
         backend.all_reduce(torch.ones(4), SUM, False)
     if seat.rank == 1:
-        backend.set_timeout(100 * backend.timeout)
         _caught(lambda: backend.recv(torch.ones(4), 0, 0, False))  # the line that is told
         return None
+    backend.set_timeout(timedelta(seconds=1.5))
     error = _caught(lambda: backend.barrier(False))[0]
     backend.close(False)
     return error
@@ -170,14 +172,14 @@ def _is_elsewhere(seat: Seat, calls: int):
 
 @pytest.mark.parametrize("calls", [0, 3])
 def test_absent_rank_tells_its_line_at_the_timeout_of_3_ranks(tmp_path, calls):
-    with Ranks(3, tmp_path, _is_elsewhere, calls, timeout_s=0.3) as ranks:
+    with Ranks(3, tmp_path, _is_elsewhere, calls) as ranks:
         code = _is_elsewhere.__code__
         told = [ranks.result(rank) for rank in (0, 2)]
         for error in told:
             assert isinstance(error, CommTimeout)
             assert error.missing == (1,)
             where = error.whereabouts[1]
-            assert f"{code.co_filename}:{code.co_firstlineno + 6} in _is_elsewhere" in where
+            assert f"{code.co_filename}:{code.co_firstlineno + 5} in _is_elsewhere" in where
             assert (f"all_reduce #{calls}" in where) == (calls > 0)
 
 

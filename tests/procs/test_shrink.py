@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-"
 SOON_S = 15.0  # it takes some 30 ms; a busy machine gets more
 
 
-def _join(seat: Seat, run: str = "", timeout_s: float = 20) -> None:
+def _join(seat: Seat, run: str = "", timeout_s: float = 60) -> None:
     """Join over a file, or, where there is a run's name, over a socket that rank 0 holds."""
     timeout = timedelta(seconds=timeout_s)
     if not run:
@@ -137,7 +137,9 @@ def test_shrink_group_excludes_ranks_that_live_of_4_ranks(tmp_path):
 
 
 def _is_stopped(seat: Seat):
-    _join(seat, timeout_s=0.3)
+    _join(seat)
+    dure.barrier()
+    dure.group.WORLD.set_timeout(timedelta(seconds=1))  # all had the time to come
     if seat.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
         return None

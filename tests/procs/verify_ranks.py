@@ -61,10 +61,9 @@ def differ(rank: int, kind: str, lengths: tuple[int, int], dtypes: tuple[str, st
 
 
 def come_late(rank: int) -> None:
-    group = dist.new_group(
-        backend="gloo", pg_options={"verify": True}, timeout=timedelta(seconds=0.5)
-    )
+    group = dist.new_group(backend="gloo", pg_options={"verify": True})
     dist.barrier(group)
+    group.set_timeout(timedelta(seconds=0.8))  # the ranks had all the time to come
     if rank == 2:
         dist.barrier()  # the others have given up
     with pytest.raises(CommTimeout) as info:

@@ -149,7 +149,7 @@ def test_new_group_member_that_does_not_come_is_named():
         if rank == 1:
             return None
         with pytest.raises(RendezvousTimeout) as caught:
-            dist.new_group(timeout=timedelta(seconds=0.2))
+            dist.new_group(timeout=timedelta(seconds=1))
         return caught.value.came, caught.value.missing
 
     assert run_ranks(3, body)[0] == ((0, 2), (1,))

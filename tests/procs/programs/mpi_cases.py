@@ -174,7 +174,8 @@ def case_message_of_a_rank_that_left(rank, n):
 def case_receive_that_timed_out_leaves_the_group_whole(rank, n):
     if n == 1:
         return
-    group = dist.new_group(timeout=timedelta(seconds=0.3))
+    group = dist.new_group()
+    group.set_timeout(timedelta(seconds=0.3))
     if rank == 0:
         with pytest.raises(CommTimeout) as info:
             dist.recv(torch.zeros(4), src=1, tag=5, group=group)

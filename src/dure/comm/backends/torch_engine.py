@@ -84,6 +84,9 @@ class _Calls:
             return self._engine.recv_anysource([wire], tag)
         return self._engine.recv([wire], src, tag)
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._engine._set_default_timeout(timeout)
+
 
 class _Gloo(_Calls):
     """Gloo's particulars."""

@@ -85,6 +85,10 @@ class EngineCalls(Protocol):
         """Receive from `src`, or from anyone."""
         ...
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long work that begins later may take."""
+        ...
+
     def leave(self) -> None:
         """End in good order; nothing is pending."""
         ...

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from weakref import WeakSet
 
 import torch
@@ -361,6 +362,12 @@ class EngineGroup:
         """See `Backend.host_shared_empty`: there is none."""
         del nbytes
         return None
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long an operation may wait for its peers."""
+        self._patience = timeout  # of messages, which engines otherwise give what they began with
+        if self._engine is not None:
+            self._engine.set_timeout(timeout)
 
     def close(self, abort: bool) -> None:
         """See `Backend.close`."""

@@ -16,6 +16,7 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from weakref import WeakValueDictionary
 
 import torch
@@ -89,7 +90,7 @@ class ThreadBackend:
 
     def __init__(self, options: BackendOptions, room: Room) -> None:
         self._room, self._rank, self._size = room, options.rank, options.size
-        self._timeout_s = options.timeout.total_seconds()
+        self.set_timeout(options.timeout)
 
     @property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
@@ -99,6 +100,10 @@ class ThreadBackend:
     def gone(self, rank: int) -> bool:
         """Tell whether `rank` has left, or ended."""
         return self._room.has_left(rank)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long an operation may wait for its peers."""
+        self._timeout_s = timeout.total_seconds()
 
     def _meet(
         self,
