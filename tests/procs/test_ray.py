@@ -13,7 +13,7 @@ cluster_utils = pytest.importorskip("ray.cluster_utils", reason="this Ray has no
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "clusters.md"
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # a busy Ray starts slowly
 
 
 def test_the_documented_program_trains_on_actors_of_two_nodes(tmp_path: Path) -> None:
