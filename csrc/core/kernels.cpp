@@ -7,7 +7,9 @@
 //
 // Widened means: 16 and 8 bit floats accumulate in float, complex32 in complex64, everything else
 // in itself; integers as unsigned, which wraps around without undefined behaviour. Contraction to
-// fused multiply-add is off, so that all instruction sets give the same bits.
+// fused multiply-add is off, so that all instruction sets give the same bits of every number.
+// (Which NaN comes of two is left open: the processor takes the first operand's sign and payload,
+// and which operand of a sum comes first is the compiler's choice, another one with other flags.)
 //
 // What an element is and how two are combined: elements.h. As there, nothing here may be an inline
 // function shared with other objects.
