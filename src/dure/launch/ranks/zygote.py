@@ -25,6 +25,7 @@ from dure import env
 from dure.launch.interpreter import interpreter_options
 from dure.launch.ranks.child import first_path
 from dure.launch.ranks.forking import receive, send
+from dure.launch.ranks.heapfile import HeapFile
 from dure.launch.ranks.imports import names_to_import
 from dure.launch.spec import JobSpec
 
@@ -96,6 +97,7 @@ class Zygote:
     ) -> None:
         self._environment = environment | {"DURE_ROOM": "x" * _ROOM_BYTES}
         self._link, theirs = socket.socketpair()
+        self._heap, self._imports_torch = HeapFile(), "torch" in names
         self._printed = {"stdout": b"", "stderr": b""}
         self._state: str | None = "waiting"
         self.say: Callable[[str], object] = bool
@@ -111,7 +113,7 @@ class Zygote:
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 env=self._environment,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), self._heap.fileno()),
                 start_new_session=True,
             )
         with contextlib.suppress(OSError):  # it has died: `trouble` will say so
@@ -119,6 +121,7 @@ class Zygote:
                 "first_path": first_path(spec.kind, spec.program),
                 "needed": names[:needed],
                 "wanted": names[needed:],
+                **self._heap.setup(),
             }
             send(self._link, setup)
 
@@ -134,7 +137,10 @@ class Zygote:
             interrupted: A descriptor that becomes readable when the user has had enough.
         """
         if self._state == "waiting":
+            if self._imports_torch:
+                self._heap.reserve()
             self._state = self._wait(interrupted)
+            self._heap.close()
             if self._state is not None:
                 self.close()
         return self._state
@@ -192,6 +198,7 @@ class Zygote:
     def close(self) -> None:
         """End it; ranks that were forked stay."""
         self._link.close()
+        self._heap.close()
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdout, self._process.stderr):
