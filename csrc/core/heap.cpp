@@ -10,9 +10,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#ifdef __GLIBC__
-#include <gnu/libc-version.h>
-#endif
 
 namespace dure {
 
@@ -26,26 +23,31 @@ struct Range {
 bool allocator_is_the_c_librarys() {
 #ifdef __GLIBC__
     Dl_info allocator, library;
-    return dladdr(reinterpret_cast<void*>(&std::malloc), &allocator) != 0 &&
-           dladdr(reinterpret_cast<void*>(&gnu_get_libc_version), &library) != 0 &&
-           allocator.dli_fbase == library.dli_fbase;
+    void* const in_use = dlsym(RTLD_DEFAULT, "malloc");
+    void* const libc = dlsym(RTLD_DEFAULT, "gnu_get_libc_version");
+    return in_use != nullptr && libc != nullptr && dladdr(in_use, &allocator) != 0 &&
+           dladdr(libc, &library) != 0 && allocator.dli_fbase == library.dli_fbase;
 #else
     return false;
 #endif
 }
 
-// The kernel's own list; what was moved before bears the file's name there.
+// The kernel's own list, where it may stand in pieces that touch (a fork's heap that has grown).
+// What was moved before bears the file's name there.
 Range heap() {
     Range found;
     std::FILE* maps = std::fopen("/proc/self/maps", "re");
     if (maps == nullptr) return found;
     char line[512];
-    while (found.bytes == 0 && std::fgets(line, sizeof line, maps) != nullptr) {
+    while (std::fgets(line, sizeof line, maps) != nullptr) {
         unsigned long begin = 0, end = 0;
         if (std::strstr(line, " rw-p ") == nullptr || std::strstr(line, " [heap]\n") == nullptr)
             continue;
-        if (std::sscanf(line, "%lx-%lx", &begin, &end) == 2)
-            found = {reinterpret_cast<char*>(begin), end - begin};
+        if (std::sscanf(line, "%lx-%lx", &begin, &end) != 2) continue;
+        char* const first = reinterpret_cast<char*>(begin);
+        if (found.bytes == 0) found.begin = first;
+        if (found.begin + found.bytes != first) break;
+        found.bytes += end - begin;
     }
     std::fclose(maps);
     return found;

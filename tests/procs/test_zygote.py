@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -12,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from dure import env
+from dure import env, native
 from dure.launch import JobSpec, Line, run_job
-from dure.launch.ranks import forking
+from dure.launch.ranks import forking, heapfile
 from dure.launch.ranks.processes import adopting_orphans
 from dure.launch.ranks.spawn import RankProcess, start_rank
 from dure.launch.ranks.zygote import Zygote, zygote_for
@@ -57,14 +58,21 @@ def spec(tmp_path: Path) -> JobSpec:
 
 @pytest.fixture
 def zygote(spec: JobSpec) -> Iterator[Zygote]:
-    never, hold = os.pipe()
-    with adopting_orphans(), zygote_for(spec, "a-job", None) as zygote:
-        assert zygote is not None
-        assert zygote.trouble(never) is None
+    with contextlib.ExitStack() as stack:
+        zygote = ready(spec, stack)
         yield zygote
-    os.close(never)
-    os.close(hold)
     assert not os.path.exists(f"/proc/{zygote.pid}")
+
+
+def ready(spec: JobSpec, stack: contextlib.ExitStack) -> Zygote:
+    never, hold = os.pipe()
+    stack.callback(os.close, never)
+    stack.callback(os.close, hold)
+    stack.enter_context(adopting_orphans())
+    zygote = stack.enter_context(zygote_for(spec, "a-job", None))
+    assert zygote is not None
+    assert zygote.trouble(never) is None
+    return zygote
 
 
 def start(spec: JobSpec, zygote: Zygote, **variables: str) -> RankProcess:
@@ -270,3 +278,56 @@ with dure.process_group():
     dure.all_reduce(t)
     print("sum", bool((t == 2).all()))
 """
+
+
+# ---- its heap, in a memory file ------------------------------------------------------------------
+
+LARGE = "data = [bytearray(b'%04d' % i * 200) for i in range(20_000)]"  # 16 MB of small blocks
+LOOKS = """
+import re, sys
+data = sys.modules["large_heap"].data
+whole = all(block == b"%04d" % i * 200 for i, block in enumerate(data[::{step}]))
+entries = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", open("/proc/self/smaps").read())
+heaps = [x for x in entries if "{name}" in x.split("\\n")[0]]
+amounts = [dict(re.findall(r"(?m)^(Size|Rss): +(\\d+)", x)) for x in heaps]
+sizes = [sum(int(x[key]) for x in amounts) for key in ("Size", "Rss")]
+data[0][:] = b"mine"
+print(whole, *sizes)
+"""
+
+
+@pytest.fixture
+def large(spec: JobSpec) -> JobSpec:
+    Path(spec.program).with_name("large_heap.py").write_text(LARGE)
+    return dataclasses.replace(spec, preload=("large_heap",))
+
+
+def looks(spec: JobSpec, zygote: Zygote, name: str, step: int) -> tuple[bool, int, int]:
+    """Let a rank look at each `step`-th block, and tell what it has mapped of `name`, in MB."""
+    Path(spec.program).write_text(LOOKS.format(name=name, step=step))
+    whole, size, resident = output(start(spec, zygote)).split()
+    return whole == "True", int(size) >> 10, int(resident) >> 10
+
+
+def test_ranks_map_of_the_heap_what_they_touch_and_change_their_own(large: JobSpec) -> None:
+    if not native.available()[0]:
+        pytest.skip(native.available()[1])
+    with contextlib.ExitStack() as stack:
+        zygote = ready(large, stack)
+        whole, size, little = looks(large, zygote, "memfd:dure-heap", 20_000)
+        assert whole
+        assert size >= 16
+        assert little < size / 2
+        whole, _, all_of_it = looks(large, zygote, "memfd:dure-heap", 1)  # as it was: not b"mine"
+        assert whole
+        assert all_of_it >= 16
+
+
+def test_ranks_have_the_heap_as_it_is_where_there_is_no_engine(
+    large: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heapfile, "EXTENSION_SUFFIXES", [])
+    with contextlib.ExitStack() as stack:
+        whole, size, _ = looks(large, ready(large, stack), "[heap]", 1)
+        assert whole
+        assert size >= 16
