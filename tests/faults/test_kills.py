@@ -41,7 +41,9 @@ ELASTIC = Plan(
     nproc=3,
     min_agents=1,
     max_restarts=9,
-    kills=kills("rank 0", "newcomer while it joins", "agent"),
+    kills=kills(
+        "survivor while all regroup", "newcomer while it gets the state", "agent", "rank 0"
+    ),
     returns=False,
 )
 

@@ -16,7 +16,7 @@ from typing import get_args
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dure.errors import DureError, StoreError
@@ -55,6 +55,11 @@ some_bytes = st.one_of(
     ).map(msgspec.msgpack.encode),
 )
 
+NO_TEXT = b"\x91\xa3\x00\x00\x80"
+"""A list with a text that is no UTF-8: msgspec has another error for that."""
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)
+
 keys = st.lists(st.sampled_from("abc"), max_size=3).map(tuple)
 requests = st.builds(
     Request,
@@ -68,14 +73,14 @@ clients = st.sampled_from([b"A", b"B", b"C"])
 
 
 def a_request(data: bytes) -> None:
-    with contextlib.suppress(msgspec.DecodeError):
+    with contextlib.suppress(*UNREADABLE):
         request = read_request(data)
         assert not math.isnan(request.timeout_s)
         assert read_request(pack(request)) == request
 
 
 def a_reply(data: bytes) -> None:
-    with contextlib.suppress(msgspec.DecodeError):
+    with contextlib.suppress(*UNREADABLE):
         pack(read_reply(data))
 
 
@@ -85,7 +90,7 @@ def frames(data: bytes) -> None:
 
 
 def an_event(data: bytes) -> None:
-    with contextlib.suppress(msgspec.DecodeError, DureError):
+    with contextlib.suppress(*UNREADABLE, DureError):
         read_event(data)
 
 
@@ -157,12 +162,22 @@ def fuzz(target: Callable[[bytes], None], examples: int) -> None:
         deadline=None,
         database=None,
         suppress_health_check=[HealthCheck.too_slow],
-    )(given(some_bytes)(target))()
+    )(example(NO_TEXT)(given(some_bytes)(target)))()
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_bytes_of_others_end_in_a_value_or_the_right_error(target: Callable[[bytes], None]) -> None:
     fuzz(target, QUICK if target is not a_store_file else QUICK // 4)
+
+
+def test_a_store_file_with_a_key_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    FileStore(path, timeout=timedelta(seconds=1)).set("k", "v")
+    record = msgspec.msgpack.encode(Record("set", "?", b"")).replace(b"?", b"\x80")
+    head = len(record).to_bytes(4, "little") + zlib.crc32(record).to_bytes(4, "little")
+    path.write_bytes(path.read_bytes() + head + record)
+    with pytest.raises(StoreError):
+        FileStore(path, timeout=timedelta(seconds=1)).get("k")
 
 
 @pytest.mark.slow

@@ -279,7 +279,7 @@ def _user_of(record: Record, path: str | os.PathLike[str]) -> Identity:
     """Read who opened the store."""
     try:
         return _IDENTITY.decode(record.value)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise StoreError(
             f"the store's file {path} says of one who opened it what cannot be understood",
             seen=str(error),

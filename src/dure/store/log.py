@@ -119,7 +119,7 @@ class Log:
     def _record(self, payload: bytes) -> Record:
         try:
             return _unpack(payload)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise StoreError(
                 f"the store's file {self.path} holds a record that is none",
                 seen=str(error),

@@ -235,7 +235,7 @@ class NetworkStore(Store):
             answer = connection.call(frame, deadline)
             whole = answer is not None
             return read_reply(answer) if answer is not None else None
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise StoreError(
                 f"the store at {self._endpoint} gave an answer that is none",
                 seen=str(error),

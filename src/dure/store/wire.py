@@ -1,7 +1,9 @@
 """What client and server of the network store say to each other.
 
 One request, one reply, both msgpack of a fixed shape that msgspec checks field by field; nothing is
-ever unpickled. A connection carries one request at a time, so messages need no numbers.
+ever unpickled. What is not of that shape raises `msgspec.DecodeError`, and a text that is no UTF-8
+`UnicodeDecodeError`, which is no kind of it. A connection carries one request at a time, so
+messages need no numbers.
 
 A message longer than `MAX_FRAME_BYTES` travels as several ZeroMQ frames, which arrive together or
 not at all. ZeroMQ is told to take no frame that is longer; this holds for the frames of the

@@ -81,5 +81,5 @@ def decode(line: str) -> Event | None:
         return None
     try:
         return _decoder.decode(line)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return None

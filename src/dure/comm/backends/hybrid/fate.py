@@ -151,7 +151,7 @@ class Fate:
         if outcome.status == Status.OUTSIDE:
             try:
                 return msgspec.json.decode(outcome.detail, type=Verdict)
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, UnicodeDecodeError):
                 return Verdict(kind="CommError", what="the group is broken")
         return self._translate(self._local.error(outcome))
 

@@ -86,7 +86,7 @@ class Line:
                 word = msgspec.msgpack.decode(self.socket.recv(zmq.NOBLOCK), type=Word)
             except zmq.Again:
                 return
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, UnicodeDecodeError):
                 continue
             if secrets.compare_digest(word.token, self.token):
                 yield word
