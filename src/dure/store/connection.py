@@ -16,6 +16,7 @@ import time
 import zmq
 
 from dure.errors import StoreLost, StoreRefused, StoreTimeout
+from dure.store import hiding
 from dure.store.key import JobKey
 from dure.store.monitor import read_event
 from dure.store.wire import FRAME_LIMIT, MAX_FRAME_BYTES, Request, frames_of, pack
@@ -64,6 +65,16 @@ class Connection:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, key: JobKey | None):
         self._endpoint = endpoint
+        if key is None:
+            self._open(context, None)
+        else:
+            hiding.apart(lambda: self._open(context, key))
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    def _open(self, context: zmq.Context[zmq.Socket[bytes]], key: JobKey | None) -> None:
+        """Make the sockets: the secret key is in memory of the thread that does."""
         self._socket = context.socket(zmq.DEALER)
         try:
             self._monitor = context.socket(zmq.PAIR)
@@ -75,9 +86,6 @@ class Connection:
         except zmq.ZMQError:
             self.close()  # an open socket would keep the context from ending
             raise
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
 
     def _connect(self, key: JobKey | None) -> None:
         """Watch the socket, and let it connect once."""
@@ -89,9 +97,8 @@ class Connection:
         socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
         socket.ipv6 = "[" in endpoint
         if key is not None:
-            own = key.pair("store client")
-            socket.curve_secretkey, socket.curve_publickey = own.secret, own.public
-            socket.curve_serverkey = key.pair("store server").public
+            key.arm(socket, "store client")
+            socket.curve_serverkey = key.public("store server")
         events = 0
         for event in _OUTCOMES:
             events |= event
@@ -174,6 +181,26 @@ def dial(
         StoreTimeout: Nobody listened there in time.
         StoreRefused: Whoever listens refused us several times running.
     """
+    connection = None
+    try:
+        connection = _dial(context, endpoint, key, timeout_s)
+        return connection
+    finally:
+        _hide(key, connection)
+
+
+def _hide(key: JobKey | None, connection: Connection | None) -> None:
+    """Keep the client's secret key out of core dumps; what attempts have left of it, too.
+
+    A connection that is open has copies in two places: this side's sockets, and the I/O thread.
+    """
+    if key is not None:
+        key.hide("store client", places=0 if connection is None else 2)
+
+
+def _dial(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, key: JobKey | None, timeout_s: float
+) -> Connection:
     start = time.monotonic()
     pause_s, outcome = 0.005, None
     refusals: list[_Outcome] = []
@@ -228,6 +255,17 @@ def knock(
     Raises:
         StoreRefused: Somebody with another key is there.
     """
+    connection = None
+    try:
+        connection = _knock(context, endpoint, key, patience_s)
+        return connection
+    finally:
+        _hide(key, connection)
+
+
+def _knock(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, key: JobKey | None, patience_s: float
+) -> Connection | None:
     outcome = None
     for _ in range(_REFUSALS):
         connection = Connection(context, endpoint, key)

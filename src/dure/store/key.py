@@ -25,13 +25,14 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from hmac import compare_digest
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import zmq
 from zmq.utils import z85
 
 from dure import env
 from dure.errors import StoreError
+from dure.store import hiding
 from dure.store.address import is_local
 from dure.store.keyfile import make_key_file, read_key_file
 
@@ -85,25 +86,26 @@ class JobKey:
         StoreError: There are more of them, or fewer.
     """
 
-    __slots__ = ("_raw",)
+    __slots__ = ("_page", "_publics")
 
-    def __init__(self, raw: bytes) -> None:
+    def __init__(self, raw: bytes | bytearray | memoryview) -> None:
         if len(raw) != KEY_BYTES:
             raise StoreError(
                 "a job key has the wrong length", seen=f"{len(raw)} bytes, not {KEY_BYTES}"
             )
-        self._raw = bytes(raw)
+        self._page = hiding.HiddenPage(raw)
+        self._publics: dict[str, bytes] = {}
 
     @property
     def raw(self) -> bytes:
-        """The 32 bytes."""
-        return self._raw
+        """A copy of the 32 bytes, no longer hidden."""
+        return bytes(self._page.view)
 
     def __repr__(self) -> str:
         return f"JobKey(fingerprint={self.fingerprint})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, JobKey) and compare_digest(self._raw, other._raw)
+        return isinstance(other, JobKey) and compare_digest(self._page.view, other._page.view)
 
     def __hash__(self) -> int:
         return hash(self.derive("hash"))
@@ -124,18 +126,48 @@ class JobKey:
     def derive(self, purpose: str) -> bytes:
         """Return 32 bytes for one purpose; those of another purpose cannot be found from them."""
         return blake2b(
-            purpose.encode(), key=self._raw, person=b"dure job key", digest_size=32
+            purpose.encode(), key=self._page.view, person=b"dure job key", digest_size=32
         ).digest()
 
     def pair(self, purpose: str) -> CurvePair:
         """Return the CURVE key pair for one purpose ("store server", "store client")."""
-        secret = z85.encode(self.derive(f"curve {purpose}"))
+        raw = self.derive(f"curve {purpose}")
+        secret = z85.encode(raw)
+        hiding.wipe(raw)
         return CurvePair(public=zmq.curve_public(secret), secret=secret)
+
+    def public(self, purpose: str) -> bytes:
+        """Return the public half of `pair` alone."""
+        if purpose not in self._publics:
+            pair = self.pair(purpose)
+            self._publics[purpose] = pair.public
+            hiding.wipe(pair.secret)
+        return self._publics[purpose]
+
+    def arm(self, socket: zmq.Socket[Any], purpose: str) -> None:
+        """Give a socket the key pair for one purpose; to be called `hiding.apart`."""
+        pair = self.pair(purpose)
+        try:
+            socket.curve_secretkey, socket.curve_publickey = pair.secret, pair.public
+        finally:
+            hiding.wipe(pair.secret)
+
+    def hide(self, purpose: str, places: int = 0, spare: int | None = None) -> bool:
+        """Keep ZeroMQ's copies of a secret key out of core dumps: see `hiding.hide`."""
+        secret = self.derive(f"curve {purpose}")
+        try:
+            return hiding.hide(secret, places, spare)
+        finally:
+            hiding.wipe(secret)
+
+    def write_to(self, fd: int) -> None:
+        """Write the 32 bytes to a file."""
+        os.write(fd, self._page.view)
 
 
 def mint() -> JobKey:
     """Return a new random key."""
-    return JobKey(secrets.token_bytes(KEY_BYTES))
+    return _taken(bytearray(secrets.token_bytes(KEY_BYTES)), KEY_BYTES)
 
 
 def user_key_path() -> Path:
@@ -211,15 +243,24 @@ def key_source() -> tuple[str, JobKey | None]:
 
 
 def _from_fd(fd: int) -> JobKey:
+    raw = bytearray(KEY_BYTES + 1)
     try:
-        raw = os.pread(fd, KEY_BYTES + 1, 0)
+        count = os.preadv(fd, [raw], 0)
     except OSError as error:
         raise StoreError(
             "the job key's descriptor cannot be read",
             seen=f"DURE_JOB_KEY_FD={fd}: {error.strerror}",
             fix="Keep inherited descriptors open (close_fds=False), or use DURE_JOB_KEY_FILE.",
         ) from None
-    return JobKey(raw)
+    return _taken(raw, count)
+
+
+def _taken(raw: bytearray, count: int) -> JobKey:
+    """Make a key of the first `count` bytes, and overwrite them."""
+    try:
+        return JobKey(memoryview(raw)[:count])
+    finally:
+        hiding.wipe(raw)
 
 
 def key_from_file(path: Path) -> JobKey:
@@ -229,7 +270,7 @@ def key_from_file(path: Path) -> JobKey:
         StoreError: It cannot be read, holds no key, or another user could have read or written it
             (see `dure.store.keyfile`).
     """
-    raw = read_key_file(path, KEY_BYTES + 1)
+    raw = read_key_file(path, KEY_BYTES + 1)  # one more, to see that there is no more
     if len(raw) != KEY_BYTES:
         has = f"{len(raw)} bytes" if len(raw) < KEY_BYTES else "more"
         raise StoreError(
@@ -237,7 +278,7 @@ def key_from_file(path: Path) -> JobKey:
             seen=f"{path} has {has}, and a key {KEY_BYTES}",
             fix=f"Make a new one: `umask 077; head -c {KEY_BYTES} /dev/urandom > {path}`.",
         )
-    return JobKey(raw)
+    return _taken(raw, KEY_BYTES)
 
 
 def _make(path: Path) -> JobKey:

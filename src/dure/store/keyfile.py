@@ -28,8 +28,8 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-def read_key_file(path: Path, most: int) -> bytes:
-    """Return what is in a key file, at most `most` bytes of it.
+def read_key_file(path: Path, most: int) -> bytearray:
+    """Return what is in a key file, at most `most` bytes of it, for the caller to overwrite.
 
     Raises:
         StoreError: It cannot be read, or another user could have read or written it. The text says
@@ -40,7 +40,9 @@ def read_key_file(path: Path, most: int) -> bytes:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         try:
             _check_file(path, os.fstat(fd))
-            return os.read(fd, most)
+            content = bytearray(most)
+            del content[os.readv(fd, [content]) :]
+            return content
         finally:
             os.close(fd)
     except OSError as error:
@@ -64,10 +66,11 @@ def make_key_file(path: Path, key: bytes) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
     try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(key)
-            file.flush()
+        try:
+            os.write(fd, key)  # through no buffer, which would keep a copy
             os.fsync(fd)
+        finally:
+            os.close(fd)
         with contextlib.suppress(FileExistsError):
             os.link(draft, path)
     finally:

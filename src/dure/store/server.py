@@ -30,6 +30,7 @@ import zmq
 from zmq.utils import z85
 
 from dure.errors import DureError, StoreError
+from dure.store import hiding
 from dure.store.address import Address, check_not_wildcard
 from dure.store.board import Answer, Board
 from dure.store.door import Door, close_inherited
@@ -66,6 +67,8 @@ _WAITING_REPLIES = 16
 time, so a member never has more than one."""
 
 _LONGEST_POLL_S = 3600.0
+_HIDE_AGAIN_S = 1.0
+"""Between two searches for copies of the secret key, where not all that come are hidden at once."""
 
 _log = logging.getLogger("dure.store")
 
@@ -132,13 +135,16 @@ class StoreServer:
         self._waker, self._wakened = socket.socketpair()
         self._wakened.setblocking(False)
         self._context = zmq.Context()
+        self._key, self._hide_at = key, 0.0
         try:
-            self._open(listener, key)
+            _, self._home = hiding.apart(lambda: self._open(listener, key))
         except zmq.ZMQError as error:
             self._close_sockets()
             raise StoreError(
                 f"the store cannot listen on {listener.endpoint}", seen=str(error)
             ) from None
+        if key is not None:
+            key.hide("store server", places=1)
         _servers.add(self)
         self._thread = threading.Thread(target=self._run, name="dure-store-server", daemon=True)
         self._thread.start()
@@ -200,10 +206,9 @@ class StoreServer:
         router.ipv6 = "[" in listener.endpoint
         self._admitted = b""
         if key is not None:
-            own = key.pair("store server")
-            self._admitted = z85.decode(key.pair("store client").public)
+            self._admitted = z85.decode(key.public("store client"))
             router.curve_server = True
-            router.curve_secretkey, router.curve_publickey = own.secret, own.public
+            key.arm(router, "store server")
             router.zap_domain = b"dure"
             if listener.endpoint.startswith("ipc://") and hasattr(zmq, "IPC_FILTER_UID"):
                 router.set(zmq.IPC_FILTER_UID, os.getuid())  # other users are not even accepted
@@ -294,7 +299,15 @@ class StoreServer:
             return router.recv_multipart()
         first = router.recv(copy=False)
         self._door.admit(client, first.get(zmq.SRCFD))
+        self._hide_key()
         return [first.bytes, *(router.recv_multipart() if router.rcvmore else ())]
+
+    def _hide_key(self) -> None:
+        """Keep the secret key out of core dumps: each connection has brought a copy of it."""
+        if self._key is None or time.monotonic() < self._hide_at:
+            return
+        lasts = self._key.hide("store server", places=2, spare=self._home)
+        self._hide_at = float("inf") if lasts else time.monotonic() + _HIDE_AGAIN_S
 
     def _handle(self, client: bytes, frames: list[bytes]) -> list[Answer]:
         try:

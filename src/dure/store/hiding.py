@@ -1,0 +1,302 @@
+"""Secrets and core dumps: a dump of a process shows everything but its secrets.
+
+The kernel leaves a page out of a dump if it was told so (`MADV_DONTDUMP`). So the job key lies in a
+page of its own (`HiddenPage`), what is made of it for a moment is overwritten (`wipe`), and only
+ZeroMQ's own copies are left: it keeps the CURVE secret keys in objects of its heap, which it
+neither shows nor clears. `hide` looks for those copies and hides the pages they lie on.
+
+**Where it looks.** A search of all memory would take longer than all else that a connection takes.
+But glibc gives each thread a heap of its own, its *arena*, as long as there are not too many. So
+sockets with secrets are made in a thread of their own (`apart`): the copies then lie in that
+thread's arena, in that of ZeroMQ's I/O thread, and on the two threads' stacks; and only arenas and
+stacks are searched, some hundred kilobytes. Arenas are known by where they lie: each begins at a
+multiple of 64 MiB, and what it does not use yet is mapped without permissions up to the next one.
+
+**If that fails** (another allocator, MALLOC_ARENA_MAX, hundreds of threads), copies are found in
+fewer places than there must be. Then all memory is searched, if this process can be dumped at all;
+and where a process may not look at its own memory, its soft limit of dumps is set to 0.
+
+**Servers** get copies with each connection, all in the I/O thread's arena: it is hidden as a whole,
+with all that it will grow to.
+
+A page that is hidden stays hidden when it is used for something else, so a debugger lacks it: some
+pages for a connection. Reading a living process (`gcore` as root, `ptrace`) is another matter: what
+`MADV_DONTDUMP` says is a request that gdb honours as well, not a protection.
+
+Cost: 1 to 3 ms a connection in a process with torch, most of it the list of mappings.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import re
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+__all__ = ["HiddenPage", "apart", "can_be_dumped", "hide", "refuse_dumps", "wipe"]
+
+_T = TypeVar("_T")
+_PAGE = mmap.PAGESIZE
+_ARENA = 64 << 20
+_LARGEST_GUARD = 1 << 20
+_LARGEST_STACK = 16 << 20
+_CHUNK = 1 << 18
+_WINDOW = 1 << 29  # of addresses, whose page table entries are read at once
+_PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 3, 4
+_MIDDLE = slice(1, -1)
+"""What is searched for: arithmetic on the curve changes bits of the first and the last byte."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.memmem.restype = ctypes.c_void_p
+_libc.memmem.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.malloc.restype = ctypes.c_void_p
+_libc.malloc.argtypes = [ctypes.c_size_t]
+_libc.free.argtypes = [ctypes.c_void_p]
+
+_log = logging.getLogger("dure.store")
+_Range = tuple[int, int]
+
+
+class HiddenPage:
+    """A page of memory for one secret, in no dump, and not swapped out if the system lets us.
+
+    A forked child has a copy, as hidden as this one. The page is cleared when nobody holds it.
+    """
+
+    __slots__ = ("_map", "view")
+
+    def __init__(self, secret: bytes | bytearray | memoryview) -> None:
+        self._map = mmap.mmap(-1, _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._map.madvise(mmap.MADV_DONTDUMP)
+        buffer = (ctypes.c_char * len(secret)).from_buffer(self._map)
+        _libc.mlock(ctypes.addressof(buffer), _PAGE)  # best effort: the limit may be small
+        self.view = memoryview(self._map)[: len(secret)]
+        """The secret, not copied."""
+        self.view[:] = secret
+
+    def __del__(self) -> None:
+        if hasattr(self, "view"):
+            self.view[:] = bytes(len(self.view))
+
+
+def wipe(secret: bytes | bytearray) -> None:
+    """Overwrite bytes that nobody else uses, in place; they are of no use afterwards."""
+    if isinstance(secret, bytearray):
+        secret[:] = bytes(len(secret))
+    elif len(secret) > 1:  # CPython shares those of length 0 and 1
+        ctypes.memset(id(secret) + bytes.__basicsize__ - 1, 0, len(secret))
+
+
+def refuse_dumps() -> None:
+    """Let this process never be dumped, traced or looked into, except by root.
+
+    That closes `/proc/PID/fd`, `environ` and `mem` to other processes of the same user, too. It
+    holds for forked children, and not for programs that they start.
+    """
+    _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def can_be_dumped() -> bool:
+    """Tell whether a crash of this process would leave a dump: to a file, or to a collector."""
+    if not _dumpable():
+        return False
+    if resource.getrlimit(resource.RLIMIT_CORE)[0] != 0:
+        return True
+    try:
+        with open("/proc/sys/kernel/core_pattern", "rb") as file:
+            return file.read(1) == b"|"
+    except OSError:
+        return True
+
+
+def _dumpable() -> bool:
+    return _libc.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) != 0
+
+
+def apart(action: Callable[[], _T]) -> tuple[_T, int]:
+    """Do something in a thread of its own; return its result, and where that thread's arena is.
+
+    It is done here, and the place is 0, if that is of no use, as no dump can be made; and where an
+    interpreter that is ending starts no threads.
+    """
+    if not _dumpable():
+        return action(), 0
+    results: list[_T] = []
+    errors: list[BaseException] = []
+    home = 0
+
+    def work() -> None:
+        nonlocal home
+        probe = _libc.malloc(64)
+        home = probe // _ARENA * _ARENA
+        _libc.free(probe)
+        try:
+            results.append(action())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="dure-secrets", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        return action(), 0
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0], home
+
+
+def hide(secret: bytes, places: int, spare: int | None = None) -> bool:
+    """Hide what copies of a secret there are from dumps.
+
+    Args:
+        secret: What to look for.
+        places: In how many arenas and stacks it must be. If it is found in fewer, all is searched.
+        spare: For a server: other arenas than this one are hidden as a whole, with what comes.
+
+    Returns:
+        Whether such an arena was found, so that `hide` need not be called again.
+    """
+    if not _dumpable():
+        return True
+    needle = secret[_MIDDLE]
+    try:
+        with _Memory() as memory:
+            arenas, stacks = memory.arenas_and_stacks()
+            hit = [base for base, parts in arenas.items() if memory.mark(parts, needle)]
+            hit_stacks = [parts for parts in stacks if memory.mark(parts, needle)]
+            if len(hit) + len(hit_stacks) < places and can_be_dumped():
+                memory.mark(memory.everything(), needle)
+    except OSError as error:
+        _give_up(error)
+        return True
+    finally:
+        wipe(needle)
+    lasting = [base for base in hit if base != spare] if spare is not None else []
+    for base in lasting:
+        _libc.madvise(base, _ARENA, mmap.MADV_DONTDUMP)
+    return bool(lasting)
+
+
+def _give_up(error: OSError) -> None:
+    """Switch dumps off, where they are on: the secrets cannot be taken out of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    if soft != 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+        _log.warning(
+            "this process writes no core dump: the job's keys cannot be taken out of it, for "
+            "%s cannot be read (%s); resource.setrlimit allows dumps again",
+            error.filename,
+            error.strerror,
+        )
+
+
+class _Memory:
+    """This process's memory, to be searched; other threads may unmap it meanwhile."""
+
+    def __enter__(self) -> _Memory:
+        self._fds = [os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)]
+        try:
+            self._fds.append(os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC))
+            self._mappings = list(_mappings())
+        except OSError:
+            self.__exit__()
+            raise
+        self._scratch = mmap.mmap(-1, _CHUNK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._scratch.madvise(mmap.MADV_DONTDUMP)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in self._fds:
+            os.close(fd)
+
+    def everything(self) -> list[_Range]:
+        """Return all memory that is this process's own and may hold what it wrote."""
+        return [(start, end) for start, end, kind in self._mappings if kind != "guard"]
+
+    def arenas_and_stacks(self) -> tuple[dict[int, list[_Range]], list[list[_Range]]]:
+        """Return the arenas of threads by where they begin, and the threads' stacks."""
+        heaps = [x[:2] for x in self._mappings if x[2] == "plain"]
+        guards = [x[:2] for x in self._mappings if x[2] == "guard"]
+        bases = [e - _ARENA for s, e in guards if e % _ARENA == 0 and s >= e - _ARENA]
+        arenas = {
+            base: found
+            for base in bases
+            if (found := [(s, e) for s, e in heaps if base <= s and e <= base + _ARENA])
+        }
+        feet = {e for s, e in guards if e - s <= _LARGEST_GUARD}
+        return arenas, list(_stacks(heaps, feet))
+
+    def mark(self, ranges: list[_Range], needle: bytes) -> int:
+        """Hide the pages on which `needle` is found; return how often it is."""
+        found = 0
+        for start, end in ranges:
+            for low, high in self._resident(start, end):
+                for address in self._search(low, high, needle):
+                    first = address // _PAGE * _PAGE
+                    last = -(-(address + len(needle)) // _PAGE) * _PAGE
+                    _libc.madvise(first, last - first, mmap.MADV_DONTDUMP)
+                    found += 1
+        return found
+
+    def _resident(self, start: int, end: int) -> Iterator[_Range]:
+        """Yield the runs of pages that exist: the top two bits say present, or swapped out."""
+        for low in range(start, end, _WINDOW):
+            pages = (min(end, low + _WINDOW) - low) // _PAGE
+            entries = os.pread(self._fds[1], pages * 8, low // _PAGE * 8)
+            for run in re.finditer(rb"[\x40-\xff]+", entries[7::8]):
+                yield low + run.start() * _PAGE, low + run.end() * _PAGE
+
+    def _search(self, low: int, high: int, needle: bytes) -> Iterator[int]:
+        step = _CHUNK - len(needle) + 1
+        here = ctypes.addressof(ctypes.c_char.from_buffer(self._scratch))
+        for at in range(low, high, step):
+            with memoryview(self._scratch)[: min(_CHUNK, high - at)] as part:
+                try:
+                    count = os.preadv(self._fds[0], [part], at)
+                except OSError:  # a device's, or unmapped meanwhile
+                    return
+            found = _libc.memmem(here, count, needle, len(needle))
+            while found:
+                offset = found - here
+                yield at + offset
+                found = _libc.memmem(found + 1, count - offset - 1, needle, len(needle))
+
+
+def _mappings() -> Iterator[tuple[int, int, str]]:
+    """Yield this process's private mappings: plain anonymous ones, guards without rights, others.
+
+    Raises:
+        OSError: The list cannot be read.
+    """
+    with open("/proc/self/maps", "rb") as file:
+        lines = file.read().splitlines()
+    for line in lines:
+        words = line.split(None, 5)
+        rights, name = words[1], words[5] if len(words) > 5 else b""
+        anonymous = words[4] == b"0" and (not name or name.startswith(b"[anon"))
+        kind = {b"rw-p": "plain" if anonymous else "other", b"---p": "guard"}.get(rights)
+        if kind is not None and (anonymous or kind == "other"):
+            start, _, end = words[0].partition(b"-")
+            yield int(start, 16), int(end, 16), kind
+
+
+def _stacks(heaps: list[_Range], feet: set[int]) -> Iterator[list[_Range]]:
+    """Yield each thread's stack: what follows a guard without a gap, in one piece or several."""
+    stack: list[_Range] = []
+    for start, end in heaps:
+        if start in feet:
+            if stack:
+                yield stack
+            stack = [(start, end)]
+        elif stack and start == stack[-1][1] and end - stack[0][0] <= _LARGEST_STACK:
+            stack.append((start, end))
+    if stack:
+        yield stack
