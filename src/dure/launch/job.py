@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import socket
 import sys
@@ -38,6 +39,9 @@ from dure.launch.spec import JobResult, JobSpec
 from dure.store.key import SHARED_HOME_S, JobKey, load_for, mint
 
 __all__ = ["run_job"]
+
+_KEY_FD = 10
+"""The lowest number for the key: what a zygote imports may have opened those below."""
 
 
 def run_job(spec: JobSpec) -> JobResult:
@@ -75,16 +79,19 @@ def run_job(spec: JobSpec) -> JobResult:
         with (
             caught_signals(spec.signals) as signals,  # from now on they wait in a pipe
             zygote_for(spec, name, threads_for(spec)) as zygote,  # early: it has much to import
-            guarded(name, shows=spec.outlives_launcher and spec.on_line is None) as guardian,
+            _key_memory() as key_fd,
+            guarded(
+                name, shows=spec.outlives_launcher and spec.on_line is None, keeps=(key_fd,)
+            ) as guardian,
             error_directory(spec, name),  # which the guardian removes if we cannot
             adopting_orphans(),
             contextlib.closing(Terminal(spec)) as terminal,
-            _link(spec, signals, terminal.say) as (link, key_fd),
+            _link(spec, signals, terminal.say, key_fd) as link,
         ):
             place = Workplace(
                 spec=replace(spec, run_id=link.run_id),
                 address=JobAddress(
-                    name=name, key_fd=key_fd, key_file=f"/proc/{os.getpid()}/fd/{key_fd}"
+                    name=name, key_fd=key_fd, key_file=f"/proc/{guardian.pid}/fd/{key_fd}"
                 ),
                 host=env.text("DURE_HOST_ID") or socket.gethostname(),
                 terminal=terminal,
@@ -157,7 +164,7 @@ def _run(agent: Agent, place: Workplace, started: float) -> JobResult:
 
 
 @contextlib.contextmanager
-def _link(spec: JobSpec, signals: int, say: Callable[[str], None]) -> Iterator[tuple[Link, int]]:
+def _link(spec: JobSpec, signals: int, say: Callable[[str], None], key_fd: int) -> Iterator[Link]:
     """Link this host to the job's others, and put the key where ranks inherit it."""
     several = spec.endpoint is not None
     if not several and spec.nnodes[0] > 1:
@@ -171,26 +178,29 @@ def _link(spec: JobSpec, signals: int, say: Callable[[str], None]) -> Iterator[t
     else:
         host = (spec.endpoint or "").rpartition(":")[0].strip("[]")
         key = load_for(host, SHARED_HOME_S) if several else mint()
-    with contextlib.ExitStack() as stack:
-        key_fd = _key_memory(key)
-        stack.callback(os.close, key_fd)
-        link: Link = (
-            Linked(spec, key, interrupted=signals, say=say) if several else Alone(spec, key)
-        )
-        stack.callback(link.close)
-        yield link, key_fd
+    key.write_to(key_fd)
+    link: Link = Linked(spec, key, interrupted=signals, say=say) if several else Alone(spec, key)
+    try:
+        yield link
+    finally:
+        link.close()
 
 
-def _key_memory(key: JobKey) -> int:
-    """Put the key into anonymous memory, readable by this user alone."""
-    fd = os.memfd_create("dure-job-key")
+@contextlib.contextmanager
+def _key_memory() -> Iterator[int]:
+    """Make anonymous memory for the key, readable by this user alone; it is mapped by nobody.
+
+    The guardian keeps it open for processes that have not inherited it: the launcher's own
+    descriptors are closed to others (`dure.store.hiding.refuse_dumps`).
+    """
+    low = os.memfd_create("dure-job-key")
+    fd = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, _KEY_FD)
+    os.close(low)
     try:
         os.fchmod(fd, 0o600)
-        os.write(fd, key.raw)
-    except BaseException:
+        yield fd
+    finally:
         os.close(fd)
-        raise
-    return fd
 
 
 def _say_threads(place: Workplace) -> None:

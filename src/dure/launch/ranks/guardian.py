@@ -14,6 +14,9 @@ as one lives, the guardian reads what they print, so that printing neither fails
 passes it on to where the launcher's output went. SIGTERM and SIGINT to the guardian go to them, and
 end them if they do not end themselves. When the last one has gone, what is left is killed.
 
+It also keeps open, and never reads, what holds the job's key, for processes that look for it in
+`/proc` (`DURE_JOB_KEY_FILE`): those of the launcher are closed to other processes.
+
 It lives in a session of its own, so that what kills the launcher's does not reach it. Like
 `child.py`, this file imports nothing of Dure but a file beside it.
 """

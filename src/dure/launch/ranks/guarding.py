@@ -23,12 +23,13 @@ class Guardian:
     Args:
         job: The job's name in the environment of its processes.
         shows: Whether it has this process's output, to pass on what ranks print.
+        keeps: Descriptors that it is to have open, under the same numbers, as long as it lives.
 
     Raises:
         OSError: The process cannot be started.
     """
 
-    def __init__(self, job: str, *, shows: bool) -> None:
+    def __init__(self, job: str, *, shows: bool, keeps: tuple[int, ...]) -> None:
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         output = None if shows else subprocess.DEVNULL
         try:
@@ -38,7 +39,7 @@ class Guardian:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=(theirs.fileno(), *keeps),
                     start_new_session=True,
                 )
         except BaseException:
@@ -71,13 +72,13 @@ class Guardian:
 
 
 @contextlib.contextmanager
-def guarded(job: str, *, shows: bool = False) -> Iterator[Guardian]:
+def guarded(job: str, *, shows: bool = False, keeps: tuple[int, ...] = ()) -> Iterator[Guardian]:
     """Keep a guardian for as long as the job runs.
 
     It waits at a socket whose other end only the launcher holds, so it cannot miss its death.
     Cost: 20 ms of processor time, beside the start of the ranks.
     """
-    guardian = Guardian(job, shows=shows)
+    guardian = Guardian(job, shows=shows, keeps=keeps)
     try:
         yield guardian
     finally:
