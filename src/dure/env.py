@@ -138,6 +138,8 @@ VARIABLES: dict[str, Variable] = {
         Variable(name="PMIX_RANK", meaning="set by launchers that speak PMIx, such as srun"),
         Variable(name="XDG_CONFIG_HOME", meaning="where the user's own key file lives"),
         Variable(name="XDG_STATE_HOME", meaning="where flight records lie, without DURE_TRACE_DIR"),
+        Variable(name="MALLOC_ARENA_MAX", meaning="how many heaps glibc may give to threads"),
+        Variable(name="GLIBC_TUNABLES", meaning="settings of glibc, that number among them"),
     )
 }
 

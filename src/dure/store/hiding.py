@@ -12,12 +12,13 @@ thread's arena, in that of ZeroMQ's I/O thread, and on the two threads' stacks; 
 stacks are searched, some hundred kilobytes. Arenas are known by where they lie: each begins at a
 multiple of 64 MiB, and what it does not use yet is mapped without permissions up to the next one.
 
-**If that fails** (another allocator, MALLOC_ARENA_MAX, hundreds of threads), copies are found in
-fewer places than there must be. Then all memory is searched, if this process can be dumped at all;
-and where a process may not look at its own memory, its soft limit of dumps is set to 0.
+**If that cannot be relied on**, all memory is searched, provided that this process can be dumped at
+all: where the number of arenas is limited and threads share them (MALLOC_ARENA_MAX, or 8 for each
+processor), and where copies are found in fewer places than there must be (another allocator). And
+where a process may not look at its own memory, its soft limit of dumps is set to 0.
 
-**Servers** get copies with each connection, all in the I/O thread's arena: it is hidden as a whole,
-with all that it will grow to.
+**Servers** get copies with each connection, all in the I/O thread's arena: arenas with a server's
+key are hidden as a whole, with all that they will grow to.
 
 A page that is hidden stays hidden when it is used for something else, so a debugger lacks it: some
 pages for a connection. Reading a living process (`gcore` as root, `ptrace`) is another matter: what
@@ -36,29 +37,25 @@ import re
 import resource
 import threading
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+
+from dure import env
 
 __all__ = ["HiddenPage", "apart", "can_be_dumped", "hide", "refuse_dumps", "wipe"]
 
-_T = TypeVar("_T")
 _PAGE = mmap.PAGESIZE
 _ARENA = 64 << 20
+_ARENAS_PER_CPU = 8
 _LARGEST_GUARD = 1 << 20
 _LARGEST_STACK = 16 << 20
 _CHUNK = 1 << 18
 _WINDOW = 1 << 29  # of addresses, whose page table entries are read at once
 _PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 3, 4
-_MIDDLE = slice(1, -1)
-"""What is searched for: arithmetic on the curve changes bits of the first and the last byte."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.memmem.restype = ctypes.c_void_p
-_libc.memmem.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t]
+_libc.memmem.argtypes = [ctypes.c_void_p, ctypes.c_size_t] * 2
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.malloc.restype = ctypes.c_void_p
-_libc.malloc.argtypes = [ctypes.c_size_t]
-_libc.free.argtypes = [ctypes.c_void_p]
 
 _log = logging.getLogger("dure.store")
 _Range = tuple[int, int]
@@ -70,13 +67,14 @@ class HiddenPage:
     A forked child has a copy, as hidden as this one. The page is cleared when nobody holds it.
     """
 
-    __slots__ = ("_map", "view")
+    __slots__ = ("_map", "address", "view")
 
     def __init__(self, secret: bytes | bytearray | memoryview) -> None:
         self._map = mmap.mmap(-1, _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._map.madvise(mmap.MADV_DONTDUMP)
         buffer = (ctypes.c_char * len(secret)).from_buffer(self._map)
-        _libc.mlock(ctypes.addressof(buffer), _PAGE)  # best effort: the limit may be small
+        self.address = ctypes.addressof(buffer)
+        _libc.mlock(self.address, _PAGE)  # best effort: the limit may be small
         self.view = memoryview(self._map)[: len(secret)]
         """The secret, not copied."""
         self.view[:] = secret
@@ -120,69 +118,70 @@ def _dumpable() -> bool:
     return _libc.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) != 0
 
 
-def apart(action: Callable[[], _T]) -> tuple[_T, int]:
-    """Do something in a thread of its own; return its result, and where that thread's arena is.
+def apart(action: Callable[[], None]) -> None:
+    """Do something in a thread of its own, where memory of its own is used for it.
 
-    It is done here, and the place is 0, if that is of no use, as no dump can be made; and where an
-    interpreter that is ending starts no threads.
+    It is done here if that is of no use, as no dump can be made; and where an interpreter that is
+    ending starts no threads.
     """
-    if not _dumpable():
-        return action(), 0
-    results: list[_T] = []
     errors: list[BaseException] = []
-    home = 0
 
     def work() -> None:
-        nonlocal home
-        probe = _libc.malloc(64)
-        home = probe // _ARENA * _ARENA
-        _libc.free(probe)
         try:
-            results.append(action())
+            action()
         except BaseException as error:
             errors.append(error)
 
     thread = threading.Thread(target=work, name="dure-secrets", daemon=True)
     try:
+        if not _dumpable():
+            action()
+            return
         thread.start()
     except RuntimeError:
-        return action(), 0
+        action()
+        return
     thread.join()
     if errors:
         raise errors[0]
-    return results[0], home
 
 
-def hide(secret: bytes, places: int, spare: int | None = None) -> bool:
-    """Hide what copies of a secret there are from dumps.
+def hide(secret: HiddenPage, places: int, whole: bool = False) -> bool:
+    """Hide what other copies of a secret there are from dumps.
 
     Args:
         secret: What to look for.
-        places: In how many arenas and stacks it must be. If it is found in fewer, all is searched.
-        spare: For a server: other arenas than this one are hidden as a whole, with what comes.
+        places: In how many arenas it must be. If it is found in fewer, all memory is searched.
+        whole: Hide all of these arenas, and what will be in them.
 
     Returns:
-        Whether such an arena was found, so that `hide` need not be called again.
+        Whether copies that come later to the same threads are hidden, too.
     """
     if not _dumpable():
         return True
-    needle = secret[_MIDDLE]
+    # arithmetic on the curve changes bits of the first and the last byte
+    needle = secret.address + 1, len(secret.view) - 2
     try:
         with _Memory() as memory:
             arenas, stacks = memory.arenas_and_stacks()
             hit = [base for base, parts in arenas.items() if memory.mark(parts, needle)]
-            hit_stacks = [parts for parts in stacks if memory.mark(parts, needle)]
-            if len(hit) + len(hit_stacks) < places and can_be_dumped():
+            for parts in stacks:
+                memory.mark(parts, needle)
+            sure = len(hit) >= places and _arenas_are_not_shared(len(arenas))
+            if not sure and can_be_dumped():
                 memory.mark(memory.everything(), needle)
     except OSError as error:
         _give_up(error)
         return True
-    finally:
-        wipe(needle)
-    lasting = [base for base in hit if base != spare] if spare is not None else []
-    for base in lasting:
+    for base in hit if whole else []:
         _libc.madvise(base, _ARENA, mmap.MADV_DONTDUMP)
-    return bool(lasting)
+    return whole and sure
+
+
+def _arenas_are_not_shared(count: int) -> bool:
+    """Tell whether each thread that allocates has an arena of its own, as glibc has it at first."""
+    limited = env.text("MALLOC_ARENA_MAX") or "arena_max" in (env.text("GLIBC_TUNABLES") or "")
+    return not limited and count < _ARENAS_PER_CPU * len(os.sched_getaffinity(0)) - 1
 
 
 def _give_up(error: OSError) -> None:
@@ -234,14 +233,14 @@ class _Memory:
         feet = {e for s, e in guards if e - s <= _LARGEST_GUARD}
         return arenas, list(_stacks(heaps, feet))
 
-    def mark(self, ranges: list[_Range], needle: bytes) -> int:
-        """Hide the pages on which `needle` is found; return how often it is."""
+    def mark(self, ranges: list[_Range], needle: _Range) -> int:
+        """Hide the pages on which `needle` (address, length) is found; return how often it is."""
         found = 0
         for start, end in ranges:
             for low, high in self._resident(start, end):
                 for address in self._search(low, high, needle):
                     first = address // _PAGE * _PAGE
-                    last = -(-(address + len(needle)) // _PAGE) * _PAGE
+                    last = -(-(address + needle[1]) // _PAGE) * _PAGE
                     _libc.madvise(first, last - first, mmap.MADV_DONTDUMP)
                     found += 1
         return found
@@ -254,8 +253,8 @@ class _Memory:
             for run in re.finditer(rb"[\x40-\xff]+", entries[7::8]):
                 yield low + run.start() * _PAGE, low + run.end() * _PAGE
 
-    def _search(self, low: int, high: int, needle: bytes) -> Iterator[int]:
-        step = _CHUNK - len(needle) + 1
+    def _search(self, low: int, high: int, needle: _Range) -> Iterator[int]:
+        step = _CHUNK - needle[1] + 1
         here = ctypes.addressof(ctypes.c_char.from_buffer(self._scratch))
         for at in range(low, high, step):
             with memoryview(self._scratch)[: min(_CHUNK, high - at)] as part:
@@ -263,11 +262,11 @@ class _Memory:
                     count = os.preadv(self._fds[0], [part], at)
                 except OSError:  # a device's, or unmapped meanwhile
                     return
-            found = _libc.memmem(here, count, needle, len(needle))
+            found = _libc.memmem(here, count, *needle)
             while found:
                 offset = found - here
                 yield at + offset
-                found = _libc.memmem(found + 1, count - offset - 1, needle, len(needle))
+                found = _libc.memmem(found + 1, count - offset - 1, *needle)
 
 
 def _mappings() -> Iterator[tuple[int, int, str]]:

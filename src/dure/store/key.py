@@ -152,13 +152,12 @@ class JobKey:
         finally:
             hiding.wipe(pair.secret)
 
-    def hide(self, purpose: str, places: int = 0, spare: int | None = None) -> bool:
+    def hide(self, purpose: str, places: int, whole: bool = False) -> bool:
         """Keep ZeroMQ's copies of a secret key out of core dumps: see `hiding.hide`."""
-        secret = self.derive(f"curve {purpose}")
-        try:
-            return hiding.hide(secret, places, spare)
-        finally:
-            hiding.wipe(secret)
+        raw = self.derive(f"curve {purpose}")
+        secret = hiding.HiddenPage(raw)
+        hiding.wipe(raw)
+        return hiding.hide(secret, places, whole)
 
     def write_to(self, fd: int) -> None:
         """Write the 32 bytes to a file."""

@@ -135,9 +135,10 @@ class StoreServer:
         self._waker, self._wakened = socket.socketpair()
         self._wakened.setblocking(False)
         self._context = zmq.Context()
-        self._key, self._hide_at = key, 0.0
+        self._key, self._hidden = key, key is None
+        self._hid_at, self._hide_at = float("-inf"), None
         try:
-            _, self._home = hiding.apart(lambda: self._open(listener, key))
+            hiding.apart(lambda: self._open(listener, key))
         except zmq.ZMQError as error:
             self._close_sockets()
             raise StoreError(
@@ -258,7 +259,7 @@ class StoreServer:
 
     def _patience_ms(self) -> int | None:
         """Return how long the poll may take."""
-        dues = [self._board.next_deadline(), self._door.due()]
+        dues = [self._board.next_deadline(), self._door.due(), self._hide_at]
         if self._retired_at is not None:
             dues.append(
                 self._retired_at + (self._at_least_s if self._door.empty else self._linger_s)
@@ -283,6 +284,7 @@ class StoreServer:
         now = time.monotonic()
         self._send(self._board.expire(now))
         self._door.tidy(now)
+        self._hide_key(now)
 
     def _answer_requests(self) -> None:
         for _ in range(_BURST):
@@ -299,15 +301,15 @@ class StoreServer:
             return router.recv_multipart()
         first = router.recv(copy=False)
         self._door.admit(client, first.get(zmq.SRCFD))
-        self._hide_key()
+        if not self._hidden and self._hide_at is None:
+            self._hide_at = self._hid_at + _HIDE_AGAIN_S
         return [first.bytes, *(router.recv_multipart() if router.rcvmore else ())]
 
-    def _hide_key(self) -> None:
-        """Keep the secret key out of core dumps: each connection has brought a copy of it."""
-        if self._key is None or time.monotonic() < self._hide_at:
-            return
-        lasts = self._key.hide("store server", places=2, spare=self._home)
-        self._hide_at = float("inf") if lasts else time.monotonic() + _HIDE_AGAIN_S
+    def _hide_key(self, now: float) -> None:
+        """Keep the secret key out of core dumps: each connection brings a copy of it."""
+        if self._key is not None and self._hide_at is not None and now >= self._hide_at:
+            self._hidden = self._key.hide("store server", places=1, whole=True)
+            self._hide_at, self._hid_at = None, now
 
     def _handle(self, client: bytes, frames: list[bytes]) -> list[Answer]:
         try:

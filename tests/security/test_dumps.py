@@ -1,0 +1,172 @@
+"""Core dumps hold no keys: those of a job's processes are searched, real ones and simulated ones.
+
+The programs also hold a secret of their own, in plain memory: a search that does not find that one
+proves nothing.
+"""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dure.store import JobKey
+from dure.store.key import mint
+from procs.store_programs import line, running
+from security.dumps import dump_of, kept_in_files
+from security.forms import found_in
+
+# Each rank talks to the launcher's store, and to one of rank 0's own, through many connections.
+PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+from dure.store import TCPStore
+loot, here = Path(sys.argv[1]).read_bytes(), Path(sys.argv[2])
+host, port = os.environ["DURE_STORE_ADDR"].rsplit(":", 1)
+rank, turn = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+job = TCPStore(host, int(port))
+own = [TCPStore("127.0.0.1", 0, is_master=True)] if rank == 0 else []
+job.set("own port " + turn, str(own[0].port)) if own else None
+own += [TCPStore("127.0.0.1", int(job.get("own port " + turn))) for _ in range(5)]
+for store in own:
+    store.add("there", 1)
+(here / f"{turn}-{rank}.new").write_text(str(os.getpid()))
+(here / f"{turn}-{rank}.new").rename(here / f"{turn}-{rank}")
+while True:
+    signal.pause()
+"""
+
+# A server and its clients, some of which come when the first one has been served.
+LONELY = """
+from pathlib import Path
+import resource
+resource.setrlimit(resource.RLIMIT_CORE, (resource.getrlimit(resource.RLIMIT_CORE)[1],) * 2)
+loot = Path(args[0]).read_bytes()
+server = TCPStore("127.0.0.1", 0, is_master=True)
+while sys.stdin.readline():
+    clients = [TCPStore("127.0.0.1", server.port) for _ in range(4)]
+    say(len(clients))
+"""
+
+
+needs_dumps = pytest.mark.skipif(
+    not kept_in_files() or resource.getrlimit(resource.RLIMIT_CORE)[1] == 0,
+    reason="the kernel hands dumps to another program, or the hard limit forbids them",
+)
+
+
+@dataclass
+class Job:
+    """A job of two ranks with a key that the test knows, and dumps allowed."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    key: JobKey
+    loot: bytes
+
+    def ranks(self, turn: int) -> list[int]:
+        """The process numbers of the ranks of a round, once all its connections are there."""
+        deadline = time.monotonic() + 50
+        files = [self.folder / "here" / f"{turn}-{rank}" for rank in range(2)]
+        while not all(file.exists() for file in files):
+            assert self.process.poll() is None, "the job has ended"
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return [int(file.read_text()) for file in files]
+
+    def shows_only_loot(self, pid: int) -> None:
+        shows_only_loot(pid, self.loot, self.key)
+
+    def cores(self) -> list[Path]:
+        return list(self.folder.glob("core*"))
+
+
+def shows_only_loot(pid: int, loot: bytes, key: JobKey) -> None:
+    """A dump holds no key, soon after the last connection was made."""
+    deadline = time.monotonic() + 20
+    while found := found_in(dump := dump_of(pid), key):
+        assert time.monotonic() < deadline, found
+    assert loot in dump
+
+
+def key_in(path: Path) -> JobKey:
+    key = mint()
+    path.touch(0o600)
+    path.write_bytes(key.raw)
+    return key
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "program.py").write_text(PROGRAM)
+    loot = os.urandom(32)
+    (tmp_path / "loot").write_bytes(loot)
+    key = key_in(tmp_path / "key")
+    process = subprocess.Popen(
+        [
+            *("sh", "-c", 'ulimit -c "$(ulimit -H -c)"; exec "$@"', "sh"),
+            *(sys.executable, "-m", "dure.cli", "run", "--nproc", "2", "--preload", "json"),
+            *("--max-restarts", "1", "--key-file", "key", "program.py", "loot", "here"),
+        ],
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    yield Job(process, tmp_path, key, loot)
+    process.terminate()
+    process.wait(30)
+
+
+def test_no_process_of_a_job_would_dump_its_key(job: Job) -> None:
+    ranks = job.ranks(0)
+    helpers = [
+        child.pid for child in psutil.Process(job.process.pid).children() if child.pid not in ranks
+    ]
+    assert len(helpers) == 2  # the guardian and the zygote
+    for pid in ranks:
+        job.shows_only_loot(pid)
+    for pid in helpers:
+        assert not found_in(dump_of(pid), job.key)
+
+
+@needs_dumps
+def test_real_dumps_of_a_crashed_job_hold_no_key(job: Job) -> None:
+    first = job.ranks(0)[0]
+    job.shows_only_loot(first)
+    os.kill(first, signal.SIGSEGV)
+    job.ranks(1)
+    (core,) = job.cores()
+    dump = core.read_bytes()
+    assert job.loot in dump
+    assert not found_in(dump, job.key)
+    core.unlink()
+    job.process.send_signal(signal.SIGABRT)
+    assert job.process.wait(30) == -signal.SIGABRT
+    assert not job.cores()  # the launcher, which holds all keys, leaves no dump at all
+
+
+@pytest.mark.parametrize("variables", [{}, {"MALLOC_ARENA_MAX": "1"}], ids=["arenas", "one heap"])
+def test_a_server_hides_what_each_connection_brings(
+    variables: dict[str, str], tmp_path: Path
+) -> None:
+    loot = os.urandom(32)
+    (tmp_path / "loot").write_bytes(loot)
+    key = key_in(tmp_path / "key")
+    file = str(tmp_path / "key")
+    with running((LONELY, str(tmp_path / "loot")), DURE_JOB_KEY_FILE=file, **variables) as programs:
+        (program,) = programs
+        assert program.stdin is not None
+        for _ in range(2):
+            program.stdin.write("more\n")
+            program.stdin.flush()
+            assert line(program) == "4"
+        shows_only_loot(program.pid, loot, key)
