@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -104,24 +105,32 @@ def key_in(path: Path) -> JobKey:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    (tmp_path / "here").mkdir()
-    (tmp_path / "program.py").write_text(PROGRAM)
+def job() -> Iterator[Job]:
+    with tempfile.TemporaryDirectory(prefix="dure-test-") as name:
+        folder = Path(name)
+        folder.chmod(0o755)  # so that others see what of it is shut
+        yield from started_in(folder)
+
+
+def started_in(folder: Path) -> Iterator[Job]:
+    (folder / "here").mkdir()
+    (folder / "program.py").write_text(PROGRAM)
     loot = os.urandom(32)
-    (tmp_path / "loot").write_bytes(loot)
-    key = key_in(tmp_path / "key")
+    (folder / "loot").write_bytes(loot)
+    key = key_in(folder / "key")
     process = subprocess.Popen(
         [
             *("sh", "-c", 'ulimit -c "$(ulimit -H -c)"; exec "$@"', "sh"),
             *(sys.executable, "-m", "dure.cli", "run", "--nproc", "2", "--preload", "json"),
-            *("--max-restarts", "1", "--key-file", "key", "program.py", "loot", "here"),
+            *("--max-restarts", "1", "--key-file", "key", "--log-dir", "logs"),
+            *("program.py", "loot", "here"),
         ],
-        cwd=tmp_path,
+        cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    yield Job(process, tmp_path, key, loot)
+    yield Job(process, folder, key, loot)
     process.terminate()
     process.wait(30)
 
@@ -170,3 +179,48 @@ def test_a_server_hides_what_each_connection_brings(
             program.stdin.flush()
             assert line(program) == "4"
         shows_only_loot(program.pid, loot, key)
+
+
+def opened_as(user: int, paths: list[str]) -> list[str]:
+    """Return which of `paths` another user can open."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+            for path in paths:
+                try:
+                    os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+                except OSError:
+                    continue
+                os.write(write, path.encode() + b"\0")
+            os.write(write, b"all")
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(read, "rb") as told:
+        *opened, last = told.read().decode().split("\0")
+    os.waitpid(child, 0)
+    assert last == "all"
+    return opened
+
+
+def test_another_user_can_look_into_nothing_of_a_job(job: Job) -> None:
+    """Only what the kernel tells everybody of every process: not memory, variables, descriptors."""
+    if os.getuid():
+        pytest.skip("only root can become another user")
+    job.ranks(0)
+    launcher = psutil.Process(job.process.pid)
+    secret: list[str] = []
+    for process in (launcher, *launcher.children(recursive=True)):
+        folder = Path(f"/proc/{process.pid}")
+        secret += [str(folder / name) for name in ("mem", "environ", "maps", "auxv", "fd", "cwd/")]
+        secret += [f"{folder}/fd/{number}" for number in os.listdir(folder / "fd")]
+    logs = job.folder / "logs"
+    kept = [str(path) for path in (job.folder / "key", logs, *logs.rglob("*"))]
+    assert len(secret) > 50
+    assert len(kept) > 2
+    public = [str(job.folder), f"/proc/{job.process.pid}/cmdline"]
+    assert opened_as(65534, [*public, *secret, *kept]) == public
