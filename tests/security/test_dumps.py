@@ -22,7 +22,7 @@ from dure.store import JobKey
 from dure.store.key import mint
 from procs.store_programs import line, running
 from security.dumps import dump_of, kept_in_files
-from security.forms import found_in
+from security.forms import found_in_dump
 
 # Each rank talks to the launcher's store, and to one of rank 0's own, through many connections.
 PROGRAM = """
@@ -35,7 +35,7 @@ rank, turn = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
 job = TCPStore(host, int(port))
 own = [TCPStore("127.0.0.1", 0, is_master=True)] if rank == 0 else []
 job.set("own port " + turn, str(own[0].port)) if own else None
-own += [TCPStore("127.0.0.1", int(job.get("own port " + turn))) for _ in range(5)]
+own += [TCPStore("127.0.0.1", int(job.get("own port " + turn))) for _ in range(3)]
 for store in own:
     store.add("there", 1)
 (here / f"{turn}-{rank}.new").write_text(str(os.getpid()))
@@ -52,7 +52,7 @@ resource.setrlimit(resource.RLIMIT_CORE, (resource.getrlimit(resource.RLIMIT_COR
 loot = Path(args[0]).read_bytes()
 server = TCPStore("127.0.0.1", 0, is_master=True)
 while sys.stdin.readline():
-    clients = [TCPStore("127.0.0.1", server.port) for _ in range(4)]
+    clients = [TCPStore("127.0.0.1", server.port) for _ in range(2)]
     say(len(clients))
 """
 
@@ -92,7 +92,7 @@ class Job:
 def shows_only_loot(pid: int, loot: bytes, key: JobKey) -> None:
     """A dump holds no key, soon after the last connection was made."""
     deadline = time.monotonic() + 20
-    while found := found_in(dump := dump_of(pid), key):
+    while found := found_in_dump(dump := dump_of(pid), key):
         assert time.monotonic() < deadline, found
     assert loot in dump
 
@@ -104,7 +104,7 @@ def key_in(path: Path) -> JobKey:
     return key
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def job() -> Iterator[Job]:
     with tempfile.TemporaryDirectory(prefix="dure-test-") as name:
         folder = Path(name)
@@ -133,52 +133,6 @@ def started_in(folder: Path) -> Iterator[Job]:
     yield Job(process, folder, key, loot)
     process.terminate()
     process.wait(30)
-
-
-def test_no_process_of_a_job_would_dump_its_key(job: Job) -> None:
-    ranks = job.ranks(0)
-    helpers = [
-        child.pid for child in psutil.Process(job.process.pid).children() if child.pid not in ranks
-    ]
-    assert len(helpers) == 2  # the guardian and the zygote
-    for pid in ranks:
-        job.shows_only_loot(pid)
-    for pid in helpers:
-        assert not found_in(dump_of(pid), job.key)
-
-
-@needs_dumps
-def test_real_dumps_of_a_crashed_job_hold_no_key(job: Job) -> None:
-    first = job.ranks(0)[0]
-    job.shows_only_loot(first)
-    os.kill(first, signal.SIGSEGV)
-    job.ranks(1)
-    (core,) = job.cores()
-    dump = core.read_bytes()
-    assert job.loot in dump
-    assert not found_in(dump, job.key)
-    core.unlink()
-    job.process.send_signal(signal.SIGABRT)
-    assert job.process.wait(30) == -signal.SIGABRT
-    assert not job.cores()  # the launcher, which holds all keys, leaves no dump at all
-
-
-@pytest.mark.parametrize("variables", [{}, {"MALLOC_ARENA_MAX": "1"}], ids=["arenas", "one heap"])
-def test_a_server_hides_what_each_connection_brings(
-    variables: dict[str, str], tmp_path: Path
-) -> None:
-    loot = os.urandom(32)
-    (tmp_path / "loot").write_bytes(loot)
-    key = key_in(tmp_path / "key")
-    file = str(tmp_path / "key")
-    with running((LONELY, str(tmp_path / "loot")), DURE_JOB_KEY_FILE=file, **variables) as programs:
-        (program,) = programs
-        assert program.stdin is not None
-        for _ in range(2):
-            program.stdin.write("more\n")
-            program.stdin.flush()
-            assert line(program) == "4"
-        shows_only_loot(program.pid, loot, key)
 
 
 def opened_as(user: int, paths: list[str]) -> list[str]:
@@ -224,3 +178,49 @@ def test_another_user_can_look_into_nothing_of_a_job(job: Job) -> None:
     assert len(kept) > 2
     public = [str(job.folder), f"/proc/{job.process.pid}/cmdline"]
     assert opened_as(65534, [*public, *secret, *kept]) == public
+
+
+def test_no_process_of_a_job_would_dump_its_key(job: Job) -> None:
+    ranks = job.ranks(0)
+    helpers = [
+        child.pid for child in psutil.Process(job.process.pid).children() if child.pid not in ranks
+    ]
+    assert len(helpers) == 2  # the guardian and the zygote
+    for pid in ranks:
+        job.shows_only_loot(pid)
+    for pid in helpers:
+        assert not found_in_dump(dump_of(pid), job.key)
+
+
+@needs_dumps
+def test_real_dumps_of_a_crashed_job_hold_no_key(job: Job) -> None:  # which ends the job
+    first = job.ranks(0)[0]
+    job.shows_only_loot(first)
+    os.kill(first, signal.SIGSEGV)
+    job.ranks(1)
+    (core,) = job.cores()
+    dump = core.read_bytes()
+    assert job.loot in dump
+    assert not found_in_dump(dump, job.key)
+    core.unlink()
+    job.process.send_signal(signal.SIGABRT)
+    assert job.process.wait(30) == -signal.SIGABRT
+    assert not job.cores()  # the launcher, which holds all keys, leaves no dump at all
+
+
+@pytest.mark.parametrize("variables", [{}, {"MALLOC_ARENA_MAX": "1"}], ids=["arenas", "one heap"])
+def test_a_server_hides_what_each_connection_brings(
+    variables: dict[str, str], tmp_path: Path
+) -> None:
+    loot = os.urandom(32)
+    (tmp_path / "loot").write_bytes(loot)
+    key = key_in(tmp_path / "key")
+    file = str(tmp_path / "key")
+    with running((LONELY, str(tmp_path / "loot")), DURE_JOB_KEY_FILE=file, **variables) as programs:
+        (program,) = programs
+        assert program.stdin is not None
+        for _ in range(2):
+            program.stdin.write("more\n")
+            program.stdin.flush()
+            assert line(program) == "2"
+        shows_only_loot(program.pid, loot, key)
