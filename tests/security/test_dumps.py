@@ -24,6 +24,8 @@ from procs.store_programs import line, running
 from security.dumps import dump_of, kept_in_files
 from security.forms import found_in_dump
 
+pytestmark = pytest.mark.timeout(180)  # all of a process's memory is read, several times
+
 # Each rank talks to the launcher's store, and to one of rank 0's own, through many connections.
 PROGRAM = """
 import os, signal, sys
