@@ -123,6 +123,7 @@ VARIABLES: dict[str, Variable] = {
             name="DURE_STORE_PID",
             meaning="the process on this host that holds the job's store; set by `dure run`",
         ),
+        Variable(name="DURE_ELASTIC_QUORUM", meaning="0: any part of a cut network goes on"),
         Variable(name="DURE_ELASTIC_MIN", meaning="fewer living ranks than these end the job"),
         Variable(
             name="DURE_TRACE_DIR",

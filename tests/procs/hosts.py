@@ -21,6 +21,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 PORT = 29500  # of rank 0's own namespace, where nobody else is
 ADDRESS = "10.213.7.{}"
@@ -81,6 +82,7 @@ class Host:
         self._net, self._port = f"{switch}-{name}", f"p{number}"
         self._switch = switch
         self.ranks: list[subprocess.Popen[str]] = []
+        self.variables: dict[str, str] = {}  # of its own, for all that is started on it
         _ip("netns", "add", self._net)
         peer = ["peer", "name", self._port, "netns", switch]
         _ip("-n", self._net, "link", "add", "eth0", "type", "veth", *peer)
@@ -101,22 +103,28 @@ class Host:
         self._init = int(children.read_text().split()[0])
 
     def start(
-        self, program: Sequence[str | os.PathLike[str]], variables: dict[str, str]
+        self,
+        program: Sequence[str | os.PathLike[str]],
+        variables: dict[str, str],
+        output: IO[str] | int = subprocess.PIPE,
     ) -> subprocess.Popen[str]:
         """Start a rank: Python with the arguments `program`."""
-        return self.start_any([sys.executable, *program], variables)
+        return self.start_any([sys.executable, *program], variables, output)
 
     def start_any(
-        self, words: Sequence[str | os.PathLike[str]], variables: dict[str, str]
+        self,
+        words: Sequence[str | os.PathLike[str]],
+        variables: dict[str, str],
+        output: IO[str] | int = subprocess.PIPE,
     ) -> subprocess.Popen[str]:
-        """Start any program."""
+        """Start any program; both its streams go to `output`, or to a pipe each."""
         enter = ["nsenter", f"--target={self._init}", "--net", "--uts", "--pid", "--mount"]
         rank = subprocess.Popen(
             [*enter, *words],
-            env={**os.environ, **variables},
+            env={**os.environ, **self.variables, **variables},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
             text=True,
         )
         self.ranks.append(rank)
@@ -125,6 +133,41 @@ class Host:
     def cut(self) -> None:
         """Cut the cable."""
         _ip("-n", self._switch, "link", "set", self._port, "down")
+
+    def mend(self) -> None:
+        """Mend the cable."""
+        _ip("-n", self._switch, "link", "set", self._port, "up")
+
+    def listens(self, port: int) -> bool:
+        """Tell whether a process of it listens at a port."""
+        lines = Path(f"/proc/{self._init}/net/tcp").read_text().splitlines()[1:]
+        return any(
+            fields[1].endswith(f":{port:04X}") and fields[3] == "0A"
+            for fields in map(str.split, lines)
+        )
+
+    def inside(self) -> list[str]:
+        """Return the command lines of all that runs on it, but for the one that holds it."""
+        pids = subprocess.run(
+            ["ip", "netns", "pids", self._net], capture_output=True, text=True, check=True
+        )
+        found: list[str] = []
+        for pid in pids.stdout.split():
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                if words and "sleep infinity" not in words:
+                    found.append(f"{pid} {words}")
+        return found
+
+    def unplug(self) -> str:
+        """Take the cable out of the bridge; return the name of its end."""
+        _ip("-n", self._switch, "link", "set", self._port, "nomaster")
+        return self._port
+
+    def command(self, *words: str, at_switch: bool = False) -> list[str]:
+        """Return the command that runs `words` in its network, or in the switch's."""
+        net = self._switch if at_switch else self._net
+        return [*_DIE_WITH_US, "ip", "netns", "exec", net, *words]
 
     def kill(self) -> None:
         """Kill all its processes at once, as a power failure would."""

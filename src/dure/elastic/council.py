@@ -16,6 +16,11 @@ come again, for a launcher gives a rank to a new process when the old one has en
 lives and does not come (it is stopped, or busy) is waited for `patience_s`, then left out; when it
 wakes up, it sees that, and comes back as a newcomer.
 
+Of whom nothing is heard, and who is not known to have ended, may be another part of the job behind
+a network that is cut. If the store can move, so that each part may find one, those who are here go
+on only with the quorum (`roster.has_quorum`); without it they wait for `patience_s`, and end. The
+first epoch needs one where the store has moved already: at the first store all can meet.
+
 A member may also wait for one who is here already: in another group than the one that broke, or for
 a message, where a death is told to those alone who wait for the dead. So whoever has waited here
 for `_NUDGE_S` leaves its groups, which ends all waiting for it.
@@ -29,15 +34,16 @@ Cost: five round trips to the store, and until the last rank comes.
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import msgspec
 
-from dure.elastic.roster import Here, Member, Plan, next_plan
+from dure.elastic.roster import Here, Member, Plan, has_quorum, next_plan
 from dure.errors import Aborted, PeerLost, RendezvousError, StoreLost, StoreTimeout
 from dure.store.base import Store
 from dure.store.identity import alive, myself
@@ -61,6 +67,9 @@ Unreached = Callable[[int], bool]
 """Tells of a rank of the last epoch whether its group takes it for lost."""
 
 
+_log = logging.getLogger("dure.elastic")
+
+
 class JobDone(Exception):
     """The job ended while this process waited to be let in."""
 
@@ -78,6 +87,8 @@ class Council:
         enough_s: How long to wait for newcomers while there are too few.
         give_up: Tells a newcomer that it shall not wait any longer.
         elsewhere: Tells that the job's store is another one by now, though this one answers.
+        divisible: Tells whether another part of the job could have a store of its own.
+        astray: Tells whether this store is not the job's first.
     """
 
     store: Store
@@ -88,9 +99,12 @@ class Council:
     enough_s: float = 30.0
     give_up: Callable[[], bool] = bool
     elsewhere: Callable[[], bool] = bool
+    divisible: Callable[[], bool] = bool
+    astray: Callable[[], bool] = bool
     me: Member = field(init=False)
     _dead: set[str] = field(init=False, default_factory=set[str])
     _ranks: dict[str, int] = field(init=False, default_factory=dict[str, int])
+    _told_of_silence: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.me = self._new_self()
@@ -103,7 +117,7 @@ class Council:
         """Go on in another store, after `plan`, which is the latest that this rank knows."""
         self.store = store
         store.append("new", b"")
-        store.append("left", b"")
+        store.append("left", "".join(f"{token}\n" for token in self._dead))
         if plan is not None:
             store.compare_set(f"{plan.number}/plan", "", _pack(plan))
             if self._at() < plan.number:  # newcomers look there
@@ -147,8 +161,12 @@ class Council:
                 continue
             if last is None or all(self._has_ended(m) for m in last.members):
                 alone_since = alone_since or time.monotonic()
-                if self._newcomers_ready(last, began, alone_since):
-                    self._propose(last, [], self._newcomers(last))
+                newcomers = self._newcomers(last)
+                if self._has_quorum(last, newcomers, ()):
+                    if self._newcomers_ready(last, began, alone_since):
+                        self._propose(last, [], newcomers)
+                elif time.monotonic() - began > self.patience_s:
+                    raise self._no_quorum("the other ranks")
             elif time.monotonic() - unheard_since > self.patience_s:
                 self._check_heard_of(last)
 
@@ -187,16 +205,23 @@ class Council:
             [f"{number}/here/{self.me.token}", f"{number}/begun"], [_pack(here), b""]
         )
 
-    def agree(self, last: Plan, unreached: Unreached, nudge: Callable[[], object] = bool) -> Plan:
+    def agree(
+        self,
+        last: Plan,
+        unreached: Unreached,
+        nudge: Callable[[], object] = bool,
+        severed: Unreached = bool,
+    ) -> Plan:
         """Return the epoch after `last`, which has been announced to have ended.
 
         Args:
             last: The epoch that has ended.
             unreached: Tells of a member on another host whether it is lost.
             nudge: Called while others do not come: frees them if they wait for this rank.
+            severed: Tells of a member that is unreached whether its host fell silent, and may live.
 
         Raises:
-            RendezvousError: Too few ranks are left.
+            RendezvousError: Too few ranks are left, or they may be the smaller part of the job.
         """
         number = last.number + 1
         began = time.monotonic()
@@ -211,13 +236,61 @@ class Council:
                 continue
             survivors = self._survivors(last)
             newcomers = self._newcomers(last)
-            if len(survivors) + len(newcomers) >= self.min_ranks or waited_s > self.enough_s:
+            here = [*(member for member, _ in survivors), *newcomers]
+            known = self._known_to_have_ended(last, unreached, severed)
+            if not self._has_quorum(last, here, known):
+                self._wait_for_quorum(last, here, known, waited_s)
+            elif len(survivors) + len(newcomers) >= self.min_ranks or waited_s > self.enough_s:
                 self._propose(last, survivors, newcomers)
             look = _LOOK
         if self._is_in(plan):
             return plan
         self.me = self._new_self()  # left out: it was taken for dead, or came too late
         return self.enter()
+
+    # ---- the quorum ----------------------------------------------------------------------------
+
+    def _has_quorum(self, last: Plan | None, here: Sequence[Member], ended: Container[str]) -> bool:
+        divided = self.astray() if last is None else self.divisible()
+        return not divided or has_quorum(last, here, ended, self.expected)
+
+    def _known_to_have_ended(
+        self, last: Plan, unreached: Unreached, severed: Unreached
+    ) -> frozenset[str]:
+        """Return the tokens of members who are not merely silent."""
+        return frozenset(
+            m.token
+            for rank, m in enumerate(last.members)
+            if self._has_ended(m)
+            or (alive(m.process) is None and unreached(rank) and not severed(rank))
+        )
+
+    def _wait_for_quorum(
+        self, last: Plan, here: Sequence[Member], ended: Container[str], waited_s: float
+    ) -> None:
+        """Say once for whom these ranks wait, and raise when they have waited for long enough."""
+        if waited_s > self.patience_s:
+            tokens = {m.token for m in here}
+            silent = [m for m in last.members if m.token not in tokens and m.token not in ended]
+            raise self._no_quorum(", ".join(map(str, silent)))
+        if not self._told_of_silence:
+            self._told_of_silence = True
+            if here and here[0].token == self.me.token:
+                _log.warning(
+                    "nothing is heard of %d ranks, which may live behind a network that is cut; "
+                    "the %d that are here are not more than half, and wait for them (%g s)",
+                    *(len(last.members) - len(here), len(here), self.patience_s),
+                )
+
+    def _no_quorum(self, silent: str) -> RendezvousError:
+        return RendezvousError(
+            "these ranks may be the smaller part of a job whose network is cut",
+            rank=self.rank,
+            elapsed_s=self.patience_s,
+            seen=f"nothing is heard of {silent}",
+            fix="See whether those hosts live, and whether the network is whole; if they are "
+            "dead, start the job again. --rdzv-conf quorum=0 lets any part go on.",
+        )
 
     def _missing(self, last: Plan, unreached: Unreached) -> list[Member]:
         """Wait a moment; return who lives and is not here."""
@@ -330,6 +403,7 @@ class Council:
     def _has_ended(self, member: Member) -> bool:
         if member.token not in self._dead and alive(member.process) is False:
             self._dead.add(member.token)
+            self.store.append("left", f"{member.token}\n")  # other hosts cannot see it
         return member.token in self._dead
 
     def watched(self, plan: Plan) -> EpochStore:

@@ -41,7 +41,7 @@ _MOVE_S = 30.0
 """How long a note about another store is followed, while there is still this one."""
 
 _JOIN_S = 300.0
-_ANSWER = timedelta(seconds=10)
+_ANSWER = timedelta(seconds=6)
 """How long the store may take to answer; what is waited for there has limits of its own."""
 
 
@@ -108,6 +108,17 @@ class Keeper:
     def lost(self) -> bool:
         """Whether the process that holds the store is known to have ended. Cost: 20 us."""
         return self._holder is not None and alive(self._holder) is False
+
+    @property
+    def movable(self) -> bool:
+        """Whether another part of the job could have a store of its own."""
+        return self._ladder is not None
+
+    @property
+    def astray(self) -> bool:
+        """Whether the store that is in use is not the job's first."""
+        ladder = self._ladder
+        return ladder is not None and _address(self._base) != ladder.addresses[0]
 
     @property
     def note(self) -> str:

@@ -16,6 +16,8 @@ class Options:
 
     Attributes:
         min_ranks: With fewer ranks the job ends; `dure run --min-ranks` where None, or 1.
+        quorum: Of a job whose network is cut, only the part with the quorum goes on;
+            `dure run --rdzv-conf quorum=0` where None, or yes.
         timeout: How long an operation waits for its peers, and survivors for each other. So long a
             rank that neither works nor dies (one that is stopped) holds up the job.
         enough_s: How long too few ranks wait for more to come.
@@ -27,6 +29,7 @@ class Options:
     """
 
     min_ranks: int | None = None
+    quorum: bool | None = None
     timeout: timedelta = timedelta(minutes=5)
     enough_s: float = 30.0
     backend: str | None = None

@@ -22,13 +22,14 @@ Nothing here does any input or output: `dure.elastic.council` does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import msgspec
 
 from dure.store.identity import Identity
+from dure.store.quorum import may_go_on
 
-__all__ = ["NOTHING", "Here", "Member", "Plan", "next_plan"]
+__all__ = ["NOTHING", "Here", "Member", "Plan", "has_quorum", "next_plan"]
 
 
 class Member(msgspec.Struct, array_like=True, frozen=True):
@@ -81,6 +82,32 @@ class Plan(msgspec.Struct, array_like=True, frozen=True):
     def rank_of(self, token: str) -> int:
         """Return the rank of the member with this token; -1 if it is none."""
         return next((r for r, m in enumerate(self.members) if m.token == token), -1)
+
+
+def has_quorum(
+    last: Plan | None, here: Sequence[Member], ended: Container[str], expected: int
+) -> bool:
+    """Tell whether those who are here may go on without the others (`dure.store.quorum`).
+
+    Args:
+        last: The epoch that has ended; its members vote. Before the first, all ranks do that the
+            job was started with.
+        here: Survivors and newcomers. A host from which newcomers come has ended what it had.
+        ended: Tokens of those who are known to have ended.
+        expected: How many ranks the job was started with.
+    """
+    if last is None:
+        ranks = {m.rank for m in here}
+        return may_go_on([(1, rank in ranks) for rank in range(expected)])
+    tokens = {m.token for m in here}
+    members = {m.token for m in last.members}
+    again = {m.process.host for m in here if m.token not in members}
+    voters = [
+        m
+        for m in last.members
+        if m.token in tokens or not (m.token in ended or m.process.host in again)
+    ]
+    return may_go_on([(1, m.token in tokens) for m in voters])
 
 
 def next_plan(

@@ -123,6 +123,9 @@ class _Session(Generic[T]):
         turn = _turns[world] = _turns.get(world, -1) + 1
         self._keeper = Keeper(options.store, options.rank, options.world_size, turn)
         patience_s = options.timeout.total_seconds()
+        quorum = options.quorum
+        if quorum is None:
+            quorum = env.text("DURE_ELASTIC_QUORUM") != "0"
         self._council = Council(
             self._keeper.keys,
             self._keeper.rank,
@@ -132,6 +135,8 @@ class _Session(Generic[T]):
             enough_s=options.enough_s,
             give_up=preempt.asked,
             elsewhere=self._keeper.moved,
+            divisible=lambda: quorum and self._keeper.movable,
+            astray=lambda: quorum and self._keeper.astray,
         )
         self._plan: Plan | None = None
         self._stood: Plan | None = None  # the last one whose group was made
@@ -140,6 +145,7 @@ class _Session(Generic[T]):
         self._futile, self._passed = 0, 0
         self._failed_at = 0.0
         self._gone: set[int] = set()  # ranks of the last group that were lost before it was left
+        self._severed: set[int] = set()  # those whose hosts may live
         self._ended = False
 
     def run(self) -> T | None:
@@ -173,7 +179,7 @@ class _Session(Generic[T]):
         while True:
             try:
                 return self._council.enter()
-            except StoreLost:
+            except (StoreLost, StoreTimeout):
                 keys = self._keeper.follow(None, self._council.me, self._council.patience_s)
                 self._council.move(keys, None)
 
@@ -195,6 +201,7 @@ class _Session(Generic[T]):
         agreed_at = time.monotonic()
         self._plan = self._boundary.plan = plan
         self._gone.clear()
+        self._severed.clear()
         self._keeper.know(plan)
         me = plan.rank_of(self._council.me.token)
         if plan.source < 0:
@@ -284,8 +291,8 @@ class _Session(Generic[T]):
                 if self._boundary.storeless or self._keeper.lost:
                     raise StoreLost("the process that held the store has ended")
                 self._council.announce(last, self._state.standing())
-                plan = self._council.agree(last, self._unreached, self._nudge)
-            except StoreLost:
+                plan = self._council.agree(last, self._unreached, self._nudge, self._cut_off)
+            except (StoreLost, StoreTimeout):  # a store behind a link that is cut says nothing
                 self._boundary.storeless = True
                 self._leave_group(announced=False)
                 keys = self._keeper.follow(last, self._council.me, self._council.patience_s)
@@ -300,6 +307,10 @@ class _Session(Generic[T]):
         if group is not None:
             return group.gone(rank) or group.silent(rank)
         return rank in self._gone and time.monotonic() - self._failed_at > _COME_S
+
+    def _cut_off(self, rank: int) -> bool:
+        group = current_world().default
+        return rank in self._severed if group is None else group.severed(rank)
 
     def _nudge(self) -> None:
         """Leave the groups, if that is not done: nobody in them shall wait for this rank."""
@@ -317,7 +328,9 @@ class _Session(Generic[T]):
             except StoreError:
                 self._boundary.storeless = True
         if self._plan is not None and current_world().default is not None:
-            self._gone.update(filter(self._unreached, range(len(self._plan.members))))
+            ranks = range(len(self._plan.members))
+            self._gone.update(filter(self._unreached, ranks))
+            self._severed.update(filter(self._cut_off, ranks))
         _close_groups(abort=True)
 
     # ---- the end -------------------------------------------------------------------------------

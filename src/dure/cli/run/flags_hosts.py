@@ -29,6 +29,7 @@ RENDEZVOUS_CONFIG = {
     "last_call_timeout": seconds,
     "timeout": seconds,
     "is_host": _truth,
+    "quorum": _truth,
     "store_type": _store_type,
     **dict.fromkeys(("close_timeout", "heartbeat_timeout", "read_timeout"), seconds),
     **dict.fromkeys(("keep_alive_interval", "keep_alive_max_attempt"), seconds),
@@ -152,8 +153,8 @@ HOSTS = (
         group=Group.HOSTS,
         metavar="KEY=VALUE,...",
         parse=config(RENDEZVOUS_CONFIG),
-        means="join_timeout (or timeout), last_call_timeout in seconds; is_host.",
-        default="join_timeout=600,last_call_timeout=5",
+        means="join_timeout (or timeout), last_call_timeout in seconds; is_host; quorum.",
+        default="join_timeout=600,last_call_timeout=5,quorum=1",
         torchrun="--rdzv-conf",
         pet="RDZV_CONF",
         differs="close_timeout, heartbeat_timeout, read_timeout and keep_alive_* change nothing: "

@@ -183,6 +183,8 @@ def _meeting(values: Mapping[str, Any]) -> dict[str, Any]:
             fields[name] = conf[key]
     if "last_call_timeout" in conf:
         fields["last_call_s"] = conf["last_call_timeout"]
+    if "quorum" in conf:
+        fields["quorum"] = conf["quorum"]
     if values.get("standalone"):
         return fields
     fields["run_id"] = values.get("run_id")

@@ -202,6 +202,10 @@ class GroupCore:
         """Tell whether `rank` may live and cannot be heard of; backends that cannot know say no."""
         return self._ask("silent", rank)
 
+    def severed(self, rank: int) -> bool:
+        """Tell whether the host of `rank` fell silent; backends that cannot know say no."""
+        return self._ask("severed", rank)
+
     def _ask(self, question: str, rank: int) -> bool:
         asked = [getattr(backend, question, None) for backend in self._backends.values()]
         return any(answer is not None and answer(rank) for answer in asked)

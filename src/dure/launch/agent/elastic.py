@@ -6,6 +6,9 @@ rank numbers that nobody had before; an agent that dies takes its workers with i
 to that: `JobSpec.outlives_launcher`), and is only noted. Who trains with whom is the program's
 business (`dure.elastic`).
 
+A part that is cut off from the one that may go on (`Machine.parted`) replaces nobody and waits: its
+workers do, too, until the network is whole, or they run out of patience.
+
 The job ends when no worker lives: well if one of them ended well. It is ended when fewer than
 `min_ranks` live and none can be replaced, or somebody who matters takes his leave. Once a worker
 has ended well the program is on its way out: nobody is replaced any more, and few may be left.
@@ -64,7 +67,7 @@ class ElasticMachine(Machine):
             return
         self._faults.fail(event.worker)
         self._faults.reports[event.worker.rank] = event.worker
-        ending = self.phase is not Phase.RUNNING or self._finished
+        ending = self.phase is not Phase.RUNNING or self._finished or self.parted
         if ending or self.restarts >= self.settings.max_restarts:
             self._alive.discard(slot)
             return
@@ -79,8 +82,12 @@ class ElasticMachine(Machine):
 
     def _gone(self, event: Left | Lost) -> None:
         if isinstance(event, Lost) and event.agent in self._agents:
-            self._note(f"lost {self.host(event.agent)} ({event.why}); the others go on")
-        super()._gone(event)
+            lost = f"lost {self.host(event.agent)} ({event.why})"
+            super()._gone(event)
+            waits = "this part of the job may be the smaller, and waits for the other"
+            self._note(f"{lost}; {waits if self.parted else 'the others go on'}")
+        else:
+            super()._gone(event)
 
     def _run_on(self) -> None:
         here = self._agents.keys() - self._leaving
@@ -90,6 +97,7 @@ class ElasticMachine(Machine):
             return
         self._let_in()
         too_few = not self._finished and len(self._alive) < self.settings.min_ranks
+        too_few = too_few and not self.parted
         if too_few or not self._alive:
             self.phase = Phase.STOPPING
 
@@ -119,4 +127,4 @@ class ElasticMachine(Machine):
             first = self._faults.root_cause()
             self._end(Outcome(code=0, failure=first, ranks=self._faults.ranks()))
         else:
-            self._end(self._defeat())
+            self._end(self._given_up() if self.parted else self._defeat())

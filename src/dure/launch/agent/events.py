@@ -50,10 +50,14 @@ class Left(msgspec.Struct, array_like=True, frozen=True, tag="left"):
 
 
 class Lost(msgspec.Struct, array_like=True, frozen=True, tag="lost"):
-    """An agent has died, or nothing was heard of it for too long."""
+    """An agent has died, or nothing was heard of it for too long.
+
+    `silent`: nothing says that it has died; the network may be cut (`dure.store.quorum`).
+    """
 
     agent: str
     why: str = ""
+    silent: bool = False
 
 
 class Refused(msgspec.Struct, array_like=True, frozen=True, tag="refused"):

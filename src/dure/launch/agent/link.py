@@ -124,6 +124,7 @@ def _settings(spec: JobSpec) -> Settings:
         join_timeout_s=spec.join_timeout_s,
         last_call_s=spec.last_call_s,
         min_ranks=spec.min_ranks,
+        quorum=spec.quorum,
         endpoint=spec.endpoint or "",
     )
 
@@ -170,6 +171,7 @@ class _Terms(msgspec.Struct, frozen=True):
     max_restarts: int
     elastic: bool
     min_ranks: int
+    quorum: bool
     run_id: str
 
 
@@ -254,6 +256,7 @@ class Linked:
             self._machine = afresh
         for event in news:
             self._machine.apply(event)
+        self._pulse.prevails = self._machine.prevails
         return self._machine
 
     @property
@@ -292,6 +295,7 @@ def _agree(spec: JobSpec, store: NetworkStore) -> str:
         max_restarts=spec.max_restarts,
         elastic=spec.elastic or spec.keep_going,
         min_ranks=spec.min_ranks,
+        quorum=spec.quorum,
         run_id=spec.run_id or uuid.uuid4().hex,
     )
     said = store.compare_set(_TERMS, "", msgspec.msgpack.encode(mine))

@@ -25,6 +25,10 @@ new round that does not count. A host that leaves a job of a fixed number of hos
 **Whose fault.** `faults` finds the one failure that explains a round's end, and the host to blame.
 A host to whom this happens `exclude_after` rounds running is left out, if enough others are there.
 
+**Parts.** Where hosts fell silent, the network may be cut, and they may be another part of the job.
+The voters are the ranks of the last round's hosts (`dure.store.quorum`). A part without the quorum
+is *parted*: it starts no round, and waits for the other, until the join timeout.
+
 The machine has no clock. Where time matters it names a timer (`Timer`); the first agent whose
 clock runs out writes `Expired` into the log. Late ones name a timer that is over, and mean nothing.
 """
@@ -63,6 +67,7 @@ from dure.launch.agent.events import (
 from dure.launch.agent.faults import Faults
 from dure.launch.agent.lineup import line_up
 from dure.launch.agent.settings import Settings
+from dure.store.quorum import may_go_on
 
 __all__ = ["Machine", "Phase"]
 
@@ -106,6 +111,8 @@ class Machine(msgspec.Struct):
     _faults: Faults = msgspec.field(default_factory=Faults)
     _leaving: set[str] = set()  # members that end their workers, and then leave
     _dismissed: Left | None = None  # whose leave ends the job
+    _silent: dict[str, Joined] = {}  # lost since the round began, and not known to have died
+    _prevailed: bool = False  # a round was started without silent hosts
     _unlucky: tuple[str, int] = ("", 0)  # the host to blame, and how many rounds running
 
     @property
@@ -138,6 +145,26 @@ class Machine(msgspec.Struct):
         """Whether the job ends because a host takes its leave."""
         return self._dismissed is not None
 
+    @property
+    def parted(self) -> bool:
+        """Whether those who fell silent may be the part of the job that goes on."""
+        if not self.settings.quorum or not self._silent:
+            return False
+        votes = {a.agent: a.nproc for a in (*self._silent.values(), *self._agents.values())}
+        members = votes if self.plan is None else self.plan.members
+        return not may_go_on([(votes[a], a in self._agents) for a in members if a in votes])
+
+    @property
+    def prevails(self) -> bool:
+        """Whether this is the part that goes on, though others may live."""
+        aware = self._prevailed or bool(self._silent)
+        return self.settings.quorum and aware and not self.parted
+
+    @property
+    def silent(self) -> str:
+        """The hosts of whom nothing is heard, for people."""
+        return ", ".join(joined.host for joined in self._silent.values())
+
     def knows(self, agent: str) -> bool:
         """Tell whether an agent has joined, be it at hand or not."""
         return agent in self._known
@@ -156,6 +183,9 @@ class Machine(msgspec.Struct):
                 if event.agent not in self._known:  # nobody comes back under the same name
                     self._known.add(event.agent)
                     self._agents[event.agent] = event
+                    self._silent = {  # a host that comes again has ended what it had
+                        a: lost for a, lost in self._silent.items() if lost.host != event.host
+                    }
             case Left() | Lost():
                 self._gone(event)
             case Refused():
@@ -165,7 +195,7 @@ class Machine(msgspec.Struct):
             case Expired():
                 self._expired(event.timer)
             case Failed() | Finished() | Succeeded() | Ended():
-                if self.plan is not None and event.round == self.plan.number:
+                if self._is_current(event):
                     self._told(event)
         self._settle()
 
@@ -255,12 +285,12 @@ class Machine(msgspec.Struct):
             self._end(Outcome(code=self._dismissed.code, why=self._dismissed.why))
             return
         chosen = self._chosen()
-        enough = len(chosen) >= self.settings.min_hosts
+        enough = len(chosen) >= self.settings.min_hosts and not self.parted
         if enough and (self.plan is not None or len(chosen) == self.settings.max_hosts):
             self._start(chosen)
 
     def _timer(self) -> Timer:
-        if len(self._chosen()) < self.settings.min_hosts:
+        if self.parted or len(self._chosen()) < self.settings.min_hosts:
             return Timer(f"join {self._gathering}", self.settings.join_timeout_s)
         return Timer(f"last call {self._gathering}", self.settings.last_call_s)
 
@@ -268,6 +298,9 @@ class Machine(msgspec.Struct):
         if self.phase is not Phase.GATHERING or timer != self._timer().name:
             return
         chosen = self._chosen()
+        if self.parted:
+            self._end(self._given_up())
+            return
         if len(chosen) >= self.settings.min_hosts:
             self._start(chosen)
             return
@@ -284,8 +317,16 @@ class Machine(msgspec.Struct):
                 "; start the same command on the other hosts, and see there that this port can be "
                 "reached and that --nnodes is the same"
             )
+        self._end(self._given_up(why))
+
+    def _given_up(self, why: str = "") -> Outcome:
+        """Return the outcome of a job that has waited in vain."""
         lost = self._defeat() if self._faults else Outcome(code=1)
-        self._end(Outcome(code=lost.code, why=why, failure=lost.failure, ranks=lost.ranks))
+        why = why or (
+            f"cut off from {self.silent}, who may be the part of the job that goes on; they did "
+            f"not come back within {self.settings.join_timeout_s:g} s"
+        )
+        return Outcome(code=lost.code, why=why, failure=lost.failure, ranks=lost.ranks)
 
     def _chosen(self) -> tuple[str, ...]:
         """Return who would take part in a round that started now, in the order of their nodes."""
@@ -307,6 +348,8 @@ class Machine(msgspec.Struct):
         self._ready = None
         self._succeeded, self._ended = set(), set()
         self._faults = Faults()
+        self._prevailed = self._prevailed or bool(self._silent)
+        self._silent = {}
         self.phase = Phase.RUNNING
 
     def _preparer(self) -> str | None:
@@ -314,8 +357,14 @@ class Machine(msgspec.Struct):
         members = () if self.plan is None else self.plan.members
         return next((agent for agent in members if agent in self._agents), None)
 
+    def _is_current(self, event: Failed | Finished | Succeeded | Ended) -> bool:
+        """Whether it is of this round, and not of one that a cut-off part had by that number."""
+        plan = self.plan
+        return plan is not None and event.round == plan.number and event.agent in self._agents
+
     def _got_ready(self, event: Ready) -> None:
-        if self.plan is not None and self.plan.number == event.round:
+        plan = self.plan
+        if plan is not None and plan.number == event.round and event.agent in plan.members:
             self._ready = self._ready or event
 
     def _gone(self, event: Left | Lost) -> None:
@@ -326,6 +375,8 @@ class Machine(msgspec.Struct):
         working = plan is not None and agent in plan.members
         working = working and agent not in self._ended | self._succeeded
         if isinstance(event, Lost):
+            if event.silent:
+                self._silent[agent] = self._agents[agent]
             if working and agent not in self._leaving:
                 self._faults.lost.append(agent)
             self._forget(agent)

@@ -19,6 +19,11 @@ An agent forgets its own events when they have become past, hundreds of entries 
 Should the next store's owner lack even those, the agent cannot give them back: it counts as lost
 there, and joins anew.
 
+Where the network is cut, each part has a leader. When it is whole again, the owner of the lower
+rung finds the upper one alive. If its own part has the quorum (`prevails`), it leaves a note there,
+and the upper part follows it; otherwise it gives way itself. What the part that gives way has told
+since stays behind: it belongs to a job that is not.
+
 Nobody leads in any other sense: to be the leader is to hold the store and to notice deaths.
 """
 
@@ -34,10 +39,10 @@ from datetime import timedelta
 
 from dure.errors import DureError, StoreError, StoreLost, StoreTimeout
 from dure.launch.agent.chronicle import Chronicle, pack_entry
-from dure.launch.agent.events import Event, Lost
+from dure.launch.agent.events import Event, Joined, Lost
 from dure.launch.agent.journal import append, bury, entry_key, fetch, is_behind, seed
 from dure.launch.agent.machine import Machine
-from dure.launch.agent.watch import Watch, beat_key
+from dure.launch.agent.watch import Watch, beat_key, refuses
 from dure.store.base import Store
 from dure.store.ladder import Ladder
 
@@ -72,6 +77,7 @@ class Pulse:
     ) -> None:
         self.me = ""
         self.cut = ""  # why nobody can be reached any more
+        self.prevails = False  # whether this part of the job goes on, though others may live
         self._ladder, self._watch, self._heart = ladder, watch, watch.heart
         self._standby, self._make = standby, make
         self._carried = {name: ladder.current.get(name) for name in carried}
@@ -87,6 +93,8 @@ class Pulse:
         self._heard_at = time.monotonic()
         self._closing = False
         self._revived = 0  # how many looks running a rung above has answered
+        self._afresh_at = 0.0  # when the log of the store in use was read from the beginning
+        self._broken = ""  # the rung whose end its kernel has told
         self._waker, self._wakened = socket.socketpair()
         self._wakened.setblocking(False)
         self._waker.setblocking(False)
@@ -214,7 +222,8 @@ class Pulse:
                 self._heard_at = time.monotonic()
                 if self._ladder.leading:
                     self._look_around()
-            except (StoreLost, StoreTimeout):
+            except (StoreLost, StoreTimeout) as error:
+                self._broken = self._ladder.address if isinstance(error, StoreLost) else ""
                 self._move()
             except StoreError:  # closed by the agent, or moved under our feet
                 continue
@@ -297,8 +306,15 @@ class Pulse:
                 self._lock.wait_for(lambda: self._closing, self._heart.look_s)
 
     def _go_to(self, address: str) -> None:
-        """Follow the others to a rung that is not the next one."""
+        """Follow the others to a rung that is not the next one, with nothing but who we are."""
         self._ladder.follow(address, self._standby(), self._heart.lost_s)
+        with self._lock:
+            mine = [e for e in self._mine.values() if isinstance(e, Joined) and e.agent == self.me]
+            self._author, self._mine = uuid.uuid4().hex, {}
+            self._forgotten = self._told = self._written = 0
+            self._line += 1  # the writer's last entry was the other author's
+            for event in mine:
+                self.tell(event)
         self._read_afresh()
 
     def _seed(self, store: Store) -> None:
@@ -310,12 +326,16 @@ class Pulse:
     def _read_afresh(self) -> None:
         """Read the log of a store that was found anew, and write again what is missing of ours."""
         store = self._ladder.current
+        self._afresh_at = time.monotonic()
         self._watch.begin()
         self._take_in(store, *fetch(store, 0), anew=True)
         if self._ladder.leading:
             above = self._ladder.addresses[: self._ladder.addresses.index(self._ladder.address)]
-            for agent in self._watch.held(above):
-                self.tell(Lost(agent, "it held the job's store, which is gone"))
+            for agent, rung in self._watch.held(above):
+                ended = rung == self._broken or refuses(rung, self._heart.knock_s)
+                why = "is gone" if ended else "does not answer"
+                why = f"it held the job's store, which {why}"
+                self.tell(Lost(agent, why, silent=not ended))
         self._notify()
 
     def _look_up(self) -> None:
@@ -331,7 +351,12 @@ class Pulse:
         if found is None:
             return
         address, same = found
+        known_s = self._heart.lost_s + 2 * self._heart.beat_s  # until then others may prove silent
         if not same:
+            self._ladder.redirect(address)
+        elif time.monotonic() < self._afresh_at + known_s:
+            pass
+        elif self.prevails:
             self._ladder.redirect(address)
         elif self._revived >= _LOOKS:  # its owner was not merely stopped for a while
             self._go_to(address)
@@ -343,5 +368,5 @@ class Pulse:
             self._go_to(address)
 
     def _look_around(self) -> None:
-        for agent, why in self._watch.lost(self._ladder.current):
-            self.tell(Lost(agent, why))
+        for event in self._watch.lost(self._ladder.current):
+            self.tell(event)

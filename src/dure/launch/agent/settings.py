@@ -19,6 +19,7 @@ class Settings:
         last_call_s: How long the first round then waits for more.
         exclude_after: How many rounds running a host may be the first to fail.
         min_ranks: An elastic job with fewer living ranks ends.
+        quorum: A part of the job that may be the smaller one does not go on.
         endpoint: Where hosts meet, for people.
     """
 
@@ -29,4 +30,5 @@ class Settings:
     last_call_s: float = 5.0
     exclude_after: int = 3
     min_ranks: int = 1
+    quorum: bool = True
     endpoint: str = ""

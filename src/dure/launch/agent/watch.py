@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from dure.store.base import Store
 from dure.store.connection import Connection, knock
 from dure.store.key import JobKey
 
-__all__ = ["Heartbeat", "Watch", "beat_key"]
+__all__ = ["Heartbeat", "Watch", "beat_key", "refuses"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,18 @@ class Heartbeat:
 def beat_key(agent: str) -> str:
     """Return where an agent's beats are in the store."""
     return f"dure/agents/beat/{agent}"
+
+
+def refuses(address: str, limit_s: float) -> bool:
+    """Tell whether the machine at "host:port" says itself that nobody listens there any more."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), limit_s).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 class Watch:
@@ -63,26 +76,27 @@ class Watch:
         elif isinstance(event, Lost):
             self._forget(event.agent)
 
-    def held(self, addresses: tuple[str, ...]) -> list[str]:
-        """Return the agents whose rungs are among `addresses`."""
-        return [agent for agent, home in self._homes.items() if home in addresses]
+    def held(self, addresses: tuple[str, ...]) -> list[tuple[str, str]]:
+        """Return the agents whose rungs are among `addresses`, each with its rung."""
+        return [(agent, home) for agent, home in self._homes.items() if home in addresses]
 
     def begin(self) -> None:
         """Give everybody time to be heard again."""
         self._beats.clear()
 
-    def lost(self, store: Store) -> list[tuple[str, str]]:
+    def lost(self, store: Store) -> list[Lost]:
         """Return who is lost now, and why."""
         broken = [agent for agent in list(self._homes) if not self._is_there(agent)]
-        found = [(agent, "its launcher has ended") for agent in broken]
+        found = [Lost(agent, "its launcher has ended") for agent in broken]
         now = time.monotonic()
         if now >= self._look_at:
             self._look_at = now + self.heart.beat_s
             for agent in list(self._homes):
                 if agent not in broken and self._is_silent(agent, store, now):
-                    found.append((agent, f"nothing was heard of it for {self.heart.lost_s:g} s"))
-        for agent, _ in found:
-            self._forget(agent)
+                    why = f"nothing was heard of it for {self.heart.lost_s:g} s"
+                    found.append(Lost(agent, why, silent=True))
+        for event in found:
+            self._forget(event.agent)
         return found
 
     def close(self) -> None:

@@ -107,6 +107,7 @@ def rank_variables(
         "DURE_STORE_PID": str(os.getpid()) if len(round.hosts) == 1 else None,
         "DURE_INSECURE": None,  # every rank has the key, and the launcher's store asks for it
         "DURE_ELASTIC": "1" if spec.elastic else None,
+        "DURE_ELASTIC_QUORUM": None if spec.quorum else "0",
         "DURE_ELASTIC_MIN": str(spec.min_ranks) if spec.elastic else None,
     }
     if spec.trace_dir is not None:

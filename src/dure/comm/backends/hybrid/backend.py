@@ -82,6 +82,10 @@ class HybridBackend:
         """
         return self._lost_for_s(rank) > SILENCE_S
 
+    def severed(self, rank: int) -> bool:
+        """Tell whether the host of `rank` fell silent: it may live, and the link may be cut."""
+        return self._watch is not None and self._watch.fell_silent(rank)
+
     def _lost_for_s(self, rank: int) -> float:
         return 0.0 if self._watch is None else self._watch.lost_for_s(rank)
 

@@ -72,6 +72,7 @@ class Line:
     left: int = -1
     over: bool = False
     lost: float | None = None  # when the leader was lost, or left
+    fell_silent: bool = False  # nothing says that its host has died
 
     def say(self, word: Word) -> None:
         """Send a word, if anybody is there: else silence or the monitor will tell."""

@@ -172,6 +172,7 @@ class Watch:
         fate = self._links.fate
         for line in self._lines:
             if not line.over and now - line.heard > SILENCE_S:
+                line.fell_silent = True
                 self._lose(line, f"nothing was heard from it for {SILENCE_S:g} s", 0)
             if 0 <= line.left < self._begun:
                 rank = self._links.hosts.ranks[line.host][0]
@@ -230,6 +231,8 @@ class Watch:
             read_event(line.monitor, zmq.NOBLOCK)
         self._hear(line)
         if not line.over:
+            # One that was silent was closed by our own side.
+            line.fell_silent = time.monotonic() - line.heard >= SILENCE_S
             self._lose(line, "the connection to it broke", self._begun)
 
     def _lose(self, line: Line, how: str, after: int) -> None:
@@ -299,6 +302,11 @@ class Watch:
         host, _ = self._links.hosts.place_of(rank)
         since = [line.lost for line in self._lines if line.host == host and line.lost is not None]
         return max(time.monotonic() - since[0], 1e-9) if since else 0.0
+
+    def fell_silent(self, rank: int) -> bool:
+        """Tell whether a rank's host was lost and may live: the link to it may be cut."""
+        host, _ = self._links.hosts.place_of(rank)
+        return any(line.host == host and line.fell_silent for line in self._lines)
 
     def stop(self, ended: int) -> None:
         """Say goodbye, after `ended` collectives."""

@@ -1,0 +1,223 @@
+"""Jobs over hosts whose network is cut: each host is a network namespace with a `dure run` in it.
+
+A `Cutting` starts the launchers, spoils the network, and reads the ledger of the job's program
+(`procs/programs/cut_job.py`) for who trained when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from dure.store.key import mint
+from procs import hosts as namespaces
+
+PROGRAM = Path(namespaces.__file__).parent / "programs" / "cut_job.py"
+SWITCH = Path(__file__).with_name("switch.py")
+PORT = 29400
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A line of the ledger."""
+
+    at: float  # s, of the machine's monotonic clock
+    host: str
+    group: str
+    step: int
+    size: int
+
+
+@dataclass
+class Launcher:
+    """One `dure run`, on one host."""
+
+    host: namespaces.Host
+    process: subprocess.Popen[str]
+    said: IO[str]
+    code: int | None = None
+    ended_at: float = 0.0
+
+    def end(self, limit_s: float) -> int:
+        """Return its exit code."""
+        self.process.wait(limit_s)
+        self.ended_at = time.monotonic()
+        self.code = self.process.wait()
+        return self.code
+
+    @property
+    def text(self) -> str:
+        """All that it has said so far."""
+        self.said.flush()
+        return Path(self.said.name).read_text()
+
+
+class Cutting:
+    """A job on hosts whose network can be cut."""
+
+    def __init__(self, made: list[namespaces.Host], folder: Path) -> None:
+        self.hosts, self.folder = made, folder
+        self.key = folder / "key"
+        self.key.touch(0o600)
+        self.key.write_bytes(mint().raw)
+        self.launchers: list[Launcher] = []
+
+    def start(self, *flags: str, program: str | Path = PROGRAM, words: tuple[str, ...] = ()):
+        """Start a launcher on every host; the first has the endpoint."""
+        for host in self.hosts:
+            self.start_on(host, *flags, program=program, words=words)
+            self.wait_for(lambda: self.hosts[0].listens(PORT), "the store")
+
+    def start_on(
+        self,
+        host: namespaces.Host,
+        *flags: str,
+        program: str | Path = PROGRAM,
+        words: tuple[str, ...] = (),
+    ) -> Launcher:
+        """Start the launcher of one host."""
+        said = (self.folder / f"{len(self.launchers)}-{host.name}.txt").open("w")
+        endpoint = f"{self.hosts[0].address}:{PORT}"
+        process = host.start(
+            ["-m", "dure.cli", "run", *flags, "--rdzv-endpoint", endpoint, program, *words],
+            {
+                "DURE_JOB_KEY_FILE": str(self.key),
+                "CREW": str(self.folder),
+                "DURE_TEST_HOST": host.name,
+                "OMP_NUM_THREADS": "1",
+            },
+            said,
+        )
+        launcher = Launcher(host, process, said)
+        self.launchers.append(launcher)
+        return launcher
+
+    # ---- what happened -------------------------------------------------------------------------
+
+    def ledger(self) -> list[Step]:
+        """Return the steps so far, in the order of time."""
+        path = self.folder / "ledger"
+        lines = path.read_text().splitlines() if path.exists() else []
+        words = [line.split() for line in lines]
+        steps = [Step(int(a) / 1e9, h, g, int(s), int(n)) for a, h, g, s, n in words]
+        return sorted(steps, key=lambda step: step.at)
+
+    def said(self) -> list[tuple[float, str, int, str]]:
+        """Return what the ranks said: when, host, rank, what."""
+        names = [path.name.split(maxsplit=4) for path in self.folder.glob("said *")]
+        return sorted((int(at) / 1e9, host, int(rank), what) for _, at, host, rank, what in names)
+
+    def wait_for(self, done: Callable[[], object], what: str, limit_s: float = 100.0) -> None:
+        """Wait for something to be true."""
+        deadline = time.monotonic() + limit_s
+        while not done():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"waited in vain for {what}\n{self.report()}")
+            time.sleep(0.02)
+
+    def trains(self, host: str, size: int, after: float = 0.0, limit_s: float = 100.0) -> float:
+        """Wait until a group of `size` ranks, led on `host`, has made steps; return the first's."""
+
+        def found() -> list[Step]:
+            return [s for s in self.ledger() if (s.host, s.size) == (host, size) and s.at > after]
+
+        self.wait_for(lambda: len(found()) > 2, f"{size} ranks led by {host}", limit_s)
+        return found()[0].at
+
+    def finish(self) -> None:
+        """Let the program end."""
+        (self.folder / "finish").touch()
+
+    def check_one_at_a_time(self) -> None:
+        """No two groups ever trained at the same time."""
+        order = list(dict.fromkeys(step.group for step in self.ledger()))
+        spans = [[s.at for s in self.ledger() if s.group == group] for group in order]
+        for group, before, after in zip(order[1:], spans, spans[1:], strict=False):
+            assert before[-1] < after[0], (
+                f"{group} began before the last had ended\n{self.report()}"
+            )
+
+    def check_nothing_left(self) -> None:
+        """No process of the job is left on any host."""
+        self.wait_for(
+            lambda: not [p for host in self.hosts for p in host.inside()],
+            "all processes to end",
+            20,
+        )
+
+    def report(self) -> str:
+        """Tell all."""
+        out = [f"now {time.monotonic():.2f}", *map(str, self.said())]
+        groups = dict.fromkeys(step.group for step in self.ledger())
+        for group in groups:
+            steps = [s for s in self.ledger() if s.group == group]
+            out.append(
+                f"{steps[0].at:.2f} to {steps[-1].at:.2f}: {group} on {steps[0].host}, "
+                f"{steps[0].size} ranks, steps {steps[0].step} to {steps[-1].step}"
+            )
+        for launcher in self.launchers:
+            code = launcher.process.poll()
+            out.append(f"--- {launcher.host.name}, exit code {code}\n{launcher.text}")
+        return "\n".join(out)
+
+    def close(self) -> None:
+        """Close the files."""
+        for launcher in self.launchers:
+            launcher.said.close()
+
+
+@contextlib.contextmanager
+def cutting(count: int, folder: Path, name: str = "cut") -> Iterator[Cutting]:
+    """Make `count` hosts on a network that can be cut."""
+    with namespaces.hosts(count, name) as made:
+        job = Cutting(made, folder)
+        try:
+            yield job
+        finally:
+            job.close()
+
+
+class Wires:
+    """The hosts' network, through a switch that spoils it; whole at first."""
+
+    def __init__(self, made: list[namespaces.Host]) -> None:
+        for host in made:
+            plain = host.command(sys.executable, str(SWITCH), "plain", "eth0")
+            subprocess.run(plain, check=True)
+        ports = [host.unplug() for host in made]
+        self._process = subprocess.Popen(
+            made[0].command(sys.executable, str(SWITCH), "serve", *ports, at_switch=True),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def tell(self, *words: object) -> None:
+        """Spoil the network, or mend it (see `switch.py`)."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(" ".join(map(str, words)) + "\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == "ok\n"
+
+    def close(self) -> None:
+        """End the switch."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(10)
+        self._process.stdout.close()
+
+
+@contextlib.contextmanager
+def wires(job: Cutting) -> Iterator[Wires]:
+    """Put a switch that can be told to spoil frames in place of the bridge."""
+    made = Wires(job.hosts)
+    try:
+        yield made
+    finally:
+        made.close()
