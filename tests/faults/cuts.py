@@ -121,14 +121,18 @@ class Cutting:
                 raise AssertionError(f"waited in vain for {what}\n{self.report()}")
             time.sleep(0.02)
 
-    def trains(self, host: str, size: int, after: float = 0.0, limit_s: float = 100.0) -> float:
-        """Wait until a group of `size` ranks, led on `host`, has made steps; return the first's."""
+    def trains(self, size: int, after: float = 0.0) -> str:
+        """Wait until a group of `size` ranks has made steps; return the host that leads it."""
 
         def found() -> list[Step]:
-            return [s for s in self.ledger() if (s.host, s.size) == (host, size) and s.at > after]
+            return [s for s in self.ledger() if s.size == size and s.at > after]
 
-        self.wait_for(lambda: len(found()) > 2, f"{size} ranks led by {host}", limit_s)
-        return found()[0].at
+        self.wait_for(lambda: len(found()) > 2, f"{size} ranks that train")
+        return found()[-1].host
+
+    def led_by(self, after: float) -> set[str]:
+        """Return the hosts that have led a group since a moment."""
+        return {step.host for step in self.ledger() if step.at > after}
 
     def finish(self) -> None:
         """Let the program end."""

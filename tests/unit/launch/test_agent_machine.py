@@ -274,7 +274,7 @@ class World:
         else:
             self.here.remove(agent)
             self.running.pop(agent, None)
-            self.tell(Lost(agent))
+            self.tell(Lost(agent, silent=self.draw.random() < 0.5))
 
     def step(self) -> None:
         kind = self.draw.random()
@@ -563,3 +563,80 @@ def test_the_first_that_says_where_rank_0_is_counts() -> None:
     before = machine.duty("b")
     machine.apply(Ready("b", plan.number, "10.0.0.2", 2))
     assert machine.duty("b") == before
+
+
+def test_half_of_the_ranks_without_the_first_wait_for_the_other_half() -> None:
+    machine = Machine(Settings(min_hosts=1, max_hosts=2, max_restarts=3))
+    plan = started(machine, "a", "b")
+    machine.apply(Lost("a", silent=True))
+    end_round(machine, plan)
+    duty = machine.duty("b")
+    assert (machine.parted, machine.prevails, machine.phase) == (True, False, Phase.GATHERING)
+    assert isinstance(duty, Wait) and duty.timer is not None
+    machine.apply(Expired(duty.timer.name))
+    assert machine.outcome is not None
+    assert machine.outcome.code == 1
+    assert "host-a" in machine.outcome.why
+
+
+def test_a_host_that_comes_again_is_the_silent_one_and_the_job_goes_on() -> None:
+    machine = Machine(Settings(min_hosts=1, max_hosts=2, max_restarts=3))
+    plan = started(machine, "a", "b")
+    machine.apply(Lost("a", silent=True))
+    end_round(machine, plan)
+    machine.apply(Joined("again", "host-a", 2))
+    assert not machine.parted
+    assert ready(machine).members == ("b", "again")
+
+
+@pytest.mark.parametrize("make", [Machine, ElasticMachine])
+@pytest.mark.parametrize(
+    ("silent", "parted"), [("a", False), ("c", False), ("ab", True), ("bc", True), ("ac", True)]
+)
+def test_more_than_half_of_the_ranks_prevail(make: Make, silent: str, parted: bool) -> None:
+    machine = make(Settings(min_hosts=1, max_hosts=3, max_restarts=3))
+    plan = started(machine, "a", "b", "c")
+    for agent in silent:
+        machine.apply(Lost(agent, silent=True))
+    assert (machine.parted, machine.prevails) == (parted, not parted)
+    if make is Machine:
+        end_round(machine, plan)
+        assert (machine.phase is Phase.RUNNING, machine.prevails) == (not parted, not parted)
+
+
+def test_who_is_known_to_have_died_does_not_vote() -> None:
+    machine = Machine(Settings(min_hosts=1, max_hosts=3, max_restarts=3))
+    plan = started(machine, "a", "b", "c")
+    machine.apply(Lost("a"))
+    machine.apply(Lost("c", silent=True))
+    end_round(machine, plan)
+    assert ready(machine).members == ("b",), "of b and c, b was the first"
+
+
+def test_without_the_rule_any_part_goes_on() -> None:
+    machine = Machine(Settings(min_hosts=1, max_hosts=2, max_restarts=3, quorum=False))
+    plan = started(machine, "a", "b")
+    machine.apply(Lost("a", silent=True))
+    end_round(machine, plan)
+    assert ready(machine).members == ("b",)
+
+
+def test_elastic_a_part_that_waits_replaces_nobody_and_is_not_ended_for_few_ranks() -> None:
+    machine = ElasticMachine(Settings(min_hosts=1, max_hosts=2, max_restarts=3, min_ranks=3))
+    started(machine, "a", "b")
+    machine.apply(Lost("a", silent=True))
+    assert machine.phase is Phase.RUNNING
+    machine.apply(failed("b", 0, 0, 2))
+    assert machine.restarts == 0
+    machine.apply(failed("b", 0, 1, 3))
+    assert machine.phase is Phase.STOPPING
+
+
+def test_what_a_cut_off_part_tells_of_its_own_round_is_not_of_this_one() -> None:
+    machine = Machine(Settings(min_hosts=1, max_hosts=3, max_restarts=3))
+    plan = started(machine, "a", "b", "c")
+    machine.apply(Lost("c", silent=True))
+    end_round(machine, plan)
+    again = ready(machine)
+    machine.apply(failed("c", again.number, 0, 0))
+    assert not machine.failed

@@ -20,7 +20,7 @@ import msgspec
 
 from dure.launch.agent.duties import Outcome, Plan
 from dure.launch.agent.events import Ended, Failed, Finished, Joined, Left, Lost, Succeeded
-from dure.launch.agent.machine import Machine, Phase
+from dure.launch.agent.machine import WAITS, Machine, Phase
 
 __all__ = ["ElasticMachine"]
 
@@ -84,8 +84,7 @@ class ElasticMachine(Machine):
         if isinstance(event, Lost) and event.agent in self._agents:
             lost = f"lost {self.host(event.agent)} ({event.why})"
             super()._gone(event)
-            waits = "this part of the job may be the smaller, and waits for the other"
-            self._note(f"{lost}; {waits if self.parted else 'the others go on'}")
+            self._note(f"{lost}; {WAITS if self.parted else 'the others go on'}")
         else:
             super()._gone(event)
 

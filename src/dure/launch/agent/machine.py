@@ -69,7 +69,9 @@ from dure.launch.agent.lineup import line_up
 from dure.launch.agent.settings import Settings
 from dure.store.quorum import may_go_on
 
-__all__ = ["Machine", "Phase"]
+__all__ = ["WAITS", "Machine", "Phase"]
+
+WAITS = "this part of the job may be the smaller, and waits for the other"
 
 _NOTES = 100
 """How many notes are kept: hosts may come, and be refused, for as long as the job runs."""
@@ -263,6 +265,8 @@ class Machine(msgspec.Struct):
             self._blame(self._faults.culprit(self.plan))
         else:
             self.setback = "hosts came or left"
+        if self.parted:
+            self._note(f"nothing is heard of {self.silent}; {WAITS}")
         self._gathering += 1
         self.phase = Phase.GATHERING
 
