@@ -111,7 +111,7 @@ def starters(
 
 def main() -> None:
     """Make the hosts, run the jobs, print medians."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks-each", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)

@@ -41,7 +41,7 @@ _MOVE_S = 30.0
 """How long a note about another store is followed, while there is still this one."""
 
 _JOIN_S = 300.0
-_ANSWER = timedelta(seconds=6)
+_ANSWER = timedelta(seconds=10)
 """How long the store may take to answer; what is waited for there has limits of its own."""
 
 

@@ -92,7 +92,8 @@ def has_quorum(
     Args:
         last: The epoch that has ended; its members vote. Before the first, all ranks do that the
             job was started with.
-        here: Survivors and newcomers. A host from which newcomers come has ended what it had.
+        here: Survivors and newcomers. A host from which newcomers come has ended what it had, and
+            votes with them.
         ended: Tokens of those who are known to have ended.
         expected: How many ranks the job was started with.
     """
@@ -102,12 +103,8 @@ def has_quorum(
     tokens = {m.token for m in here}
     members = {m.token for m in last.members}
     again = {m.process.host for m in here if m.token not in members}
-    voters = [
-        m
-        for m in last.members
-        if m.token in tokens or not (m.token in ended or m.process.host in again)
-    ]
-    return may_go_on([(1, m.token in tokens) for m in voters])
+    voters = [m for m in last.members if m.token in tokens or m.token not in ended]
+    return may_go_on([(1, m.token in tokens or m.process.host in again) for m in voters])
 
 
 def next_plan(

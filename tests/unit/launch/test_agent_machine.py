@@ -640,3 +640,13 @@ def test_what_a_cut_off_part_tells_of_its_own_round_is_not_of_this_one() -> None
     again = ready(machine)
     machine.apply(failed("c", again.number, 0, 0))
     assert not machine.failed
+
+
+def test_hosts_that_ended_their_ranks_in_time_and_came_again_vote_as_before() -> None:
+    machine = Machine(Settings(min_hosts=1, max_hosts=3, max_restarts=3))
+    started(machine, "a", "b", "c")
+    machine.apply(Lost("a", silent=True))
+    for agent in "bc":  # the fence was faster than the next store
+        machine.apply(Lost(agent, "it was cut off from the others for a while"))
+        machine.apply(Joined(f"{agent}-again", f"host-{agent}", 2))
+    assert ready(machine).members == ("b-again", "c-again")

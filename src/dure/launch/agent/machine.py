@@ -152,9 +152,15 @@ class Machine(msgspec.Struct):
         """Whether those who fell silent may be the part of the job that goes on."""
         if not self.settings.quorum or not self._silent:
             return False
-        votes = {a.agent: a.nproc for a in (*self._silent.values(), *self._agents.values())}
-        members = votes if self.plan is None else self.plan.members
-        return not may_go_on([(votes[a], a in self._agents) for a in members if a in votes])
+        here = {joined.host for joined in self._agents.values()}  # or here again
+        if self.plan is None:
+            members = (*self._silent.values(), *self._agents.values())
+            voters = [(a.agent, a.host, a.nproc) for a in members]
+        else:
+            voters = zip(self.plan.members, self.plan.hosts, self.plan.nprocs, strict=True)
+        return not may_go_on(
+            [(n, host in here) for a, host, n in voters if host in here or a in self._silent]
+        )
 
     @property
     def prevails(self) -> bool:
