@@ -186,7 +186,7 @@ class World:
             assert prepares in ([], first[:1])
             assert prepares or first[0] in self.done
         if machine.phase is Phase.GATHERING:
-            hopeful = plan is None or machine.missing > 0
+            hopeful = plan is None or machine.missing > 0 or machine.parted
             assert hopeful, "enough hosts are here, and no round begins"
             assert machine.missing == max(0, machine.settings.min_hosts - self.able())
 
