@@ -6,12 +6,16 @@ for what `dure demo` needs, and `dure --help` for neither.
 Ctrl-C while they load ends the process at once: there is nothing to clean up yet, and raised in the
 midst of an import the exception may be lost, or come out as another. From then on it is raised, as
 in every program, until `dure run` takes it as an order to end the job.
+
+Whoever reads the output may have had enough (`dure env | head -1`). Then the command ends without
+a word, and with the exit code of a program that SIGPIPE has ended.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import select
 import signal
 import sys
 from types import FrameType
@@ -28,17 +32,23 @@ def main(*words: str) -> None:
         signal.signal(signal.SIGINT, _leave)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without our arrows is no error
         sys.stdout.reconfigure(errors="replace")
-    from dure.cli.app import run_command_line  # lazy: Ctrl-C is heeded while it loads
+    from dure.cli import app  # lazy: Ctrl-C is heeded while it loads
 
     def loaded() -> None:
         if mine:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     try:
-        code = run_command_line([*words, *sys.argv[1:]], loaded)
+        code = app.run_command_line([*words, *sys.argv[1:]], loaded)
+        if isinstance(sys.stdout, io.TextIOBase):  # and not None, where a shell has closed it
+            sys.stdout.flush()
     except KeyboardInterrupt:
         _say_interrupted()
         code = _CTRL_C
+    except BrokenPipeError:
+        if not _leave_unread():
+            raise
+        code = app.UNREAD_EXIT_CODE
     if mine:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # while the interpreter comes to its end
     sys.exit(code)
@@ -47,6 +57,19 @@ def main(*words: str) -> None:
 def _leave(number: int, frame: FrameType | None) -> None:
     _say_interrupted()
     os._exit(_CTRL_C)
+
+
+def _leave_unread() -> bool:
+    """Tell whether nobody reads our output any more; then what is left of it goes nowhere."""
+    out = select.poll()
+    for fd in (1, 2):
+        out.register(fd, 0)
+    unread = [fd for fd, events in out.poll(0) if events & select.POLLERR]
+    if unread:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for fd in unread:
+            os.dup2(nowhere, fd)
+    return bool(unread)
 
 
 def _say_interrupted() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ from dure.errors import DureError, UsageError
 if TYPE_CHECKING:
     import typer
 
-__all__ = ["COMMANDS", "Command", "run_command_line"]
+__all__ = ["COMMANDS", "UNREAD_EXIT_CODE", "Command", "run_command_line"]
 
 USAGE_EXIT_CODE = 2
+UNREAD_EXIT_CODE = 128 + signal.SIGPIPE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,9 @@ def run_command_line(arguments: list[str], loaded: Callable[[], object] = bool) 
     Args:
         arguments: The words behind `dure`.
         loaded: Called when all code is there, and before it does anything.
+
+    Raises:
+        BrokenPipeError: Nobody reads what it prints, and no library has noticed.
     """
     wanted = next((word for word in arguments if not word.startswith("-")), None)
     try:
@@ -103,6 +108,8 @@ def run_command_line(arguments: list[str], loaded: Callable[[], object] = bool) 
         loaded()
         app(args=arguments, prog_name="dure")
     except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # of which typer and rich make a 1
+            return UNREAD_EXIT_CODE
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except DureError as error:
         print(f"dure {wanted}: error: {error}", file=sys.stderr)

@@ -48,7 +48,6 @@ from datetime import timedelta
 from dure.errors import StoreError, StoreLost, StoreTimeout
 from dure.store.address import resolve
 from dure.store.base import DEFAULT_TIMEOUT, Store
-from dure.store.connection import answers
 from dure.store.key import JobKey
 from dure.store.network import NetworkStore
 
@@ -304,11 +303,9 @@ class Ladder:
         host, _, port = address.rpartition(":")
         endpoint = resolve(host.strip("[]"), int(port), "a host of the job").endpoint
         try:
-            if answers(endpoint, self._key, self._patience_s):
-                return NetworkStore(endpoint, self._key, self._timeout)
+            return NetworkStore(endpoint, self._key, self._timeout, patience_s=self._patience_s)
         except (StoreTimeout, StoreLost):
-            pass
-        return None
+            return None
 
     def _take(self, address: str, store: NetworkStore, gone: set[str]) -> bool:
         """Use a store if it is open, or opens in a moment; otherwise leave it.

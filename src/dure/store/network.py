@@ -29,7 +29,7 @@ from dure import env
 from dure.errors import StoreError, StoreTimeout
 from dure.store.address import resolve
 from dure.store.base import DEFAULT_TIMEOUT, Store
-from dure.store.connection import Connection, dial, lost
+from dure.store.connection import Connection, dial, knock, lost
 from dure.store.key import JobKey, load_for
 from dure.store.server import StoreServer, listen, replace_retired
 from dure.store.values import encode
@@ -57,6 +57,8 @@ class NetworkStore(Store):
         key: The job key; None talks in the clear.
         timeout: How long `get`, `wait` and the first connection wait.
         server: The server, if this store is its owner: `close` retires it.
+        patience_s: Nobody is waited for: who is not there counts as gone at once, who is silent
+            after so long. None: look for the server until `timeout`.
 
     Raises:
         StoreTimeout: Nobody listens at the endpoint.
@@ -69,13 +71,17 @@ class NetworkStore(Store):
         key: JobKey | None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         server: StoreServer | None = None,
+        patience_s: float | None = None,
     ) -> None:
         super().__init__(timeout)
         self._endpoint, self._key, self._server = endpoint, key, server
         self._closed = False
         self._start_afresh()
         try:
-            self._put_back(self._take(timeout.total_seconds()))
+            if patience_s is not None:
+                self._knock(patience_s)
+            else:
+                self._put_back(self._take(timeout.total_seconds()))
         except BaseException:
             self.close()
             raise
@@ -162,6 +168,14 @@ class NetworkStore(Store):
         """In a forked child: leave the parent's sockets alone."""
         _inherited.append((self._context, self._idle))
         self._start_afresh()
+
+    def _knock(self, patience_s: float) -> None:
+        """Open the first connection, to a server that must be there."""
+        connection = knock(self._context, self._endpoint, self._key, patience_s)
+        if connection is None:
+            raise StoreTimeout(f"nobody answers at {self._endpoint}", elapsed_s=patience_s)
+        self._met = True
+        self._put_back(connection)
 
     def _take(self, timeout_s: float) -> Connection:
         """Return a working connection, which is this thread's until `_put_back`."""

@@ -18,6 +18,7 @@ from dure.store import JobKey, TCPStore
 from dure.store.address import is_local, resolve
 from dure.store.connection import Connection
 from dure.store.key import mint
+from dure.store.network import NetworkStore
 from dure.store.server import StoreServer
 from dure.store.values import MAX_VALUE_BYTES, encode
 from dure.store.wire import Reply
@@ -72,6 +73,14 @@ def test_nobody_there_is_a_timeout_that_names_the_address(key: JobKey) -> None:
         with pytest.raises(StoreTimeout) as caught:
             TCPStore("127.0.0.1", port, timeout=timedelta(milliseconds=100), key=key)
     assert f"127.0.0.1:{port}" in caught.value.what
+
+
+def test_who_must_be_there_is_not_waited_for(key: JobKey) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(StoreTimeout):
+            NetworkStore(endpoint, key, timedelta(hours=1), patience_s=3600.0)
 
 
 def test_a_listener_that_never_answers_is_a_timeout(key: JobKey) -> None:

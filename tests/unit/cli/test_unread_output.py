@@ -1,0 +1,45 @@
+"""Whoever reads a command's output may leave early: the command then ends without a word."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+DRY = ["run", "--dry-run", "--hosts", "one,two", "--nproc", "2", "train.py"]
+COMMANDS = pytest.mark.parametrize(
+    "words", [["version"], ["--help"], ["run", "--help"], DRY], ids=" ".join
+)
+
+
+def ended(words: list[str], *, errors_too: bool) -> tuple[int, bytes]:
+    """Run a command whose output nobody reads; return its exit code and what it says of it."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "dure.cli", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=write,
+            stderr=write if errors_too else subprocess.PIPE,
+            check=False,
+        )
+    finally:
+        os.close(write)
+    return done.returncode, done.stderr or b""
+
+
+@COMMANDS
+def test_output_that_nobody_reads_ends_a_command_as_sigpipe_would(words: list[str]) -> None:
+    assert ended(words, errors_too=False) == (128 + signal.SIGPIPE, b"")
+
+
+def test_a_complaint_that_nobody_reads_does_so_too() -> None:
+    assert ended(["run"], errors_too=True) == (128 + signal.SIGPIPE, b"")
+
+
+def test_a_closed_standard_output_is_no_error() -> None:
+    words = f"exec {sys.executable} -m dure.cli version >&-"
+    done = subprocess.run(["/bin/sh", "-c", words], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
