@@ -72,13 +72,14 @@ def nobody(rank: int) -> bool:
 
 
 def test_half_of_the_ranks_without_the_first_end_when_nothing_is_heard_of_the_others():
-    council = Council(HashStore(), 1, 2, patience_s=0.1, divisible=lambda: True)
+    store = HashStore()
+    council = Council(store, 1, 2, patience_s=0.1, divisible=lambda: True)
     last = last_of(council, FAR)
     council.announce(last, Here(committed=5))
     with pytest.raises(RendezvousError) as caught:
         council.agree(last, lambda rank: True, severed=lambda rank: True)
     assert "elsewhere" in caught.value.seen
-    assert not council.store.check(["1/plan"]), "who was silent may write it"
+    assert not store.check(["1/plan"]), "who was silent may write it"
 
 
 @pytest.mark.parametrize(

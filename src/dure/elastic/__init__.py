@@ -4,7 +4,8 @@
 what must not be lost, committed step by step; `on_preempt` and `preempted` save before the end.
 
 Below them: `roster` (which members and which step come next: pure), `council` (how ranks agree on
-it), `keeper` (where the store is, when its holder dies), `snapshot` (copies of the state).
+it), `registry` (what they write for that, and who has ended), `forming` (the store in which a group
+is made), `keeper` (where the store is, when its holder dies), `snapshot` (copies of the state).
 """
 
 from __future__ import annotations
