@@ -54,7 +54,7 @@ def be_rank(nbytes: int, rounds: int) -> None:
 
 def main() -> None:
     """Make the hosts, run the job, print medians."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks-each", type=int, default=2)
     parser.add_argument("--mib", type=float, default=16.0)
