@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dure.errors import StoreLost
+from dure.errors import StoreError, StoreLost
 from dure.launch.agent.chronicle import Chronicle, pack_entry
 from dure.launch.agent.events import Event, Joined, Refused
 from dure.launch.agent.journal import append, bury, entry_key, fetch, is_behind, seed, write_once
@@ -254,6 +254,18 @@ def test_what_comes_again_or_too_early_does_not_count() -> None:
     assert chronicle.fold()
     assert chronicle.buried("a") == 1
     assert history(chronicle) == ["a 1", "a 2", "a 3"]
+
+
+@pytest.mark.parametrize(
+    "junk", [b"", b"\xc1", b"\x93\xa1a\x01\xc4\x01x", b"\x93\xa1\xff\x01\xc4\x00"]
+)
+def test_what_is_no_entry_is_refused_and_changes_nothing(junk: bytes) -> None:
+    chronicle = Chronicle(tape, keep=KEEP)
+    with pytest.raises(StoreError):
+        chronicle.add(junk)
+    assert (chronicle.end, chronicle.heard("a")) == (0, 0)
+    with pytest.raises(StoreError):
+        Chronicle(tape, junk)
 
 
 def test_who_has_no_other_lines_counts_always() -> None:

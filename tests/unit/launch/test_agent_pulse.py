@@ -9,12 +9,14 @@ import functools
 import select
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
 from dure.launch.agent.chronicle import Chronicle
 from dure.launch.agent.duties import Rejoin
 from dure.launch.agent.events import Event, Joined, Refused
+from dure.launch.agent.journal import entry_key
 from dure.launch.agent.machine import Machine
 from dure.launch.agent.pulse import Pulse
 from dure.launch.agent.settings import Settings
@@ -39,7 +41,7 @@ def make() -> Machine:
 class Agent:
     """One agent: a server, a pulse, and a machine that is fed by it."""
 
-    def __init__(self, name: str, key: JobKey, first: str | None) -> None:
+    def __init__(self, name: str, key: JobKey, first: str | None, heart: Heartbeat) -> None:
         self.name, self.key, self.servers = name, key, list[StoreServer]()
         own = self.own = self.serve()
         self.ladder = Ladder([first or own], key, own=own, patience_s=30.0)
@@ -50,7 +52,7 @@ class Agent:
             self.ladder.stand_by()
         self.first = first or own
         self.machine = make()
-        self.pulse = Pulse(self.ladder, Watch(key, PATIENT), (), self.serve, make)
+        self.pulse = Pulse(self.ladder, Watch(key, heart), (), self.serve, make)
         self.pulse.me = name
         self.told = 0
 
@@ -111,8 +113,8 @@ def come(monkeypatch: pytest.MonkeyPatch) -> Iterator[Come]:
     )
     key, agents = mint(), list[Agent]()
 
-    def start(name: str, *, alone: bool = False) -> Agent:
-        agent = Agent(name, key, agents[0].first if agents and not alone else None)
+    def start(name: str, *, alone: bool = False, heart: Heartbeat = PATIENT) -> Agent:
+        agent = Agent(name, key, agents[0].first if agents and not alone else None, heart)
         agents.append(agent)
         return agent
 
@@ -173,3 +175,12 @@ def test_events_travel_in_the_order_in_which_they_were_told(come: Come) -> None:
         select.select([a.pulse.fd], [], [], 60)
         heard += a.pulse.take()[1]
     assert heard == [Refused("b", str(n + 1)) for n in range(KEEP)]
+
+
+def test_a_log_that_cannot_be_read_ends_the_job_with_the_reason(come: Come) -> None:
+    a = come("a", heart=replace(PATIENT, lost_s=0.1))
+    a.ladder.current.set(entry_key(0), b"of another version")
+    while not a.pulse.cut:
+        select.select([a.pulse.fd], [], [], 60)
+        a.fed()
+    assert "cannot be read" in a.pulse.cut

@@ -21,9 +21,11 @@ cannot be heard before what he said earlier. How far each author has come is par
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 import msgspec
 
+from dure.errors import StoreError
 from dure.launch.agent.events import Event, pack_event, read_event
 from dure.launch.agent.machine import Machine
 
@@ -53,6 +55,7 @@ class _Past(msgspec.Struct, array_like=True, frozen=True):
 _pack = msgspec.msgpack.Encoder().encode
 _read = msgspec.msgpack.Decoder(_Entry).decode
 _read_past = msgspec.msgpack.Decoder(_Past).decode
+_NO_MESSAGE = (msgspec.DecodeError, UnicodeDecodeError)
 
 
 def pack_entry(event: Event, author: str = "", number: int = 0) -> bytes:
@@ -68,6 +71,9 @@ class Chronicle:
         past: What `pack_past` returned; None: the log begins.
         keep: How many entries are kept, at least.
 
+    Raises:
+        StoreError: `past` is none.
+
     Attributes:
         start: The number of the first entry that is kept.
     """
@@ -80,9 +86,12 @@ class Chronicle:
         self.start = 0
         self._before: dict[str, int] = {}
         if past is not None:
-            read = _read_past(past)
+            try:
+                read = _read_past(past)
+                self._past = msgspec.msgpack.decode(read.machine, type=type(self._past))
+            except _NO_MESSAGE as error:
+                _refuse("a past", error)
             self.start, self._before = read.start, read.counts
-            self._past = msgspec.msgpack.decode(read.machine, type=type(self._past))
         self._counts = dict(self._before)
         self._entries: list[tuple[bytes, Event | None]] = []
 
@@ -92,9 +101,16 @@ class Chronicle:
         return self.start + len(self._entries)
 
     def add(self, packed: bytes) -> Event | None:
-        """Take the next entry; return its event if it counts."""
-        entry = _read(packed)
-        event = read_event(entry.event) if self._is_next(entry) else None
+        """Take the next entry; return its event if it counts.
+
+        Raises:
+            StoreError: It is no entry; nothing was taken.
+        """
+        try:
+            entry = _read(packed)
+            event = read_event(entry.event) if self._is_next(entry) else None
+        except _NO_MESSAGE as error:
+            _refuse("an entry", error)
         if event is not None and entry.author:
             self._counts[entry.author] = entry.number
         self._entries.append((packed, event))
@@ -145,3 +161,11 @@ class Chronicle:
         del self._entries[:keep]
         self.start += keep
         return True
+
+
+def _refuse(what: str, error: Exception) -> NoReturn:
+    raise StoreError(
+        f"the job's log holds {what} that cannot be read",
+        seen=str(error),
+        fix="Use one version of Dure on all hosts, and one endpoint for each job.",
+    ) from None

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import msgspec
 
+import dure
 from dure import env
 from dure.errors import StoreError, UsageError
 from dure.launch.agent.elastic import ElasticMachine
@@ -164,7 +165,13 @@ class Alone:
         self._server.retire()
 
 
-class _Terms(msgspec.Struct, frozen=True):
+class _Version(msgspec.Struct, frozen=True):
+    """What each version's terms begin with; what agents tell each other is of one version."""
+
+    version: str = "unknown"
+
+
+class _Terms(_Version, frozen=True, kw_only=True):
     """What all agents of a job must agree on."""
 
     nnodes: tuple[int, int]
@@ -291,6 +298,7 @@ class Linked:
 def _agree(spec: JobSpec, store: NetworkStore) -> str:
     """Compare what this agent was told with what the first was; return the job's name."""
     mine = _Terms(
+        version=dure.__version__,
         nnodes=spec.nnodes,
         max_restarts=spec.max_restarts,
         elastic=spec.elastic or spec.keep_going,
@@ -299,7 +307,7 @@ def _agree(spec: JobSpec, store: NetworkStore) -> str:
         run_id=spec.run_id or uuid.uuid4().hex,
     )
     said = store.compare_set(_TERMS, "", msgspec.msgpack.encode(mine))
-    theirs = msgspec.msgpack.decode(said, type=_Terms)
+    theirs = _read_terms(said)
     names = [name for name in _Terms.__struct_fields__ if name != "run_id" or spec.run_id]
     differ = [name for name in names if getattr(mine, name) != getattr(theirs, name)]
     if differ:
@@ -314,3 +322,22 @@ def _agree(spec: JobSpec, store: NetworkStore) -> str:
             "another job.",
         )
     return theirs.run_id
+
+
+def _read_terms(said: bytes) -> _Terms:
+    """Return the terms of a job of this version.
+
+    One of another version is left alone: it may not even be able to read why we do not come.
+    """
+    theirs = _Version()
+    try:
+        theirs = msgspec.msgpack.decode(said, type=_Version)
+        if theirs.version == dure.__version__:
+            return msgspec.msgpack.decode(said, type=_Terms)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        pass
+    raise UsageError(
+        "the job at this endpoint runs with another version of Dure",
+        seen=f"version {theirs.version} there, {dure.__version__} here",
+        fix="Install the same version on all hosts, or use another endpoint for another job.",
+    )

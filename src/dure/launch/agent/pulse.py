@@ -205,7 +205,7 @@ class Pulse:
     # --- the follower ------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        beat_at, beats, last = 0.0, 0, time.monotonic()
+        beat_at, beats, last, since = 0.0, 0, time.monotonic(), float("inf")
         while not self._closing and not self.cut:
             now = time.monotonic()
             frozen, last = now - last > self._heart.lost_s, now
@@ -219,14 +219,23 @@ class Pulse:
                     self._ladder.current.set(beat_key(self.me), str(beats))
                     self._ladder.refresh()
                     self._look_up()
-                self._heard_at = time.monotonic()
+                self._heard_at, since = time.monotonic(), float("inf")
                 if self._ladder.leading:
                     self._look_around()
             except (StoreLost, StoreTimeout) as error:
                 self._broken = self._ladder.address if isinstance(error, StoreLost) else ""
                 self._move()
-            except StoreError:  # closed by the agent, or moved under our feet
-                continue
+            except StoreError as error:  # closed by the agent; or no store would do better
+                since = min(since, time.monotonic())
+                self._bear(error, since)
+
+    def _bear(self, error: StoreError, since: float) -> None:
+        """Wait a moment after an error that another store would not mend, or give up."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._closing, self._heart.look_s)
+        if time.monotonic() > since + 2 * self._heart.lost_s:
+            self.cut = str(error)
+            self._notify()
 
     def _read_on(self) -> None:
         """Wait a moment for the next entry, and read all that are there."""
