@@ -20,7 +20,8 @@ import msgspec
 
 from dure.launch.agent.duties import Outcome, Plan
 from dure.launch.agent.events import Ended, Failed, Finished, Joined, Left, Lost, Succeeded
-from dure.launch.agent.machine import WAITS, Machine, Phase
+from dure.launch.agent.machine import Machine, Phase
+from dure.launch.agent.parts import WAITS
 
 __all__ = ["ElasticMachine"]
 

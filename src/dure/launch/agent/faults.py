@@ -10,8 +10,8 @@ by one (`Failed`), and once more, with all that is known by then, when nothing o
 3. *A lost host.* If the blamed rank's host was lost, the host is at fault, and not the rank that
    noticed. Where no rank failed at all, the first host that was lost is.
 
-The *culprit* is the host of who is found so, or the lost host itself. The machine counts against
-it, and leaves it out if it is the culprit of too many rounds running.
+The *culprit* is the host of who is found so, or the lost host itself. It is counted against it
+(`Streak`), and the machine leaves a host out that is the culprit of too many rounds running.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dure.launch.agent.duties import Outcome, Plan
 from dure.launch.ranks.report import root_cause
 from dure.launch.spec import RankResult
 
-__all__ = ["Faults"]
+__all__ = ["Faults", "Streak"]
 
 
 class Faults(msgspec.Struct):
@@ -101,3 +101,15 @@ class Faults(msgspec.Struct):
         peer = None if failure.crash is None else failure.crash.peer
         owner = None if peer is None else plan.owner(peer)
         return owner if owner in self.lost else ""
+
+
+class Streak(msgspec.Struct):
+    """The culprit of the latest round, and of how many running."""
+
+    host: str = ""
+    rounds: int = 0
+
+    def blame(self, host: str) -> int:
+        """Take the culprit of one more round; return how many rounds running it is that."""
+        self.host, self.rounds = host, self.rounds + 1 if host == self.host else 1
+        return self.rounds

@@ -26,8 +26,7 @@ new round that does not count. A host that leaves a job of a fixed number of hos
 A host to whom this happens `exclude_after` rounds running is left out, if enough others are there.
 
 **Parts.** Where hosts fell silent, the network may be cut, and they may be another part of the job.
-The voters are the ranks of the last round's hosts (`dure.store.quorum`). A part without the quorum
-is *parted*: it starts no round, and waits for the other, until the join timeout.
+A part without the quorum (`parts`) starts no round, and waits for the other until the join timeout.
 
 The machine has no clock. Where time matters it names a timer (`Timer`); the first agent whose
 clock runs out writes `Expired` into the log. Late ones name a timer that is over, and mean nothing.
@@ -64,14 +63,13 @@ from dure.launch.agent.events import (
     Refused,
     Succeeded,
 )
-from dure.launch.agent.faults import Faults
+from dure.launch.agent.faults import Faults, Streak
 from dure.launch.agent.lineup import line_up
+from dure.launch.agent.parts import WAITS, Parts
 from dure.launch.agent.settings import Settings
-from dure.store.quorum import may_go_on
+from dure.launch.agent.vain import cut_off, too_few
 
-__all__ = ["WAITS", "Machine", "Phase"]
-
-WAITS = "this part of the job may be the smaller, and waits for the other"
+__all__ = ["Machine", "Phase"]
 
 _NOTES = 100
 """How many notes are kept: hosts may come, and be refused, for as long as the job runs."""
@@ -113,9 +111,8 @@ class Machine(msgspec.Struct):
     _faults: Faults = msgspec.field(default_factory=Faults)
     _leaving: set[str] = set()  # members that end their workers, and then leave
     _dismissed: Left | None = None  # whose leave ends the job
-    _silent: dict[str, Joined] = {}  # lost since the round began, and not known to have died
-    _prevailed: bool = False  # a round was started without silent hosts
-    _unlucky: tuple[str, int] = ("", 0)  # the host to blame, and how many rounds running
+    _parts: Parts = msgspec.field(default_factory=Parts)
+    _streak: Streak = msgspec.field(default_factory=Streak)
 
     @property
     def agents(self) -> tuple[str, ...]:
@@ -150,28 +147,12 @@ class Machine(msgspec.Struct):
     @property
     def parted(self) -> bool:
         """Whether those who fell silent may be the part of the job that goes on."""
-        if not self.settings.quorum or not self._silent:
-            return False
-        here = {joined.host for joined in self._agents.values()}  # or here again
-        if self.plan is None:
-            members = (*self._silent.values(), *self._agents.values())
-            voters = [(a.agent, a.host, a.nproc) for a in members]
-        else:
-            voters = zip(self.plan.members, self.plan.hosts, self.plan.nprocs, strict=True)
-        return not may_go_on(
-            [(n, host in here) for a, host, n in voters if host in here or a in self._silent]
-        )
+        return self.settings.quorum and self._parts.parted(self.plan, self.present)
 
     @property
     def prevails(self) -> bool:
         """Whether this is the part that goes on, though others may live."""
-        aware = self._prevailed or bool(self._silent)
-        return self.settings.quorum and aware and not self.parted
-
-    @property
-    def silent(self) -> str:
-        """The hosts of whom nothing is heard, for people."""
-        return ", ".join(joined.host for joined in self._silent.values())
+        return self.settings.quorum and self._parts.aware and not self.parted
 
     def knows(self, agent: str) -> bool:
         """Tell whether an agent has joined, be it at hand or not."""
@@ -179,8 +160,7 @@ class Machine(msgspec.Struct):
 
     def host(self, agent: str) -> str:
         """Return the name of an agent's host."""
-        joined = self._agents.get(agent)
-        return agent if joined is None else joined.host
+        return self._agents[agent].host if agent in self._agents else agent
 
     def apply(self, event: Event) -> None:
         """Take the next event of the log; one that comes too late changes nothing."""
@@ -191,9 +171,7 @@ class Machine(msgspec.Struct):
                 if event.agent not in self._known:  # nobody comes back under the same name
                     self._known.add(event.agent)
                     self._agents[event.agent] = event
-                    self._silent = {  # a host that comes again has ended what it had
-                        a: lost for a, lost in self._silent.items() if lost.host != event.host
-                    }
+                    self._parts.hear(event.host)
             case Left() | Lost():
                 self._gone(event)
             case Refused():
@@ -224,7 +202,8 @@ class Machine(msgspec.Struct):
         if self.phase is Phase.STOPPING:
             return Stop(plan)
         if self._ready is None:
-            return Prepare(plan) if agent == self._preparer() else Wait()
+            first = next(a for a in plan.members if a in self._agents)  # rank 0's, if not elastic
+            return Prepare(plan) if agent == first else Wait()
         return Work(plan, self._ready, self._replacements(agent))
 
     # --- what subclasses see differently ----------------------------------------------------
@@ -272,7 +251,7 @@ class Machine(msgspec.Struct):
         else:
             self.setback = "hosts came or left"
         if self.parted:
-            self._note(f"nothing is heard of {self.silent}; {WAITS}")
+            self._note(f"nothing is heard of {self._parts}; {WAITS}")
         self._gathering += 1
         self.phase = Phase.GATHERING
 
@@ -295,47 +274,30 @@ class Machine(msgspec.Struct):
             self._end(Outcome(code=self._dismissed.code, why=self._dismissed.why))
             return
         chosen = self._chosen()
-        enough = len(chosen) >= self.settings.min_hosts and not self.parted
+        enough = not self.missing and not self.parted
         if enough and (self.plan is not None or len(chosen) == self.settings.max_hosts):
             self._start(chosen)
 
     def _timer(self) -> Timer:
-        if self.parted or len(self._chosen()) < self.settings.min_hosts:
+        if self.missing or self.parted:
             return Timer(f"join {self._gathering}", self.settings.join_timeout_s)
         return Timer(f"last call {self._gathering}", self.settings.last_call_s)
 
     def _expired(self, timer: str) -> None:
         if self.phase is not Phase.GATHERING or timer != self._timer().name:
             return
-        chosen = self._chosen()
-        if self.parted:
-            self._end(self._given_up())
-            return
-        if len(chosen) >= self.settings.min_hosts:
-            self._start(chosen)
-            return
-        came = ", ".join(self.host(agent) for agent in chosen) or "none"
-        why = (
-            f"too few hosts came to {self.settings.endpoint or 'the endpoint'} within "
-            f"{self.settings.join_timeout_s:g} s: {len(chosen)} of {self.settings.min_hosts} "
-            f"({came})"
-        )
-        if len(chosen) < len(self._agents):
-            why += "; others were excluded, or had a node rank that was taken"
+        if not self.missing and not self.parted:
+            self._start(self._chosen())
         else:
-            why += (
-                "; start the same command on the other hosts, and see there that this port can be "
-                "reached and that --nnodes is the same"
-            )
-        self._end(self._given_up(why))
+            self._end(self._given_up())
 
-    def _given_up(self, why: str = "") -> Outcome:
+    def _given_up(self) -> Outcome:
         """Return the outcome of a job that has waited in vain."""
         lost = self._defeat() if self._faults else Outcome(code=1)
-        why = why or (
-            f"cut off from {self.silent}, who may be the part of the job that goes on; they did "
-            f"not come back within {self.settings.join_timeout_s:g} s"
-        )
+        if self.parted:
+            why = cut_off(self.settings, self._parts)
+        else:
+            why = too_few(self.settings, self.present, self._chosen())
         return Outcome(code=lost.code, why=why, failure=lost.failure, ranks=lost.ranks)
 
     def _chosen(self) -> tuple[str, ...]:
@@ -358,14 +320,8 @@ class Machine(msgspec.Struct):
         self._ready = None
         self._succeeded, self._ended = set(), set()
         self._faults = Faults()
-        self._prevailed = self._prevailed or bool(self._silent)
-        self._silent = {}
+        self._parts.go_on()
         self.phase = Phase.RUNNING
-
-    def _preparer(self) -> str | None:
-        """Return the first member that is at hand: where rank 0 is, but in an elastic job."""
-        members = () if self.plan is None else self.plan.members
-        return next((agent for agent in members if agent in self._agents), None)
 
     def _is_current(self, event: Failed | Finished | Succeeded | Ended) -> bool:
         """Whether it is of this round, and not of one that a cut-off part had by that number."""
@@ -382,11 +338,10 @@ class Machine(msgspec.Struct):
         if agent not in self._agents:
             return
         plan = self.plan if self.phase is not Phase.GATHERING else None
-        working = plan is not None and agent in plan.members
-        working = working and agent not in self._ended | self._succeeded
+        working = plan is not None and agent in {*plan.members} - self._ended - self._succeeded
         if isinstance(event, Lost):
             if event.silent:
-                self._silent[agent] = self._agents[agent]
+                self._parts.lose(self._agents[agent])
             if working and agent not in self._leaving:
                 self._faults.lost.append(agent)
             self._forget(agent)
@@ -438,9 +393,7 @@ class Machine(msgspec.Struct):
 
     def _blame(self, host: str) -> None:
         """Count against a host, and leave it out if it has failed too often."""
-        last, times = self._unlucky
-        times = times + 1 if host == last else 1
-        self._unlucky = host, times
+        times = self._streak.blame(host)
         others = [a for a in self._agents.values() if a.host not in self.excluded | {host}]
         if times >= self.settings.exclude_after and len(others) >= self.settings.min_hosts:
             self.excluded |= {host}
