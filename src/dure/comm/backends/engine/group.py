@@ -15,21 +15,18 @@ What an engine does differently from the contract is made up for here:
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from weakref import WeakSet
 
 import torch
 
 from dure.comm.backends.base import BackendOptions, Ticket
-from dure.comm.backends.engine.calls import EngineCalls, EngineWork
+from dure.comm.backends.engine.calls import EngineCalls
 from dure.comm.backends.engine.carriers import Carrier, carry
-from dure.comm.backends.engine.tickets import CollectiveTicket, EngineState, MessageTicket
-from dure.comm.backends.engine.trouble import TroubleLog
+from dure.comm.backends.engine.starting import Starter
 from dure.comm.ops import ReduceOp
 from dure.comm.reduction import as_bytes, reduce_in_order
-from dure.errors import DureError, UsageError
+from dure.errors import UsageError
 
 __all__ = ["EngineGroup"]
 
@@ -44,56 +41,11 @@ class EngineGroup:
 
     def __init__(self, engine: EngineCalls, options: BackendOptions) -> None:
         self.name, self.device_types = engine.name, engine.device_types
-        self._engine: EngineCalls | None = engine
         self._rank, self._size = options.rank, options.size
         self._in_stream, self._bitwise = engine.in_stream, engine.bitwise
         self._any_source = engine.any_source
-        self._patience = options.patience
-        store = options.store if options.patience is None else None
-        self._trouble = TroubleLog(store, options.rank, options.size)
-        self._state = EngineState(
-            options.name, options.rank, options.size, self._trouble.ask, self._break_off
-        )
-        self._collectives: set[CollectiveTicket] = set()
-        self._messages: WeakSet[MessageTicket] = WeakSet()
-
-    def _open(self) -> EngineCalls:
-        """Return the engine, unless the group was left."""
-        if self._engine is None:
-            raise RuntimeError("the group was left")
-        return self._engine
-
-    def _break_off(self) -> None:
-        if self._engine is not None:
-            self._engine.break_off()
-
-    def _translated(
-        self, error: RuntimeError, op: str, began: float, peer: int | None = None
-    ) -> DureError:
-        if isinstance(error, DureError):
-            return error
-        return self._state.translate(error, op, began, peer)
-
-    def _run(
-        self,
-        op: str,
-        start: Callable[[EngineCalls], EngineWork],
-        async_op: bool,
-        land: Callable[[], object] | None = None,
-    ) -> Ticket | None:
-        """Start the engine's work and, unless asynchronous, wait for it."""
-        began = time.monotonic()
-        try:
-            work = start(self._open())
-        except RuntimeError as e:
-            raise self._translated(e, op, began) from e
-        ticket = CollectiveTicket(self._state, op, work, land, self._in_stream)
-        if not async_op:
-            ticket.wait()
-            return None
-        self._collectives = {t for t in self._collectives if not t.ended}
-        self._collectives.add(ticket)
-        return ticket
+        self._starter = Starter(engine, options)
+        self._run, self._message = self._starter.run, self._starter.message
 
     # Reductions ---------------------------------------------------------------------------------
 
@@ -339,18 +291,6 @@ class EngineGroup:
             ticket.wait()
         return ticket
 
-    def _message(
-        self, op: str, start: Callable[[EngineCalls], EngineWork], peer: int | None
-    ) -> MessageTicket:
-        began = time.monotonic()
-        try:
-            work = start(self._open())
-        except RuntimeError as e:
-            raise self._translated(e, op, began, peer) from e
-        ticket = MessageTicket(self._state, op, work, peer, self._patience)
-        self._messages.add(ticket)
-        return ticket
-
     # The rest -----------------------------------------------------------------------------------
 
     def shared_empty(self, nbytes: int) -> torch.Tensor | None:
@@ -365,22 +305,11 @@ class EngineGroup:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long an operation may wait for its peers."""
-        self._patience = timeout  # of messages, which engines otherwise give what they began with
-        if self._engine is not None:
-            self._engine.set_timeout(timeout)
+        self._starter.set_timeout(timeout)
 
     def close(self, abort: bool) -> None:
         """See `Backend.close`."""
-        engine, self._engine = self._engine, None
-        if engine is None:
-            return
-        pending = not all(t.ended for t in [*self._collectives, *self._messages])
-        self._state.left.set()
-        self._trouble.say("left")
-        if abort or pending:
-            engine.break_off()
-        else:
-            engine.leave()
+        self._starter.close(abort)
 
 
 def _join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
