@@ -223,3 +223,16 @@ def test_a_forked_child_closes_the_servers_sockets_only(hall: Hall) -> None:
         with pytest.raises(OSError):
             os.fstat(fd)
         os.fstat(ours.fileno())
+
+
+def test_a_number_that_is_no_sockets_any_more_leaves_nothing_open(
+    hall: Hall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door_module, "MOST", 0)
+    with open(os.devnull, "rb") as other:
+        before = len(os.listdir("/proc/self/fd"))
+        hall.door.event(zmq.Event.ACCEPTED, other.fileno(), 0.0)
+        hall.door.tidy(0.0)
+        assert hall.door.strangers == 0
+        close_inherited([other.fileno()], hall.port)
+        assert len(os.listdir("/proc/self/fd")) == before

@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from dure.store.monitor import socket_behind
 from dure.store.obituaries import Obituaries
 
 __all__ = ["CROWD", "HANDSHAKE_S", "MOST", "PATIENCE_S", "Door", "Refusals", "close_inherited"]
@@ -334,7 +335,7 @@ class Door:
         guest = self._strangers.pop(fd)
         self._leave_crowd(guest)
         guest.reason = _CROWDED
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as probe:
+        with contextlib.suppress(OSError), socket_behind(fd) as probe:
             if _is_at(probe, self._port) and _peer_name(probe)[1] == guest.peer:
                 probe.shutdown(socket.SHUT_RDWR)
 
@@ -343,7 +344,7 @@ def close_inherited(descriptors: list[int], port: int) -> None:
     """In a forked child: close those of `descriptors` that are sockets of the parent's server."""
     for fd in descriptors:
         with contextlib.suppress(OSError):
-            with socket.socket(fileno=os.dup(fd)) as probe:
+            with socket_behind(fd) as probe:
                 ours = _is_at(probe, port)
             if ours:
                 os.close(fd)
@@ -365,7 +366,7 @@ def _obituaries(port: int) -> Obituaries | None:
 
 def _peer_of(fd: int, port: int) -> tuple[str, str]:
     """Return the address of a connection, without and with its port; empty if it is over."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as probe:
+    with contextlib.suppress(OSError), socket_behind(fd) as probe:
         if _is_at(probe, port):
             return _peer_name(probe)
     return "", _UNKNOWN

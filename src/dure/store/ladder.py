@@ -45,7 +45,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from dure.errors import StoreError, StoreLost, StoreTimeout
+from dure.errors import StoreError, StoreLost, StoreRefused, StoreTimeout
 from dure.store.address import resolve
 from dure.store.base import DEFAULT_TIMEOUT, Store
 from dure.store.key import JobKey
@@ -108,6 +108,7 @@ class Ladder:
         self._job = b""  # what all rungs that know this job say
         self._store: NetworkStore | None = None
         self._address = ""
+        self._looked = 0  # how many rungs above `revived` has looked at, if it has not seen all
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -184,26 +185,37 @@ class Ladder:
             ) from error
 
     def revived(self) -> tuple[str, bool] | None:
-        """Look whether a rung above lives again.
+        """Look whether a rung above lives again; a look ends at the first that is silent.
+
+        The next one goes on behind that, so that many silent hosts hold nobody up.
 
         Returns:
             Its address, and whether it is the very store that was lost (a split) rather than one
             that was started afresh, or whose note is out of date; None if there is none.
         """
-        for address in self._above():
-            store = self._visit(address)
-            if store is None:
-                continue
-            try:
-                name = store.get(_OPEN) if store.check([_OPEN]) else None
-                moved = moved_to(store)
-            except StoreError:
-                continue
-            finally:
-                store.close()
-            if name is not None and moved != self._address:
+        start, above = time.monotonic(), self._above()
+        for address in above[self._looked :]:
+            found = self._is_open(address)
+            if found is not None and found[1] != self._address:
+                name, moved = found
                 return address, moved is None and name == self._ids.get(address)
+            self._looked += 1
+            if self._looked < len(above) and time.monotonic() - start >= self._patience_s:
+                return None  # the others are looked at next time
+        self._looked = 0
         return None
+
+    def _is_open(self, address: str) -> tuple[bytes, str | None] | None:
+        """Return the id of the rung at `address` and where the job has gone; None if not open."""
+        store = self._peek(address)
+        if store is None:
+            return None
+        try:
+            return (store.get(_OPEN), moved_to(store)) if store.check([_OPEN]) else None
+        except StoreError:
+            return None
+        finally:
+            store.close()
 
     def _above(self) -> list[str]:
         """Return the rungs above the one in use, and the endpoint: newcomers look there alone."""
@@ -216,22 +228,11 @@ class Ladder:
     def successor(self) -> str | None:
         """Return a rung below that is open: the others went there while we were not looking."""
         below = self._addresses[self._addresses.index(self._address) + 1 :]
-        for address in below:
-            store = self._visit(address)
-            if store is None:
-                continue
-            try:
-                if store.check([_OPEN]):
-                    return address
-            except StoreError:
-                continue
-            finally:
-                store.close()
-        return None
+        return next((address for address in below if self._is_open(address) is not None), None)
 
     def redirect(self, address: str) -> None:
         """Leave a note in the store at `address`: the job has gone to the rung in use."""
-        store = self._visit(address)
+        store = self._peek(address)
         if store is not None:
             with contextlib.suppress(StoreError):
                 store.set(_MOVED, self._address)
@@ -268,18 +269,28 @@ class Ladder:
         """Walk from the top, again and again, until an open rung is found.
 
         Members that came by different ways may disagree on the order, and wait for each other; so
-        in the second half of the time they take the rungs in the order of their addresses.
+        in the second half of the time they take the rungs in the order of their addresses. A rung
+        that refuses a member may be crowded by strangers for a moment; if it still does after a
+        quarter of the time, a stranger has taken its place, and it is gone.
         """
         start = time.monotonic()
         deadline = start + timeout_s
         pause_s = 0.005
         while True:
             gone: set[str] = set()
-            late = time.monotonic() > start + timeout_s / 2 and bool(self._ids)
+            now = time.monotonic()
+            late = now > start + timeout_s / 2 and bool(self._ids)
             for address in sorted(self._addresses) if late else list(self._addresses):
                 if address == self._own and self._ids:
                     return self._open_own(seed)  # all above are gone
-                store = self._visit(address)
+                try:
+                    store = self._visit(address)
+                except StoreRefused:
+                    if not self._ids:
+                        raise
+                    if now < start + timeout_s / 4:
+                        break
+                    store = None
                 if store is None:
                     gone.add(address)
                     continue
@@ -297,6 +308,13 @@ class Ladder:
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.2)
+
+    def _peek(self, address: str) -> NetworkStore | None:
+        """Return a store for `address`; None if nobody holds it, or a stranger has taken it."""
+        try:
+            return self._visit(address)
+        except StoreRefused:
+            return None
 
     def _visit(self, address: str) -> NetworkStore | None:
         """Return a store for `address`; None if nobody holds it."""

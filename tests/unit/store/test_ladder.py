@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 
 import pytest
@@ -222,6 +223,43 @@ def test_a_wrong_key_is_refused_at_once(crew: Crew) -> None:
     with pytest.raises(StoreRefused) as caught:
         crew.ladder(other).join(60)
     assert KEY.fingerprint in caught.value.seen
+
+
+def test_a_stranger_at_the_place_of_a_dead_rung_keeps_nobody_from_the_next(crew: Crew) -> None:
+    servers, ladders = three(crew)
+    servers[0].stop()
+    crew.server(mint(), port=servers[0].port)
+    for ladder in ladders[1:]:
+        ladder.advance(3.0)
+    assert ladders[1].address == ladders[2].address
+    assert ladders[1].address in map(address, servers[1:])
+    assert [ladder.revived() for ladder in ladders[1:] if ladder.leading] == [None]
+
+
+def test_a_look_at_the_rungs_above_ends_at_the_first_that_is_silent(crew: Crew) -> None:
+    own = crew.server()
+    with ExitStack() as stack:
+        hosts = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        silent = [f"127.0.0.1:{host.getsockname()[1]}" for host in hosts]
+        leader = Ladder(silent, KEY, own=address(own))
+        stack.callback(leader.close)
+        leader.lead()
+        leader._addresses = [*silent, address(own)]  # pyright: ignore[reportPrivateUsage]
+        leader._patience_s = 0.05  # pyright: ignore[reportPrivateUsage]
+        for host in [*hosts, hosts[0]]:
+            assert leader.revived() is None
+            assert [is_called(other) for other in hosts] == [other is host for other in hosts]
+
+
+def is_called(host: socket.socket) -> bool:
+    """Tell whether somebody has connected since the last time."""
+    host.setblocking(False)
+    calls = 0
+    with suppress(BlockingIOError):
+        while True:
+            host.accept()[0].close()
+            calls += 1
+    return calls > 0
 
 
 def test_nobody_at_the_endpoint_is_a_timeout(crew: Crew) -> None:
