@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -108,3 +109,59 @@ def test_journal_without_a_directory_writes_nothing(tmp_path: Path) -> None:
     journal.said("hello")
     journal.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def plant(path: Path, kind: str, target: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "link":
+        path.symlink_to(target)
+    else:
+        os.mkfifo(path)
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attempt_0",
+        "attempt_0/rank_1",
+        "attempt_0/rank_1/stderr.log",
+        "attempt_0/filtered_stdout.log",
+    ],
+)
+def test_what_others_put_in_the_way_is_not_written_to(tmp_path: Path, kind: str, name: str) -> None:
+    target, logs = tmp_path / "target", tmp_path / "logs"
+    if name.endswith(".log"):
+        target.write_text("precious")
+    else:
+        target.mkdir()
+    plant(logs / name, kind, target)
+    spec = JobSpec(program="x", nproc=2, log_dir=logs, stdout_filters=("loss",))
+    with pytest.raises(OSError, match="a link, or something else") as caught:
+        RankLogs(spec, round_())
+    assert caught.value.filename == str(logs / name)
+    assert list(target.iterdir()) == [] if target.is_dir() else target.read_text() == "precious"
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+@pytest.mark.parametrize("name", ["events.jsonl", "launcher.log", "job.json.part"])
+def test_journal_follows_no_link(tmp_path: Path, kind: str, name: str) -> None:
+    target, logs = tmp_path / "target", tmp_path / "logs"
+    target.write_text("precious")
+    plant(logs / name, kind, target)
+    if name == "job.json.part":
+        journal = Journal(logs)
+        journal.began(JobSpec(program="x"), round_())
+        journal.close()
+        assert isinstance(journal.trouble, OSError)
+    else:
+        with pytest.raises(OSError, match="a link, or something else"):
+            Journal(logs)
+    assert target.read_text() == "precious"
+
+
+def test_link_as_the_log_directory_is_the_users_choice(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    RankLogs(JobSpec(program="x", nproc=1, log_dir=tmp_path / "link"), round_()).close()
+    assert (tmp_path / "real" / "attempt_0" / "rank_0" / "stdout.log").exists()

@@ -212,11 +212,13 @@ def _threads_after_fork() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def _move_heap(engine: str | None, fd: int) -> None:
+def _move_heap(engine: str | None, fd: int | None) -> None:
     """Let ranks map the heap page by page (`heapfile.py`), or leave it where that cannot be.
 
     There is one thread, and from here on nothing may write to the file but the kernel.
     """
+    if fd is None:
+        return
     with contextlib.suppress(OSError, AttributeError):  # an engine that does not load; an older one
         move = None if engine is None else ctypes.CDLL(engine).dure_move_heap
         if move is not None and move(fd) > 0:

@@ -31,33 +31,36 @@ _TORCH_BYTES = 80 << 20
 
 
 class HeapFile:
-    """The file, as long as the launcher holds it.
-
-    Raises:
-        OSError: The system gives no memory files.
-    """
+    """The file, as long as the launcher holds it; none where the system gives no memory files."""
 
     def __init__(self) -> None:
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        self._file = io.FileIO(os.memfd_create("dure-heap", flags), "r+")
+        self._file: io.FileIO | None = None
+        with contextlib.suppress(OSError):  # forbidden (seccomp), or not there
+            self._file = io.FileIO(os.memfd_create("dure-heap", flags), "r+")
 
-    def fileno(self) -> int:
-        """Return the descriptor, which the zygote inherits."""
-        return self._file.fileno()
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """The descriptor, which the zygote inherits."""
+        return () if self._file is None else (self._file.fileno(),)
 
     def setup(self) -> dict[str, object]:
         """Return what the zygote must know."""
-        return {"heap": self.fileno(), "engine": _engine()}
+        if self._file is None:
+            return {"heap": None, "engine": None}
+        return {"heap": self._file.fileno(), "engine": _engine()}
 
     def reserve(self) -> None:
         """Give it memory ahead: 1 us a page, which the zygote need not spend when ranks wait."""
-        if not self._file.closed and _engine() is not None:
+        if self._file is not None and _engine() is not None:
             with contextlib.suppress(OSError):  # there is too little, or it is sealed already
-                os.posix_fallocate(self.fileno(), 0, _TORCH_BYTES)
+                os.posix_fallocate(self._file.fileno(), 0, _TORCH_BYTES)
 
     def close(self) -> None:
         """Let go of it; may be called again."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def _engine() -> str | None:

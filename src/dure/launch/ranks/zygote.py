@@ -113,7 +113,7 @@ class Zygote:
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 env=self._environment,
-                pass_fds=(theirs.fileno(), self._heap.fileno()),
+                pass_fds=(theirs.fileno(), *self._heap.fds),
                 start_new_session=True,
             )
         with contextlib.suppress(OSError):  # it has died: `trouble` will say so

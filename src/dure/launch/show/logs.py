@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO
 
 from dure.launch.ranks.environment import Round, rank_log_dir
+from dure.launch.show.files import directory_below, open_in
 from dure.launch.spec import JobResult, JobSpec, RankResult, Std, Stream, StreamChoice
 
 __all__ = ["Journal", "RankLogs", "is_kept", "is_shown"]
@@ -77,13 +78,7 @@ class RankLogs:
         try:
             for local_rank in range(round.nproc):
                 if spec.log_dir is not None:  # for the error file, at least
-                    path = rank_log_dir(spec.log_dir, round.rank(local_rank), round.number)
-                    spec.log_dir.mkdir(parents=True, exist_ok=True, mode=_OURS_ALONE)
-                    path.mkdir(parents=True, exist_ok=True)
-                    (path / "error.json").unlink(missing_ok=True)  # of an earlier job
-                for stream in _STREAMS:
-                    if is_kept(spec, local_rank, stream):
-                        self._open(spec, round, local_rank, stream)
+                    self._open(spec, round, local_rank)
             self._open_filtered(spec, round)
         except OSError:
             self.close()
@@ -129,14 +124,23 @@ class RankLogs:
             if spec.log_dir is not None and words:
                 mark = f".node{round.node}" if round.node else ""
                 path = spec.log_dir / f"attempt_{round.number}" / f"filtered_{stream}{mark}.log"
-                file = path.open("wb", buffering=0)
+                with directory_below(spec.log_dir, path.parent.name) as directory:
+                    file = os.fdopen(open_in(directory, path), "wb", buffering=0)
                 self._filtered[stream] = (tuple(os.fsencode(word) for word in words), file)
 
-    def _open(self, spec: JobSpec, round: Round, local_rank: int, stream: Stream) -> None:
+    def _open(self, spec: JobSpec, round: Round, local_rank: int) -> None:
+        """Make a rank's directory, and open what is kept of it."""
         assert spec.log_dir is not None
+        spec.log_dir.mkdir(parents=True, exist_ok=True, mode=_OURS_ALONE)
         rank = round.rank(local_rank)
-        directory = rank_log_dir(spec.log_dir, rank, round.number)
-        self._files[rank, stream] = (directory / f"{stream}.log").open("wb", buffering=0)
+        path = rank_log_dir(spec.log_dir, rank, round.number)
+        with directory_below(spec.log_dir, path.parent.name, path.name) as directory:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink("error.json", dir_fd=directory)  # of an earlier job
+            for stream in _STREAMS:
+                if is_kept(spec, local_rank, stream):
+                    fd = open_in(directory, path / f"{stream}.log")
+                    self._files[rank, stream] = os.fdopen(fd, "wb", buffering=0)
 
 
 def _seconds(seconds: float) -> float:
@@ -174,9 +178,18 @@ class Journal:
         self._job: dict[str, object] = {}
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True, mode=_OURS_ALONE)
-            self._events = (directory / f"events{self._mark}.jsonl").open("w", buffering=1)
-            said = directory / f"launcher{self._mark}.log"
-            self._said = said.open("w", buffering=1, encoding="utf-8", errors="backslashreplace")
+            try:
+                self._open(directory)
+            except OSError:
+                self.close()
+                raise
+
+    def _open(self, directory: Path) -> None:
+        events, said = f"events{self._mark}.jsonl", f"launcher{self._mark}.log"
+        with directory_below(directory) as opened:
+            self._events = os.fdopen(open_in(opened, directory / events), "w", buffering=1)
+            fd = open_in(opened, directory / said)
+        self._said = os.fdopen(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
 
     def note(self, event: str, **fields: object) -> None:
         """Append one event, with the time of day in seconds."""
@@ -227,8 +240,10 @@ class Journal:
             with self._goes_on():
                 path = self._directory / f"job{self._mark}.json"
                 fresh = path.with_suffix(".json.part")
-                fresh.write_text(json.dumps(self._job, indent=1) + "\n")
-                fresh.replace(path)
+                with directory_below(self._directory) as directory:
+                    with os.fdopen(open_in(directory, fresh), "w") as file:
+                        file.write(json.dumps(self._job, indent=1) + "\n")
+                    os.replace(fresh.name, path.name, src_dir_fd=directory, dst_dir_fd=directory)
 
     @contextlib.contextmanager
     def _goes_on(self) -> Iterator[None]:
