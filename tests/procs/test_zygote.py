@@ -323,10 +323,23 @@ def test_ranks_map_of_the_heap_what_they_touch_and_change_their_own(large: JobSp
         assert all_of_it >= 16
 
 
-def test_ranks_have_the_heap_as_it_is_where_there_is_no_engine(
-    large: JobSpec, monkeypatch: pytest.MonkeyPatch
+memfd_create = os.memfd_create
+
+
+def no_heap_file(name: str, flags: int = 0) -> int:
+    if name == "dure-heap":
+        raise PermissionError(1, "a seccomp profile forbids it")
+    return memfd_create(name, flags)
+
+
+@pytest.mark.parametrize("lacking", ["engine", "memory file"])
+def test_ranks_have_the_heap_as_it_is_where_it_cannot_be_moved(
+    large: JobSpec, monkeypatch: pytest.MonkeyPatch, lacking: str
 ) -> None:
-    monkeypatch.setattr(heapfile, "EXTENSION_SUFFIXES", [])
+    if lacking == "engine":
+        monkeypatch.setattr(heapfile, "EXTENSION_SUFFIXES", [])
+    else:
+        monkeypatch.setattr(os, "memfd_create", no_heap_file)
     with contextlib.ExitStack() as stack:
         whole, size, _ = looks(large, ready(large, stack), "[heap]", 1)
         assert whole

@@ -50,8 +50,11 @@ while True:
 LONELY = """
 from pathlib import Path
 import resource
+from dure.store import hiding
 resource.setrlimit(resource.RLIMIT_CORE, (resource.getrlimit(resource.RLIMIT_CORE)[1],) * 2)
 loot = Path(args[0]).read_bytes()
+if len(args) > 1:
+    hiding._MOST_SEARCHED = int(args[1])
 server = TCPStore("127.0.0.1", 0, is_master=True)
 while sys.stdin.readline():
     clients = [TCPStore("127.0.0.1", server.port) for _ in range(2)]
@@ -62,6 +65,11 @@ while sys.stdin.readline():
 needs_dumps = pytest.mark.skipif(
     not kept_in_files() or resource.getrlimit(resource.RLIMIT_CORE)[1] == 0,
     reason="the kernel hands dumps to another program, or the hard limit forbids them",
+)
+
+needs_some_dump = pytest.mark.skipif(
+    kept_in_files() and resource.getrlimit(resource.RLIMIT_CORE)[1] == 0,
+    reason="the hard limit forbids dumps, so nothing is searched for",
 )
 
 
@@ -210,6 +218,7 @@ def test_real_dumps_of_a_crashed_job_hold_no_key(job: Job) -> None:  # which end
     assert not job.cores()  # the launcher, which holds all keys, leaves no dump at all
 
 
+@needs_some_dump
 @pytest.mark.parametrize("variables", [{}, {"MALLOC_ARENA_MAX": "1"}], ids=["arenas", "one heap"])
 def test_a_server_hides_what_each_connection_brings(
     variables: dict[str, str], tmp_path: Path
@@ -226,3 +235,20 @@ def test_a_server_hides_what_each_connection_brings(
             program.stdin.flush()
             assert line(program) == "2"
         shows_only_loot(program.pid, loot, key)
+
+
+@needs_some_dump
+def test_what_is_too_much_to_search_is_left_out_of_dumps(tmp_path: Path) -> None:
+    loot = os.urandom(32)
+    (tmp_path / "loot").write_bytes(loot)
+    key = key_in(tmp_path / "key")
+    variables = {"DURE_JOB_KEY_FILE": str(tmp_path / "key"), "MALLOC_ARENA_MAX": "1"}
+    with running((LONELY, str(tmp_path / "loot"), "0"), **variables) as programs:
+        (program,) = programs
+        assert program.stdin is not None
+        program.stdin.write("more\n")
+        program.stdin.flush()
+        assert line(program) == "2"
+        deadline = time.monotonic() + 20
+        while (found := found_in_dump(dump := dump_of(program.pid), key)) or loot in dump:
+            assert time.monotonic() < deadline, found

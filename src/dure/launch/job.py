@@ -193,7 +193,10 @@ def _key_memory() -> Iterator[int]:
     The guardian keeps it open for processes that have not inherited it: the launcher's own
     descriptors are closed to others (`dure.store.hiding.refuse_dumps`).
     """
-    low = os.memfd_create("dure-job-key")
+    try:
+        low = os.memfd_create("dure-job-key")
+    except OSError:  # a seccomp profile forbids it: a file without a name, in memory as well
+        low = os.open("/dev/shm", os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fd = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, _KEY_FD)
     os.close(low)
     try:

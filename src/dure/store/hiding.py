@@ -14,8 +14,9 @@ multiple of 64 MiB, and what it does not use yet is mapped without permissions u
 
 **If that cannot be relied on**, all memory is searched, provided that this process can be dumped at
 all: where the number of arenas is limited and threads share them (MALLOC_ARENA_MAX, or 8 for each
-processor), and where copies are found in fewer places than there must be (another allocator). And
-where a process may not look at its own memory, its soft limit of dumps is set to 0.
+processor), and where copies are found in fewer places than there must be (another allocator). What
+is beyond a gigabyte, the largest mappings, is not searched but hidden: it holds tensors. And where
+a process may not look at its own memory, its soft limit of dumps is set to 0.
 
 **Servers** get copies with each connection, all in the I/O thread's arena: arenas with a server's
 key are hidden as a whole, with all that they will grow to.
@@ -48,6 +49,8 @@ _ARENAS_PER_CPU = 8
 _LARGEST_GUARD = 1 << 20
 _LARGEST_STACK = 16 << 20
 _CHUNK = 1 << 18
+_MOST_SEARCHED = 1 << 30
+_SPARSE = 64  # so many bytes that are not there cost as much as one that is
 _WINDOW = 1 << 29  # of addresses, whose page table entries are read at once
 _PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 3, 4
 
@@ -169,7 +172,7 @@ def hide(secret: HiddenPage, places: int, whole: bool = False) -> bool:
                 memory.mark(parts, needle)
             sure = len(hit) >= places and _arenas_are_not_shared(len(arenas))
             if not sure and can_be_dumped():
-                memory.mark(memory.everything(), needle)
+                memory.mark_or_hide(memory.everything(), needle)
     except OSError as error:
         _give_up(error)
         return True
@@ -232,6 +235,18 @@ class _Memory:
         }
         feet = {e for s, e in guards if e - s <= _LARGEST_GUARD}
         return arenas, list(_stacks(heaps, feet))
+
+    def mark_or_hide(self, ranges: list[_Range], needle: _Range) -> None:
+        """Do as `mark`, the smallest ranges first, and hide as a whole those that are too much."""
+        left = _MOST_SEARCHED
+        for start, end in sorted(ranges, key=lambda x: x[1] - x[0]):
+            left -= (end - start) // _SPARSE
+            if left > 0:
+                left -= sum(high - low for low, high in self._resident(start, end))
+            if left > 0:
+                self.mark([(start, end)], needle)
+            else:
+                _libc.madvise(start, end - start, mmap.MADV_DONTDUMP)
 
     def mark(self, ranges: list[_Range], needle: _Range) -> int:
         """Hide the pages on which `needle` (address, length) is found; return how often it is."""

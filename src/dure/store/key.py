@@ -166,7 +166,7 @@ class JobKey:
 
 def mint() -> JobKey:
     """Return a new random key."""
-    return _taken(bytearray(secrets.token_bytes(KEY_BYTES)), KEY_BYTES)
+    return _taken(secrets.token_bytes(KEY_BYTES), KEY_BYTES)
 
 
 def user_key_path() -> Path:
@@ -254,7 +254,7 @@ def _from_fd(fd: int) -> JobKey:
     return _taken(raw, count)
 
 
-def _taken(raw: bytearray, count: int) -> JobKey:
+def _taken(raw: bytes | bytearray, count: int) -> JobKey:
     """Make a key of the first `count` bytes, and overwrite them."""
     try:
         return JobKey(memoryview(raw)[:count])
@@ -282,12 +282,15 @@ def key_from_file(path: Path) -> JobKey:
 
 def _make(path: Path) -> JobKey:
     """Make the user's key file; of several ranks that try at once, all return the same key."""
+    raw = secrets.token_bytes(KEY_BYTES)
     try:
-        make_key_file(path, secrets.token_bytes(KEY_BYTES))
+        make_key_file(path, raw)
     except OSError as error:
         raise StoreError(
             "the user's key cannot be made",
             seen=f"{error.filename or path}: {error.strerror}",
             fix="Make that directory writable, or set XDG_CONFIG_HOME or DURE_JOB_KEY_FILE.",
         ) from None
+    finally:
+        hiding.wipe(raw)
     return key_from_file(path)
