@@ -66,8 +66,6 @@ class Parts(msgspec.Struct):
             plan: The latest round; None before the first.
             here: The agents at hand.
         """
-        if not self.silent:
-            return False
         hosts = {joined.host for joined in here}
         if plan is None:
             members = (*self.silent.values(), *here)
