@@ -13,6 +13,8 @@ TICKED = re.compile(r"`([^`\n]+)`")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 PATH = re.compile(r"^(?:src|csrc|tests|docs|examples|benchmarks|scripts|\.ci)/[\w./-]+$")
 CALL = re.compile(r"^(?:\w+(?:\.|::))*(\w+)\(\)$")
+YAML = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
+YAML_LINE = re.compile(r"(?:  )*(?:(?:- )?[\w.]+:(?: .+)?|- \{ .* \}|---|\w[\w ./~-]*)$")
 LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)(?:#[^)]*)?\)")
 
 
@@ -69,3 +71,20 @@ def _without_comments(block: str) -> str:
 def test_every_error_is_explained():
     text = (ROOT / "docs" / "errors.md").read_text()
     assert [name for name in dure.errors.__all__ if name not in text] == []
+
+
+def test_yaml_in_documents_is_well_formed():
+    """Not a reader of YAML: what a slip of the hand breaks, without one more dependency."""
+    blocks = [(d.name, b) for d in DOCUMENTS for b in YAML.findall(d.read_text())]
+    assert blocks
+    wrong = [
+        f"{name}: {line}"
+        for name, block in blocks
+        for line in block.splitlines()
+        if line.strip() and not (YAML_LINE.match(line) and _closed(line))
+    ]
+    assert wrong == []
+
+
+def _closed(line: str) -> bool:
+    return line.count('"') % 2 == 0 and all(line.count(a) == line.count(b) for a, b in ("{}", "[]"))
