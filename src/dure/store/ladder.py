@@ -108,6 +108,7 @@ class Ladder:
         self._job = b""  # what all rungs that know this job say
         self._store: NetworkStore | None = None
         self._address = ""
+        self._silences: dict[str, float] = {}  # seconds spent at rungs that nobody holds
         self._looked = 0  # how many rungs above `revived` has looked at, if it has not seen all
 
     @property
@@ -271,10 +272,11 @@ class Ladder:
         Members that came by different ways may disagree on the order, and wait for each other; so
         in the second half of the time they take the rungs in the order of their addresses. A rung
         that refuses a member may be crowded by strangers for a moment; if it still does after a
-        quarter of the time, a stranger has taken its place, and it is gone.
+        quarter of the time, a stranger has taken its place, and it is gone. What is spent at silent
+        rungs is added to the time, once for each: a rack that fails has many.
         """
         start = time.monotonic()
-        deadline = start + timeout_s
+        self._silences.clear()
         pause_s = 0.005
         while True:
             gone: set[str] = set()
@@ -298,7 +300,7 @@ class Ladder:
                     return self.current
                 if address not in gone:
                     break  # a standby, whose owner is on the way, or a note of another rung
-            if time.monotonic() > deadline:
+            if time.monotonic() > start + timeout_s + sum(self._silences.values()):
                 raise StoreTimeout(
                     "the job's store cannot be reached",
                     elapsed_s=timeout_s,
@@ -320,9 +322,11 @@ class Ladder:
         """Return a store for `address`; None if nobody holds it."""
         host, _, port = address.rpartition(":")
         endpoint = resolve(host.strip("[]"), int(port), "a host of the job").endpoint
+        began = time.monotonic()
         try:
             return NetworkStore(endpoint, self._key, self._timeout, patience_s=self._patience_s)
         except (StoreTimeout, StoreLost):
+            self._silences.setdefault(address, time.monotonic() - began)
             return None
 
     def _take(self, address: str, store: NetworkStore, gone: set[str]) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 
@@ -249,6 +250,26 @@ def test_a_look_at_the_rungs_above_ends_at_the_first_that_is_silent(crew: Crew) 
         for host in [*hosts, hosts[0]]:
             assert leader.revived() is None
             assert [is_called(other) for other in hosts] == [other is host for other in hosts]
+
+
+def test_silent_hosts_take_none_of_the_time_to_find_the_next_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, visits = [0.0], list[str]()
+    time = SimpleNamespace(monotonic=lambda: clock[0], sleep=bool)
+    monkeypatch.setattr("dure.store.ladder.time", time)
+
+    def visit(endpoint: str, *_: object, patience_s: float) -> None:
+        visits.append(endpoint)
+        clock[0] += patience_s
+        raise StoreTimeout("silent")
+
+    monkeypatch.setattr("dure.store.ladder.NetworkStore", visit)
+    guest = Ladder(["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"], KEY, patience_s=2.0)
+    with pytest.raises(StoreTimeout):
+        guest.join(5.0)
+    assert clock[0] == 12.0  # twice past all three: after the first time 5 s are left
+    assert len(visits) == 6
 
 
 def is_called(host: socket.socket) -> bool:
