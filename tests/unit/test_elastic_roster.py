@@ -103,7 +103,8 @@ FOUR = Plan(number=0, members=(on("x", "a"), on("x", "b"), on("y", "c"), on("y",
         ("bc", "d", True),
         ("b", "acd", True),
         ("", "abc", False),
-        ("cd", "cd", False),  # who is here votes, whatever is told of it
+        ("ab", "ab", True),  # who is here votes, whatever is told of it
+        ("bd", "", False),  # a host's other ranks are not here with one of them
     ],
 )
 def test_more_than_half_of_the_members_or_half_with_the_first_go_on(
@@ -148,7 +149,8 @@ def test_an_epoch_that_cannot_be_says_who_was_left_and_enough_are_no_failure():
     last = epoch("a", "b")
     plan = next_plan(last, [(last.members[1], Here(1))], [], min_ranks=2)
     assert (plan.number, [m.token for m in plan.members], plan.known) == (5, ["b"], ("a", "b"))
-    assert next_plan(None, [], [], min_ranks=1).failure
+    assert (plan.step, plan.source) == (0, -1)
+    assert next_plan(None, [], []).failure
     assert not next_plan(None, [], [member("x")]).failure
 
 
@@ -156,6 +158,7 @@ def test_a_rank_knows_its_place_and_what_it_has():
     last = epoch("a", "b")
     assert [last.rank_of(t) for t in ("a", "b", "c")] == [0, 1, -1]
     assert [Here(4, 5).has(step) for step in (3, 4, 5, 6)] == [False, True, True, False]
-    assert not NOTHING.has(-1)
+    assert Here(-1, -1) == NOTHING
+    assert not any(NOTHING.has(step) for step in (-1, 0))
     assert Here(0).has(0)
     assert "rank 3" in str(member("a", 3))

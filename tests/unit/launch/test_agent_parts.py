@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import msgspec
 import pytest
 
-from dure.launch.agent.duties import Plan
-from dure.launch.agent.events import Joined, Lost
+from dure.launch.agent.duties import Plan, Wait
+from dure.launch.agent.events import Ended, Expired, Joined, Left, Lost, Ready
 from dure.launch.agent.machine import Machine, Phase
-from dure.launch.agent.parts import Parts
+from dure.launch.agent.parts import WAITS, Parts
 from dure.launch.agent.settings import Settings
 from dure.launch.agent.vain import cut_off, too_few
 
@@ -115,3 +117,71 @@ def test_hosts_that_are_lost_before_the_first_round_may_be_the_other_part() -> N
         machine.apply(Lost(name, silent=True))
     assert (machine.parted, machine.prevails, machine.phase) == (True, False, Phase.GATHERING)
     assert machine.missing == 0, "it is not for hosts that it waits"
+
+
+def running(**wanted: int) -> Machine:
+    """Return a machine whose first round runs on a, b and c, with one rank each."""
+    settings = dataclasses.replace(Settings(max_hosts=3, max_restarts=9), **wanted)
+    machine = Machine(settings)
+    for name in "abc":
+        machine.apply(joined(name))
+    machine.apply(Ready("a", 0, "10.0.0.1", 1))
+    return machine
+
+
+def end_round(machine: Machine, number: int = 0) -> None:
+    for name in machine.agents:
+        machine.apply(Ended(name, number))
+
+
+@pytest.mark.parametrize(("silent", "waits"), [("bc", True), ("c", False)])
+def test_a_part_says_that_it_waits(silent: str, waits: bool) -> None:
+    machine = running()
+    for name in silent:
+        machine.apply(Lost(name, silent=True))
+    end_round(machine)
+    assert machine.parted == waits
+    assert [WAITS in note and "host-b, host-c" in note for note in machine.notes] == [True] * waits
+
+
+def test_a_parted_job_that_waited_in_vain_ends_as_cut_off_with_the_failure_it_had() -> None:
+    machine = running()
+    for name in "bc":
+        machine.apply(Lost(name, silent=True))
+    end_round(machine)
+    machine.apply(joined("d"))  # enough hosts are there
+    duty = machine.duty("a")
+    assert isinstance(duty, Wait) and duty.timer is not None
+    assert duty.timer.after_s == machine.settings.join_timeout_s
+    machine.apply(Expired(duty.timer.name))
+    assert machine.outcome is not None
+    assert (machine.outcome.code, "cut off" in machine.outcome.why) == (1, True)
+
+
+def test_the_part_that_goes_on_says_so_in_later_rounds_too() -> None:
+    machine = running()
+    assert not machine.prevails
+    machine.apply(Lost("c", silent=True))
+    end_round(machine)
+    assert (machine.phase, machine.prevails) == (Phase.RUNNING, True)
+    assert (machine.plan and machine.plan.members) == ("a", "b")
+    machine.apply(Lost("b"))
+    end_round(machine, 1)
+    assert (machine.plan and machine.plan.members, machine.prevails) == (("a",), True)
+    machine.apply(joined("c2"))
+    assert machine.prevails, "the others may live, though their host is here again"
+
+
+def test_without_the_rule_nobody_is_parted_or_prevails() -> None:
+    machine = running(quorum=False)
+    machine.apply(Lost("a", silent=True))
+    assert (machine.parted, machine.prevails) == (False, False)
+
+
+def test_who_took_its_leave_or_is_unknown_is_not_silent() -> None:
+    machine = running()
+    machine.apply(Left("b", 143))
+    machine.apply(Ended("b", 0))
+    machine.apply(Lost("b", silent=True))
+    machine.apply(Lost("x", silent=True))
+    assert not machine.prevails
