@@ -632,6 +632,21 @@ def test_elastic_a_part_that_waits_replaces_nobody_and_is_not_ended_for_few_rank
     assert machine.phase is Phase.STOPPING
 
 
+def test_elastic_newcomers_give_no_quorum_to_a_part_that_waits() -> None:
+    machine = ElasticMachine(Settings(min_hosts=1, max_hosts=8))
+    plan = started(machine, "a", "b", "c")
+    for agent in "bc":
+        machine.apply(Lost(agent, silent=True))
+    for agent in "defg":
+        machine.apply(Joined(agent, f"host-{agent}", 2))
+    assert (machine.parted, machine.prevails) == (True, False)
+    assert machine.duty("d") == Wait()
+    machine.apply(Joined("b-again", "host-b", 2))  # the network is whole: all are let in
+    assert not machine.parted
+    assert machine.plan is not None
+    assert set(machine.plan.members) == {*plan.members, "b-again", *"defg"}
+
+
 def test_what_a_cut_off_part_tells_of_its_own_round_is_not_of_this_one() -> None:
     machine = Machine(Settings(min_hosts=1, max_hosts=3, max_restarts=3))
     plan = started(machine, "a", "b", "c")

@@ -6,8 +6,8 @@ rank numbers that nobody had before; an agent that dies takes its workers with i
 to that: `JobSpec.outlives_launcher`), and is only noted. Who trains with whom is the program's
 business (`dure.elastic`).
 
-A part that is cut off from the one that may go on (`Machine.parted`) replaces nobody and waits: its
-workers do, too, until the network is whole, or they run out of patience.
+A part that is cut off from the one that may go on (`Machine.parted`) replaces nobody, takes nobody
+in, and waits: its workers do, too, until the network is whole, or they run out of patience.
 
 The job ends when no worker lives: well if one of them ended well. It is ended when fewer than
 `min_ranks` live and none can be replaced, or somebody who matters takes his leave. Once a worker
@@ -102,9 +102,12 @@ class ElasticMachine(Machine):
             self.phase = Phase.STOPPING
 
     def _let_in(self) -> None:
-        """Add the agents that have come, as far as there is room."""
+        """Add the agents that have come, as far as there is room.
+
+        A part that waits adds none: with the votes of newcomers it could go on beside the other.
+        """
         plan = self.plan
-        if plan is None or self._finished:
+        if plan is None or self._finished or self.parted:
             return
         for joined in self._agents.values():
             here = [agent for agent in plan.members if agent in self._agents]

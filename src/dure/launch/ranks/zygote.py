@@ -214,7 +214,7 @@ class Zygote:
         for fd in (self._link.fileno(), interrupted, *pipes):
             poll.register(fd, select.POLLIN)
         while time.monotonic() < deadline:
-            ready = [fd for fd, _ in poll.poll((deadline - time.monotonic()) * 1000)]
+            ready = [fd for fd, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000)]
             for fd in pipes.keys() & ready:
                 data = os.read(fd, _PIPE_BYTES)
                 self._printed[pipes[fd]] += data
