@@ -11,7 +11,7 @@ from dure.store import TCPStore
 from dure.store.address import Address, is_wildcard, resolve
 from dure.store.finding import find_place
 from dure.store.key import mint
-from dure.store.server import listen
+from dure.store.listener import listen
 
 WILDCARDS = ["0.0.0.0", "*", "::", "0", "0x0", "0.0", "::0", "0:0:0:0:0:0:0:0", "::ffff:0.0.0.0"]
 TIMEOUT = timedelta(seconds=5)

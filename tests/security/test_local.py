@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from dure.store.key import mint
-from dure.store.server import StoreServer, listen_local
+from dure.store.listener import listen_local
+from dure.store.server import StoreServer
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import socket
 import zmq
 
 from dure.store.address import resolve
+from dure.store.listener import listen
 from dure.store.packets import let_nobody_in
-from dure.store.server import listen
 
 
 def answers(place: tuple[str, int]) -> bool:

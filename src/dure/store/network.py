@@ -31,7 +31,8 @@ from dure.store.address import resolve
 from dure.store.base import DEFAULT_TIMEOUT, Store
 from dure.store.connection import Connection, dial, knock, lost
 from dure.store.key import JobKey, load_for
-from dure.store.server import StoreServer, listen, replace_retired
+from dure.store.listener import listen
+from dure.store.server import StoreServer, replace_retired
 from dure.store.values import encode
 from dure.store.wire import LONGEST_TIMEOUT_S, Op, Reply, Request, pack, read_reply
 

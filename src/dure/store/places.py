@@ -39,9 +39,10 @@ from dure.store.base import Store
 from dure.store.file import FileStore, remove_if_ended
 from dure.store.identity import alive
 from dure.store.key import SHARED_HOME_S, JobKey
+from dure.store.listener import listen, listen_local
 from dure.store.naming import await_name, patience_for_names
 from dure.store.network import NetworkStore, job_key
-from dure.store.server import StoreServer, adopt, listen, listen_local
+from dure.store.server import StoreServer, adopt
 
 __all__ = ["FilePlace", "LocalPlace", "NearPlace", "Place", "Spot", "TcpPlace"]
 

@@ -22,7 +22,6 @@ import os
 import socket
 import threading
 import time
-from dataclasses import dataclass
 from hmac import compare_digest
 
 import msgspec
@@ -31,21 +30,18 @@ from zmq.utils import z85
 
 from dure.errors import DureError, StoreError
 from dure.store import hiding
-from dure.store.address import Address, check_not_wildcard
 from dure.store.board import Answer, Board
 from dure.store.door import Door, close_inherited
 from dure.store.key import JobKey
 from dure.store.lifetime import at_process_end
+from dure.store.listener import BACKLOG, Listener
 from dure.store.monitor import read_event
 from dure.store.wire import FRAME_LIMIT, Reply, frames_of, join, pack, read_request
 
 __all__ = [
     "LINGER_S",
-    "Listener",
     "StoreServer",
     "adopt",
-    "listen",
-    "listen_local",
     "replace_retired",
 ]
 
@@ -58,7 +54,6 @@ _EXIT_LINGER_S = 1.0
 _BURST = 64
 """Requests that are read before the other sockets are looked at again."""
 
-_BACKLOG = 4096
 _WAITING_REQUESTS = 32
 """How many requests of one client ZeroMQ keeps for us; a client's own kernel keeps the rest."""
 
@@ -71,46 +66,6 @@ _HIDE_AGAIN_S = 1.0
 """Between two searches for copies of the secret key, where not all that come are hidden at once."""
 
 _log = logging.getLogger("dure.store")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listener:
-    """A bound place to listen: its ZeroMQ endpoint, and the socket's descriptor (-1: none yet)."""
-
-    endpoint: str
-    port: int = 0
-    fd: int = -1
-
-
-def listen(address: Address) -> Listener:
-    """Bind a TCP socket; port 0 picks a free one.
-
-    Raises:
-        StoreError: The port is taken, the address is not one of this machine's, or it stands for
-            all of them and nobody has allowed that.
-    """
-    check_not_wildcard(address.ip, "the store's address")
-    sock = socket.socket(address.family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((address.ip, address.port))
-        sock.listen(_BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise StoreError(
-            f"the store cannot listen on {address.ip}:{address.port}",
-            seen=error.strerror or str(error),
-            fix="Another program holds the port, or the address is another machine's: choose a "
-            "free MASTER_PORT and an address of rank 0's host, or port 0 where it can be told on.",
-        ) from None
-    port = sock.getsockname()[1]
-    bound = Address(family=address.family, ip=address.ip, port=port)
-    return Listener(endpoint=bound.endpoint, port=port, fd=sock.detach())
-
-
-def listen_local(endpoint: str) -> Listener:
-    """Return a listener at an `ipc://` endpoint; it is bound when the server starts."""
-    return Listener(endpoint=endpoint)
 
 
 class StoreServer:
@@ -200,7 +155,7 @@ class StoreServer:
         router.linger = 0
         router.maxmsgsize = FRAME_LIMIT
         router.handshake_ivl = self._door.handshake_ms
-        router.backlog = _BACKLOG
+        router.backlog = BACKLOG
         router.rcvhwm, router.sndhwm = _WAITING_REQUESTS, _WAITING_REPLIES
         router.router_mandatory = True  # so that we learn of those that do not read
         router.tcp_keepalive, router.tcp_keepalive_idle = 1, 60

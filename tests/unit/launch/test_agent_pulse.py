@@ -24,7 +24,8 @@ from dure.launch.agent.watch import Heartbeat, Watch
 from dure.store.address import resolve
 from dure.store.key import JobKey, mint
 from dure.store.ladder import Ladder
-from dure.store.server import StoreServer, listen
+from dure.store.listener import listen
+from dure.store.server import StoreServer
 
 KEEP = 8
 FEW = 3 * KEEP

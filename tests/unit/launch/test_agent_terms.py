@@ -16,8 +16,9 @@ from dure.launch.agent.link import Linked
 from dure.store.address import resolve
 from dure.store.key import mint
 from dure.store.ladder import Ladder
+from dure.store.listener import listen
 from dure.store.network import NetworkStore
-from dure.store.server import StoreServer, listen
+from dure.store.server import StoreServer
 
 KEY = mint()
 TERMS = "dure/agents/terms"

@@ -18,7 +18,8 @@ from dure.launch.agent.finding import OVER, meet
 from dure.store.address import resolve
 from dure.store.key import JobKey, mint
 from dure.store.ladder import Ladder
-from dure.store.server import StoreServer, listen
+from dure.store.listener import listen
+from dure.store.server import StoreServer
 
 
 @contextmanager

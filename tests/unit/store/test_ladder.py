@@ -17,7 +17,8 @@ from dure.store.address import resolve
 from dure.store.base import Store
 from dure.store.key import JobKey, mint
 from dure.store.ladder import Ladder, rungs_of
-from dure.store.server import StoreServer, listen
+from dure.store.listener import listen
+from dure.store.server import StoreServer
 
 KEY = mint()
 

@@ -25,8 +25,9 @@ from dure.store.address import Address, is_local, resolve
 from dure.store.connection import answers
 from dure.store.key import JobKey
 from dure.store.ladder import Ladder
+from dure.store.listener import listen
 from dure.store.naming import await_name, look_up_briefly, patience_for_names
-from dure.store.server import StoreServer, listen
+from dure.store.server import StoreServer
 
 __all__ = ["OVER", "bracketed", "keep_quiet", "meet"]
 

@@ -30,8 +30,9 @@ from dure.launch.ranks.environment import MASTER_ADDR
 from dure.launch.spec import JobSpec
 from dure.store.address import resolve
 from dure.store.key import JobKey
+from dure.store.listener import listen
 from dure.store.network import NetworkStore
-from dure.store.server import StoreServer, listen
+from dure.store.server import StoreServer
 
 __all__ = ["Alone", "Link", "Linked", "make_machine"]
 

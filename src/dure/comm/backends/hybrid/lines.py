@@ -22,8 +22,8 @@ import zmq
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.hybrid.fate import Verdict
 from dure.store.address import resolve
+from dure.store.listener import listen
 from dure.store.packets import let_nobody_in
-from dure.store.server import listen
 
 __all__ = ["BEAT_S", "SILENCE_S", "Line", "Word", "open_line"]
 

@@ -26,9 +26,10 @@ from dure.errors import RendezvousTimeout, StoreError
 from dure.store.address import Address, resolve
 from dure.store.base import Store
 from dure.store.key import JobKey, mint
+from dure.store.listener import listen
 from dure.store.network import NetworkStore
 from dure.store.places import Spot
-from dure.store.server import StoreServer, adopt, listen
+from dure.store.server import StoreServer, adopt
 
 __all__ = ["MpiPlace", "find_mpi_place"]
 
