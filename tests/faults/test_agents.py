@@ -221,8 +221,7 @@ def test_a_launcher_that_stands_still_is_given_up_and_joins_anew(crew: Crew, whi
     else:  # half of the ranks, without the first: the other half may go on elsewhere
         crew.wait_for(lambda: not alive(first[1].pid), "b to end its rank")
     still.process.send_signal(signal.SIGCONT)
-    last = crew.round(1 + which, 2)
-    assert {start.host for start in last} == {"a", "b"}
+    crew.wait_for(lambda: together(crew) > which, "both to train together again")
     assert not alive(first[which].pid)
     crew.finish()
     assert [host.end() for host in crew.hosts] == [0, 0]
@@ -239,6 +238,14 @@ def test_a_host_that_fails_first_repeatedly_is_left_out(crew: Crew) -> None:
     assert "failed first too often" in crew.hosts[1].err
     crew.finish()
     assert crew.hosts[0].end() == 0
+
+
+def together(crew: Crew) -> int:
+    """Return the latest round's number if both hosts have started it, otherwise 0."""
+    starts = crew.starts()
+    last = max(start.round for start in starts)
+    hosts = {start.host for start in starts if start.round == last and start.world_size == 2}
+    return last if hosts == {"a", "b"} else 0
 
 
 def alive(pid: int) -> bool:

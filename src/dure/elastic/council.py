@@ -133,7 +133,7 @@ class Council:
                 alone_since = alone_since or time.monotonic()
                 newcomers = registry.newcomers(last)
                 if self._has_quorum(last, newcomers, ()):
-                    if self._newcomers_ready(last, began, alone_since):
+                    if self._newcomers_ready(last, len(newcomers), began, alone_since):
                         self._propose(last, [], newcomers)
                 elif time.monotonic() - began > self.patience_s:
                     raise self._no_quorum("the other ranks")
@@ -249,9 +249,10 @@ class Council:
     def _is_in(self, plan: Plan) -> bool:
         return plan.rank_of(self.me.token) >= 0
 
-    def _newcomers_ready(self, last: Plan | None, began: float, alone_since: float) -> bool:
-        """Tell whether newcomers that are on their own wait for nobody else."""
-        found = len(self._registry.newcomers(last))
+    def _newcomers_ready(
+        self, last: Plan | None, found: int, began: float, alone_since: float
+    ) -> bool:
+        """Tell whether so many newcomers, who are on their own, wait for nobody else."""
         now = time.monotonic()
         if now - began > self.enough_s:
             return True

@@ -264,7 +264,7 @@ class Linked:
             self._machine = afresh
         for event in news:
             self._machine.apply(event)
-        self._pulse.prevails = self._machine.prevails
+        self._pulse.judge(self._machine.prevails)
         return self._machine
 
     @property

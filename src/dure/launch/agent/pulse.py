@@ -20,9 +20,10 @@ Should the next store's owner lack even those, the agent cannot give them back: 
 there, and joins anew.
 
 Where the network is cut, each part has a leader. When it is whole again, the owner of the lower
-rung finds the upper one alive. If its own part has the quorum (`prevails`), it leaves a note there,
+rung finds the upper one alive. If its own part has the quorum (`judge`), it leaves a note there,
 and the upper part follows it; otherwise it gives way itself. What the part that gives way has told
-since stays behind: it belongs to a job that is not.
+since stays behind: it belongs to a job that is not. Who has just taken over a store does not know
+yet who is in its part: that is so when each of the others was heard there, or has been given up.
 
 Nobody leads in any other sense: to be the leader is to hold the store and to notice deaths.
 """
@@ -77,7 +78,6 @@ class Pulse:
     ) -> None:
         self.me = ""
         self.cut = ""  # why nobody can be reached any more
-        self.prevails = False  # whether this part of the job goes on, though others may live
         self._ladder, self._watch, self._heart = ladder, watch, watch.heart
         self._standby, self._make = standby, make
         self._carried = {name: ladder.current.get(name) for name in carried}
@@ -86,6 +86,7 @@ class Pulse:
         self._store: Store = ladder.current  # where that is from
         self._line = 0  # how often the log was read from the beginning
         self._given = (0, 0)  # the line and the end that `take` has returned
+        self._judged: tuple[tuple[int, int], bool] = (0, 0), False
         self._author = uuid.uuid4().hex
         self._mine: dict[int, Event] = {}  # by our number; not those that are past
         self._forgotten = 0  # the last of those
@@ -93,7 +94,6 @@ class Pulse:
         self._heard_at = time.monotonic()
         self._closing = False
         self._revived = 0  # how many looks running a rung above has answered
-        self._afresh_at = 0.0  # when the log of the store in use was read from the beginning
         self._broken = ""  # the rung whose end its kernel has told
         self._waker, self._wakened = socket.socketpair()
         self._wakened.setblocking(False)
@@ -152,6 +152,11 @@ class Pulse:
             if afresh:
                 return self._chronicle.past(), self._chronicle.events(self._chronicle.start)
             return None, self._chronicle.events(seen)
+
+    def judge(self, prevails: bool) -> None:
+        """Say whether this part of the job goes on, by what was taken, though others may live."""
+        with self._lock:
+            self._judged = self._given, prevails
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Send what is not sent yet, and end both threads."""
@@ -335,7 +340,6 @@ class Pulse:
     def _read_afresh(self) -> None:
         """Read the log of a store that was found anew, and write again what is missing of ours."""
         store = self._ladder.current
-        self._afresh_at = time.monotonic()
         self._watch.begin()
         self._take_in(store, *fetch(store, 0), anew=True)
         if self._ladder.leading:
@@ -360,15 +364,26 @@ class Pulse:
         if found is None:
             return
         address, same = found
-        known_s = self._heart.lost_s + 2 * self._heart.beat_s  # until then others may prove silent
-        if not same:
+        prevails = self._prevails()
+        if not same or prevails:
             self._ladder.redirect(address)
-        elif time.monotonic() < self._afresh_at + known_s:
+        elif prevails is None:
             pass
-        elif self.prevails:
-            self._ladder.redirect(address)
         elif self._revived >= _LOOKS:  # its owner was not merely stopped for a while
             self._go_to(address)
+
+    def _prevails(self) -> bool | None:
+        """Tell whether our part goes on, though others may live; None while that is not known.
+
+        It is when each agent that the log has at hand was heard in this store, or is lost; when
+        that is in the log; and when the machine has been fed with it.
+        """
+        if not self._watch.sure:
+            return None
+        with self._lock:
+            fed, prevails = self._judged
+            told = self._chronicle.heard(self._author) == self._told
+            return prevails if told and fed == (self._line, self._chronicle.end) else None
 
     def _after_a_freeze(self) -> None:
         """Look where the others are after this process was stopped for a while."""

@@ -66,6 +66,7 @@ class Watch:
         self._homes: dict[str, str] = {}  # agent to its standby
         self._lines: dict[str, Connection] = {}
         self._beats: dict[str, tuple[bytes, float]] = {}
+        self._heard: set[str] = set()  # who has beaten since the beginning
         self._closed: set[str] = set()  # standbys that cannot be reached: beats must do
         self._look_at = 0.0
 
@@ -83,6 +84,12 @@ class Watch:
     def begin(self) -> None:
         """Give everybody time to be heard again."""
         self._beats.clear()
+        self._heard.clear()
+
+    @property
+    def sure(self) -> bool:
+        """Whether all who are not lost have been heard since the beginning."""
+        return self._homes.keys() <= self._heard
 
     def lost(self, store: Store) -> list[Lost]:
         """Return who is lost now, and why."""
@@ -127,12 +134,15 @@ class Watch:
         last, since = self._beats.get(agent, (None, now))
         if beat != last:
             self._beats[agent] = beat, now
+            if last is not None:
+                self._heard.add(agent)
             return False
         return now - since > self.heart.lost_s
 
     def _forget(self, agent: str) -> None:
         self._homes.pop(agent, None)
         self._beats.pop(agent, None)
+        self._heard.discard(agent)
         line = self._lines.pop(agent, None)
         if line is not None:
             line.close()
