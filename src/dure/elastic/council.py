@@ -23,7 +23,7 @@ A member may also wait for one who is here already: in another group than the on
 a message, where a death is told to those alone who wait for the dead. So whoever has waited here
 for `_NUDGE_S` leaves its groups, which ends all waiting for it.
 
-Cost: five round trips to the store, and until the last rank comes.
+Cost: six round trips to the store, and until the last rank comes.
 """
 
 from __future__ import annotations

@@ -83,8 +83,13 @@ class Registry:
         self.store.set("done", b"")
 
     def announce(self, number: int, me: Member, here: Here) -> None:
-        """Say that the epoch before `number` has ended for a member, and what it has."""
-        self.store.multi_set([f"{number}/here/{me.token}", f"{number}/begun"], [_pack(here), b""])
+        """Say that the epoch before `number` has ended for a member, and what it has.
+
+        The first of two writes is to be answered: who reaches the store through a network that is
+        cut in the other direction does not count as here, for nobody would meet it.
+        """
+        self.store.set(f"{number}/begun", b"")
+        self.store.set(f"{number}/here/{me.token}", _pack(here))
 
     def propose(self, plan: Plan) -> None:
         """Offer an epoch, and tell newcomers that there is one by this number."""
