@@ -30,13 +30,13 @@ def why_not() -> str:
 
 
 @contextlib.contextmanager
-def ssh_hosts(count: int, folder: Path, *server: str) -> Iterator[tuple[list[Host], Path]]:
+def ssh_hosts(count: int, folder: Path, *settings: str) -> Iterator[tuple[list[Host], Path]]:
     """Make hosts with an sshd each; yield them, and the file for `ssh -F`.
 
     Args:
         count: How many.
         folder: Where the keys and settings go.
-        server: More lines for sshd's settings.
+        settings: More lines for sshd's settings.
     """
     folder.chmod(0o700)
     for name in ("client", "server"):
@@ -47,7 +47,7 @@ def ssh_hosts(count: int, folder: Path, *server: str) -> Iterator[tuple[list[Hos
     server_config.write_text(
         f"HostKey {folder / 'server'}\nAuthorizedKeysFile {folder / 'client.pub'}\n"
         "StrictModes no\nUsePAM no\nPidFile none\nPasswordAuthentication no\n"
-        "PermitRootLogin prohibit-password\n" + "".join(f"{line}\n" for line in server)
+        "PermitRootLogin prohibit-password\n" + "".join(f"{line}\n" for line in settings)
     )
     with hosts(count) as made:
         for host in made:
