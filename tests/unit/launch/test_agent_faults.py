@@ -264,6 +264,16 @@ def test_timers_of_another_gathering_mean_nothing() -> None:
     assert "--nnodes" in machine.outcome.why
 
 
+def test_of_several_clocks_that_run_out_the_first_counts() -> None:
+    machine = Machine(Settings(min_hosts=1, max_hosts=2))
+    machine.apply(Joined("a", "host-a", 2))
+    timer = machine._timer()
+    for _ in range(2):  # another agent's clock is late
+        machine.apply(Expired(timer.name))
+    assert machine.plan is not None
+    assert (machine.phase, machine.plan.number) == (Phase.RUNNING, 0)
+
+
 def test_who_would_have_been_enough_but_for_a_taken_node_rank_is_told_so() -> None:
     machine = Machine(Settings(min_hosts=2, max_hosts=2, endpoint="node1:29400"))
     for name in "ab":
