@@ -274,6 +274,13 @@ def test_of_several_clocks_that_run_out_the_first_counts() -> None:
     assert (machine.phase, machine.plan.number) == (Phase.RUNNING, 0)
 
 
+def test_before_the_first_round_nothing_is_told_of_one() -> None:
+    machine = Machine(Settings(min_hosts=1, max_hosts=2))
+    machine.apply(Joined("a", "host-a", 2))
+    machine.apply(Failed("a", 0, 0, result(0)))
+    assert not machine.failed
+
+
 def test_who_would_have_been_enough_but_for_a_taken_node_rank_is_told_so() -> None:
     machine = Machine(Settings(min_hosts=2, max_hosts=2, endpoint="node1:29400"))
     for name in "ab":
