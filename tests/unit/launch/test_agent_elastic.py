@@ -171,7 +171,7 @@ def test_who_failed_before_a_worker_ended_well_is_told_too() -> None:
 def test_a_host_that_leaves_with_others_to_go_on_only_takes_its_workers() -> None:
     machine = machine_of("ab", min_hosts=1)
     machine.apply(Left("b", 143))
-    assert (machine.phase, machine.living) == (Phase.RUNNING, 2)
+    assert (machine.phase, machine.living, machine.notes) == (Phase.RUNNING, 2, [])
 
 
 def test_who_leaves_last_ends_the_job_with_its_code() -> None:
@@ -183,7 +183,9 @@ def test_who_leaves_last_ends_the_job_with_its_code() -> None:
 
 
 def test_a_host_that_leaves_a_job_of_a_fixed_number_ends_it_though_others_live() -> None:
-    machine = machine_of("ab", min_hosts=2)
+    machine = machine_of("ab", min_hosts=2, max_restarts=1)
     machine.apply(Left("b", 143))
     assert (machine.phase, machine.living) == (Phase.STOPPING, 2)
+    machine.apply(failed("a", 0, 0))
+    assert machine.restarts == 0, "nobody is replaced any more"
     assert ended(machine).code == 143

@@ -281,6 +281,13 @@ def test_before_the_first_round_nothing_is_told_of_one() -> None:
     assert not machine.failed
 
 
+def test_a_spare_that_leaves_a_fixed_number_dismisses_nobody() -> None:
+    machine = machine_of("a", "b")
+    machine.apply(Joined("c", "host-c", 1))
+    machine.apply(Left("c", 143))
+    assert (machine.phase, machine.dismissed) == (Phase.RUNNING, False)
+
+
 def test_who_would_have_been_enough_but_for_a_taken_node_rank_is_told_so() -> None:
     machine = Machine(Settings(min_hosts=2, max_hosts=2, endpoint="node1:29400"))
     for name in "ab":

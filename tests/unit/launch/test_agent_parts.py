@@ -185,3 +185,11 @@ def test_who_took_its_leave_or_is_unknown_is_not_silent() -> None:
     machine.apply(Lost("b", silent=True))
     machine.apply(Lost("x", silent=True))
     assert not machine.prevails
+
+
+def test_a_host_that_is_here_again_leaves_nobody_over_whom_to_prevail() -> None:
+    machine = running()
+    machine.apply(Lost("c", silent=True))
+    assert machine.prevails
+    machine.apply(joined("c2"))
+    assert (machine.parted, machine.prevails) == (False, False)
