@@ -334,6 +334,39 @@ def test_of_two_who_shorten_the_log_the_further_one_counts() -> None:
     assert fetch(store, 0)[0] == fast.pack_past()
 
 
+class Overtaken(HashStore):
+    """A store in which somebody else moves the cut a little just before the first who wants to."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.start: int | None = start
+        self.early: list[str] = []
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        if key == "dure/agents/cut" and desired != b"-" and self.start is not None:
+            self.set(key, str(self.start))
+            self.start = None
+        return super().compare_set(key, expected, desired)
+
+    def delete_key(self, key: str) -> bool:
+        number = int(key.rpartition("/")[2])
+        if "/log/" in key and number >= int(self.get("dure/agents/cut")):
+            self.early.append(key)
+        return super().delete_key(key)
+
+
+def test_no_entry_is_removed_before_the_cut_is_behind_it() -> None:
+    near, far = (told(HashStore(), lines).start for lines in (2 * KEEP, 3 * KEEP))
+    store = Overtaken(near)
+    chronicle = told(HashStore(), 3 * KEEP)
+    for number in range(3 * KEEP):
+        store.set(entry_key(number), line("a", number + 1))
+    bury(store, chronicle)
+    assert store.early == []
+    assert int(store.get("dure/agents/cut")) == far > near
+    assert fetch(store, 0)[0] == chronicle.pack_past()
+
+
 def test_a_store_without_the_past_that_it_speaks_of_is_lost() -> None:
     store = HashStore()
     chronicle = told(store, 2 * KEEP)
