@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 
 from dure.launch import JobSpec
 from dure.launch.ranks.environment import Round
+from dure.launch.show import logs
+from dure.launch.show.files import open_in
 from dure.launch.show.terminal import Terminal
 
 
@@ -28,12 +31,13 @@ def test_only_the_beginnings_of_long_lines_are_remembered(
 
 
 def test_full_disk_is_told_once_and_ends_nothing(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = tmp_path / "attempt_0" / "rank_0"
-    directory.mkdir(parents=True)
-    (directory / "stdout.log").symlink_to("/dev/full")
-    (tmp_path / "launcher.log").symlink_to("/dev/full")
+    def open_on_a_full_disk(directory: int, path: Path) -> int:
+        full = path.name in ("stdout.log", "launcher.log")
+        return os.open("/dev/full", os.O_WRONLY) if full else open_in(directory, path)
+
+    monkeypatch.setattr(logs, "open_in", open_on_a_full_disk)
     terminal = Terminal(JobSpec(program="p", prefix="none", log_dir=tmp_path))
     start = Round(hosts=("h",), nprocs=(1,), master_addr="127.0.0.1", master_port=1, store="h:1")
     terminal.begin(start)

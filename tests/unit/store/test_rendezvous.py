@@ -162,7 +162,11 @@ def test_a_complete_meeting_refuses_one_of_another_size(url: str) -> None:
 
 
 def test_a_missing_rank_is_named_with_those_who_came(url: str) -> None:
-    for error in errors_of(joins(url, (0, 4), (2, 4), timeout=BRIEF)):
+    for tries in range(8):  # a busy machine may need longer for both to come
+        errors = errors_of(joins(url, (0, 4), (2, 4), timeout=BRIEF * 2**tries))
+        if all(getattr(error, "came", None) == (0, 2) for error in errors):
+            break
+    for error in errors:
         assert isinstance(error, RendezvousTimeout)
         assert error.came == (0, 2)
         assert error.missing == (1, 3)

@@ -17,12 +17,10 @@ engine is not built, or the kernel does not want to, ranks are forked from the h
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import os
 from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
-
-import dure
 
 __all__ = ["HeapFile"]
 
@@ -65,6 +63,7 @@ class HeapFile:
 
 def _engine() -> str | None:
     """Return the path of the native engine, which is not loaded here."""
-    folder = Path(dure.__file__).with_name("native")
-    names = (folder / f"_engine{suffix}" for suffix in EXTENSION_SUFFIXES)
-    return next((str(name) for name in names if name.exists()), None)
+    spec = importlib.util.find_spec("dure.native")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    names = (f"{folder}/_engine{suffix}" for folder in folders for suffix in EXTENSION_SUFFIXES)
+    return next(filter(os.path.exists, names), None)
