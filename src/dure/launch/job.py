@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import socket
+import stat
 import sys
 import time
 import uuid
@@ -71,7 +72,8 @@ def run_job(spec: JobSpec) -> JobResult:
     if not sys.platform.startswith("linux"):
         raise UsageError("dure.launch needs Linux", seen=sys.platform)
     check_program(spec)
-    _check_log_dir(spec.log_dir)
+    _check_directory("--log-dir", spec.log_dir)
+    _check_directory("--trace-dir", spec.trace_dir)
     _open_standard_output()
     started = time.monotonic()
     try:
@@ -110,15 +112,31 @@ def run_job(spec: JobSpec) -> JobResult:
         ) from error
 
 
-def _check_log_dir(directory: Path | None) -> None:
-    """Refuse a log directory that is a file, or would lie below one."""
+def _check_directory(flag: str, directory: Path | None) -> None:
+    """Refuse a directory that is a file, or would lie below one, or out of this user's reach."""
     if directory is None:
         return
-    there = next((path for path in (directory, *directory.parents) if path.exists()), directory)
-    if there.exists() and not there.is_dir():
+    try:
+        there = next((p for p in (directory, *directory.parents) if _mode(p)), directory)
+        mode = _mode(there)
+    except OSError as error:
         raise UsageError(
-            f"--log-dir {there} is not a directory", fix="Name one, or one that can be made."
+            f"{flag} {directory} cannot be reached",
+            seen=str(error.strerror),
+            fix="Name a directory that you may write to, or see who may (`ls -ld`).",
+        ) from error
+    if mode and not stat.S_ISDIR(mode):
+        raise UsageError(
+            f"{flag} {there} is not a directory", fix="Name one, or one that can be made."
         )
+
+
+def _mode(path: Path) -> int:
+    """Return the mode of what is at a path; 0 if nothing is."""
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
 
 
 def _open_standard_output() -> None:

@@ -130,6 +130,12 @@ def _check_script(path: str) -> None:
             raise UsageError("not a file", seen=f"{path} is a directory without __main__.py")
         return
     if not os.path.exists(path):
+        if _is_hidden(path):
+            raise UsageError(
+                "the file cannot be read",
+                seen=f"{path}: its directory is closed to this user",
+                fix="See who may enter it (`ls -ld`).",
+            )
         raise UsageError("no such file", seen=path, fix="For a module, use -m.")
     if not os.access(path, os.R_OK):
         raise UsageError("the file cannot be read", seen=path)
@@ -137,6 +143,15 @@ def _check_script(path: str) -> None:
         raise UsageError(
             "not a Python file", seen=f"{path} is a program", fix="Start it with --no-python."
         )
+
+
+def _is_hidden(path: str) -> bool:
+    """Whether it is not ours to know if there is such a file."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return False
 
 
 def _begins_with(path: str, mark: bytes) -> bool:

@@ -100,5 +100,14 @@ def test_log_directory_that_is_a_file_is_a_users_mistake(tmp_path: Path) -> None
     file = tmp_path / "file"
     file.touch()
     for directory in (file, file / "below"):
-        with pytest.raises(UsageError, match="is not a directory"):
+        with pytest.raises(UsageError, match=r"--log-dir .* is not a directory"):
             run_job(JobSpec(program=__file__, log_dir=directory))
+        with pytest.raises(UsageError, match=r"--trace-dir .* is not a directory"):
+            run_job(JobSpec(program=__file__, trace_dir=directory))
+
+
+def test_directory_that_cannot_be_looked_up_is_a_users_mistake(tmp_path: Path) -> None:
+    there = tmp_path / ("x" * 300)  # a name that no file system takes, whoever asks
+    with pytest.raises(UsageError, match=r"--log-dir .* cannot be reached") as caught:
+        run_job(JobSpec(program=__file__, log_dir=there))
+    assert isinstance(caught.value.__cause__, OSError)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,18 @@ def test_a_python_file_behind_no_python_is_told_so(script: str) -> None:
     with pytest.raises(UsageError, match="executable") as caught:
         check_program(JobSpec(program=script, kind="executable"))
     assert "--no-python" in caught.value.fix
+
+
+def test_a_file_in_a_closed_directory_is_not_said_to_be_missing(
+    script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(path: str) -> os.stat_result:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", closed)
+        with pytest.raises(UsageError, match="cannot be read"):
+            check_program(JobSpec(program=script))
 
 
 @pytest.mark.parametrize(("nnodes", "seen"), [((0, 0), "--nnodes 0"), ((2, 1), "--nnodes 2:1")])

@@ -15,7 +15,7 @@ def _truth(text: str) -> bool:
         return True
     if text.lower() in {"0", "false", "f", "no", "n"}:
         return False
-    raise ValueError("true or false")
+    raise ValueError("1 or 0 (or true, false)")
 
 
 def _store_type(text: str) -> str:
@@ -153,7 +153,7 @@ HOSTS = (
         group=Group.HOSTS,
         metavar="KEY=VALUE,...",
         parse=config(RENDEZVOUS_CONFIG),
-        means="join_timeout (or timeout), last_call_timeout in seconds; is_host; quorum.",
+        means="join_timeout (or timeout), last_call_timeout in seconds; is_host, quorum: 1 or 0.",
         default="join_timeout=600,last_call_timeout=5,quorum=1",
         torchrun="--rdzv-conf",
         pet="RDZV_CONF",
