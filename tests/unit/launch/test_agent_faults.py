@@ -97,13 +97,24 @@ def test_why_a_round_ended() -> None:
     assert faults(result(1, peer=9)).setback(PLAN) == "rank 1 on host-a raised PeerLost: gone"
 
 
+def test_how_a_host_was_lost_is_told_where_it_is_known() -> None:
+    machine = machine_of("a", "b")
+    machine.apply(Lost("b", "its launcher has ended"))
+    machine.apply(Ended("a", 0))
+    assert machine.outcome is not None
+    assert machine.outcome.why.startswith("lost host-b (its launcher has ended); ")
+
+
 def test_the_outcome_of_a_defeat() -> None:
     assert faults(result(2), result(0)).defeat(PLAN, "limit") == Outcome(
         code=3, failure=result(2), ranks=(result(0), result(2)), limit="limit"
     )
     assert faults(None, result(0), lost="b").defeat(PLAN, "") == Outcome(
-        code=1, why="lost host-b", ranks=(result(0),)
+        code=1,
+        why="lost host-b; no restarts are allowed (--max-restarts), so the job ends",
+        ranks=(result(0),),
     )
+    assert faults(None, lost="b").defeat(PLAN, "limit").why == "lost host-b"
     assert faults(result(0, code=0)).defeat(PLAN, "").code == 1  # nobody fails with success
 
 

@@ -32,11 +32,13 @@ class Faults(msgspec.Struct):
         first: The first failure of a worker.
         reports: What was told last of each rank.
         lost: Members whose hosts were lost, in that order.
+        causes: How each of these was lost, where it is known.
     """
 
     first: RankResult | None = None
     reports: dict[int, RankResult] = {}
     lost: list[str] = []
+    causes: dict[str, str] = {}
 
     def __bool__(self) -> bool:
         return self.first is not None or bool(self.lost)
@@ -44,6 +46,11 @@ class Faults(msgspec.Struct):
     def fail(self, worker: RankResult) -> None:
         """Take a failure; the first one counts."""
         self.first = self.first or worker
+
+    def lose(self, agent: str, why: str) -> None:
+        """Take the loss of a member's host."""
+        self.lost.append(agent)
+        self.causes[agent] = why
 
     def ranks(self) -> tuple[RankResult, ...]:
         """Return what became of all ranks, as far as they were told, by rank."""
@@ -67,10 +74,10 @@ class Faults(msgspec.Struct):
         """Say which hosts were lost, if that is what ended the round; empty if a rank did."""
         failure = self.root_cause()
         if failure is None:
-            return f"lost {', '.join(map(plan.host_of, self.lost))}"
+            return f"lost {', '.join(self._how(plan, agent) for agent in self.lost)}"
         owner = self._lost_peer(plan, failure)
         return (
-            f"lost {plan.host_of(owner)}, with rank {failure.crash and failure.crash.peer}"
+            f"lost {self._how(plan, owner)}, with rank {failure.crash and failure.crash.peer}"
             if owner
             else ""
         )
@@ -87,14 +94,21 @@ class Faults(msgspec.Struct):
 
     def defeat(self, plan: Plan, limit: str) -> Outcome:
         """Return the outcome of a job that fails with this round, for it has come to `limit`."""
-        failure = self.root_cause()
+        failure, why = self.root_cause(), self.why(plan)
+        if why and not limit:
+            why += "; no restarts are allowed (--max-restarts), so the job ends"
         return Outcome(
             code=(failure.status if failure is not None else 1) or 1,
-            why=self.why(plan),
+            why=why,
             failure=failure,
             ranks=self.ranks(),
             limit=limit,
         )
+
+    def _how(self, plan: Plan, agent: str) -> str:
+        """Name the host of a lost member, and say how it was lost."""
+        why = self.causes.get(agent, "")
+        return f"{plan.host_of(agent)} ({why})" if why else plan.host_of(agent)
 
     def _lost_peer(self, plan: Plan, failure: RankResult) -> str:
         """Return the lost member whose rank a failure blames; empty if it blames no such rank."""

@@ -343,7 +343,7 @@ class Machine(msgspec.Struct):
             if event.silent:
                 self._parts.lose(self._agents[agent])
             if working and agent not in self._leaving:
-                self._faults.lost.append(agent)
+                self._faults.lose(agent, event.why)
             self._forget(agent)
             return
         fixed = self.settings.min_hosts == self.settings.max_hosts
