@@ -8,7 +8,8 @@ midst of an import the exception may be lost, or come out as another. From then 
 in every program, until `dure run` takes it as an order to end the job.
 
 Whoever reads the output may have had enough (`dure env | head -1`). Then the command ends without
-a word, and with the exit code of a program that SIGPIPE has ended.
+a word, and with the exit code of a program that SIGPIPE has ended. If it cannot be written (a full
+disk), that is one line, and exit code 1.
 """
 
 from __future__ import annotations
@@ -49,6 +50,10 @@ def main(*words: str) -> None:
         if not _leave_unread():
             raise
         code = app.UNREAD_EXIT_CODE
+    except OSError as error:
+        if not _leave_unwritten(error):
+            raise
+        code = 1
     if mine:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # while the interpreter comes to its end
     sys.exit(code)
@@ -70,6 +75,22 @@ def _leave_unread() -> bool:
         for fd in unread:
             os.dup2(nowhere, fd)
     return bool(unread)
+
+
+def _leave_unwritten(error: OSError) -> bool:
+    """Tell whether our output cannot be written, and say so; what is left of it goes nowhere."""
+    if not isinstance(sys.stdout, io.TextIOBase):  # a shell has closed it
+        return False
+    try:
+        sys.stdout.flush()  # what failed is still in its buffer, if it has one
+        os.write(1, b"\n")
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
+        print(f"dure: error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return True
+    return False
 
 
 def _say_interrupted() -> None:

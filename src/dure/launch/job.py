@@ -10,6 +10,8 @@ import contextlib
 import errno
 import fcntl
 import os
+import resource
+import signal
 import socket
 import stat
 import sys
@@ -40,6 +42,11 @@ from dure.launch.spec import JobResult, JobSpec
 from dure.store.key import SHARED_HOME_S, JobKey, load_for, mint
 
 __all__ = ["run_job"]
+
+_LEAST_FDS = 24
+"""What a job of one rank needs, beside what is open already."""
+
+_MORE_FDS = "Allow more with `ulimit -n 1024`; a service has `LimitNOFILE=` for that."
 
 _KEY_FD = 10
 """The lowest number for the key: what a zygote imports may have opened those below."""
@@ -72,6 +79,7 @@ def run_job(spec: JobSpec) -> JobResult:
     if not sys.platform.startswith("linux"):
         raise UsageError("dure.launch needs Linux", seen=sys.platform)
     check_program(spec)
+    _check_descriptors()
     _check_directory("--log-dir", spec.log_dir)
     _check_directory("--trace-dir", spec.trace_dir)
     _open_standard_output()
@@ -110,6 +118,21 @@ def run_job(spec: JobSpec) -> JobResult:
             seen=": ".join(str(t) for t in (error.filename, error.strerror) if t) or str(error),
             fix=_advice(error),
         ) from error
+
+
+def _check_descriptors() -> None:
+    """Refuse to begin with so few descriptors that libraries would abort the process."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        used = len(os.listdir("/proc/self/fd")) - 1  # without the one that lists them
+    except OSError:  # not even one is left
+        used = most
+    if most != resource.RLIM_INFINITY and most - used < _LEAST_FDS:
+        raise LaunchError(
+            "this process may open too few files for a job",
+            seen=f"{most} descriptors (RLIMIT_NOFILE), {used} of them in use",
+            fix=_MORE_FDS,
+        )
 
 
 def _check_directory(flag: str, directory: Path | None) -> None:
@@ -155,9 +178,11 @@ def _open_standard_output() -> None:
             os.set_inheritable(fd, True)
 
 
-def _advice(error: OSError | StoreError) -> str:
-    used_up = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT)
-    if isinstance(error, OSError) and error.filename is not None and error.errno not in used_up:
+def _advice(error: OSError) -> str:
+    if error.errno == errno.EMFILE:
+        return _MORE_FDS
+    used_up = (errno.ENFILE, errno.ENOSPC, errno.EDQUOT)
+    if error.filename is not None and error.errno not in used_up:
         return "See whether it can be made there, and by you (`ls -ld`)."
     return "Start fewer ranks, or see what is used up (`ulimit -a`, `df`)."
 
@@ -168,6 +193,8 @@ def _run(agent: Agent, place: Workplace, started: float) -> JobResult:
     outcome = agent.work()
     result = _result(agent, outcome, time.monotonic() - started)
     terminal = place.terminal
+    if result.interrupted_by == signal.SIGPIPE and not terminal.unread:
+        result = replace(result, exit_code=1)  # its output cannot be written: a full disk
     if outcome.why and result.interrupted_by is None:
         terminal.say(outcome.why)
     lines = summary(result, terminal.has_shown)

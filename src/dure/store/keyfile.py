@@ -86,12 +86,18 @@ def _check_file(path: Path, info: os.stat_result) -> None:
             fix="Write the key to a file of mode 600; one that comes through a pipe is for "
             "`dure run --key-stdin`.",
         )
-    if info.st_uid not in _trusted() or mode & _OTHERS:
+    if info.st_uid not in _trusted():
+        raise StoreError(
+            "the job key's file belongs to another user",
+            seen=f"{path} is user {info.st_uid}'s, and this process user {os.getuid()}'s",
+            fix="Make a key file of your own; its owner may know this key, and can exchange it.",
+        )
+    if mode & _OTHERS:
         raise StoreError(
             "the job key's file is open to other users",
             seen=f"{path} has mode {mode:04o} and belongs to user {info.st_uid}",
-            fix=f"Run `chmod 600 {path}` (and chown it to yourself). Who could read the key may "
-            "still have it: make a new one if that is not wanted.",
+            fix=f"Run `chmod 600 {path}`. Who could read the key may still have it: make a new "
+            "one if that is not wanted.",
         )
 
 

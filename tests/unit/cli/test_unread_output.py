@@ -39,6 +39,19 @@ def test_a_complaint_that_nobody_reads_does_so_too() -> None:
     assert ended(["run"], errors_too=True) == (128 + signal.SIGPIPE, b"")
 
 
+@pytest.mark.parametrize("words", [["version"], ["--help"], ["run", "--help"]], ids=" ".join)
+def test_output_that_a_full_disk_does_not_take_is_one_line(words: list[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "dure.cli", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_a_closed_standard_output_is_no_error() -> None:
     words = f"exec {sys.executable} -m dure.cli version >&-"
     done = subprocess.run(["/bin/sh", "-c", words], capture_output=True, check=False)

@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from dure.errors import StoreError
+from dure.store import keyfile
 from dure.store.key import JobKey, key_from_file, load_for, mint, user_key_path
 
 ELSEWHERE = "192.0.2.1"  # an address of documentation; never this machine's
@@ -98,6 +99,19 @@ def test_a_file_open_to_others_is_refused_with_the_cure(
     with pytest.raises(StoreError) as caught:
         load_for("localhost")
     assert "chmod 600" in caught.value.fix
+
+
+def test_a_file_of_another_user_is_refused_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(mint().raw)
+    path.chmod(0o400)
+    monkeypatch.setattr(keyfile, "_trusted", lambda: (os.getuid() + 1, os.getuid() + 1))
+    with pytest.raises(StoreError) as caught:
+        keyfile._check_file(path, path.stat())  # pyright: ignore[reportPrivateUsage]
+    assert "chmod" not in str(caught.value)
+    assert str(os.getuid()) in (caught.value.seen or "")
 
 
 def test_the_users_own_key_is_made_once_by_many(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,10 @@ def error_directory(spec: JobSpec, job: str) -> Iterator[None]:
     try:
         yield
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        try:
+            directory.rmdir()  # needs no descriptor, of which there may be none left
+        except OSError:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def error_file(spec: JobSpec, job: str, rank: int, attempt: int) -> Path:

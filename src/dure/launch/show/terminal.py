@@ -71,10 +71,16 @@ class Terminal:
         return self._sinks["stdout"].broken
 
     @property
+    def unread(self) -> bool:
+        """Whether a broken standard output is one that nobody reads, and not a full disk."""
+        trouble = self._sinks["stdout"].trouble
+        return trouble is None or trouble.errno == errno.EPIPE
+
+    @property
     def why_broken(self) -> str:
         """Why nothing is written to the standard output any more."""
         trouble = self._sinks["stdout"].trouble
-        if trouble is None or trouble.errno == errno.EPIPE:
+        if trouble is None or self.unread:
             return "nobody reads the output any more"
         return f"the output cannot be written: {trouble.strerror}"
 
