@@ -167,7 +167,7 @@ def test_without_tensorboard_the_error_says_what_to_install(tmp_path, monkeypatc
     monkeypatch.setattr("dure.parallel.metrics.board.importlib.import_module", missing)
     with pytest.raises(UsageError) as caught:
         dist.TensorBoardWriter(tmp_path / "new", dist.StepMeter())
-    assert "dure[tensorboard]" in caught.value.fix
+    assert "'.[tensorboard]'" in caught.value.fix
     assert not (tmp_path / "new").exists()
 
 

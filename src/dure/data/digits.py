@@ -29,7 +29,8 @@ def require_digits() -> None:
         raise DataError(
             "the handwritten digits are not installed",
             seen="they ship with scikit-learn, which Python cannot find",
-            fix="Run `pip install dure[demo]`, or give a directory of IDX files (MNIST and alike).",
+            fix="Run `pip install '.[demo]'` in the checkout of Dure, or give a directory of IDX "
+            "files (MNIST and alike).",
         )
 
 

@@ -56,7 +56,7 @@ def test_missing_mpi4py_is_one_clear_error(monkeypatch):
     monkeypatch.setattr(mpi_library, "installed", lambda: False)
     with pytest.raises(UsageError) as info:
         mpi_library.load.__wrapped__()
-    assert "dure[mpi]" in info.value.fix
+    assert "'.[mpi]'" in info.value.fix
 
 
 @pytest.mark.parametrize("mark", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"])

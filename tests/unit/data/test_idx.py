@@ -147,4 +147,4 @@ def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
     monkeypatch.setattr(digits, "find_spec", lambda name: None)
     with pytest.raises(DataError) as caught:
         load_digits()
-    assert "dure[demo]" in caught.value.fix
+    assert "'.[demo]'" in caught.value.fix

@@ -116,7 +116,7 @@ def test_demo_without_scikit_learn_is_one_line(dure_demo, launched, tmp_path, mo
     monkeypatch.setattr(digits, "find_spec", lambda name: None)
     result = dure_demo("--out", tmp_path)
     _assert_one_line(result, 2)
-    assert "dure[demo]" in result.stderr
+    assert "'.[demo]'" in result.stderr
 
 
 def test_demo_with_an_odd_batch_for_its_ranks_is_one_line(dure_demo, launched, tmp_path):

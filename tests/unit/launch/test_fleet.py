@@ -73,7 +73,7 @@ def test_missing_cluster_shell_names_the_extra(monkeypatch):
     monkeypatch.setattr(hosts_module.importlib, "import_module", missing)
     with pytest.raises(UsageError) as caught:
         read_hosts("a")
-    assert "dure[cluster]" in caught.value.fix
+    assert "'.[cluster]'" in caught.value.fix
 
 
 FLEET = Fleet(

@@ -133,7 +133,7 @@ def _told(output: str) -> list[dict[str, Any]]:
 def judge(attempt: Attempt | None) -> list[Finding]:
     """Say which backends work."""
     if attempt is None:
-        return [fine("mpi", "not tried: no mpirun, or no mpi4py (pip install dure[mpi])")]
+        return [fine("mpi", "not tried: no mpirun, or no mpi4py (pip install '.[mpi]')")]
     known = {line["backend"]: line for line in attempt.told if "backend" in line}
     found: list[Finding] = []
     for backend in attempt.backends:

@@ -7,7 +7,7 @@
 Hosts keep the order in which they are named, node sets that of ClusterShell. A host that is named
 twice with a number of ranks gets the sum, as with mpirun; without one it is a mistake.
 
-ClusterShell is an extra (`pip install dure[cluster]`): only the front of such a job needs it.
+ClusterShell is an extra (`pip install '.[cluster]'`): only the front of such a job needs it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def cluster_shell(module: str) -> Any:
         raise UsageError(
             "starting on several hosts needs ClusterShell",
             seen=str(error),
-            fix="Install the extra: pip install 'dure[cluster]'.",
+            fix="Install the extra, in the checkout of Dure: pip install '.[cluster]'.",
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Metrics for TensorBoard, which is an extra: ``pip install dure[tensorboard]``.
+"""Metrics for TensorBoard, which is an extra: ``pip install '.[tensorboard]'``.
 
 One of two ways. Aggregated: every n-th step the ranks share their medians in one small all_gather,
 and rank 0 writes the means. Per rank: each writes its own folder, ``rank0``, ``rank1``, ..., which
@@ -97,6 +97,6 @@ def _open(folder: Path) -> Any:
         raise UsageError(
             "TensorBoard is not installed",
             seen=str(error),
-            fix="Run `pip install dure[tensorboard]`.",
+            fix="Run `pip install '.[tensorboard]'` in the checkout of Dure.",
         ) from None
     return module.SummaryWriter(str(folder))

@@ -66,7 +66,9 @@ def load() -> Library:
         UsageError: mpi4py is not installed, or finds no MPI on this machine.
     """
     if not installed():
-        raise _absent("mpi4py is not installed", "Install it: pip install 'dure[mpi]'.")
+        raise _absent(
+            "mpi4py is not installed", "Install it: pip install '.[mpi]' in the checkout of Dure."
+        )
     try:
         from mpi4py import MPI  # lazy: an extra, and importing it starts MPI
     except (ImportError, RuntimeError) as error:
