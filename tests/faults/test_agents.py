@@ -135,6 +135,9 @@ def test_a_host_with_another_key_is_refused(crew: Crew) -> None:
     assert stranger.close() == []
     crew.hosts[0].process.send_signal(signal.SIGTERM)
     assert crew.hosts[0].end() == 143
+    said = [line for line in crew.hosts[0].err.splitlines() if "refused" in line]
+    assert said
+    assert all(line.startswith("[dure] ") for line in said)
 
 
 def test_an_elastic_jobs_dead_worker_is_replaced_and_the_others_are_not_touched(

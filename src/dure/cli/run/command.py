@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 import os
 import shutil
 import sys
@@ -51,9 +53,24 @@ def run(words: list[str]) -> int:
     if request.leash:
         hold_leash(sys.stdin.fileno())
         spec = dataclasses.replace(spec, stdin="none")
+    _show_warnings()
     result = run_job(spec)
     _hand_on(result)
     return result.exit_code
+
+
+class _Warnings(logging.Handler):
+    """Shows what the launcher's store warns of as the launcher's other lines are shown."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):  # nobody reads it
+            _say(record.getMessage())
+
+
+def _show_warnings() -> None:
+    log = logging.getLogger("dure")
+    if not log.hasHandlers():  # or somebody else shows them
+        log.addHandler(_Warnings(logging.WARNING))
 
 
 def _found(chosen: Mapping[str, object]) -> dict[str, object]:
