@@ -55,6 +55,9 @@ resource.setrlimit(resource.RLIMIT_CORE, (resource.getrlimit(resource.RLIMIT_COR
 loot = Path(args[0]).read_bytes()
 if len(args) > 1:
     hiding._MOST_SEARCHED = int(args[1])
+if len(args) > 2:
+    hiding._MOST_OF_ARENAS = int(args[2])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 server = TCPStore("127.0.0.1", 0, is_master=True)
 while sys.stdin.readline():
     clients = [TCPStore("127.0.0.1", server.port) for _ in range(2)]
@@ -252,3 +255,18 @@ def test_what_is_too_much_to_search_is_left_out_of_dumps(tmp_path: Path) -> None
         deadline = time.monotonic() + 20
         while (found := found_in_dump(dump := dump_of(program.pid), key)) or loot in dump:
             assert time.monotonic() < deadline, found
+
+
+@needs_some_dump
+def test_arenas_that_are_too_much_to_search_are_left_out_of_dumps(tmp_path: Path) -> None:
+    """Also while dumps are off, since a program may switch them on."""
+    loot = os.urandom(32)
+    (tmp_path / "loot").write_bytes(loot)
+    key = key_in(tmp_path / "key")
+    program = (LONELY, str(tmp_path / "loot"), "0", "0")
+    with running(program, DURE_JOB_KEY_FILE=str(tmp_path / "key")) as (started,):
+        assert started.stdin is not None
+        started.stdin.write("more\n")
+        started.stdin.flush()
+        assert line(started) == "2"
+        shows_only_loot(started.pid, loot, key)

@@ -9,8 +9,9 @@ neither shows nor clears. `hide` looks for those copies and hides the pages they
 But glibc gives each thread a heap of its own, its *arena*, as long as there are not too many. So
 sockets with secrets are made in a thread of their own (`apart`): the copies then lie in that
 thread's arena, in that of ZeroMQ's I/O thread, and on the two threads' stacks; and only arenas and
-stacks are searched, some hundred kilobytes. Arenas are known by where they lie: each begins at a
-multiple of 64 MiB, and what it does not use yet is mapped without permissions up to the next one.
+stacks are searched, some hundred kilobytes; where threads hold more than 32 MiB, the largest arenas
+are hidden unsearched. Arenas are known by where they lie: each begins at a multiple of 64 MiB, and
+what it does not use yet is mapped without permissions up to the next one.
 
 **If that cannot be relied on**, all memory is searched, provided that this process can be dumped at
 all: where the number of arenas is limited and threads share them (MALLOC_ARENA_MAX, or 8 for each
@@ -25,7 +26,8 @@ A page that is hidden stays hidden when it is used for something else, so a debu
 pages for a connection. Reading a living process (`gcore` as root, `ptrace`) is another matter: what
 `MADV_DONTDUMP` says is a request that gdb honours as well, not a protection.
 
-Cost: 1 to 3 ms a connection in a process with torch, most of it the list of mappings.
+Cost: 1 to 3 ms a connection in a process with torch, most of it the list of mappings; some 15 ms
+where threads hold as much as is searched.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ _LARGEST_GUARD = 1 << 20
 _LARGEST_STACK = 16 << 20
 _CHUNK = 1 << 18
 _MOST_SEARCHED = 1 << 30
+_MOST_OF_ARENAS = 32 << 20
 _SPARSE = 64  # so many bytes that are not there cost as much as one that is
 _WINDOW = 1 << 29  # of addresses, whose page table entries are read at once
 _PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 3, 4
@@ -167,7 +170,7 @@ def hide(secret: HiddenPage, places: int, whole: bool = False) -> bool:
     try:
         with _Memory() as memory:
             arenas, stacks = memory.arenas_and_stacks()
-            hit = [base for base, parts in arenas.items() if memory.mark(parts, needle)]
+            hit = memory.mark_arenas(arenas, needle)
             for parts in stacks:
                 memory.mark(parts, needle)
             sure = len(hit) >= places and _arenas_are_not_shared(len(arenas))
@@ -235,6 +238,19 @@ class _Memory:
         }
         feet = {e for s, e in guards if e - s <= _LARGEST_GUARD}
         return arenas, list(_stacks(heaps, feet))
+
+    def mark_arenas(self, arenas: dict[int, list[_Range]], needle: _Range) -> list[int]:
+        """Do as `mark_or_hide` with arenas; return those in which `needle` was found."""
+        hit: list[int] = []
+        left = _MOST_OF_ARENAS
+        sizes = {base: sum(end - start for start, end in arenas[base]) for base in arenas}
+        for base in sorted(sizes, key=sizes.__getitem__):
+            left -= sizes[base]
+            if left <= 0:
+                _libc.madvise(base, _ARENA, mmap.MADV_DONTDUMP)
+            elif self.mark(arenas[base], needle):
+                hit.append(base)
+        return hit
 
     def mark_or_hide(self, ranges: list[_Range], needle: _Range) -> None:
         """Do as `mark`, the smallest ranges first, and hide as a whole those that are too much."""

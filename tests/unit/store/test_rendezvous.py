@@ -4,7 +4,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from dure.errors import RendezvousError, RendezvousTimeout
-from dure.store import FileStore, HashStore, Store, TCPStore, hiding
+from dure.store import FileStore, HashStore, Store, TCPStore
 from dure.store.identity import Identity, alive, myself
 from dure.store.key import mint
 from dure.store.log import Log, Record
@@ -25,14 +25,6 @@ JOB_VARIABLES = (
     "RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT DURE_STORE_ADDR "
     "TORCHELASTIC_USE_AGENT_STORE TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT"
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def keys_are_not_searched() -> Iterator[None]:
-    """In a process that has run all other tests, the search for copies of keys takes long."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hiding, "_dumpable", lambda: False)
-        yield
 
 
 @pytest.fixture(autouse=True)
