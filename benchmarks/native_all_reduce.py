@@ -27,6 +27,7 @@ import torch
 import torch.distributed as peer
 
 from dure import native
+from dure.comm import call as calls
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.shm import backend as shm
 from dure.comm.ops import ReduceOp
@@ -41,22 +42,22 @@ SAMPLE_S = 0.02
 def _contestants(
     backend: shm.ShmBackend, size: int
 ) -> dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], object]]]:
-    shared = backend.shared_empty(size).view(torch.float32)
+    shared = backend.allocate(size, False).view(torch.float32)
     plain, other = torch.empty(size // 4), torch.empty(size // 4)
     return {
-        "shm": (plain, lambda x: backend.all_reduce(x, ReduceOp.SUM, False)),
-        "arena": (shared, lambda x: backend.all_reduce(x, ReduceOp.SUM, False)),
+        "shm": (plain, lambda x: backend.run(calls.all_reduce(x, ReduceOp.SUM), False)),
+        "arena": (shared, lambda x: backend.run(calls.all_reduce(x, ReduceOp.SUM), False)),
         "gloo": (other, peer.all_reduce),
     }
 
 
 def _sample(backend: shm.ShmBackend, call: Callable[[], object], k: int) -> float:
-    backend.barrier(False)
+    backend.run(calls.barrier(), False)
     began = time.perf_counter()
     for _ in range(k):
         call()
     slowest = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-    backend.all_reduce(slowest, ReduceOp.MAX, False)
+    backend.run(calls.all_reduce(slowest, ReduceOp.MAX), False)
     return float(slowest) / k
 
 

@@ -3,12 +3,12 @@
 //   cmake -S . -B build/bench -G Ninja -DDURE_BENCHMARKS=ON && cmake --build build/bench
 //   build/bench/native_collectives [ranks [samples [op [bytes...]]]]
 //
-// Contestants take turns, sample by sample: `plain` is the engine on ordinary memory, `arena` on
-// tensors of shared_empty, and `direct`, for the float32 all_reduce, is not the engine at all but
-// the least that can be done on shared memory: a barrier, each rank reduces its slice of all
+// Contestants take turns, sample by sample: `plain` is the engine on ordinary memory, `heap` on
+// tensors of the symmetric heap, and `direct`, for the float32 all_reduce, is not the engine at all
+// but the least that can be done on shared memory: a barrier, each rank reduces its slice of all
 // tensors into all tensors, a barrier. A sample is k operations back to back, the slowest rank's
 // time / k; the table shows medians, and beside them the least, because other programs on the
-// machine only ever add time; then `direct` in per cent of `arena`. Sizes count as in nccl-tests:
+// machine only ever add time; then `direct` in per cent of `heap`. Sizes count as in nccl-tests:
 // the tensor of all_reduce and broadcast, the output of all_gather, the input of the others.
 #include <sched.h>
 #include <sys/mman.h>
@@ -62,7 +62,7 @@ __attribute__((target_clones("avx512f", "avx2", "default"))) void add(float* sum
     for (size_t i = 0; i < n; i++) sum[i] += x[i];
 }
 
-void direct(const Setting& s, const SharedBlock& tensors) {
+void direct(const Setting& s, const HeapMemory& tensor) {
     constexpr size_t kBlock = 4096;
     const auto n = static_cast<size_t>(s.group.size()), me = static_cast<size_t>(s.group.rank());
     const size_t count = s.bytes / 4, per = round_up((count + n - 1) / n, 16);
@@ -160,11 +160,10 @@ double median(std::vector<double> all) {
 
 void compare(const Setting& s, int samples) {
     std::byte *x = ordinary(s.bytes), *y = ordinary(s.bytes);
-    Status status = Status::ok;
-    auto in = s.group.shared_empty(s.bytes, status), out = s.group.shared_empty(s.bytes, status);
+    auto in = s.group.heap().allocate(s.bytes, true), out = s.group.heap().allocate(s.bytes, true);
     if (!in || !out) std::_Exit(1);
-    Call plain = call_of(s, x, y), arena = call_of(s, in->data(), out->data());
-    std::vector<std::function<void()>> contestants{[&] { run(s, plain); }, [&] { run(s, arena); }};
+    Call plain = call_of(s, x, y), heap = call_of(s, in->data, out->data);
+    std::vector<std::function<void()>> contestants{[&] { run(s, plain); }, [&] { run(s, heap); }};
     if (s.op == "all_reduce") contestants.push_back([&] { direct(s, *in); });
     std::vector<std::vector<double>> times(contestants.size());
     std::vector<int> repeats;
@@ -201,7 +200,7 @@ struct Wanted {
 void measure(Group& group, Shared& shared, const Wanted& wanted) {
     if (group.rank() == 0) {
         std::printf("%d ranks, kernels %s, us\n%-16s %10s %10s %10s %10s %10s %10s %10s\n",
-                    group.size(), kernel_isa(), "operation", "bytes", "plain", "(least)", "arena",
+                    group.size(), kernel_isa(), "operation", "bytes", "plain", "(least)", "heap",
                     "(least)", "direct", "(least)");
     }
     for (const std::string& op : wanted.ops) {

@@ -1,8 +1,11 @@
-// What the core alone costs, without Python: meetings, small reductions, messages, the lane.
+// What the core alone costs, without Python: barriers, small reductions, messages,
+// starting an asynchronous operation.
 //
 //     cmake -S . -B build/native-plain -G Ninja -DDURE_TESTS=ON
 //     cmake --build build/native-plain --target native_messages
-//     build/native-plain/native_messages [ranks [cores [operation]...]]
+//     [COPIES=BYTES] build/native-plain/native_messages [ranks [cores [operation]...]]
+//
+// COPIES: from how many bytes on to copy once (-2: never); else that is measured (calibration.h).
 //
 // Ranks are forked processes. A sample is k operations back to back, the slowest rank's time / k;
 // shown are the median and the least of the samples, in microseconds. A message's time is half a
@@ -18,7 +21,7 @@
 #include <string>
 #include <thread>
 
-#include "lane.h"
+#include "channel.h"
 #include "mailbox.h"
 
 namespace dure {
@@ -33,7 +36,6 @@ constexpr size_t kSmall = 3;  // the first of kSizes are small all_reduces
 struct Rank {
     Group& group;
     Mailbox mailbox{group};
-    Lane lane{group};
     std::byte* memory = nullptr;
 };
 
@@ -90,15 +92,15 @@ void measure_start(Rank& me) {
     for (int i = 0; i < 200; i++) {
         usleep(1000);
         const int64_t began = now_ns();
-        auto ticket = me.lane.start(
+        auto ticket = me.group.channel(0).start(
             {Op::all_reduce, DType::f32, Reduction::sum, -1, {}, {{me.memory, size_t{1} << 20}}});
         times.push_back(static_cast<double>(now_ns() - began) / 1e3);
         while (!ticket->wait(1'000'000'000)) continue;
     }
     std::sort(times.begin(), times.end());
     if (me.group.rank() == 0) {
-        std::printf("%-12s %10d B  %10.3f us  (nine of ten %.3f)\n", "lane start", 1 << 20,
-                    times[100], times[180]);
+        std::printf("%-12s %10d B  %10.3f us  (nine of ten %.3f)\n", "start", 1 << 20, times[100],
+                    times[180]);
     }
 }
 
@@ -110,6 +112,19 @@ void run(Group& group, const std::vector<std::string>& wanted) {
     auto wants = [&](const char* name) {
         return wanted.empty() || std::find(wanted.begin(), wanted.end(), name) != wanted.end();
     };
+    if (group.rank() == 0) {
+        const CopyPlan& plan = group.copies();
+        std::printf(
+            "a line %.3f us; copied once from %lld B (messages), %lld (shared), %lld (blocks)\n",
+            plan.line_us, static_cast<long long>(plan.message_bytes),
+            static_cast<long long>(plan.shared_bytes), static_cast<long long>(plan.block_bytes));
+        for (const auto& [name, times] : {std::pair{"message, staged", plan.staged_message},
+                                          std::pair{"message, single", plan.single_message},
+                                          std::pair{"exchange, staged", plan.staged_exchange},
+                                          std::pair{"exchange, single", plan.single_exchange}}) {
+            std::printf("%-18s %8.2f us %8.2f us\n", name, times.short_us, times.long_us);
+        }
+    }
     if (wants("barrier")) measure(me, "barrier", 0, 1, [&] { require(group.run({Op::barrier})); });
     for (size_t i = 0; i < kSmall && wants("all_reduce"); i++) {
         std::memset(me.memory, 0, kSizes[i]);
@@ -117,16 +132,24 @@ void run(Group& group, const std::vector<std::string>& wanted) {
             require(group.all_reduce({me.memory, kSizes[i]}, DType::f32, Reduction::sum));
         });
     }
+    for (size_t i = 0; i < kSmall + 2 && wants("async"); i++) {
+        std::memset(me.memory, 0, kSizes[i]);
+        measure(me, "async", kSizes[i], 1, [&] {
+            const Block tensor{me.memory, kSizes[i]};
+            auto request = group.channel(0).start(
+                {Op::all_reduce, DType::f32, Reduction::sum, -1, {}, {tensor}}, kSizes[i] <= 32768);
+            require(request->complete() ? request->outcome().status : Status::interrupted);
+        });
+    }
     for (size_t bytes : kSizes) {
         if (!wants("sendrecv") || group.size() == 1) break;
         std::memset(me.memory, 1, bytes);
         measure(me, "sendrecv", bytes, 0.5, [&] { round_trip(me, bytes); });
     }
-    if (wants("lane")) measure_start(me);
+    if (wants("start")) measure_start(me);
     require(group.run({Op::barrier}));
     group.close();
     me.mailbox.stop();
-    me.lane.stop();
 }
 
 }  // namespace
@@ -137,9 +160,11 @@ int main(int argc, char** argv) {
     const int n = argc > 1 ? std::atoi(argv[1]) : 2;
     const int cores =
         argc > 2 ? std::atoi(argv[2]) : static_cast<int>(std::thread::hardware_concurrency());
+    const char* asked = std::getenv("COPIES");
+    const int64_t copies = asked ? std::atoll(asked) : kMeasureCopies;
     const std::vector<std::string> wanted(argv + std::min(argc, 3), argv + argc);
     const int64_t timeout_ns = 30'000'000'000;
-    auto first = Group::create({0, n, timeout_ns, cores}, 1);
+    auto first = Group::create({0, n, timeout_ns, cores, copies}, 1);
     const int parent = getpid();
     for (int r = 1; r < n; r++) {
         if (fork() != 0) continue;

@@ -1,11 +1,14 @@
 """What communication costs a training step: Dure, torch's DDP on gloo and on the plug-in, and none.
 
-    python benchmarks/training.py [--models NAME]... [--turns N] [--json FILE]
+    python benchmarks/training.py [--models NAME]... [--turns N] [--malloc] [--json FILE]
 
 Each contestant is a job of two ranks with one thread each, which builds the model and waits; then
 all take turns, a second of steps each. A step takes as long as its slowest rank. *Exposed* is a
 step's time beyond that of `none`, the same two processes without communication; with a sharded
 optimizer it can be negative, since each rank updates a part only.
+
+`dure run` starts all of them, and has them keep the memory that a step frees (docs/launch.md). With
+`--malloc` three of them run both ways, kept and with `--malloc-defaults`.
 
 The machine must be quiet, and have 10 GiB of memory free.
 """
@@ -32,6 +35,8 @@ CONTESTANTS = {
     "torch, DDP, plug-in": ("ddp", "plugin"),
     "torch, ZeRO, gloo": ("zero", "gloo"),
 }
+WITH_DEFAULTS = ("none", "Dure, DDP", "torch, DDP, gloo")
+DEFAULTS = ", malloc as it is"
 RANKS = 2
 TURN_S = 1.0
 ALONE = "one process"
@@ -61,13 +66,18 @@ class Runner:
         self.seconds += self.steps(self._count)
 
 
-def measure(model: str, turns: int) -> list[dict[str, Any]]:
+def measure(model: str, turns: int, malloc: bool) -> list[dict[str, Any]]:
     """Run all contestants on one model; return a row for each that did not fail."""
+    names = (ALONE, *CONTESTANTS)
+    if malloc:
+        names = (*WITH_DEFAULTS, *(name + DEFAULTS for name in WITH_DEFAULTS))
     with contextlib.ExitStack() as stack:
         runners: list[Runner] = []
-        for name, role in {ALONE: CONTESTANTS["none"], **CONTESTANTS}.items():
+        for name in names:
             ranks = 1 if name == ALONE else RANKS
-            contestant = Contestant(name=name, role=(*role, model), program=(RANK,))
+            role = CONTESTANTS["none" if name == ALONE else name.removesuffix(DEFAULTS)]
+            program = ("--malloc-defaults", RANK) if name.endswith(DEFAULTS) else (RANK,)
+            contestant = Contestant(name=name, role=(*role, model), program=program)
             runner = Runner(name, stack.enter_context(Group(contestant, ranks)))
             try:
                 runner.warm_up()
@@ -113,11 +123,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--turns", type=int, default=8, help="turns of a second each")
+    parser.add_argument("--malloc", action="store_true", help="freed memory kept, and not")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for model in options.models:
-        found = measure(model, options.turns)
+        found = measure(model, options.turns, options.malloc)
         show(found)
         rows += found
     if options.json:

@@ -15,7 +15,7 @@ inline int64_t nanoseconds(double seconds) {
 void bind_callsite(nanobind::module_& m);
 void bind_group(nanobind::module_& m);
 void bind_outcome(nanobind::module_& m);
-void bind_shared_block(nanobind::module_& m);
+void bind_symmetric_heap(nanobind::module_& m);
 void bind_tensor(nanobind::module_& m);
-void bind_ticket(nanobind::module_& m);
+void bind_request(nanobind::module_& m);
 }  // namespace dure

@@ -2,11 +2,13 @@
 
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+#include <pthread.h>
 
 #include <array>
 #include <functional>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "bindings.h"
@@ -21,9 +23,23 @@ namespace {
 constexpr size_t kMostSites = 65536;  // beyond, a program makes up code as it runs
 constexpr size_t kMostText = 159;     // as much as the shared segment shows
 
-std::vector<std::string>& library_folders() {
-    static std::vector<std::string> folders;
-    return folders;
+// Beginnings of paths, each with its last "/": torch's folder is not the beginning of
+// torchvision's.
+struct Folders {
+    std::vector<std::string> library;
+    std::vector<std::string> programs;  // within the library's, and not part of it
+};
+
+Folders& folders() {
+    static Folders known;
+    return known;
+}
+
+bool begins_with_one_of(const std::string& file, const std::vector<std::string>& beginnings) {
+    for (const std::string& folder : beginnings) {
+        if (file.compare(0, folder.size(), folder) == 0) return true;
+    }
+    return false;
 }
 
 std::string text_of(PyObject* unicode) {
@@ -51,10 +67,8 @@ bool is_library(PyCodeObject* code) {
     Known& k = known[std::hash<const void*>()(code) / 64 % known.size()];
     if (k.code != code) {
         const std::string file = text_of(code->co_filename);
-        bool library = false;
-        for (const std::string& folder : library_folders()) {
-            library = library || file.compare(0, folder.size(), folder) == 0;
-        }
+        const bool library = begins_with_one_of(file, folders().library) &&
+                             !begins_with_one_of(file, folders().programs);
         Py_INCREF(code);
         Py_XDECREF(k.code);
         k = {code, library};
@@ -84,10 +98,14 @@ Site describe(const Place& place) {
 }
 
 const Site* known_site(const Place& place) {
+    struct Recent {
+        Place place;
+        const Site* site = nullptr;
+    };
     static std::unordered_map<Place, Site, PlaceHash> sites;  // entries never move
-    static Place last;
-    static const Site* last_site = nullptr;
-    if (last_site && place == last) return last_site;
+    static std::array<Recent, 64> recent;                     // a loop has several calls
+    Recent& r = recent[(PlaceHash()(place) >> 4) % recent.size()];
+    if (r.site && place == r.place) return r.site;
     auto found = sites.find(place);
     if (found == sites.end()) {
         static const Site too_many{"(one of many generated places)", "?", "?", 0};
@@ -95,9 +113,8 @@ const Site* known_site(const Place& place) {
         Py_INCREF(place.code);
         found = sites.emplace(place, describe(place)).first;
     }
-    last = place;
-    last_site = &found->second;
-    return last_site;
+    r = {place, &found->second};
+    return r.site;
 }
 
 }  // namespace
@@ -112,9 +129,42 @@ const Site* call_site() {
     return place.code ? known_site(place) : &nowhere;
 }
 
+namespace {
+
+std::string name_of_this_thread() {
+    try {
+        const auto threading = nb::module_::import_("threading");
+        const nb::object self = threading.attr("_active").attr("get")(PyThread_get_thread_ident());
+        if (self.is(threading.attr("main_thread")())) return "";
+        if (!self.is_none()) return nb::cast<std::string>(self.attr("name"));
+    } catch (const std::exception&) {  // a name is a favour
+    }
+    char name[16] = {};  // of autograd's threads, and other libraries'
+    pthread_getname_np(pthread_self(), name, sizeof name);
+    return name;
+}
+
+}  // namespace
+
+const std::string* thread_name() {
+    static thread_local bool known = false;
+    static thread_local const std::string* name = nullptr;
+    if (!known) {
+        static std::unordered_set<std::string> names;  // entries never move
+        std::string text = name_of_this_thread();
+        if (!text.empty()) name = &*names.insert(std::move(text)).first;
+        known = true;
+    }
+    return name;
+}
+
 void bind_callsite(nb::module_& m) {
     m.def("set_library_folders",
-          [](std::vector<std::string> folders) { library_folders() = std::move(folders); });
+          [](std::vector<std::string> library, std::vector<std::string> programs) {
+              for (std::string& folder : library) folder += '/';
+              for (std::string& folder : programs) folder += '/';
+              folders() = {std::move(library), std::move(programs)};
+          });
     m.def("call_site", [] { return call_site()->text; });
 }
 

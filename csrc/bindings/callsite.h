@@ -17,6 +17,10 @@ namespace dure {
 // Never nullptr; valid as long as the process.
 const Site* call_site();
 
+// The name of the calling thread, valid as long as the process; nullptr for Python's main thread.
+// The name it had when it first called.
+const std::string* thread_name();
+
 void bind_callsite(nanobind::module_& m);
 
 }  // namespace dure

@@ -50,9 +50,7 @@ size_t bytes_of(const Call& call) {
 }  // namespace
 
 Engine::Engine(std::unique_ptr<Group> group)
-    : group_(std::move(group)),
-      mailbox_(std::make_unique<Mailbox>(*group_)),
-      lane_(std::make_unique<Lane>(*group_)) {
+    : group_(std::move(group)), mailbox_(std::make_unique<Mailbox>(*group_)) {
     first_look();
     group_->set_interrupt(&PythonCall::interrupted);
     group_->set_about_to_wait(&PythonCall::about_to_wait);
@@ -66,7 +64,6 @@ Engine::~Engine() {
         return;
     }
     // The rank lives on in the parent; its threads, and whoever held a lock, do not exist here.
-    static_cast<void>(lane_.release());
     static_cast<void>(mailbox_.release());
     static_cast<void>(group_.release());
 }
@@ -78,39 +75,65 @@ std::atomic<uint32_t>& Engine::forks() {
     return count;
 }
 
-uint64_t Engine::note(const Call& call, bool async) {
-    return flight_->begin(
-        {call.op, call.dtype, call.reduction, async, call.root, 0, bytes_of(call), call.site});
+uint64_t Engine::note(int channel, const Channel::Turn& turn, const Call& call, bool async) {
+    return flight_->begin({call.op, call.dtype, call.reduction, async,
+                           static_cast<uint8_t>(channel), turn.number(), call.root, 0,
+                           bytes_of(call), call.site});
 }
 
 uint64_t Engine::note(const Message& message, Block block, DType dtype, bool async) {
-    return flight_->begin({message.op, dtype, Reduction::none, async, message.peer, message.tag,
-                           block.bytes, call_site()});
+    return flight_->begin({message.op, dtype, Reduction::none, async, 0, 0, message.peer,
+                           message.tag, block.bytes, call_site()});
 }
 
 nb::object Engine::failed(Status status, Op op) { return nb::cast(group_->outcome_of(status, op)); }
 
-nb::object Engine::run(Call call, bool async) {
+void Engine::raise(const Outcome& outcome) {
+    int pid = 0;
+    if (outcome.peer >= 0) {
+        const Group::Visit visit(*group_);
+        if (visit) pid = group_->pid_of(outcome.peer);
+    }
+    const nb::object error =
+        error_(nb::cast(outcome), pid, static_cast<double>(group_->timeout_ns()) * 1e-9);
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+    throw nb::python_error();
+}
+
+// Hand out a Request, and hold on to what it works on, though it be dropped.
+nb::object Engine::started(const std::shared_ptr<Ticket>& ticket, nb::object keep) {
+    if (pending_.size() >= sweep_at_) {
+        std::erase_if(pending_, [](const auto& call) { return call->ticket->done(); });
+        sweep_at_ = 2 * pending_.size() + 16;
+    }
+    auto call = std::make_shared<PendingCall>(ticket, std::move(keep));
+    pending_.push_back(call);
+    return nb::cast(Request(std::move(call), *this));
+}
+
+nb::object Engine::run(int channel, Call call, bool async, nb::handle keep) {
     if (Status s = refusal(); s != Status::ok) return nb::cast(outcome_of(s, call.op));
     if (lacks_memory(call)) return nb::cast(without_memory(call.op));
     call.site = call_site();
-    const uint64_t entry = note(call, async);
-    if (!async && lane_->idle()) {
-        const Status s = call_without_gil(group_.get(), [&] {
-            const Status ended = group_->run(call);
-            flight_->end(entry, ended);
-            return ended;
-        });
-        return s == Status::ok ? nb::none() : failed(s, call.op);
+    call.thread = thread_name();
+    Channel& on = group_->channel(channel);
+    Channel::Turn turn(on);
+    const uint64_t entry = note(channel, turn, call, async);
+    if (async) {
+        const bool brief = bytes_of(call) <= kBriefBytes;
+        std::shared_ptr<Ticket> ticket = on.start(std::move(call), std::move(turn), brief);
+        ticket->record(flight_, entry);
+        return started(ticket, nb::borrow(keep));
     }
-    std::shared_ptr<Ticket> ticket = lane_->start(std::move(call));
-    ticket->record(flight_, entry);
-    if (async) return nb::cast(ticket);
-    wait_or_break(*ticket);
-    return result(ticket->outcome());
+    const Status s = call_without_gil(group_.get(), [&] {
+        const Status ended = on.run(call, std::move(turn));
+        flight_->end(entry, ended);
+        return ended;
+    });
+    return s == Status::ok ? nb::none() : failed(s, call.op);
 }
 
-nb::object Engine::send(Block block, DType dtype, int to, int tag, bool async) {
+nb::object Engine::send(Block block, DType dtype, int to, int tag, bool async, nb::handle keep) {
     if (forked()) return nb::cast(outcome_of(Status::forked, Op::send));
     if (lacks_memory(block)) return nb::cast(without_memory(Op::send));
     Mailbox* box = mailbox_.get();
@@ -118,7 +141,7 @@ nb::object Engine::send(Block block, DType dtype, int to, int tag, bool async) {
     if (async) {
         auto ticket = call_without_gil(box, [&] { return box->start_send(block, dtype, to, tag); });
         ticket->record(flight_, entry);
-        return nb::cast(ticket);
+        return started(ticket, nb::borrow(keep));
     }
     Outcome out = call_without_gil(box, [&] {
         Outcome ended = box->send(block, dtype, to, tag);
@@ -128,22 +151,21 @@ nb::object Engine::send(Block block, DType dtype, int to, int tag, bool async) {
     return result(out);
 }
 
-std::shared_ptr<Ticket> Engine::receive(Block block, DType dtype, int from, int tag, bool async) {
+nb::object Engine::receive(Block block, DType dtype, int from, int tag, bool async,
+                           nb::handle keep) {
     Mailbox* box = mailbox_.get();
     auto ticket = std::make_shared<Ticket>();
-    if (forked()) {
-        ticket->finish(outcome_of(Status::forked, Op::recv));
-        return ticket;
-    }
-    if (lacks_memory(block)) {
-        ticket->finish(without_memory(Op::recv));
-        return ticket;
-    }
+    const auto finished = [&](Outcome outcome) {
+        ticket->finish(std::move(outcome));
+        return started(ticket, nb::none());
+    };
+    if (forked()) return finished(outcome_of(Status::forked, Op::recv));
+    if (lacks_memory(block)) return finished(without_memory(Op::recv));
     const uint64_t entry = note({Op::recv, from, tag}, block, dtype, async);
     if (async) {
         ticket = call_without_gil(box, [&] { return box->start_receive(block, dtype, from, tag); });
         ticket->record(flight_, entry);
-        return ticket;
+        return started(ticket, nb::borrow(keep));
     }
     int source = -1;
     Outcome out = call_without_gil(box, [&] {
@@ -152,24 +174,25 @@ std::shared_ptr<Ticket> Engine::receive(Block block, DType dtype, int from, int 
         return ended;
     });
     ticket->set_source(source);
-    ticket->finish(std::move(out));
-    return ticket;
+    return finished(std::move(out));
 }
 
-nb::object Engine::shared_empty(size_t bytes, bool common) {
-    const Op op = common ? Op::host_shared_empty : Op::shared_empty;
+nb::object Engine::host_shared_empty(size_t bytes) {
+    constexpr Op op = Op::host_shared_empty;
     if (Status s = refusal(); s != Status::ok) return nb::cast(outcome_of(s, op));
     Call call;
     call.op = op;
     call.site = call_site();
-    const uint64_t entry = note(call, false);
+    Channel& on = group_->channel(0);
+    Channel::Turn turn(on);
+    const uint64_t entry = note(0, turn, call, false);
     Status s = Status::ok;
-    auto block = call_without_gil(group_.get(), [&] {
-        auto made = group_->shared_empty(bytes, s, call.site, common);
+    auto memory = call_without_gil(group_.get(), [&] {
+        auto made = on.host_shared_empty(bytes, s, call.site, std::move(turn));
         flight_->end(entry, s);
         return made;
     });
-    return block ? nb::cast(block) : failed(s, op);
+    return memory ? nb::cast(memory) : failed(s, op);
 }
 
 // From a signal handler that interrupted a call of ours, this only leaves: the interrupted call
@@ -185,30 +208,7 @@ void Engine::close() {
     closed_ = true;
     group_->close();
     mailbox_->stop();
-    lane_->stop();
     group_->release();
-}
-
-// Wait for a queued operation of a synchronous call. Its memory is the caller's, so where a
-// signal handler raises, the operation must end before we return: the group is broken.
-void Engine::wait_or_break(Ticket& ticket) {
-    while (!call_without_gil(&ticket, [&] { return ticket.wait(100'000'000); })) {
-        if (PyErr_CheckSignals() == 0) continue;
-        nb::python_error raised;
-        Outcome out;
-        out.status = Status::interrupted;
-        out.peer = group_->rank();
-        {
-            // The handler may have closed the group: then the segment is gone.
-            Group::Visit visit(*group_);
-            if (visit) group_->condemn(std::move(out));
-        }
-        call_without_gil(&ticket, [&] {
-            while (!ticket.wait(100'000'000)) continue;
-            return true;
-        });
-        throw std::move(raised);
-    }
 }
 
 }  // namespace dure

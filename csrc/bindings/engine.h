@@ -1,9 +1,13 @@
-// What Python calls "Group": a group with its lane for asynchronous collectives, its mailbox and
-// its flight recorder.
+// What Python calls "Group": a group with its two channels, its mailbox and its flight recorder.
 //
-// Calls return None when all went well, an Outcome when not, or a Ticket if asked to be
-// asynchronous. The `plain_` calls are for plain tensors (tensor.h) and synchronous: True when
-// done, False when the tensors are not plain (nothing has happened then), an Outcome on failure.
+// A call takes its place in its channel's order while it still holds the GIL, and is noted in the
+// recorder in the same breath: so the order of the numbers is the order of the work.
+//
+// Calls return None when all went well, an Outcome when not, or a Request if asked to be
+// asynchronous. The `plain_` calls are for plain tensors (tensor.h): True when done, False when the
+// tensors are not plain (nothing has happened then), an Outcome on failure; a Request where they
+// are asynchronous. What an operation works on lives until it has ended, even if its Request is
+// dropped.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -13,13 +17,16 @@
 #include <mutex>
 
 #include "callsite.h"
+#include "channel.h"
 #include "flight.h"
 #include "interrupt.h"
-#include "lane.h"
 #include "mailbox.h"
+#include "request.h"
 #include "tensor.h"
 
 namespace dure {
+
+constexpr size_t kBriefBytes = 32 * 1024;  // copied in about a microsecond
 
 class Engine {
   public:
@@ -30,22 +37,36 @@ class Engine {
     const Flight& flight() const { return *flight_; }
 
     // engine.cpp: addresses and lengths; each may be asynchronous
-    nanobind::object run(Call call, bool async);
-    nanobind::object send(Block block, DType dtype, int to, int tag, bool async);
-    // A finished ticket where not asynchronous.
-    std::shared_ptr<Ticket> receive(Block block, DType dtype, int from, int tag, bool async);
+    nanobind::object run(int channel, Call call, bool async, nanobind::handle keep);
+    nanobind::object send(Block block, DType dtype, int to, int tag, bool async,
+                          nanobind::handle keep);
+    // A Request in any case, finished where not asynchronous.
+    nanobind::object receive(Block block, DType dtype, int from, int tag, bool async,
+                             nanobind::handle keep);
+    // See Mailbox::set_eager_bytes; negative: buffer all that fits.
+    void set_eager_bytes(int64_t bytes) {
+        mailbox_->set_eager_bytes(bytes < 0 ? kBufferAll : static_cast<size_t>(bytes));
+    }
     int sender_of(int tag) { return forked() ? -1 : mailbox_->sender_of(tag); }
-    nanobind::object shared_empty(size_t bytes, bool common);
+    nanobind::object host_shared_empty(size_t bytes);
     void close();
 
+    // Makes the exception of an Outcome: called with it, its peer's process and the time limit.
+    void set_error(nanobind::object error) { error_ = std::move(error); }
+    [[noreturn]] void raise(const Outcome& outcome);
+
     // plain.cpp: tensors
-    nanobind::object plain_all_reduce(nanobind::handle tensor, nanobind::handle op);
-    nanobind::object plain_broadcast(nanobind::handle tensor, nanobind::handle root);
-    nanobind::object plain_all_gather(nanobind::handle output, nanobind::handle input);
-    nanobind::object plain_reduce_scatter(nanobind::handle output, nanobind::handle input,
+    struct Place {
+        int channel;
+        bool async;
+    };
+    nanobind::object plain_all_reduce(Place on, nanobind::handle tensor, nanobind::handle op);
+    nanobind::object plain_broadcast(Place on, nanobind::handle tensor, nanobind::handle root);
+    nanobind::object plain_all_gather(Place on, nanobind::handle output, nanobind::handle input);
+    nanobind::object plain_reduce_scatter(Place on, nanobind::handle output, nanobind::handle input,
                                           nanobind::handle op);
-    nanobind::object plain_all_to_all(nanobind::handle output, nanobind::handle input);
-    nanobind::object plain_barrier();
+    nanobind::object plain_all_to_all(Place on, nanobind::handle output, nanobind::handle input);
+    nanobind::object plain_barrier(Place on);
     nanobind::object plain_send(nanobind::handle tensor, nanobind::handle to, nanobind::handle tag);
     nanobind::object plain_receive(nanobind::handle tensor, nanobind::handle from,
                                    nanobind::handle tag);
@@ -62,20 +83,20 @@ class Engine {
     }
     // Nor may a plain call begin inside a call on another group, whose memory it would use (see
     // `empty_call` in plain.cpp).
-    bool may_begin() const { return !forked() && !PythonCall::any() && lane_->idle(); }
+    bool may_begin() const { return !forked() && !PythonCall::any(); }
     // A child of the process that made the group must not act for its rank.
     bool forked() const { return forks() != made_after_; }
     static std::atomic<uint32_t>& forks();
 
     bool is_rank(int peer) const { return peer >= 0 && peer < group_->size(); }
 
-    uint64_t note(const Call& call, bool async);
+    uint64_t note(int channel, const Channel::Turn& turn, const Call& call, bool async);
     uint64_t note(const Message& message, Block block, DType dtype, bool async);
-    template <typename F>
-    nanobind::object plain(const Call& call, size_t bytes, F body);
+    nanobind::object plain(Place on, const Call& call, size_t bytes, nanobind::handle one,
+                           nanobind::handle other);
+    nanobind::object started(const std::shared_ptr<Ticket>& ticket, nanobind::object keep);
     nanobind::object plain_message(const Message& message, nanobind::handle tensor);
     nanobind::object failed(Status status, Op op);
-    void wait_or_break(Ticket& ticket);
 
     std::mutex closing_;
     bool closed_ = false;
@@ -83,7 +104,9 @@ class Engine {
     std::shared_ptr<Flight> flight_ = std::make_shared<Flight>();
     std::unique_ptr<Group> group_;
     std::unique_ptr<Mailbox> mailbox_;
-    std::unique_ptr<Lane> lane_;
+    nanobind::object error_;
+    std::vector<std::shared_ptr<PendingCall>> pending_;
+    size_t sweep_at_ = 16;
 };
 
 }  // namespace dure

@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <memory>
+#include <string>
 
 #include "bindings.h"
 #include "engine.h"
@@ -36,16 +37,100 @@ nb::list flight_of(const Engine& e) {
         const Site& site = s.site ? *s.site : nowhere;
         const bool reduces = s.reduction != Reduction::none;
         const int status = entry.status == Flight::kRunning ? -1 : entry.status;
-        out.append(nb::make_tuple(entry.seq, name_of(s.op), static_cast<int>(s.dtype),
+        out.append(nb::make_tuple(s.seq, name_of(s.op), static_cast<int>(s.dtype),
                                   reduces ? name_of(s.reduction) : "", s.bytes, s.peer, s.tag,
                                   s.async, status, entry.start_ns, entry.end_ns, site.file,
-                                  site.line, site.function));
+                                  site.line, site.function, s.channel));
     }
     return out;
 }
 
+Call call_of(int op, int dtype, int reduction, int root, const nb::list& inputs,
+             const nb::list& outputs, int into, double factor) {
+    Call call{static_cast<Op>(op),
+              static_cast<DType>(dtype),
+              static_cast<Reduction>(reduction),
+              root,
+              blocks(inputs),
+              blocks(outputs)};
+    call.into = static_cast<DType>(into);
+    call.factor = factor;
+    return call;
+}
+
+// One channel, as Python sees it: the collectives alone.
+struct ChannelView {
+    Engine& engine;
+    int index;
+};
+
+ChannelView channel_of(Engine& e, int index) {
+    if (index < 0 || index >= kChannels) throw nb::index_error("a group has channels 0 and 1");
+    return {e, index};
+}
+
+ChannelView view_of(Engine& e) { return {e, 0}; }
+ChannelView view_of(ChannelView& v) { return v; }
+
+// The collectives on plain tensors, synchronous or not. Without annotations nanobind takes its
+// quickest dispatch, which takes anything but None.
+template <bool kAsync, typename T>
+void bind_plain(nb::class_<T>& c, const std::string& prefix) {
+    using Handle = nb::handle;
+    c.def((prefix + "all_reduce").c_str(), [](T& t, Handle tensor, Handle op) {
+        const ChannelView v = view_of(t);
+        return v.engine.plain_all_reduce({v.index, kAsync}, tensor, op);
+    });
+    c.def((prefix + "broadcast").c_str(), [](T& t, Handle tensor, Handle root) {
+        const ChannelView v = view_of(t);
+        return v.engine.plain_broadcast({v.index, kAsync}, tensor, root);
+    });
+    c.def((prefix + "all_gather").c_str(), [](T& t, Handle output, Handle input) {
+        const ChannelView v = view_of(t);
+        return v.engine.plain_all_gather({v.index, kAsync}, output, input);
+    });
+    c.def((prefix + "reduce_scatter").c_str(), [](T& t, Handle output, Handle input, Handle op) {
+        const ChannelView v = view_of(t);
+        return v.engine.plain_reduce_scatter({v.index, kAsync}, output, input, op);
+    });
+    c.def((prefix + "all_to_all").c_str(), [](T& t, Handle output, Handle input) {
+        const ChannelView v = view_of(t);
+        return v.engine.plain_all_to_all({v.index, kAsync}, output, input);
+    });
+    c.def((prefix + "barrier").c_str(), [](T& t) {
+        const ChannelView v = view_of(t);
+        return v.engine.plain_barrier({v.index, kAsync});
+    });
+}
+
+template <typename T>
+void bind_collectives(nb::class_<T>& c) {
+    c.def("run", [](T& t, int op, int dtype, int reduction, int root, const nb::list& inputs,
+                    const nb::list& outputs, int into, double factor, bool async, nb::handle keep) {
+        const ChannelView v = view_of(t);
+        return v.engine.run(v.index,
+                            call_of(op, dtype, reduction, root, inputs, outputs, into, factor),
+                            async, keep);
+    });
+    bind_plain<false>(c, "plain_");
+    bind_plain<true>(c, "start_");
+}
+
+// What is known of copies, for comm/backends/shm/copying.py.
+nb::tuple copies_of(Engine& e) {
+    const CopyPlan& plan = e.group().copies();
+    const auto threshold = [](uint64_t bytes) {
+        return bytes == kNeverCopiedOnce ? int64_t{-1} : static_cast<int64_t>(bytes);
+    };
+    const auto times = [](const CopyTimes& t) { return nb::make_tuple(t.short_us, t.long_us); };
+    return nb::make_tuple(
+        plan.permitted != 0, plan.measured != 0, plan.line_us, threshold(plan.message_bytes),
+        threshold(plan.shared_bytes), threshold(plan.block_bytes), times(plan.staged_message),
+        times(plan.single_message), times(plan.staged_exchange), times(plan.single_exchange));
+}
+
 Options options(int rank, int size, double timeout_s, int cores) {
-    return {rank, size, nanoseconds(timeout_s), cores};
+    return {rank, size, nanoseconds(timeout_s), cores, kMeasureCopies};
 }
 
 // What the group is broken by, or None.
@@ -55,7 +140,7 @@ nb::object failure_of(Engine& e) {
     {
         const WithoutGil release;
         Group::Visit visit(group);
-        if (visit && group.broken()) status = group.adopt_verdict();
+        if (visit && group.broken()) status = group.adopt_abort();
     }
     if (status == Status::ok) return nb::none();
     return nb::cast(group.outcome_of(status, Op::none));
@@ -69,18 +154,34 @@ void condemn(Engine& e, std::string detail) {
     Outcome out;
     out.status = Status::outside;
     out.detail = std::move(detail);
-    e.group().condemn(std::move(out));
+    e.group().abort(std::move(out));
 }
 
 }  // namespace
 
 void bind_group(nb::module_& m) {
-    nb::class_<Engine>(m, "Group")
+    nb::class_<ChannelView> channel(m, "Channel");
+    channel.def_ro("index", &ChannelView::index)
+        .def("plain_send", [](ChannelView& v, nb::handle tensor, nb::handle to,
+                              nb::handle tag) { return v.engine.plain_send(tensor, to, tag); })
+        .def("plain_receive",
+             [](ChannelView& v, nb::handle tensor, nb::handle from, nb::handle tag) {
+                 return v.engine.plain_receive(tensor, from, tag);
+             });
+    bind_collectives(channel);
+    nb::class_<Engine> group(m, "Group");
+    bind_collectives(group);
+    group
         .def_static(
             "create",
-            [](int rank, int size, double timeout_s, int cores, uint64_t nonce) {
-                return new Engine(Group::create(options(rank, size, timeout_s, cores), nonce));
-            })
+            [](int rank, int size, double timeout_s, int cores, uint64_t nonce,
+               int64_t single_copies) {
+                Options wanted = options(rank, size, timeout_s, cores);
+                wanted.single_copies = single_copies;
+                return new Engine(Group::create(wanted, nonce));
+            },
+            nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+            nb::arg("single_copies") = kMeasureCopies)
         .def_static(
             "attach",
             [](int rank, int size, double timeout_s, int cores, int pid, int fd, uint64_t nonce) {
@@ -95,7 +196,15 @@ void bind_group(nb::module_& m) {
                  const WithoutGil release;
                  e.group().wait_attached(nanoseconds(seconds));
              })
-        .def("ready", [](Engine& e) { e.group().ready(); })
+        .def("ready",
+             [](Engine& e) {
+                 call_without_gil(&e.group(), [&] {
+                     e.group().ready();
+                     return true;
+                 });
+             })
+        .def_prop_ro("copies", &copies_of)
+        .def("set_eager_bytes", &Engine::set_eager_bytes)
         .def("pid_of",
              [](Engine& e, int rank) {
                  Group::Visit visit(e.group());
@@ -108,36 +217,31 @@ void bind_group(nb::module_& m) {
              })
         .def("set_timeout",
              [](Engine& e, double seconds) { e.group().set_timeout(nanoseconds(seconds)); })
-        .def("run",
-             [](Engine& e, int op, int dtype, int reduction, int root, const nb::list& inputs,
-                const nb::list& outputs, bool async) {
-                 return e.run(
-                     {static_cast<Op>(op), static_cast<DType>(dtype),
-                      static_cast<Reduction>(reduction), root, blocks(inputs), blocks(outputs)},
-                     async);
+        .def("channel", &channel_of, nb::keep_alive<0, 1>())
+        .def("announce_group",
+             [](Engine& e, uint64_t members, bool async) {
+                 Call call;
+                 call.op = Op::new_group;
+                 call.members = members;
+                 return e.run(0, std::move(call), async, nb::none());
              })
+        .def("set_error", &Engine::set_error)
         .def("send",
-             [](Engine& e, size_t data, size_t bytes, int dtype, int to, int tag, bool async) {
-                 return e.send(block(data, bytes), static_cast<DType>(dtype), to, tag, async);
+             [](Engine& e, size_t data, size_t bytes, int dtype, int to, int tag, bool async,
+                nb::handle keep) {
+                 return e.send(block(data, bytes), static_cast<DType>(dtype), to, tag, async, keep);
              })
         .def("receive",
-             [](Engine& e, size_t data, size_t bytes, int dtype, int from, int tag, bool async) {
-                 return e.receive(block(data, bytes), static_cast<DType>(dtype), from, tag, async);
+             [](Engine& e, size_t data, size_t bytes, int dtype, int from, int tag, bool async,
+                nb::handle keep) {
+                 return e.receive(block(data, bytes), static_cast<DType>(dtype), from, tag, async,
+                                  keep);
              })
-        // Without annotations nanobind's quickest dispatch, which takes anything but None.
-        .def("plain_all_reduce", &Engine::plain_all_reduce)
-        .def("plain_broadcast", &Engine::plain_broadcast)
-        .def("plain_all_gather", &Engine::plain_all_gather)
-        .def("plain_reduce_scatter", &Engine::plain_reduce_scatter)
-        .def("plain_all_to_all", &Engine::plain_all_to_all)
-        .def("plain_barrier", &Engine::plain_barrier)
         .def("plain_send", &Engine::plain_send)
         .def("plain_receive", &Engine::plain_receive)
         .def("flight", &flight_of)
         .def("sender_of", &Engine::sender_of, nb::call_guard<WithoutGil>())
-        .def("shared_empty", [](Engine& e, size_t bytes) { return e.shared_empty(bytes, false); })
-        .def("host_shared_empty",
-             [](Engine& e, size_t bytes) { return e.shared_empty(bytes, true); })
+        .def("host_shared_empty", &Engine::host_shared_empty)
         .def("condemn", &condemn)
         .def("failure", &failure_of)
         .def("has_left",

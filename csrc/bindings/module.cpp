@@ -12,8 +12,8 @@ NB_MODULE(_engine, m) {
     // is no leak, and no news for its user. The kernel takes back what the segment held.
     nb::set_leak_warnings(false);
     bind_outcome(m);
-    bind_ticket(m);
-    bind_shared_block(m);
+    bind_request(m);
+    bind_symmetric_heap(m);
     bind_group(m);
     bind_callsite(m);
     bind_tensor(m);

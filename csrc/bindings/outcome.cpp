@@ -12,6 +12,7 @@ void bind_outcome(nb::module_& m) {
     nb::class_<Outcome>(m, "Outcome")
         .def_prop_ro("status", [](const Outcome& o) { return static_cast<int>(o.status); })
         .def_prop_ro("op", [](const Outcome& o) { return std::string(name_of(o.op)); })
+        .def_ro("channel", &Outcome::channel)
         .def_ro("seq", &Outcome::seq)
         .def_ro("peer", &Outcome::peer)
         .def_ro("reporter", &Outcome::reporter)

@@ -1,9 +1,9 @@
-// The short road: a synchronous call on plain tensors.
+// The fast path: a call on plain tensors.
 //
-// What the road through Python checks step by step (comm/group) is checked here in one place, and
-// whatever is not as simple as it could be is declined, so that the other road deals with it and
-// words its errors: tensors that are not plain, sizes that do not fit together, reductions without
-// a meaning for the dtype, a call from a forked child or a signal handler, a lane that is busy.
+// What the slow path, through Python, checks step by step (comm/group) is checked here in one
+// place, and whatever is not as simple as it could be is declined, so that the slow path deals with
+// it and words its errors: tensors that are not plain, sizes that do not fit together, reductions
+// without a meaning for the dtype, a call from a forked child or a signal handler.
 //
 // Small operations keep the GIL until they would have to wait (interrupt.h).
 #include "engine.h"
@@ -15,8 +15,7 @@ namespace dure {
 
 namespace {
 
-constexpr int kNumTags = 0x7FFFFFF0;       // as in comm/group/messaging.py
-constexpr size_t kBriefBytes = 32 * 1024;  // copied in about a microsecond
+constexpr int kNumTags = 0x7FFFFFF0;  // as in comm/group/messaging.py
 
 bool is_float(DType d) { return d <= DType::bf16; }
 bool is_integer(DType d) { return d >= DType::i8 && d <= DType::u64; }
@@ -61,6 +60,7 @@ Call& empty_call(Op op, DType dtype) {
     call.inputs.clear();
     call.outputs.clear();
     call.site = call_site();
+    call.thread = thread_name();
     return call;
 }
 
@@ -76,21 +76,28 @@ nb::object declined() { return nb::borrow(Py_False); }
 
 }  // namespace
 
-// Run `body`; `bytes` is what it moves.
-template <typename F>
-nb::object Engine::plain(const Call& call, size_t bytes, F body) {
-    const uint64_t entry = note(call, false);
-    const auto noted = [&] {
-        const Status s = body();
+nb::object Engine::plain(Place where, const Call& call, size_t bytes, nb::handle one,
+                         nb::handle other) {
+    Channel& on = group_->channel(where.channel);
+    Channel::Turn turn(on);
+    const uint64_t entry = note(where.channel, turn, call, where.async);
+    const bool brief = bytes <= kBriefBytes;
+    if (where.async) {
+        auto ticket = on.start(call, std::move(turn), brief);
+        ticket->record(flight_, entry);
+        return started(ticket, nb::make_tuple(one, other));
+    }
+    const auto body = [&] {
+        const Status s = on.run(call, std::move(turn));
         flight_->end(entry, s);
         return s;
     };
-    const Status s = bytes <= kBriefBytes ? call_briefly(group_.get(), noted)
-                                          : call_without_gil(group_.get(), noted);
+    const Status s =
+        brief ? call_briefly(group_.get(), body) : call_without_gil(group_.get(), body);
     return s == Status::ok ? nb::borrow(Py_True) : failed(s, call.op);
 }
 
-nb::object Engine::plain_all_reduce(nb::handle tensor, nb::handle op) {
+nb::object Engine::plain_all_reduce(Place on, nb::handle tensor, nb::handle op) {
     const Reduction reduction = reduction_of(op);
     PlainTensor t;
     if (!may_begin() || !read_plain(tensor, t) || !has_meaning(reduction, t.dtype)) {
@@ -99,30 +106,31 @@ nb::object Engine::plain_all_reduce(nb::handle tensor, nb::handle op) {
     Call& call = empty_call(Op::all_reduce, t.dtype);
     call.reduction = reduction;
     call.outputs.push_back(t.block);
-    return plain(call, t.block.bytes, [&] { return group_->run(call); });
+    return plain(on, call, t.block.bytes, tensor, nb::none());
 }
 
-nb::object Engine::plain_broadcast(nb::handle tensor, nb::handle source) {
+nb::object Engine::plain_broadcast(Place on, nb::handle tensor, nb::handle source) {
     PlainTensor t;
     const int root = number(source);
     if (!may_begin() || !is_rank(root) || !read_plain(tensor, t)) return declined();
     Call& call = empty_call(Op::broadcast, t.dtype);
     call.root = root;
     call.outputs.push_back(t.block);
-    return plain(call, t.block.bytes, [&] { return group_->run(call); });
+    return plain(on, call, t.block.bytes, tensor, nb::none());
 }
 
-nb::object Engine::plain_all_gather(nb::handle output, nb::handle input) {
+nb::object Engine::plain_all_gather(Place on, nb::handle output, nb::handle input) {
     PlainTensor out, in;
     const int n = group_->size();
     if (!may_begin() || !fit(output, input, static_cast<size_t>(n), out, in)) return declined();
     Call& call = empty_call(Op::all_gather, in.dtype);
     call.inputs.push_back(in.block);
     cut(out.block, n, call.outputs);
-    return plain(call, out.block.bytes, [&] { return group_->run(call); });
+    return plain(on, call, out.block.bytes, output, input);
 }
 
-nb::object Engine::plain_reduce_scatter(nb::handle output, nb::handle input, nb::handle op) {
+nb::object Engine::plain_reduce_scatter(Place on, nb::handle output, nb::handle input,
+                                        nb::handle op) {
     const Reduction reduction = reduction_of(op);
     PlainTensor out, in;
     const int n = group_->size();
@@ -134,10 +142,10 @@ nb::object Engine::plain_reduce_scatter(nb::handle output, nb::handle input, nb:
     call.reduction = reduction;
     cut(in.block, n, call.inputs);
     call.outputs.push_back(out.block);
-    return plain(call, in.block.bytes, [&] { return group_->run(call); });
+    return plain(on, call, in.block.bytes, output, input);
 }
 
-nb::object Engine::plain_all_to_all(nb::handle output, nb::handle input) {
+nb::object Engine::plain_all_to_all(Place on, nb::handle output, nb::handle input) {
     PlainTensor out, in;
     const int n = group_->size();
     if (!may_begin() || !fit(output, input, 1, out, in)) return declined();
@@ -145,13 +153,13 @@ nb::object Engine::plain_all_to_all(nb::handle output, nb::handle input) {
     Call& call = empty_call(Op::all_to_all, in.dtype);
     cut(in.block, n, call.inputs);
     cut(out.block, n, call.outputs);
-    return plain(call, in.block.bytes, [&] { return group_->run(call); });
+    return plain(on, call, in.block.bytes, output, input);
 }
 
-nb::object Engine::plain_barrier() {
+nb::object Engine::plain_barrier(Place on) {
     if (!may_begin()) return declined();
     Call& call = empty_call(Op::barrier, DType::f64);
-    return plain(call, 0, [&] { return group_->run(call); });
+    return plain(on, call, 0, nb::none(), nb::none());
 }
 
 nb::object Engine::plain_message(const Message& message, nb::handle tensor) {

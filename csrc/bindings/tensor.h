@@ -5,7 +5,7 @@
 // without torch's headers. Only *plain* tensors are read this way: of torch's own type, dense,
 // contiguous, not empty, on the CPU, of a real dtype, and not a negated view, whose memory holds
 // the values with the wrong sign (DLPack does not tell, so torch is asked). All others take the
-// road through Python, which knows what to do with them or what is wrong.
+// slow path, through Python, which knows what to do with them or what is wrong.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -2,47 +2,50 @@
 //
 // Note "Five ways to all_reduce". n ranks, S bytes a rank; "line" is a cache line, C a chunk.
 //
-//   inlined  S <= 32      one meeting; data travel in the line of the tick
-//   whole    S <= 16 KiB  one meeting: every rank publishes S bytes, reads (n-1) S, and reduces
-//                         everything itself
-//   swapped  n = 2        see below: ceil(S / C) + 1 meetings; writes S, of others too
-//   sliced   larger       ceil(S / C) + 1 meetings. A chunk is cut into n slices, one a rank. Copy
-//                         in what others reduce; meet; reduce the own slice from all staging
-//                         buffers into the own tensor, and a copy into staging; meet; copy out the
-//                         others' slices. A rank writes S (n-1)/n + S/n, reads 2 S (n-1)/n of
-//                         others.
-//   direct   arena        two meetings in all, no staging: reduce the own slice of all regions,
-//                         write the result into all regions. A rank reads S, writes S.
+//   inline     S <= 32      one barrier; data travel in the line of the tick
+//   one-shot   S <= 16 KiB  one barrier: every rank publishes S bytes, reads (n-1) S, and reduces
+//                           everything itself
+//   pairwise   n = 2        "Pairwise exchange" below: ceil(S / C) + 1 barriers; writes S, of
+//                           others too
+//   two-shot   larger       ceil(S / C) + 1 barriers. A chunk is cut into n slices, one a rank.
+//                           Copy in what others reduce; barrier; reduce the own slice from all
+//                           staging buffers into the own tensor, and a copy into staging; barrier;
+//                           copy out the others' slices. A rank writes S (n-1)/n + S/n, reads
+//                           2 S (n-1)/n of others.
+//   zero-copy  heap         two barriers in all, no staging: reduce the own slice of all ranks'
+//                           tensors where they lie in the symmetric heaps, and write the result
+//                           into all of them. A rank reads S, writes S.
 //
-// Note "Chunks overlap". One meeting serves two chunks: what must come after it in one lies beside
-// what must come before it in the other. `sliced`: reduce the slice of chunk k, copy in chunk k+1,
-// arrive, copy out chunk k-1, wait. Buffers are used in turn, and whoever begins to fill the buffer
-// of chunk k+1 knows that all have arrived in chunk k-1, thus have left chunk k-3: so four buffers
-// suffice. Slices are cut at multiples of a line, so no line is written by two ranks at a time.
+// Note "Chunks overlap". One barrier serves two chunks: what must come after it in one lies beside
+// what must come before it in the other. `two-shot`: reduce the slice of chunk k, copy in chunk
+// k+1, arrive, copy out chunk k-1, wait. Buffers are used in turn, and whoever begins to fill the
+// buffer of chunk k+1 knows that all have arrived in chunk k-1, thus have left chunk k-3: so four
+// buffers suffice. Slices are cut at multiples of a line, so no line is written by two ranks at a
+// time.
 //
-// Note "Swapped". What costs is moving lines between cores, most of all writing one that another
-// core has read: its copy must be called back first. Between two ranks that can be avoided. Each
-// puts the peer's half of a chunk into its own buffer; the peer adds its half and leaves the result
-// where it found the summand, a line that is then in its own cache and nowhere else; the owner
-// takes the result and leaves the next summand but one. So a line is always read and written at
-// once, and moves once for each half of the way. Only the owner touches a buffer after the last
-// meeting.
+// Note "Pairwise exchange". What costs is moving lines between cores, most of all writing one that
+// another core has read: its copy must be called back first. Between two ranks that can be avoided.
+// Each puts the peer's half of a chunk into its own buffer; the peer adds its half and leaves the
+// result where it found the summand, a line that is then in its own cache and nowhere else; the
+// owner takes the result and leaves the next summand but one. So a line is always read and written
+// at once, and moves once for each half of the way. Only the owner touches a buffer after the last
+// barrier.
 //
 // An element is combined in the order of ranks whichever way is taken, and rounded once: the result
 // is the same bit for bit, on all ranks, in all ways. `reduce` is the same but that only the root
 // keeps the result.
-#include "group.h"
+#include "channel.h"
 
 namespace dure {
 
 namespace {
 
-constexpr size_t kWholeBytes = 16 * 1024;
+constexpr size_t kOneShotBytes = 16 * 1024;
 
 }  // namespace
 
 // An operation that goes through the staging buffers.
-struct Group::Staged {
+struct Channel::Staged {
     Block tensor;
     ReduceFn kernel;
     size_t item, chunk;
@@ -55,7 +58,7 @@ struct Group::Staged {
 };
 
 // How `bytes` are cut into one slice for each rank.
-struct Group::Slices {
+struct Channel::Slices {
     size_t bytes, per;
     Slices(size_t bytes, int n)
         : bytes(bytes),
@@ -64,91 +67,91 @@ struct Group::Slices {
     size_t length(int rank) const { return begin(rank + 1) - begin(rank); }
 };
 
-Status Group::reduce(Block tensor, const Call& call) {
+Status Channel::reduce(Block tensor, const Call& call) {
     ReduceFn kernel = reduce_kernel(call.dtype, call.reduction);
     if (!kernel) return Status::usage;
-    std::shared_ptr<SharedBlock> shared;
     uint64_t place = 0;
-    if (tensor.bytes > kWholeBytes && call.root < 0) {
-        place = arena_.find(tensor.data, tensor.bytes, &shared);
+    if (tensor.bytes > kOneShotBytes && call.root < 0) {
+        place = group_.find_in_heap(tensor.data, tensor.bytes);
     }
-    announce(call, tensor.bytes, place);
-    if (tensor.bytes == 0 || size_ == 1) return open();
-    if (tensor.bytes <= kInlineBytes) return reduce_inlined(tensor, call.root, kernel);
-    if (tensor.bytes <= kWholeBytes) return reduce_whole(tensor, call.root, kernel);
+    write_header(call, tensor.bytes, place);
+    if (tensor.bytes == 0) return exchange_headers();
+    if (size_ == 1 && call.reduction != Reduction::premul_sum) return exchange_headers();
+    if (tensor.bytes <= kInlineBytes) return reduce_inline(tensor, call.root, kernel);
+    if (tensor.bytes <= kOneShotBytes) return reduce_one_shot(tensor, call.root, kernel);
     // Two ranks stage half of a chunk.
     const Staged staged{tensor, kernel, item_bytes(call.dtype), size_ == 2 ? 2 * chunk_ : chunk_,
                         call.root < 0 || call.root == rank_};
     auto begin = [&] { size_ == 2 ? offer(staged, 0) : copy_in(staged, 0); };
     if (place == 0) begin();
-    if (Status s = open(); s != Status::ok) return s;
+    if (Status s = exchange_headers(); s != Status::ok) return s;
     // Only now is it known where the others' tensors lie.
-    const Sharing sharing = sharing_of(place);
-    if (sharing == Sharing::all) return reduce_direct(tensor, *shared, kernel);
-    if (sharing == Sharing::some) {
+    const InHeap tensors = in_heap();
+    if (tensors == InHeap::all) return reduce_zero_copy(staged);
+    if (tensors == InHeap::some) {
         if (place != 0) begin();
-        if (Status s = meet(); s != Status::ok) return s;
+        if (Status s = barrier(); s != Status::ok) return s;
     }
-    return size_ == 2 ? reduce_swapped(staged) : reduce_sliced(staged);
+    return size_ == 2 ? reduce_pairwise(staged) : reduce_two_shot(staged);
 }
 
 // What a kernel reads and writes: filled as needed, on the stack.
-struct Group::Places {
+struct Channel::Places {
     const void* from[kMaxRanks];
     void* to[kMaxRanks];
 };
 
-Status Group::reduce_inlined(Block tensor, int root, ReduceFn kernel) {
+Status Channel::reduce_inline(Block tensor, int root, ReduceFn kernel) {
     OpSlot& mine = slot(rank_);
     std::memcpy(mine.inlined, tensor.data, tensor.bytes);
     const size_t count = tensor.bytes / item_bytes(mine.dtype);
-    if (Status s = open(); s != Status::ok) return s;
+    if (Status s = exchange_headers(); s != Status::ok) return s;
     if (root >= 0 && root != rank_) return Status::ok;
     Places places;
     for (int r = 0; r < size_; r++) places.from[r] = slot(r).inlined;
     places.to[0] = tensor.data;
-    kernel({places.to, 1, places.from, size_, count});
+    combine(kernel, places.to, 1, places.from, count);
     return Status::ok;
 }
 
-Status Group::reduce_whole(Block tensor, int root, ReduceFn kernel) {
+Status Channel::reduce_one_shot(Block tensor, int root, ReduceFn kernel) {
     std::memcpy(stage(rank_), tensor.data, tensor.bytes);
     const size_t count = tensor.bytes / item_bytes(slot(rank_).dtype);
-    if (Status s = open(); s != Status::ok) return s;
+    if (Status s = exchange_headers(); s != Status::ok) return s;
     if (root < 0 || root == rank_) {
         Places places;
         for (int r = 0; r < size_; r++) places.from[r] = r == rank_ ? tensor.data : stage(r);
         places.to[0] = tensor.data;
-        kernel({places.to, 1, places.from, size_, count});
+        combine(kernel, places.to, 1, places.from, count);
     }
     next_stage();
     return Status::ok;
 }
 
-// ---- swapped ------------------------------------------------------------------------------------
+// ---- pairwise exchange --------------------------------------------------------------------------
 
 // Put the half of chunk `k` that the peer reduces into the own buffer.
-void Group::offer(const Staged& staged, size_t k) {
+void Channel::offer(const Staged& staged, size_t k) {
     const Block piece = staged.piece(k);
     const Slices slices(piece.bytes, size_);
     const int peer = 1 - rank_;
     std::memcpy(stage(rank_, k % 2), piece.data + slices.begin(peer), slices.length(peer));
 }
 
-// Chunk 0 has been offered and met for.
-Status Group::reduce_swapped(const Staged& staged) {
+// Chunk 0 has been offered, and a barrier has followed.
+Status Channel::reduce_pairwise(const Staged& staged) {
     const size_t chunks = staged.chunks();
     if (chunks > 1) offer(staged, 1);
     for (size_t k = 0; k < chunks; k++) {
         answer(staged, k);
-        if (Status s = meet(); s != Status::ok) return s;
+        if (Status s = barrier(); s != Status::ok) return s;
         swap(staged, k);
     }
     return Status::ok;
 }
 
 // Reduce the own half of chunk `k` into the tensor, and where the peer's summand lay.
-void Group::answer(const Staged& staged, size_t k) {
+void Channel::answer(const Staged& staged, size_t k) {
     const Block piece = staged.piece(k);
     const Slices slices(piece.bytes, size_);
     std::byte* mine = piece.data + slices.begin(rank_);
@@ -156,11 +159,11 @@ void Group::answer(const Staged& staged, size_t k) {
     const void* from[2] = {rank_ == 0 ? mine : theirs, rank_ == 0 ? theirs : mine};
     void* to[2] = {theirs, mine};
     const size_t length = slices.length(rank_);
-    if (length) staged.kernel({to, staged.keeps ? 2 : 1, from, 2, length / staged.item});
+    if (length) combine(staged.kernel, to, staged.keeps ? 2 : 1, from, length / staged.item);
 }
 
 // Take the result of chunk `k` out of the own buffer, and offer chunk k+2 there.
-void Group::swap(const Staged& staged, size_t k) {
+void Channel::swap(const Staged& staged, size_t k) {
     constexpr size_t kStep = 16 * 1024;  // stays in the first-level cache
     const int peer = 1 - rank_;
     const Block piece = staged.piece(k);
@@ -182,10 +185,10 @@ void Group::swap(const Staged& staged, size_t k) {
     }
 }
 
-// ---- sliced -------------------------------------------------------------------------------------
+// ---- two-shot -----------------------------------------------------------------------------------
 
 // Copy what others will reduce of chunk `k` into the own staging buffer.
-void Group::copy_in(const Staged& staged, size_t k) {
+void Channel::copy_in(const Staged& staged, size_t k) {
     const Block piece = staged.piece(k);
     const Slices slices(piece.bytes, size_);
     const size_t lo = slices.begin(rank_), hi = slices.begin(rank_ + 1);
@@ -193,8 +196,8 @@ void Group::copy_in(const Staged& staged, size_t k) {
     std::memcpy(stage(rank_, k) + hi, piece.data + hi, piece.bytes - hi);
 }
 
-// Chunk 0 has been copied in and met for.
-Status Group::reduce_sliced(const Staged& staged) {
+// Chunk 0 has been copied in, and a barrier has followed.
+Status Channel::reduce_two_shot(const Staged& staged) {
     const size_t chunks = staged.chunks();
     for (size_t k = 0; k < chunks; k++) {
         reduce_own_slice(staged, k);
@@ -208,7 +211,7 @@ Status Group::reduce_sliced(const Staged& staged) {
     return Status::ok;
 }
 
-void Group::reduce_own_slice(const Staged& staged, size_t k) {
+void Channel::reduce_own_slice(const Staged& staged, size_t k) {
     const Block piece = staged.piece(k);
     const Slices slices(piece.bytes, size_);
     const size_t lo = slices.begin(rank_), length = slices.length(rank_);
@@ -219,11 +222,11 @@ void Group::reduce_own_slice(const Staged& staged, size_t k) {
     }
     // One long copy into lines that others have read costs a third of many short ones.
     places.to[0] = (staged.keeps ? piece.data : stage(rank_, k)) + lo;
-    staged.kernel({places.to, 1, places.from, size_, length / staged.item});
+    combine(staged.kernel, places.to, 1, places.from, length / staged.item);
     if (staged.keeps) std::memcpy(stage(rank_, k) + lo, piece.data + lo, length);
 }
 
-void Group::copy_out(const Staged& staged, size_t k) {
+void Channel::copy_out(const Staged& staged, size_t k) {
     if (!staged.keeps) return;
     const Block piece = staged.piece(k);
     const Slices slices(piece.bytes, size_);
@@ -234,22 +237,65 @@ void Group::copy_out(const Staged& staged, size_t k) {
     }
 }
 
-// ---- direct -------------------------------------------------------------------------------------
+// ---- zero-copy ----------------------------------------------------------------------------------
 
-// All tensors lie at one place of the arena, and all ranks have arrived.
-Status Group::reduce_direct(Block tensor, const SharedBlock& shared, ReduceFn kernel) {
-    const auto offset = static_cast<size_t>(tensor.data - shared.data());
+// Which ranks' tensors lie in symmetric heaps, so that all can use them there. Two ranks that name
+// memory of one heap (of a node-shared tensor) must name the same: others might overlap, and one
+// would read what the other has written already. Known after `exchange_headers`, and the same on
+// all ranks.
+Channel::InHeap Channel::in_heap() const {
+    bool all = true, some = false, one_memory = true;
+    for (int r = 0; r < size_; r++) {
+        const uint64_t place = slot(r).heap;
+        all = all && place != 0 && slot(r).even;
+        some = some || place != 0;
+        one_memory = one_memory && place == slot(0).heap;
+    }
+    if (!all) return some ? InHeap::some : InHeap::none;
+    if (one_memory) return InHeap::all;
+    uint64_t owners[kMaxRanks / 64] = {};
+    for (int r = 0; r < size_; r++) {
+        const int owner = HeapPlace::owner(slot(r).heap);
+        const uint64_t bit = uint64_t{1} << (owner % 64);
+        if (owners[owner / 64] & bit) return InHeap::some;
+        owners[owner / 64] |= bit;
+    }
+    return InHeap::all;
+}
+
+// All tensors lie in symmetric heaps, and all ranks have arrived. If a rank is lost now, another
+// one that was kept from its core may still write its slice of our tensor after we have returned:
+// so its memory is retired (symmetric_heap.h).
+Status Channel::reduce_zero_copy(const Staged& staged) {
+    const Block tensor = staged.tensor;
     const Slices slices(tensor.bytes, size_);
     const size_t lo = slices.begin(rank_), length = slices.length(rank_);
     if (length > 0) {
         Places places;
         for (int r = 0; r < size_; r++) {
-            places.to[r] = shared.region(r) + offset + lo;
+            places.to[r] = group_.at(slot(r).heap) + lo;
             places.from[r] = places.to[r];
         }
-        kernel({places.to, size_, places.from, size_, length / item_bytes(slot(rank_).dtype)});
+        const int num_outs = slot(0).heap == slot(size_ - 1).heap ? 1 : size_;
+        combine(staged.kernel, places.to, num_outs, places.from, length / staged.item);
     }
-    return meet();
+    const Status s = barrier();
+    if (s != Status::ok) group_.heap().retire(tensor.data);
+    return s;
+}
+
+// Combine `count` elements of all ranks; after `exchange_headers`, which brought the factors of a
+// premultiplied sum.
+void Channel::combine(ReduceFn kernel, void* const* to, int num_to, const void* const* from,
+                      size_t count) {
+    Operands operands{to, num_to, from, size_, count};
+    if (slot(rank_).reduction == Reduction::premul_sum) operands.factors = factors();
+    kernel(operands);
+}
+
+const double* Channel::factors() {
+    for (int r = 0; r < size_; r++) factors_[r] = slot(r).factor;
+    return factors_;
 }
 
 }  // namespace dure

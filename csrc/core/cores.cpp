@@ -1,8 +1,8 @@
 // On which cores the ranks run, and how two of them part that share one for no reason.
 //
-// Note "Stepping aside". Two ranks that wait for each other by turns look idle by turns, and where
+// Note "Core migration". Two ranks that wait for each other by turns look idle by turns, and where
 // even a little else runs on the other cores, the kernel may leave both on one core for seconds:
-// every meeting then costs two switches, 20 times what it costs otherwise. So a rank that has given
+// every barrier then costs two switches, 20 times what it costs otherwise. So a rank that has given
 // up its core to a neighbour kSharedYields times looks where all the ranks were seen. If its own
 // core has two more of them than another that it may use, and it is the last of those on its own,
 // it moves: it forbids itself all cores but those with the fewest ranks, and at once allows itself
@@ -38,7 +38,7 @@ bool Group::shares_core(int rank) const {
 }
 
 // Called after each yield, which showed our core.
-void Group::step_aside(int64_t now) {
+void Group::migrate(int64_t now) {
     if (shared_yields_.fetch_add(1, std::memory_order_relaxed) % kSharedYields != kSharedYields - 1)
         return;
     if (now < moved_ns_.load() + move_pause_ns_.load()) return;

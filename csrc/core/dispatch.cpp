@@ -6,14 +6,14 @@
 namespace dure {
 
 namespace generic {
-ReduceFn find(DType dtype, Reduction reduction);
+ReduceFn find(DType from, DType into, Reduction reduction);
 }
 #if defined(DURE_X86_KERNELS)
 namespace avx2 {
-ReduceFn find(DType dtype, Reduction reduction);
+ReduceFn find(DType from, DType into, Reduction reduction);
 }
 namespace avx512 {
-ReduceFn find(DType dtype, Reduction reduction);
+ReduceFn find(DType from, DType into, Reduction reduction);
 }
 #endif
 
@@ -21,7 +21,7 @@ namespace {
 
 struct Isa {
     const char* name;
-    ReduceFn (*find)(DType, Reduction);
+    ReduceFn (*find)(DType, DType, Reduction);
 };
 
 bool runs(const char* isa) {
@@ -56,7 +56,13 @@ const Isa* chosen = best();
 
 }  // namespace
 
-ReduceFn reduce_kernel(DType dtype, Reduction reduction) { return chosen->find(dtype, reduction); }
+ReduceFn reduce_kernel(DType dtype, Reduction reduction) {
+    return chosen->find(dtype, dtype, reduction);
+}
+
+ReduceFn reduce_kernel(DType from, DType into, Reduction reduction) {
+    return chosen->find(from, into, reduction);
+}
 
 const char* kernel_isa() { return chosen->name; }
 

@@ -8,14 +8,16 @@ constexpr auto kRelaxed = std::memory_order_relaxed;
 
 uint32_t pack(const Flight::Start& s) {
     return static_cast<uint32_t>(s.op) | static_cast<uint32_t>(s.dtype) << 8 |
-           static_cast<uint32_t>(s.reduction) << 16 | static_cast<uint32_t>(s.async) << 24;
+           static_cast<uint32_t>(s.reduction) << 16 | static_cast<uint32_t>(s.async) << 24 |
+           static_cast<uint32_t>(s.channel) << 25;
 }
 
 void unpack(uint32_t codes, Flight::Start& s) {
     s.op = static_cast<Op>(codes & 255);
     s.dtype = static_cast<DType>(codes >> 8 & 255);
     s.reduction = static_cast<Reduction>(codes >> 16 & 255);
-    s.async = codes >> 24 != 0;
+    s.async = (codes >> 24 & 1) != 0;
+    s.channel = static_cast<uint8_t>(codes >> 25);
 }
 
 }  // namespace
@@ -26,12 +28,11 @@ uint64_t Flight::begin(const Start& start) {
     Cell& c = cells_[number % kEntries];
     c.number.store(0, kRelaxed);
     std::atomic_thread_fence(std::memory_order_release);
-    const bool message = start.op == Op::send || start.op == Op::recv;
     c.began.store(ticks(), kRelaxed);
     c.ended.store(0, kRelaxed);
     c.bytes.store(start.bytes, kRelaxed);
     c.site.store(start.site, kRelaxed);
-    c.seq.store(message ? 0 : ++collectives_, kRelaxed);
+    c.seq.store(start.seq, kRelaxed);
     c.peer.store(start.peer, kRelaxed);
     c.tag.store(start.tag, kRelaxed);
     c.codes.store(pack(start), kRelaxed);
@@ -56,7 +57,7 @@ std::vector<Flight::Entry> Flight::entries() const {
         Entry e;
         e.number = c.number.load(std::memory_order_acquire);
         e.status = c.status.load(std::memory_order_acquire);
-        e.seq = c.seq.load(kRelaxed);
+        e.start.seq = c.seq.load(kRelaxed);
         unpack(c.codes.load(kRelaxed), e.start);
         e.start.peer = c.peer.load(kRelaxed);
         e.start.tag = c.tag.load(kRelaxed);

@@ -30,6 +30,8 @@ class Flight {
         DType dtype = DType::opaque;
         Reduction reduction = Reduction::none;
         bool async = false;
+        uint8_t channel = 0;
+        uint32_t seq = 0;  // of the collective in its channel, from 1; 0 of a message
         int32_t peer = -1;
         int32_t tag = 0;
         uint64_t bytes = 0;
@@ -38,7 +40,6 @@ class Flight {
     struct Entry {
         Start start;
         uint64_t number = 0;  // of the entry, from 1
-        uint32_t seq = 0;     // of the collective in its group, from 1; 0 of a message
         uint8_t status = kRunning;
         int64_t start_ns = 0, end_ns = 0;  // on the monotonic clock; 0: not yet
     };
@@ -59,14 +60,13 @@ class Flight {
         std::atomic<const Site*> site{nullptr};
         std::atomic<uint32_t> seq{0};
         std::atomic<int32_t> peer{0}, tag{0};
-        std::atomic<uint32_t> codes{0};  // op, dtype, reduction, async
+        std::atomic<uint32_t> codes{0};  // op, dtype, reduction, channel and async
         std::atomic<uint8_t> status{0};
     };
     static_assert(sizeof(Cell) == 64);
 
     std::unique_ptr<Cell[]> cells_;
     std::atomic<uint64_t> last_{0};
-    uint32_t collectives_ = 0;
 };
 
 }  // namespace dure

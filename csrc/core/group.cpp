@@ -3,8 +3,11 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <thread>
+
+#include "channel.h"
 
 namespace dure {
 
@@ -63,19 +66,27 @@ Group::Group(const Options& options, MemoryFile file, std::shared_ptr<Mapping> m
     : rank_(options.rank),
       size_(options.size),
       timeout_ns_(options.timeout_ns),
-      crowded_(options.cores < options.size),
+      oversubscribed_(options.cores < options.size),
+      single_copies_(options.single_copies),
       layout_(options.size),
       file_(std::move(file)),
       mapping_(std::move(mapping)),
       base_(mapping_->data()),
-      chunk_(header().chunk) {}
+      heap_(SymmetricHeap::of_process()),
+      processes_(static_cast<size_t>(options.size)) {
+    for (int i = 0; i < kChannels; i++) {
+        channels_[static_cast<size_t>(i)] = std::make_unique<Channel>(*this, i);
+    }
+}
 
 Group::~Group() { close(); }
 
 void Group::enter_rank() {
     RankBlock& mine = block(rank_);
-    mine.pid = getpid();
-    mine.start_time = start_time_of(mine.pid);
+    mine.pid = heap_.page().pid;
+    mine.start_time = heap_.page().start_time;
+    mine.heap_file = heap_.file();
+    bring_copy_plan();
     mine.state.store(RankState::alive, std::memory_order_release);
     header().attached.fetch_add(1);
     futex_wake_all(header().attached);
@@ -97,19 +108,26 @@ void Group::wait_attached(int64_t ns) const {
 }
 
 void Group::ready() {
+    watched_.emplace(where_);
+    block(rank_).place.store(watched_->place());
     for (int r = 0; r < size_; r++) {
-        RankBlock& b = block(r);
-        if (!peers_.add(b.pid, b.start_time, b.pid == getpid()) &&
-            b.state.load(std::memory_order_acquire) != RankState::left) {
+        const RankBlock& b = block(r);
+        processes_[static_cast<size_t>(r)] = Process::of(b.pid, b.start_time, b.heap_file);
+        if (!process(r) && !has_left(r)) {
             Outcome lost;
             lost.status = Status::peer_lost;
             lost.peer = r;
             lost.detail = "it ended while the group was being made";
-            condemn(std::move(lost));
+            abort(std::move(lost));
         }
     }
     file_.close();
-    watcher_.start(block(rank_), mapping_);
+    agree_on_copies();
+}
+
+std::string Group::exit_of(int rank) const {
+    const bool known = rank >= 0 && rank < size_ && process(rank);
+    return known ? process(rank)->fate() : "";
 }
 
 int Group::pid_of(int rank) const {
@@ -127,12 +145,15 @@ bool Group::has_left(int rank) const {
 
 // ---- failing ------------------------------------------------------------------------------------
 
-Status Group::condemn(Outcome outcome) {
-    Verdict& v = header().verdict;
-    uint32_t whole = 0;
-    if (!v.phase.compare_exchange_strong(whole, kWriting + rank_)) return adopt_verdict();
+Status Group::abort(Outcome outcome) {
+    AbortRecord& v = header().abort_record;
+    uint32_t phase = 0;
+    if (!v.phase.compare_exchange_strong(phase, kWriting + static_cast<uint32_t>(rank_))) {
+        return adopt_abort();
+    }
     v.status = outcome.status;
     v.op = outcome.op;
+    v.channel = outcome.channel;
     v.seq = outcome.seq;
     v.peer = outcome.peer;
     v.reporter = rank_;
@@ -145,36 +166,42 @@ Status Group::condemn(Outcome outcome) {
     const size_t n = whole_characters(text, sizeof v.text - 1);
     std::memcpy(v.text, text.data(), n);
     v.text[n] = 0;
-    v.phase.store(kReadable, std::memory_order_release);
+    // Fails where a peer has given up waiting for us.
+    phase = kWriting + static_cast<uint32_t>(rank_);
+    v.phase.compare_exchange_strong(phase, kReadable);
     wake_everyone();
-    return adopt_verdict();
+    return adopt_abort();
 }
 
-// Wait until the verdict has been written. That takes microseconds, but its writer can be kept from
-// its core, stopped, or killed. False if it died, or did not come to an end in kWriterNs.
-bool Group::await_verdict() const {
-    const Word& phase = header().verdict.phase;
+// Wait until the record has been written. That takes microseconds, but its writer can be kept from
+// its core, stopped, or killed. False if it died, or did not come to an end in kWriterNs: then the
+// record says so, to all.
+bool Group::await_record() const {
+    Word& phase = header().abort_record.phase;
     const int64_t deadline = now_ns() + kWriterNs;
     for (;;) {
-        const uint32_t now = phase.load(std::memory_order_acquire);
+        uint32_t now = phase.load(std::memory_order_acquire);
         if (now == kReadable) return true;
-        const bool over = lost(static_cast<int>(now - kWriting)) || now_ns() > deadline;
-        if (over) return phase.load(std::memory_order_acquire) == kReadable;
+        if (now >= kGivenUp) return false;
+        if (lost(static_cast<int>(now - kWriting)) || now_ns() > deadline) {
+            phase.compare_exchange_strong(now, now - kWriting + kGivenUp);
+            continue;
+        }
         about_to_wait();
         std::this_thread::sleep_for(std::chrono::microseconds(20));
     }
 }
 
-// Copy the segment's verdict into `failure_`, once.
-Status Group::adopt_verdict() {
-    Verdict& v = header().verdict;
+// Copy the segment's record into `failure_`, once.
+Status Group::adopt_abort() {
+    AbortRecord& v = header().abort_record;
     std::lock_guard hold(failure_lock_);
     if (failed_) return failure_.status;
-    const bool readable = await_verdict();
     Outcome out;
-    if (readable) {
+    if (await_record()) {
         out.status = v.status;
         out.op = v.op;
+        out.channel = v.channel;
         out.seq = v.seq;
         out.peer = v.peer;
         out.reporter = v.reporter;
@@ -191,8 +218,9 @@ Status Group::adopt_verdict() {
         }
     } else {
         out.status = Status::peer_lost;
-        out.peer = static_cast<int>(v.phase.load() - kWriting);
-        out.detail = fate_of(out.peer);
+        out.peer = static_cast<int>(v.phase.load() - kGivenUp);
+        out.detail = exit_of(out.peer);
+        if (out.detail.empty()) out.detail = "it was stopped while it told why the group is broken";
     }
     failure_ = std::move(out);
     failed_ = true;
@@ -202,6 +230,51 @@ Status Group::adopt_verdict() {
 Outcome Group::failure() const {
     std::lock_guard hold(failure_lock_);
     return failure_;
+}
+
+// ---- channel 0 ----------------------------------------------------------------------------------
+
+Status Group::run(const Call& call) { return channel(0).run(call); }
+
+Status Group::all_reduce(Block tensor, DType dtype, Reduction reduction) {
+    Call call;
+    call.op = Op::all_reduce;
+    call.dtype = dtype;
+    call.reduction = reduction;
+    call.outputs = {tensor};
+    return run(call);
+}
+
+std::shared_ptr<HeapMemory> Group::host_shared_empty(size_t bytes, Status& status,
+                                                     const Site* site) {
+    return channel(0).host_shared_empty(bytes, status, site, Channel::Turn(channel(0)));
+}
+
+// A tensor in a peer's heap (of node-shared memory, say) is named by the first rank of that
+// process.
+uint64_t Group::find_in_heap(const std::byte* data, size_t bytes) const {
+    if (heap_.shares(data, bytes)) {
+        return HeapPlace::of(rank_, static_cast<uint64_t>(data - heap_.base()));
+    }
+    for (int r = 0; r < size_; r++) {
+        const std::shared_ptr<Process>& peer = process(r);
+        if (r == rank_ || !peer || peer->heap() == heap_.base() || !peer->has(data)) continue;
+        const auto offset = static_cast<uint64_t>(data - peer->heap());
+        return bytes <= peer->heap_bytes() - offset ? HeapPlace::of(r, offset) : 0;
+    }
+    return 0;
+}
+
+// Make every sleeper of the group look again.
+void Group::wake_everyone() const {
+    for (int r = 0; r < size_; r++) {
+        RankBlock& b = block(r);
+        for (ChannelBlock& c : b.channel) {
+            for (OpSlot& s : c.slot) futex_wake_all(s.tick);
+        }
+        b.bell.fetch_add(1);
+        futex_wake_all(b.bell);
+    }
 }
 
 // ---- leaving ------------------------------------------------------------------------------------
@@ -224,12 +297,13 @@ void Group::close() {
             failed_ = true;
         }
     }
-    watcher_.stop();
+    for (auto& channel : channels_) channel->stop();
+    watched_.reset();
     file_.close();
 }
 
 void Group::release() {
-    peers_.close();
+    processes_.assign(static_cast<size_t>(size_), nullptr);
     mapping_.reset();
 }
 

@@ -1,25 +1,27 @@
-// A group: this rank's end of the shared segment, and the collectives on it.
+// A group: this rank's membership in a shared segment: its peers, the abort record, the watcher,
+// and two channels, on which the collectives run (channel.h).
 //
-// Threads: collectives may be called from any thread; a lock runs them one at a time, in the order
-// of the calls. `close` may come from any thread at any time. A group must not be used in a child
-// that was forked after `attach`: its threads do not exist there.
+// Threads: anything may be called from any thread; `close` at any time. A group must not be used in
+// a child that was forked after `attach`: its threads do not exist there.
 //
-// After the first failure the group is broken for all ranks: the one that noticed writes the
-// verdict into the segment (`condemn`), and every pending and later call on any rank ends with that
-// outcome.
+// After the first failure the group is broken for all ranks, on both channels: the one that noticed
+// writes the abort record into the segment (`abort`), and every pending and later call on any rank
+// ends with that outcome.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <vector>
 
-#include "arena.h"
-#include "kernels.h"
 #include "layout.h"
-#include "peers.h"
+#include "process.h"
 #include "segment.h"
+#include "symmetric_heap.h"
 #include "watcher.h"
 
 namespace dure {
@@ -28,8 +30,11 @@ struct Options {
     int rank = 0;
     int size = 1;
     int64_t timeout_ns = 0;
-    int cores = 1;  // that this host has for the group's ranks
+    int cores = 1;                           // that this host has for the group's ranks
+    int64_t single_copies = kMeasureCopies;  // rank 0's counts; see calibration.h
 };
+
+class Channel;
 
 class Group {
   public:
@@ -48,7 +53,7 @@ class Group {
     int attached() const;
     std::vector<int> not_attached() const;
     void wait_attached(int64_t ns) const;  // at most `ns`, or until one more has come
-    void ready();
+    void ready();                          // may throw as `attach` does
 
     int rank() const { return rank_; }
     int size() const { return size_; }
@@ -56,11 +61,16 @@ class Group {
     int64_t timeout_ns() const { return timeout_ns_; }
     void set_timeout(int64_t ns) { timeout_ns_ = ns; }
     int pid_of(int rank) const;
-    std::string fate_of(int rank) const { return peers_.fate(rank); }
+    // How the process of `rank` ended, as far as it is known.
+    std::string exit_of(int rank) const;
+    // Null of a rank that ended, or left and ended, before this one was ready.
+    const std::shared_ptr<Process>& process(int rank) const {
+        return processes_[static_cast<size_t>(rank)];
+    }
 
     // Where the program of this rank is, for peers that wait in vain; before `ready`. Called on a
     // thread of its own.
-    void set_where(Watcher::Where where) { watcher_.set_where(std::move(where)); }
+    void set_where(Watched::Where where) { where_ = std::move(where); }
     // Asked about every 100 ms of a wait, without locks of ours; true ends the wait (Ctrl-C).
     void set_interrupt(std::function<bool()> asked) { interrupt_ = std::move(asked); }
 
@@ -68,22 +78,31 @@ class Group {
     // want meanwhile (Python's lock).
     void set_about_to_wait(void (*told)()) { about_to_wait_ = told; }
 
-    // The collectives; see Call for which blocks each one takes. On anything but `ok`, `failure`
-    // tells more.
+    Channel& channel(int index) { return *channels_[static_cast<size_t>(index)]; }
+    // Collectives on channel 0.
     Status run(const Call& call);
     Status all_reduce(Block tensor, DType dtype, Reduction reduction);
-    // A region for each rank; with `common`, one that all have.
-    std::shared_ptr<SharedBlock> shared_empty(size_t bytes, Status& status,
-                                              const Site* site = nullptr, bool common = false);
+    // Zeroed memory that is the same on all ranks.
+    std::shared_ptr<HeapMemory> host_shared_empty(size_t bytes, Status& status,
+                                                  const Site* site = nullptr);
+    // Where [data, data + bytes) lies in a symmetric heap of the group's ranks (HeapPlace); 0 for
+    // other memory.
+    uint64_t find_in_heap(const std::byte* data, size_t bytes) const;
+    // The memory of a place that a rank said.
+    std::byte* at(uint64_t place) const {
+        return process(HeapPlace::owner(place))->heap() + HeapPlace::offset(place);
+    }
+    SymmetricHeap& heap() const { return heap_; }
 
     // Say that this rank goes; its pending operations end with `aborted`. Does not wait for them.
     void leave();
-    // Leave, and return when no thread is inside.
+    // Leave, and return when no thread is inside and the channels' threads have ended; what had not
+    // begun on them ends with `aborted`.
     void close();
     bool closing() const { return closing_.load(std::memory_order_acquire); }
     Outcome failure() const;
 
-    // Give back the segment; after `close`, when the mailbox and the lane have stopped.
+    // Give back the segment; after `close`, when the mailbox has stopped.
     void release();
     // What is to be told of an operation that ended with `status`.
     Outcome outcome_of(Status status, Op op) const;
@@ -103,147 +122,70 @@ class Group {
         Group& group_;
     };
 
-    // -- for the mailbox, which lives on the same segment
-    // ------------------------------------------
+    // How memory is copied between ranks; after `ready`.
+    const CopyPlan& copies() const { return copies_; }
+
+    // -- for the channels and the mailbox, which live on the same segment
+    // --------------------------
     Header& header() const { return *reinterpret_cast<Header*>(base_); }
     RankBlock& block(int rank) const {
         return reinterpret_cast<RankBlock*>(base_ + layout_.ranks)[rank];
     }
     Ring& ring(int from, int to) const;
     size_t ring_bytes() const { return layout_.ring_bytes; }
-    bool lost(int rank) const { return life_ended(block(rank)) || peers_.dead(rank); }
+    bool lost(int rank) const { return !process(rank) || process(rank)->dead(); }
     // Where each of `ranks` is, by what it published and by what it answers within 100 ms.
     std::vector<std::string> whereabouts(const std::vector<int>& ranks);
     bool has_left(int rank) const;
-    bool broken() const { return header().verdict.phase.load(std::memory_order_relaxed) != 0; }
-    // For waiting (see "Waiting" in sync.cpp, "Stepping aside" in cores.cpp).
-    bool crowded() const { return crowded_; }
+    // Broken as this rank knows already, or as any rank has said.
+    bool failed() const { return failed_.load(std::memory_order_acquire); }
+    bool broken() const { return header().abort_record.phase.load(std::memory_order_relaxed) != 0; }
+    // For waiting (see "Waiting" in barrier.cpp, "Core migration" in cores.cpp).
+    bool oversubscribed() const { return oversubscribed_; }
     int64_t contended_until_ns() const { return contended_until_ns_.load(); }
     void set_contended_until(int64_t ns) { contended_until_ns_.store(ns); }
     void show_core() const;
     void show_asleep() const;
     bool shares_core(int rank) const;  // was last seen on this thread's core
-    void step_aside(int64_t now);
+    void migrate(int64_t now);
     bool interrupted() { return interrupt_ && interrupt_(); }
     void about_to_wait() const { about_to_wait_(); }
-    // Break the group for all ranks, unless it is broken already; returns the verdict's status.
-    Status condemn(Outcome outcome);
-    Status adopt_verdict();
+    // Break the group for all ranks, unless it is broken already; returns the record's status.
+    Status abort(Outcome outcome);
+    Status adopt_abort();
+    // What the channels stand on.
+    std::byte* base() const { return base_; }
+    const Layout& layout() const { return layout_; }
+    size_t chunk() const { return header().chunk; }
 
   private:
     Group(const Options& options, MemoryFile file, std::shared_ptr<Mapping> mapping);
     void enter_rank();
-    bool await_verdict() const;
-
-    // -- synchronisation (sync.cpp)
-    // ----------------------------------------------------------------
-    // What a waiting rank remembers between two slices.
-    struct Wait {
-        int64_t began_ns;
-        int64_t asked_ns;
-    };
-    OpSlot& slot(int rank) const { return block(rank).slot[seq_ & 1]; }
-    bool arrived(int rank) const;
-    int first_missing(int r) const;
-    bool neighbour_missing(int r) const;
-    void arrive();
-    Status await_all();
-    Status await_missing(int r);
-    void sleep_for(int rank);
-    Status meet() {
-        arrive();
-        return await_all();
-    }
-    // As `await_all`, but for the last `lag` arrivals of the others.
-    Status await_all_but(uint32_t lag) {
-        tick_ -= lag;
-        const Status s = await_all();
-        tick_ += lag;
-        return s;
-    }
-
-    // -- what a waiting rank looks at (watching.cpp)
-    // ---------------------------------------------
-    Status examine(Wait& wait);
-    std::string last_call(int rank) const;
+    bool await_record() const;
+    // copy_agreement.cpp
+    void bring_copy_plan();
+    void agree_on_copies();
+    bool may_copy_from_all() const;
+    void measure_copy_ways(CopyPlan& plan);
     void wake_everyone() const;
-
-    // -- the opening of every collective (opening.cpp)
-    // -----------------------------------------------
-    void announce(const Call& call, size_t bytes, uint64_t arena);
-    void announce_blocks(const Call& call, uint64_t arena);
-    void show_site(const Site* site);
-    Status open();
-    bool same_call(int rank) const;
-    Status check_blocks() const;
-    std::string describe_blocks(int rank) const;
-    std::string describe_call(int rank) const;
-    Status report_desync();
-    uint64_t* table(int rank) const;
-    size_t send_bytes(int from, int to) const;
-    size_t most_bytes() const;
-
-    // -- the collectives
-    // ----------------------------------------------------------------------------
-    struct Slices;
-    struct Places;
-    struct Staged;
-    struct Transfer;
-    enum class Sharing { none, some, all };  // of the ranks' tensors, in the arena at one place
-    template <typename F>
-    Status guarded(F collective);
-    Status reduce(Block tensor, const Call& call);
-    Status reduce_inlined(Block tensor, int root, ReduceFn kernel);
-    Status reduce_whole(Block tensor, int root, ReduceFn kernel);
-    Status reduce_swapped(const Staged& staged);
-    Status reduce_sliced(const Staged& staged);
-    Status reduce_direct(Block tensor, const SharedBlock& shared, ReduceFn kernel);
-    void offer(const Staged& staged, size_t chunk);
-    void answer(const Staged& staged, size_t chunk);
-    void swap(const Staged& staged, size_t chunk);
-    void copy_in(const Staged& staged, size_t chunk);
-    void reduce_own_slice(const Staged& staged, size_t chunk);
-    void copy_out(const Staged& staged, size_t chunk);
-    Status move(const Call& call);
-    Status move_staged(const Transfer& transfer);
-    Status move_direct(const Transfer& transfer, const SharedBlock& shared);
-    bool inlined(const Transfer& transfer, int sender) const;
-    void put(const Transfer& transfer, size_t round);
-    const std::byte* source(const Transfer& transfer, int peer, size_t round) const;
-    void take(const Transfer& transfer, size_t round);
-    uint64_t place_of(const Transfer& transfer, std::shared_ptr<SharedBlock>* shared) const;
-    Sharing sharing_of(uint64_t place) const;
-    std::shared_ptr<SharedBlock> allocate(size_t bytes, Status& status, const Site* site,
-                                          bool common);
-
-    // The buffer that `rank` uses after the next `ahead` ones.
-    std::byte* stage(int rank, size_t ahead = 0) const {
-        return base_ + layout_.staging +
-               (static_cast<size_t>(rank) * kStages + (use_ + ahead) % kStages) * kStageBytes;
-    }
-    void next_stage(size_t used = 1) { use_ += used; }
 
     const int rank_, size_;
     std::atomic<int64_t> timeout_ns_;
-    const bool crowded_;  // fewer cores than ranks
+    const bool oversubscribed_;  // fewer cores than ranks
+    const int64_t single_copies_;
+    uint64_t proof_ = 0;  // what peers read from our memory to see whether they may
+    CopyPlan copies_;
     const Layout layout_;
     MemoryFile file_;
     std::shared_ptr<Mapping> mapping_;
     std::byte* const base_;
-    const size_t chunk_;  // bytes of a staging buffer that are used
-    Peers peers_;
-    Watcher watcher_;
-    Arena arena_;
+    SymmetricHeap& heap_;                              // of this process
+    std::vector<std::shared_ptr<Process>> processes_;  // by rank
+    Watched::Where where_;
+    std::optional<Watched> watched_;
     std::function<bool()> interrupt_;
     void (*about_to_wait_)() = [] {};
-
-    std::mutex running_;  // held during a collective; guards the three counters
-    uint32_t seq_ = 0;    // collectives begun
-    uint32_t tick_ = 0;   // arrivals made; equal on all ranks at equal places of the program
-    uint64_t use_ = 0;    // stages used
-    Op op_ = Op::none;
-    const Site* shown_[2] = {nullptr, nullptr};  // what `site` of the own block tells
-    int64_t started_ns_ = 0;                     // of the operation's first wait that was not short
+    std::array<std::unique_ptr<Channel>, kChannels> channels_;
 
     std::atomic<int64_t> contended_until_ns_{0};  // someone else computes on our cores
     std::atomic<uint32_t> shared_yields_{0};

@@ -15,6 +15,8 @@
 // function shared with other objects.
 #include "kernels.h"
 
+#include <type_traits>
+
 #include "elements.h"
 
 #ifndef DURE_ISA
@@ -166,6 +168,58 @@ void reduce(const Operands& o) {
     }
 }
 
+// Element by element times a real number.
+template <typename T>
+inline T times(T x, double factor) {
+    return x * static_cast<T>(factor);
+}
+template <typename T>
+inline Pair<T> times(Pair<T> x, double factor) {
+    return {x.re * static_cast<T>(factor), x.im * static_cast<T>(factor)};
+}
+
+// Sources of one format, results of another that accumulates alike. `R` is a sum or an average;
+// with factors the sum is premultiplied: each source's product is rounded as the accumulator is.
+template <typename E, typename O, typename R>
+void reduce_into(const Operands& o) {
+    static_assert(std::is_same_v<typename E::Acc, typename O::Acc>);
+    using Acc = typename E::Acc;
+    alignas(64) Acc acc[kBlock];
+    alignas(64) Acc wide[kBlock];
+    for (size_t at = 0; at < o.count; at += kBlock) {
+        const size_t n = o.count - at < kBlock ? o.count - at : kBlock;
+        for (int r = 0; r < o.n; r++) {
+            Acc* to = r == 0 ? acc : wide;
+            widen<E>(static_cast<const typename E::Stored*>(o.sources[r]) + at, to, n);
+            if (o.factors != nullptr) {
+                const double factor = o.factors[r];
+                for (size_t i = 0; i < n; i++) to[i] = times(to[i], factor);
+            }
+            if (r == 0) continue;
+            for (size_t i = 0; i < n; i++) acc[i] = R::combine(acc[i], wide[i]);
+        }
+        typename O::Stored* out = static_cast<typename O::Stored*>(o.outs[0]) + at;
+        narrow<O, R>(acc, out, n, o.n);
+        for (int k = 1; k < o.num_outs; k++) {
+            __builtin_memcpy(static_cast<typename O::Stored*>(o.outs[k]) + at, out,
+                             n * sizeof(typename O::Stored));
+        }
+    }
+}
+
+template <typename E, typename O>
+ReduceFn converting(Reduction reduction) {
+    switch (reduction) {
+        case Reduction::sum:
+        case Reduction::premul_sum:
+            return reduce_into<E, O, Sum>;
+        case Reduction::avg:
+            return reduce_into<E, O, Average>;
+        default:
+            return nullptr;
+    }
+}
+
 template <typename E>
 ReduceFn arithmetic(Reduction reduction) {
     switch (reduction) {
@@ -187,6 +241,8 @@ ReduceFn floating(Reduction reduction) {
             return reduce<E, Minimum>;
         case Reduction::max:
             return reduce<E, Maximum>;
+        case Reduction::premul_sum:
+            return reduce_into<E, E, Sum>;
         default:
             return arithmetic<E>(reduction);
     }
@@ -194,7 +250,14 @@ ReduceFn floating(Reduction reduction) {
 
 template <typename E>
 ReduceFn complex_valued(Reduction reduction) {
-    return reduction == Reduction::avg ? reduce<E, Average> : arithmetic<E>(reduction);
+    switch (reduction) {
+        case Reduction::avg:
+            return reduce<E, Average>;
+        case Reduction::premul_sum:
+            return reduce_into<E, E, Sum>;
+        default:
+            return arithmetic<E>(reduction);
+    }
 }
 
 // Sums, products and bits do not care for signs; comparisons do.
@@ -237,8 +300,19 @@ ReduceFn logical(Reduction reduction) {
 
 namespace DURE_ISA {
 
-ReduceFn find(DType dtype, Reduction reduction) {
-    switch (dtype) {
+ReduceFn find(DType from, DType into, Reduction reduction) {
+    if (from != into) {
+        if (from == DType::bf16 && into == DType::f32)
+            return converting<Small<BFloat16>, Native<float>>(reduction);
+        if (from == DType::f16 && into == DType::f32)
+            return converting<Small<Float16>, Native<float>>(reduction);
+        if (from == DType::f32 && into == DType::bf16)
+            return converting<Native<float>, Small<BFloat16>>(reduction);
+        if (from == DType::f32 && into == DType::f16)
+            return converting<Native<float>, Small<Float16>>(reduction);
+        return nullptr;
+    }
+    switch (from) {
         case DType::f64:
             return floating<Native<double>>(reduction);
         case DType::f32:

@@ -8,13 +8,15 @@
 namespace dure {
 
 // The operands of one reduction: `count` elements from each of `sources[0..n)`, combined in that
-// order, into each of `outs[0..num_outs)`. An out may be one of the sources.
+// order, into each of `outs[0..num_outs)`. An out may be one of the sources, where both have one
+// dtype. A premultiplied sum takes each source times its factor, as wide as it accumulates.
 struct Operands {
     void* const* outs;
     int num_outs;
     const void* const* sources;
     int n;
     size_t count;
+    const double* factors = nullptr;
 };
 
 using ReduceFn = void (*)(const Operands&);
@@ -22,6 +24,10 @@ using ReduceFn = void (*)(const Operands&);
 // The kernel for a pair, for the best instruction set of this machine; null where the reduction has
 // no meaning for the dtype.
 ReduceFn reduce_kernel(DType dtype, Reduction reduction);
+
+// As above, from one dtype into another, without rounding in between: sums, averages and
+// premultiplied sums of bf16 and f16 into f32, and of f32 into these.
+ReduceFn reduce_kernel(DType from, DType into, Reduction reduction);
 
 // The instruction set in use: "generic", "avx2" or "avx512".
 const char* kernel_isa();

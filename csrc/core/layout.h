@@ -1,13 +1,16 @@
 // The shared segment: who writes what, and where it lies.
 //
-//     Header | RankBlock x n | length tables x n | staging x n | rings x n x n
+//     Header | RankBlock x n | length tables x n x 2 | staging x 2 x n | rings x n x n
+//
+// Tables and staging belong to a channel (channel.h); there are two of them.
 //
 // Everything is found by arithmetic from `n`, so that peers need to agree only on kProtocol. The
-// file is sparse: pages of rings and staging cost memory from their first use on.
+// file is sparse: pages of rings and staging cost memory from their first use on, so that a channel
+// which is not used costs nothing.
 //
 // One writer a word. A rank writes its own RankBlock, table and staging; the ring from i to j is
 // filled by i and emptied by j. The exceptions are `waiters` and `sleepers` (counters of those who
-// sleep on the block's words), `asked`, `attached`, and `verdict`.
+// sleep on the block's words), `attached`, and `abort_record`.
 //
 // An OpSlot is one cache line that holds all a peer wants to know of a small operation: that it
 // arrived (`tick`), what it called, and the data themselves if they fit. Slots alternate with the
@@ -17,14 +20,16 @@
 
 #include <cstring>
 
+#include "calibration.h"
 #include "futex.h"
 #include "types.h"
 
 namespace dure {
 
 constexpr uint64_t kMagic = 0x6472645f65727564;  // "dure_drd"
-constexpr uint32_t kProtocol = 3;
+constexpr uint32_t kProtocol = 5;
 constexpr int kMaxRanks = 256;
+constexpr int kChannels = 2;
 constexpr size_t kLine = 64;
 constexpr size_t kPage = 4096;
 
@@ -32,13 +37,13 @@ constexpr size_t kInlineBytes = 32;         // payload inside an OpSlot
 constexpr size_t kStageBytes = 512 * 1024;  // one staging buffer
 constexpr size_t kStages = 4;               // used in turn
 // How much of a buffer is used at a time where each rank has a core: what several chunks occupy
-// stays in its second-level cache. Where ranks share cores meetings cost more: all of it.
+// stays in its second-level cache. Where ranks share cores barriers cost more: all of it.
 constexpr size_t kSmallChunkBytes = 128 * 1024;
-constexpr size_t kDirectBytes =
-    16 * 1024;  // from here on it pays to look for a tensor in the arena
+// From here on it pays to look for a tensor in the symmetric heap.
+constexpr size_t kZeroCopyBytes = 16 * 1024;
 constexpr size_t kSiteBytes = 160;
+constexpr size_t kThreadBytes = 32;
 constexpr uint32_t kNoCore = UINT32_MAX;
-constexpr size_t kAnswerBytes = 512;
 
 constexpr size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
@@ -51,39 +56,57 @@ struct alignas(128) OpSlot {
     DType dtype;
     Reduction reduction;
     uint8_t even;  // 1: all block lengths are `bytes`, so that no table need be read
-    int32_t root;
+    int32_t root;  // of a reduce_scatter into another dtype: -2 - that dtype
     uint64_t bytes;
-    uint64_t arena;  // 0, or where in the arena the tensor lies: must be equal for the direct path
+    uint64_t heap;  // 0, or where the tensor lies (HeapPlace)
     std::byte inlined[kInlineBytes];
+    double factor;  // of a premultiplied sum
 };
 static_assert(offsetof(OpSlot, inlined) + kInlineBytes == kLine);
 
-struct alignas(128) RankBlock {
+// Where in a symmetric heap a tensor lies, as one number: whose heap (a rank of the group), and the
+// offset there. Never 0.
+struct HeapPlace {
+    static constexpr int kOffsetBits = 48;
+    static uint64_t of(int owner, uint64_t offset) {
+        return static_cast<uint64_t>(owner + 1) << kOffsetBits | offset;
+    }
+    static int owner(uint64_t place) { return static_cast<int>(place >> kOffsetBits) - 1; }
+    static uint64_t offset(uint64_t place) { return place & ((uint64_t{1} << kOffsetBits) - 1); }
+};
+
+// What a rank says on one channel.
+struct alignas(128) ChannelBlock {
     OpSlot slot[2];
     // Rarely written, so that the arriving rank finds it in its cache.
-    Word waiters;   // who sleeps on slot[].tick
+    Word waiters;                                       // who sleeps on slot[].tick
+    std::atomic<uint64_t> site[2][kSiteBytes / 8];      // where the call was made, for texts
+    std::atomic<uint64_t> thread[2][kThreadBytes / 8];  // and by which thread
+};
+
+struct alignas(128) RankBlock {
+    ChannelBlock channel[kChannels];
+    // Rarely written, as above.
     Word sleepers;  // threads of this rank that sleep on `bell`
     Word cpu;       // where the rank was seen last, or kNoCore
     std::atomic<RankState> state;
     int32_t pid;
     uint64_t start_time;
-    char site[2][kSiteBytes];  // where the call was made, for texts
-    alignas(128) Word bell;    // rung when one of this rank's rings changed
-    // See "Watcher" in watcher.h.
-    alignas(128) Word life;  // the number of a thread of this rank; the kernel marks its death
-    uint64_t life_link;
-    Word asked;     // how often this rank was asked where it is
-    Word answered;  // up to which question `answer` is the answer; 0 while it changes
-    std::atomic<uint64_t> answer[kAnswerBytes / 8];
+    uint64_t proof;               // address of a word in the rank's own memory (copy_agreement.cpp)
+    int32_t heap_file;            // descriptor of its process' symmetric heap
+    std::atomic<uint64_t> place;  // what its process' watcher knows it by (Watched::place)
+    alignas(128) Word bell;       // rung when one of this rank's rings changed
 };
 
-// Why the group is broken. `phase` goes 0 (whole), kWriting + rank of the writer, 2 (readable),
-// once.
-constexpr uint32_t kReadable = 2, kWriting = 16;
-struct Verdict {
+// Why the group is broken. `phase` goes from 0 (whole) to kWriting + the writer's rank, and from
+// there, once, to kReadable or, by whoever gives up waiting for the writer, to kGivenUp + its rank.
+// So all ranks read the same, whether or not a writer that was stopped goes on.
+constexpr uint32_t kReadable = 2, kWriting = 16, kGivenUp = kWriting + kMaxRanks;
+struct AbortRecord {
     Word phase;
     Status status;
     Op op;
+    int32_t channel;
     uint32_t seq;
     int32_t peer;
     int32_t reporter;
@@ -98,13 +121,24 @@ struct Header {
     uint32_t size;
     uint32_t chunk;
     Word attached;
-    alignas(128) Verdict verdict;
+    alignas(128) CopyAgreement copies;
+    alignas(128) AbortRecord abort_record;
 };
+
+// A message whose data are not in the ring: see "Rendezvous" in rendezvous.cpp.
+struct Offer {
+    alignas(128) std::atomic<uint64_t> claims;  // its state, and who has copied how much
+    uint64_t from, to;                          // in the sender's memory, and in the receiver's
+    uint64_t from_heap, to_heap;                // the same as HeapPlace; 0: not in a heap
+    alignas(128) std::atomic<uint32_t> given;   // pieces that the sender has written
+};
+constexpr size_t kOffers = 8;
 
 // A byte stream from one rank to another. Positions only grow; the offset is position mod capacity.
 struct Ring {
     alignas(128) std::atomic<uint64_t> head;  // bytes written
     alignas(128) std::atomic<uint64_t> tail;  // bytes read
+    Offer offers[kOffers];
     alignas(128) std::byte data[1];
 };
 
@@ -118,8 +152,8 @@ struct Layout {
           ranks(round_up(sizeof(Header), kPage)),
           tables(round_up(ranks + size * sizeof(RankBlock), kPage)),
           table_stride(round_up(2 * size * sizeof(uint64_t), 128)),
-          staging(round_up(tables + size * 2 * table_stride, kPage)),
-          rings(staging + size * kStages * kStageBytes),
+          staging(round_up(tables + size * kChannels * 2 * table_stride, kPage)),
+          rings(staging + size * kChannels * kStages * kStageBytes),
           ring_stride(round_up(offsetof(Ring, data) + ring_bytes, kPage)),
           total(rings + size * size * ring_stride) {}
 

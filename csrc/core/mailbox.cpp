@@ -1,7 +1,7 @@
 // Requests: posting them, waiting for them, and the thread that drives those nobody waits for.
 #include "mailbox.h"
 
-#include "patience.h"
+#include "backoff.h"
 #include "quiet_thread.h"
 
 namespace dure {
@@ -9,6 +9,7 @@ namespace dure {
 namespace {
 
 constexpr int64_t kSliceNs = 4'000'000;
+constexpr int64_t kShortSliceNs = 300'000;  // while an offer may have to go through the ring
 
 Outcome refused(Op op) {
     Outcome out;
@@ -38,15 +39,17 @@ Mailbox::RequestPtr Mailbox::post(Op op, Block data, DType dtype, int peer, int 
     request->dtype = dtype;
     request->peer = peer;
     request->tag = tag;
+    request->number = ++posted_;
     if (stopping_) {
         settle(*request, Status::aborted);
     } else if (group_.broken()) {
-        settle(*request, group_.adopt_verdict());
+        settle(*request, group_.adopt_abort());
     } else if (op == Op::recv) {
         post_receive(request);
     } else if (peer == group_.rank()) {
-        deliver_to_self(*request);
+        deliver_to_self(request);
     } else {
+        if (offers(data)) request->posted_ns = now_ns();
         sends_[static_cast<size_t>(peer)].push_back(request);
     }
     progress();
@@ -61,6 +64,7 @@ int Mailbox::sender_of(int tag) {
     for (int from = 0; from < group_.size(); from++) {
         if (from != group_.rank()) pull(from);
     }
+    follow_all();
     for (const MessagePtr& m : unexpected_) {
         if (m->envelope.tag == tag) return m->source;
     }
@@ -127,18 +131,18 @@ Outcome Mailbox::drive(const RequestPtr& request) {
     const int64_t began = now_ns();
     request->deadline_ns = began + group_.timeout_ns();
     int64_t asked = began;
-    Patience patience(group_);
+    Backoff backoff(group_);
     group_.show_core();
     auto shares = [&] { return request->peer == kAnySource || group_.shares_core(request->peer); };
     while (!ticket.done()) {
         {
             std::lock_guard hold(lock_);
             if (progress()) {
-                patience.restart();
+                backoff.restart();
                 continue;
             }
         }
-        if (patience.pause(shares)) continue;
+        if (backoff.pause(shares)) continue;
         rest(request);
         if (const int64_t now = now_ns(); !ticket.done() && now - asked > 100'000'000) {
             asked = now;
@@ -158,18 +162,43 @@ bool Mailbox::rest(const RequestPtr& waiter) {
     const uint32_t seen = mine.bell.load();
     std::atomic_thread_fence(std::memory_order_seq_cst);
     bool moved;
+    int64_t slice = kSliceNs;
     {
         std::lock_guard hold(lock_);
         moved = progress();
-        if (!moved) examine(waiter);
+        if (!moved) {
+            buffer_offers(now_ns());
+            examine(waiter);
+        }
+        if (given_ > 0) slice = kShortSliceNs;
     }
     if (!moved && !(waiter && waiter->ticket->done())) {
         if (waiter) group_.show_asleep();
-        futex_wait(mine.bell, seen, kSliceNs);
+        futex_wait(mine.bell, seen, slice);
         if (waiter) group_.show_core();
     }
     mine.sleepers.fetch_sub(1);
     return moved;
+}
+
+// Move what can be moved now; true if anything was.
+bool Mailbox::progress() {
+    if (stopping_ || group_.closing() || group_.broken()) return false;
+    bool moved = given_ > 0 && serve_all();
+    for (int to = 0; to < group_.size(); to++) {
+        if (!sends_[static_cast<size_t>(to)].empty()) moved |= push(to);
+    }
+    bool any = false;
+    for (const RequestPtr& r : receives_) any = any || r->peer == kAnySource;
+    for (int from = 0; from < group_.size(); from++) {
+        bool wanted = any;
+        for (const RequestPtr& r : receives_) wanted = wanted || r->peer == from;
+        const MessagePtr& message = arriving_[static_cast<size_t>(from)];
+        wanted = wanted || (message && message->request);
+        for (const MessagePtr& m : ends(from).offered) wanted = wanted || (m && m->request);
+        if (wanted && from != group_.rank()) moved |= pull(from);
+    }
+    return (following_ > 0 && follow_all()) || moved;
 }
 
 // ---- requests that nobody waits for -------------------------------------------------------------

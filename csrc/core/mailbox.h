@@ -5,8 +5,13 @@
 // It begins with the first of them and sleeps while there are none.
 //
 // Order: messages of one sender and tag are received in the order in which they were sent.
+//
+// Files: mailbox.cpp has the requests, fast_path.cpp the messages that need none, matching.cpp
+// which message goes to which receive, ring.cpp how bytes travel through a ring, rendezvous.cpp how
+// they are copied once, mailbox_watch.cpp what goes wrong.
 #pragma once
 
+#include <array>
 #include <condition_variable>
 #include <deque>
 #include <list>
@@ -22,13 +27,15 @@ namespace dure {
 
 constexpr int kAnySource = -1;
 constexpr size_t kPad = 16;  // messages lie at multiples of it in a ring
+constexpr size_t kBufferAll = SIZE_MAX;
 
 class Mailbox {
   public:
     explicit Mailbox(Group& group);
     ~Mailbox() { stop(); }
 
-    // Blocking. A message that fits into the ring leaves at once, whether or not it is awaited.
+    // Blocking. A message that fits into the ring leaves at once, or soon, whether or not it is
+    // awaited, unless `set_eager_bytes` says otherwise.
     Outcome send(Block data, DType dtype, int to, int tag);
     // `source` receives the sender's rank.
     Outcome receive(Block data, DType dtype, int from, int tag, int* source);
@@ -36,6 +43,8 @@ class Mailbox {
     std::shared_ptr<Ticket> start_receive(Block data, DType dtype, int from, int tag);
     // Who sent the first message with `tag` that came and awaits its receive; -1 if none did.
     int sender_of(int tag);
+    // Longer messages are sent when their receive takes them, not before; 0: all messages.
+    void set_eager_bytes(size_t bytes) { eager_bytes_.store(bytes); }
     // End all requests with `aborted`. Call Group::close first.
     void stop();
 
@@ -46,33 +55,46 @@ class Mailbox {
         DType dtype;
         int peer;
         int tag;
-        size_t moved = 0;    // bytes of a send
-        bool begun = false;  // some of the message is in the ring, or in `data`
-        int64_t deadline_ns = 0;
+        uint64_t number = 0;   // in the order of posting
+        size_t moved = 0;      // bytes of a send that are in the ring
+        int offer = -1;        // of a send: the place of its Offer
+        bool payload = false;  // its envelope has gone, as an offer; its data go through the ring
+        bool begun = false;    // some of the message is in the ring, or in `data`
+        int64_t posted_ns = 0, deadline_ns = 0;
         std::shared_ptr<Ticket> ticket = std::make_shared<Ticket>();
     };
     using RequestPtr = std::shared_ptr<Request>;
+    // How a message's data come (see "Frames" in ring.cpp).
+    enum class Kind : uint8_t { whole, pieces, offer, payload };
     // What precedes each message in a ring.
     struct Envelope {
         uint64_t bytes;
         int32_t tag;
         DType dtype;
+        Kind kind;
+        uint16_t offer;  // of the last two kinds: its place
     };
+    static_assert(sizeof(Envelope) == kPad);
     // A message under way, or one that came before its receive was posted.
     struct Message {
         Envelope envelope;
         int source;
+        int offer = -1;  // its place, until its data go through the ring
         size_t got = 0;
+        size_t piece = 0;             // what of the current piece is still to come
         RequestPtr request;           // who receives it; may come later
+        RequestPtr sender;            // of a message to oneself that waits to be taken
         std::vector<std::byte> kept;  // the bytes, if nobody had asked for them on arrival
-        bool complete() const { return got == envelope.bytes; }
+        bool complete() const { return offer < 0 && got == envelope.bytes; }
     };
     using MessagePtr = std::shared_ptr<Message>;
     // What this rank remembers of the two rings that join it with a peer.
     struct Ends {
-        uint64_t seen_tail = 0;         // how far the peer is known to have read ours
-        std::atomic<uint64_t> read{0};  // how far we have read its
-        uint64_t shown = 0;             // of that, what the peer has been told
+        uint64_t seen_tail = 0;                   // how far the peer is known to have read ours
+        std::atomic<uint64_t> read{0};            // how far we have read its
+        uint64_t shown = 0;                       // of that, what the peer has been told
+        std::array<RequestPtr, kOffers> given;    // our sends by the place of their offer
+        std::array<MessagePtr, kOffers> offered;  // its messages that are, or were, on offer
     };
     enum class Look { taken, nothing, otherwise };
 
@@ -80,7 +102,7 @@ class Mailbox {
     // message moves.
     std::unique_lock<std::mutex> locked();
 
-    // quick.cpp: messages that need no request
+    // fast_path.cpp
     bool send_at_once(Block data, DType dtype, int to, int tag);
     bool receive_at_once(Block data, DType dtype, int from, int tag);
     Look look(Block data, DType dtype, int from, int tag);
@@ -91,32 +113,58 @@ class Mailbox {
     RequestPtr post(Op op, Block data, DType dtype, int peer, int tag);
     void background();
     bool rest(const RequestPtr& waiter);
+    bool progress();
     // mailbox_watch.cpp: failures
     void examine(const RequestPtr& waiter);
     void examine_one(Request& request, int64_t now);
+    void give_up(Request& request, Outcome outcome);
+    bool withdraw(Request& request);
     void settle(Request& request, Status status);
     void fail_all(Status status);
     void finish(Request& request, Outcome outcome);
     void sweep();
-    // stream.cpp: bytes
-    bool progress();
-    bool push(int to);
-    bool pull(int from);
-    uint64_t room(int to, uint64_t head, size_t wanted);
-    void write(int to, uint64_t head, const Envelope* envelope, const std::byte* data, size_t n);
-    void read(int from, uint64_t at, std::byte* data, size_t n);
-    void show_read(int from);
-    size_t piece(size_t bytes) const;
-    bool begin(int from, uint64_t at);
-    bool make_room(int from, Message& message);
-    void refuse_all(int from);
+    // matching.cpp: which message goes to which receive
     bool accept(const MessagePtr& message);
     void complete(Message& message);
     bool fits(const Message& message, const Request& request) const;
     void refuse(Request& request, const Message& message);
-    void deliver_to_self(Request& request);
+    void refuse_all(int from);
+    void deliver_to_self(const RequestPtr& request);
     void post_receive(const RequestPtr& request);
+    void drop(const MessagePtr& message);
+    bool keep_received(Message& message);
+    // ring.cpp: bytes
+    bool push(int to);
+    bool pull(int from);
+    bool pull_piece(int from, Message& message, uint64_t head);
+    uint64_t room(int to, uint64_t head, size_t wanted);
+    void write(int to, uint64_t head, const void* frame, const std::byte* data, size_t n);
+    void read(int from, uint64_t at, std::byte* data, size_t n);
+    void advance(int from, size_t bytes);
+    void show_read(int from);
+    size_t piece(size_t bytes) const;
+    bool begin(int from, uint64_t at);
+    bool make_room(int from, Message& message);
+    void cut_short(Request& request);
     void notify(int rank);
+    // rendezvous.cpp: offers
+    bool must_wait(size_t bytes) const;
+    bool offers(Block data) const;
+    bool copy_piece(int peer, uint64_t address, uint64_t place, size_t at, Block mine, bool reads);
+    bool offer(int to, const RequestPtr& request);
+    bool take(Message& message);
+    bool decline(Message& message);
+    bool copy_taken(const MessagePtr& message);
+    bool serve(int to, size_t place);
+    bool serve_all();
+    bool follow_all();
+    void send_payload(int to, size_t place);
+    void buffer_offers(int64_t now);
+    bool retract(Request& request);
+    Offer& offer_at(int from, int to, int place) const {
+        return group_.ring(from, to).offers[static_cast<size_t>(place)];
+    }
+    Ends& ends(int peer) { return ends_[static_cast<size_t>(peer)]; }
 
     Group& group_;
     std::mutex lock_;
@@ -125,6 +173,10 @@ class Mailbox {
     std::vector<MessagePtr> arriving_;           // by source: the message whose bytes come next
     std::list<MessagePtr> unexpected_;           // in order of arrival
     std::vector<Ends> ends_;                     // by peer
+    int given_ = 0;                              // offers of ours that have not ended
+    int following_ = 0;                          // offers to us that have a receive
+    uint64_t posted_ = 0;                        // requests so far
+    std::atomic<size_t> eager_bytes_{kBufferAll};
 
     std::condition_variable work_;    // for the thread: there are requests
     std::vector<RequestPtr> handed_;  // requests that nobody waits for, yet

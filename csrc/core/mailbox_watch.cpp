@@ -12,19 +12,51 @@ void Mailbox::finish(Request& request, Outcome outcome) {
     notify(group_.rank());
 }
 
+// End a request before its message has moved, so that the group is as before: a message is taken
+// back, or kept for another receive. Where that cannot be (a peer is just writing into our memory)
+// the group is broken.
+void Mailbox::give_up(Request& request, Outcome outcome) {
+    if (request.ticket->done()) return;
+    const bool over = outcome.status == Status::aborted || group_.broken();
+    if (!withdraw(request) && !over) {
+        if (outcome.status == Status::late) outcome.status = Status::timeout;
+        if (outcome.peer < 0) outcome.peer = group_.rank();
+        group_.abort(outcome);
+    }
+    finish(request, std::move(outcome));
+    sweep();
+}
+
+// False: it is too late for that.
+bool Mailbox::withdraw(Request& request) {
+    if (request.op == Op::send) {
+        if (request.begun) {
+            cut_short(request);
+        } else if (request.offer >= 0 && !retract(request)) {
+            finish(request, {});
+        }
+        std::erase_if(unexpected_,
+                      [&](const MessagePtr& m) { return m->sender.get() == &request; });
+        return true;
+    }
+    for (const MessagePtr& m : arriving_) {
+        if (m && m->request.get() == &request) return keep_received(*m);
+    }
+    for (Ends& e : ends_) {
+        for (const MessagePtr& m : e.offered) {
+            if (m && m->request.get() == &request) return decline(*m);
+        }
+    }
+    return true;
+}
+
 // End a request with a status of the group's, or of its own.
 void Mailbox::settle(Request& request, Status status) {
     Outcome out;
     if (status != Status::aborted && status != Status::interrupted) out = group_.failure();
     out.status = status;
     out.op = request.op;
-    if (request.begun && status == Status::interrupted) {
-        // Half a message is in the ring: nobody can go on after it.
-        out.peer = group_.rank();
-        group_.condemn(out);
-    }
-    finish(request, std::move(out));
-    sweep();
+    give_up(request, std::move(out));
 }
 
 void Mailbox::fail_all(Status status) {
@@ -33,16 +65,31 @@ void Mailbox::fail_all(Status status) {
     for (MessagePtr& m : arriving_) {
         if (m && m->request) all.push_back(m->request);
     }
+    for (Ends& e : ends_) {
+        for (const RequestPtr& r : e.given) {
+            if (r) all.push_back(r);
+        }
+        for (const MessagePtr& m : e.offered) {
+            if (m && m->request) all.push_back(m->request);
+        }
+    }
+    for (const MessagePtr& m : unexpected_) {
+        if (m->sender) all.push_back(m->sender);
+    }
     for (RequestPtr& r : all) settle(*r, status);
 }
 
 // Forget requests that have ended. A message that one of them was to receive waits for another.
 void Mailbox::sweep() {
     auto done = [](const RequestPtr& r) { return r->ticket->done(); };
-    for (MessagePtr& m : arriving_) {
-        if (!m || !m->request || !done(m->request)) continue;
+    auto release = [&](const MessagePtr& m) {
+        if (!m || !m->request || !done(m->request)) return;
         m->request.reset();
         unexpected_.push_back(m);
+    };
+    for (const MessagePtr& m : arriving_) release(m);
+    for (Ends& e : ends_) {
+        for (const MessagePtr& m : e.offered) release(m);
     }
     std::erase_if(receives_, done);
     for (auto& queue : sends_) std::erase_if(queue, done);
@@ -50,7 +97,7 @@ void Mailbox::sweep() {
 
 void Mailbox::examine(const RequestPtr& waiter) {
     if (group_.closing()) return fail_all(Status::aborted);
-    if (group_.broken()) return fail_all(group_.adopt_verdict());
+    if (group_.broken()) return fail_all(group_.adopt_abort());
     const int64_t now = now_ns();
     std::vector<RequestPtr> all = handed_;
     if (waiter) all.push_back(waiter);
@@ -74,23 +121,20 @@ void Mailbox::examine_one(Request& request, int64_t now) {
             if (progress()) return;
             out.status = Status::peer_lost;
             out.peer = r;
-            out.detail = group_.fate_of(r);
-            group_.condemn(out);
-            return fail_all(group_.adopt_verdict());
+            out.detail = group_.exit_of(r);
+            group_.abort(out);
+            return fail_all(group_.adopt_abort());
         }
     }
     if (others > 0 && gone == others && !progress() && !request.ticket->done()) {
         out.status = Status::peer_left;
-        finish(request, std::move(out));
-        return sweep();  // before anything more is matched with it
+        return give_up(request, std::move(out));
     }
     if (request.ticket->done() || now < request.deadline_ns) return;
     if (out.peer >= 0) out.missing = {out.peer};
     out.calls = group_.whereabouts(out.missing);
-    out.status = !request.begun ? Status::late : Status::timeout;
-    if (request.begun) group_.condemn(out);
-    finish(request, std::move(out));
-    sweep();
+    out.status = Status::late;
+    give_up(request, std::move(out));
 }
 
 }  // namespace dure

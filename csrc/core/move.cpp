@@ -2,42 +2,51 @@
 // an all_to_all whose receiver adds up what it gets.
 //
 // Note "Rounds". Rank i has a block for rank j. In every round each rank copies the next piece of
-// its blocks into its staging buffer, all meet, and each copies (or reduces) the pieces meant for
-// it out of the others' buffers. A buffer is cut into `parts` equal pieces:
+// its blocks into its staging buffer, then comes a barrier, and each copies (or reduces) the pieces
+// meant for it out of the others' buffers. A buffer is cut into `parts` equal pieces:
 //
 //   broadcast, all_gather        1 part that all read (the same block for everybody)
 //   gather                       1 part, for the root
 //   scatter, all_to_all,         n-1 parts, one for each peer
 //   reduce_scatter
 //
-// One meeting a round: a rank copies in the pieces of round k+1, arrives, sees that all have
+// One barrier a round: a rank copies in the pieces of round k+1, arrives, sees that all have
 // arrived with those of round k, and takes them. The slowest rank of a round can catch up in the
 // next. Four buffers used in turn suffice, as in all_reduce.cpp, note "Chunks overlap".
 //
-// Cost for blocks of B bytes and a buffer of C: ceil(B parts / C) meetings; a rank writes B parts
+// Cost for blocks of B bytes and a buffer of C: ceil(B parts / C) barriers; a rank writes B parts
 // into staging and reads what is meant for it, once. A lone block of at most 32 bytes travels in
 // the line of the tick instead.
 //
-// Direct: where what all ranks send lies at the same place of the arena, each takes it from there,
-// whole; one meeting before, one after, no staging.
+// Zero-copy: where all that is sent lies in symmetric heaps, each takes it from there, whole; one
+// barrier before, one after, no staging.
+//
+// Copied once: blocks of at least CopyPlan::block_bytes are read straight out of the others' memory
+// (single_copy.h), whose addresses stand where small data would: one barrier before, one after, no
+// staging. Between two ranks the root of a broadcast has nothing to read; it writes the second half
+// into the other's memory meanwhile (in the heap likewise). Where a copy fails, all ranks begin
+// anew through staging.
 //
 // In place: a piece is read before anything is written at its place, as long as a rank's block from
 // itself lies where its block to itself lies. A rank whose results lie where others read
-// (all_to_all in place) does not ask for the direct way.
+// (all_to_all in place) tells no address, and does not ask for the zero-copy way.
+#include <sched.h>
+
+#include "channel.h"
 #include "copying.h"
-#include "group.h"
 
 namespace dure {
 
 // One collective as seen by this rank: which block goes to, and comes from, each rank.
-struct Group::Transfer {
+struct Channel::Transfer {
     const Call& call;
     const int rank, size;
     const bool shared;  // one block for everybody
     const size_t parts;
     const size_t piece;         // bytes of a part
     ReduceFn kernel = nullptr;  // of reduce_scatter
-    bool streams = false;       // see copying.h
+    const double* factors = nullptr;
+    bool streams = false;  // see copying.h
 
     Transfer(const Call& c, int rank, int size, size_t chunk)
         : call(c),
@@ -79,6 +88,10 @@ struct Group::Transfer {
                 return call.outputs[at(peer)];
         }
     }
+    uint64_t least_copied_once(const CopyPlan& plan) const {
+        if (call.op == Op::broadcast && size == 2) return plan.message_bytes;  // both copy
+        return shared || call.op == Op::gather ? plan.shared_bytes : plan.block_bytes;
+    }
     // Where in `sender`'s buffer the piece for `receiver` begins.
     size_t offset(int sender, int receiver) const {
         if (parts == 1) return 0;
@@ -88,6 +101,20 @@ struct Group::Transfer {
         const size_t begin = round * piece;
         if (begin >= block.bytes) return {};
         return {block.data + begin, std::min(piece, block.bytes - begin)};
+    }
+    // As `cut`, of a reduce_scatter's result, which may be of another dtype.
+    Block cut_result(size_t round) const {
+        if (!call.converts()) return cut(call.outputs[0], round);
+        const size_t given = item_bytes(call.dtype), taken = item_bytes(call.into);
+        Block as_given = cut({nullptr, call.outputs[0].bytes / taken * given}, round);
+        if (as_given.bytes == 0) return {};
+        return {call.outputs[0].data + round * piece / given * taken,
+                as_given.bytes / given * taken};
+    }
+    // Whether a rank sends anything to others.
+    bool sends(int rank) const {
+        if (call.op == Op::broadcast || call.op == Op::scatter) return rank == call.root;
+        return call.op != Op::gather || rank != call.root;
     }
     // What this rank sends, in the order of receivers.
     const std::vector<Block>& sent() const {
@@ -107,21 +134,21 @@ bool overlap(Block a, Block b) { return a.data < b.data + b.bytes && b.data < a.
 
 }  // namespace
 
-void Group::Transfer::add_up(Block out, const void* const* from) const {
+void Channel::Transfer::add_up(Block out, const void* const* from) const {
     void* to[1] = {out.data};
-    kernel({to, 1, from, size, out.bytes / item_bytes(call.dtype)});
+    kernel({to, 1, from, size, out.bytes / item_bytes(call.result()), factors});
 }
 
 // ---- through staging ----------------------------------------------------------------------------
 
 // A lone block that fits travels in the sender's slot; sender and receiver see it there.
-bool Group::inlined(const Transfer& t, int sender) const {
+bool Channel::inlined(const Transfer& t, int sender) const {
     const OpSlot& s = slot(sender);
     return t.parts == 1 && s.even && s.bytes <= kInlineBytes;
 }
 
 // Put this round's pieces into this rank's buffer.
-void Group::put(const Transfer& t, size_t round) {
+void Channel::put(const Transfer& t, size_t round) {
     std::byte* buffer = inlined(t, rank_) ? slot(rank_).inlined : stage(rank_, round);
     for (int peer = 0; peer < size_; peer++) {
         if (peer == rank_) continue;
@@ -132,14 +159,14 @@ void Group::put(const Transfer& t, size_t round) {
 }
 
 // Where the round's piece from `peer` to this rank lies.
-const std::byte* Group::source(const Transfer& t, int peer, size_t round) const {
+const std::byte* Channel::source(const Transfer& t, int peer, size_t round) const {
     return (inlined(t, peer) ? slot(peer).inlined : stage(peer, round)) + t.offset(peer, rank_);
 }
 
-void Group::take(const Transfer& t, size_t round) {
+void Channel::take(const Transfer& t, size_t round) {
     const std::byte* own = t.to(rank_).data + round * t.piece;
     if (t.kernel) {
-        const Block out = t.cut(t.call.outputs[0], round);
+        const Block out = t.cut_result(round);
         const void* from[kMaxRanks];
         for (int r = 0; r < size_; r++) from[r] = r == rank_ ? own : source(t, r, round);
         if (out.bytes) t.add_up(out, from);
@@ -153,7 +180,7 @@ void Group::take(const Transfer& t, size_t round) {
 }
 
 // The first round's pieces have been put and met for.
-Status Group::move_staged(const Transfer& t) {
+Status Channel::move_staged(const Transfer& t) {
     const size_t rounds = std::max(most_bytes() + t.piece - 1, t.piece) / t.piece;
     for (size_t k = 0; k < rounds; k++) {
         const bool more = k + 1 < rounds;
@@ -170,15 +197,174 @@ Status Group::move_staged(const Transfer& t) {
     return Status::ok;
 }
 
-// ---- in the arena -------------------------------------------------------------------------------
+// ---- copied once --------------------------------------------------------------------------------
 
-// Where what this rank sends lies in the arena, if the others could take it from there; else 0.
-uint64_t Group::place_of(const Transfer& t, std::shared_ptr<SharedBlock>* shared) const {
-    if (arena_.empty() || t.call.op == Op::scatter) return 0;
-    if (t.call.op == Op::broadcast && !t.streams) return 0;
+// What a rank tells where small data would stand.
+struct Channel::Address {
+    uint64_t data;    // of its one block; n addresses stand in its next stage; 0: not to be read
+    uint64_t failed;  // it could not copy what it should
+};
+
+// Say where what this rank sends lies, unless its results would overwrite it.
+void Channel::tell_address(const Transfer& t) {
+    Address mine{0, 0};
+    const std::vector<Block>& sent = t.sent();
+    if (sent.size() == 1) {
+        mine.data = reinterpret_cast<uint64_t>(sent[0].data);
+    } else if (!sent.empty()) {
+        auto* list = reinterpret_cast<uint64_t*>(stage(rank_, 1));
+        for (size_t i = 0; i < sent.size(); i++) {
+            list[i] = reinterpret_cast<uint64_t>(sent[i].data);
+        }
+        mine.data = 1;
+    }
+    for (int peer = 0; peer < size_ && t.call.op != Op::broadcast; peer++) {
+        const Block result = t.from(peer);
+        for (const Block& block : sent) {
+            const bool stays = peer == rank_ && result.data == t.to(rank_).data;
+            if (!stays && result.bytes && overlap(result, block)) mine.data = 0;
+        }
+    }
+    if (sent.empty() || (sent.size() == 1 && sent[0].bytes == 0)) mine.data = 1;  // nothing to read
+    std::memcpy(slot(rank_).inlined, &mine, sizeof mine);
+}
+
+uint64_t Channel::address_of(int rank) const {
+    uint64_t data = 0;
+    std::memcpy(&data, slot(rank).inlined + offsetof(Address, data), sizeof data);
+    return data;
+}
+
+// Known after the second barrier.
+bool Channel::failed_to_copy(int rank) const {
+    uint64_t failed = 0;
+    std::memcpy(&failed, slot(rank).inlined + offsetof(Address, failed), sizeof failed);
+    return failed != 0;
+}
+
+// Copy the block from `peer` to this rank out of its memory.
+bool Channel::fetch(const Transfer& t, int peer, Block result) const {
+    const bool listed = t.call.op == Op::scatter || t.call.op == Op::all_to_all;
+    if (const uint64_t place = slot(peer).heap) {
+        const size_t before = listed ? Transfer::at(rank_) * result.bytes : 0;
+        t.copy(result, group_.at(place) + before);
+        return true;
+    }
+    const uint64_t address =
+        listed ? reinterpret_cast<const uint64_t*>(stage(peer, 1))[rank_] : address_of(peer);
+    return read_from({group_.pid_of(peer), address}, result.data, result.bytes);
+}
+
+// Write what a broadcast sends, from `at` on, into the memory of `peer`.
+bool Channel::deliver(const Transfer& t, int peer, size_t at) const {
+    const Block whole = t.call.outputs[0];
+    if (at >= whole.bytes) return true;
+    const Block rest{whole.data + at, whole.bytes - at};
+    if (const uint64_t place = slot(peer).heap) {
+        t.copy({group_.at(place) + at, rest.bytes}, rest.data);
+        return true;
+    }
+    return write_to({group_.pid_of(peer), address_of(peer) + at}, rest.data, rest.bytes);
+}
+
+// Whether a rank has told its address: who has only blocks of one length, and short ones, has not.
+bool Channel::told_address(int rank, size_t least) const {
+    return (!slot(rank).even || slot(rank).bytes >= least) && address_of(rank) != 0;
+}
+
+// Whether all may be read from that send anything.
+bool Channel::all_readable(const Transfer& t, size_t least) const {
+    for (int r = 0; r < size_; r++) {
+        if (t.sends(r) && slot(r).heap == 0 && !told_address(r, least)) return false;
+    }
+    return true;
+}
+
+// Of the ranks that send anything. A rank may send from another's heap (node-shared memory): then
+// only if all send the same.
+Channel::InHeap Channel::senders_in_heap(const Transfer& t) const {
+    bool all = true, some = false, same = true, apart = true;
+    uint64_t first = 0, owners[kMaxRanks / 64] = {};
+    for (int r = 0; r < size_; r++) {
+        if (!t.sends(r)) continue;
+        const uint64_t place = slot(r).heap;
+        all = all && place != 0;
+        some = some || place != 0;
+        if (place == 0) continue;
+        first = first ? first : place;
+        same = same && place == first;
+        const int owner = HeapPlace::owner(place);
+        const uint64_t bit = uint64_t{1} << (owner % 64);
+        apart = apart && (owners[owner / 64] & bit) == 0;
+        owners[owner / 64] |= bit;
+    }
+    if (all && (same || apart)) return InHeap::all;
+    return some ? InHeap::some : InHeap::none;
+}
+
+// All ranks have said where their blocks lie. With `shares` both of two ranks move a broadcast.
+Status Channel::move_once(const Transfer& t, bool shares) {
+    const size_t half = shares ? round_up(t.call.outputs[0].bytes / 2, kPage) : 0;
+    bool done = true;
+    for (int i = 0; i < size_; i++) {
+        const int peer = (rank_ + i) % size_;
+        Block result = t.from(peer);
+        if (peer == rank_) {
+            t.copy(result, t.to(rank_).data);
+        } else if (result.bytes) {
+            if (shares) result.bytes = std::min(half, result.bytes);
+            done = fetch(t, peer, result) && done;
+        } else if (shares && rank_ == t.call.root) {
+            done = deliver(t, peer, half);
+        }
+    }
+    const uint64_t failed = !done;
+    std::memcpy(slot(rank_).inlined + offsetof(Address, failed), &failed, sizeof failed);
+    const Status s = barrier();
+    if (s != Status::ok) {
+        if (shares && rank_ != t.call.root) await_writer(t.call.root);
+        return s;
+    }
+    for (int r = 0; r < size_; r++) {
+        // What was read of a process that has ended since may be another's.
+        const bool read = r != rank_ && t.from(r).bytes && slot(r).heap == 0;
+        if (read && group_.lost(r)) return report_lost(r);
+        done = done && !failed_to_copy(r);
+    }
+    next_stage();
+    if (done) return Status::ok;
+    if (Status again = barrier(); again != Status::ok) return again;  // all have seen who failed
+    put(t, 0);
+    if (Status again = barrier(); again != Status::ok) return again;
+    return move_staged(t);
+}
+
+// The broadcast has failed: do not return while the root may be writing into our memory.
+void Channel::await_writer(int root) const {
+    constexpr int64_t kPatienceNs = 100'000'000;
+    const int64_t until = now_ns() + kPatienceNs;
+    while (!arrived(root) && !group_.lost(root) && now_ns() < until) sched_yield();
+}
+
+Status Channel::report_lost(int rank) {
+    Outcome out;
+    out.op = op_;
+    out.seq = seq_;
+    out.status = Status::peer_lost;
+    out.peer = rank;
+    out.detail = group_.exit_of(rank);
+    return group_.abort(std::move(out));
+}
+
+// ---- zero-copy ----------------------------------------------------------------------------------
+
+// Where in the symmetric heap what this rank sends lies, if the others could take it from there;
+// else 0.
+uint64_t Channel::place_of(const Transfer& t) const {
+    if (t.call.op == Op::scatter) return 0;
     const std::vector<Block>& sent = t.sent();
     const Block all{sent[0].data, sent[0].bytes * sent.size()};
-    if (all.bytes < kDirectBytes) return 0;
+    if (all.bytes < kZeroCopyBytes) return 0;
     for (size_t i = 0; i < sent.size(); i++) {
         if (sent[i].bytes != sent[0].bytes || sent[i].data != all.data + i * sent[0].bytes)
             return 0;
@@ -188,56 +374,53 @@ uint64_t Group::place_of(const Transfer& t, std::shared_ptr<SharedBlock>* shared
         const bool stays = peer == rank_ && result.data == t.to(rank_).data;
         if (!stays && result.bytes && overlap(result, all)) return 0;
     }
-    return arena_.find(all.data, all.bytes, shared);
+    return group_.find_in_heap(all.data, all.bytes);
 }
 
-// What all ranks send lies at one place of the arena, and all ranks have arrived.
-Status Group::move_direct(const Transfer& t, const SharedBlock& shared) {
+// What all ranks of a reduce_scatter send lies in symmetric heaps, and all ranks have arrived.
+Status Channel::reduce_scatter_zero_copy(const Transfer& t) {
     const std::vector<Block>& sent = t.sent();
     const size_t mine = sent.size() == 1 ? 0 : Transfer::at(rank_) * sent[0].bytes;
-    const size_t offset = static_cast<size_t>(sent[0].data - shared.data()) + mine;
-    if (t.kernel) {
-        const void* from[kMaxRanks];
-        for (int r = 0; r < size_; r++) from[r] = shared.region(r) + offset;
-        t.add_up(t.call.outputs[0], from);
-        return meet();
-    }
-    for (int i = 0; i < size_; i++) {
-        const int peer = (rank_ + i) % size_;
-        t.copy(t.from(peer), shared.region(peer) + offset);
-    }
-    return meet();
+    const void* from[kMaxRanks];
+    for (int r = 0; r < size_; r++) from[r] = group_.at(slot(r).heap) + mine;
+    t.add_up(t.call.outputs[0], from);
+    return barrier();
 }
 
-// Whether all ranks have announced that very place of the arena. Known after `open`.
-Group::Sharing Group::sharing_of(uint64_t place) const {
-    bool same = place != 0, some = false;
-    for (int r = 0; r < size_; r++) {
-        same = same && slot(r).arena == place && slot(r).even;
-        some = some || slot(r).arena != 0;
-    }
-    return same ? Sharing::all : some ? Sharing::some : Sharing::none;
-}
-
-Status Group::move(const Call& call) {
+Status Channel::move(const Call& call) {
     Transfer t(call, rank_, size_, chunk_);
     if (call.op == Op::reduce_scatter) {
-        t.kernel = reduce_kernel(call.dtype, call.reduction);
+        t.kernel = reduce_kernel(call.dtype, call.result(), call.reduction);
         if (!t.kernel) return Status::usage;
     }
-    std::shared_ptr<SharedBlock> shared;
-    const uint64_t place = place_of(t, &shared);
+    const uint64_t place = place_of(t);
     if (call.op == Op::broadcast)
-        announce(call, call.outputs[0].bytes, place);
+        write_header(call, call.outputs[0].bytes, place);
     else
-        announce_blocks(call, place);
-    if (place == 0) put(t, 0);
-    if (Status s = open(); s != Status::ok) return s;
-    const Sharing sharing = sharing_of(place);
-    if (sharing == Sharing::all) return move_direct(t, *shared);
-    if (sharing == Sharing::some) {
-        if (place != 0) put(t, 0);
-        if (Status s = meet(); s != Status::ok) return s;
+        write_block_header(call, place);
+    const CopyPlan& plan = group_.copies();
+    const size_t least = std::max<uint64_t>(t.least_copied_once(plan), kInlineBytes + 1);
+    const bool may_once = plan.permitted && !t.kernel && size_ > 1;
+    const bool large = may_once && longest_block(rank_) >= least;
+    const bool puts = place == 0 && !large;  // expects to need the stage
+    if (large || (may_once && !slot(rank_).even)) tell_address(t);
+    if (puts) put(t, 0);
+    if (Status s = exchange_headers(); s != Status::ok) return s;
+    if (call.reduction == Reduction::premul_sum) t.factors = factors();
+    const InHeap tensors = t.kernel ? in_heap() : senders_in_heap(t);
+    if (tensors == InHeap::all && t.kernel) return reduce_scatter_zero_copy(t);
+    const bool any_large = may_once && most_bytes() >= least;
+    if (tensors == InHeap::all || (any_large && all_readable(t, least))) {
+        bool shares = call.op == Op::broadcast && size_ == 2;
+        if (shares && slot(1 - call.root).heap == 0) {
+            shares = may_once && told_address(1 - call.root, least);
+        }
+        return move_once(t, shares);
+    }
+    // Some rank may not have put its first pieces yet.
+    if (tensors == InHeap::some || any_large) {
+        if (!puts) put(t, 0);
+        if (Status s = barrier(); s != Status::ok) return s;
     }
     return move_staged(t);
 }

@@ -21,12 +21,22 @@ constexpr DTypeRow kDTypes[] = {
 static_assert(sizeof(kDTypes) / sizeof(kDTypes[0]) == kReducibleDTypes);
 
 constexpr const char* kReductionNames[] = {"SUM",  "AVG", "PRODUCT", "MIN", "MAX",
-                                           "BAND", "BOR", "BXOR",    ""};
+                                           "BAND", "BOR", "BXOR",    "",    "PREMUL_SUM"};
 
-constexpr const char* kOpNames[] = {
-    "none",         "barrier", "broadcast", "all_reduce",       "reduce",
-    "all_gather",   "gather",  "scatter",   "reduce_scatter",   "all_to_all",
-    "shared_empty", "send",    "recv",      "host_shared_empty"};
+constexpr const char* kOpNames[] = {"none",
+                                    "barrier",
+                                    "broadcast",
+                                    "all_reduce",
+                                    "reduce",
+                                    "all_gather",
+                                    "gather",
+                                    "scatter",
+                                    "reduce_scatter",
+                                    "all_to_all",
+                                    "host_shared_empty",
+                                    "send",
+                                    "recv",
+                                    "new_group"};
 
 }  // namespace
 
@@ -42,7 +52,7 @@ const char* name_of(DType dtype) {
 
 const char* name_of(Reduction reduction) {
     auto i = static_cast<size_t>(reduction);
-    return i <= kReductions ? kReductionNames[i] : "?";
+    return i < kReductions ? kReductionNames[i] : "?";
 }
 
 const char* name_of(Op op) {

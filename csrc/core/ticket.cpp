@@ -1,8 +1,20 @@
 #include "ticket.h"
 
+#include <optional>
+
+#include "call_queue.h"
+
 namespace dure {
 
+bool Ticket::complete() { return done() || queue_->complete(*this); }
+
 bool Ticket::wait(int64_t ns) {
+    if (done()) return true;
+    std::optional<CallQueue::Waiting> waiting;
+    if (queue_) {
+        waiting.emplace(*queue_);
+        queue_->hurry();
+    }
     const int64_t until = now_ns() + ns;
     while (!done()) {
         int64_t left = until - now_ns();

@@ -12,11 +12,20 @@
 
 namespace dure {
 
+class CallQueue;
+
 class Ticket {
   public:
+    Ticket() = default;
+    // Of a collective that is queued in `queue`.
+    explicit Ticket(std::shared_ptr<CallQueue> queue) : queue_(std::move(queue)) {}
     bool done() const { return word_.load(std::memory_order_acquire) != 0; }
     // Wait at most `ns`; returns done().
     bool wait(int64_t ns);
+    // Wait without a limit, and run what has not begun. False if the rank was interrupted before.
+    bool complete();
+    // Nullptr of a message.
+    CallQueue* queue() const { return queue_.get(); }
     void finish(Outcome outcome);
     // Write the operation's end into entry `number` of `flight`; now, if it has ended.
     void record(std::shared_ptr<Flight> flight, uint64_t number);
@@ -28,6 +37,7 @@ class Ticket {
   private:
     void write_end();
 
+    const std::shared_ptr<CallQueue> queue_;
     Word word_{0};
     Word waiters_{0};
     int source_ = -1;

@@ -38,8 +38,19 @@ enum class DType : uint8_t {
 };
 constexpr int kReducibleDTypes = static_cast<int>(DType::opaque);
 
-enum class Reduction : uint8_t { sum, avg, product, min, max, band, bor, bxor, none };
-constexpr int kReductions = static_cast<int>(Reduction::none);
+enum class Reduction : uint8_t {
+    sum,
+    avg,
+    product,
+    min,
+    max,
+    band,
+    bor,
+    bxor,
+    none,
+    premul_sum,  // each rank's elements times its `Call::factor`
+};
+constexpr int kReductions = static_cast<int>(Reduction::premul_sum) + 1;
 
 enum class Op : uint8_t {
     none,
@@ -52,10 +63,10 @@ enum class Op : uint8_t {
     scatter,
     reduce_scatter,
     all_to_all,
-    shared_empty,
+    host_shared_empty,
     send,
     recv,
-    host_shared_empty,
+    new_group,
 };
 
 // How an operation ended. One enum crosses the border; src/dure/native/status.py gives each
@@ -82,7 +93,8 @@ enum class Status : int {
 struct Outcome {
     Status status = Status::ok;
     Op op = Op::none;
-    uint32_t seq = 0;
+    int channel = 0;
+    uint32_t seq = 0;  // of the collective in its channel
     int peer = -1;
     int reporter = -1;
     double elapsed_s = 0;
@@ -105,9 +117,12 @@ struct Site {
     int line = 0;
 };
 
+// Set in `Call::members` where it is a digest: more than one group, or ranks above 62.
+constexpr uint64_t kDigest = uint64_t{1} << 63;
+
 // One collective call. Which of the lists is used depends on `op`:
 // broadcast, all_reduce, reduce: outputs[0] (in place); all_gather, gather: inputs[0], outputs[n];
-// scatter, reduce_scatter: inputs[n], outputs[0]; all_to_all: both n; barrier: none.
+// scatter, reduce_scatter: inputs[n], outputs[0]; all_to_all: both n; barrier, new_group: none.
 struct Call {
     Op op = Op::none;
     DType dtype = DType::opaque;
@@ -116,6 +131,13 @@ struct Call {
     std::vector<Block> inputs;
     std::vector<Block> outputs;
     const Site* site = nullptr;
+    double factor = 1;           // of a premultiplied sum; may differ between ranks
+    DType into = DType::opaque;  // dtype of a reduce_scatter's result; opaque: the same
+    uint64_t members = 0;        // of new_group: a bit for each rank, or with bit 63 a digest
+    const std::string* thread = nullptr;  // the caller's, by name; lives as long as the process
+
+    bool converts() const { return into != DType::opaque && into != dtype; }
+    DType result() const { return converts() ? into : dtype; }
 };
 
 size_t item_bytes(DType dtype);

@@ -1,9 +1,15 @@
 // A test harness of one header: cases, checks, and ranks as threads or as forked processes.
 #pragma once
 
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -45,9 +51,12 @@ inline int add_case(const char* name, void (*body)()) {
 
 constexpr uint64_t kNonce = 42;
 
+// How the groups of the tests copy: see calibration.h.
+inline int64_t single_copies = kMeasureCopies;
+
 inline Options options_of(int rank, int size, double timeout_s = 20) {
     return {rank, size, static_cast<int64_t>(timeout_s * 1e9),
-            static_cast<int>(std::thread::hardware_concurrency())};
+            static_cast<int>(std::thread::hardware_concurrency()), single_copies};
 }
 
 using Body = std::function<void(Group&)>;
@@ -72,7 +81,8 @@ inline void on_threads(
 }
 
 // Run `body` on `n` forked ranks, each with a mapping of its own. Returns their wait statuses.
-inline std::vector<int> on_processes(int n, const Body& body, double timeout_s = 20) {
+inline std::vector<int> on_processes(
+    int n, const Body& body, double timeout_s = 20, const Body& prepare = [](Group&) {}) {
     std::unique_ptr<Group> first = Group::create(options_of(0, n, timeout_s), kNonce);
     const int parent = getpid(), fd = first->file();
     std::vector<pid_t> children;
@@ -81,6 +91,7 @@ inline std::vector<int> on_processes(int n, const Body& body, double timeout_s =
         if (pid == 0) {
             auto group = Group::attach(options_of(r, n, timeout_s), parent, fd, kNonce);
             while (group->attached() < n) group->wait_attached(1'000'000);
+            prepare(*group);
             group->ready();
             body(*group);
             std::_Exit(0);
@@ -88,6 +99,7 @@ inline std::vector<int> on_processes(int n, const Body& body, double timeout_s =
         children.push_back(pid);
     }
     while (first->attached() < n) first->wait_attached(1'000'000);
+    prepare(*first);
     first->ready();
     body(*first);
     std::vector<int> statuses{0};
@@ -97,6 +109,33 @@ inline std::vector<int> on_processes(int n, const Body& body, double timeout_s =
         statuses.push_back(status);
     }
     return statuses;
+}
+
+// Run `body` in a process of its own, whose end changes nothing here.
+inline void in_child(const std::function<void()>& body) {
+    const pid_t pid = fork();
+    if (pid == 0) {
+        body();
+        std::_Exit(0);
+    }
+    int status = 0;
+    waitpid(pid, &status, 0);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+// As a container's seccomp filter does: this thread, and those it starts, may not copy from and to
+// other processes from now on.
+inline void forbid_single_copies() {
+    sock_filter code[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_process_vm_readv, 1, 0),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_process_vm_writev, 0, 1),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+    };
+    const sock_fprog filter{std::size(code), code};
+    CHECK(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0);
+    CHECK(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter, 0, 0) == 0);
 }
 
 template <typename T>

@@ -21,10 +21,13 @@ std::vector<int32_t> ramp(size_t count, int from) {
 }
 
 void on_all(const std::function<void(Group&, size_t)>& body) {
-    for (int n : {1, 2, 3, 5}) {
-        on_threads(n, [&](Group& g) {
-            for (size_t count : counts(n)) body(g, count);
-        });
+    for (int64_t threshold : {kNoSingleCopies, int64_t{16'384}}) {
+        single_copies = threshold;
+        for (int n : {1, 2, 3, 5}) {
+            on_threads(n, [&](Group& g) {
+                for (size_t count : counts(n)) body(g, count);
+            });
+        }
     }
 }
 
@@ -135,14 +138,13 @@ TEST(reduce_scatter_in_place) {
     });
 }
 
-TEST(arena_tensors_are_reduced_in_place_and_mix_with_ordinary_ones) {
+TEST(heap_tensors_are_reduced_in_place_and_mix_with_ordinary_ones) {
     for (int n : {1, 2, 3, 5}) {
         on_threads(n, [n](Group& g) {
             constexpr size_t kCount = 200'003;
-            Status s;
-            auto block = g.shared_empty(kCount * 4, s);
-            CHECK(s == Status::ok && block);
-            auto* shared = reinterpret_cast<int32_t*>(block->data());
+            auto block = g.heap().allocate(kCount * 4, false);
+            CHECK(block != nullptr);
+            auto* shared = reinterpret_cast<int32_t*>(block->data);
             std::vector<int32_t> own(kCount);
             for (bool mixed : {false, true}) {
                 int32_t* x = mixed && g.rank() == 0 ? own.data() : shared;

@@ -50,9 +50,9 @@ TEST(a_killed_rank_is_lost_before_its_memory_is_gone) {
 }
 
 TEST(a_rank_is_watched_from_ready_to_close) {
-    on_threads(2, [](Group& g) {
+    on_processes(2, [](Group& g) {
         CHECK(g.run({Op::barrier}) == Status::ok);
-        const RankBlock& mine = g.block(g.rank());
+        const ProcessPage& mine = g.heap().page();
         for (int i = 0; i < 1000 && mine.life.load() == 0; i++) usleep(1000);
         CHECK(mine.life.load() != 0);
         CHECK(!g.lost(1 - g.rank()));
@@ -89,56 +89,107 @@ TEST(a_missing_rank_is_asked_where_it_is) {
 }
 
 TEST(an_answer_ends_with_a_whole_character) {
-    auto block = std::make_unique<RankBlock>();
-    Watcher watcher;
-    watcher.set_where([] {
+    const Watched watched([] {
         std::string text;
         for (size_t i = 0; i < kAnswerBytes; i++) text += "\xea\xb0\x80";  // of three bytes
         return text;
     });
-    watcher.start(*block, nullptr);
-    const std::string answer = await_answer(*block, ask(*block), now_ns() + 20'000'000'000);
+    const SymmetricHeap& heap = SymmetricHeap::of_process();
+    const auto self = Process::of(getpid(), heap.page().start_time, heap.file());
+    const uint32_t question = self->ask(watched.place());
+    const std::string answer = self->await_answer(question, now_ns() + 20'000'000'000);
     CHECK(answer.size() > kAnswerBytes - 4 && answer.size() % 3 == 0);
 }
 
-TEST(a_peer_is_not_lost_because_no_descriptor_is_left) {
+// A process whose heap is ready, until it is killed.
+pid_t start_peer(int* heap_file) {
+    int ready[2];
+    CHECK(pipe(ready) == 0);
     const pid_t child = fork();
     if (child == 0) {
+        const int fd = SymmetricHeap::of_process().file();
+        CHECK(write(ready[1], &fd, sizeof fd) == sizeof fd);
         for (;;) pause();
     }
-    const uint64_t started = start_time_of(child);
-    rlimit before{};
-    CHECK(getrlimit(RLIMIT_NOFILE, &before) == 0);
-    const rlimit none{0, before.rlim_max};
-    CHECK(setrlimit(RLIMIT_NOFILE, &none) == 0);
-    Peers peers;
-    CHECK(peers.add(child, started, false));
-    CHECK(setrlimit(RLIMIT_NOFILE, &before) == 0);
-    CHECK(!peers.dead(0));
-    CHECK(!peers.add(child, started + 1, false));  // a later process with that number
-    kill(child, SIGKILL);
-    waitpid(child, nullptr, 0);
-    CHECK(!peers.add(child, started, false));
+    CHECK(read(ready[0], heap_file, sizeof *heap_file) == sizeof *heap_file);
+    close(ready[0]);
+    close(ready[1]);
+    return child;
 }
 
-TEST(a_verdict_is_waited_for_while_its_writer_lives) {
+TEST(a_peer_is_not_lost_because_no_descriptor_is_left) {
+    int heap_file = -1;
+    const pid_t child = start_peer(&heap_file);
+    const uint64_t started = start_time_of(child);
+    const int last = dup(0);
+    rlimit before{};
+    CHECK(getrlimit(RLIMIT_NOFILE, &before) == 0);
+    close(last);
+    // Enough to map the heap, not to keep a descriptor of the process when another takes its place.
+    const rlimit few{static_cast<rlim_t>(last) + 1, before.rlim_max};
+    CHECK(setrlimit(RLIMIT_NOFILE, &few) == 0);
+    auto peer = Process::of(child, started, heap_file);
+    CHECK(setrlimit(RLIMIT_NOFILE, &before) == 0);
+    CHECK(peer != nullptr && !peer->dead());
+    CHECK(Process::of(child, started, heap_file) == peer);         // one for the process
+    CHECK(Process::of(child, started + 1, heap_file) == nullptr);  // a later one with that number
+    kill(child, SIGKILL);
+    waitpid(child, nullptr, 0);
+    CHECK(peer->dead());
+    peer.reset();
+    CHECK(Process::of(child, started, heap_file) == nullptr);
+}
+
+TEST(an_abort_record_is_waited_for_while_its_writer_lives) {
     on_processes(2, [](Group& g) {
-        Verdict& verdict = g.header().verdict;
+        AbortRecord& record = g.header().abort_record;
         CHECK(g.run({Op::barrier}) == Status::ok);
         if (g.rank() == 1) {
-            verdict.phase = kWriting + 1;
+            record.phase = kWriting + 1;
             usleep(100'000);  // as one that was kept from its core
-            verdict.status = Status::timeout;
-            verdict.peer = 1;
-            verdict.phase = kReadable;
+            record.status = Status::timeout;
+            record.peer = 1;
+            record.phase = kReadable;
         }
         CHECK(g.run({Op::barrier}) == Status::timeout);
     });
     on_processes(2, [](Group& g) {
         CHECK(g.run({Op::barrier}) == Status::ok);
         if (g.rank() == 1) {
-            g.header().verdict.phase = kWriting + 1;
+            g.header().abort_record.phase = kWriting + 1;
             raise(SIGKILL);
+        }
+        CHECK(g.run({Op::barrier}) == Status::peer_lost);
+        CHECK(g.failure().peer == 1);
+    });
+}
+
+// A writer that is stopped too long, and goes on when others have given up: all hear the same, and
+// name the writer.
+TEST(ranks_agree_on_the_outcome_of_a_writer_that_was_given_up) {
+    on_processes(3, [](Group& g) {
+        AbortRecord& record = g.header().abort_record;
+        CHECK(g.run({Op::barrier}) == Status::ok);
+        if (g.rank() == 1) {
+            record.phase = kWriting + 1;
+            while (record.phase == kWriting + 1) usleep(1000);
+            CHECK(record.phase == kGivenUp + 1);
+        }
+        CHECK(g.run({Op::barrier}) == Status::peer_lost);
+        CHECK(g.failure().peer == 1);
+        CHECK(g.rank() == 1 || !g.failure().detail.empty());
+    });
+    // The writer itself, in the middle of `abort`, finds that it was given up.
+    on_threads(2, [](Group& g) {
+        Word& phase = g.header().abort_record.phase;
+        CHECK(g.run({Op::barrier}) == Status::ok);
+        if (g.rank() == 0) {
+            phase = kGivenUp + 1;
+        } else {
+            while (phase == 0) usleep(100);
+            Outcome out;
+            out.status = Status::timeout;
+            CHECK(g.abort(out) == Status::peer_lost);
         }
         CHECK(g.run({Op::barrier}) == Status::peer_lost);
         CHECK(g.failure().peer == 1);
@@ -196,6 +247,27 @@ void expect_desync(const std::function<Call(Block, bool)>& call) {
         const Outcome out = g.failure();
         CHECK(out.calls.size() == 2 && out.calls[0] != out.calls[1]);
         CHECK(out.seq == 1);
+    });
+}
+
+TEST(making_a_group_is_compared_like_any_call) {
+    auto make = [](uint64_t members) {
+        Call call;
+        call.op = Op::new_group;
+        call.members = members;
+        return call;
+    };
+    on_threads(2, [&](Group& g) {
+        CHECK(g.run(make(0b101)) == Status::ok);
+        CHECK(g.run(make(g.rank() == 0 ? 0b101 : kDigest | 0xabc)) == Status::desync);
+        const Outcome out = g.failure();
+        CHECK(out.calls[0] == "new_group([0, 2])" && out.calls[1] == "new_group(ranks #abc)");
+    });
+    on_threads(2, [&](Group& g) {
+        Call barrier;
+        barrier.op = Op::barrier;
+        CHECK(g.run(g.rank() == 0 ? make(0b11) : barrier) == Status::desync);
+        CHECK(g.failure().calls[0] == "new_group([0, 1])");
     });
 }
 

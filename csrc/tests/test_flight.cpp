@@ -3,7 +3,7 @@
 
 #include "flight.h"
 #include "harness.h"
-#include "lane.h"
+#include "ticket.h"
 
 namespace dure {
 namespace {
@@ -16,6 +16,8 @@ Flight::Start start_of(Op op, uint64_t bytes) {
     s.dtype = DType::bf16;
     s.reduction = Reduction::max;
     s.async = true;
+    s.channel = 1;
+    s.seq = 5;
     s.peer = 3;
     s.tag = 77;
     s.bytes = bytes;
@@ -35,7 +37,7 @@ TEST(an_entry_tells_what_was_called_and_how_it_ended) {
     CHECK(e.start.reduction == Reduction::max && e.start.async && e.start.bytes == 10);
     CHECK(e.start.peer == 3 && e.start.tag == 77);
     CHECK(e.status == static_cast<uint8_t>(Status::desync));
-    CHECK(e.seq == 1 && entries[1].seq == 0);
+    CHECK(e.start.channel == 1 && e.start.seq == 5);
     // The counter's rate is known to about a thousandth after so short a time.
     CHECK(e.start_ns > before - 1'000'000 && e.end_ns >= e.start_ns);
     CHECK(e.end_ns < now_ns() + 1'000'000);

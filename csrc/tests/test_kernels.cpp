@@ -127,6 +127,53 @@ TEST(half_precision_rounds_once) {
     CHECK(out == 0x6801);
 }
 
+TEST(low_precision_is_summed_into_float32_without_rounding) {
+    // bf16: 256 + 1 is 256 (8 bits of mantissa); the float32 result keeps the 1.
+    const uint16_t big = 0x4380, one = 0x3f80;
+    const void* from[2] = {&big, &one};
+    float out = 0;
+    void* to[1] = {&out};
+    reduce_kernel(DType::bf16, DType::f32, Reduction::sum)({to, 1, from, 2, 1});
+    CHECK(out == 257.0f);
+    reduce_kernel(DType::bf16, DType::f32, Reduction::avg)({to, 1, from, 2, 1});
+    CHECK(out == 128.5f);
+    // f16: 2048 + 1.
+    const uint16_t half_big = 0x6800, half_one = 0x3c00;
+    const void* halves[2] = {&half_big, &half_one};
+    reduce_kernel(DType::f16, DType::f32, Reduction::sum)({to, 1, halves, 2, 1});
+    CHECK(out == 2049.0f);
+}
+
+TEST(float32_is_rounded_once_into_low_precision) {
+    // 256 + 1 + 1 is 258, which bf16 has; rounded after each step it would stay 256.
+    const float big = 256, one = 1;
+    const void* from[3] = {&big, &one, &one};
+    uint16_t out = 0;
+    void* to[1] = {&out};
+    reduce_kernel(DType::f32, DType::bf16, Reduction::sum)({to, 1, from, 3, 1});
+    CHECK(out == 0x4381);
+    reduce_kernel(DType::f32, DType::f16, Reduction::sum)({to, 1, from, 3, 1});
+    CHECK(out == 0x5c08);
+}
+
+TEST(a_premultiplied_sum_takes_each_source_times_its_factor) {
+    const std::vector<float> a(3000, 3.0f), b(3000, 5.0f), c(3000, 7.0f);
+    const void* from[3] = {a.data(), b.data(), c.data()};
+    std::vector<float> out(3000), second(3000);
+    void* to[2] = {out.data(), second.data()};
+    const double factors[3] = {0.5, 2.0, -1.0};
+    reduce_kernel(DType::f32, Reduction::premul_sum)({to, 2, from, 3, 3000, factors});
+    for (size_t i = 0; i < 3000; i++) CHECK(out[i] == 4.5f && second[i] == 4.5f);
+    // The product is as wide as the sum: 257 is none of bf16's numbers, 257 / 2 + 0.5 is.
+    const uint16_t big = 0x4380, one = 0x3f80;
+    const void* low[2] = {&big, &one};
+    const double halves[2] = {0.5, 0.5};
+    float sum = 0;
+    void* into[1] = {&sum};
+    reduce_kernel(DType::bf16, DType::f32, Reduction::premul_sum)({into, 1, low, 2, 1, halves});
+    CHECK(sum == 128.5f);
+}
+
 TEST(integers_wrap) {
     const int8_t a = 127, b = 1;
     const void* from[2] = {&a, &b};
@@ -154,6 +201,9 @@ TEST(undefined_pairs_have_no_kernel) {
     CHECK(reduce_kernel(DType::c64, Reduction::max) == nullptr);
     CHECK(reduce_kernel(DType::i32, Reduction::avg) == nullptr);
     CHECK(reduce_kernel(DType::opaque, Reduction::sum) == nullptr);
+    CHECK(reduce_kernel(DType::i32, Reduction::premul_sum) == nullptr);
+    CHECK(reduce_kernel(DType::bf16, DType::f16, Reduction::sum) == nullptr);
+    CHECK(reduce_kernel(DType::bf16, DType::f32, Reduction::max) == nullptr);
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
-// Random sequences of all operations, at random sizes, in the arena and out of it, one directly
-// after the other: whoever fills a buffer too soon, or reads one too late, gets wrong numbers.
+// Random sequences of all operations, at random sizes, in the symmetric heap and out of it, one
+// directly after the other: whoever fills a buffer too soon, or reads one too late, gets wrong
+// numbers.
 #include <algorithm>
 #include <random>
 
@@ -59,7 +60,7 @@ class Player {
         const size_t way = choose(3), shift = choose(kShift);
         for (Room& room : rooms_) {
             const bool shared = way == 0 || (way == 1 && own_() % 2 == 0);
-            room.at = (shared ? reinterpret_cast<Number*>(room.shared->data()) : room.own.data());
+            room.at = (shared ? reinterpret_cast<Number*>(room.shared->data) : room.own.data());
             room.at += shift;
         }
         switch (op) {
@@ -91,7 +92,7 @@ class Player {
 
   private:
     struct Room {
-        std::shared_ptr<SharedBlock> shared;
+        std::shared_ptr<HeapMemory> shared;
         std::vector<Number> own;
         Number* at = nullptr;
     };
@@ -108,9 +109,8 @@ class Player {
         return uneven_ ? count_ + (3 * from + to) % 4 : count_;
     }
     void renew(Room& room) {
-        Status status = Status::ok;
-        room.shared = group_.shared_empty(kRoom * sizeof(Number), status);
-        CHECK(status == Status::ok);
+        room.shared = group_.heap().allocate(kRoom * sizeof(Number), false);
+        CHECK(room.shared != nullptr);
     }
 
     static Block block(Number* at, size_t count) {
@@ -238,11 +238,18 @@ void play_on(int n, int cores) {
 }
 
 TEST(operations_follow_each_other_in_small_chunks) {
+    single_copies = kNoSingleCopies;
     for (int n : {1, 2, 3, 4, 5, 8}) play_on(n, n);
 }
 
 TEST(operations_follow_each_other_in_large_chunks) {
+    single_copies = kNoSingleCopies;
     for (int n : {2, 3, 8}) play_on(n, 1);
+}
+
+TEST(operations_follow_each_other_staged_and_copied_once) {
+    single_copies = 20'000;
+    for (int n : {2, 3, 8}) play_on(n, n);
 }
 
 }  // namespace

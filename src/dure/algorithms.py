@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import sys
 
-from dure.comm import joining as join
-from dure.comm.joining import Join, Joinable, JoinHook
 from dure.parallel import averaging as model_averaging
 from dure.parallel.averaging import averagers, packing
 from dure.parallel.ddp import hooks as ddp_comm_hooks
 from dure.parallel.ddp.hooks import (
-    debugging_hooks,
     default_hooks,
     post_localSGD_hook,
     powerSGD_hook,
     quantization_hooks,
 )
 from dure.parallel.optim import overlap as ddp_zero_hook
+from dure.training import join
+from dure.training.join import Join, Joinable, JoinHook
 
 __all__ = ["Join", "JoinHook", "Joinable", "ddp_comm_hooks", "join", "model_averaging"]
 
@@ -32,7 +31,7 @@ sys.modules |= {
         "join": join,
         "ddp_comm_hooks": ddp_comm_hooks,
         "ddp_comm_hooks.ddp_zero_hook": ddp_zero_hook,
-        "ddp_comm_hooks.debugging_hooks": debugging_hooks,
+        "ddp_comm_hooks.debugging_hooks": default_hooks,
         "ddp_comm_hooks.default_hooks": default_hooks,
         "ddp_comm_hooks.post_localSGD_hook": post_localSGD_hook,
         "ddp_comm_hooks.powerSGD_hook": powerSGD_hook,

@@ -98,6 +98,12 @@ VARIABLES: dict[str, Variable] = {
             example="node-a",
         ),
         Variable(
+            name="DURE_SINGLE_COPY",
+            meaning="from how many bytes on memory is copied once, by the kernel; auto: measured; "
+            "off: never",
+            example="auto",
+        ),
+        Variable(
             name="DURE_STORE_BIND", meaning="address the store listens on, if not MASTER_ADDR"
         ),
         Variable(
@@ -140,7 +146,17 @@ VARIABLES: dict[str, Variable] = {
         Variable(name="XDG_CONFIG_HOME", meaning="where the user's own key file lives"),
         Variable(name="XDG_STATE_HOME", meaning="where flight records lie, without DURE_TRACE_DIR"),
         Variable(name="MALLOC_ARENA_MAX", meaning="how many heaps glibc may give to threads"),
-        Variable(name="GLIBC_TUNABLES", meaning="settings of glibc, that number among them"),
+        Variable(
+            name="MALLOC_TRIM_THRESHOLD_",
+            meaning="bytes of freed memory above which glibc gives it back; set by `dure run`",
+        ),
+        Variable(
+            name="MALLOC_MMAP_THRESHOLD_",
+            meaning="bytes from which on glibc maps blocks one by one; set by `dure run`",
+        ),
+        Variable(name="MALLOC_TOP_PAD_", meaning="what glibc adds when its heap grows"),
+        Variable(name="MALLOC_MMAP_MAX_", meaning="how many blocks glibc maps one by one"),
+        Variable(name="GLIBC_TUNABLES", meaning="settings of glibc, all of these among them"),
     )
 }
 

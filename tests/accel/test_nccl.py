@@ -9,7 +9,7 @@ import torch
 
 import dure as dist
 from dure.comm.backends.base import BackendOptions
-from dure.comm.backends.registry import create_backend
+from dure.comm.backends.registry import open_backend
 from dure.errors import UsageError
 from dure.store import HashStore
 
@@ -28,7 +28,7 @@ def test_nccl_without_cuda_is_a_usage_error():
         name="g",
     )
     with pytest.raises(UsageError):
-        create_backend("nccl", options)
+        open_backend("nccl", options).complete()
 
 
 @pytest.mark.skipif(not HAS_NCCL, reason="needs a CUDA build of torch with NCCL, and a GPU")

@@ -8,7 +8,7 @@ import dure
 from dure.comm.world import current_world
 
 HOPS_IN_PYTHON = ["all_reduce", "ProcessGroup.all_reduce"]
-HOPS_IN_CPP = ["Engine::plain_all_reduce", "Group::run"]
+HOPS_IN_CPP = ["Engine::plain_all_reduce", "Channel::run"]
 
 
 class Watched:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 
 import dure as dist
 from dure.comm.ops import reducible_dtypes
+from dure.errors import DtypeError
 
 from .values import FEW, contribution, counts, noise, reduced, same, thorough
 
@@ -155,6 +157,35 @@ def case_premultiplied_sum(rank, n):
     t = torch.full((5,), 2.0)
     dist.all_reduce(t, dist.ReduceOp.premul_sum(rank + 1.0))
     assert torch.equal(t, torch.full((5,), float(n * (n + 1))))
+    for count in (1, 3000, 100_000):  # inline, one-shot, in chunks
+        x = torch.full((count,), 3.0, dtype=torch.float64)
+        dist.reduce(x, dst=n - 1, op=dist.ReduceOp.premul_sum(0.5))
+        assert rank != n - 1 or torch.equal(x, torch.full_like(x, 1.5 * n))
+        x = torch.arange(count * n, dtype=torch.float32) % 64
+        part = torch.empty(count)
+        dist.reduce_scatter_single(part, x, dist.ReduceOp.premul_sum(0.25 * (rank + 1)))
+        mine = x[rank * count : (rank + 1) * count]
+        assert torch.equal(part, mine * (0.125 * n * (n + 1)))
+
+
+def case_reduce_scatter_into_another_dtype(rank, n):
+    # 256 and 1 are numbers of bfloat16, their sum is not: it has to be taken, and kept, in float32.
+    for low in (torch.bfloat16, torch.float16):
+        for count in (1, 7, 5000, 300_000):
+            x = torch.full((n * count,), 256.0 if rank == 0 else 1.0, dtype=low)
+            wide = torch.empty(count, dtype=torch.float32)
+            dist.reduce_scatter_single(wide, x)
+            assert torch.equal(wide, torch.full_like(wide, 256.0 + n - 1))
+            dist.reduce_scatter_single(wide, x, dist.ReduceOp.AVG)
+            assert torch.equal(wide, torch.full_like(wide, 256.0 + n - 1) / n)
+            back = torch.empty(count, dtype=low)
+            dist.reduce_scatter_single(back, x.float(), dist.ReduceOp.premul_sum(0.5))
+            assert torch.equal(back, torch.full((count,), (256.0 + n - 1) / 2).to(low))
+    with pytest.raises(DtypeError):
+        dist.reduce_scatter_single(torch.empty(1), torch.empty(n, dtype=torch.float64))
+    one = torch.ones(n, dtype=torch.bfloat16)
+    with pytest.raises(DtypeError):
+        dist.reduce_scatter_single(torch.empty(1), one, dist.ReduceOp.MAX)
 
 
 def case_all_reduce_does_not_touch_neighbours(rank, n):

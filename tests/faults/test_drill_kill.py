@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import dure
+from dure import symmetric_memory
 from dure.errors import PeerLost
 from dure.native import available
 from faults.crew import Crew, Place
@@ -77,6 +78,7 @@ OPERATIONS = (_reduces, _moves, _gathers, _scatters, _exchanges, _waits, _passes
 
 def _round(place: Place, seed: int, victim: int, after_s: float, shrinks: bool):
     """Collectives at random, alike on all ranks, until one of them is lost."""
+    symmetric_memory.empty(1)  # the process's heap, which stays
     before = descriptors(), len(mapped_segments()), _num_threads()
     dure.init_process_group(
         "shm", place.url, timedelta(seconds=20), world_size=place.size, rank=place.rank

@@ -62,6 +62,8 @@ DIFFERENT = {
     "TORCHELASTIC_ERROR_FILE": "any path",
     "TORCHELASTIC_USE_AGENT_STORE": "torchrun's store is at MASTER_PORT; there Dure's is not",
     "OMP_NUM_THREADS": "1, or the host's cores divided",
+    "MALLOC_TRIM_THRESHOLD_": "Dure's ranks keep the memory that they free",
+    "MALLOC_MMAP_THRESHOLD_": "as the one before",
     "OUT": "of this test",
     "TMPDIR": "of this test",
     "LAUNCH_TEST": "of this test",

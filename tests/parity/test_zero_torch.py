@@ -58,7 +58,7 @@ def train(make: Callable[..., Any], name: str, **kind: bool) -> tuple[list[Any],
 
 
 def differences(ours: Any, theirs: Any, where: str = "") -> list[str]:
-    """Return where two nests of values differ."""
+    """Return where two pytrees differ."""
     if isinstance(ours, dict):
         if set(ours) != set(theirs):
             return [f"{where}: {list(ours)} and {list(theirs)}"]

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from dure.comm import call as calls
 from dure.comm.backends.base import BackendOptions
+from dure.comm.backends.request import Request
 from dure.comm.backends.shm import backend as shm
 from dure.store.base import Store
 from dure.store.file import FileStore
@@ -107,6 +109,24 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def join(seat: Seat, store: Store | None = None) -> shm.ShmBackend:
+class Named:
+    """A backend whose collectives can be called by name, with ``async_op`` last."""
+
+    def __init__(self, backend: shm.ShmBackend) -> None:
+        self.backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in calls.__all__:
+            return getattr(self.backend, name)
+        make = getattr(calls, name)
+
+        def call(*args: Any, async_op: bool | None = None) -> Request | None:
+            *rest, last = (*args, async_op) if async_op is not None else args
+            return self.backend.run(make(*rest), last)
+
+        return call
+
+
+def join(seat: Seat, store: Store | None = None) -> Named:
     """Join the group."""
-    return shm.create(seat.options(store))
+    return Named(shm.create(seat.options(store)))

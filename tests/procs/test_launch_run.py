@@ -57,6 +57,31 @@ def test_threads_chosen_by_the_user_stay(job: Launching) -> None:
     assert json.loads(done.lines(0)[0])["env"]["OMP_NUM_THREADS"] == "7"
 
 
+STEPS = """
+import os, resource, torch
+
+def steps():  # 30 MB, taken and given back five times: some 38,000 pages, or none
+    for _ in range(5):
+        sum(int(t[-1]) for t in [torch.ones(3 << 18) for _ in range(10)])
+
+steps()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+steps()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 1000)
+print(os.environ.get("MALLOC_TRIM_THRESHOLD_"), os.environ.get("MALLOC_MMAP_THRESHOLD_"))
+"""
+
+
+def test_ranks_keep_the_memory_that_a_step_frees(job: Launching) -> None:
+    done = job.run("-n", "2", job.write(STEPS))
+    assert done.lines(0) == done.lines(1) == ["True", "67108864 33554432"], done.err
+
+
+def test_ranks_have_the_c_librarys_own_thresholds_where_asked_for(job: Launching) -> None:
+    done = job.run("-n", "2", "--malloc-defaults", job.write(STEPS))
+    assert done.lines(0)[1] == done.lines(1)[1] == "None None", done.err
+
+
 def test_script_sees_what_python_shows_it(job: Launching) -> None:
     script = job.write(SHOW, "sub dir/prog.py")
     mine = json.loads(job.run("-n", "1", "--", script, "--nproc", "9", "-m", "x y").lines(0)[0])

@@ -35,29 +35,31 @@ class _HeldUp:
     def __getattr__(self, name: str):
         return getattr(self._local, name)
 
-    def broadcast(self, *args):
+    def run(self, call, async_op):
+        if call.op != "broadcast":
+            return self._local.run(call, async_op)
         until = time.monotonic() + LIMIT_S
         while not self._path.exists() and time.monotonic() < until:
             time.sleep(0.005)
         until = time.monotonic() + NEWS_S
         while time.monotonic() < until and self._local.failure() is None:
             time.sleep(0.005)
-        return self._local.broadcast(*args)
+        return self._local.run(call, async_op)
 
 
 def _hold_up(group, told: Path):
-    links = group._backends["cpu"]._links
-    links.local = _HeldUp(links.local, told)
-    return links
+    comms = group._backends["cpu"]._comms
+    comms.local = _HeldUp(comms.local, told)
+    return comms
 
 
 def _leave(rank: int, folder: str, held: int, leaver: int) -> None:
     group = dist.new_group()
     told = Path(folder, f"told-{group.group_name}")
     if rank == held:
-        links = _hold_up(group, told)
+        comms = _hold_up(group, told)
         dist.barrier(group=group)
-        links.local = links.local._local
+        comms.local = comms.local._local
     else:
         dist.barrier(group=group)
     if rank == leaver:
@@ -87,9 +89,9 @@ def _end(rank: int, folder: str, held: int, leaver: int, destroys: bool) -> None
     told = Path(folder, "told")
     group = dist.group.WORLD
     if rank == held:
-        links = _hold_up(group, told)
+        comms = _hold_up(group, told)
         dist.barrier()
-        links.local = links.local._local
+        comms.local = comms.local._local
     else:
         dist.barrier()
     if rank == leaver:

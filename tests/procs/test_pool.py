@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from datetime import timedelta
 
 import psutil
 import pytest
 import torch
 
 import dure as dist
-from dure.errors import CommTimeout, LaunchError
+from dure.errors import CommTimeout, LaunchError, UsageError
 from dure.testing import ProcessPool
 
 
@@ -90,3 +91,40 @@ def test_a_rank_that_died_between_two_calls_is_a_launch_error():
             pool.run(_sum, 1.0)
         assert caught.value.rank == 1
         assert pool.broken
+
+
+def _ring(rank: int, timeout_s: float) -> float | tuple[str, str]:
+    """Send to the next rank, then receive from the one before: right only if sends are buffered."""
+    group = dist.new_group(timeout=timedelta(seconds=timeout_s))
+    t, n = torch.zeros(4), dist.get_world_size()
+    try:
+        dist.send(torch.full((4,), float(rank)), (rank + 1) % n, group=group)
+        dist.recv(t, (rank - 1) % n, group=group)
+    except CommTimeout as error:
+        return error.op or "", str(error)
+    return t[0].item()
+
+
+def _in_turn(rank: int) -> float:
+    t, n = torch.zeros(4), dist.get_world_size()
+    works = [dist.isend(torch.full((4,), float(rank)), (rank + 1) % n)]
+    dist.recv(t, (rank - 1) % n)
+    works[0].wait()
+    return t[0].item()
+
+
+def test_sends_of_a_pool_wait_for_their_receives_where_that_is_asked_for_2_ranks():
+    with ProcessPool(2, "shm", eager_bytes=0) as pool:
+        assert pool.run(_in_turn) == [1.0, 0.0]
+        for rank, told in enumerate(pool.run(_ring, 0.5)):
+            assert isinstance(told, tuple)
+            op, text = told
+            assert op == "send"
+            assert f"rank {1 - rank}" in text  # whom it waits for
+    with ProcessPool(2, "shm", eager_bytes=16) as pool:
+        assert pool.run(_ring, 20.0) == [1.0, 0.0]
+
+
+def test_eager_bytes_of_a_pool_are_refused_where_they_would_mean_nothing():
+    with pytest.raises(UsageError):
+        ProcessPool(2, "gloo", eager_bytes=0)

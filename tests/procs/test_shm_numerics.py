@@ -22,7 +22,7 @@ def _noise(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 def _sums(seat: Seat, dtype: torch.dtype):
     """Return for each count: the sum made in four ways, which must be one."""
     backend = join(seat)
-    shared = backend.shared_empty(max(COUNTS) * dtype.itemsize).view(dtype)
+    shared = backend.allocate(max(COUNTS) * dtype.itemsize, False).view(dtype)
     out = []
     for count in COUNTS:
         plain = _noise(seat.rank, count, dtype)

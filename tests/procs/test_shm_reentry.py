@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 import torch
 
-from dure.comm.backends.shm.backend import ShmBackend
+from dure.comm import call as calls
 from dure.comm.ops import ReduceOp
 from dure.errors import Aborted, CommTimeout, RendezvousError, UsageError
 from dure.native import available
@@ -100,11 +101,11 @@ def test_collective_in_a_handler_is_refused_and_the_waiting_one_succeeds_on_2_ra
         assert ranks.values() == [(["UsageError"], 2.0), ([], 2.0)]
 
 
-def _gather(backend: ShmBackend, output: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Gather as the public functions do: by the short road where the engine takes it."""
+def _gather(backend: Any, output: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Gather as the public functions do: on the fast path where the engine takes it."""
     done = backend.plain.plain_all_gather(output, tensor)
     if done is False:
-        backend.all_gather_single(output, tensor, async_op=False)
+        backend.run(calls.all_gather_single(output, tensor), False)
     else:
         assert done is True
 
@@ -204,7 +205,7 @@ def test_longest_timeout_of_python_does_not_expire_on_2_ranks(tmp_path):
 
 def _allocates_nothing(seat: Seat) -> int:
     backend = join(seat)
-    tensor = backend.shared_empty(0)
+    tensor = backend.allocate(0, False)
     backend.barrier(async_op=False)
     backend.close(abort=False)
     return tensor.nbytes
@@ -224,13 +225,13 @@ group = Group.create(0, 2, 30.0, 2, 1)
 peer = Group.attach(1, 2, 30.0, 2, os.getpid(), group.file, 1)
 group.ready()
 peer.ready()
-barrier = (1, 0, 8, -1, [], [])
+barrier = (1, 0, 8, -1, [], [], 0, 1.0)
 waiting = threading.Event()
 
 def wait():
-    pending = group.run(*barrier, True) if sys.argv[1] == "async" else None
+    pending = group.run(*barrier, True, ()) if sys.argv[1] == "async" else None
     waiting.set()
-    pending.wait() if pending else group.run(*barrier, False)
+    pending.wait() if pending else group.run(*barrier, False, ())
 
 class Slow:
     def __del__(self, sleep=time.sleep):
@@ -255,7 +256,7 @@ busy = threading.Event()
 
 def meet(rank):
     for k in range(1 << 30):
-        rank.run(1, 0, 8, -1, [], [], False)
+        rank.run(1, 0, 8, -1, [], [], 0, 1.0, False, ())
         if k == 100:
             busy.set()
 

@@ -97,7 +97,7 @@ def test_dropped_work_is_kept_and_gives_up_large_tensors_when_it_has_ended():
     keeper, ticket = Keeper(), Pending()
     large, small = torch.zeros(1 << 20), torch.zeros(1)
     for tensor in (large, small):
-        TorchWork(Work(ticket, [tensor]), keeper, Waiters())
+        TorchWork(Work(ticket, [tensor]), keeper, Waiters())  # pyright: ignore[reportArgumentType]
     assert len(keeper._pending) == 2
     ticket.over.set()
     TorchWork(Work(None, []), keeper, Waiters())

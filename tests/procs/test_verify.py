@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from dure.comm.backends.base import BackendOptions
-from dure.comm.backends.verify.backend import wanted
+from dure.comm.backends.verify import wanted
 from dure.store import HashStore
 from procs import verify_ranks
 

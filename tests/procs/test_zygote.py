@@ -16,6 +16,7 @@ import pytest
 from dure import env, native
 from dure.launch import JobSpec, Line, run_job
 from dure.launch.ranks import forking, heapfile
+from dure.launch.ranks.environment import malloc_variables
 from dure.launch.ranks.processes import adopting_orphans
 from dure.launch.ranks.spawn import RankProcess, start_rank
 from dure.launch.ranks.zygote import Zygote, zygote_for
@@ -79,7 +80,9 @@ def start(spec: JobSpec, zygote: Zygote, **variables: str) -> RankProcess:
     key = os.memfd_create("key")
     try:
         environment = env.child_environment(
-            {"DURE_LAUNCHER": "a-job", "PYTHONUNBUFFERED": "1", "RANK": "0"} | variables
+            {"DURE_LAUNCHER": "a-job", "PYTHONUNBUFFERED": "1", "RANK": "0"}
+            | malloc_variables(spec)
+            | variables
         )
         return start_rank(spec, 0, environment, key, zygote)
     finally:

@@ -15,6 +15,7 @@ import pytest
 
 from dure import env
 from dure.launch import Crash, Exit, JobResult, JobSpec, Line, run_job
+from dure.launch.ranks.environment import malloc_variables
 from dure.launch.ranks.processes import adopting_orphans
 from dure.launch.ranks.report import ReportReader
 from dure.launch.ranks.spawn import start_rank
@@ -107,6 +108,7 @@ class Stage:
                 "WORLD_SIZE": "1",
                 "DURE_JOB_KEY_FD": str(self._key),
             }
+            | malloc_variables(self.spec)
         )
         zygote = self._zygote if forked else None
         rank = start_rank(self.spec, 0, variables, self._key, zygote)

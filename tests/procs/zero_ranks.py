@@ -15,19 +15,32 @@ import dure as dist
 from ranks.zero_models import Net, batch, equal, step
 
 
-def file_of(tensor: torch.Tensor) -> str:
-    """Return the inode of the memory file that a tensor lies in; empty for ordinary memory."""
+def place_of(tensor: torch.Tensor) -> str:
+    """Return "inode:offset" of a tensor in a symmetric heap; empty for ordinary memory."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         begin, _, end = line.split()[0].partition("-")
         if int(begin, 16) <= tensor.data_ptr() < int(end, 16):
-            return line.split()[4] if "memfd:dure-arena" in line else ""
+            if "memfd:dure-heap" not in line:
+                return ""
+            offset = tensor.data_ptr() - int(begin, 16) + int(line.split()[2], 16)
+            return f"{line.split()[4]}:{offset}"
     raise ValueError("no mapping holds the tensor")
+
+
+def file_of(tensor: torch.Tensor) -> str:
+    """Return the inode of the heap that a tensor lies in; empty for ordinary memory."""
+    return place_of(tensor).partition(":")[0]
 
 
 def private_kib() -> int:
     """Return how much memory this process has for itself."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private"))
+
+
+def look_at_all_pages(model: nn.Module) -> None:
+    """Read a number of each page of the parameters."""
+    assert all(bool(p.detach().view(-1)[::1024].isfinite().all()) for p in model.parameters())
 
 
 def one_memory(rank: int, n: int) -> dict[str, Any]:
@@ -102,7 +115,7 @@ def afterwards(rank: int, n: int) -> list[str]:
     model.load_state_dict(fresh.state_dict())
     dist.barrier()
     assert equal(model, fresh)
-    where = [file_of(model.mid.weight)]
+    where = [place_of(model.mid.weight)]
     dist.barrier()
     # Another dtype means other memory; the next step shares that.
     model.double()
@@ -112,7 +125,7 @@ def afterwards(rank: int, n: int) -> list[str]:
     x = batch(data).double()
     model(x).square().mean().backward()
     zero.step()
-    where.append(file_of(model.mid.weight))
+    where.append(place_of(model.mid.weight))
     plain = torch.optim.SGD(twin.parameters(), lr=0.1)
     twin(x).square().mean().backward()
     plain.step()
@@ -126,10 +139,15 @@ def memory_given_back(rank: int, n: int) -> tuple[int, int]:
     """Return how much private memory sharing gave back, and the size of the parameters, in KiB."""
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(32)))
     size = sum(p.numel() * p.element_size() for p in model.parameters()) // 1024
+    small = nn.Linear(2, 2)  # what the first of all loads is no copy of the parameters
+    dist.ZeroRedundancyOptimizer(small.parameters(), torch.optim.SGD, host_shared_parameters=True)
+    look_at_all_pages(model)
     before = private_kib()
     zero = dist.ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.SGD, lr=0.1, host_shared_parameters=True
     )
+    look_at_all_pages(model)  # what one rank alone has looked at counts as that rank's own
+    dist.barrier()
     given_back = before - private_kib()
     assert len(zero.state) == 0
     dist.barrier()

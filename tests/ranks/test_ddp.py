@@ -292,7 +292,7 @@ def test_buckets_of_listed_sizes_1_rank() -> None:
         ddp = dist.DistributedDataParallel(
             nn.Sequential(*layers), bucket_cap_mb_list=[1 / 64, 2 / 64]
         )
-        return [len(bucket.slots) for bucket in ddp.reducer.buckets]
+        return [len(bucket.views) for bucket in ddp.reducer.buckets]
 
     assert run_ranks(1, rank_main) == [[1, 2, 2]]
 

@@ -123,7 +123,7 @@ def test_graph_that_changes_under_static_graph_is_named_on_all_ranks_3_ranks() -
             assert "on rank 0" in caught.value.seen
         ddp.zero_grad()
         ddp(x, *usual).backward()
-        assert len(list(ddp.reducer.slots())) == 2  # the one that nobody used is not reduced
+        assert len(list(ddp.reducer.views())) == 2  # the one that nobody used is not reduced
         here, never = (ddp.module.get_parameter(f"{name}.weight") for name in ("here", "never"))
         assert never.grad is None
         assert here.grad is not None
@@ -299,13 +299,13 @@ def test_buckets_follow_rank_0s_order_and_carry_gradients_over_2_ranks() -> None
 
     def rank_main(rank: int) -> list[Any]:
         ddp = dist.DistributedDataParallel(Crossed(), bucket_cap_mb=1e-6)
-        before = [slot.name for slot in ddp.reducer.slots()]
+        before = [view.name for view in ddp.reducer.views()]
         x = torch.ones(1, 1)
         ddp(x, rank == 0).backward()
         kept = [p.grad for p in ddp.parameters() if p.grad is not None]
         values = [g.clone() for g in kept]
         ddp(x, rank == 0).backward()  # added to the gradients of the first step
-        after = [slot.name for slot in ddp.reducer.slots()]
+        after = [view.name for view in ddp.reducer.views()]
         for p, once, first in zip(ddp.parameters(), kept, values, strict=True):
             torch.testing.assert_close(p.grad, 2 * first)
             assert once is not p.grad

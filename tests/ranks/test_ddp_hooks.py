@@ -284,9 +284,9 @@ def test_hooks_send_what_they_say_3_ranks(name: str) -> None:
         with CommRecorder() as seen:
             ddp.zero_grad()
             ddp(torch.full((1, 16), rank + 1.0), 0, 1, 2).backward()
-        ledger = 4 * (3 + 1)
+        bitmap = 4 * (3 + 1)
         assert seen.ops == ["all_reduce"] * (4 if bytes_each else 1)
-        assert seen.nbytes() == 3 * 256 * bytes_each + ledger
+        assert seen.nbytes() == 3 * 256 * bytes_each + bitmap
         return gradients(ddp)
 
     for rank, found in enumerate(run_ranks(3, rank_main)):

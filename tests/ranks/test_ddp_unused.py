@@ -154,6 +154,6 @@ def test_parameters_that_are_never_used_are_left_out_when_asked_2_ranks() -> Non
         for _ in range(2):
             ddp(torch.ones(1, 2), "left").backward()
         data = ddp._get_ddp_logging_data()  # pyright: ignore[reportPrivateUsage]
-        return len(list(ddp.reducer.slots())), data["num_buckets_reduced"]
+        return len(list(ddp.reducer.views())), data["num_buckets_reduced"]
 
     assert run_ranks(2, rank_main) == [(1, 1)] * 2

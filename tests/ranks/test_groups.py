@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -9,7 +10,16 @@ import torch
 
 import dure as dist
 from dure.comm.backends.registry import register_backend, unregister_backend
-from dure.errors import CommTimeout, Desync, NotInGroupError, RendezvousTimeout, UsageError
+from dure.comm.subgroups import Kind, new_groups
+from dure.comm.world import current_world
+from dure.errors import (
+    CommTimeout,
+    Desync,
+    NotInGroupError,
+    PeerLost,
+    RendezvousTimeout,
+    UsageError,
+)
 from dure.testing import run_ranks
 
 
@@ -143,8 +153,6 @@ def test_new_group_members_that_disagree_all_raise_desync():
 
 
 def test_new_group_member_that_does_not_come_is_named():
-    from datetime import timedelta
-
     def body(rank):
         if rank == 1:
             return None
@@ -292,3 +300,134 @@ def test_monitored_barrier_looks_at_every_rank_when_time_is_up():
         dist.monitored_barrier(timeout=0 if rank == 0 else 10)
 
     run_ranks(3, body)
+
+
+# ---- many groups at once, and their keys ---------------------------------------------------------
+
+
+def _axes(shape: tuple[int, ...]) -> list[list[int]]:
+    """Return the ranks of every line of a grid along each of its axes."""
+    grid = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    lines = [grid.movedim(axis, -1).reshape(-1, n).tolist() for axis, n in enumerate(shape)]
+    return [ranks for axis in lines for ranks in axis]
+
+
+def test_new_groups_makes_all_axes_of_a_mesh_at_once():
+    def body(rank):
+        groups = new_groups(_axes((2, 2, 2)))
+        mine = [g for g in groups if g is not dist.GroupMember.NON_GROUP_MEMBER]
+        sums = []
+        for group in mine:
+            t = torch.tensor([2.0**rank])
+            dist.all_reduce(t, group=group)
+            sums.append(t.item())
+        return len(groups), [dist.get_process_group_ranks(g) for g in mine], sums
+
+    found = run_ranks(8, body)
+    assert found[0] == (12, [[0, 4], [0, 2], [0, 1]], [17.0, 5.0, 3.0])
+    assert found[6] == (12, [[2, 6], [4, 6], [6, 7]], [68.0, 80.0, 192.0])
+
+
+def test_new_groups_that_disagree_raise_desync_with_both_lines():
+    def body(rank):
+        with pytest.raises(Desync) as caught:
+            new_groups([[0, 1], [0, 1]], Kind(backend=("threads", "gloo")[rank]))
+        return caught.value.calls
+
+    said = run_ranks(2, body)[0]
+    assert all("test_groups.py" in text for text in said.values())
+
+
+def _keys() -> list[str]:
+    meeting = current_world().rendezvous
+    assert meeting is not None
+    keys = [key.split("/") for key in meeting.store.list_keys()]
+    return [name for kind, name, *_ in keys if kind == "group" and name != "world"]
+
+
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+def test_keys_of_groups_that_all_have_left_are_removed(backend):
+    def body(rank):
+        before = _keys()
+        dist.barrier()
+        kept = dist.new_group([0, 1], backend=backend)
+        gone = dist.new_group([1, 2], backend=backend)
+        dist.barrier()
+        if gone is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.monitored_barrier(gone)
+            dist.destroy_process_group(gone)
+        dist.barrier()
+        assert kept is not None
+        return before, set(_keys())
+
+    assert run_ranks(3, body) == [([], {"1"})] * 3
+
+
+def test_groups_left_by_all_at_once_keep_nobody_and_no_keys():
+    def body(rank):
+        for _ in range(30):
+            group = dist.new_group([0, 1, 2])
+            dist.destroy_process_group(group)
+        dist.barrier()
+        return _keys()
+
+    assert run_ranks(3, body, timeout=20.0) == [[]] * 3
+
+
+# ---- making a group is announced -----------------------------------------------------------------
+
+
+def _one_makes_a_group(rank: int) -> None:
+    if rank == 0:
+        dist.new_group([0, 1])
+    dist.all_reduce(torch.ones(4))
+
+
+def _one_goes_its_own_way(rank: int) -> dict[int, str]:
+    with pytest.raises(Desync) as caught:
+        _one_makes_a_group(rank)
+    return caught.value.calls
+
+
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+def test_new_group_on_one_rank_only_is_a_desync_with_both_lines(backend, monkeypatch):
+    monkeypatch.setenv("DURE_VERIFY", "1")  # without which gloo compares nothing
+    for calls in run_ranks(3, _one_goes_its_own_way, backend=backend):
+        assert sorted(calls) == [0, 1, 2]
+        assert calls[0].startswith("new_group([0, 1])")
+        assert calls[1].startswith("all_reduce(float32[4]")
+        assert all("test_groups.py:" in text for text in calls.values())
+
+
+def test_new_group_by_a_non_member_alone_is_a_desync_and_ends_nobody_elses_wait():
+    def body(rank):
+        with pytest.raises(Desync) as caught:
+            dist.new_group([0, 1]) if rank == 2 else dist.barrier()
+        return caught.value.calls[2].startswith("new_group([0, 1])")
+
+    assert run_ranks(3, body) == [True] * 3
+
+
+def test_new_groups_of_many_are_announced_as_a_digest():
+    def body(rank):
+        with pytest.raises(Desync) as caught:
+            new_groups([[0], [1]] if rank else [[0], [0, 1]])
+        return [text.partition(")")[0] for text in caught.value.calls.values()]
+
+    said = run_ranks(2, body)[0]
+    assert said[0] != said[1]
+    assert all(text.startswith("new_group(ranks #") for text in said)
+
+
+def test_survivors_make_a_group_in_a_world_that_is_broken():
+    def body(rank):
+        if rank == 2:
+            return None
+        with pytest.raises(PeerLost):
+            dist.barrier()
+        group = dist.new_group([0, 1])
+        t = torch.ones(1)
+        dist.all_reduce(t, group=group)
+        return t.item()
+
+    assert run_ranks(3, body) == [2.0, 2.0, None]

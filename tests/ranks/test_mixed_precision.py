@@ -95,7 +95,7 @@ def test_bytes_on_the_way_are_those_of_the_reduce_dtype_2_ranks(
             ddp(torch.ones(1, 64)).float().sum().backward()
         return [seen.ops, seen.nbytes(), ddp.reducer.buckets[0].flat.element_size()]
 
-    numbers = 64 * 64 + 64 + 3  # the ledger: a number for each of two gradients, and one more
+    numbers = 64 * 64 + 64 + 3  # the bitmap: a number for each of two gradients, and one more
     assert run_ranks(2, rank_main) == [[["all_reduce"], numbers * itemsize, itemsize]] * 2
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import dure as dist
 from dure.parallel.ddp.hooks import powerSGD_hook as powerSGD
-from dure.parallel.ddp.hooks.low_rank import orthogonalize
+from dure.parallel.ddp.hooks.powerSGD_hook import orthogonalize
 from dure.testing import CommRecorder, run_ranks
 
 
@@ -125,13 +125,13 @@ def test_powersgd_sends_as_much_as_its_formula_says_2_ranks() -> None:
         ddp = dist.DistributedDataParallel(Net())
         state = powerSGD.PowerSGDState(None, r, 2)
         ddp.register_comm_hook(state, dist.powerSGD_hook)
-        ledger = 4 * 3
+        bitmap = 4 * 3
         for step in range(4):
             with CommRecorder() as seen:
                 ddp(torch.ones(2, m)).backward()
             assert seen.ops == ["all_reduce"] * (2 if step < 2 else 3)
             sent = n * m + rest if step < 2 else r * (n + m) + rest
-            assert seen.nbytes() == 4 * sent + ledger
+            assert seen.nbytes() == 4 * sent + bitmap
         before, after = 2 * (n * m + rest), 2 * (r * (n + m) + rest)
         assert state.compression_stats() == (before / after, before, after)
 

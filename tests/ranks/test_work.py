@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from datetime import timedelta
 
 import pytest
 import torch
 
 import dure as dist
-from dure.comm.work import Work
+from dure.comm.work import Work, combine
 from dure.errors import Aborted, CommError, CommTimeout, PeerLost, UsageError
 from dure.testing import run_ranks
 
@@ -42,7 +43,7 @@ def test_results_that_cannot_be_copied_back_are_a_failure_at_every_wait():
     def copy_back():
         raise RuntimeError("no memory")
 
-    work = Work(Done(), [], finish=copy_back)
+    work = Work(Done(), [], finish=copy_back)  # pyright: ignore[reportArgumentType]
     future = work.get_future()
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no memory"):
@@ -190,3 +191,37 @@ def test_all_reduce_coalesced_checks_every_tensor_first():
         return good.item()
 
     assert run_ranks(2, body) == [2.0, 2.0]
+
+
+def test_work_that_is_dropped_unwaited_is_told_once_with_its_line():
+    def body(rank):
+        for _ in range(3):
+            dist.all_reduce(torch.ones(1), async_op=True)
+        dist.barrier()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(2, body)
+    (told,) = [w for w in caught if issubclass(w.category, RuntimeWarning)]
+    assert told.filename == __file__
+    assert told.lineno == body.__code__.co_firstlineno + 2
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda work: work.wait(),
+        lambda work: work.is_completed(),
+        lambda work: work.get_future(),
+        lambda work: combine([work], [], True).wait(),  # pyright: ignore
+    ],
+)
+def test_work_that_somebody_asks_for_is_no_mistake(ask):
+    def body(rank):
+        ask(dist.all_reduce(torch.ones(1), async_op=True))
+        dist.barrier()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(2, body)
+    assert [str(w.message) for w in caught] == []

@@ -120,7 +120,7 @@ def test_misuse_of_overlap_is_refused():
     assert run_ranks(2, body) == [True, True]
 
 
-def test_a_parameter_that_strays_from_shared_memory_is_an_error_on_all_ranks():
+def test_a_parameter_that_is_relocated_from_shared_memory_is_an_error_on_all_ranks():
     def body(rank):
         model = nn.Linear(3, 3)
         ddp, zero = _overlapped(model, "end", host_shared_parameters=True)

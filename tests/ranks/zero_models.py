@@ -12,7 +12,7 @@ from torch import nn
 import dure as dist
 
 WIDTH = 160
-"""Its square is more than what is packed with others (exchange.SMALL_BYTES)."""
+"""Its square is more than what is packed with others (flat_buffers.SMALL_BYTES)."""
 
 KINDS = {
     "straight": {},

@@ -23,10 +23,10 @@ from torch import nn
 
 from dure.checkpoint.parts import can_be_named, can_be_stored, dtype_name
 from dure.checkpoint.tree import decode, encode
-from dure.data.nests import mapped
 from dure.errors import CheckpointMismatch, UsageError
 from dure.parallel import DistributedDataParallel
 from dure.parallel.dp import DataParallel
+from dure.training.pytrees import mapped
 
 __all__ = [
     "PerRank",

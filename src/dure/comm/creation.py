@@ -1,42 +1,69 @@
 """How groups come into being: the steps that the default group and every other group share.
 
 A group is a name, a key space of its own in the store (a prefix made of the name), and one backend
-for each kind of device. Its members check in the store that they agree on who is in it before the
-backend is built, so that a disagreement is an error on all of them and not a hang. Whoever waits
-for a member here looks now and then whether that one's process still lives.
+for each kind of device. Any number of groups is made in one exchange:
+
+1. each rank writes, for each group that it is a member of, what it thinks the group is, where in
+   the program it says so, and what its backends offer (backends/opening.py): one visit;
+2. it waits until all members of these groups have, and reads: two visits, however many groups;
+3. members that do not agree all raise the same `Desync`, with everybody's words and lines;
+4. the backends of all groups are connected, and then completed, in the order given.
+
+Whoever waits for a member here looks now and then whether that one's process still lives. The keys
+of a group are removed when all its members have left it, or ended (`forget_keys`).
 """
 
 from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 import torch
 
+from dure.comm.backends import verify
 from dure.comm.backends.base import Backend, BackendOptions
-from dure.comm.backends.registry import create_backend, parse_backend
-from dure.comm.backends.verify import backend as verify
+from dure.comm.backends.opening import Opening
+from dure.comm.backends.registry import open_backend, parse_backend
 from dure.comm.group import ProcessGroup
 from dure.comm.world import World
-from dure.errors import Desync, DureError, PeerLost, RendezvousTimeout, StoreTimeout, UsageError
+from dure.errors import (
+    Desync,
+    DureError,
+    PeerLost,
+    RendezvousTimeout,
+    StoreError,
+    StoreTimeout,
+    UsageError,
+)
 from dure.store.base import Store
 from dure.store.identity import alive
 from dure.store.prefix import PrefixStore
+from dure.trace.ring import call_site
 
 if TYPE_CHECKING:
-    from dure.store.rendezvous import Rendezvous
+    from dure.store.rendezvous import Member, Rendezvous
 
-__all__ = ["GroupSpec", "as_timeout", "create_group", "default_pg_timeout"]
+__all__ = [
+    "GroupSpec",
+    "as_timeout",
+    "create_group",
+    "create_groups",
+    "default_pg_timeout",
+    "forget_keys",
+]
 
 default_pg_timeout = timedelta(minutes=30)
 """How long an operation waits for its peers where the program does not say."""
 
 _LOOK_S = 0.05
+_MOST_BITS = 62
+"""Ranks that a number in the store has a bit for; more are counted."""
 
 MEETING_LIMIT = timedelta(minutes=5)
 """How long group creation waits for members, if the group's own timeout is longer."""
@@ -88,59 +115,266 @@ def create_group(world: World, store: Store, my_global_rank: int, spec: GroupSpe
     Collective:
         All members call, with equal `spec`.
     """
-    rank = spec.global_ranks.index(my_global_rank)
-    prefix = f"group/{spec.name}"
-    own = PrefixStore(prefix, store)
-    watched = _WatchedStore(prefix, store, world.rendezvous, spec)
-    _agree(watched, rank, spec)
-    backends = _build_backends(watched, rank, spec)
-    group = ProcessGroup(
-        name=spec.name,
-        rank=rank,
-        global_ranks=spec.global_ranks,
-        backends=backends,
-        store=own,
-        timeout=spec.timeout,
-        desc=spec.desc,
-    )
+    return create_groups(world, store, my_global_rank, [spec])[0]
+
+
+def create_groups(
+    world: World,
+    store: Store,
+    my_global_rank: int,
+    specs: Sequence[GroupSpec],
+    announce: Callable[[], None] | None = None,
+) -> list[ProcessGroup]:
+    """Build this rank's side of groups that it is a member of, and add them to the world.
+
+    Args:
+        world: Where they belong.
+        store: Where the ranks of the job meet.
+        my_global_rank: This rank.
+        specs: What they are to be.
+        announce: Called before others are waited for: it may find that they make other groups.
+
+    Collective:
+        All members of each group call, in one call or several, in the same order of groups.
+
+    Cost:
+        3 visits to the store, and what backends need besides that make no offer.
+    """
+    members = () if world.rendezvous is None else world.rendezvous.members
+    births = [_Birth(spec, my_global_rank, store, members, world.eager_bytes) for spec in specs]
+    try:
+        for birth in births:
+            birth.open()
+        _exchange(store, births, announce)
+        for birth in births:
+            birth.connect()
+        groups = [birth.complete() for birth in births]
+    except BaseException:
+        for birth in births:
+            birth.withdraw()
+        raise
     with world.lock:
-        world.groups[spec.name] = group
-    return group
+        world.groups.update((group.group_name, group) for group in groups)
+    return groups
 
 
-class _WatchedStore(PrefixStore):
+class _Word(msgspec.Struct, array_like=True, frozen=True):
+    """What a member writes into the store: its view of the group, and its backends' offers."""
+
+    says: str
+    site: str
+    offers: dict[str, bytes]
+
+
+class _Birth:
+    """One group that is coming about, seen from one of its ranks."""
+
+    def __init__(
+        self,
+        spec: GroupSpec,
+        my_global_rank: int,
+        store: Store,
+        members: Sequence[Member],
+        eager_bytes: int | None,
+    ) -> None:
+        self.spec, self.rank = spec, spec.global_ranks.index(my_global_rank)
+        self._store, self._members, self._eager_bytes = store, members, eager_bytes
+        self._watched = WatchedStore(store, spec, members)
+        self._openings: dict[str, Opening] = {}
+        self._options: dict[str, BackendOptions] = {}
+        self._built: dict[str, Backend] = {}
+        self._group: ProcessGroup | None = None
+        self.words: list[_Word] = []
+
+    @property
+    def keys(self) -> list[str]:
+        """Where in the store its members write."""
+        return [f"group/{self.spec.name}/member/{r}" for r in range(len(self.spec.global_ranks))]
+
+    @property
+    def says(self) -> str:
+        return f"ranks {list(self.spec.global_ranks)}, backend {self.spec.backend!r}"
+
+    def look(self) -> None:
+        """Raise if a member's process has ended."""
+        self._watched.look()
+
+    def open(self) -> None:
+        for name in dict.fromkeys(parse_backend(self.spec.backend).values()):
+            options = self._options[name] = BackendOptions(
+                store=PrefixStore(name, self._watched),
+                rank=self.rank,
+                size=len(self.spec.global_ranks),
+                global_ranks=self.spec.global_ranks,
+                timeout=self.spec.timeout,
+                name=self.spec.name,
+                device_id=self.spec.device_id,
+                eager_bytes=self._eager_bytes,
+                pg_options=self.spec.pg_options,
+            )
+            self._openings[name] = open_backend(name, options)
+
+    def word(self, site: str) -> bytes:
+        offers = {name: opening.offer for name, opening in self._openings.items()}
+        return msgspec.msgpack.encode(_Word(self.says, site, offers))
+
+    def check(self) -> None:
+        """Compare what the members think the group is; all of them see a difference."""
+        if all(word.says == self.says for word in self.words):
+            return
+        calls = {r: f"new_group({word.says}) at {word.site}" for r, word in enumerate(self.words)}
+        raise Desync(
+            "the members do not agree on the group",
+            group=self.spec.name,
+            rank=self.rank,
+            world_size=len(self.words),
+            calls=calls,
+            seen="; ".join(f"rank {r} says {text}" for r, text in calls.items()),
+            fix="All ranks must create the same groups, with equal arguments, in the same order.",
+        )
+
+    def connect(self) -> None:
+        for name, opening in self._openings.items():
+            opening.connect([word.offers[name] for word in self.words])
+
+    def build(self) -> dict[str, Backend]:
+        """Build the backend of each kind of device."""
+        for name, opening in self._openings.items():
+            backend, options = opening.complete(), self._options[name]
+            if name not in verify.CHECK_THEMSELVES and verify.wanted(options):
+                backend = verify.VerifyingBackend(backend, options)
+            self._built[name] = backend
+        return {d: self._built[name] for d, name in parse_backend(self.spec.backend).items()}
+
+    def complete(self) -> ProcessGroup:
+        spec = self.spec
+        self._group = ProcessGroup(
+            name=spec.name,
+            rank=self.rank,
+            global_ranks=spec.global_ranks,
+            backends=self.build(),
+            store=PrefixStore(f"group/{spec.name}", self._store),
+            timeout=spec.timeout,
+            desc=spec.desc,
+            second=self._second,
+        )
+        return self._group
+
+    def _second(self, name: str) -> dict[str, Backend]:
+        """Build the backends once more, for a second channel of theirs; all members call."""
+        spec = replace(self.spec, name=name)
+        me = spec.global_ranks[self.rank]
+        twin = _Birth(spec, me, self._store, self._members, self._eager_bytes)
+        try:
+            twin.open()
+            _exchange(self._store, [twin], None)
+            twin.connect()
+            return twin.build()
+        except BaseException:
+            twin.withdraw()
+            raise
+
+    def withdraw(self) -> None:
+        """Close what there is of it."""
+        if self._group is not None:
+            self._group.close(True)
+        for part in self._built.values():
+            with suppress(DureError):
+                part.close(True)
+        for opening in self._openings.values():
+            with suppress(DureError):
+                opening.withdraw()
+
+
+def _exchange(store: Store, births: Sequence[_Birth], announce: Callable[[], None] | None) -> None:
+    """Let the members of all groups read each other's words, and compare them."""
+    site = call_site()
+    limit = min((min(b.spec.timeout, MEETING_LIMIT) for b in births), default=MEETING_LIMIT)
+    store.multi_set([b.keys[b.rank] for b in births], [b.word(site) for b in births])
+    keys = [key for b in births for key in b.keys]
+    try:
+        if announce is not None:
+            announce()
+        wait_watching(store, keys, limit, births)
+    except (StoreTimeout, RendezvousTimeout):
+        for birth in births:
+            _name_missing(store, birth, limit)
+        raise
+    values = iter(store.multi_get(keys))
+    for birth in births:
+        birth.words = [msgspec.msgpack.decode(next(values), type=_Word) for _ in birth.keys]
+    for birth in births:
+        birth.check()
+
+
+def _name_missing(store: Store, birth: _Birth, limit: timedelta) -> None:
+    """Raise if members of a group have not come."""
+    missing = tuple(r for r, key in enumerate(birth.keys) if not store.check([key]))
+    if not missing:
+        return
+    global_ranks = birth.spec.global_ranks
+    raise RendezvousTimeout(
+        "not all members came to create the group",
+        group=birth.spec.name,
+        rank=birth.rank,
+        world_size=len(global_ranks),
+        elapsed_s=limit.total_seconds(),
+        came=tuple(r for r in range(len(global_ranks)) if r not in missing),
+        missing=missing,
+        seen=f"missing are global ranks {[global_ranks[r] for r in missing]}",
+        fix="All ranks must create the same groups in the same order.",
+    ) from None
+
+
+class Watcher(Protocol):
+    """Who knows of members' deaths."""
+
+    def look(self) -> None:
+        """Raise if a member's process has ended."""
+        ...
+
+
+def wait_watching(
+    store: Store, keys: Sequence[str], limit: timedelta, watchers: Sequence[Watcher]
+) -> None:
+    """Return when all `keys` exist; look at the members now and then, less and less often."""
+    deadline = time.monotonic() + limit.total_seconds()
+    look_s = _LOOK_S
+    while True:
+        left_s = deadline - time.monotonic()
+        try:
+            return store.wait(keys, timedelta(seconds=max(0.0, min(left_s, look_s))))
+        except StoreTimeout:
+            if left_s <= look_s:
+                raise
+        for watcher in watchers:
+            watcher.look()
+        look_s = min(2 * look_s, 1.0)
+
+
+class WatchedStore(PrefixStore):
     """The keys of a group that is being made; waiting for a member that has died is `PeerLost`."""
 
-    def __init__(self, prefix: str, store: Store, meeting: Rendezvous | None, spec: GroupSpec):
-        super().__init__(prefix, store)
+    def __init__(self, store: Store, spec: GroupSpec, members: Sequence[Member]) -> None:
+        super().__init__(f"group/{spec.name}", store)
         self._spec = spec
         # As they are now: backends keep this store, and a meeting that shrinks is numbered anew.
-        members = () if meeting is None else meeting.members
         self._members = [members[r] for r in spec.global_ranks] if members else []
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return when all `keys` exist; look at the members now and then, less and less often."""
+        """Return when all `keys` exist."""
         limit = self.timeout if timeout is None else timeout
-        deadline = time.monotonic() + limit.total_seconds()
-        look_s = _LOOK_S
-        while True:
-            left_s = deadline - time.monotonic()
-            try:
-                return super().wait(keys, timedelta(seconds=max(0.0, min(left_s, look_s))))
-            except StoreTimeout:
-                if left_s <= look_s:
-                    raise
-            self._look()
-            look_s = min(2 * look_s, 1.0)
+        wait_watching(self._store, self._full(keys), limit, [self])
 
     def check(self, keys: Sequence[str]) -> bool:
         """Tell at once whether all `keys` exist."""
         here = super().check(keys)
         if not here:
-            self._look()
+            self.look()
         return here
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Raise if a member's process has ended."""
         for peer, member in enumerate(self._members):
             if alive(member.process) is False:
                 raise PeerLost(
@@ -155,67 +389,25 @@ class _WatchedStore(PrefixStore):
                 )
 
 
-def _build_backends(own: Store, rank: int, spec: GroupSpec) -> dict[str, Backend]:
-    """Build the backend of each kind of device; where one fails, none is left behind."""
-    built: dict[str, Backend] = {}
-    names = parse_backend(spec.backend)
-    try:
-        for name in dict.fromkeys(names.values()):
-            options = BackendOptions(
-                store=PrefixStore(name, own),
-                rank=rank,
-                size=len(spec.global_ranks),
-                global_ranks=spec.global_ranks,
-                timeout=spec.timeout,
-                name=spec.name,
-                device_id=spec.device_id,
-                pg_options=spec.pg_options,
-            )
-            backend = create_backend(name, options)
-            if name not in verify.CHECK_THEMSELVES and verify.wanted(options):
-                backend = verify.VerifyingBackend(backend, options)
-            built[name] = backend
-    except BaseException:
-        for backend in built.values():
-            with suppress(DureError):
-                backend.close(True)
-        raise
-    return {device: built[name] for device, name in names.items()}
+def forget_keys(group: ProcessGroup, meeting: Rendezvous) -> None:
+    """Note that this rank has left; the last one removes the group's keys from the store.
 
-
-def _agree(own: Store, rank: int, spec: GroupSpec) -> None:
-    """Compare what the members think the group is; all of them see a difference."""
-    mine = f"ranks {list(spec.global_ranks)}, backend {spec.backend!r}"
-    own.set(f"spec/{rank}", mine)
-    others = range(len(spec.global_ranks))
-    keys = [f"spec/{r}" for r in others]
-    limit = min(spec.timeout, MEETING_LIMIT)
-    try:
-        own.wait(keys, limit)
-    except StoreTimeout:
-        missing = tuple(r for r in others if not own.check([f"spec/{r}"]))
-        raise RendezvousTimeout(
-            "not all members came to create the group",
-            group=spec.name,
-            rank=rank,
-            world_size=len(spec.global_ranks),
-            elapsed_s=limit.total_seconds(),
-            came=tuple(r for r in others if r not in missing),
-            missing=missing,
-            seen=f"missing are global ranks {[spec.global_ranks[r] for r in missing]}",
-            fix="All ranks must create the same groups in the same order.",
-        ) from None
-    calls = {r: text.decode() for r, text in enumerate(own.multi_get(keys))}
-    if any(text != mine for text in calls.values()):
-        raise Desync(
-            "the members do not agree on the group",
-            group=spec.name,
-            rank=rank,
-            world_size=len(spec.global_ranks),
-            calls=calls,
-            seen="; ".join(f"rank {r} says {text}" for r, text in calls.items()),
-            fix="All ranks must create the same groups, with equal arguments, in the same order.",
-        )
+    Members that have ended without leaving count as having left, in groups of at most 62 ranks. A
+    lost store keeps nothing.
+    """
+    with suppress(StoreError):
+        if not meeting.reachable:
+            return
+        # One visit that adds and tells the sum: what the last one then removes nobody looks for.
+        if group.size() <= _MOST_BITS:
+            left = group.store.add("left", 1 << group.rank())
+            others = [r for r in range(group.size()) if not left >> r & 1]
+            last = all(meeting.ended(group.global_ranks[r]) for r in others)
+        else:
+            last = group.store.add("left", 1) == group.size()
+        if last:
+            for key in group.store.list_keys():
+                group.store.delete_key(key)
 
 
 def check_ranks(ranks: Sequence[int], world_size: int, op: str) -> tuple[int, ...]:

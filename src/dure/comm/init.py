@@ -22,6 +22,7 @@ from dure.comm.creation import (
     as_timeout,
     create_group,
     default_pg_timeout,
+    forget_keys,
 )
 from dure.comm.futures import waiters
 from dure.comm.recording import begin_recording, end_recording
@@ -225,7 +226,11 @@ def destroy_process_group(group: Any = None) -> None:
         )
     if pg is not world.default:
         del world.groups[pg.group_name]
-        pg.close()
+        try:
+            pg.close()
+        finally:
+            if world.rendezvous is not None:
+                forget_keys(pg, world.rendezvous)
         return
     leave(world)
 

@@ -1,39 +1,149 @@
-"""Tensors in memory that the ranks of a host share."""
+"""Tensors in the symmetric heap: memory of this process that the other ranks of the host reach.
+
+What the heap is, and why a tensor of it needs no copy through staging, is told in the note
+"Symmetric heap" (csrc/core/symmetric_heap.h). This file turns its pieces into tensors.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 
+from dure import native
 from dure.comm.world import resolve
+from dure.errors import CommError
+from dure.native import HeapMemory, Process
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["host_shared_empty", "shared_empty"]
+__all__ = [
+    "HeapAddress",
+    "Process",
+    "change_word",
+    "heap_address",
+    "heap_empty",
+    "heap_trim",
+    "host_shared_empty",
+    "process_of",
+    "shared_empty",
+    "tensor_of",
+]
+
+HeapAddress = tuple[int, int, int, int]
+"""Where a peer finds memory: pid, start time and heap descriptor of its owner, offset in bytes."""
+
+
+_HAS_HEAP = native.available()[0]
+
+
+def tensor_of(memory: HeapMemory, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return `memory` as a tensor [shape], which holds it."""
+    if len(memory) == 0:
+        return torch.empty(shape, dtype=dtype)
+    nbytes = math.prod(shape) * dtype.itemsize
+    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes].view(dtype).view(shape)
+
+
+def heap_empty(
+    *shape: int, dtype: torch.dtype = torch.float32, zeroed: bool = False
+) -> torch.Tensor:
+    """Allocate a tensor in this process's symmetric heap; no other rank need call.
+
+    Collectives of every group whose ranks share the host find it by its address, and read and write
+    it where it lies. It is freed as any tensor is, and its memory used again. Where there is no
+    engine, it is an ordinary tensor.
+
+    Args:
+        *shape: Of the tensor, which is contiguous and on the CPU.
+        dtype: Of the tensor.
+        zeroed: Whether it is filled with zeros.
+
+    Cost:
+        Whole pages. Some 2 us where freed memory of the heap fits; else 0.2 to 0.3 us for each
+        page of 4 KiB, which the system gives and clears.
+
+    Raises:
+        CommError: The host has no memory left, even after what the heap had kept was given back.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if not _HAS_HEAP or nbytes == 0:
+        return (torch.zeros if zeroed else torch.empty)(shape, dtype=dtype)
+    memory = native.heap_allocate(nbytes, zeroed)
+    if memory is None:
+        used, kept, pieces = native.heap_usage()
+        raise CommError(
+            "this rank could not allocate shared memory",
+            op="shared_empty",
+            seen=f"{nbytes:,} bytes were asked for; the symmetric heap holds {used:,} bytes in "
+            f"{pieces} tensors, and keeps {kept:,} bytes for new ones",
+            fix="Free memory, or raise the limit of the container.",
+        )
+    return tensor_of(memory, shape, dtype)
+
+
+def heap_address(tensor: torch.Tensor) -> HeapAddress | None:
+    """Return where a peer finds the memory of `tensor`'s storage; None outside the heap."""
+    storage = tensor.untyped_storage()
+    if not _HAS_HEAP or tensor.device.type != "cpu" or storage.nbytes() == 0:
+        return None
+    offset = native.heap_offset(storage.data_ptr(), storage.nbytes())
+    return None if offset < 0 else (*native.heap_identity(), offset)
+
+
+def process_of(pid: int, start_time: int, descriptor: int) -> Process | None:
+    """Map the heap of a process of this host; None if it has ended.
+
+    Raises:
+        CommError: The system does not let this process map it.
+    """
+    try:
+        return native.heap_peer(pid, start_time, descriptor)
+    except (OSError, RuntimeError) as error:
+        raise CommError(
+            f"the memory of process {pid} cannot be reached",
+            seen=str(error),
+            fix="Run all ranks on one host, in one container, as one user.",
+        ) from None
+
+
+def change_word(
+    memory: HeapMemory, index: int, step: tuple[int, int], peer: Process, timeout_s: float
+) -> int:
+    """Wait until a 32-bit word is ``step[0]``, and make it ``step[1]`` (native.change_word)."""
+    return native.change_word(memory, index, *step, peer, timeout_s)
+
+
+def heap_trim() -> int:
+    """Give the memory of freed tensors, which the heap keeps for new ones, back to the system.
+
+    Returns:
+        How many bytes.
+    """
+    return native.heap_trim() if _HAS_HEAP else 0
 
 
 def shared_empty(
     *shape: int, dtype: torch.dtype = torch.float32, group: ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Allocate a zeroed tensor that the group's ranks reduce where it lies, without staging.
+    """Allocate a zeroed tensor that the ranks of a host reduce where it lies, without staging.
 
-    Each rank gets a tensor of its own; only collectives of this group look at the others'. Where
-    the backend has no shared memory, it is an ordinary tensor, and everything still works.
+    Each rank gets a tensor of its own, in its symmetric heap; collectives of any group of ranks
+    of this host take it without copies. Where the backend has no shared memory, it is an ordinary
+    tensor, and everything still works. Other ranks need not call, and may free in another order.
 
     Args:
         *shape: Of the tensor.
         dtype: Of the tensor.
-        group: The ranks that share.
-
-    Collective:
-        All ranks call with the same shape and dtype, in the same order. A rank that does not makes
-        the others raise `CommTimeout` or `Desync`.
+        group: Whose backend decides whether there is shared memory.
 
     Cost:
-        One system call and one meeting; the memory is n times the tensor, on the host in all. It
-        is given back when the last rank lets go of its tensor.
+        That of `heap_empty`; the memory is the tensor, on each rank that calls.
+
+    Raises:
+        CommError: The host has no memory left.
     """
     return resolve(group, "shared_empty").shared_empty(*shape, dtype=dtype)
 
@@ -59,10 +169,11 @@ def host_shared_empty(
         the others raise `CommTimeout` or `Desync`.
 
     Cost:
-        One system call and one meeting; the memory of one tensor a host. It is given back when the
-        last rank lets go of its tensor.
+        One barrier; the memory of one tensor a host, in the heap of the host's first rank. It is
+        free when the last rank lets go of its tensor, or has died.
 
     Raises:
         UsageError: The backend has no memory that ranks share (gloo, nccl, mpi).
+        CommError: The host has no memory left; the same on all ranks.
     """
     return resolve(group, "host_shared_empty").host_shared_empty(*shape, dtype=dtype)

@@ -8,7 +8,14 @@ import torch
 
 from dure.errors import DtypeError, UsageError
 
-__all__ = ["REDUCTIONS", "ReduceOp", "as_reduce_op", "check_reducible", "reducible_dtypes"]
+__all__ = [
+    "CONVERSIONS",
+    "REDUCTIONS",
+    "ReduceOp",
+    "as_reduce_op",
+    "check_reducible",
+    "reducible_dtypes",
+]
 
 
 class ReduceOp:
@@ -39,6 +46,11 @@ class ReduceOp:
         """Make a sum in which this rank's tensor is first multiplied by `factor`."""
         return ReduceOp("PREMUL_SUM", _PREMUL, factor)
 
+    @property
+    def number(self) -> float:
+        """The factor of a premultiplied sum, where it is a number; 1 of all others."""
+        return float(self.factor) if isinstance(self.factor, (int, float)) else 1.0
+
     def __repr__(self) -> str:
         return f"ReduceOp.{self.name}"
 
@@ -54,7 +66,7 @@ class ReduceOp:
         return ReduceOp, (self.name, self.code, self.factor)
 
 
-_PREMUL = 8
+_PREMUL = 9  # 8 stands for no reduction
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 """Names of the plain reductions; the place of each is its code in the engine."""
 for _code, _name in enumerate(REDUCTIONS):
@@ -97,6 +109,17 @@ _ALLOWED: dict[str, frozenset[torch.dtype]] = {
     "BXOR": frozenset(_INTEGERS | _BOOL),
     "PREMUL_SUM": frozenset(_FLOATS | _COMPLEX),
 }
+
+
+CONVERSIONS = frozenset(
+    {
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+    }
+)
+"""From which dtype into which a reduce_scatter may reduce: SUM, AVG and premultiplied sums."""
 
 
 def reducible_dtypes(op: ReduceOp) -> frozenset[torch.dtype]:

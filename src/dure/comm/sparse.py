@@ -17,13 +17,13 @@ from dure.comm.work import Work, combine
 from dure.errors import DeviceError, UsageError
 
 if TYPE_CHECKING:
-    from dure.comm.group.moving import Moving
+    from dure.comm.group.operations import Operations
 
 __all__ = ["sparse_all_reduce"]
 
 
 def sparse_all_reduce(
-    group: Moving, tensor: torch.Tensor, op: ReduceOp, async_op: bool
+    group: Operations, tensor: torch.Tensor, op: ReduceOp, async_op: bool
 ) -> Work | None:
     """Sum the sparse `tensor` of all ranks, in place, on all ranks.
 

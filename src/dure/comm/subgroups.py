@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dure.comm.creation import MEETING_LIMIT, GroupSpec, as_timeout, check_ranks, create_group
+from dure.comm.call import members_code
+from dure.comm.creation import MEETING_LIMIT, GroupSpec, as_timeout, check_ranks, create_groups
 from dure.comm.world import GroupMember, World, current_world, resolve
-from dure.errors import StoreLost, UsageError
+from dure.errors import (
+    CommError,
+    CommTimeout,
+    Desync,
+    RendezvousTimeout,
+    StoreLost,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group"]
+__all__ = [
+    "Kind",
+    "new_group",
+    "new_groups",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "split_group",
+]
 
 Group = Any
 """A `ProcessGroup`, or `GroupMember.NON_GROUP_MEMBER` on ranks outside it."""
@@ -62,8 +79,9 @@ def new_group(
 
     Raises:
         UsageError: A rank is out of range or named twice.
-        Desync: The members gave different arguments.
-        RendezvousTimeout: A member did not call; it is named.
+        Desync: A rank called something else, or the members gave different arguments; with
+            everybody's lines. The former where the world's backend compares calls.
+        RendezvousTimeout: A rank did not call; members are named.
         PeerLost: A member's process has ended.
         StoreLost: The store has died with rank 0, and cannot be held by another rank.
 
@@ -72,37 +90,137 @@ def new_group(
         `use_local_synchronization`).
 
     Cost:
-        Some round trips to the store: milliseconds.
+        A barrier of the world, and some round trips to the store: milliseconds.
     """
+    kind = Kind(timeout, backend, pg_options, group_desc, device_id)
+    return _new_groups([ranks], kind, use_local_synchronization, sort_ranks, "new_group")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What groups are to be besides their ranks; see `new_group`."""
+
+    timeout: timedelta | None = None
+    backend: str | None = None
+    pg_options: object = None
+    group_desc: str | None = None
+    device_id: torch.device | None = None
+
+
+def new_groups(rank_lists: Sequence[Sequence[int]], kind: Kind | None = None) -> list[Group]:
+    """Create several groups at once, which may overlap: all axes of a mesh, say.
+
+    Args:
+        rank_lists: The global ranks of each group, in the order of their ranks in it.
+        kind: What the groups are to be.
+
+    Returns:
+        The groups, `GroupMember.NON_GROUP_MEMBER` for those that this rank is not in.
+
+    Raises, Collective:
+        As `new_group`.
+
+    Cost:
+        That of one group (comm/creation.py).
+    """
+    return _new_groups(rank_lists, kind or Kind(), False, False, "new_groups")
+
+
+def _new_groups(
+    rank_lists: Sequence[Sequence[int] | None], kind: Kind, local: bool, sort: bool, op: str
+) -> list[Group]:
     world = current_world()
     default = world.need_default()
-    wanted = range(default.size()) if ranks is None else ranks
-    members = check_ranks(wanted, default.size(), "new_group")
-    if sort_ranks:
-        members = tuple(sorted(members))
-    name = _next_name(world, members, use_local_synchronization)
-    assert world.rendezvous is not None
-    limit = as_timeout(timeout, default.timeout)
-    world.rendezvous.secure(default.gone, min(limit, MEETING_LIMIT).total_seconds())
-    if default.rank() not in members:
-        return GroupMember.NON_GROUP_MEMBER
-    spec = GroupSpec(
-        name=name,
-        global_ranks=members,
-        backend=(backend or default.backend_config).lower(),
-        timeout=limit,
-        desc=group_desc or "",
-        pg_options=pg_options,
-        device_id=device_id,
-    )
+    limit = as_timeout(kind.timeout, default.timeout)
+    lists = [
+        check_ranks(range(default.size()) if ranks is None else ranks, default.size(), op)
+        for ranks in rank_lists
+    ]
+    lists = [tuple(sorted(ranks)) if sort else ranks for ranks in lists]
+    specs = [
+        GroupSpec(
+            name=_next_name(world, ranks, local),
+            global_ranks=ranks,
+            backend=(kind.backend or default.backend_config).lower(),
+            timeout=limit,
+            desc=kind.group_desc or "",
+            pg_options=kind.pg_options,
+            device_id=kind.device_id,
+        )
+        for ranks in lists
+    ]
+    mine = [spec for spec in specs if default.rank() in spec.global_ranks]
+    announce = None if local else _Announcement(default, lists, min(limit, MEETING_LIMIT))
+    made = {g.group_name: g for g in _create(world, default, mine, limit, announce)}
+    return [made.get(spec.name, GroupMember.NON_GROUP_MEMBER) for spec in specs]
+
+
+class _Announcement:
+    """Lets all ranks of the world compare which groups they make, once, before any is waited for.
+
+    A world that is broken already cannot compare: then members find out in the store, as they do
+    where only members call. That is how survivors of a death make groups of their own.
+    """
+
+    def __init__(
+        self, default: ProcessGroup, rank_lists: Sequence[Sequence[int]], limit: timedelta
+    ) -> None:
+        self._default, self._lists, self._limit = default, rank_lists, limit
+        self._said = False
+
+    def __call__(self) -> None:
+        if self._said:
+            return
+        self._said = True
+        default, began = self._default, time.monotonic()
+        try:
+            default.announce_groups(members_code(self._lists), self._limit)
+        except Desync as error:
+            if error.calls.get(default.rank(), "").startswith("new_group"):
+                raise
+        except CommTimeout as error:
+            waited_s = time.monotonic() - began
+            if waited_s < min(self._limit, default.timeout).total_seconds() / 2:
+                return  # the world's time was up before
+            raise RendezvousTimeout(
+                "not all ranks called to make a group",
+                op="new_group",
+                group=default.group_name,
+                rank=default.rank(),
+                world_size=default.size(),
+                elapsed_s=self._limit.total_seconds(),
+                missing=error.missing,
+                fix="All ranks of the world call new_group, members or not; only members do with "
+                "use_local_synchronization=True.",
+            ) from None
+        except CommError:
+            pass
+
+
+def _create(
+    world: World,
+    default: ProcessGroup,
+    specs: Sequence[GroupSpec],
+    limit: timedelta,
+    announce: _Announcement | None,
+) -> list[ProcessGroup]:
+    """Create the groups that this rank is in; where the store is lost, in the next one."""
+    meeting = world.rendezvous
+    assert meeting is not None
+    wait_s = min(limit, MEETING_LIMIT).total_seconds()
+    meeting.secure(default.gone, wait_s)
+    if not specs:
+        if announce is not None:
+            announce()
+        return []
     try:
-        return create_group(world, world.rendezvous.store, default.rank(), spec)
+        return create_groups(world, meeting.store, default.rank(), specs, announce)
     except StoreLost:
-        if not world.rendezvous.replaceable:
+        if not meeting.replaceable:
             raise
     # Its holder died while we asked it: then for all members alike.
-    world.rendezvous.secure(default.gone, min(limit, MEETING_LIMIT).total_seconds())
-    return create_group(world, world.rendezvous.store, default.rank(), spec)
+    meeting.secure(default.gone, wait_s)
+    return create_groups(world, meeting.store, default.rank(), specs, announce)
 
 
 def new_subgroups_by_enumeration(
@@ -141,10 +259,8 @@ def new_subgroups_by_enumeration(
                     op=op,
                 )
             owner[r] = i
-    groups = [
-        new_group(ranks, timeout, backend, pg_options, group_desc=group_desc)
-        for ranks in ranks_per_subgroup_list
-    ]
+    kind = Kind(timeout, backend, pg_options, group_desc)
+    groups = _new_groups(ranks_per_subgroup_list, kind, False, True, op)
     own = [g for g in groups if g is not GroupMember.NON_GROUP_MEMBER]
     return (own[0] if own else GroupMember.NON_GROUP_MEMBER), groups
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
+from dure.comm.backends.request import Request
+from dure.comm.call import call_site
 from dure.comm.futures import Later, collected, waiters
 from dure.errors import CommTimeout
 
-if TYPE_CHECKING:
-    from dure.comm.backends.base import Ticket
+__all__ = ["PlainWork", "Work", "combine"]
 
-__all__ = ["Work", "combine"]
+
+_warned: set[str] = set()
+"""Lines that have dropped work, and been told."""
 
 
 class Work:
@@ -29,30 +34,35 @@ class Work:
     Threads: every method may be called from any thread at any time. Results that needed a copy (a
     non-contiguous output) are in place once any of `wait`, `is_completed` or a future's callback
     has reported the end.
+
+    Work that is dropped before anybody has asked how it ended is a mistake of the program, which a
+    `RuntimeWarning` names by its line, once.
     """
 
     def __init__(
         self,
-        ticket: Ticket | None,
+        request: Request | None,
         outputs: list[torch.Tensor],
         *,
         finish: Callable[[], None] | None = None,
         keep: object = None,
         fields: dict[str, Any] | None = None,
         source_of: Callable[[int], int] | None = None,
-        settled: Callable[[BaseException | None], object] | None = None,
+        settled: Callable[[Exception | None], object] | None = None,
     ) -> None:
-        self._ticket, self._outputs, self._finish, self._keep = ticket, outputs, finish, keep
+        self._request, self._outputs, self._finish, self._keep = request, outputs, finish, keep
         self._fields = fields or {}
         self._source_of, self._settled = source_of, settled
         self._lock = threading.Lock()
-        self._ended = ticket is None
-        self._error: BaseException | None = None
+        self._ended = request is None
+        self._error: Exception | None = None
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
-        if ticket is None:
+        self._asked = False  # whether anybody has asked how it ended, or will
+        self._site = call_site() if fields else ""
+        if request is None:
             self._end(None)
 
-    def _end(self, error: BaseException | None) -> None:
+    def _end(self, error: Exception | None) -> None:
         """Copy results back, let go of the inputs, and tell who listens; called once."""
         finish, self._finish, self._keep = self._finish, None, None
         if error is None and finish is not None:
@@ -65,15 +75,34 @@ class Work:
         if self._settled is not None:
             self._settled(error)
 
+    def disown(self) -> None:
+        """Let it be dropped without a warning: whoever started it needs no answer."""
+        self._asked = True
+
+    def __del__(self) -> None:
+        """Warn, once for each line of the program, of work that nobody has waited for."""
+        if self._asked or not self._site or self._site in _warned or sys.is_finalizing():
+            return
+        _warned.add(self._site)
+        file, _, line = self._site.partition(" in ")[0].rpartition(":")
+        warnings.warn_explicit(
+            f"the Work of {self._fields['op']}(..., async_op=True) was dropped before anybody "
+            "waited for it: nobody knows when the result is there, or whether it failed",
+            RuntimeWarning,
+            file,
+            int(line) if line.isdecimal() else 0,
+        )
+
     def settle(self, timeout_s: float | None) -> bool:
         """Wait for the end without raising its error; False if `timeout_s` passed first."""
+        self._asked = True
         if self._ended:
             return True
-        ticket = self._ticket
-        assert ticket is not None
-        error: BaseException | None = None
+        request = self._request
+        assert request is not None
+        error: Exception | None = None
         try:
-            if not ticket.wait(timeout_s):
+            if not request.wait(timeout_s):
                 return False
         except Exception as e:
             error = e
@@ -111,7 +140,8 @@ class Work:
 
     def is_completed(self) -> bool:
         """Tell, without blocking, whether the operation has ended, well or badly."""
-        if not self._ended and self._ticket is not None and self._ticket.done():
+        self._asked = True
+        if not self._ended and self._request is not None and self._request.done():
             self.settle(None)
         return self._ended
 
@@ -119,7 +149,7 @@ class Work:
         """Tell whether the operation has ended well."""
         return self.is_completed() and self._error is None
 
-    def exception(self) -> BaseException | None:
+    def exception(self) -> Exception | None:
         """Return the error of an operation that failed; None while pending or if it went well."""
         return self._error if self.is_completed() else None
 
@@ -134,7 +164,7 @@ class Work:
 
     def source_rank(self) -> int:
         """Return the global rank that a finished receive came from; -1 for other operations."""
-        source = self._ticket.source if self._ticket is not None else -1
+        source = self._request.source if self._request is not None else -1
         return source if source < 0 or self._source_of is None else self._source_of(source)
 
     _source_rank = source_rank  # the name under which torch has it
@@ -145,6 +175,7 @@ class Work:
         Cost: a thread that waits, one of those that are kept for it; inside a communication hook of
         DDP none, and callbacks run in the order in which DDP waits (see comm/futures.py).
         """
+        self._asked = True
         with self._lock:
             if self._future is None:
                 self._future = collected(self._later) or self._awaited()
@@ -174,27 +205,75 @@ class Work:
             future.set_result(self._outputs)
 
 
-class _AllOf:
-    """The ticket of several works: ended when every one of them has."""
+class Issuer(Protocol):
+    """What a plain work asks of its group, where something goes wrong."""
 
-    source = -1
+    group_name: str
+
+    def rank(self) -> int:
+        """Return this rank's number within the group."""
+        ...
+
+    def note_error(self, error: BaseException | None) -> None:
+        """Tell the flight recorder of a failed operation."""
+        ...
+
+
+class PlainWork(Work):
+    """The work of a plain call: nothing is to be copied back, and nobody traces it.
+
+    The engine keeps the tensors. What only errors need is looked up when there is one.
+    """
+
+    _finish = _keep = _source_of = None
+    _ended = False
+    _future = None
+
+    def __init__(  # pyright: ignore[reportMissingSuperCall]
+        self, request: Request, output: torch.Tensor | None, op: str, seq: int, group: Issuer
+    ) -> None:
+        self._request, self._op, self._seq, self._group = request, op, seq, group
+        self._outputs = [] if output is None else [output]
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+
+    def _end(self, error: Exception | None) -> None:
+        self._error = error
+        self._ended = True
+        if error is not None:
+            self._group.note_error(error)
+
+    @property
+    def _fields(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        group = self._group
+        return {
+            "op": self._op,
+            "seq": self._seq,
+            "group": group.group_name,
+            "rank": group.rank(),
+        }
+
+
+class _AllOf(Request):
+    """The request of several works: ended when every one of them has."""
+
+    __slots__ = ("_works",)
 
     def __init__(self, works: Sequence[Work]) -> None:
+        super().__init__()
         self._works = works
 
-    def done(self) -> bool:
-        return all(w.is_completed() for w in self._works)
+    def _poll(self) -> None:
+        if all(w.is_completed() for w in self._works):
+            self._await(None)
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        end = None if timeout_s is None else time.monotonic() + timeout_s
-        first: BaseException | None = None
+    def _await(self, limit: float | None) -> bool:
         for work in self._works:
-            left = None if end is None else max(end - time.monotonic(), 0.0)
-            if not work.settle(left):
+            left_s = None if limit is None else max(limit - time.monotonic(), 0.0)
+            if not work.settle(left_s):
                 return False
-            first = first or work.exception()
-        if first is not None:
-            raise first
+        errors = [e for e in (work.exception() for work in self._works) if e is not None]
+        self.end(errors[0] if errors else None)
         return True
 
 
@@ -206,6 +285,8 @@ def combine(
     finish: Callable[[], None] | None = None,
 ) -> Work | None:
     """Return one `Work` for several; wait for it where the caller did not ask for one."""
+    for part in works:
+        part.disown()
     work = Work(_AllOf(works), outputs, finish=finish)
     if async_op:
         return work

@@ -34,6 +34,7 @@ class World:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        self.eager_bytes: int | None = None  # see `BackendOptions`; stays when groups are left
         self.clear()
 
     def clear(self) -> None:

@@ -123,6 +123,8 @@ class JobSpec:
         local_ranks_filter: The local ranks whose output is shown; None: all.
         stdout_filters: Lines of standard output that hold one of these words are collected, too.
         stderr_filters: The same for standard error.
+        malloc_defaults: Leave the C library's thresholds as they are, and do not have it keep the
+            memory that a training step frees (`launch.ranks.environment`).
         numa: How ranks are bound to cores: node, socket, exclusive or core-complex; None: not.
         virtual_local_rank: Each rank sees one GPU, as its device 0, and has LOCAL_RANK 0.
         signals: Signals to the launcher that end the job.
@@ -166,6 +168,7 @@ class JobSpec:
     local_ranks_filter: frozenset[int] | None = None
     stdout_filters: tuple[str, ...] = ()
     stderr_filters: tuple[str, ...] = ()
+    malloc_defaults: bool = False
     numa: Numa | None = None
     virtual_local_rank: bool = False
     signals: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

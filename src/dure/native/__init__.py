@@ -14,12 +14,22 @@ from typing import TYPE_CHECKING
 from dure.errors import UsageError
 
 __all__ = [
+    "Channel",
     "Group",
+    "HeapMemory",
     "Outcome",
-    "SharedBlock",
-    "Ticket",
+    "Process",
+    "Request",
     "available",
     "call_site",
+    "change_word",
+    "heap_allocate",
+    "heap_identity",
+    "heap_keep",
+    "heap_offset",
+    "heap_peer",
+    "heap_trim",
+    "heap_usage",
     "kernel_isa",
     "know_torch",
     "reduce",
@@ -34,11 +44,21 @@ _reason = (
 
 if TYPE_CHECKING:
     from dure.native._engine import (
+        Channel,
         Group,
+        HeapMemory,
         Outcome,
-        SharedBlock,
-        Ticket,
+        Process,
+        Request,
         call_site,
+        change_word,
+        heap_allocate,
+        heap_identity,
+        heap_keep,
+        heap_offset,
+        heap_peer,
+        heap_trim,
+        heap_usage,
         kernel_isa,
         know_torch,
         reduce,
@@ -52,8 +72,12 @@ else:
         from dure.native import _absent as _found
 
         _reason = _reason or f"the native engine is not built, or does not load: {error}"
-    Group, Outcome = _found.Group, _found.Outcome
-    SharedBlock, Ticket = _found.SharedBlock, _found.Ticket
+    Channel, Group, Outcome = _found.Channel, _found.Group, _found.Outcome
+    HeapMemory, Process, Request = _found.HeapMemory, _found.Process, _found.Request
+    heap_allocate, heap_keep, heap_trim = _found.heap_allocate, _found.heap_keep, _found.heap_trim
+    heap_identity, heap_offset = _found.heap_identity, _found.heap_offset
+    heap_peer, heap_usage = _found.heap_peer, _found.heap_usage
+    change_word = _found.change_word
     kernel_isa, select_kernel_isa = _found.kernel_isa, _found.select_kernel_isa
     reduce, call_site = _found.reduce, _found.call_site
     know_torch, set_library_folders = _found.know_torch, _found.set_library_folders

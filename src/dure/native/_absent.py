@@ -6,18 +6,34 @@ before any of this could be used.
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 __all__ = [
+    "Channel",
     "Group",
+    "HeapMemory",
     "Outcome",
-    "SharedBlock",
-    "Ticket",
+    "Process",
+    "Request",
     "call_site",
+    "change_word",
+    "heap_allocate",
+    "heap_identity",
+    "heap_keep",
+    "heap_offset",
+    "heap_peer",
+    "heap_trim",
+    "heap_usage",
     "kernel_isa",
     "know_torch",
     "reduce",
     "select_kernel_isa",
     "set_library_folders",
 ]
+
+
+class Channel:
+    """Stands for a channel of the engine's group."""
 
 
 class Group:
@@ -28,12 +44,26 @@ class Outcome:
     """Stands for the engine's outcome."""
 
 
-class SharedBlock:
-    """Stands for the engine's shared block."""
+class HeapMemory:
+    """Stands for a piece of the symmetric heap."""
 
 
-class Ticket:
-    """Stands for the engine's ticket."""
+class Process:
+    """Stands for a process whose heap is mapped."""
+
+
+class Request:
+    """Stands for the engine's request."""
+
+
+def _no_heap(*arguments: object) -> NoReturn:
+    """Say that there is no symmetric heap; callers ask `dure.native.available` first."""
+    del arguments
+    raise RuntimeError("the native engine is not there, and so there is no symmetric heap")
+
+
+change_word = heap_allocate = heap_identity = heap_keep = _no_heap
+heap_offset = heap_peer = heap_trim = heap_usage = _no_heap
 
 
 def know_torch(tensor: type, parameter: type, reductions: list[object]) -> bool:
@@ -42,9 +72,9 @@ def know_torch(tensor: type, parameter: type, reductions: list[object]) -> bool:
     return False
 
 
-def set_library_folders(folders: list[str]) -> None:
+def set_library_folders(library: list[str], programs: list[str]) -> None:
     """Ignore whose frames are not the user's."""
-    del folders
+    del library, programs
 
 
 def call_site() -> str:

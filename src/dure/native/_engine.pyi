@@ -2,8 +2,10 @@
 
 Addresses and byte counts are plain integers. `dtype`, `reduction` and `op` are the codes of
 csrc/core/types.h. A call that can be asynchronous returns None when it is done, an `Outcome` when
-it failed, or a `Ticket` where ``async_op`` is true.
+it failed, or a `Request` where ``async_op`` is true.
 """
+
+from collections.abc import Callable
 
 class Outcome:
     """How an operation failed."""
@@ -15,8 +17,11 @@ class Outcome:
     def op(self) -> str:
         """The operation that failed, or that the group broke in."""
     @property
+    def channel(self) -> int:
+        """The channel of the collective."""
+    @property
     def seq(self) -> int:
-        """Number of the collective in its group; 0 for point-to-point."""
+        """Number of the collective in its channel; 0 for point-to-point."""
     @property
     def peer(self) -> int:
         """The rank to blame, or -1."""
@@ -33,38 +38,108 @@ class Outcome:
     def detail(self) -> str:
         """How the peer ended, where known."""
 
-class Ticket:
-    """A pending operation; any thread may ask at any time."""
+class Request:
+    """A pending operation; any thread may ask at any time (as `comm.backends.request.Request`)."""
 
     @property
     def source(self) -> int:
         """Sender of a finished receive, or -1."""
-    @property
-    def outcome(self) -> Outcome | None:
-        """None while pending and after success."""
     def done(self) -> bool:
         """Tell whether the operation ended."""
-    def wait(self, seconds: float = -1.0) -> bool:
-        """Wait, at most `seconds` if not negative; tell whether it ended."""
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait, at most `timeout_s`; False if that passed first. Raise the operation's error."""
 
-class SharedBlock:
-    """This rank's region of an arena file; a writable buffer that keeps the memory alive."""
+class HeapMemory:
+    """A piece of a symmetric heap; a writable buffer, held for as long as a view of it lives."""
 
     @property
-    def id(self) -> int:
-        """Number of the file, equal on all ranks."""
-    @property
-    def bytes(self) -> int:
-        """Length of the region."""
+    def offset(self) -> int:
+        """Where in this process's heap it lies; -1 if it is a peer's, or was retired."""
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
+class Channel:
+    """One channel of a group: its collectives, as `Group` has them for channel 0."""
+
+    @property
+    def index(self) -> int:
+        """0 or 1."""
+    def run(
+        self,
+        op: int,
+        dtype: int,
+        reduction: int,
+        root: int,
+        inputs: list[int],
+        outputs: list[int],
+        into: int,
+        factor: float,
+        async_op: bool,
+        keep: object,
+        /,
+    ) -> Outcome | Request | None:
+        """Run any collective; `keep` lives until it has ended."""
+    def plain_all_reduce(self, tensor: object, op: object, /) -> bool | Outcome:
+        """Reduce a plain tensor."""
+    def plain_broadcast(self, tensor: object, root: int, /) -> bool | Outcome:
+        """Broadcast a plain tensor."""
+    def plain_all_gather(self, output: object, tensor: object, /) -> bool | Outcome:
+        """Gather plain tensors."""
+    def plain_reduce_scatter(self, output: object, tensor: object, op: object, /) -> bool | Outcome:
+        """Reduce part i of a plain tensor into rank i's."""
+    def plain_all_to_all(self, output: object, tensor: object, /) -> bool | Outcome:
+        """Exchange equal parts of plain tensors."""
+    def plain_barrier(self) -> bool | Outcome:
+        """Wait for all ranks."""
+    def start_all_reduce(self, tensor: object, op: object, /) -> bool | Outcome | Request:
+        """Start `plain_all_reduce`."""
+    def start_broadcast(self, tensor: object, root: int, /) -> bool | Outcome | Request:
+        """Start `plain_broadcast`."""
+    def start_all_gather(self, output: object, tensor: object, /) -> bool | Outcome | Request:
+        """Start `plain_all_gather`."""
+    def start_reduce_scatter(
+        self, output: object, tensor: object, op: object, /
+    ) -> bool | Outcome | Request:
+        """Start `plain_reduce_scatter`."""
+    def start_all_to_all(self, output: object, tensor: object, /) -> bool | Outcome | Request:
+        """Start `plain_all_to_all`."""
+    def start_barrier(self) -> bool | Outcome | Request:
+        """Start `plain_barrier`."""
+    def plain_send(self, tensor: object, to: int, tag: int, /) -> bool | Outcome:
+        """Send a plain tensor."""
+    def plain_receive(self, tensor: object, source: int, tag: int, /) -> bool | Outcome:
+        """Receive into a plain tensor."""
+
+class Process:
+    """A process of this host whose heap is mapped here."""
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+    def dead(self) -> bool:
+        """Tell whether it has ended; False of this very process."""
+    def fate(self) -> str:
+        """Return how it ended, such as "signal 9 (SIGKILL)"; "" if that is not known."""
+    def memory(self, offset: int, nbytes: int, /) -> HeapMemory:
+        """Return a part of its heap; ValueError outside it."""
+
 class Group:
-    """This rank's end of a shared segment, with its two threads (csrc/core/group.h)."""
+    """This rank's end of a shared segment, with its channels and mailbox (csrc/core/group.h)."""
 
     @staticmethod
-    def create(rank: int, size: int, timeout_s: float, cores: int, nonce: int, /) -> Group:
-        """Make the segment; OSError where the system refuses."""
+    def create(
+        rank: int,
+        size: int,
+        timeout_s: float,
+        cores: int,
+        nonce: int,
+        /,
+        single_copies: int = -1,
+    ) -> Group:
+        """Make the segment; OSError where the system refuses.
+
+        `single_copies`: from how many bytes on to copy once; -1: measure, -2: never.
+        """
     @staticmethod
     def attach(
         rank: int, size: int, timeout_s: float, cores: int, pid: int, fd: int, nonce: int, /
@@ -81,12 +156,39 @@ class Group:
         """Return when another rank has attached, or the time is over."""
     def ready(self) -> None:
         """Begin, once all have attached; lets go of the descriptor."""
+    @property
+    def copies(
+        self,
+    ) -> tuple[
+        bool,
+        bool,
+        float,
+        int,
+        int,
+        int,
+        tuple[float, float],
+        tuple[float, float],
+        tuple[float, float],
+        tuple[float, float],
+    ]:
+        """How memory is copied between ranks, known after `ready`.
+
+        Single copies permitted; measured; us a cache line takes; bytes from which on messages,
+        blocks for all, and blocks for each rank are copied once (-1: never); us for a short and
+        a long message staged, copied once; the same for blocks that two ranks exchange.
+        """
+    def set_eager_bytes(self, nbytes: int, /) -> None:
+        """Let longer messages wait for their receive; 0: all; negative: those that must."""
     def gone(self, rank: int, /) -> bool:
         """Tell whether the process of `rank` has ended, or `rank` has left the group."""
     def pid_of(self, rank: int, /) -> int:
         """Process of `rank`; 0 after `close`."""
+    def set_error(self, error: Callable[[Outcome, int, float], BaseException], /) -> None:
+        """Say what makes the exception of an outcome, its peer's process and the time limit."""
     def set_timeout(self, seconds: float, /) -> None:
         """Change how long an operation may wait for its peers."""
+    def channel(self, index: int, /) -> Channel:
+        """Return channel 0 or 1; it keeps the group."""
     def run(
         self,
         op: int,
@@ -95,18 +197,31 @@ class Group:
         root: int,
         inputs: list[int],
         outputs: list[int],
+        into: int,
+        factor: float,
         async_op: bool,
+        keep: object,
         /,
-    ) -> Outcome | Ticket | None:
-        """Run any collective; a list holds address, length, address, length..."""
+    ) -> Outcome | Request | None:
+        """Run any collective on channel 0; a list holds address, length, address, length..."""
+    def announce_group(self, members: int, async_op: bool, /) -> Outcome | Request | None:
+        """Find out whether all ranks make the same group: a bit for each member, or a digest."""
     def send(
-        self, data: int, nbytes: int, dtype: int, to: int, tag: int, async_op: bool, /
-    ) -> Outcome | Ticket | None:
+        self, data: int, nbytes: int, dtype: int, to: int, tag: int, async_op: bool, keep: object, /
+    ) -> Outcome | Request | None:
         """Send to rank `to`."""
     def receive(
-        self, data: int, nbytes: int, dtype: int, source: int, tag: int, async_op: bool, /
-    ) -> Ticket:
-        """Receive from `source`, -1 for anyone; a finished ticket where not asynchronous."""
+        self,
+        data: int,
+        nbytes: int,
+        dtype: int,
+        source: int,
+        tag: int,
+        async_op: bool,
+        keep: object,
+        /,
+    ) -> Request:
+        """Receive from `source`, -1 for anyone; a finished request where not asynchronous."""
     def plain_all_reduce(self, tensor: object, op: object, /) -> bool | Outcome:
         """Reduce a plain tensor; False where it is not plain and nothing was done."""
     def plain_broadcast(self, tensor: object, root: int, /) -> bool | Outcome:
@@ -118,25 +233,37 @@ class Group:
     def plain_all_to_all(self, output: object, tensor: object, /) -> bool | Outcome:
         """Exchange equal parts of plain tensors."""
     def plain_barrier(self) -> bool | Outcome:
-        """Meet."""
+        """Wait for all ranks."""
+    def start_all_reduce(self, tensor: object, op: object, /) -> bool | Outcome | Request:
+        """Start `plain_all_reduce`."""
+    def start_broadcast(self, tensor: object, root: int, /) -> bool | Outcome | Request:
+        """Start `plain_broadcast`."""
+    def start_all_gather(self, output: object, tensor: object, /) -> bool | Outcome | Request:
+        """Start `plain_all_gather`."""
+    def start_reduce_scatter(
+        self, output: object, tensor: object, op: object, /
+    ) -> bool | Outcome | Request:
+        """Start `plain_reduce_scatter`."""
+    def start_all_to_all(self, output: object, tensor: object, /) -> bool | Outcome | Request:
+        """Start `plain_all_to_all`."""
+    def start_barrier(self) -> bool | Outcome | Request:
+        """Start `plain_barrier`."""
     def plain_send(self, tensor: object, to: int, tag: int, /) -> bool | Outcome:
         """Send a plain tensor."""
     def plain_receive(self, tensor: object, source: int, tag: int, /) -> bool | Outcome:
         """Receive into a plain tensor."""
     def flight(
         self,
-    ) -> list[tuple[int, str, int, str, int, int, int, bool, int, int, int, str, int, str]]:
+    ) -> list[tuple[int, str, int, str, int, int, int, bool, int, int, int, str, int, str, int]]:
         """Return the last operations, oldest first.
 
         Each is: seq, op, dtype, reduction, nbytes, peer, tag, async, status (-1 while it runs),
-        start and end in monotonic ns, file, line, function.
+        start and end in monotonic ns, file, line, function, channel.
         """
     def sender_of(self, tag: int, /) -> int:
         """Return who sent the first message with `tag` that awaits its receive; -1 if none did."""
-    def shared_empty(self, nbytes: int, /) -> SharedBlock | Outcome:
-        """Allocate in the arena, a region for each rank; a collective."""
-    def host_shared_empty(self, nbytes: int, /) -> SharedBlock | Outcome:
-        """Allocate in the arena, one region that all ranks have; a collective."""
+    def host_shared_empty(self, nbytes: int, /) -> HeapMemory | Outcome:
+        """Allocate, in rank 0's heap, memory that all ranks have; a collective."""
     def condemn(self, detail: str, /) -> None:
         """Break the group for all ranks, for a reason outside it; nothing after `close`."""
     def failure(self) -> Outcome | None:
@@ -146,14 +273,49 @@ class Group:
     def close(self) -> None:
         """Leave; safe to call twice, from any thread."""
 
+def heap_allocate(nbytes: int, zeroed: bool, /) -> HeapMemory | None:
+    """Allocate in this process's heap; None where the host has no memory left."""
+
+def heap_identity() -> tuple[int, int, int]:
+    """Return how peers find the heap: pid, start time of the process, descriptor of the heap."""
+
+def heap_peer(pid: int, start_time: int, descriptor: int, /) -> Process | None:
+    """Map the heap of another process (or find it mapped); None if it has ended, or OSError."""
+
+def heap_offset(address: int, nbytes: int, /) -> int:
+    """Return where in this process's heap that memory lies; -1 for other memory."""
+
+def heap_trim() -> int:
+    """Give the memory of freed pieces back to the system; return how many bytes."""
+
+def heap_keep(nbytes: int, /) -> None:
+    """Keep at most so much freed memory from now on."""
+
+def heap_usage() -> tuple[int, int, int]:
+    """Return bytes in use, bytes kept for new pieces, and the number of pieces."""
+
+def change_word(
+    memory: HeapMemory,
+    index: int,
+    before: int,
+    after: int,
+    peer: Process,
+    seconds: float,
+    /,
+) -> int:
+    """Wait until 32-bit word `index` is `before`, and make it `after` in one step.
+
+    Returns 0 when done, 1 after `seconds` (for ever, if negative), 2 if `peer` has died.
+    """
+
 def know_torch(tensor: type, parameter: type, reductions: list[object], /) -> bool:
     """Learn torch's types and our reductions, for the `plain_` calls.
 
     False where torch lacks DLPack's exchange table: they then decline everything.
     """
 
-def set_library_folders(folders: list[str], /) -> None:
-    """Say whose frames are not the user's (paths' beginnings)."""
+def set_library_folders(library: list[str], programs: list[str], /) -> None:
+    """Say whose frames are not the user's, but for those of `programs` among them."""
 
 def call_site() -> str:
     """Return the place of the user's program that calls, as "file:line in function"."""

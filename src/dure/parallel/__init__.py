@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from dure.parallel.ddp import DistributedDataParallel, GradBucket, MixedPrecision
+from dure.parallel.ddp import DistributedDataParallel, GradBucket
 
-__all__ = ["DistributedDataParallel", "GradBucket", "MixedPrecision"]
+__all__ = ["DistributedDataParallel", "GradBucket"]

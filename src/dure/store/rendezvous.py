@@ -101,6 +101,11 @@ class Rendezvous:
         """Whether `secure` can find a new store, should this one be lost."""
         return self._holder is not None and self.same_host
 
+    @property
+    def reachable(self) -> bool:
+        """Whether the store may still answer: the rank that holds it is not known to have ended."""
+        return self._holder is None or alive(self._holder.process) is not False
+
     def ended(self, rank: int) -> bool:
         """Tell whether the process of `rank` is known to have ended."""
         return alive(self.members[rank].process) is False

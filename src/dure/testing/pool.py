@@ -36,7 +36,8 @@ import torch
 
 import dure
 from dure import env
-from dure.errors import CommTimeout, LaunchError
+from dure.comm.world import current_world
+from dure.errors import CommTimeout, LaunchError, UsageError
 
 __all__ = ["ProcessPool", "start_server"]
 
@@ -67,6 +68,7 @@ class _Seat:
     folder: str
     timeout_s: float
     host: str | None
+    eager_bytes: int | None
 
 
 def start_server() -> ForkServerContext:
@@ -85,9 +87,13 @@ class ProcessPool:
         backend: The default group's backend; None: what Dure chooses.
         timeout: Seconds one call may take unless it says otherwise; also the group's timeout.
         hosts: For each rank, the name of the host that it pretends to be on; None: this one.
+        eager_bytes: Sends of more bytes wait until they are received, and with 0 all sends do: a
+            program that only works because sends are buffered ends in `CommTimeout`, which says
+            who waits for whom. On the shm backend; None: as the backend likes.
 
     Raises:
         LaunchError: A rank could not join.
+        UsageError: `eager_bytes` is negative, or the backend's sends cannot be made to wait.
     """
 
     def __init__(
@@ -96,8 +102,15 @@ class ProcessPool:
         backend: str | None = None,
         timeout: float = 30.0,
         hosts: Sequence[str] | None = None,
+        eager_bytes: int | None = None,
     ) -> None:
-        self._hosts = hosts
+        self._hosts, self._eager_bytes = hosts, eager_bytes
+        if eager_bytes is not None and (backend not in (None, "shm") or hosts or eager_bytes < 0):
+            raise UsageError(
+                "eager_bytes must not be negative, and is for the shm backend on one host",
+                op="ProcessPool",
+                seen=f"eager_bytes={eager_bytes}, backend={backend!r}, hosts={hosts!r}",
+            )
         self.size, self.backend, self.timeout = n, backend, timeout
         self._broken = ""
         self._folder = tempfile.TemporaryDirectory(prefix="dure-pool-")
@@ -120,6 +133,7 @@ class ProcessPool:
             folder=self._folder.name,
             timeout_s=self.timeout,
             host=None if self._hosts is None else self._hosts[rank],
+            eager_bytes=self._eager_bytes,
         )
         ours, theirs = context.Pipe()
         self._pipes.append(ours)
@@ -297,6 +311,7 @@ def _serve(seat: _Seat, pipe: connection.Connection) -> None:
 def _join(seat: _Seat) -> None:
     if seat.host is not None:
         env.put("DURE_HOST_ID", seat.host)
+    current_world().eager_bytes = seat.eager_bytes
     dure.init_process_group(
         seat.backend,
         init_method=f"file://{seat.folder}/store",

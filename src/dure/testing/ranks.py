@@ -17,7 +17,7 @@ from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 import dure
 from dure.comm.world import new_world
-from dure.errors import CommTimeout
+from dure.errors import CommTimeout, UsageError
 from dure.store.memory import HashStore
 
 __all__ = ["run_ranks"]
@@ -32,6 +32,7 @@ def run_ranks(
     *args: object,
     backend: str = "threads",
     timeout: float = 30.0,
+    eager_bytes: int | None = None,
 ) -> list[T]:
     """Run `fn(rank, *args)` on `n` thread-ranks of a fresh world.
 
@@ -43,6 +44,10 @@ def run_ranks(
         *args: Handed to every rank, the very same objects.
         backend: A backend whose ranks may be threads: "threads", or "gloo".
         timeout: Seconds that all of it may take; also the group's own timeout.
+        eager_bytes: Sends of more bytes wait until they are received, and with 0 all sends do, as
+            they may on any backend: a program that only works because sends are buffered is found.
+            Where all ranks wait for each other, all raise `Desync`, at once, with what each waits
+            for. On "threads"; None: sends never wait there.
 
     Returns:
         What each rank returned, in rank order.
@@ -52,7 +57,13 @@ def run_ranks(
             ranks then see that it left (`PeerLost`).
         CommTimeout: Ranks did not end; `missing` says which, and stderr shows where each one is.
     """
-    job = _Job[T](n, backend, timeout)
+    if eager_bytes is not None and (backend != "threads" or eager_bytes < 0):
+        raise UsageError(
+            "eager_bytes must not be negative, and is for the threads backend",
+            op="run_ranks",
+            seen=f"eager_bytes={eager_bytes}, backend={backend!r}",
+        )
+    job = _Job[T](n, backend, timeout, eager_bytes)
     threads = [
         threading.Thread(target=job.run, args=(r, fn, args), name=f"dure-rank-{r}", daemon=True)
         for r in range(n)
@@ -85,7 +96,8 @@ def print_stacks(threads: list[threading.Thread]) -> None:
 class _Job(Generic[T]):
     """One call of `run_ranks`. Threads: every rank writes its own result; errors under `lock`."""
 
-    def __init__(self, n: int, backend: str, timeout: float) -> None:
+    def __init__(self, n: int, backend: str, timeout: float, eager_bytes: int | None) -> None:
+        self.eager_bytes = eager_bytes
         self.n, self.backend, self.timeout = n, backend, timedelta(seconds=timeout)
         self.store = HashStore()
         self.lock = threading.Lock()
@@ -94,7 +106,8 @@ class _Job(Generic[T]):
 
     def run(self, rank: int, fn: Callable[..., T], args: tuple[object, ...]) -> None:
         """Be one rank, from the first to the last line."""
-        with new_world():
+        with new_world() as world:
+            world.eager_bytes = self.eager_bytes
             try:
                 dure.init_process_group(
                     self.backend,

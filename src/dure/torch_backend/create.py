@@ -8,7 +8,6 @@ from typing import Any
 
 from torch._C import _distributed_c10d as c10d
 
-from dure.comm.heap import keep_freed_memory
 from dure.torch_backend import NAME
 from dure.torch_backend.engine import Plan
 from dure.torch_backend.group import TorchGroup, make
@@ -37,7 +36,6 @@ def create(options: Any, backend_options: object = None) -> TorchGroup:
         name=options.group_id or "",
         pg_options=backend_options,
     )
-    keep_freed_memory()
     return make(plan, NAME)
 
 

@@ -3,7 +3,7 @@
 Each rank is a process, each group a track of it. Operations that the caller waited for are slices
 on the track (they cannot overlap); asynchronous ones are spans of their own kind below it, which
 can. An arrow leads from the last rank to arrive at a collective to the end of each operation that
-waited for it. Where steps were recorded, they are drawn above the groups (`lanes`). Times are
+waited for it. Where steps were recorded, they are drawn above the groups (`tracks`). Times are
 microseconds from the earliest record.
 
 Source: the trace-event format description,
@@ -16,9 +16,9 @@ from typing import Any
 
 from dure.trace.events import State
 from dure.trace.findings import GroupView
-from dure.trace.lanes import steps
 from dure.trace.merging import Flight, RankFile
 from dure.trace.record import Record
+from dure.trace.tracks import steps
 
 __all__ = ["timeline"]
 

@@ -15,9 +15,9 @@ import torch
 import dure as dist
 from dure.comm.backends.mpi import backend as mpi
 from dure.comm.backends.mpi import memory as mpi_memory
-from dure.comm.backends.mpi.frames import FRAME, INLINE
+from dure.comm.backends.mpi.header import HEADER, INLINE
 from dure.comm.backends.mpi.library import load
-from dure.comm.backends.mpi.verdicts import free_retired
+from dure.comm.backends.mpi.progress import free_retired
 from dure.comm.world import current_world
 from dure.errors import CommTimeout, Desync, PeerLost, UsageError
 
@@ -33,7 +33,7 @@ def _ring(rank: int, n: int) -> tuple[int, int]:
 
 def case_sizes_around_every_border(rank, n):
     """Inline, one exchange, segments: a byte less and more than each."""
-    for border in (INLINE, FRAME, mpi._FEW, mpi._SEGMENT, n * mpi._SEGMENT):
+    for border in (INLINE, HEADER, mpi._FEW, mpi._SEGMENT, n * mpi._SEGMENT):
         for size in (border - 1, border, border + 1):
             t = torch.full((size,), rank + 1, dtype=torch.uint8)
             dist.all_reduce(t)
@@ -144,7 +144,7 @@ def case_mismatch_names_each_ranks_line(rank, n):
     calls = info.value.calls
     assert set(calls) == set(range(n))
     assert all("mpi_cases.py:" in text for text in calls.values())
-    assert "all_reduce float16 [7] SUM" in calls[0]
+    assert "all_reduce(float16[7], SUM) at" in calls[0]
     dist.destroy_process_group(group)
 
 

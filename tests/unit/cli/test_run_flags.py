@@ -89,6 +89,7 @@ MEANINGS: list[tuple[list[str], dict[str, Any]]] = [
     (["--signals-to-handle", "SIGTERM,SIGUSR1"], {"signals": (signal.SIGTERM, signal.SIGUSR1)}),
     (["--numa-binding", "core-complex"], {"numa": "core-complex"}),
     (["--virtual-local-rank"], {"virtual_local_rank": True}),
+    (["--malloc-defaults"], {"malloc_defaults": True}),
     (["--monitor-interval", "0.3", "--start-method", "fork", "--use-env"], {}),
     (["--event-log-handler", "null"], {}),
     (["--no-zygote", "--preload", "a,b.c"], {"zygote": "never", "preload": ("a", "b.c")}),

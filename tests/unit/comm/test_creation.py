@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from dure.comm.creation import GroupSpec, _WatchedStore
+from dure.comm.creation import GroupSpec, WatchedStore
 from dure.errors import StoreTimeout
 from dure.store import HashStore
 from dure.store.rendezvous import rendezvous
@@ -22,7 +22,7 @@ def test_waits_go_on_after_the_meeting_shrank_and_its_ranks_have_new_numbers():
         meetings = [join.result() for join in joins]
     meeting = meetings[2]
     spec = GroupSpec(name="g", global_ranks=(1, 2), backend="gloo", timeout=SOON)
-    watched = _WatchedStore("g", meeting.store, meeting, spec)
+    watched = WatchedStore(meeting.store, spec, meeting.members)
     meeting.go_on_with([1, 2], "after")
     with pytest.raises(StoreTimeout):  # and no error of the look at who lives
         watched.wait(["never"], timedelta(seconds=0.2))

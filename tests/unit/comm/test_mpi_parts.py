@@ -6,8 +6,6 @@ import pytest
 
 from dure.comm.backends.mpi import library as mpi_library
 from dure.comm.backends.mpi import memory as mpi_memory
-from dure.comm.backends.mpi.frames import Call
-from dure.comm.ops import ReduceOp
 from dure.errors import UsageError
 
 
@@ -36,20 +34,6 @@ def test_messages_of_a_piece_are_no_longer_than_mpi_can_count(monkeypatch):
     assert list(mpi_memory.messages((0, 25), 25)) == []
     assert list(mpi_memory.messages((0, 0), 0)) == []
     assert list(mpi_memory.messages((0, 0), -1)) == [(0, 0)]
-
-
-def test_signature_tells_every_field():
-    call = Call("all_reduce", None, ReduceOp.SUM, 1, 5, (1, 2))
-    others = [
-        call._replace(op="reduce"),
-        call._replace(reduction=ReduceOp.MAX),
-        call._replace(root=0),
-        call._replace(numel=6),
-        call._replace(lengths=(2, 1)),
-    ]
-    signatures = {c.pack(3) for c in [call, *others]} | {call.pack(4)}
-    assert len(signatures) == 7
-    assert call.pack(3) == Call("all_reduce", None, ReduceOp.SUM, 1, 5, (1, 2)).pack(3)
 
 
 def test_missing_mpi4py_is_one_clear_error(monkeypatch):

@@ -1,4 +1,4 @@
-"""`reduce_in_order` and the carriers of foreign engines, against plain Python."""
+"""`reduce_in_order` and the wire dtypes of foreign engines, against plain Python."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from conformance.values import contribution, reduced, same
-from dure.comm.backends.engine.carriers import carry
+from dure.comm.backends.engine.wire import as_wire
 from dure.comm.ops import ReduceOp, reducible_dtypes
 from dure.comm.reduction import reduce_in_order
 
@@ -29,18 +29,18 @@ def test_reduce_in_order_equals_plain_python(name, dtype):
 
 
 @pytest.mark.parametrize(("name", "dtype"), PAIRS, ids=IDS)
-def test_carrier_reduced_by_a_simple_engine_lands_right(name, dtype):
-    """An engine that knows the plain dtypes only reduces the carriers, part by part."""
+def test_wire_form_reduced_by_a_simple_engine_comes_back_right(name, dtype):
+    """An engine that knows the plain dtypes only reduces the wire forms, part by part."""
     n = 3
     op = getattr(ReduceOp, name)
     tensors = [contribution(r, 24, dtype, name) for r in range(n)]
-    carriers = [carry(t, op, n) for t in tensors]
+    wired = [as_wire(t, op, n) for t in tensors]
     if dtype.is_complex and name == "PRODUCT":
-        assert carriers == [None] * n
+        assert wired == [None] * n
         return
     out = torch.empty_like(tensors[0])
-    wires = [c.wire.clone() for c in carriers if c is not None]
-    first = carriers[0]
+    wires = [c.wire.clone() for c in wired if c is not None]
+    first = wired[0]
     assert first is not None
     assert first.wire.dtype in {
         torch.float32,
@@ -55,16 +55,16 @@ def test_carrier_reduced_by_a_simple_engine_lands_right(name, dtype):
     ratio = len(result) // 24
     for begin, end in ((0, 7), (7, 24)):
         part, target = result[begin * ratio : end * ratio], out[begin:end]
-        if first.land is None:
+        if first.copy_back is None:
             target.copy_(part)
         else:
-            first.land(part, target)
+            first.copy_back(part, target)
     assert same(out, reduced(n, 24, dtype, name))
 
 
-def test_engine_without_bit_operations_has_no_carrier_for_them():
-    assert carry(torch.zeros(3, dtype=torch.int64), ReduceOp.BXOR, 2, bitwise=False) is None
-    either = carry(torch.zeros(3, dtype=torch.bool), ReduceOp.BOR, 2, bitwise=False)
+def test_engine_without_bit_operations_has_no_wire_form_for_them():
+    assert as_wire(torch.zeros(3, dtype=torch.int64), ReduceOp.BXOR, 2, bitwise=False) is None
+    either = as_wire(torch.zeros(3, dtype=torch.bool), ReduceOp.BOR, 2, bitwise=False)
     assert either is not None
     assert either.op == "MAX"
 
@@ -84,12 +84,12 @@ def test_nan_wins_min_and_max(dtype):
         reduce_in_order([a, b], getattr(ReduceOp, name), out)
         assert out.isnan().tolist() == [True, True, False]
         assert out[2] == last
-        carriers = [carry(t, getattr(ReduceOp, name), 2) for t in (a, b)]
-        wires = [c.wire for c in carriers if c is not None]
+        wired = [as_wire(t, getattr(ReduceOp, name), 2) for t in (a, b)]
+        wires = [c.wire for c in wired if c is not None]
         keys = torch.minimum(*wires) if name == "MIN" else torch.maximum(*wires)
-        assert carriers[0] is not None
-        assert carriers[0].land is not None
-        carriers[0].land(keys, out)
+        assert wired[0] is not None
+        assert wired[0].copy_back is not None
+        wired[0].copy_back(keys, out)
         assert out.isnan().tolist() == [True, True, False]
         assert out[2] == last
 

@@ -43,7 +43,7 @@ def test_registered_backend_is_found_and_created(own_backend):
     assert own_backend in registry.known_backends()
     assert registry.parse_backend("mine") == {"cpu": "mine", "cuda": "mine"}
     options: Any = object()
-    assert registry.create_backend("mine", options) is options
+    assert registry.open_backend("mine", options).complete() is options
 
 
 @pytest.mark.parametrize("name", ["shm", "two words", "mine"])

@@ -36,6 +36,38 @@ def test_users_variables_have_the_last_word() -> None:
     assert (variables["LOCAL_RANK"], variables["OMP_NUM_THREADS"]) == ("1", "3")
 
 
+KEEPS = {"MALLOC_TRIM_THRESHOLD_": "67108864", "MALLOC_MMAP_THRESHOLD_": "33554432"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "environment", "expected"),
+    [
+        ({}, {}, KEEPS),
+        ({}, {"GLIBC_TUNABLES": "glibc.cpu.x86_shstk=off"}, KEEPS),
+        ({"malloc_defaults": True}, {}, {}),
+        ({}, {"MALLOC_TRIM_THRESHOLD_": "1"}, {}),
+        ({}, {"MALLOC_TOP_PAD_": ""}, {}),
+        ({}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1"}, {}),
+        ({"env": {"MALLOC_MMAP_THRESHOLD_": "5"}}, {}, {"MALLOC_MMAP_THRESHOLD_": "5"}),
+        ({"env": {"MALLOC_MMAP_THRESHOLD_": None}}, {}, {"MALLOC_MMAP_THRESHOLD_": None}),
+        ({"env": {"GLIBC_TUNABLES": None}}, {"GLIBC_TUNABLES": "glibc.malloc.check=1"}, KEEPS),
+    ],
+)
+def test_ranks_keep_freed_memory_unless_the_user_has_chosen_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+    spec: dict[str, Any],
+    environment: dict[str, str],
+    expected: dict[str, str | None],
+) -> None:
+    names = (*KEEPS, "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    variables = rank_variables(JobSpec(program="p", **spec), 0, ADDRESS, one_host(), None)
+    assert {n: v for n, v in variables.items() if n in KEEPS} == expected
+
+
 def test_error_file_is_in_the_log_directory_or_a_private_one(tmp_path: Path) -> None:
     plain = rank_variables(JobSpec(program="p"), 0, ADDRESS, one_host(), None)
     assert Path(str(plain["TORCHELASTIC_ERROR_FILE"])).parent == private_directory("j")

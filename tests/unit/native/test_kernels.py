@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dure import native
-from dure.comm.backends.shm.codes import dtype_code
+from dure.comm.codes import dtype_code
 from dure.comm.ops import ReduceOp, reducible_dtypes
 
 pytestmark = pytest.mark.skipif(not native.available()[0], reason=native.available()[1] or "-")

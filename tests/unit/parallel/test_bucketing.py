@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.parallel.ddp.bucketing import GradientSize, plan_buckets
+from dure.parallel.ddp.buckets import GradientSize, plan_buckets
 
 
 def sizes(*num_bytes: int) -> list[GradientSize]:

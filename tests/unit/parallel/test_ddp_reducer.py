@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from typing import Any, cast
 
@@ -12,12 +13,12 @@ from torch import nn
 
 from dure.comm.ops import ReduceOp
 from dure.comm.work import Work
-from dure.data.nests import tensors_of
-from dure.errors import ModuleError
-from dure.parallel.ddp.arrangement import ReducerOptions
-from dure.parallel.ddp.hearing import hear_outputs
+from dure.errors import ModuleError, PeerLost
+from dure.parallel.ddp.buckets import ReducerOptions
 from dure.parallel.ddp.reducer import Reducer
-from dure.parallel.ddp.slots import NamedParameter
+from dure.training.autograd_hooks import on_outputs
+from dure.training.grad_views import NamedParameter
+from dure.training.pytrees import tensors_of
 
 
 class FakeGroup:
@@ -104,7 +105,7 @@ def test_reductions_start_while_backward_goes_on() -> None:
     log: list[str] = []
     module = Chain(log)
     backward(reducer_of(module, log), module)
-    # 4 gradients a bucket, and the ledger of 3 parameters in the last one. A layer's weight and its
+    # 4 gradients a bucket, and the bitmap of 3 parameters in the last one. A layer's weight and its
     # input get their gradients in either order, but layer 2 is under way before backward has
     # reached layer 0.
     assert log.index("reduce 4") < log.index("below layer 0")
@@ -149,7 +150,7 @@ def test_two_forwards_each_have_their_own_reduction() -> None:
         reducer.prepare(sync)
         out = module(torch.ones(1, 2))
         if sync:
-            hear_outputs(reducer, {"out": out})
+            on_outputs({"out": out}, reducer.on_output)
         losses.append(out.sum())
     for loss, expected in zip(losses, (3, 6, 6), strict=True):
         loss.backward()
@@ -290,3 +291,28 @@ def test_tensors_are_found_in_nested_outputs() -> None:
         2,
         3,
     ]
+
+
+class BrokenGroup(FakeGroup):
+    """A group whose operations all fail, when they are waited for."""
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> Work | None:
+        class Failed(Work):
+            def wait(self, timeout: object = None) -> bool:
+                raise PeerLost("rank 1 is gone", peer=1)
+
+        return Failed(None, [tensor], fields={"op": "all_reduce"})
+
+
+def test_reductions_behind_one_that_failed_are_dropped_without_a_word():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    named = [NamedParameter(name=n, parameter=p) for n, p in module.named_parameters()]
+    reducer = Reducer(cast(Any, BrokenGroup([])), named, ReducerOptions(caps=(1,)))
+    reducer.prepare(True)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.raises(PeerLost):
+            module(torch.ones(1, 2)).sum().backward()
+        gc.collect()
+    assert len(reducer.buckets) == 4
+    assert told == []

@@ -13,8 +13,8 @@ from torch import nn
 import dure
 from dure import trace
 from dure.errors import UsageError
-from dure.parallel.ddp.telling import _waiting_since
-from dure.parallel.ddp.timing import Clock as DDPClock
+from dure.parallel.ddp.step_times import Clock as DDPClock
+from dure.parallel.ddp.step_times import _waiting_since
 from dure.parallel.metrics import meter as meter_module
 from dure.parallel.metrics.split import StepReport, StepSplit, median_split
 from dure.trace import spans

@@ -167,6 +167,7 @@ def _measure(plan: Plan, console: Console) -> Report:
             crowd = f"{usable_cores()} cores, of which others use {busy:.1f}"
             screen.note(f"{max(plan.ranks)} ranks on {crowd}: times will suffer.")
         measure(plan, contestants, report, screen)
+    _print_copies(report, console)
     return report
 
 
@@ -195,6 +196,14 @@ def _show(report: Report, console: Console) -> None:
     for key, rows in tables_of(report.cells).items():
         cells = [cell for row in rows.values() for cell in row.values()]
         _print(console, key, cells, report)
+    _print_copies(report, console)
+
+
+def _print_copies(report: Report, console: Console) -> None:
+    """Print how Dure's ranks copied: it decides the figures."""
+    for name, text in report.machine.items():
+        if name.startswith("Copies"):
+            console.print(f"{name}: {text}", highlight=False)
 
 
 def _print(console: Console, key: Key, cells: list[Cell], report: Report) -> None:

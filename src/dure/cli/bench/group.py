@@ -158,12 +158,14 @@ class Group:
         ranks: How many they are.
         label: What the ranks call themselves.
         version: Of what they stand on.
+        copies: How Dure's ranks copy on this machine, and its line transfer.
     """
 
     contestant: Contestant
     ranks: int
     label: str = ""
     version: str = ""
+    copies: str = ""
     _process: subprocess.Popen[bytes] | None = None
     _output: IO[bytes] | None = None
     _listener: socket.socket | None = None
@@ -232,7 +234,7 @@ class Group:
             hello = json.loads(_read_line(connection))
             came[hello["rank"]] = connection
             self.label = hello["label"] + (" arena" if self.contestant.arena else "")
-            self.version = hello["version"]
+            self.version, self.copies = hello["version"], hello["copies"]
         self._sockets = [came[rank] for rank in range(self.ranks)]
 
     def call(self, command: str, **arguments: object) -> list[dict[str, Any]]:

@@ -80,6 +80,8 @@ def _meet(groups: list[Group], report: Report, progress: Progress) -> list[_Runn
         if name not in report.contestants:
             report.contestants.append(name)
         report.versions[name] = group.version
+        if group.copies:
+            report.machine[f"Copies, {group.ranks} ranks"] = group.copies
     return runners
 
 

@@ -172,6 +172,8 @@ class TorchStyle:
         self.rank, self.size = int(dist.get_rank()), int(dist.get_world_size())
         self.label = f"dure {dist.get_backend()}" if module == "dure" else backend
         self.version = f"torch {torch.__version__}"
+        group: Any = dist.group.WORLD
+        self.copies = str(getattr(group, "copies", None) or "")
 
     def empty(self, count: int, case: Case) -> Any:
         """Return a new flat buffer."""
@@ -408,7 +410,13 @@ def serve(address: str, who: Any, server: object) -> None:
         def say(**answer: Any) -> None:
             controller.sendall(json.dumps(answer).encode() + b"\n")
 
-        say(rank=who.rank, label=who.label, version=who.version, python=sys.version.split()[0])
+        say(
+            rank=who.rank,
+            label=who.label,
+            version=who.version,
+            copies=getattr(who, "copies", ""),
+            python=sys.version.split()[0],
+        )
         for line in lines:
             command = json.loads(line)
             try:

@@ -142,6 +142,8 @@ def judge(attempt: Attempt | None) -> list[Finding]:
             found.append(_silent(backend, attempt))
             break  # what comes after it was not tried
         found.append(_judge_one(backend, line))
+        if "copies" in line:
+            found.append(fine("copies", line["copies"]))
     return found
 
 

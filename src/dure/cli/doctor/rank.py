@@ -56,6 +56,8 @@ def _try(backend: str, limit_s: float) -> dict[str, Any]:
         with dist.process_group(backend, timeout=timedelta(seconds=limit_s)) as group:
             told["rank"], told["ranks"] = group.rank(), group.size()
             told["us"] = _reduce(backend, group)
+            if group.copies is not None:
+                told["copies"] = str(group.copies)
     except Exception as error:  # whatever goes wrong here is what the user wants to know
         return told | {"error": f"{type(error).__name__}: {error}"}
     return told

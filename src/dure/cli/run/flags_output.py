@@ -131,6 +131,12 @@ MACHINE = (
         pet="VIRTUAL_LOCAL_RANK",
     ),
     Flag(
+        name="malloc_defaults",
+        spellings=("--malloc-defaults",),
+        group=Group.MACHINE,
+        means="Leave the C library's malloc as it is: otherwise ranks keep the memory they free.",
+    ),
+    Flag(
         name="no_zygote",
         spellings=("--no-zygote",),
         group=Group.MACHINE,

@@ -139,6 +139,7 @@ _SAME = {
     "prefix": "prefix",
     "live": "live",
     "trace_dir": "trace_dir",
+    "malloc_defaults": "malloc_defaults",
     "numa": "numa",
     "virtual_local_rank": "virtual_local_rank",
     "preload": "preload",

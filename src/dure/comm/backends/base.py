@@ -1,16 +1,18 @@
 """The one small interface behind which every backend lives.
 
-`ProcessGroup` (comm/group.py) has done the following before it calls a backend, so that no backend
+`ProcessGroup` (comm/group) has done the following before it calls a backend, so that no backend
 does it again: this rank is a member; tensors are dense, contiguous, on a device of the backend, and
 of the right number and length as far as this rank alone can know; the reduction has a meaning for
-the dtype; complex numbers are passed as they are; PREMUL_SUM has been turned into SUM.
-Ranks are group ranks. In-place use (`output` the very memory of `input`, or the right part of it)
+the dtype; complex numbers are passed as they are; PREMUL_SUM has been turned into SUM, and a
+reduce_scatter into another dtype into one of float32, unless the backend has a true attribute
+`fuses`: then it takes premultiplied sums by a number, and `ops.CONVERSIONS`, as they are.
+Ranks are group ranks. In-place use (an output the very memory of an input, or the right part of it)
 is allowed wherever MPI allows MPI_IN_PLACE.
 
 What a backend owes in return:
 
 * With ``async_op=False`` a call returns None when it is done, or raises a `DureError`.
-* With ``async_op=True`` it returns a `Ticket` at once; it must not block on any peer.
+* With ``async_op=True`` it returns a `Request` at once; it must not block on any peer.
 * Collectives happen in the order of the calls. Point-to-point is independent of collectives.
 * `send` may complete before the matching `recv` was posted; it must not need it for isend.
 * Reductions run in the order of ranks; 16 and 8 bit floats accumulate in float32, rounded once.
@@ -18,45 +20,32 @@ What a backend owes in return:
 * A pending or later call never hangs: `CommTimeout` at the group's timeout (with `missing`),
   `PeerLost`, `Desync` or `Aborted`.
 
-Thread safety: calls on one backend may come from any thread, one at a time; `Ticket` methods and
+Thread safety: calls on one backend may come from any thread, one at a time; `Request` methods and
 `close` from any thread at any time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
 
 import torch
 
-from dure.comm.ops import ReduceOp
+from dure.comm.backends.request import Request
+from dure.comm.call import Call
 from dure.errors import DureError
 from dure.store.base import Store
 
-__all__ = ["Backend", "BackendFactory", "BackendOptions", "PlainBackend", "PlainCalls", "Ticket"]
-
-
-class Ticket(Protocol):
-    """A pending operation."""
-
-    @property
-    def source(self) -> int:
-        """Group rank of the sender of a finished receive; -1 otherwise."""
-        ...
-
-    def done(self) -> bool:
-        """Tell, without blocking, whether the operation ended (well or badly)."""
-        ...
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it ended; raise its error, if it has one.
-
-        Returns:
-            True if it ended; False if `timeout_s` passed first (the operation goes on).
-        """
-        ...
+__all__ = [
+    "Backend",
+    "BackendFactory",
+    "BackendOptions",
+    "PlainBackend",
+    "PlainCalls",
+    "channel_name",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +64,8 @@ class BackendOptions:
             left; None: the group keeps its time, and its ranks tell each other.
         threads: Threads of each rank that compute while it waits, its own included: ranks spin only
             where the host has cores for all of them.
+        eager_bytes: A send of more bytes waits until it is received, and with 0 every send does;
+            None: as the backend likes. For tests, which so find deadlocks.
         pg_options: What the user gave as `pg_options` or `backend_options`, untouched.
     """
 
@@ -87,6 +78,7 @@ class BackendOptions:
     device_id: torch.device | None = None
     patience: timedelta | None = None
     threads: int = 1
+    eager_bytes: int | None = None
     pg_options: object = None
     extra: dict[str, object] = field(default_factory=dict)
 
@@ -99,99 +91,28 @@ class Backend(Protocol):
     device_types: frozenset[str]
     """Types of `torch.device` whose tensors it takes."""
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> Ticket | None:
-        """Reduce `tensor` [*] of all ranks, in place, on all ranks."""
+    def run(self, call: Call, async_op: bool) -> Request | None:
+        """Do a collective; `comm.call` has what each one means."""
         ...
 
-    def reduce(self, tensor: torch.Tensor, dst: int, op: ReduceOp, async_op: bool) -> Ticket | None:
-        """Reduce `tensor` [*] of all ranks into that of `dst`; the others' stay as they are."""
-        ...
-
-    def broadcast(self, tensor: torch.Tensor, src: int, async_op: bool) -> Ticket | None:
-        """Copy `tensor` [*] of `src` to all."""
-        ...
-
-    def all_gather(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, async_op: bool
-    ) -> Ticket | None:
-        """Copy rank i's `tensor` to `outputs[i]` on all ranks; lengths may differ between ranks."""
-        ...
-
-    def all_gather_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool
-    ) -> Ticket | None:
-        """Copy rank i's `tensor` [k] to `output` [n*k] at i*k on all ranks."""
-        ...
-
-    def gather(
-        self,
-        outputs: Sequence[torch.Tensor] | None,
-        tensor: torch.Tensor,
-        dst: int,
-        async_op: bool,
-    ) -> Ticket | None:
-        """Copy rank i's `tensor` to `outputs[i]` on `dst` (None elsewhere)."""
-        ...
-
-    def scatter(
-        self,
-        tensor: torch.Tensor,
-        inputs: Sequence[torch.Tensor] | None,
-        src: int,
-        async_op: bool,
-    ) -> Ticket | None:
-        """Copy `inputs[i]` of `src` (None elsewhere) to rank i's `tensor`."""
-        ...
-
-    def reduce_scatter(
-        self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp, async_op: bool
-    ) -> Ticket | None:
-        """Reduce `inputs[i]` of all ranks into rank i's `tensor`; lengths may differ with i."""
-        ...
-
-    def reduce_scatter_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, async_op: bool
-    ) -> Ticket | None:
-        """Reduce part i [k] of `tensor` [n*k] of all ranks into rank i's `output` [k]."""
-        ...
-
-    def all_to_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
-    ) -> Ticket | None:
-        """Copy `inputs[j]` of rank i to `outputs[i]` of rank j."""
-        ...
-
-    def all_to_all_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool
-    ) -> Ticket | None:
-        """Copy part j [k] of rank i's `tensor` [n*k] to part i of rank j's `output` [n*k]."""
-        ...
-
-    def barrier(self, async_op: bool) -> Ticket | None:
-        """Return when all ranks have called."""
-        ...
-
-    def send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Ticket | None:
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Request | None:
         """Send `tensor` [*] to `dst`; messages of one pair and tag arrive in order."""
         ...
 
-    def recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Ticket:
-        """Receive into `tensor` from `src`, or from anyone; a finished ticket where not async."""
+    def recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Request:
+        """Receive into `tensor` from `src`, or from anyone; a finished request where not async."""
         ...
 
-    def shared_empty(self, nbytes: int) -> torch.Tensor | None:
-        """Allocate `nbytes` (uint8, zeroed) that peers can reach directly; all ranks call alike.
+    def allocate(self, nbytes: int, node_shared: bool) -> torch.Tensor | None:
+        """Allocate `nbytes` (uint8, zeroed).
+
+        Args:
+            nbytes: How many, more than none.
+            node_shared: The same memory on all ranks of a host, all of which call alike; else this
+                rank's own, which its peers can reach directly, and for which nobody else need call.
 
         Returns:
             The tensor, or None where the backend has no such memory.
-        """
-        ...
-
-    def host_shared_empty(self, nbytes: int) -> torch.Tensor | None:
-        """Allocate `nbytes` (uint8, zeroed), the same memory on all ranks of a host.
-
-        Returns:
-            The tensor, or None where the ranks share no memory.
         """
         ...
 
@@ -205,10 +126,11 @@ class Backend(Protocol):
 
 
 class PlainCalls(Protocol):
-    """Synchronous calls on tensors as they come, which the group has not looked at.
+    """Calls on tensors as they come, which the group has not looked at.
 
     Each returns True when done, False when the tensors are not as simple as they could be (then
-    nothing has happened), or else what went wrong, for `PlainBackend.error`.
+    nothing has happened), or else what went wrong, for `PlainBackend.error`. Those that start an
+    operation return its `Request` in place of True.
     """
 
     def plain_all_reduce(self, tensor: object, op: object, /) -> object:
@@ -232,7 +154,31 @@ class PlainCalls(Protocol):
         ...
 
     def plain_barrier(self) -> object:
-        """Meet."""
+        """Wait for all ranks."""
+        ...
+
+    def start_all_reduce(self, tensor: object, op: object, /) -> object:
+        """Start to reduce in place."""
+        ...
+
+    def start_broadcast(self, tensor: object, root: int, /) -> object:
+        """Start to copy the root's tensor to all."""
+        ...
+
+    def start_all_gather(self, output: object, tensor: object, /) -> object:
+        """Start to gather into one tensor."""
+        ...
+
+    def start_reduce_scatter(self, output: object, tensor: object, op: object, /) -> object:
+        """Start to reduce part i of one tensor into rank i's."""
+        ...
+
+    def start_all_to_all(self, output: object, tensor: object, /) -> object:
+        """Start to exchange equal parts."""
+        ...
+
+    def start_barrier(self) -> object:
+        """Start to wait for all ranks."""
         ...
 
     def plain_send(self, tensor: object, to: int, tag: int, /) -> object:
@@ -249,9 +195,18 @@ class PlainBackend(Protocol):
 
     plain: PlainCalls
 
+    def plain_on(self, channel: int) -> PlainCalls:
+        """Return the plain calls of one channel."""
+        ...
+
     def error(self, outcome: object) -> DureError:
         """Make the exception for what a plain call returned."""
         ...
+
+
+def channel_name(group: str, channel: int) -> str:
+    """Return how a channel of `group` is called in errors and records; channel 0 is the group."""
+    return f"{group}[{channel}]" if channel else group
 
 
 BackendFactory = Callable[[BackendOptions], Backend]

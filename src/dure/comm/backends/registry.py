@@ -11,13 +11,14 @@ import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from dure.comm.backends.base import Backend, BackendFactory, BackendOptions
+from dure.comm.backends.base import BackendFactory, BackendOptions
+from dure.comm.backends.opening import FactoryOpening, Opening
 from dure.errors import UsageError
 
 __all__ = [
-    "create_backend",
     "device_types_of",
     "known_backends",
+    "open_backend",
     "parse_backend",
     "register_backend",
     "unregister_backend",
@@ -26,35 +27,42 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """A backend by name: its factory, or where to find it, and the device types it takes."""
+    """A backend by name: its factory, or where to find it, and the device types it takes.
+
+    What is found at `opening` makes an `Opening` of options, in place of a factory.
+    """
 
     devices: tuple[str, ...]
     factory: BackendFactory | None = None
     module: str = ""
     attribute: str = ""
+    opening: str = ""
 
-    def load(self) -> BackendFactory:
+    def open(self, options: BackendOptions) -> Opening:
         if self.factory is not None:
-            return self.factory
-        return getattr(importlib.import_module(self.module), self.attribute)
+            return FactoryOpening(self.factory, options)
+        module = importlib.import_module(self.module)
+        if self.opening:
+            return getattr(module, self.opening)(options)
+        return FactoryOpening(getattr(module, self.attribute), options)
 
 
 _OURS: Mapping[str, _Entry] = {
     "threads": _Entry(
         devices=("cpu",), module="dure.comm.backends.threads.backend", attribute="create_threads"
     ),
-    "shm": _Entry(devices=("cpu",), module="dure.comm.backends.shm.backend", attribute="create"),
+    "shm": _Entry(devices=("cpu",), module="dure.comm.backends.shm.backend", opening="ShmOpening"),
     "gloo": _Entry(
         devices=("cpu",), module="dure.comm.backends.torch_engine", attribute="create_gloo"
     ),
     "mpi": _Entry(
-        devices=("cpu",), module="dure.comm.backends.mpi.rendezvous", attribute="create_mpi"
+        devices=("cpu",), module="dure.comm.backends.mpi.backend", attribute="create_mpi"
     ),
     "hybrid": _Entry(
-        devices=("cpu",), module="dure.comm.backends.hybrid.engines", attribute="create_over_gloo"
+        devices=("cpu",), module="dure.comm.backends.hybrid.creation", attribute="create_over_gloo"
     ),
     "hybrid_mpi": _Entry(
-        devices=("cpu",), module="dure.comm.backends.hybrid.engines", attribute="create_over_mpi"
+        devices=("cpu",), module="dure.comm.backends.hybrid.creation", attribute="create_over_mpi"
     ),
     "nccl": _Entry(
         devices=("cuda",), module="dure.comm.backends.torch_engine", attribute="create_nccl"
@@ -98,8 +106,8 @@ def device_types_of(name: str) -> tuple[str, ...]:
     return _entry(name).devices
 
 
-def create_backend(name: str, options: BackendOptions) -> Backend:
-    """Make this rank's part of a backend; every rank of the group must do so.
+def open_backend(name: str, options: BackendOptions) -> Opening:
+    """Begin this rank's part of a backend; every rank of the group must do so.
 
     Args:
         name: One of `known_backends()`.
@@ -107,9 +115,8 @@ def create_backend(name: str, options: BackendOptions) -> Backend:
 
     Raises:
         UsageError: There is no such backend, or it cannot run on this machine.
-        RendezvousTimeout: A rank did not come.
     """
-    return _entry(name).load()(options)
+    return _entry(name).open(options)
 
 
 def parse_backend(spec: str) -> dict[str, str]:

@@ -22,9 +22,8 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from dure.comm.backends.base import BackendOptions
-from dure.comm.backends.engine.calls import EngineWork
 from dure.comm.backends.engine.group import EngineGroup
-from dure.comm.backends.engine.tickets import EngineState
+from dure.comm.backends.engine.work import EngineState, EngineWork
 from dure.errors import DureError, UsageError
 from dure.store.address import outward_address
 from dure.store.base import Store
@@ -210,10 +209,7 @@ def _connect(
     except DureError:
         raise
     except RuntimeError as e:
-        state = EngineState(
-            options.name, options.rank, options.size, lambda _: ((), ()), lambda: None
-        )
-        raise state.translate(e, f"create {name}", began) from e
+        raise EngineState(options).translate(e, f"create {name}", began) from e
 
 
 def _await_all(options: BackendOptions) -> None:

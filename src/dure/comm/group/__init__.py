@@ -1,9 +1,9 @@
 """`ProcessGroup`: a set of ranks that communicate.
 
-The class is made of five parts, one file each: `core` (membership, and the road of every
-operation), `reducing`, `moving` and `messaging`, and `plain`, the short road of plain tensors;
-`aliases.EngineNames` adds the names under which
-code written for torch's C++ groups calls the same operations.
+The class is made of three parts, one file each: `core` (membership, and how an operation is run),
+`operations` (the slow path of each), and `plain`, the fast path of plain tensors;
+`aliases.EngineNames` adds the names under which code written for torch's C++ groups calls the same
+operations.
 """
 
 from __future__ import annotations

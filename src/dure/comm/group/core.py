@@ -1,6 +1,6 @@
-"""What every operation of a process group shares: membership, and the road it takes.
+"""What every operation of a process group shares: membership, and how it is run.
 
-Every operation takes the same road:
+Every operation takes three steps (the *slow path*):
 
 1. *check*: what this rank alone can know to be wrong raises here, before anything is sent;
 2. *plain memory*: tensors the backend cannot take as they are (strided views, conjugates) are
@@ -8,9 +8,9 @@ Every operation takes the same road:
 3. *issue*: the operation gets its number in the group and its trace event, and the backend runs
    it, at once or, with ``async_op=True``, behind the `Work` that is returned.
 
-A *plain* call skips all three: a synchronous one on plain tensors (contiguous ones on the CPU, of a
-real dtype) that nobody traces goes straight to the engine, which makes the same checks in one look
-at the tensor (csrc/bindings/plain.cpp). What it finds not to be plain takes the road above.
+The *fast path* (group/plain.py) skips all three: a synchronous call on plain tensors (contiguous
+ones on the CPU, of a real dtype) that nobody traces goes straight to the engine, which makes the
+same checks in one look at the tensor (csrc/bindings/plain.cpp).
 
 Every operation is noted by the flight recorder (`trace.flight`): by the backend where it keeps a
 ring of its own (it has a method `records`), else here.
@@ -21,20 +21,28 @@ global ranks on one line each.
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import cast
+from typing import Self, cast
 
 import torch
 
 from dure import trace
 from dure.comm import checks
-from dure.comm.backends.base import Backend, PlainBackend, PlainCalls, Ticket
-from dure.comm.work import Work
+from dure.comm.backends.base import Backend, PlainBackend, PlainCalls, channel_name
+from dure.comm.backends.request import Request
+from dure.comm.call import Call
+from dure.comm.work import PlainWork, Work
 from dure.errors import DureError, NotInGroupError, ShapeError, UsageError
+from dure.native import Outcome
 from dure.store.base import Store
+from dure.store.prefix import PrefixStore
 from dure.trace import flight
+from dure.trace.record import MESSAGES
 
 __all__ = ["GroupCore"]
 
@@ -43,10 +51,11 @@ class GroupCore:
     """Who is in a group, and how an operation of it is checked, numbered, traced and run.
 
     All ranks must call the collectives of a group in the same order. Groups are independent of
-    each other, and point-to-point messages are independent of collectives.
+    each other, and point-to-point messages are independent of collectives. A group has a second
+    order of calls: see `channel`.
 
-    Threads: one operation at a time; `Work` objects may be used from any thread. Tensors belong to
-    an operation until it has ended.
+    Threads: `Work` objects may be used from any thread. Tensors belong to an operation until it has
+    ended.
 
     Attributes:
         name: The same on all ranks.
@@ -67,6 +76,7 @@ class GroupCore:
         store: Store,
         timeout: timedelta,
         desc: str = "",
+        second: Callable[[str], dict[str, Backend]] | None = None,
     ) -> None:
         self.group_name, self._rank, self.global_ranks = name, rank, global_ranks
         self.timeout, self.store, self.desc = timeout, store, desc or name
@@ -82,6 +92,9 @@ class GroupCore:
         self._plain = self._engine
         self._coalesced: list[Work] | None = None
         self.closed = False
+        self._second = second
+        self._channel, self._channels = 0, [self]
+        self._channel_lock = threading.Lock()
         self._ring, self._ring_devices = self._open_ring()
 
     def _open_ring(self) -> tuple[flight.FlightRing | None, frozenset[str]]:
@@ -106,6 +119,61 @@ class GroupCore:
             f"ProcessGroup({self.group_name!r}, rank {self._rank} of {self._size}, "
             f"{self.backend_name})"
         )
+
+    # ---------------------------------------------------------------- its channels
+
+    def channel(self, index: int) -> Self:
+        """Return one of the two channels of the group: the same ranks, with an order of its own.
+
+        A group has two orders of calls. Within a channel operations run in the order of their
+        calls; what is called on one does not wait for what is called on the other. So a program can
+        gather on one while it reduces on the other, from one thread or from two. Channel 0 is the
+        group itself. The other is used as a group is: its methods, or as the `group` of the public
+        functions. Messages and memory belong to both alike; closing either closes both; in errors
+        and records channel 1 of the group G is called ``G[1]``.
+
+        Args:
+            index: 0 or 1.
+
+        Collective:
+            Calls of each channel in one order on all ranks; of calls on different channels ranks
+            need no common order, and agree on none. Where several threads call on one channel,
+            their order is the program's; orders that differ between ranks are a `Desync`, which
+            names the threads. On `shm` this method is local. Where the backend has one order only,
+            all ranks must call it, and its first call makes a second backend, as making a group
+            does.
+
+        Threads:
+            From any thread, at any time.
+        """
+        if index not in (0, 1):
+            raise UsageError(
+                "a group has channels 0 and 1", group=self.group_name, seen=f"index={index!r}"
+            )
+        with self._channel_lock:
+            if index == len(self._channels):
+                self._channels.append(self._open_channel(index))
+        return self._channels[index]
+
+    def _open_channel(self, index: int) -> Self:
+        if self.closed:
+            raise UsageError("the process group has been destroyed", group=self.group_name)
+        view = copy.copy(self)
+        view._channel, view.seq = index, 0
+        view.group_name = channel_name(self.group_name, index)
+        view.store = PrefixStore(f"channel/{index}", self.store)
+        view._num_monitored = view._num_attempts = 0
+        view._coalesced = None
+        if not all(getattr(b, "channels", 1) > index for b in self._backends.values()):
+            assert self._second is not None
+            view._backends = self._second(view.group_name)
+            view._only = next(iter(view._backends.values())) if view._only is not None else None
+            view._engine = getattr(view._only, "plain", None)
+        elif view._engine is not None:
+            view._engine = cast(PlainBackend, view._only).plain_on(index)
+        view._plain = view._engine
+        view._ring, view._ring_devices = view._open_ring()
+        return view
 
     # ---------------------------------------------------------------- who is in it
 
@@ -182,17 +250,19 @@ class GroupCore:
 
     def renumber(self, global_ranks: tuple[int, ...]) -> None:
         """Give the members new global ranks, in the same order."""
-        flight.renumber(self.group_name, self.global_ranks[self._rank], global_ranks)
-        self.global_ranks = global_ranks
-        self._group_rank_of = {g: r for r, g in enumerate(global_ranks)}
+        for group in self._channels:
+            flight.renumber(group.group_name, group.global_ranks[self._rank], global_ranks)
+            group.global_ranks = global_ranks
+            group._group_rank_of = {g: r for r, g in enumerate(global_ranks)}
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long operations wait for their peers, where the backend can change it."""
-        self.timeout = timeout
-        for backend in self._backends.values():
-            change = getattr(backend, "set_timeout", None)
-            if change is not None:
-                change(timeout)
+        for group in self._channels:
+            group.timeout = timeout
+            for backend in group._backends.values():
+                change = getattr(backend, "set_timeout", None)
+                if change is not None:
+                    change(timeout)
 
     def gone(self, rank: int) -> bool:
         """Tell whether `rank` is known to have died, or left; backends that cannot know say no."""
@@ -210,7 +280,7 @@ class GroupCore:
         asked = [getattr(backend, question, None) for backend in self._backends.values()]
         return any(answer is not None and answer(rank) for answer in asked)
 
-    # ---------------------------------------------------------------- the road of every operation
+    # ---------------------------------------------------------------- how an operation is run
 
     def _backend(self, op: str, *tensors: torch.Tensor) -> Backend:
         """Check that the group is open and the tensors reachable; return the backend for them."""
@@ -231,30 +301,50 @@ class GroupCore:
 
     def _issue(
         self,
-        op: str,
-        call: Callable[[bool], Ticket | None],
+        backend: Backend,
+        call: Call,
         outputs: list[torch.Tensor],
         *,
         finish: checks.Finish | None = None,
         async_op: bool = False,
-        data: torch.Tensor | None = None,
-        peer: int | None = None,
-        detail: str | int | None = None,
     ) -> Work | None:
-        """Run a checked operation: number it, trace it, and hand out a `Work` if it is wanted.
-
-        `detail` is the name of the reduction, or the tag of a message.
-        """
-        self.seq += 1
+        """Run a checked operation: number it, trace it, and hand out a `Work` if it is wanted."""
+        if self._channel:
+            call = replace(call, channel=self._channel)
         coalesced = self._coalesced
         deferred = async_op or coalesced is not None
-        event = self._begin(op, data, peer, deferred) if trace.hooks else None
+        request, ended = self._start(backend, call, deferred, finish)
+        if not deferred:
+            return None
+        work = Work(
+            request,
+            outputs,
+            finish=finish,
+            keep=call,
+            fields={"op": call.op, "seq": self.seq, "group": self.group_name, "rank": self._rank},
+            source_of=self.global_ranks.__getitem__,
+            settled=ended,
+        )
+        if coalesced is not None:
+            coalesced.append(work)
+        return work
+
+    def _start(
+        self, backend: Backend, call: Call, deferred: bool, finish: checks.Finish | None
+    ) -> tuple[Request | None, Callable[[BaseException | None], None]]:
+        """Number, trace and start an operation; one that is not `deferred` is over then.
+
+        Returns:
+            Its request, and what is to be told how it ended (and has been, where it is over).
+        """
+        self.seq += 1
+        event = self._begin(call, deferred) if trace.hooks else None
         noted = None
-        if self._ring is not None and (self._only or self._kind(data) in self._ring_devices):
-            noted = self._ring.begin(op, data, peer, detail, deferred)
+        if self._ring is not None and (self._only or self._kind(call.data) in self._ring_devices):
+            noted = self._ring.begin(call.op, call.data, _peer(call), _detail(call), deferred)
         ended = partial(self._ended, event, noted)
         try:
-            ticket = call(deferred)
+            request = _run(backend, call, deferred)
             if not deferred and finish is not None:
                 finish()
         except BaseException as error:
@@ -262,19 +352,15 @@ class GroupCore:
             raise
         if not deferred:
             ended(None)
-            return None
-        work = Work(
-            ticket,
-            outputs,
-            finish=finish,
-            keep=call,
-            fields={"op": op, "seq": self.seq, "group": self.group_name, "rank": self._rank},
-            source_of=self.global_ranks.__getitem__,
-            settled=ended,
-        )
-        if coalesced is not None:
-            coalesced.append(work)
-        return work
+        return request, ended
+
+    @property
+    def copies(self) -> object | None:
+        """How the ranks of a host copy, and a line's way from core to core, as text.
+
+        A `CopyPlan` (comm/backends/shm/copying.py) where the group is shared memory's alone.
+        """
+        return getattr(self._only, "copies", None)
 
     @property
     def coalesced(self) -> list[Work] | None:
@@ -285,6 +371,13 @@ class GroupCore:
     def coalesced(self, works: list[Work] | None) -> None:
         self._coalesced = works
         self._plain = self._engine if works is None else None
+
+    def _plain_work(self, op: str, started: object, output: torch.Tensor | None) -> Work | None:
+        """Hand out the `Work` of a plain call that was started, or raise its error."""
+        if isinstance(started, Outcome):
+            raise self._plain_error(started)
+        self.seq += 1
+        return PlainWork(cast(Request, started), output, op, self.seq, self)
 
     def _plain_error(self, outcome: object) -> DureError:
         """Make the exception for a plain call that failed."""
@@ -308,23 +401,26 @@ class GroupCore:
             flight.FlightRing.end(noted, error)
         if event is not None:
             trace.end(event, error)
+        self.note_error(error)
+
+    def note_error(self, error: BaseException | None) -> None:
+        """Tell the flight recorder of a failed operation."""
         if isinstance(error, DureError):
             flight.on_error(error, self.global_ranks[self._rank])
 
-    def _begin(
-        self, op: str, data: torch.Tensor | None, peer: int | None, async_op: bool
-    ) -> trace.Event:
+    def _begin(self, call: Call, async_op: bool) -> trace.Event:
+        data = call.data
         return trace.begin(
             trace.Event(
                 group=self.group_name,
-                op=op,
+                op=call.op,
                 seq=self.seq,
                 rank=self._rank,
                 global_rank=self.global_ranks[self._rank],
                 world_size=self._size,
                 nbytes=0 if data is None else data.nbytes,
                 dtype="" if data is None else str(data.dtype).removeprefix("torch."),
-                peer=peer,
+                peer=_peer(call),
                 async_op=async_op,
             )
         )
@@ -343,15 +439,40 @@ class GroupCore:
         """Leave the group: pending work ends with `Aborted`; later calls raise `UsageError`."""
         if self.closed:
             return
-        self.closed = True
-        self._engine = self._plain = None
-        if self._ring is not None:
-            flight.retire(self._ring)
+        with self._channel_lock:
+            for group in self._channels:
+                group.closed = True
+                group._engine = group._plain = None
+                if group._ring is not None:
+                    flight.retire(group._ring)
         first: DureError | None = None
-        for backend in {id(b): b for b in self._backends.values()}.values():
+        for backend in {id(b): b for g in self._channels for b in g._backends.values()}.values():
             try:
                 backend.close(abort)
             except DureError as e:
                 first = first or e
         if first is not None and not abort:
             raise first
+
+
+def _run(backend: Backend, call: Call, async_op: bool) -> Request | None:
+    match call.op:
+        case "send" | "isend":
+            assert call.peer is not None
+            return backend.send(call.inputs[0], call.peer, call.tag, async_op)
+        case "recv" | "irecv":
+            return backend.recv(call.outputs[0], call.peer, call.tag, async_op)
+        case _:
+            return backend.run(call, async_op)
+
+
+def _peer(call: Call) -> int | None:
+    """Return the root of a collective, or the other end of a message."""
+    return call.root if call.root >= 0 else call.peer
+
+
+def _detail(call: Call) -> str | int | None:
+    """Return the name of the reduction, or the tag of a message."""
+    if call.op in MESSAGES:
+        return call.tag
+    return None if call.reduction is None else call.reduction.name

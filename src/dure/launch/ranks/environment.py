@@ -1,6 +1,15 @@
 """What a rank finds in its environment: torchrun's variables, and Dure's.
 
 A pure computation, so that it can be read, printed and tested without starting anything.
+
+Note "Freed memory". A training step allocates activations and gradients, and frees them all. glibc
+gives memory at the top of its heap back as soon as more than a *trim threshold* is free there, and
+gets it again in the next step, when the kernel has to map and clear each page anew: about a
+microsecond for every 4 KiB. Whether that happens depends on what chance put on top of the heap;
+where ranks wait for each other at each step, the unluckiest rank decides for all. So ranks start
+with the thresholds that glibc itself arrives at, at most, as it adapts to the blocks it sees: it is
+the user's process, but a job that trains is what this launcher starts. A user who has chosen any of
+glibc's thresholds has chosen all of them.
 """
 
 from __future__ import annotations
@@ -14,9 +23,16 @@ from dure.errors import UsageError
 from dure.launch.ranks.errorfiles import error_file
 from dure.launch.spec import JobSpec
 
-__all__ = ["JobAddress", "Round", "rank_variables"]
+__all__ = ["JobAddress", "Round", "malloc_variables", "rank_variables"]
 
 MASTER_ADDR = "127.0.0.1"
+
+_KEEP_FREED = {
+    "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # glibc takes no more
+}
+_THRESHOLDS = (*_KEEP_FREED, "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
+"""Each of them ends glibc's own adapting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +132,16 @@ def rank_variables(
         variables["OMP_NUM_THREADS"] = str(threads)
     if spec.virtual_local_rank:
         variables |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": _own_gpu(local_rank)}
-    return variables | dict(spec.env)
+    return variables | malloc_variables(spec) | dict(spec.env)
+
+
+def malloc_variables(spec: JobSpec) -> dict[str, str | None]:
+    """Return what has glibc keep freed memory; nothing where the user has chosen otherwise."""
+    chosen = {n for n in _THRESHOLDS if n in spec.env or env.raw(n) is not None}
+    tunables = spec.env.get("GLIBC_TUNABLES", env.raw("GLIBC_TUNABLES")) or ""
+    if spec.malloc_defaults or chosen or "glibc.malloc" in tunables:
+        return {}
+    return dict(_KEEP_FREED)
 
 
 def _own_gpu(local_rank: int) -> str:

@@ -24,6 +24,7 @@ from typing import Any
 from dure import env
 from dure.launch.interpreter import interpreter_options
 from dure.launch.ranks.child import first_path
+from dure.launch.ranks.environment import malloc_variables
 from dure.launch.ranks.forking import receive, send
 from dure.launch.ranks.heapfile import HeapFile
 from dure.launch.ranks.imports import names_to_import
@@ -287,6 +288,7 @@ def zygote_for(spec: JobSpec, job: str, threads: int | None) -> Iterator[Zygote 
     changes: dict[str, str | None] = {"PYTHONUNBUFFERED": "1", "DURE_LAUNCHER": job}
     if threads is not None:
         changes["OMP_NUM_THREADS"] = str(threads)
+    changes |= malloc_variables(spec)
     zygote = Zygote(spec, names, needed, env.child_environment(changes | dict(spec.env)))
     try:
         yield zygote

@@ -16,6 +16,7 @@ import torch
 from dure.comm.ops import ReduceOp
 from dure.comm.world import resolve
 from dure.errors import UsageError
+from dure.training.flat_buffers import by_kind, packed, unpack
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -53,21 +54,21 @@ def average_(
     flying: deque[tuple[Work | None, torch.Tensor, list[torch.Tensor]]] = deque()
     with torch.no_grad():
         for piece in _pieces(tensors):
-            flat = torch.cat([t.detach().reshape(-1) for t in piece])
+            flat = packed(piece)
             flat = flat if dtype is None else flat.to(dtype)
-            flying.append((group.all_reduce(flat, ReduceOp.AVG, async_op=True), flat, piece))
+            work = group.all_reduce(flat, ReduceOp.AVG, async_op=True)
+            if work is not None:
+                work.disown()  # not waited for where an earlier one fails
+            flying.append((work, flat, piece))
             if len(flying) == _IN_FLIGHT:
-                _land(*flying.popleft())
+                _copy_back(*flying.popleft())
         while flying:
-            _land(*flying.popleft())
+            _copy_back(*flying.popleft())
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Divide tensors into pieces: of one dtype and device each, in their order."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for alike in kinds.values():
+    for alike in by_kind(tensors).values():
         piece: list[torch.Tensor] = []
         filled = 0
         for tensor in alike:
@@ -80,13 +81,11 @@ def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield piece
 
 
-def _land(work: Work | None, flat: torch.Tensor, piece: list[torch.Tensor]) -> None:
+def _copy_back(work: Work | None, flat: torch.Tensor, piece: list[torch.Tensor]) -> None:
     """Wait for a piece, and copy the means to where they belong."""
     if work is not None:
         work.wait()
-    sizes = [tensor.numel() for tensor in piece]
-    for tensor, mean in zip(piece, flat.split(sizes), strict=True):
-        tensor.detach().copy_(mean.view(tensor.shape))
+    unpack(flat, piece)
 
 
 def get_params_to_average(params: Parameters) -> list[torch.nn.Parameter]:

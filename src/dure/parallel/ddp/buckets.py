@@ -1,49 +1,116 @@
-"""Buckets: gradients that one collective reduces, in memory that the ranks share.
+"""Buckets: which gradients travel together, in what order, and where they lie.
 
-All dense gradients of one dtype and device lie in one block of memory, their *region*. A
-bucket is a stretch of it; so buckets can be cut anew, once it is known in which order gradients
-become ready, without a byte of further memory, and without asking the other ranks for it.
+Backward produces gradients roughly in the reverse order of registration, one after the other. A
+reduction for each of them would pay the fixed cost of a collective hundreds of times; one
+reduction for all could only start when backward has ended. A *bucket* is the middle way: a run of
+gradients, in that reverse order, that is reduced by one collective as soon as the last of them is
+there, while backward goes on with the layers below.
 
-    region   |  bucket 0  |   bucket 1   |     bucket 2    ...     | unused |
+*The plan* (`plan_buckets`) is pure arithmetic. Three rules make it:
+
+* Gradients of one bucket have one *kind* (dtype and device), since they share one flat tensor. A
+  sparse gradient fills a bucket of its own.
+* A bucket is closed once it holds at least its *cap* in bytes. The first one of each kind usually
+  has a small cap, so that communication starts early, when the last layers are done.
+* Buckets are numbered by the gradient that completes them. All ranks reduce them in this order,
+  whatever order they become ready in, so that the ranks' collectives always match.
+
+*The memory* is one block a kind (`FlatBuffers`), shared with the other ranks; a bucket is a stretch
+of it. Buckets can therefore be cut anew without a byte of further memory, and without asking the
+other ranks for it:
+
+    block    |  bucket 0  |   bucket 1   |     bucket 2    ...     | unused |
     bucket   | gradient | gradient | ... | gradient |
-    the last | gradient | ... | gradient | ledger |
+    the last | gradient | ... | gradient | used parameters |
 
-Each bucket begins at an address that the fastest instructions like; gradients within it lie without
-padding. The last bucket also carries the ledger (ledger.py).
+Gradients within a bucket lie without padding. The last one also carries the used-parameter bitmap
+(outcome.py).
+
+*The assignment* (`BucketAssignment`) begins with the order that is expected, the reverse of
+registration, and is made anew once, when the order in which gradients become ready is known; see
+"Rebuilding" in reducer.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from dure.parallel.ddp.bucketing import GradientSize
-from dure.parallel.ddp.slots import Slot, SparseSlot
+from dure.parallel.ddp.outcome import UsedParameters
+from dure.training.flat_buffers import FlatBuffers, padded
+from dure.training.grad_views import CastGradView, GradView, NamedParameter, SparseGradView
+from dure.training.memory import own_zeros
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
     from dure.comm.work import Work
 
-__all__ = ["Bucket", "GradBucket", "Regions", "kind_of", "size_of"]
+__all__ = [
+    "FIRST_CAP_BYTES",
+    "Bucket",
+    "BucketAssignment",
+    "GradBucket",
+    "GradientSize",
+    "ReducerOptions",
+    "plan_buckets",
+]
 
-_ALIGNMENT_BYTES = 64
+FIRST_CAP_BYTES = 1 << 20
+"""Cap of the first bucket of each kind (the value of torch's DDP)."""
 
-Kind = Hashable
-
-
-def kind_of(slot: Slot) -> Kind:
-    """Tell what must be equal for two gradients to share a bucket."""
-    if isinstance(slot, SparseSlot):
-        return ("sparse", slot.number)
-    return (slot.dtype, slot.parameter.dtype, slot.parameter.device)
+_ROOT = 0
 
 
-def size_of(slot: Slot) -> GradientSize:
-    """Tell the planner what it needs to know; a sparse gradient fills a bucket of its own."""
-    sparse = isinstance(slot, SparseSlot)
-    return GradientSize(num_bytes=1 << 62 if sparse else slot.size, kind=kind_of(slot))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientSize:
+    """What the plan needs to know of one gradient."""
+
+    num_bytes: int
+    kind: Hashable = None
+    """Only gradients of equal kind may share a bucket."""
+
+
+def plan_buckets(
+    sizes: Sequence[GradientSize],
+    *,
+    caps: Sequence[int],
+    order: Sequence[int] | None = None,
+) -> tuple[tuple[int, ...], ...]:
+    """Divide gradients into buckets.
+
+    Args:
+        sizes: The gradients, in the order in which their parameters are registered.
+        caps: A bucket is closed when it holds at least this many bytes: the first of each kind, the
+            second, ...; the last number holds for all further ones.
+        order: The order in which gradients are expected, as indices into `sizes`; by default the
+            reverse of `sizes`.
+
+    Returns:
+        For each bucket the indices of its gradients, in the order in which they lie in it. The
+        buckets are in the order in which they have to be reduced.
+    """
+    expected = range(len(sizes) - 1, -1, -1) if order is None else order
+    open_buckets: dict[Hashable, list[int]] = {}
+    filled: dict[Hashable, int] = {}
+    num_closed: dict[Hashable, int] = {}
+    closed: list[tuple[int, tuple[int, ...]]] = []
+    last_seen: dict[Hashable, int] = {}
+    for position, index in enumerate(expected):
+        size = sizes[index]
+        kind = size.kind
+        open_buckets.setdefault(kind, []).append(index)
+        filled[kind] = filled.get(kind, 0) + size.num_bytes
+        last_seen[kind] = position
+        number = num_closed.get(kind, 0)
+        if filled[kind] >= caps[min(number, len(caps) - 1)]:
+            closed.append((position, tuple(open_buckets.pop(kind))))
+            filled[kind], num_closed[kind] = 0, number + 1
+    closed += [(last_seen[kind], tuple(rest)) for kind, rest in open_buckets.items()]
+    return tuple(indices for _, indices in sorted(closed))
 
 
 class Bucket:
@@ -51,12 +118,12 @@ class Bucket:
 
     Attributes:
         index: Its place in the order of reduction.
-        flat: All of it: gradients, and the ledger in the last one.
+        flat: All of it: gradients, and the used-parameter bitmap in the last one.
         num_bytes: Size of `flat`.
         buffer: The gradients.
-        slots: The places of the gradients.
-        absent: Slots that no backward of this rank fills (static graph).
-        idle: Slots that the present backward does not fill.
+        views: The places of the gradients.
+        absent: Those that no backward of this rank fills (static graph).
+        idle: Those that the present backward does not fill.
         pending: How many gradients the present backward still owes.
         work: The reduction, once started.
         result: What a communication hook returned.
@@ -71,115 +138,187 @@ class Bucket:
         "num_bytes",
         "pending",
         "result",
-        "slots",
+        "views",
         "work",
     )
 
-    def __init__(self, index: int, flat: torch.Tensor, slots: Sequence[Slot]) -> None:
-        self.index, self.flat, self.slots = index, flat, list(slots)
+    def __init__(
+        self, index: int, flat: torch.Tensor, buffer: torch.Tensor, views: Sequence[GradView]
+    ) -> None:
+        self.index, self.flat, self.buffer, self.views = index, flat, buffer, list(views)
         self.num_bytes = flat.numel() * flat.element_size()
-        self.buffer = flat
-        self.absent: list[Slot] = []
-        self.idle: list[Slot] = []
-        self.pending = len(self.slots)
+        self.absent: list[GradView] = []
+        self.idle: list[GradView] = []
+        self.pending = len(self.views)
         self.work: Work | None = None
         self.result: torch.futures.Future[object] | None = None
         self.expect()
 
     @property
-    def sparse(self) -> SparseSlot | None:
-        """The one slot of a bucket of sparse entries."""
-        first = self.slots[0] if self.slots else None
-        return first if isinstance(first, SparseSlot) else None
+    def sparse(self) -> SparseGradView | None:
+        """The one gradient of a bucket of sparse entries."""
+        first = self.views[0] if self.views else None
+        return first if isinstance(first, SparseGradView) else None
 
     def expect(self) -> None:
-        """Take over how often each slot expects a gradient."""
-        self.absent = [slot for slot in self.slots if not slot.expected]
+        """Take over how often each gradient is expected."""
+        self.absent = [view for view in self.views if not view.expected]
         self.reset()
 
     def reset(self) -> None:
         """Get ready for the next backward."""
         self.idle = list(self.absent)
-        self.pending = len(self.slots) - len(self.idle)
+        self.pending = len(self.views) - len(self.idle)
+        if self.work is not None:
+            self.work.disown()  # not waited for where the one of an earlier bucket has failed
         self.work, self.result = None, None
 
 
-class Regions:
-    """The memory of all buckets: one block a kind.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReducerOptions:
+    """How a reducer buckets, and what it expects.
 
-    Args:
-        slots: All slots there will ever be.
-        extra: Elements that the last bucket carries beside its gradients.
-        allocate: Makes a block of elements; collective, where it is shared memory.
+    Attributes:
+        caps: A bucket is closed when it holds at least this many bytes: the first, the second, ...;
+            the last number holds for all further ones.
+        allow_unused: A parameter without a gradient is no error.
+        static_graph: Every backward is like the first one.
+        leave_out_unused: Parameters that nobody used in the first backward are never used.
+        reduce_dtype: In which real gradients are reduced; their own by default.
+    """
+
+    caps: tuple[int, ...]
+    allow_unused: bool = False
+    static_graph: bool = False
+    leave_out_unused: bool = False
+    reduce_dtype: torch.dtype | None = None
+
+
+class BucketAssignment:
+    """Which bucket each gradient of a module is in for now, and the memory of all buckets.
+
+    Collective: construction, where buckets are memory that ranks share.
+
+    Attributes:
+        views: Of all parameters' gradients, in the order of registration.
+        buckets: In the order in which they are reduced. The last one is dense and carries the
+            used-parameter bitmap; it may have no gradients at all.
+        used_parameters: The end of the last one.
     """
 
     def __init__(
-        self,
-        slots: Sequence[Slot],
-        extra: int,
-        allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor],
+        self, group: ProcessGroup, parameters: Sequence[NamedParameter], options: ReducerOptions
     ) -> None:
-        self._slots, self._extra = list(slots), extra
-        device = slots[0].parameter.device
-        kinds = {_region_of(s): 0 for s in slots if not _is_sparse(s)}
-        self._of_ledger = next(iter(kinds), (torch.float32, device))
-        numels = {**kinds, self._of_ledger: 0}
-        for slot in slots:
-            if not _is_sparse(slot):
-                numels[_region_of(slot)] += slot.parameter.numel() + _aligned(1, slot.dtype)
-        self._blocks: Mapping[tuple[torch.dtype, torch.device], torch.Tensor] = {
-            (dtype, where): allocate(numel + extra + _aligned(1, dtype), dtype, where)
-            for (dtype, where), numel in numels.items()
-        }
+        self._options, self._num_ranks = options, group.size()
+        self.views = [self._make_view(number, p) for number, p in enumerate(parameters)]
+        self._extra = UsedParameters.size(len(parameters))
+        dense = [view for view in self.views if not _is_sparse(view)]
+        device = self.views[0].parameter.device
+        self._kind_of_bitmap = dense[0].kind if dense else (torch.float32, device)
+        numels = {view.kind: 0 for view in dense} | {self._kind_of_bitmap: 0}
+        for kind in numels:
+            numels[kind] = self._extra + padded(1, kind[0])
+        for view in dense:
+            numels[view.kind] += view.parameter.numel() + padded(1, view.dtype)
+        self._memory = FlatBuffers(numels, partial(own_zeros, group))
+        self._new_plan: list[list[GradView]] | None = None
+        self._cut(self._plan(range(len(parameters) - 1, -1, -1)))
 
-    def lay_out(self, plan: Sequence[Sequence[Slot]]) -> list[Bucket]:
-        """Cut the regions into the buckets of `plan`; slots move to their new places.
+    def bucket_sizes(self) -> list[int]:
+        """Return the bytes of gradients in each bucket."""
+        return [sum(view.size for view in b.views) for b in self.buckets if b.views]
 
-        Returns:
-            The buckets, of which the last one is dense and has room for the ledger; it may have no
-            gradients at all.
-        """
-        for slot in self._slots:  # also those that the plan leaves out
-            slot.leave()
+    def _make_view(self, number: int, named: NamedParameter) -> GradView:
+        own, wanted = named.parameter.dtype, self._options.reduce_dtype
+        if named.sparse:
+            return SparseGradView(number, named, own)
+        if wanted is None or not own.is_floating_point or wanted == own:
+            return GradView(number, named, own)
+        return CastGradView(number, named, wanted)
+
+    def _plan(self, order: Sequence[int]) -> list[list[GradView]]:
+        """Divide gradients into buckets; `order` has the numbers of those that take part."""
+        taking_part = [self.views[number] for number in order]
+        plan = plan_buckets(
+            [_size_of(view) for view in taking_part],
+            caps=self._options.caps,
+            order=range(len(taking_part)),
+        )
+        return [[taking_part[i] for i in members] for members in plan]
+
+    def _cut(self, plan: Sequence[Sequence[GradView]]) -> None:
+        """Cut the memory into the buckets of `plan`; gradients move to their new places."""
+        for view in self.views:  # also those that the plan leaves out
+            view.leave()
         plan = list(plan)
         if not plan or _is_sparse(plan[-1][0]):
             plan.append(())
-        filled = dict.fromkeys(self._blocks, 0)
-        buckets: list[Bucket] = []
-        for index, slots in enumerate(plan):
-            last = index == len(plan) - 1
-            if slots and _is_sparse(slots[0]):
-                slots[0].place(torch.empty(0), index, 0)
-                buckets.append(Bucket(index, torch.empty(0), slots))
-                continue
-            key = _region_of(slots[0]) if slots else self._of_ledger
-            numel = sum(s.parameter.numel() for s in slots)
-            start = filled[key]
-            end = start + numel + (self._extra if last else 0)
-            filled[key] = _aligned(end, key[0])
-            flat = self._blocks[key][start:end]
-            offset = int(flat.storage_offset())
-            for slot in slots:
-                slot.place(flat, index, offset)
-                offset += slot.parameter.numel()
-            bucket = Bucket(index, flat, slots)
-            bucket.buffer = flat[:numel]
-            buckets.append(bucket)
-        return buckets
+        self._memory.restart()
+        self.buckets: list[Bucket] = []
+        for index, views in enumerate(plan):
+            extra = self._extra if index == len(plan) - 1 else 0
+            self.buckets.append(self._cut_one(index, views, extra))
+        self.used_parameters = UsedParameters(
+            self.buckets[-1].flat, len(self.views), self._num_ranks
+        )
+
+    def _cut_one(self, index: int, views: Sequence[GradView], extra: int) -> Bucket:
+        if views and _is_sparse(views[0]):
+            nothing = torch.empty(0)
+            views[0].place(nothing, index, 0)
+            return Bucket(index, nothing, nothing, views)
+        numel = sum(view.parameter.numel() for view in views)
+        flat = self._memory.take(views[0].kind if views else self._kind_of_bitmap, numel + extra)
+        offset = int(flat.storage_offset())
+        for view in views:
+            view.place(flat, index, offset)
+            offset += view.parameter.numel()
+        return Bucket(index, flat, flat[:numel] if extra else flat, views)
+
+    def learn(
+        self, group: ProcessGroup, ready_order: Sequence[int], used: Sequence[bool] | None
+    ) -> None:
+        """Plan buckets by rank 0's order.
+
+        Collective: all ranks of the group.
+        Cost: one broadcast of 8 bytes a parameter; nothing where there is one bucket.
+
+        Args:
+            group: The ranks.
+            ready_order: Numbers of parameters as their gradients came on this rank.
+            used: Whether any rank uses each parameter; the others are left out. None: all stay.
+        """
+        seen = dict.fromkeys(ready_order)
+        present = [view.number for bucket in self.buckets for view in bucket.views]
+        numbers = [*seen, *(number for number in present if number not in seen)]
+        if len(self.buckets) > 1:
+            order = torch.tensor(numbers, device=self.used_parameters.flags.device)
+            group.broadcast(order, _ROOT)
+            numbers = order.tolist()
+        else:  # one order of buckets, whatever is in them
+            numbers = present
+        if used is not None:
+            numbers = [number for number in numbers if used[number]]
+        self._new_plan = self._plan(numbers)
+
+    def rebuild(self) -> bool:
+        """Follow the plan that was learned, if there is one; tell whether there was."""
+        if self._new_plan is None:
+            return False
+        if self._new_plan != [bucket.views for bucket in self.buckets if bucket.views]:
+            self._cut(self._new_plan)
+        self._new_plan = None
+        return True
 
 
-def _region_of(slot: Slot) -> tuple[torch.dtype, torch.device]:
-    return (slot.dtype, slot.parameter.device)
+def _is_sparse(view: GradView) -> bool:
+    return isinstance(view, SparseGradView)
 
 
-def _is_sparse(slot: Slot) -> bool:
-    return isinstance(slot, SparseSlot)
-
-
-def _aligned(numel: int, dtype: torch.dtype) -> int:
-    """Round a number of elements up, so that what follows is aligned."""
-    step = max(1, _ALIGNMENT_BYTES // dtype.itemsize)
-    return -(-numel // step) * step
+def _size_of(view: GradView) -> GradientSize:
+    if _is_sparse(view):
+        return GradientSize(num_bytes=1 << 62, kind=("sparse", view.number))
+    return GradientSize(num_bytes=view.size, kind=(*view.kind, view.parameter.dtype))
 
 
 class GradBucket:
@@ -212,24 +351,24 @@ class GradBucket:
 
         They share the memory of `buffer`, also after `set_buffer`.
         """
-        slots = self._bucket.slots
+        places = [view.tensor for view in self._bucket.views]
         if self._bucket.sparse is not None:
             return [self._buffer]
         if self._buffer is self._bucket.buffer:
-            return [slot.view for slot in slots]
-        parts = self._buffer.split([slot.view.numel() for slot in slots])
+            return places
+        parts = self._buffer.split([place.numel() for place in places])
         return [
-            part.as_strided(slot.view.shape, slot.view.stride(), part.storage_offset())
-            for part, slot in zip(parts, slots, strict=True)
+            part.as_strided(place.shape, place.stride(), part.storage_offset())
+            for part, place in zip(parts, places, strict=True)
         ]
 
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters that the gradients belong to."""
-        return [slot.parameter for slot in self._bucket.slots]
+        return [view.parameter for view in self._bucket.views]
 
     def names(self) -> list[str]:
         """Return the parameters' paths in the module: they stay when buckets are cut anew."""
-        return [slot.name for slot in self._bucket.slots]
+        return [view.name for view in self._bucket.views]
 
     def is_last(self) -> bool:
         """Tell whether this is the last bucket of the backward."""

@@ -1,44 +1,47 @@
 """`DistributedDataParallel`: the module that users wrap theirs in.
 
-It owns the parts and decides when they act: replicas.py before the first step and for buffers,
-reducer.py for gradients. Arguments and attributes have the names of torch's class.
+It owns the parts and decides when they act: reducer.py for gradients, buffers.py for buffers, and
+before the first step it makes the ranks' modules alike. Arguments and attributes have the names of
+torch's class.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dure.comm.agreement import describe_tensor, verify_equal
-from dure.comm.heap import keep_freed_memory
+from dure.comm.untraced import untraced, untraced_here
 from dure.comm.world import resolve
-from dure.data.nests import moved
 from dure.errors import CommError, HookError
-from dure.parallel.ddp.arguments import BucketCaps, buffer_rules, chosen_group, refuse_delayed
-from dure.parallel.ddp.arrangement import ReducerOptions
-from dure.parallel.ddp.compiling import Cutting, cut_graphs, untraced, untraced_here
-from dure.parallel.ddp.hearing import hear_outputs
-from dure.parallel.ddp.hooking import CommHook, HookRunner, check_hook, name_of
-from dure.parallel.ddp.joining import Announcer, JoinableReplica
-from dure.parallel.ddp.precision import ComputeCopies, MixedPrecision
+from dure.parallel.ddp.buckets import ReducerOptions
+from dure.parallel.ddp.buffers import BufferSync
+from dure.parallel.ddp.comm_hooks import CommHook, HookRunner, check_hook, name_of
+from dure.parallel.ddp.join import JoinableReplica
 from dure.parallel.ddp.reducer import Reducer
-from dure.parallel.ddp.replicas import BufferSync, broadcast_all
-from dure.parallel.ddp.report import Report
-from dure.parallel.ddp.slots import NamedParameter
-from dure.parallel.ddp.timing import StepTimes
-from dure.parallel.ddp.torch_names import TorchNames
-from dure.parallel.ddp.wrapping import (
-    Frozen,
-    Replaced,
+from dure.parallel.ddp.step_times import Clock, StepTimes
+from dure.parallel.ddp.torch_names import Report, TorchNames
+from dure.parallel.ddp.validation import (
+    BucketCaps,
+    WrappedParameters,
     buffer_owners,
+    buffer_rules,
     checked_device_ids,
+    chosen_group,
+    refuse_delayed,
     refuse_foreign_batch_norm,
     refuse_wrapped,
     trained_parameters,
 )
+from dure.training.agreement import broadcast_tensors, describe_tensor, verify_equal
+from dure.training.autograd_hooks import on_outputs
+from dure.training.compiling import Cutting, cut_graphs
+from dure.training.grad_views import NamedParameter
+from dure.training.precision import ComputeCopies, MixedPrecision
+from dure.training.pytrees import moved
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -150,8 +153,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         self._report = Report(self._settings())
         self.require_forward_param_sync = True
         self._reducer: Reducer | None = None
-        self._replaced: Replaced | None = None
-        self._frozen: Frozen | None = None
+        self._wrapped: WrappedParameters | None = None
         self._buffer_sync: BufferSync | None = None
         if init_sync:
             self._replicate(buffers.at_first)
@@ -160,9 +162,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
     def _connect(self, trained: Sequence[NamedParameter]) -> Reducer:
         """Make the parts that communicate. Collective, where buckets are shared memory."""
         group = self.process_group
-        keep_freed_memory()
-        self._replaced = Replaced(self.module, trained)
-        self._frozen = Frozen(self.module, self.parameters_to_ignore)
+        self._wrapped = WrappedParameters(self.module, trained, self.parameters_to_ignore)
         owners = buffer_owners(self.module, self.parameters_to_ignore)
         self._buffer_sync = BufferSync(group, owners) if owners else None
         options = ReducerOptions(
@@ -172,11 +172,15 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
             leave_out_unused=self.skip_all_reduce_unused_params,
             reduce_dtype=self._precision.gradients,
         )
-        self._reducer = Reducer(group, trained, options)
-        self._reducer.on_step = self._report.sample
-        self._reducer.on_error = self._report.keep
-        self._reducer.announcer = Announcer(self)
+        # A weak reference: a cycle would keep shared memory until the garbage collector comes.
+        self._reducer = Reducer(group, trained, options, weakref.ref(self))
         return self._reducer
+
+    def step_ended(self, number: int, clock: Clock, error: Exception | None) -> None:
+        """Take note of a synchronised step; called by the reducer."""
+        self._report.sample(number, clock)
+        if error is not None:
+            self._report.keep(error)
 
     @property
     def reducer(self) -> Reducer:
@@ -193,8 +197,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
                 seen=f"this one is on the group {self.process_group.group_name!r}",
                 fix="Save ddp.module.state_dict(), or copy ddp.module and wrap the copy.",
             )
-        gone = {"process_group", "_reducer", "_buffer_sync", "_copies", "join_seat"}
-        gone |= {"_replaced", "_frozen"}
+        gone = {"process_group", "_reducer", "_buffer_sync", "_copies", "join_seat", "_wrapped"}
         return {k: v for k, v in self.__dict__.items() if k not in gone}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -203,7 +206,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         self.process_group = resolve(
             None, "loading a whole DistributedDataParallel (save ddp.module.state_dict() instead)"
         )
-        self._replaced = self._frozen = None
+        self._wrapped = None
         self._copies = self._make_copies()
         self._reducer, self._buffer_sync, self.require_forward_param_sync = None, None, False
 
@@ -224,7 +227,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         kept = self._replicated()
         verify_equal(self.process_group, [describe_tensor(k, t) for k, t in kept.items()])
         own = set() if buffers else set(self.module.buffers())
-        broadcast_all(self.process_group, [t for t in kept.values() if t not in own])
+        broadcast_tensors(self.process_group, [t for t in kept.values() if t not in own])
 
     def _replicated(self) -> dict[str, torch.Tensor]:
         """Return what is the same on all ranks: parameters and buffers that are not ignored."""
@@ -259,12 +262,12 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
 
     @untraced
     def _is_replaced(self) -> bool:
-        return self._replaced is not None and self._replaced.all()
+        return self._wrapped is not None and self._wrapped.all_replaced()
 
     @untraced
     def _watch_replaced(self, outputs: Any) -> Any:
-        assert self._replaced is not None
-        self._replaced.refuse_for_good(outputs)
+        assert self._wrapped is not None
+        self._wrapped.refuse_for_good(outputs)
         return outputs
 
     @untraced
@@ -272,8 +275,8 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         """Do what comes before the module's own forward; collective where buffers are due."""
         if sync or self._reducer is not None:
             self.reducer.prepare(sync)
-        if sync and self._frozen is not None:
-            self._frozen.check()
+        if sync and self._wrapped is not None:
+            self._wrapped.refuse_unfrozen()
         self._share_buffers(sync)
 
     @untraced
@@ -281,7 +284,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         """Do what comes after it: a buffer hook, and getting ready for backward."""
         self._late_buffers(sync)
         if sync:
-            hear_outputs(self.reducer, outputs)
+            on_outputs(outputs, self.reducer.on_output)
 
     def _make_copies(self) -> ComputeCopies | None:
         """Make what lets the module compute in low precision, if it shall."""
@@ -321,7 +324,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
 
     def broadcast_module_from(self, root: int) -> None:
         """Overwrite parameters and buffers with those of the group rank `root`. Collective."""
-        broadcast_all(self.process_group, list(self._replicated().values()), root)
+        broadcast_tensors(self.process_group, list(self._replicated().values()), root)
 
     def will_sync_module_buffers(self) -> bool:
         """Tell whether the next forward broadcasts buffers."""

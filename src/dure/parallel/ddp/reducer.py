@@ -3,22 +3,30 @@
 One backward with reduction:
 
 1. *begin*: the first sign of a backward that belongs to a synchronised forward (a gradient arrives
-   at an output of the module, or at a parameter: hearing.py) asks autograd to call *finish* at its
-   end.
-2. *on_gradient*: each time a parameter's gradient has been accumulated it is moved to its slot, and
-   its bucket owes one less. When a bucket owes nothing, and all buckets before it have been
-   started, its reduction is started too (reducing.py). It runs beside the rest of backward.
+   at an output of the module, or at a parameter) asks autograd to call *finish* at its end.
+2. *on_gradient*: each time a parameter's gradient has been accumulated it is moved to its bucket,
+   which owes one less. When a bucket owes nothing, and all buckets before it have been started, its
+   reduction is started too. It runs beside the rest of backward.
 3. *finish*: buckets that still owe gradients are completed with what is there (zeros for a
    parameter that got no gradient) and started; then the rank waits for all of them.
 
-The last bucket is started in *finish* and never before. It carries the ledger (ledger.py): what
-each rank used, and whether it is in trouble. A rank whose loss does not depend on some parameter
-therefore takes part in every reduction, no rank ever waits for one that gave up, and all raise the
-same error at the same step. A backward that ends with an exception never comes to *finish*; the
-next forward makes up for it (*abandon*), which tells the others.
+The last bucket is started in *finish* and never before. It carries the used-parameter bitmap
+(outcome.py): what each rank used, and whether anything went wrong there. A rank whose loss does not
+depend on some parameter therefore takes part in every reduction, no rank ever waits for one that
+gave up, and all raise the same error at the same step. A backward that ends with an exception never
+comes to *finish*; the next forward makes up for it (*abandon*), which tells the others.
 
-A backward without synchronisation (`no_sync`) only moves gradients to their slots; the next
+A backward without synchronisation (`no_sync`) only moves gradients to their buckets; the next
 synchronised one reduces the sums.
+
+Note "Averages". A bucket is averaged by one asynchronous all_reduce of its flat tensor. Three
+things change that (`Reductions`):
+
+* *Sparse entries* cannot be averaged by the collective: they are summed and divided here.
+* *A communication hook* (comm_hooks.py) replaces the collective. It divides by the number of ranks.
+* *A divisor*: in a `Join` ranks may have run out of inputs, and sums are divided by the number of
+  those that have some. Then the collective sums, and the division is made here; a hook's result,
+  already divided by all ranks, is scaled.
 
 Note "Rebuilding". The first backward shows in which order gradients become ready. At its end rank 0
 tells its order to all, who plan the same buckets by it; when the second one begins, buckets are cut
@@ -36,27 +44,133 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from dure.errors import CommError, ModuleError
-from dure.parallel.ddp import graphs
-from dure.parallel.ddp.arrangement import Arrangement, ReducerOptions
-from dure.parallel.ddp.hearing import hear_parameters
-from dure.parallel.ddp.reducing import Reductions
-from dure.parallel.ddp.slots import DORMANT, NamedParameter, Slot
-from dure.parallel.ddp.telling import tell_step
-from dure.parallel.ddp.timing import Clock, StepTimes
-from dure.parallel.ddp.usage import Usage
-from dure.parallel.ddp.verdicts import Complaint, Trouble, verdict
+from dure.comm.ops import ReduceOp
+from dure.errors import CommError, HookError, ModuleError
+from dure.parallel.ddp.buckets import Bucket, BucketAssignment, ReducerOptions
+from dure.parallel.ddp.outcome import (
+    ErrorKind,
+    ErrorRecord,
+    UsageHistory,
+    UsedParameters,
+    agreed_error,
+)
+from dure.parallel.ddp.step_times import Clock, StepTimes, trace_step
 from dure.trace import spans
+from dure.training import autograd_hooks
+from dure.training.grad_views import DORMANT, GradView, NamedParameter
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
-    from dure.parallel.ddp.joining import Announcer
+    from dure.parallel.ddp.comm_hooks import HookRunner
 
-__all__ = ["Reducer"]
+__all__ = ["Reducer", "Reductions", "Replica"]
+
+
+class Replica(Protocol):
+    """The module whose gradients are averaged, as far as its reducer knows it."""
+
+    def announce_backward(self) -> int | None:
+        """Tell a `Join` that buckets will be reduced; return what to divide sums by, if not all."""
+        ...
+
+    def explain(self, error: CommError) -> None:
+        """Say in an error what it may come from."""
+        ...
+
+    def step_ended(self, number: int, clock: Clock, error: Exception | None) -> None:
+        """Take note of a synchronised step, which took what `clock` says."""
+        ...
+
+
+def _no_replica() -> Replica | None:
+    return None
+
+
+class Reductions:
+    """Reduces the buckets of one reducer.
+
+    Threads: as the reducer's; its lock is held.
+
+    Attributes:
+        hook: The communication hook.
+        divisor: What sums of gradients are divided by; None is the number of ranks.
+        awaited_too: What else the end of the next backward waits for (Any: nobody looks at it).
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self.hook: HookRunner | None = None
+        self.divisor: int | None = None
+        self.awaited_too: list[torch.futures.Future[Any]] = []
+
+    @property
+    def averages(self) -> bool:
+        """Whether the collectives average over all ranks, and do not sum."""
+        return self.divisor is None
+
+    def verify_possible(self) -> None:
+        """Raise `ModuleError` if the group has ended."""
+        if self._group.closed:
+            raise ModuleError(
+                "the process group of this DistributedDataParallel has been destroyed",
+                group=self._group.group_name,
+                seen="destroy_process_group() and shrink() end groups",
+                fix="Wrap the module again, on the new group: DistributedDataParallel(ddp.module).",
+            )
+
+    def start(self, bucket: Bucket, buckets: Sequence[Bucket]) -> None:
+        """Start the reduction of `bucket`, the next one of `buckets`, which is filled."""
+        sparse = bucket.sparse
+        if self.hook is not None:
+            if bucket.views:
+                self.hook.start(bucket, bucket is _last_filled(buckets))
+        elif sparse is not None:
+            bucket.work = self._group.all_reduce(sparse.take(), ReduceOp.SUM, async_op=True)
+        else:
+            # The last one has nothing to run beside; alone, it needs no thread to be woken for it.
+            alone = bucket is buckets[-1] and not any(map(_is_under_way, buckets))
+            bucket.work = self._group.all_reduce(bucket.flat, self._op(), async_op=not alone)
+
+    def wait(self, buckets: Sequence[Bucket], used_parameters: UsedParameters) -> None:
+        """Wait for all buckets, and make averages of them."""
+        if self.hook is not None:
+            self.hook.finish(buckets, used_parameters, self._op())
+        for bucket in buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+            self._divide(bucket)
+        while self.awaited_too:
+            self.awaited_too.pop().wait()
+
+    def take_hook_error(self) -> HookError | CommError | None:
+        """Return the communication hook's error in this backward, and forget it."""
+        return None if self.hook is None else self.hook.take_error()
+
+    def _op(self) -> ReduceOp:
+        return ReduceOp.AVG if self.averages else ReduceOp.SUM
+
+    def _divide(self, bucket: Bucket) -> None:
+        """Make averages of sums, where neither the collective nor a hook did."""
+        n, sparse = self._group.size(), bucket.sparse
+        hooked = self.hook is not None  # a hook divides by the number of ranks
+        if sparse is not None:
+            by = (self.divisor or n) / (n if hooked else 1)
+            sparse.tensor = sparse.tensor if by == 1 else sparse.tensor / by
+        elif self.divisor is not None:
+            bucket.buffer.div_(self.divisor / n if hooked else self.divisor)
+
+
+def _is_under_way(bucket: Bucket) -> bool:
+    return bucket.work is not None and not bucket.work.is_completed()
+
+
+def _last_filled(buckets: Sequence[Bucket]) -> Bucket:
+    """Return the last bucket with gradients: the very last may have the bitmap alone."""
+    return buckets[-1] if buckets[-1].views else buckets[-2]
 
 
 class Reducer:
@@ -66,7 +180,7 @@ class Reducer:
     one step. `prepare` is called by the thread that runs forward.
 
     Attributes:
-        arrangement: Where gradients lie.
+        assignment: Where gradients lie.
         buckets: In the order in which they are reduced.
         times: What the last synchronised step took.
         num_reduced: Completed backwards with reduction.
@@ -74,42 +188,44 @@ class Reducer:
         rebuilt: Whether the buckets follow the order of the first backward.
         reductions: How buckets are reduced: here a communication hook is registered.
         remove_hooks: Takes the parameters' hooks away: their gradients are no longer averaged.
-        announcer: Tells a `Join` of each backward, and knows the divisor.
     """
 
     def __init__(
-        self, group: ProcessGroup, parameters: Sequence[NamedParameter], options: ReducerOptions
+        self,
+        group: ProcessGroup,
+        parameters: Sequence[NamedParameter],
+        options: ReducerOptions,
+        replica: Callable[[], Replica | None] = _no_replica,
     ) -> None:
-        self.group, self.options = group, options
+        self.group, self.options, self._replica = group, options, replica
         self.allow_unused, self.static_graph = options.allow_unused, options.static_graph
         self.parameter_names = [p.name for p in parameters]
-        self.arrangement = Arrangement(group, parameters, options)
-        self._slots, self.buckets = self.arrangement.slots, self.arrangement.buckets
-        self._ledger = self.arrangement.ledger
-        self.first_sizes = self.arrangement.bucket_sizes()
+        self.assignment = BucketAssignment(group, parameters, options)
+        self.all_views, self.buckets = self.assignment.views, self.assignment.buckets
+        self._used_parameters = self.assignment.used_parameters
+        self.first_sizes = self.assignment.bucket_sizes()
         self.times, self.clock = StepTimes(), Clock()
         self.num_reduced = 0
         self.rebuilt = False
         self.ready_order: list[int] = []
         self.reductions = Reductions(group)
-        self.announcer: Announcer | None = None
-        self.on_step: Callable[[int, Clock], None] | None = None
-        self.on_error: Callable[[Exception], None] | None = None
         self._lock = threading.RLock()
         self._armed = False  # the last forward was synchronised and has had no backward yet
         self._syncing = False  # between begin and finish
         self._next = 0  # the next bucket to start
         self._owing = 0  # gradients that the present backward still owes
         self._counting = self.static_graph
-        self._complaints: list[Complaint] = []
-        self._probe = self._slots[-1]  # likely to be in any graph
-        self._usage = Usage()
+        self._errors: list[ErrorRecord] = []
+        self._probe = self.all_views[-1]  # likely to be in any graph
+        self._usage = UsageHistory()
         self._task, self._nested = -1, False  # backwards within a backward have other numbers
-        self.remove_hooks = hear_parameters(self, self._slots)
+        self.remove_hooks = autograd_hooks.on_gradients(
+            self, Reducer.on_gradient, [view.parameter for view in self.all_views]
+        )
 
-    def slots(self) -> Iterator[Slot]:
-        """Go through the slots of all buckets."""
-        return (slot for bucket in self.buckets for slot in bucket.slots)
+    def views(self) -> Iterator[GradView]:
+        """Go through the gradients in all buckets."""
+        return (view for bucket in self.buckets for view in bucket.views)
 
     @property
     def hook_name(self) -> str:
@@ -129,18 +245,19 @@ class Reducer:
         """
         leaves_out = self.static_graph or self.options.leave_out_unused
         if not self.rebuilt and (leaves_out or not self.allow_unused):
-            used = self._ledger.used() if leaves_out else None
-            self.arrangement.learn(self.group, self.ready_order, used)
+            used = self._used_parameters.used() if leaves_out else None
+            self.assignment.learn(self.group, self.ready_order, used)
 
     def _rebuild(self) -> None:
         """Cut the buckets anew, if there is a plan."""
-        if self.arrangement.rebuild():
+        if self.assignment.rebuild():
             self.rebuilt = True
-            self.buckets, self._ledger = self.arrangement.buckets, self.arrangement.ledger
-            for slot in self._slots:
-                if slot.used and slot.bucket_index == DORMANT:  # under no_sync, after the plan
-                    slot.used = False
-                    self._complaints.append(Complaint(Trouble.CHANGED, slot))
+            self.buckets = self.assignment.buckets
+            self._used_parameters = self.assignment.used_parameters
+            for view in self.all_views:
+                if view.used and view.buffer_index == DORMANT:  # under no_sync, after the plan
+                    view.used = False
+                    self._errors.append(ErrorRecord(ErrorKind.CHANGED, view))
 
     # ---------------------------------------------------------------- forward
 
@@ -148,7 +265,7 @@ class Reducer:
         """Begin a forward; `sync` tells whether the backward after it shall reduce."""
         with self._lock:
             self.reductions.verify_possible()
-            if self._syncing and not graphs.in_backward():
+            if self._syncing and not autograd_hooks.in_backward():
                 self._abandon()
             self._usage.warn_once()
             self._armed = sync
@@ -157,7 +274,7 @@ class Reducer:
 
     def check_finished(self) -> None:
         """Raise `ModuleError` if a backward ended with an exception and was not made up for."""
-        if self._syncing and not graphs.in_backward():
+        if self._syncing and not autograd_hooks.in_backward():
             raise ModuleError(
                 "the last backward did not come to its end",
                 group=self.group.group_name,
@@ -168,18 +285,18 @@ class Reducer:
     def on_output(self, below: Sequence[Any]) -> None:
         """Take in that a gradient has come to an output of the module (Any: nodes under it)."""
         with self._lock:
-            if not self._syncing and graphs.fills_gradients(self._probe.node, below):
+            if not self._syncing and autograd_hooks.fills_gradients(self._probe.node, below):
                 self._begin()
 
     # ---------------------------------------------------------------- backward
 
     def _begin(self) -> None:
         """Ask for `finish` at the end of the backward that is running; once."""
-        if self.announcer is not None:
-            self.reductions.divisor = self.announcer.backward()
-        for slot in self._slots:
-            if slot.used:
-                slot.recollect()
+        replica = self._replica()
+        self.reductions.divisor = None if replica is None else replica.announce_backward()
+        for view in self.all_views:
+            if view.used:
+                view.recollect()
         self._rebuild()
         self._syncing, self._armed, self._next = True, False, 0
         if self.allow_unused and not self.static_graph:
@@ -187,7 +304,7 @@ class Reducer:
         self._owing = sum(bucket.pending for bucket in self.buckets)
         self.ready_order = []
         self.clock.start_backward()
-        graphs.at_end(self._finish)
+        autograd_hooks.at_end(self._finish)
 
     def _look_ahead(self) -> None:
         """Find out what this backward will not reach, so that no bucket waits for it.
@@ -195,55 +312,56 @@ class Reducer:
         Not where backwards within the backward were seen (reentrant checkpoints): nothing tells
         what they will reach.
         """
-        self._task = graphs.task_id()
+        self._task = autograd_hooks.task_id()
         if self._nested or not self.num_reduced:
             return
         for bucket in self.buckets:
-            for slot in bucket.slots:
-                if not graphs.will_reach(slot.node):
-                    slot.left = 0
-                    bucket.idle.append(slot)
+            for view in bucket.views:
+                if not autograd_hooks.will_reach(view.node):
+                    view.left = 0
+                    bucket.idle.append(view)
                     bucket.pending -= 1
 
-    def on_gradient(self, slot: Slot) -> None:
-        """Take in a gradient that autograd has just accumulated."""
+    def on_gradient(self, number: int) -> None:
+        """Take in a gradient that autograd has just accumulated, by its parameter's number."""
+        view = self.all_views[number]
         with self._lock:
             if self._armed and not self._syncing:
                 self._begin()
-            if slot.parameter.grad is None:
-                return  # autograd came by with nothing; `finish` sees to the slot
-            unexpected = slot.bucket_index == DORMANT or (self._syncing and slot.left <= 0)
-            if unexpected and not self._is_welcome(slot):
+            if view.parameter.grad is None:
+                return  # autograd came by with nothing; `finish` sees to the view
+            unexpected = view.buffer_index == DORMANT or (self._syncing and view.left <= 0)
+            if unexpected and not self._is_welcome(view):
                 return
-            slot.adopt()
-            slot.used = True
+            view.adopt()
+            view.used = True
             if not self._syncing:
                 return
-            slot.left -= 1
-            if slot.left == 0:
-                self._on_ready(slot)
+            view.left -= 1
+            if view.left == 0:
+                self._on_ready(view)
 
-    def _on_ready(self, slot: Slot) -> None:
+    def _on_ready(self, view: GradView) -> None:
         """Note that a gradient is complete, and start the buckets that are."""
-        self.ready_order.append(slot.number)
-        if self.allow_unused and graphs.task_id() != self._task:
+        self.ready_order.append(view.number)
+        if self.allow_unused and autograd_hooks.task_id() != self._task:
             self._nested = True
         self._owing -= 1
-        self.buckets[slot.bucket_index].pending -= 1
+        self.buckets[view.buffer_index].pending -= 1
         if self._counting:
             return
         last = len(self.buckets) - 1
         while self._next < last and self.buckets[self._next].pending == 0:
             self._start_next()
 
-    def _is_welcome(self, slot: Slot) -> bool:
+    def _is_welcome(self, view: GradView) -> bool:
         """Tell whether a gradient that nobody waits for can still be taken in."""
         if self._counting:
             return True
-        static = self.static_graph or slot.bucket_index == DORMANT
-        if not static and slot.bucket_index >= self._next:
+        static = self.static_graph or view.buffer_index == DORMANT
+        if not static and view.buffer_index >= self._next:
             return True
-        self._complaints.append(Complaint(Trouble.CHANGED if static else Trouble.LATE, slot))
+        self._errors.append(ErrorRecord(ErrorKind.CHANGED if static else ErrorKind.LATE, view))
         return False
 
     def _start_next(self) -> None:
@@ -251,9 +369,9 @@ class Reducer:
         bucket = self.buckets[self._next]
         self._next += 1
         start = Clock.now()
-        for slot in bucket.idle:
-            if not slot.used:
-                slot.contribute_unused()
+        for view in bucket.idle:
+            if not view.used:
+                view.contribute_unused()
         self.reductions.start(bucket, self.buckets)
         self.clock.launched(start, bucket.num_bytes)
 
@@ -262,18 +380,17 @@ class Reducer:
         with self._lock:
             self.clock.backward_end = Clock.now()
             idle = self._owing or any(bucket.idle for bucket in self.buckets)
-            unused = [slot for slot in self.slots() if not slot.used] if idle else []
-            self._complain(unused)
+            unused = [view for view in self.views() if not view.used] if idle else []
+            self._note_errors(unused)
             searched = self.allow_unused and not self.static_graph
-            self._usage.note([slot.number for slot in unused], searched)
+            self._usage.note([view.number for view in unused], searched)
             error = self._conclude(unused)
-            if self.on_step is not None:
-                self.on_step(self.num_reduced - 1, self.clock)
+            replica = self._replica()
+            if replica is not None:
+                replica.step_ended(self.num_reduced - 1, self.clock, error)
             if spans.listeners:
-                tell_step(self)
+                trace_step(self.clock, self.group, self.buckets)
             if error is not None:
-                if self.on_error is not None:
-                    self.on_error(error)
                 raise error
 
     def _ddp_graph_static(self) -> bool:
@@ -282,58 +399,59 @@ class Reducer:
 
     def _get_local_used_map(self) -> torch.Tensor:
         """Return how many ranks used each parameter in the last step (torch's name)."""
-        flags = self._ledger.flags[: len(self._slots)]
+        flags = self._used_parameters.flags[: len(self.all_views)]
         counts = flags.abs().double() * (self.group.size() if self.reductions.averages else 1)
         return counts.round().to(torch.int32)
 
-    def _complain(self, unused: Sequence[Slot]) -> None:
+    def _note_errors(self, unused: Sequence[GradView]) -> None:
         """Note what is wrong with a backward that has come to its end."""
         if not self.allow_unused:
             # One that was frozen after the module was wrapped is not missed.
-            missed = [slot for slot in unused if slot.parameter.requires_grad]
-            self._complaints += [Complaint(Trouble.MISSING, slot) for slot in missed]
+            missed = [view for view in unused if view.parameter.requires_grad]
+            self._errors += [ErrorRecord(ErrorKind.MISSING, view) for view in missed]
         elif self.static_graph and not self._counting and self._owing:
-            absent = [slot for slot in self.slots() if slot.left > 0]
-            self._complaints += [Complaint(Trouble.CHANGED, slot) for slot in absent]
+            absent = [view for view in self.views() if view.left > 0]
+            self._errors += [ErrorRecord(ErrorKind.CHANGED, view) for view in absent]
 
-    def _conclude(self, unused: Sequence[Slot]) -> Exception | None:
+    def _conclude(self, unused: Sequence[GradView]) -> Exception | None:
         """Reduce what is left, and show the results; return the error that is due."""
-        complaints, self._complaints = self._complaints, []
+        errors, self._errors = self._errors, []
         try:
             early_ns = self.clock.launch_ns
-            for slot in unused:
-                if slot.left > 0:
-                    slot.contribute_unused()
-            self._ledger.write(unused, bool(complaints))
+            for view in unused:
+                if view.left > 0:
+                    view.contribute_unused()
+            self._used_parameters.write(unused, bool(errors))
             while self._next < len(self.buckets):
                 self._start_next()
-            self.reductions.wait(self.buckets, self._ledger)
+            self.reductions.wait(self.buckets, self._used_parameters)
             self.clock.launch_ns = early_ns
             self.clock.comm_end = Clock.now()
             self.times = self.clock.times()
-            return self._settle(complaints)
+            return self._settle(errors)
         except CommError as error:
-            if self.announcer is not None:
-                self.announcer.failed(error)
+            replica = self._replica()
+            if replica is not None:
+                replica.explain(error)
             raise
         finally:
             self._reset()
 
-    def _settle(self, complaints: Sequence[Complaint]) -> Exception | None:
+    def _settle(self, errors: Sequence[ErrorRecord]) -> Exception | None:
         """Show the results, learn from the first backward; return the error that is due."""
-        plain = self.reductions.averages and self._ledger.all_used()
-        used = None if plain else self._ledger.used()
-        for slot in self.slots():
-            used_somewhere = used is None or used[slot.number]
-            slot.settle(used_somewhere)
-            if used_somewhere and not slot.used and not slot.parameter.requires_grad:
-                self._complaints.append(Complaint(Trouble.FROZEN, slot))  # told in the next step
-            slot.used = False
+        plain = self.reductions.averages and self._used_parameters.all_used()
+        used = None if plain else self._used_parameters.used()
+        for view in self.views():
+            used_somewhere = used is None or used[view.number]
+            view.settle(used_somewhere)
+            if used_somewhere and not view.used and not view.parameter.requires_grad:
+                self._errors.append(ErrorRecord(ErrorKind.FROZEN, view))  # told in the next step
+            view.used = False
         self.num_reduced += 1
-        if self._ledger.trouble():
+        if self._used_parameters.error():
             mine = self.reductions.take_hook_error()
-            broken = [] if mine is None else [Complaint(Trouble.HOOK)]
-            told = verdict(self.group, [*complaints, *broken], self.parameter_names)
+            hook_failed = [] if mine is None else [ErrorRecord(ErrorKind.HOOK)]
+            told = agreed_error(self.group, [*errors, *hook_failed], self.parameter_names)
             return mine or told
         self._learn()
         return None
@@ -341,12 +459,12 @@ class Reducer:
     def _learn(self) -> None:
         """Take from a good backward what the later ones can rely on."""
         if self.ready_order:
-            self._probe = self._slots[self.ready_order[0]]
+            self._probe = self.all_views[self.ready_order[0]]
         self._learn_order()
         if self._counting and self.ready_order:
             self._counting = False
-            for slot in self._slots:
-                slot.expected -= slot.left
+            for view in self.all_views:
+                view.expected -= view.left
             for bucket in self.buckets:
                 bucket.expect()
 
@@ -363,12 +481,12 @@ class Reducer:
             self._armed, self.ready_order = False, []
             error = None
             try:
-                self._ledger.write_nothing()
+                self._used_parameters.write_nothing()
                 for bucket in self.buckets:
-                    for slot in bucket.slots:
-                        slot.contribute_nothing()
+                    for view in bucket.views:
+                        view.contribute_nothing()
                     self.reductions.start(bucket, self.buckets)
-                self.reductions.wait(self.buckets, self._ledger)
+                self.reductions.wait(self.buckets, self._used_parameters)
                 error = self._settle(())
             finally:
                 self._reset()
@@ -382,9 +500,9 @@ class Reducer:
         program has had its own.
         """
         self.clock.backward_end = Clock.now()
-        self._complaints.append(Complaint(Trouble.BROKEN))
-        cleared = [slot.parameter for slot in self.slots() if slot.parameter.grad is None]
-        error = self._conclude([slot for slot in self.slots() if not slot.used])
+        self._errors.append(ErrorRecord(ErrorKind.BROKEN))
+        cleared = [view.parameter for view in self.views() if view.parameter.grad is None]
+        error = self._conclude([view for view in self.views() if not view.used])
         for parameter in cleared:
             parameter.grad = None
         if error is not None:
@@ -392,7 +510,7 @@ class Reducer:
 
     def _reset(self) -> None:
         self._syncing, self._next = False, 0
-        for slot in self._slots:
-            slot.left = slot.expected
+        for view in self.all_views:
+            view.left = view.expected
         for bucket in self.buckets:
             bucket.reset()

@@ -3,6 +3,9 @@
 Libraries on top of torch (trainers, recommenders, profilers) call these methods, and a program that
 is moved over with its import changed shall find them. Each is a line or two over the parts that do
 the work; what of torch's has no meaning here is in docs/ddp.md, with the reason.
+
+*Logging data* (``ddp._get_ddp_logging_data()``) say how the module was wrapped, how its gradients
+were bucketed, and, for sampled steps, when each phase began and ended in nanoseconds.
 """
 
 from __future__ import annotations
@@ -13,21 +16,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dure.comm.agreement import describe_tensor, verify_equal
+from dure import env
 from dure.errors import ModuleError
+from dure.parallel.ddp.buffers import BufferHook, BufferHookLocation
 from dure.parallel.ddp.hooks.default_hooks import allreduce_hook, fp16_compress_hook
-from dure.parallel.ddp.replicas import BufferHook, BufferHookLocation, broadcast_packed
-from dure.parallel.ddp.wrapping import trained_parameters
+from dure.parallel.ddp.step_times import Clock
+from dure.parallel.ddp.validation import trained_parameters
+from dure.training.agreement import broadcast_tensors, describe_tensor, verify_equal
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
-    from dure.parallel.ddp.hooking import CommHook
+    from dure.parallel.ddp.buffers import BufferSync
+    from dure.parallel.ddp.comm_hooks import CommHook
     from dure.parallel.ddp.reducer import Reducer
-    from dure.parallel.ddp.replicas import BufferSync
-    from dure.parallel.ddp.report import Report
 
 __all__ = [  # the underscored ones are torch's own names
     "BuiltinCommHookType",
+    "Report",
     "TorchNames",
     "_sync_module_states",
     "_verify_param_shape_across_processes",
@@ -36,6 +41,9 @@ __all__ = [  # the underscored ones are torch's own names
 ]
 
 _BROADCAST_BUCKET_BYTES = 250 << 20
+_ALWAYS_SAMPLED = 10
+_DTYPE_NAMES = {torch.float32: "float", torch.float64: "double"}
+_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES")
 
 
 class BuiltinCommHookType(Enum):
@@ -45,6 +53,113 @@ class BuiltinCommHookType(Enum):
     """Averages: what happens without a hook."""
     FP16_COMPRESS = auto()
     """Averages in 16 bits: `fp16_compress_hook`."""
+
+
+class Report:
+    """DDP's logging data: how the module was wrapped, samples of steps, and the last error.
+
+    Args:
+        settings: What never changes: how the module was wrapped.
+    """
+
+    def __init__(self, settings: dict[str, object]) -> None:
+        self.sample_rate = 100
+        self._settings = settings
+        self._error = ""
+        self._samples: dict[str, object] = {"iteration": 0}
+        self._sums = [0, 0, 0, 0]
+        self._num_samples = 0
+
+    def failed(self, what: str, *, seen: str = "", fix: str = "") -> ModuleError:
+        """Make the error `what`, and keep it in the data."""
+        error = ModuleError(what, seen=seen, fix=fix)
+        self.keep(error)
+        return error
+
+    def keep(self, error: Exception) -> None:
+        """Keep an error in the data; it is the last one that counts."""
+        self._error = str(error)
+
+    def sample(self, iteration: int, clock: Clock) -> None:
+        """Take down the times of a finished step: the first ten, then one in `sample_rate`."""
+        if iteration >= _ALWAYS_SAMPLED and iteration % self.sample_rate:
+            return
+        times = clock.times()
+        spans = [
+            max(1, clock.backward_start - clock.forward),
+            max(1, clock.backward_end - clock.backward_start),
+            max(1, clock.comm_end - clock.comm_start),
+            int(times.overlap_s * 1e9),
+        ]
+        self._num_samples += 1
+        self._sums = [total + span for total, span in zip(self._sums, spans, strict=True)]
+        names = (
+            "forward_compute_time",
+            "backward_compute_time",
+            "backward_comm_time",
+            "backward_compute_comm_overlap_time",
+        )
+        self._samples = {
+            "iteration": iteration,
+            **dict(zip(names, spans, strict=True)),
+            **{
+                f"avg_{name}": total // self._num_samples
+                for name, total in zip(names, self._sums, strict=True)
+            },
+            "forward_compute_time_start": clock.forward,
+            "backward_compute_time_start": clock.backward_start,
+            "backward_compute_time_end": clock.backward_end,
+            "backward_comm_time_start": clock.comm_start,
+            "backward_comm_time_end": clock.comm_end,
+        }
+
+    def data(self, reducer: Reducer) -> dict[str, object]:
+        """Return all of it."""
+        return {
+            **self._settings,
+            **_environment(),
+            **_bucketing(reducer),
+            **self._samples,
+            "has_error": int(bool(self._error)),
+            "error": self._error,
+        }
+
+
+def _environment() -> dict[str, object]:
+    return {name.lower(): env.text(name, "N/A") for name in _VARIABLES}
+
+
+def _bucketing(reducer: Reducer) -> dict[str, object]:
+    """Describe the buckets; parameters are numbered in the order of registration."""
+    sizes = [view.size for view in reducer.all_views]
+    dtypes = {view.parameter.dtype for view in reducer.all_views}
+    data: dict[str, object] = {
+        "world_size": reducer.group.size(),
+        "rank": reducer.group.rank(),
+        "backend_name": reducer.group.backend_name,
+        "num_parameter_tensors": len(sizes),
+        "total_parameter_size_bytes": sum(sizes),
+        "dtypes": ", ".join(sorted(_DTYPE_NAMES.get(d, str(d)[6:]) for d in dtypes)),
+        "bucket_sizes": _listed(reducer.first_sizes),
+        "find_unused_parameters": int(reducer.allow_unused),
+        "has_rebuilt_buckets": int(reducer.rebuilt),
+    }
+    if reducer.reductions.hook is not None or reducer.num_reduced:
+        data["comm_hook"] = reducer.hook_name
+    if reducer.num_reduced:
+        data["can_set_static_graph"] = int(reducer._ddp_graph_static())  # pyright: ignore
+        data["num_buckets_reduced"] = sum(1 for bucket in reducer.buckets if bucket.views)
+        data["prev_iteration_grad_ready_order_indices"] = _listed(reducer.ready_order)
+    if reducer.rebuilt:
+        data["rebuilt_bucket_sizes"] = _listed(reducer.assignment.bucket_sizes())
+        data["rebuilt_per_bucket_param_indices"] = ", ".join(
+            " ".join(str(view.number) for view in bucket.views) for bucket in reducer.buckets
+        )
+    return data
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 class TorchNames:
@@ -170,7 +285,7 @@ class TorchNames:
         if bufs is None:
             bufs = list(self._buffer_sync.named_buffers().values()) if self._buffer_sync else ()
         with torch.no_grad():
-            broadcast_packed(self.process_group, bufs, authoritative_rank)
+            broadcast_tensors(self.process_group, bufs, authoritative_rank)
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
         trained = trained_parameters(self.module, self.parameters_to_ignore)
@@ -269,7 +384,7 @@ def sync_module_states(
         named |= dict(module.named_buffers())
     with torch.no_grad():
         kept = [t for name, t in named.items() if name not in ignored]
-        broadcast_packed(process_group, kept, src)
+        broadcast_tensors(process_group, kept, src)
 
 
 _sync_module_states = sync_module_states

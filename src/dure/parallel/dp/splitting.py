@@ -15,9 +15,9 @@ from typing import Any, cast
 
 import torch
 
-from dure.data.nests import mapped, tensors_of
 from dure.errors import ShapeError, UsageError
 from dure.parallel.dp.devices import Device, as_device, as_devices
+from dure.training.pytrees import mapped, tensors_of
 
 __all__ = ["gather", "scatter", "scatter_kwargs"]
 
@@ -26,12 +26,12 @@ def scatter(inputs: Any, target_gpus: int | Sequence[Device], dim: int = 0) -> A
     """Cut the tensors in `inputs` into parts, one for each device at most.
 
     Args:
-        inputs: A tensor, or any nest of sequences, mappings and dataclasses (Any: as it comes).
+        inputs: A tensor, or any pytree of sequences, mappings and dataclasses (Any: as it comes).
         target_gpus: The devices; numbers are GPUs. A single number is so many threads on the CPU.
         dim: The dimension that is cut.
 
     Returns:
-        One nest for each part: a tuple of tensors for a tensor, else a list.
+        One pytree for each part: a tuple of tensors for a tensor, else a list.
 
     Raises:
         ShapeError: The tensors do not make the same number of parts.
@@ -93,7 +93,7 @@ def _uneven(inputs: object, count: int, dim: int) -> ShapeError:
 
 
 def gather(outputs: Sequence[Any], target_device: Device, dim: int = 0) -> Any:
-    """Join the results of the parts: tensors are concatenated, nests are joined leaf by leaf.
+    """Join the results of the parts: tensors are concatenated, pytrees are joined leaf by leaf.
 
     Tensors without dimensions become a vector of one element a part, with a warning.
 

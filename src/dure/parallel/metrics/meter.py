@@ -27,10 +27,11 @@ import torch
 
 from dure.comm.queries import get_rank, is_initialized
 from dure.comm.world import resolve
-from dure.data.nests import tensors_of
 from dure.errors import UsageError
 from dure.parallel.metrics.split import FIELDS, StepReport, StepSplit, median_split
 from dure.trace import line, spans
+from dure.training.autograd_hooks import at_end, on_outputs
+from dure.training.pytrees import tensors_of
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -39,10 +40,6 @@ __all__ = ["StepMeter"]
 
 T = TypeVar("T")
 _NS = 1e9
-
-# Looked up once: finding it takes longer than calling it.
-_queue_callback: Callable[[Callable[[], None]], None]
-_queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # pyright: ignore
 
 
 class _Times(Protocol):
@@ -239,10 +236,7 @@ class StepMeter:
 
     def _forward_ended(self, _module: object, _inputs: object, outputs: object) -> None:
         if torch.is_grad_enabled():
-            found = (outputs,) if isinstance(outputs, torch.Tensor) else tensors_of(outputs)
-            for tensor in found:
-                if tensor.grad_fn is not None:
-                    tensor.register_hook(self._backward_begins)
+            on_outputs(outputs, self._backward_begins)
 
     def _backward_begins(self, _: object) -> None:
         if self._backward:
@@ -250,7 +244,7 @@ class StepMeter:
         now = self._backward = time.monotonic_ns()
         if self._forward:
             self._step.forward += now - self._forward
-        _queue_callback(self._backward_ended)
+        at_end(self._backward_ended)
 
     def _backward_ended(self) -> None:
         now, step = time.monotonic_ns(), self._step

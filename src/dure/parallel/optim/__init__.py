@@ -1,9 +1,8 @@
 """Optimizers whose work and state are divided over the ranks.
 
-`zero` holds the class users take; `groups` is about groups of parameters; `partition` says who
-updates what, `exchange` how new values get to the others, `sharing` how the ranks of a host have
-one copy of the parameters instead; `states` brings the parts of the state together; `overlap` steps
-inside DDP's backward.
+`zero` holds the class users take; `partition` says who updates what, `parameter_all_gather` how new
+values get to the others (or how ranks that share one copy of the parameters wait for each other);
+`states` brings the parts of the state together; `overlap` steps inside DDP's backward.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ bucket k took to compute.
 
 All ranks start their collectives at the same points of this order, whatever happened to be ready.
 The new values travel bucket by bucket, or, with ``host_shared_parameters=True``, not at all: then
-one meeting at the end tells that all ranks have updated their shards. Before backward returns, all
+one barrier at the end tells that all ranks have updated their shards. Before backward returns, all
 parameters are new on all ranks.
 
 Who updates a parameter is decided when the optimizer is made and does not depend on buckets, so the
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from dure.errors import CommError, OptimizerError
-from dure.parallel.optim.publishing import explain
+from dure.parallel.optim.parameter_all_gather import explain
 from dure.parallel.optim.zero import ZeroRedundancyOptimizer
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class _Stepper:
         """Update the parameters of the first `count` pending buckets."""
         for bucket, reduced in self._pending[:count]:
             result = reduced.wait()
-            _land(bucket, result if isinstance(result, torch.Tensor) else result[0])
+            _copy_back(bucket, result if isinstance(result, torch.Tensor) else result[0])
             parameters = bucket.parameters()
             with _gradients(parameters, bucket.gradients()):
                 self._zero.update_overlapped(parameters)
@@ -170,7 +170,7 @@ class _Stepper:
         del self._pending[:count]
 
 
-def _land(bucket: GradBucketLike, result: torch.Tensor) -> None:
+def _copy_back(bucket: GradBucketLike, result: torch.Tensor) -> None:
     """Put what the hook made of a bucket where its gradients are, if it is elsewhere."""
     buffer = bucket.buffer()
     if result.data_ptr() != buffer.data_ptr() or not result.is_contiguous():

@@ -1,84 +1,90 @@
 """Which rank updates which parameter.
 
-A *shard* is what one rank updates. Parameters are dealt out whole, because most optimizers look at
-whole parameters (a norm, a factored moment), and by size: the largest first, each to the shard that
-has least so far. With n shards and sizes s_1 >= s_2 >= ... no shard gets more than the mean plus
-s_1. Frozen parameters weigh nothing: they have no state and need no update.
+Parameters are divided among some ranks of a group: all of them, or, where the ranks of a host share
+one memory, those of this rank's host. What one rank updates is its *shard*, and it keeps the state
+of no other.
+
+Parameters are assigned whole, because most optimizers look at whole parameters (a norm, a factored
+moment), and by size: the largest first, each to the shard that has least so far. With n shards and
+sizes s_1 >= s_2 >= ... no shard gets more than the mean plus s_1. Frozen parameters weigh nothing:
+they have no state and need no update.
 
 Parameters that overlap in memory (one is a view of another) form a *cluster* and have one owner,
 which updates them one after another as an unsharded optimizer does.
 
-The deal is arithmetic on what all ranks have alike, so that nobody needs to tell anybody. Groups
-are dealt in their order, and a group that is added later does not move the earlier ones.
+The assignment is arithmetic on what all ranks have alike, so that nobody needs to tell anybody.
+Groups of parameters are assigned in their order, and one that is added later does not move the
+earlier ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
-__all__ = ["Partition", "clusters_of", "extent_of"]
+from dure.training.shared_parameters import clusters_of
 
-
-def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first address of `tensor`'s elements and the one after the last."""
-    start = tensor.data_ptr()
-    if tensor.numel() == 0:
-        return start, start
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size()
-
-
-def clusters_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-    """Return the places in `tensors` of those that overlap in memory, one tuple for each cluster.
-
-    Clusters are in the order of their first member, and their members in ascending order.
-    """
-    extents = [(str(t.device), *extent_of(t), i) for i, t in enumerate(tensors)]
-    clusters: list[list[int]] = []
-    end, device = -1, ""
-    for where, start, stop, place in sorted(extents):
-        if clusters and where == device and start < end and stop > start:
-            clusters[-1].append(place)
-            end = max(end, stop)
-        else:
-            clusters.append([place])
-            end, device = stop, where
-    return sorted(tuple(sorted(members)) for members in clusters)
+__all__ = ["Partition"]
 
 
 class Partition:
-    """Owners of parameters, which are numbered in the order in which they are dealt.
+    """The owners of an optimizer's parameters, as one of the ranks sees them.
 
     Args:
-        num_shards: How many owners there are.
+        ranks: Those among which parameters are divided; the same on all of them.
+        rank: This one.
 
     Attributes:
-        owners: The shard of each parameter.
-        loads: Trained elements of each shard.
+        parameters: All that were assigned; a parameter's place here is its number.
+        owners: The rank that owns each parameter.
+        loads: Trained elements that each of `ranks` owns.
+        mine: The parameters that this rank owns.
     """
 
-    def __init__(self, num_shards: int) -> None:
+    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+        self._ranks, self._rank = ranks, rank
+        self.parameters: list[torch.Tensor] = []
         self.owners: list[int] = []
-        self.loads = [0] * num_shards
-        self._parameters: list[torch.Tensor] = []
+        self.loads = dict.fromkeys(ranks, 0)
+        self.mine: set[torch.Tensor] = set()
+        self._others: set[torch.Tensor] = set()
 
-    def deal(self, group: Sequence[torch.Tensor]) -> None:
-        """Give each of `group` an owner."""
-        num_dealt = len(self._parameters)
-        self._parameters += group
-        self.owners += [-1] * len(group)
-        new = [c for c in clusters_of(self._parameters) if c[-1] >= num_dealt]
-        weights = {c: sum(self._weight(i) for i in c if i >= num_dealt) for c in new}
+    def assign(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Give new parameters their owners; the earlier ones keep theirs."""
+        first = len(self.parameters)
+        self.parameters += parameters
+        self.owners += [-1] * len(parameters)
+        new = [c for c in clusters_of(self.parameters) if c[-1] >= first]
+        weights = {c: sum(self._weight(i) for i in c if i >= first) for c in new}
         for cluster in sorted(new, key=lambda c: (-weights[c], c)):
             owner = self.owners[cluster[0]]
             if owner < 0:
-                owner = self.loads.index(min(self.loads))
-            for place in cluster:
-                self.owners[place] = owner
+                owner = min(self._ranks, key=self.loads.__getitem__)
+            for number in cluster:
+                self.owners[number] = owner
             self.loads[owner] += weights[cluster]
+        for owner, parameter in zip(self.owners[first:], parameters, strict=True):
+            (self.mine if owner == self._rank else self._others).add(parameter)
 
-    def _weight(self, place: int) -> int:
-        parameter = self._parameters[place]
+    def _weight(self, number: int) -> int:
+        parameter = self.parameters[number]
         return parameter.numel() if parameter.requires_grad else 0
+
+    def keeps(self, number: int | None) -> bool:
+        """Tell whether this rank keeps the state of a parameter; None: the optimizer's own."""
+        if number is None:
+            return True
+        return number < len(self.owners) and self.owners[number] == self._rank
+
+    def others_among(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return those of `parameters` that other ranks own."""
+        return list(self._others.intersection(parameters))
+
+    def by_owner(self, chosen: set[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Return those of `chosen` that each of the ranks owns, in the order of numbers."""
+        owned: dict[int, list[torch.Tensor]] = {rank: [] for rank in self._ranks}
+        for owner, parameter in zip(self.owners, self.parameters, strict=True):
+            if parameter in chosen:
+                owned[owner].append(parameter)
+        return list(owned.values())

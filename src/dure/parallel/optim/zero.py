@@ -1,8 +1,8 @@
 """`ZeroRedundancyOptimizer`: every rank updates its own part of the parameters (ZeRO, stage 1).
 
 An optimizer on n replicas does the same work n times and keeps the same state n times. Here each
-rank has an ordinary torch optimizer for its *shard* of the parameters (holdings.py), which is all
-the state it keeps; after the update the ranks publish the new values to each other (publishing.py).
+rank has an ordinary torch optimizer for its *shard* of the parameters (partition.py), which is all
+the state it keeps; after the update all ranks gather the new values (parameter_all_gather.py).
 
     gradients (the same on all ranks)
        |                                  rank 0          rank 1          rank 2
@@ -24,27 +24,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dure.comm.agreement import verify_equal
-from dure.comm.joining import Join, Joinable, JoinHook
 from dure.comm.world import resolve
 from dure.errors import CommError, NotInGroupError, OptimizerError
-from dure.parallel.optim.groups import (
-    as_list,
-    check_layouts,
-    copy_options,
-    described,
-    from_torch,
-    options_of,
-)
-from dure.parallel.optim.holdings import Holdings
-from dure.parallel.optim.publishing import Publisher, explain
-from dure.parallel.optim.sharing import SharedParameters
+from dure.parallel.optim.parameter_all_gather import ParameterAllGather, explain
+from dure.parallel.optim.partition import Partition
 from dure.parallel.optim.states import State, by_number, gather_state, merged, own_part
+from dure.training.agreement import describe_tensor, verify_equal
+from dure.training.join import Join, Joinable, JoinHook
+from dure.training.shared_parameters import SharedParameters, clusters_of
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
 __all__ = ["ZeroRedundancyOptimizer"]
+
+_OF_THE_GROUP_ALONE = frozenset({"params", "param_names"})
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
@@ -75,7 +69,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     Collective: construction, `step`, `add_param_group` and `consolidate_state_dict`, on all ranks
     of the group in the same order.
     Cost: a step's work and the state's memory are 1/n of the unsharded optimizer's; S/n bytes of S
-    are sent (see exchange.py). With `host_shared_parameters`: two meetings, nothing sent.
+    are sent (see parameter_all_gather.py). With `host_shared_parameters`: two barriers, nothing
+        sent.
     Numerics: bitwise those of the unsharded optimizer.
     Threads: one thread a rank.
 
@@ -110,24 +105,27 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 fix="Write ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.01).",
             )
         try:
-            torch.optim.Optimizer.__init__(self, as_list(params), dict(defaults))
+            torch.optim.Optimizer.__init__(self, _as_list(params), dict(defaults))
         except (TypeError, ValueError) as error:
-            raise from_torch(error) from error
+            raise _from_torch(error) from error
         Joinable.__init__(self)
-        self._holdings = Holdings(self.process_group, within_hosts=host_shared_parameters)
+        hosts = self.process_group.hosts if host_shared_parameters else [range(self.world_size)]
+        among = next(ranks for ranks in hosts if self.rank in ranks)
+        self._partition = Partition(among, self.rank)
         self._consolidated: list[State] | None = None
         self._check_agreement(self.param_groups)
         for group in self.param_groups:
-            self._holdings.deal(group["params"])
+            self._partition.assign(group["params"])
         self._shared: SharedParameters | None = None
         if host_shared_parameters:
-            self._shared = SharedParameters(self.process_group, self._holdings.parameters)
+            _refuse_other_devices(self._partition.parameters)
+            self._shared = SharedParameters(self.process_group, self._partition.parameters)
         self.optim = optimizer_class(list(map(self._local_group, self.param_groups)), **defaults)
         self.defaults = {**self.optim.defaults, **defaults}
         self.state = self.optim.state
-        copy_options(self.optim.param_groups, self.param_groups)
-        self._publisher = Publisher(
-            self.process_group, self._holdings, host_shared_parameters, parameters_as_bucket_view
+        _copy_options(self.optim.param_groups, self.param_groups)
+        self._all_gather = ParameterAllGather(
+            self.process_group, self._partition, host_shared_parameters, parameters_as_bucket_view
         )
         self._ready = True
 
@@ -143,12 +141,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     def _local_group(self, group: dict[str, Any]) -> dict[str, Any]:
         """Make the local optimizer's part of a group (Any: options)."""
-        mine = [p for p in group["params"] if p in self._holdings.mine]
-        return {**options_of(group), "params": mine}
+        mine = [p for p in group["params"] if p in self._partition.mine]
+        return {**_options_of(group), "params": mine}
 
     def _check_agreement(self, groups: Sequence[dict[str, Any]], first_group: int = 0) -> None:
         """Raise unless all ranks have the same parameters in `groups`. Collective."""
-        lines = described(groups, first_group)
+        lines = _described(groups, first_group)
         verify_equal(self.process_group, lines, "parameters to optimize")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -159,23 +157,24 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         Collective: all ranks of the group, with the same parameters.
         """
         if not self._ready:  # torch's constructor
-            check_layouts(param_group)
+            _check_layouts(param_group)
             super().add_param_group(param_group)
             return
         try:
-            check_layouts(param_group)
+            _check_layouts(param_group)
             super().add_param_group(param_group)
         except (TypeError, ValueError) as error:
-            raise from_torch(error) from error
+            raise _from_torch(error) from error
         group = self.param_groups[-1]
-        copy_options(self.param_groups[:-1], self.optim.param_groups)
+        _copy_options(self.param_groups[:-1], self.optim.param_groups)
         self._check_agreement([group], len(self.param_groups) - 1)
-        self._holdings.deal(group["params"])
+        self._partition.assign(group["params"])
         if self._shared is not None:
+            _refuse_other_devices(group["params"])
             self._shared.add(group["params"])
         self.optim.add_param_group(self._local_group(group))
-        copy_options(self.optim.param_groups, self.param_groups)
-        self._publisher.plan()
+        _copy_options(self.optim.param_groups, self.param_groups)
+        self._all_gather.plan()
 
     # ---------------------------------------------------------------- stepping
 
@@ -198,7 +197,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         Join.notify_join_context(self)
         try:
             loss = self._step_local(closure, kwargs)
-            self.publish()
+            self.gather()
         except CommError as error:
             explain(error)
             raise
@@ -207,7 +206,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def _step_local(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         """Update this rank's parameters."""
         if closure is None:
-            self._meet()
+            self._wait_for_readers()
             return self.update(**kwargs)
         calls: list[Any] = []
 
@@ -219,22 +218,22 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                     fix="Use it without host_shared_parameters.",
                 )
             calls.append(closure())
-            self._meet()
+            self._wait_for_readers()
             return calls[-1]
 
         return self.update(closure=evaluate, **kwargs)
 
-    def _meet(self) -> None:
+    def _wait_for_readers(self) -> None:
         """In shared memory: wait until no rank computes with the parameters any more."""
-        if self._shared is not None and self._shared.meet():
+        if self._shared is not None and self._shared.barrier():
             self._check_agreement(self.param_groups)
-            self._shared.move_in()
+            self._shared.rebind()
 
     def update(self, only: Sequence[torch.Tensor] | None = None, **kwargs: Any) -> Any:
         """Run the local optimizer, with the options that users have set (Any: its own)."""
-        copy_options(self.param_groups, self.optim.param_groups)
+        _copy_options(self.param_groups, self.optim.param_groups)
         loss = self.optim.step(**kwargs) if only is None else self._update_only(only)
-        copy_options(self.optim.param_groups, self.param_groups)
+        _copy_options(self.optim.param_groups, self.param_groups)
         return loss
 
     def _update_only(self, only: Sequence[torch.Tensor]) -> Any:
@@ -253,9 +252,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             for group, params in zip(self.optim.param_groups, everything, strict=True):
                 group["params"] = params
 
-    def publish(self) -> None:
+    def gather(self) -> None:
         """Let all ranks have the new values. Collective: all ranks of the group."""
-        self._publisher.publish()
+        self._all_gather.run()
 
     # ---------------------------------------------------------------- stepping inside backward
 
@@ -264,24 +263,24 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
         Collective: all ranks of the group, with the same parameters.
         """
-        mine = [p for p in parameters if p in self._holdings.mine]
+        mine = [p for p in parameters if p in self._partition.mine]
         if mine:
             self.update(mine)
-        self._publisher.start(parameters)
+        self._all_gather.start(parameters)
 
     def finish_overlapped(self, updated: set[torch.Tensor]) -> None:
         """Wait until all ranks have all new values; `updated` are the parameters of all buckets.
 
         Collective: all ranks of the group.
         """
-        self._publisher.wait()
-        if self._shared is not None and self._shared.meet():
+        self._all_gather.wait()
+        if self._shared is not None and self._shared.barrier():
             raise OptimizerError(
                 "a parameter is not in shared memory any more, on this rank or another",
                 fix="Change dtypes before the optimizer is made, or do not overlap.",
             )
-        self._publisher.tell_autograd(updated)
-        everything = enumerate(self._holdings.parameters)
+        self._all_gather.tell_autograd(updated)
+        everything = enumerate(self._partition.parameters)
         left = [i for i, p in everything if p.requires_grad and p not in updated]
         if left:
             raise OptimizerError(
@@ -314,7 +313,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 group=self.process_group.group_name,
                 seen=f"its ranks are 0 to {self.world_size - 1}",
             )
-        copy_options(self.param_groups, self.optim.param_groups)
+        _copy_options(self.param_groups, self.optim.param_groups)
         target_host = next(host for host in self.process_group.hosts if to in host)
         sends = self._shared is None or self.rank in target_host
         mine = by_number(super().state_dict()) if sends else {}
@@ -352,12 +351,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             OptimizerError: Its groups are not this optimizer's.
         """
         try:
-            super().load_state_dict(own_part(state_dict, self._holdings.keeps))
+            super().load_state_dict(own_part(state_dict, self._partition.keeps))
         except ValueError as error:
-            raise from_torch(error) from error
+            raise _from_torch(error) from error
         self.optim.__setstate__({"state": self.state, "param_groups": self.optim.param_groups})
         self.state = self.optim.state
-        copy_options(self.param_groups, self.optim.param_groups)
+        _copy_options(self.param_groups, self.optim.param_groups)
         self._consolidated = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -377,7 +376,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     @property
     def join_device(self) -> torch.device:
         """The device of the first parameter."""
-        return self._holdings.parameters[0].device
+        return self._partition.parameters[0].device
 
     @property
     def join_process_group(self) -> ProcessGroup:
@@ -394,3 +393,66 @@ class _StepAlong(JoinHook):
     def main_hook(self) -> None:
         """Make the step that others announced."""
         self._optimizer.step()
+
+
+def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Return what of a group is not its parameters (Any: options)."""
+    return {k: v for k, v in group.items() if k not in _OF_THE_GROUP_ALONE}
+
+
+def _described(groups: Sequence[dict[str, Any]], first_group: int = 0) -> list[str]:
+    """Describe each parameter in `groups`, as ranks compare it; the first is `first_group`."""
+    lines: list[str] = []
+    for g, group in enumerate(groups, first_group):
+        names = group.get("param_names") or [
+            f"param_groups[{g}].params[{i}]" for i in range(len(group["params"]))
+        ]
+        ties = {i: c[0] for c in clusters_of(group["params"]) for i in c if i != c[0]}
+        for i, (name, parameter) in enumerate(zip(names, group["params"], strict=True)):
+            tie = f" (in the memory of {names[ties[i]]})" if i in ties else ""
+            lines.append(describe_tensor(name, parameter) + tie)
+    return lines
+
+
+def _as_list(params: Iterable[Any]) -> Any:
+    """Return `params` as torch's constructor takes them (Any), a single tensor as it is."""
+    return params if isinstance(params, torch.Tensor) else list(params)
+
+
+def _check_layouts(param_group: dict[str, Any]) -> None:
+    """Raise for parameters that cannot be exchanged."""
+    params = param_group["params"]
+    tensors = [params] if isinstance(params, torch.Tensor) else list(params)
+    param_group["params"] = tensors
+    sparse = [
+        i
+        for i, p in enumerate(p[1] if isinstance(p, tuple) else p for p in tensors)
+        if isinstance(p, torch.Tensor) and p.layout is not torch.strided
+    ]
+    if sparse:
+        raise OptimizerError(
+            "a sharded optimizer is for dense parameters (gradients may be sparse)",
+            seen=f"parameter {sparse[0]} of the group is not dense",
+        )
+
+
+def _refuse_other_devices(parameters: Sequence[torch.Tensor]) -> None:
+    """Raise for parameters that ranks cannot share."""
+    elsewhere = {str(p.device) for p in parameters if p.device.type != "cpu"}
+    if elsewhere:
+        raise OptimizerError(
+            "host_shared_parameters=True is for parameters on the CPU",
+            seen=f"parameters are on {', '.join(sorted(elsewhere))}",
+            fix="Leave it out; the optimizer's state is sharded all the same.",
+        )
+
+
+def _copy_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
+    """Copy what is not a parameter from some groups to their counterparts (Any: options)."""
+    for theirs, ours in zip(source, target, strict=True):
+        ours.update(_options_of(theirs))
+
+
+def _from_torch(error: Exception) -> Exception:
+    """Make what torch says of parameters an error of ours."""
+    return error if isinstance(error, OptimizerError) else OptimizerError(str(error))

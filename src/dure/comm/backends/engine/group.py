@@ -2,8 +2,8 @@
 
 What an engine does differently from the contract is made up for here:
 
-* **Dtypes.** What only moves, moves as bytes. What is reduced travels as a carrier (see
-  `carriers`); where there is none, bytes are gathered and reduced in rank order.
+* **Dtypes.** What only moves, moves as bytes. What is reduced travels as a tensor of a wire
+  dtype (see `engine.wire`); where there is none, bytes are gathered and reduced in rank order.
 * **Lengths.** Engines want equal lengths. An uneven all_gather is padded to the longest part, an
   uneven reduce_scatter is an all_reduce of everything of which each rank keeps its part; gather,
   scatter and all_to_all use the engine's all_to_all with split sizes, where a rank needs to know
@@ -16,14 +16,16 @@ What an engine does differently from the contract is made up for here:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 
-from dure.comm.backends.base import BackendOptions, Ticket
-from dure.comm.backends.engine.calls import EngineCalls
-from dure.comm.backends.engine.carriers import Carrier, carry
-from dure.comm.backends.engine.starting import Starter
+from dure.comm.backends.base import BackendOptions
+from dure.comm.backends.engine.wire import WireTensor, as_wire
+from dure.comm.backends.engine.work import EngineCalls, Starter
+from dure.comm.backends.request import Request, finished
+from dure.comm.call import Call
 from dure.comm.ops import ReduceOp
 from dure.comm.reduction import as_bytes, reduce_in_order
 from dure.errors import UsageError
@@ -45,187 +47,141 @@ class EngineGroup:
         self._in_stream, self._bitwise = engine.in_stream, engine.bitwise
         self._any_source = engine.any_source
         self._starter = Starter(engine, options)
-        self._run, self._message = self._starter.run, self._starter.message
+        self._start, self._message = self._starter.run, self._starter.message
 
-    # Reductions ---------------------------------------------------------------------------------
+    def run(self, call: Call, async_op: bool) -> Request | None:
+        """See `Backend.run`."""
+        return getattr(self, f"_{call.op}" if call.single else f"_{call.kind}")(call, async_op)
 
-    def _carry(self, tensor: torch.Tensor, op: ReduceOp) -> Carrier | None:
-        return carry(tensor, op, self._size, bitwise=self._bitwise)
+    def _wire(self, tensor: torch.Tensor, op: ReduceOp) -> WireTensor | None:
+        return as_wire(tensor, op, self._size, bitwise=self._bitwise)
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> Ticket | None:
-        """See `Backend.all_reduce`."""
+    # ---- reductions ------------------------------------------------------------------------------
+
+    def _all_reduce(self, call: Call, async_op: bool) -> Request | None:
+        (tensor,), op = call.inputs, _reduction(call)
         if not tensor.numel():
-            return self.barrier(async_op)
-        carrier = self._carry(tensor, op)
-        if carrier is None:
-            return self._gather_and_reduce(
-                "all_reduce", tensor, tensor, (0, tensor.numel()), op, async_op
-            )
-        wire = carrier.wire
-        return self._run(
-            "all_reduce",
-            lambda e: e.all_reduce(wire, carrier.op),
-            async_op,
-            _landing(carrier, wire, tensor),
-        )
+            return self._barrier(call, async_op)
+        wired = self._wire(tensor, op)
+        if wired is None:
+            return self._gather_and_reduce(call, tensor, tensor, (0, tensor.numel()), async_op)
+        wire = wired.wire
+        copy_back = _copying_back(wired, wire, tensor)
+        return self._start(call.op, lambda e: e.all_reduce(wire, wired.op), async_op, copy_back)
 
-    def reduce(self, tensor: torch.Tensor, dst: int, op: ReduceOp, async_op: bool) -> Ticket | None:
-        """See `Backend.reduce`."""
+    def _reduce(self, call: Call, async_op: bool) -> Request | None:
+        (tensor,), op, dst = call.inputs, _reduction(call), call.root
         if not tensor.numel():
-            return self.barrier(async_op)
+            return self._barrier(call, async_op)
         here = self._rank == dst
-        carrier = self._carry(tensor, op)
-        if carrier is None:
+        wired = self._wire(tensor, op)
+        if wired is None:
             out = tensor if here else torch.empty_like(tensor)
-            return self._gather_and_reduce("reduce", out, tensor, (0, tensor.numel()), op, async_op)
-        wire = carrier.wire
+            return self._gather_and_reduce(call, out, tensor, (0, tensor.numel()), async_op)
+        wire = wired.wire
         if not here and wire.data_ptr() == tensor.data_ptr():
             wire = wire.clone()  # the engine uses it as scratch memory
-        return self._run(
-            "reduce",
-            lambda e: e.reduce(wire, carrier.op, dst),
-            async_op,
-            _landing(carrier, wire, tensor) if here else None,
-        )
+        copy_back = _copying_back(wired, wire, tensor) if here else None
+        return self._start(call.op, lambda e: e.reduce(wire, wired.op, dst), async_op, copy_back)
 
-    def reduce_scatter(
-        self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp, async_op: bool
-    ) -> Ticket | None:
-        """See `Backend.reduce_scatter`; uneven lengths cost an all_reduce of everything."""
-        joined = _join(inputs).view(tensor.dtype)
+    def _reduce_scatter(self, call: Call, async_op: bool) -> Request | None:
+        """Uneven lengths cost an all_reduce of everything."""
+        output, inputs, op = call.outputs[0], call.inputs, _reduction(call)
+        joined = _join(inputs).view(output.dtype)
         lengths = [t.numel() for t in inputs]
         if len(set(lengths)) == 1:
-            return self.reduce_scatter_single(tensor, joined, op, async_op)
+            return self._reduce_scatter_single(replace(call, inputs=(joined,)), async_op)
         begin = sum(lengths[: self._rank])
-        mine = joined[begin : begin + lengths[self._rank]]
-        carrier = self._carry(joined, op)
-        if carrier is None:
-            part = (begin, begin + mine.numel())
-            return self._gather_and_reduce("reduce_scatter", tensor, joined, part, op, async_op)
-        ratio = carrier.wire.numel() // joined.numel()
-        wire_part = carrier.wire[begin * ratio : (begin + mine.numel()) * ratio]
-        return self._run(
-            "reduce_scatter",
-            lambda e: e.all_reduce(carrier.wire, carrier.op),
-            async_op,
-            _landing(carrier, wire_part, tensor),
-        )
+        end = begin + lengths[self._rank]
+        wired = self._wire(joined, op)
+        if wired is None:
+            return self._gather_and_reduce(call, output, joined, (begin, end), async_op)
+        ratio = wired.wire.numel() // joined.numel()
+        copy_back = _copying_back(wired, wired.wire[begin * ratio : end * ratio], output)
+        start = lambda e: e.all_reduce(wired.wire, wired.op)  # noqa: E731
+        return self._start(call.op, start, async_op, copy_back)
 
-    def reduce_scatter_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, async_op: bool
-    ) -> Ticket | None:
-        """See `Backend.reduce_scatter_single`."""
-        name, k = "reduce_scatter_single", output.numel()
+    def _reduce_scatter_single(self, call: Call, async_op: bool) -> Request | None:
+        (output,), (tensor,), op = call.outputs, call.inputs, _reduction(call)
         if not tensor.numel():
-            return self.barrier(async_op)
-        carrier = self._carry(tensor, op)
-        if carrier is None:
+            return self._barrier(call, async_op)
+        wired = self._wire(tensor, op)
+        if wired is None:
+            k = output.numel()
             part = (self._rank * k, self._rank * k + k)
-            return self._gather_and_reduce(name, output, tensor, part, op, async_op)
-        wire = carrier.wire
+            return self._gather_and_reduce(call, output, tensor, part, async_op)
+        wire = wired.wire
         result = wire.new_empty(wire.numel() // self._size)
-        return self._run(
-            name,
-            lambda e: e.reduce_scatter(result, wire, carrier.op),
+        return self._start(
+            call.op,
+            lambda e: e.reduce_scatter(result, wire, wired.op),
             async_op,
-            _landing(carrier, result, output),
+            _copying_back(wired, result, output),
         )
 
     def _gather_and_reduce(
         self,
-        name: str,
+        call: Call,
         output: torch.Tensor,
         tensor: torch.Tensor,
         part: tuple[int, int],
-        op: ReduceOp,
         async_op: bool,
-    ) -> Ticket | None:
+    ) -> Request | None:
         """Reduce elements `part` of all ranks' `tensor` [k] into `output`; sends (n-1)*k."""
         gathered = tensor.new_empty((self._size, tensor.numel()))
+        start = lambda e: e.all_gather(as_bytes(gathered), as_bytes(tensor))  # noqa: E731
 
-        def land() -> None:
-            reduce_in_order([row[part[0] : part[1]] for row in gathered], op, output)
+        def copy_back() -> None:
+            rows = [row[part[0] : part[1]] for row in gathered]
+            reduce_in_order(rows, _reduction(call), output)
 
-        return self._run(
-            name,
-            lambda e: e.all_gather(as_bytes(gathered), as_bytes(tensor)),
-            async_op,
-            land,
-        )
+        return self._start(call.op, start, async_op, copy_back)
 
-    # Movements ----------------------------------------------------------------------------------
+    # ---- movements -------------------------------------------------------------------------------
 
-    def broadcast(self, tensor: torch.Tensor, src: int, async_op: bool) -> Ticket | None:
-        """See `Backend.broadcast`."""
-        if not tensor.numel():
-            return self.barrier(async_op)
-        return self._run("broadcast", lambda e: e.broadcast(as_bytes(tensor), src), async_op)
+    def _broadcast(self, call: Call, async_op: bool) -> Request | None:
+        wire, src = as_bytes(call.inputs[0]), call.root
+        if not len(wire):
+            return self._barrier(call, async_op)
+        return self._start(call.op, lambda e: e.broadcast(wire, src), async_op)
 
-    def all_gather(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, async_op: bool
-    ) -> Ticket | None:
-        """See `Backend.all_gather`; shorter tensors are padded to the longest."""
+    def _all_gather(self, call: Call, async_op: bool) -> Request | None:
+        """Shorter tensors are padded to the longest."""
+        outputs, (tensor,) = call.outputs, call.inputs
         longest = max(t.numel() for t in outputs) * tensor.element_size()
         if not longest:
-            return self.barrier(async_op)
+            return self._barrier(call, async_op)
         source = as_bytes(tensor)
         if len(source) < longest:
             source = torch.cat([source, source.new_zeros(longest - len(source))])
         gathered = source.new_empty((self._size, longest))
 
-        def land() -> None:
+        def copy_back() -> None:
             for target, row in zip(outputs, gathered, strict=True):
                 target_bytes = as_bytes(target)
                 target_bytes.copy_(row[: len(target_bytes)])
 
-        return self._run(
-            "all_gather",
-            lambda e: e.all_gather(gathered.view(-1), source),
-            async_op,
-            land,
-        )
+        start = lambda e: e.all_gather(gathered.view(-1), source)  # noqa: E731
+        return self._start(call.op, start, async_op, copy_back)
 
-    def all_gather_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool
-    ) -> Ticket | None:
-        """See `Backend.all_gather_single`."""
-        if not tensor.numel():
-            return self.barrier(async_op)
-        return self._run(
-            "all_gather_single",
-            lambda e: e.all_gather(as_bytes(output), as_bytes(tensor)),
-            async_op,
-        )
+    def _all_gather_single(self, call: Call, async_op: bool) -> Request | None:
+        output, source = as_bytes(call.outputs[0]), as_bytes(call.inputs[0])
+        if not len(source):
+            return self._barrier(call, async_op)
+        return self._start(call.op, lambda e: e.all_gather(output, source), async_op)
 
-    def gather(
-        self,
-        outputs: Sequence[torch.Tensor] | None,
-        tensor: torch.Tensor,
-        dst: int,
-        async_op: bool,
-    ) -> Ticket | None:
-        """See `Backend.gather`."""
-        inputs = [tensor if r == dst else tensor.new_empty(0) for r in range(self._size)]
-        targets = outputs or [tensor.new_empty(0)] * self._size
-        return self._exchange("gather", targets, inputs, async_op)
+    def _gather(self, call: Call, async_op: bool) -> Request | None:
+        nothing = call.inputs[0].new_empty(0)
+        gives = [call.inputs[0] if r == call.root else nothing for r in range(self._size)]
+        return self._exchange(call.op, call.outputs or [nothing] * self._size, gives, async_op)
 
-    def scatter(
-        self,
-        tensor: torch.Tensor,
-        inputs: Sequence[torch.Tensor] | None,
-        src: int,
-        async_op: bool,
-    ) -> Ticket | None:
-        """See `Backend.scatter`."""
-        targets = [tensor if r == src else tensor.new_empty(0) for r in range(self._size)]
-        sources = inputs or [tensor.new_empty(0)] * self._size
-        return self._exchange("scatter", targets, sources, async_op)
+    def _scatter(self, call: Call, async_op: bool) -> Request | None:
+        nothing = call.outputs[0].new_empty(0)
+        takes = [call.outputs[0] if r == call.root else nothing for r in range(self._size)]
+        return self._exchange(call.op, takes, call.inputs or [nothing] * self._size, async_op)
 
-    def all_to_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
-    ) -> Ticket | None:
-        """See `Backend.all_to_all`."""
-        return self._exchange("all_to_all", outputs, inputs, async_op)
+    def _all_to_all(self, call: Call, async_op: bool) -> Request | None:
+        return self._exchange(call.op, call.outputs, call.inputs, async_op)
 
     def _exchange(
         self,
@@ -233,74 +189,67 @@ class EngineGroup:
         outputs: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
         async_op: bool,
-    ) -> Ticket | None:
+    ) -> Request | None:
         """Send `inputs[j]` to rank j and receive `outputs[i]` from rank i; empty ones are free."""
         takes = [t.numel() * t.element_size() for t in outputs]
         gives = [t.numel() * t.element_size() for t in inputs]
         source = _join(inputs)
         result = source.new_empty(sum(takes))
 
-        def land() -> None:
+        def copy_back() -> None:
             end = 0
             for target, length in zip(outputs, takes, strict=True):
                 begin, end = end, end + length
                 if length:
                     as_bytes(target).copy_(result[begin:end])
 
-        return self._run(name, lambda e: e.exchange(result, source, takes, gives), async_op, land)
+        start = lambda e: e.exchange(result, source, takes, gives)  # noqa: E731
+        return self._start(name, start, async_op, copy_back)
 
-    def all_to_all_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool
-    ) -> Ticket | None:
-        """See `Backend.all_to_all_single`."""
-        if not tensor.numel():
-            return self.barrier(async_op)
-        source = as_bytes(tensor)
+    def _all_to_all_single(self, call: Call, async_op: bool) -> Request | None:
+        output, source = as_bytes(call.outputs[0]), as_bytes(call.inputs[0])
+        if not len(source):
+            return self._barrier(call, async_op)
         if source.data_ptr() == output.data_ptr():
             source = source.clone()
-        return self._run(
-            "all_to_all_single",
-            lambda e: e.exchange(as_bytes(output), source, [], []),
-            async_op,
-        )
+        return self._start(call.op, lambda e: e.exchange(output, source, [], []), async_op)
 
-    def barrier(self, async_op: bool) -> Ticket | None:
-        """See `Backend.barrier`."""
-        land = torch.cuda.synchronize if self._in_stream else None
-        return self._run("barrier", lambda e: e.barrier(), async_op, land)
+    def _new_group(self, call: Call, async_op: bool) -> Request | None:
+        """Nothing: an engine does not compare; who verifies has done so before."""
+        return finished() if async_op else None
 
-    # Messages -----------------------------------------------------------------------------------
+    def _barrier(self, call: Call, async_op: bool) -> Request | None:
+        """Whatever has no elements is a barrier, too."""
+        copy_back = torch.cuda.synchronize if self._in_stream else None
+        return self._start(call.op, lambda e: e.barrier(), async_op, copy_back)
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Ticket | None:
+    # ---- messages --------------------------------------------------------------------------------
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Request | None:
         """See `Backend.send`."""
-        ticket = self._message("send", lambda e: e.send(as_bytes(tensor), dst, tag), dst)
+        request = self._message("send", lambda e: e.send(as_bytes(tensor), dst, tag), dst)
         if async_op:
-            return ticket
-        ticket.wait()
+            return request
+        request.wait()
         return None
 
-    def recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Ticket:
+    def recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Request:
         """See `Backend.recv`."""
         if src is None and not self._any_source:
             raise UsageError(
                 f"{self.name} cannot receive from just anyone", op="recv", fix="Name `src`."
             )
         memory = as_bytes(tensor)
-        ticket = self._message("recv", lambda e: e.recv(memory, src, tag), src)
+        request = self._message("recv", lambda e: e.recv(memory, src, tag), src)
         if not async_op:
-            ticket.wait()
-        return ticket
+            request.wait()
+        return request
 
-    # The rest -----------------------------------------------------------------------------------
+    # ---- the rest --------------------------------------------------------------------------------
 
-    def shared_empty(self, nbytes: int) -> torch.Tensor | None:
-        """See `Backend.shared_empty`: an engine's ranks share no memory."""
-        del nbytes
-        return None
-
-    def host_shared_empty(self, nbytes: int) -> torch.Tensor | None:
-        """See `Backend.host_shared_empty`: there is none."""
-        del nbytes
+    def allocate(self, nbytes: int, node_shared: bool) -> torch.Tensor | None:
+        """See `Backend.allocate`: an engine's ranks share no memory."""
+        del nbytes, node_shared
         return None
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -317,14 +266,19 @@ def _join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([as_bytes(t) for t in tensors])
 
 
-def _landing(
-    carrier: Carrier, result: torch.Tensor, target: torch.Tensor
+def _reduction(call: Call) -> ReduceOp:
+    assert call.reduction is not None
+    return call.reduction
+
+
+def _copying_back(
+    wired: WireTensor, result: torch.Tensor, target: torch.Tensor
 ) -> Callable[[], object] | None:
     """Return what brings `result` to `target` when the engine is done, if anything has to."""
     flat = target.detach().view(-1)
-    land = carrier.land
-    if land is not None:
-        return lambda: land(result, flat)
+    copy_back = wired.copy_back
+    if copy_back is not None:
+        return lambda: copy_back(result, flat)
     if result.data_ptr() != flat.data_ptr():
         return lambda: flat.copy_(result)
     return None

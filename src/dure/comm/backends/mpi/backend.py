@@ -6,7 +6,7 @@ getting bytes from rank to rank over whatever the machine has: each collective i
 in which every rank sends and receives at most one message to and from every other, and the
 reductions are those of the native engine (see `reduction` for their order).
 
-With S bytes a rank, n ranks, and one exchange of frames (see `mpi.frames`) before all:
+With S bytes a rank, n ranks, and one exchange of headers (see `mpi.header`) before all:
 
 | operation           | exchanges                                          | bytes a rank sends   |
 |---------------------|----------------------------------------------------|----------------------|
@@ -26,16 +26,18 @@ Segments bound the memory for what arrives before it is reduced: (n-1) `_SEGMENT
 
 from __future__ import annotations
 
+import os
+import platform
+import zlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 
-from dure.comm.backends.base import BackendOptions, Ticket
-from dure.comm.backends.mpi.frames import INLINE, Call, Frames, Stage
-from dure.comm.backends.mpi.lane import Lane
-from dure.comm.backends.mpi.library import Library
+from dure.comm.backends.base import BackendOptions
+from dure.comm.backends.mpi.header import INLINE, Headers, Stage
+from dure.comm.backends.mpi.library import Library, load
 from dure.comm.backends.mpi.memory import (
     NOTHING,
     Piece,
@@ -47,15 +49,22 @@ from dure.comm.backends.mpi.memory import (
     shares,
     staging,
 )
-from dure.comm.backends.mpi.operation import Operation, Steps
-from dure.comm.backends.mpi.verdicts import Retired, free_retired
+from dure.comm.backends.mpi.progress import (
+    Operation,
+    ProgressEngine,
+    Retired,
+    Steps,
+    free_retired,
+)
+from dure.comm.backends.request import Request
+from dure.comm.call import Call, fingerprint
 from dure.comm.ops import ReduceOp
 from dure.errors import Desync, UsageError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MpiBackend"]
+__all__ = ["MpiBackend", "create_mpi"]
 
 _FEW = 32 << 10
 """Bytes up to which all_reduce and broadcast take one exchange: see docs/log.md."""
@@ -69,37 +78,39 @@ _RESERVED_TAGS = 3
 class MpiBackend:
     """One rank's part of a group over MPI; the contract is that of `Backend`.
 
-    Threads: as the contract says; see `mpi.lane`.
+    Threads: as the contract says; see `mpi.progress`.
     """
 
     name = "mpi"
     device_types = frozenset({"cpu"})
 
     def __init__(
-        self, library: Library, comm: MPI.Intracomm, options: BackendOptions, crowded: bool
+        self, library: Library, comm: MPI.Intracomm, options: BackendOptions, oversubscribed: bool
     ) -> None:
         self._library, self._comm, self._mpi = library, comm, library.MPI
         self._rank, self._size = options.rank, options.size
         self._nothing = [NOTHING] * options.size
         self._peers = [r for r in range(options.size) if r != options.rank]
         highest = library.highest_tag(comm)
-        self._verdict_tag, self._data_tag = highest, highest - 1
+        self._abort_tag, self._data_tag = highest, highest - 1
         self.num_tags = highest - _RESERVED_TAGS + 1
         """A message's tag must be less."""
-        self._frames = Frames(self._mpi, comm, highest - 2)
+        self._headers = Headers(self._mpi, comm, highest - 2)
         seconds = options.timeout.total_seconds()
-        self._lane = Lane(library, comm, options.name, seconds, self._verdict_tag, crowded)
+        self._engine = ProgressEngine(
+            library, comm, options.name, seconds, self._abort_tag, oversubscribed
+        )
 
     @property
     def timeout(self) -> timedelta:
         """How long an operation may wait for its peers."""
-        return timedelta(seconds=self._lane.timeout_s)
+        return timedelta(seconds=self._engine.timeout_s)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long an operation may wait for its peers."""
-        self._lane.timeout_s = timeout.total_seconds()
+        self._engine.timeout_s = timeout.total_seconds()
 
-    # Exchanges ----------------------------------------------------------------------------------
+    # ---- exchanges -------------------------------------------------------------------------------
 
     def _exchange(self, gives: Sequence[Piece], takes: Sequence[Piece], least: int = 0) -> Stage:
         """Send `gives[r]` to every rank r and receive `takes[r]`, where longer than `least`."""
@@ -111,58 +122,58 @@ class MpiBackend:
         return Stage(requests, [r for r, _ in taken] + [r for r, _ in given], len(taken))
 
     def _open(
-        self, call: Call, gives: Sequence[Piece] | None = None, takes: Sequence[Piece] | None = None
+        self, gives: Sequence[Piece] | None = None, takes: Sequence[Piece] | None = None
     ) -> Steps:
-        """Exchange frames, then what they say; few bytes come with the frames themselves."""
-        head, nothing = self._lane.head, self._nothing
-        yield self._frames.start(call, head.seq or 0, head.site, gives or nothing)
-        self._frames.check(takes or nothing)
+        """Exchange headers, then what they say; few bytes come with the headers themselves."""
+        head, nothing = self._engine.head, self._nothing
+        assert head.fingerprint is not None
+        yield self._headers.start(head.fingerprint, head.seq or 0, head.site, gives or nothing)
+        self._headers.check()
         if gives is None or takes is None:
             return
-        self._frames.land(takes)
+        self._headers.copy_back(takes)
         if any(gives[r][1] > INLINE or takes[r][1] > INLINE for r in self._peers):
-            self._lane.look(head)
+            self._engine.look(head)
             yield self._exchange(gives, takes, INLINE)
         copy_piece(self._mpi, gives[self._rank], takes[self._rank])
 
-    def _run(self, name: str, steps: Steps, async_op: bool) -> Ticket | None:
-        return self._lane.collective(Operation(self._lane, name, steps), async_op)
+    def run(self, call: Call, async_op: bool) -> Request | None:
+        """See `Backend.run`."""
+        steps: Steps = getattr(self, f"_{call.kind}")(call)
+        said = fingerprint(call, self._rank, self._size)
+        operation = Operation(self._engine, call.op, steps, fingerprint=said)
+        return self._engine.collective(operation, async_op)
 
-    # Reductions ---------------------------------------------------------------------------------
+    # ---- reductions ------------------------------------------------------------------------------
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> Ticket | None:
-        """See `Backend.all_reduce`."""
-        few = tensor.nbytes <= _FEW
-        steps = self._all_reduce_few(tensor, op) if few else self._all_reduce_many(tensor, op)
-        return self._run("all_reduce", steps, async_op)
+    def _all_reduce(self, call: Call) -> Steps:
+        (tensor,), op = call.outputs, _reduction(call)
+        many = tensor.nbytes > _FEW
+        return self._all_reduce_many(tensor, op) if many else self._all_reduce_few(tensor, op)
 
     def _all_reduce_few(self, tensor: torch.Tensor, op: ReduceOp) -> Steps:
-        call = Call("all_reduce", tensor.dtype, op, numel=tensor.numel())
         here, nbytes = tensor.data_ptr(), tensor.nbytes
         room = None
         if nbytes <= INLINE:
-            places = [self._frames.inline_address(r) for r in range(self._size)]
+            places = [self._headers.inline_address(r) for r in range(self._size)]
             takes = [(place, nbytes) for place in places]
         else:
             room, takes = staging(nbytes, self._size)
         takes[self._rank] = (here, nbytes)
-        yield from self._open(call, [(here, nbytes)] * self._size, takes)
+        yield from self._open([(here, nbytes)] * self._size, takes)
         reduce_pieces(self._mpi, takes, tensor.dtype, op, (here, nbytes))
         del room
 
     def _all_reduce_many(self, tensor: torch.Tensor, op: ReduceOp) -> Steps:
-        yield from self._open(Call("all_reduce", tensor.dtype, op, numel=tensor.numel()))
+        yield from self._open()
         for slices in self._segments(tensor):
             mine = slices[self._rank]
             yield from self._reduce_slices(slices, mine, tensor.dtype, op)
             yield self._exchange([mine] * self._size, slices)
 
-    def reduce(self, tensor: torch.Tensor, dst: int, op: ReduceOp, async_op: bool) -> Ticket | None:
-        """See `Backend.reduce`."""
-        return self._run("reduce", self._reduce(tensor, dst, op), async_op)
-
-    def _reduce(self, tensor: torch.Tensor, dst: int, op: ReduceOp) -> Steps:
-        yield from self._open(Call("reduce", tensor.dtype, op, dst, tensor.numel()))
+    def _reduce(self, call: Call) -> Steps:
+        (tensor,), op, dst = call.outputs, _reduction(call), call.root
+        yield from self._open()
         nothing, here = self._nothing, self._rank == dst
         for slices in self._segments(tensor):
             mine = slices[self._rank]
@@ -172,35 +183,20 @@ class MpiBackend:
             gives = [out if r == dst else NOTHING for r in range(self._size)]
             yield self._exchange(nothing if here else gives, slices if here else nothing)
 
-    def reduce_scatter(
-        self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp, async_op: bool
-    ) -> Ticket | None:
-        """See `Backend.reduce_scatter`."""
-        parts = [piece_of(t) for t in inputs]
-        steps = self._reduce_scatter(tensor, parts, op, (tensor, inputs))
-        return self._run("reduce_scatter", steps, async_op)
-
-    def reduce_scatter_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, async_op: bool
-    ) -> Ticket | None:
-        """See `Backend.reduce_scatter_single`."""
-        parts = shares(piece_of(tensor), self._size)
-        steps = self._reduce_scatter(output, parts, op, tensor)
-        return self._run("reduce_scatter_single", steps, async_op)
-
-    def _reduce_scatter(
-        self, output: torch.Tensor, parts: list[Piece], op: ReduceOp, owners: object
-    ) -> Steps:
-        lengths = tuple(nbytes for _, nbytes in parts)
-        count = sum(lengths) // output.element_size()
-        yield from self._open(
-            Call("reduce_scatter", output.dtype, op, numel=count, lengths=lengths)
-        )
+    def _reduce_scatter(self, call: Call) -> Steps:
+        (output,), op = call.outputs, _reduction(call)
+        parts = self._pieces(call.inputs, call.single)
+        yield from self._open()
         out = piece_of(output)
-        for begin in range(0, max(lengths), _SEGMENT):
+        for begin in range(0, max(nbytes for _, nbytes in parts), _SEGMENT):
             slices = [cut(part, begin, _SEGMENT) for part in parts]
             yield from self._reduce_slices(slices, cut(out, begin, _SEGMENT), output.dtype, op)
-        del owners
+
+    def _pieces(self, tensors: Sequence[torch.Tensor], single: bool) -> list[Piece]:
+        """Return the memory of one piece a rank."""
+        if single:
+            return shares(piece_of(tensors[0]), self._size)
+        return [piece_of(t) for t in tensors]
 
     def _reduce_slices(
         self, slices: Sequence[Piece], out: Piece, dtype: torch.dtype, op: ReduceOp
@@ -219,25 +215,21 @@ class MpiBackend:
         for begin in range(0, whole[1], longest):
             yield shares(cut(whole, begin, longest), self._size, width)
 
-    # Movements ----------------------------------------------------------------------------------
+    # ---- movements -------------------------------------------------------------------------------
 
-    def broadcast(self, tensor: torch.Tensor, src: int, async_op: bool) -> Ticket | None:
-        """See `Backend.broadcast`."""
-        few = tensor.nbytes <= _FEW or self._size == 2
-        steps = self._broadcast_few(tensor, src) if few else self._broadcast_many(tensor, src)
-        return self._run("broadcast", steps, async_op)
-
-    def _broadcast_few(self, tensor: torch.Tensor, src: int) -> Steps:
-        call = Call("broadcast", tensor.dtype, root=src, numel=tensor.numel())
+    def _broadcast(self, call: Call) -> Steps:
+        (tensor,), src = call.outputs, call.root
+        if tensor.nbytes > _FEW and self._size > 2:
+            return self._broadcast_many(tensor, src)
         gives, takes = self._nothing[:], self._nothing[:]
         if self._rank == src:
             gives = [piece_of(tensor)] * self._size
         else:
             takes[src] = piece_of(tensor)
-        yield from self._open(call, gives, takes)
+        return self._open(gives, takes)
 
     def _broadcast_many(self, tensor: torch.Tensor, src: int) -> Steps:
-        yield from self._open(Call("broadcast", tensor.dtype, root=src, numel=tensor.numel()))
+        yield from self._open()
         count, nothing = self._size, self._nothing
         slices = shares(piece_of(tensor), count)
         mine = slices[self._rank]
@@ -249,94 +241,46 @@ class MpiBackend:
         gives = [NOTHING if r == src else mine for r in range(count)]
         yield self._exchange(gives, slices)
 
-    def all_gather(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, async_op: bool
-    ) -> Ticket | None:
-        """See `Backend.all_gather`."""
-        lengths = tuple(t.numel() for t in outputs)
-        call = Call("all_gather", tensor.dtype, lengths=lengths)
-        gives = [piece_of(tensor)] * self._size
-        return self._move(call, gives, [piece_of(t) for t in outputs], (tensor, outputs), async_op)
+    def _all_gather(self, call: Call) -> Steps:
+        gives = [piece_of(call.inputs[0])] * self._size
+        return self._open(gives, self._pieces(call.outputs, call.single))
 
-    def all_gather_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool
-    ) -> Ticket | None:
-        """See `Backend.all_gather_single`."""
-        call = Call("all_gather", tensor.dtype, numel=output.numel())
-        gives, takes = [piece_of(tensor)] * self._size, shares(piece_of(output), self._size)
-        return self._move(call, gives, takes, (tensor, output), async_op)
-
-    def gather(
-        self,
-        outputs: Sequence[torch.Tensor] | None,
-        tensor: torch.Tensor,
-        dst: int,
-        async_op: bool,
-    ) -> Ticket | None:
-        """See `Backend.gather`."""
+    def _gather(self, call: Call) -> Steps:
         gives, takes = self._nothing[:], self._nothing[:]
-        gives[dst] = piece_of(tensor)
-        if outputs is not None:
-            takes = [piece_of(t) for t in outputs]
-        call = Call("gather", tensor.dtype, root=dst)
-        return self._move(call, gives, takes, (tensor, outputs), async_op)
+        gives[call.root] = piece_of(call.inputs[0])
+        if call.outputs:
+            takes = [piece_of(t) for t in call.outputs]
+        return self._open(gives, takes)
 
-    def scatter(
-        self,
-        tensor: torch.Tensor,
-        inputs: Sequence[torch.Tensor] | None,
-        src: int,
-        async_op: bool,
-    ) -> Ticket | None:
-        """See `Backend.scatter`."""
+    def _scatter(self, call: Call) -> Steps:
         gives, takes = self._nothing[:], self._nothing[:]
-        takes[src] = piece_of(tensor)
-        if inputs is not None:
-            gives = [piece_of(t) for t in inputs]
-        call = Call("scatter", tensor.dtype, root=src)
-        return self._move(call, gives, takes, (tensor, inputs), async_op)
+        takes[call.root] = piece_of(call.outputs[0])
+        if call.inputs:
+            gives = [piece_of(t) for t in call.inputs]
+        return self._open(gives, takes)
 
-    def all_to_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
-    ) -> Ticket | None:
-        """See `Backend.all_to_all`."""
-        call = Call("all_to_all", inputs[0].dtype)
-        gives, takes = [piece_of(t) for t in inputs], [piece_of(t) for t in outputs]
-        return self._move(call, gives, takes, (inputs, outputs), async_op)
+    def _all_to_all(self, call: Call) -> Steps:
+        sources = call.inputs
+        if call.single and sources[0].data_ptr() == call.outputs[0].data_ptr():
+            sources = [sources[0].clone()]
+        gives, takes = (self._pieces(t, call.single) for t in (sources, call.outputs))
+        yield from self._open(gives, takes)
+        del sources  # whose memory was needed until now
 
-    def all_to_all_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool
-    ) -> Ticket | None:
-        """See `Backend.all_to_all_single`."""
-        call = Call("all_to_all", tensor.dtype)
-        source = tensor.clone() if tensor.data_ptr() == output.data_ptr() else tensor
-        gives, takes = shares(piece_of(source), self._size), shares(piece_of(output), self._size)
-        return self._move(call, gives, takes, (source, output), async_op)
+    def _barrier(self, call: Call) -> Steps:
+        del call
+        return self._open()
 
-    def barrier(self, async_op: bool) -> Ticket | None:
-        """See `Backend.barrier`."""
-        return self._run("barrier", self._open(Call("barrier")), async_op)
+    _new_group = _barrier
 
-    def _move(
-        self, call: Call, gives: list[Piece], takes: list[Piece], owners: object, async_op: bool
-    ) -> Ticket | None:
-        """Run a collective that is one exchange; `owners` keep the memory alive."""
+    # ---- messages --------------------------------------------------------------------------------
 
-        def steps() -> Steps:
-            yield from self._open(call, gives, takes)
-            nonlocal owners
-            owners = None
-
-        return self._run(call.op, steps(), async_op)
-
-    # Messages -----------------------------------------------------------------------------------
-
-    def send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Ticket | None:
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Request | None:
         """See `Backend.send`."""
         self._check_tag(tag)
         steps = self._send(tensor, dst, tag)
-        ticket = self._lane.message(Operation(self._lane, "send", steps, dst), async_op)
-        return ticket if async_op else None
+        request = self._engine.message(Operation(self._engine, "send", steps, dst), async_op)
+        return request if async_op else None
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Steps:
         memory = self._mpi.memory.fromaddress
@@ -344,12 +288,12 @@ class MpiBackend:
         requests = [self._comm.Isend(memory(*part), dst, tag) for part in parts]
         yield Stage(requests, [dst] * len(requests))
 
-    def recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Ticket:
+    def recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Request:
         """See `Backend.recv`."""
         self._check_tag(tag)
-        operation = Operation(self._lane, "recv", None, src)
+        operation = Operation(self._engine, "recv", None, src)
         operation.steps = self._recv(operation, tensor, src, tag)
-        return self._lane.message(operation, async_op)
+        return self._engine.message(operation, async_op)
 
     def _recv(self, operation: Operation, tensor: torch.Tensor, src: int | None, tag: int) -> Steps:
         """Receive; of a long message, the parts after the first come from where that came from."""
@@ -373,25 +317,62 @@ class MpiBackend:
                 f"over this MPI a tag must be less than {self.num_tags}", seen=f"tag={tag}"
             )
 
-    # The rest -----------------------------------------------------------------------------------
+    # ---- the rest --------------------------------------------------------------------------------
 
-    def shared_empty(self, nbytes: int) -> torch.Tensor | None:
-        """See `Backend.shared_empty`: the ranks share no memory."""
-        del nbytes
-        return None
-
-    def host_shared_empty(self, nbytes: int) -> torch.Tensor | None:
-        """See `Backend.host_shared_empty`: there is none."""
-        del nbytes
+    def allocate(self, nbytes: int, node_shared: bool) -> torch.Tensor | None:
+        """See `Backend.allocate`: the ranks share no memory."""
+        del nbytes, node_shared
         return None
 
     def close(self, abort: bool) -> None:
         """See `Backend.close`; the communicator is freed once all peers have left as well."""
         del abort
-        if not self._lane.close():
+        if not self._engine.close():
             return
         with self._library.lock:
-            self._frames.close()
-            still_there = self._lane.still_there()
-            self._library.retired.append(Retired(self._comm, self._verdict_tag, still_there))
+            self._headers.close()
+            still_there = self._engine.still_there()
+            self._library.retired.append(Retired(self._comm, self._abort_tag, still_there))
             free_retired(self._library)
+
+
+def _reduction(call: Call) -> ReduceOp:
+    assert call.reduction is not None
+    return call.reduction
+
+
+def create_mpi(options: BackendOptions) -> MpiBackend:
+    """Make the group's communicator; every rank of the group must do so.
+
+    MPI numbers the processes that it started together; Dure's ranks may be numbered otherwise, or
+    be some of them only. So each rank tells the others, through the store, which process of MPI it
+    is and on which host. From that all make the same communicator, and each sees whether the ranks
+    of its host are more than the cores.
+
+    Raises:
+        UsageError: mpi4py or MPI is missing, or the ranks were not started together by MPI.
+    """
+    library = load()
+    world = library.world
+    keys = [f"mpi/rank/{r}" for r in range(options.size)]
+    mine = f"{world.Get_rank()} {world.Get_size()} {platform.node()}"
+    options.store.set(keys[options.rank], mine)
+    options.store.wait(keys, options.timeout)
+    told = [text.decode().split(" ", 2) for text in options.store.multi_get(keys)]
+    numbers = [int(number) for number, _, _ in told]
+    if len(set(numbers)) < options.size:
+        raise UsageError(
+            "the ranks were not started together by MPI",
+            group=options.name,
+            rank=options.rank,
+            world_size=options.size,
+            seen=f"MPI sees {world.Get_size()} of {options.size} ranks",
+            fix=f"Start the program with: mpirun -n {options.size} python PROGRAM",
+        )
+    num_here = sum(node == platform.node() for _, _, node in told)
+    with library.lock:
+        free_retired(library)
+        members = world.Get_group().Incl(numbers)
+        comm = world.Create_group(members, zlib.crc32(options.name.encode()) & 0x7FFF)
+        members.Free()
+    return MpiBackend(library, comm, options, oversubscribed=num_here > (os.cpu_count() or 1))

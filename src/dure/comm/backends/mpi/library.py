@@ -38,7 +38,7 @@ class Library:
         MPI: The module `mpi4py.MPI`.
         threads: Whether other threads than the main one may call it.
         lock: Held during every call of ours.
-        retired: Communicators of closed groups that peers may still write to (see `mpi.lane`).
+        retired: Communicators of closed groups that peers may still write to (see `mpi.progress`).
         kept: Memory that MPI may still touch: that of requests which nobody will finish.
     """
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dure.comm.backends.shm.codes import dtype_code
+from dure.comm.codes import dtype_code
 from dure.comm.ops import ReduceOp
 from dure.comm.reduction import reduce_in_order
 from dure.native import available as native_available

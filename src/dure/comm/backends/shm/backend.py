@@ -1,102 +1,65 @@
 """The backend of one host: the native engine on one shared segment a group.
 
-What happens in a call is told in csrc/core: "Segment" (segment.h), "Meeting" and "Waiting"
-(sync.cpp), "Signature" (opening.cpp), "Four ways to all_reduce" (all_reduce.cpp), "Rounds"
-(move.cpp), "Streams" (stream.cpp), "Arena" (arena.h). This file turns tensors into addresses and
-lengths, and outcomes into exceptions.
+What happens in a call is told in csrc/core: "Segment" (segment.h), "Order of calls" (channel.h),
+"Barrier" and "Waiting" (barrier.cpp), "Fingerprint" (fingerprint.cpp), "Five ways to all_reduce"
+(all_reduce.cpp), "Rounds" (move.cpp), "Streams" (stream.cpp), "Symmetric heap" (symmetric_heap.h).
+This file turns tensors into addresses and lengths, and outcomes into exceptions.
 
-Threads: calls from any thread, one at a time; tickets and `close` from any thread at any time. A
-group must not be used in a child process that was forked after the group was made.
+Threads: calls, requests and `close` from any thread at any time. A group must not be used in a
+child process that was forked after the group was made.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from functools import partial
+from typing import cast
 
 import torch
 
-from dure.comm.backends.base import BackendOptions
-from dure.comm.backends.shm.codes import dtype_code
+from dure.comm.backends.base import BackendOptions, channel_name
+from dure.comm.backends.request import Request
+from dure.comm.backends.shm.copying import CopyPlan, copy_plan
 from dure.comm.backends.shm.flight import EngineFlight
-from dure.comm.backends.shm.meeting import open_segment
-from dure.comm.ops import ReduceOp
+from dure.comm.backends.shm.meeting import SegmentOpening, open_segment
+from dure.comm.call import Call
+from dure.comm.codes import dtype_code
+from dure.comm.memory import heap_empty, tensor_of
 from dure.errors import DureError
-from dure.native import Group, Outcome, SharedBlock, Ticket, available
+from dure.native import Channel, Group, HeapMemory, Outcome, available
+from dure.native import Request as EngineRequest
 from dure.native.status import error_of
 from dure.trace import flight
 from dure.trace.record import Record
 
-__all__ = ["ShmBackend", "ShmTicket", "available", "create"]
-
-_MIN_SWEEP = 16
-"""Finished tickets are let go of once there are twice as many as were pending, and this many."""
+__all__ = ["ShmBackend", "ShmOpening", "available", "create"]
 
 _NO_REDUCTION = 8
-_BARRIER, _BROADCAST, _ALL_REDUCE, _REDUCE, _ALL_GATHER = 1, 2, 3, 4, 5
-_GATHER, _SCATTER, _REDUCE_SCATTER, _ALL_TO_ALL = 6, 7, 8, 9
+_KINDS = (
+    *("barrier", "broadcast", "all_reduce", "reduce", "all_gather", "gather", "scatter"),
+    *("reduce_scatter", "all_to_all"),
+)
+_CODES = {kind: code for code, kind in enumerate(_KINDS, start=1)}
+"""Those of csrc/core/types.h."""
+_IN_PLACE = frozenset({"broadcast", "all_reduce", "reduce"})
 
 
-class ShmTicket:
-    """A pending operation of the engine (see `backends.base.Ticket`); keeps its tensors alive."""
-
-    __slots__ = ("_backend", "_tensors", "_ticket")
-
-    def __init__(self, ticket: Ticket, backend: ShmBackend, tensors: object) -> None:
-        self._ticket, self._backend, self._tensors = ticket, backend, tensors
-
-    @property
-    def source(self) -> int:
-        """Group rank of the sender of a finished receive; -1 otherwise."""
-        return self._ticket.source
-
-    def done(self) -> bool:
-        """Tell, without blocking, whether the operation ended."""
-        return self._ticket.done()
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it ended; raise its error. False if `timeout_s` passed first."""
-        if not self._ticket.wait(-1.0 if timeout_s is None else timeout_s):
-            return False
-        self._tensors = None
-        outcome = self._ticket.outcome
-        if outcome is not None:
-            raise self._backend.error(outcome)
-        return True
+def _error(
+    group: str, rank: int, size: int, outcome: Outcome, pid: int, timeout_s: float
+) -> DureError:
+    """Make the exception for what the engine says; without the backend, which has the engine."""
+    label = group if outcome.channel == 0 else channel_name(group, outcome.channel)
+    return error_of(outcome, group=label, rank=rank, size=size, pid=pid, timeout_s=timeout_s)
 
 
-class _Blocks(NamedTuple):
-    """Pieces of memory as the engine reads them, and the tensors that own them."""
-
-    numbers: list[int]
-    owners: object
+def _each(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [number for t in tensors for number in (t.data_ptr(), t.nbytes)]
 
 
-_NOTHING = _Blocks([], None)
-
-
-def _one(tensor: torch.Tensor) -> _Blocks:
-    return _Blocks([tensor.data_ptr(), tensor.nbytes], tensor)
-
-
-def _each(tensors: Sequence[torch.Tensor]) -> _Blocks:
-    return _Blocks([number for t in tensors for number in (t.data_ptr(), t.nbytes)], tensors)
-
-
-def _even(tensor: torch.Tensor, n: int) -> _Blocks:
+def _even(tensor: torch.Tensor, n: int) -> list[int]:
     start, length = tensor.data_ptr(), tensor.nbytes // n
-    return _Blocks([k for i in range(n) for k in (start + i * length, length)], tensor)
-
-
-class _Call(NamedTuple):
-    """What is called, in the engine's codes."""
-
-    op: int
-    dtype: int = 0
-    reduction: int = _NO_REDUCTION
-    root: int = -1
+    return [k for i in range(n) for k in (start + i * length, length)]
 
 
 class ShmBackend:
@@ -107,29 +70,30 @@ class ShmBackend:
 
     name = "shm"
     device_types = frozenset({"cpu"})
+    fuses = True
+    channels = 2
 
     def __init__(self, group: Group, options: BackendOptions) -> None:
         self._group = self.plain = group
+        group.set_error(partial(_error, options.name, options.rank, options.size))
+        self._channels = group.channel(0), group.channel(1)
         self._size, self._rank = options.size, options.rank
         self._label = options.name
         self._timeout_s = options.timeout.total_seconds()
-        self._lock = threading.Lock()  # of the two fields below
-        self._pending: list[ShmTicket] = []
-        self._sweep_at = _MIN_SWEEP
+        if options.eager_bytes is not None:
+            group.set_eager_bytes(options.eager_bytes)
         self._flight = EngineFlight(group, options)
         flight.add_source(self._flight)
+
+    @property
+    def copies(self) -> CopyPlan:
+        """How the ranks copy memory."""
+        return copy_plan(self._group)
 
     def error(self, outcome: Outcome) -> DureError:
         """Make the exception for what the engine says."""
         pid = self._group.pid_of(outcome.peer) if outcome.peer >= 0 else 0
-        return error_of(
-            outcome,
-            group=self._label,
-            rank=self._rank,
-            size=self._size,
-            pid=pid,
-            timeout_s=self._timeout_s,
-        )
+        return _error(self._label, self._rank, self._size, outcome, pid, self._timeout_s)
 
     @property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
@@ -150,149 +114,79 @@ class ShmBackend:
         self._timeout_s = timeout.total_seconds()
         self._group.set_timeout(self._timeout_s)
 
-    def _finish(self, result: Outcome | Ticket, tensors: object) -> ShmTicket:
-        if isinstance(result, Ticket):
-            return self._start(result, tensors)
-        raise self.error(result)
+    def _request(self, result: Outcome | EngineRequest | None) -> Request | None:
+        """Return the engine's own request, which has the methods of `Request`."""
+        if isinstance(result, Outcome):
+            raise self.error(result)
+        return cast("Request | None", result)
 
-    def _start(self, pending: Ticket, tensors: object) -> ShmTicket:
-        """Hold on to the tensors of an operation, even if the caller drops its ticket."""
-        ticket = ShmTicket(pending, self, tensors)
-        with self._lock:
-            self._pending.append(ticket)
-            if len(self._pending) > self._sweep_at:
-                self._pending = [t for t in self._pending if not t.done()]
-                self._sweep_at = 2 * len(self._pending) + _MIN_SWEEP
-        return ticket
+    def plain_on(self, channel: int) -> Channel:
+        """Return the plain calls of one channel."""
+        return self._channels[channel]
 
-    def _run(
-        self, call: _Call, inputs: _Blocks, outputs: _Blocks, async_op: bool
-    ) -> ShmTicket | None:
-        result = self._group.run(*call, inputs.numbers, outputs.numbers, async_op)
-        return None if result is None else self._finish(result, (inputs.owners, outputs.owners))
+    def run(self, call: Call, async_op: bool) -> Request | None:
+        """See `Backend.run`."""
+        if call.op == "new_group":
+            return self._request(self._group.announce_group(call.nbytes, async_op))
+        dtype, reduction = call.dtype, call.reduction
+        into = call.outputs[0].dtype if call.outputs else dtype
+        inputs, outputs = self._blocks(call)
+        result = self._channels[call.channel].run(
+            _CODES[call.kind],
+            0 if dtype is None else dtype_code(dtype),
+            _NO_REDUCTION if reduction is None else reduction.code,
+            call.root,
+            inputs,
+            outputs,
+            0 if into is None else dtype_code(into),
+            1.0 if reduction is None else reduction.number,
+            async_op,
+            call,
+        )
+        return self._request(result)
 
-    # ---- reductions ------------------------------------------------------------------------------
-
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> ShmTicket | None:
-        """Reduce `tensor` [*] of all ranks, in place, on all ranks."""
-        call = _Call(_ALL_REDUCE, dtype_code(tensor.dtype), op.code)
-        return self._run(call, _NOTHING, _one(tensor), async_op)
-
-    def reduce(
-        self, tensor: torch.Tensor, dst: int, op: ReduceOp, async_op: bool
-    ) -> ShmTicket | None:
-        """Reduce `tensor` [*] of all ranks into that of `dst`; the others' stay as they are."""
-        call = _Call(_REDUCE, dtype_code(tensor.dtype), op.code, dst)
-        return self._run(call, _NOTHING, _one(tensor), async_op)
-
-    def reduce_scatter(
-        self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp, async_op: bool
-    ) -> ShmTicket | None:
-        """Reduce `inputs[i]` of all ranks into rank i's `tensor`; lengths may differ with i."""
-        call = _Call(_REDUCE_SCATTER, dtype_code(tensor.dtype), op.code)
-        return self._run(call, _each(inputs), _one(tensor), async_op)
-
-    def reduce_scatter_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, async_op: bool
-    ) -> ShmTicket | None:
-        """Reduce part i [k] of `tensor` [n*k] of all ranks into rank i's `output` [k]."""
-        call = _Call(_REDUCE_SCATTER, dtype_code(tensor.dtype), op.code)
-        return self._run(call, _even(tensor, self._size), _one(output), async_op)
-
-    # ---- moves -----------------------------------------------------------------------------------
-
-    def broadcast(self, tensor: torch.Tensor, src: int, async_op: bool) -> ShmTicket | None:
-        """Copy `tensor` [*] of `src` to all."""
-        call = _Call(_BROADCAST, dtype_code(tensor.dtype), root=src)
-        return self._run(call, _NOTHING, _one(tensor), async_op)
-
-    def all_gather(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, async_op: bool
-    ) -> ShmTicket | None:
-        """Copy rank i's `tensor` to `outputs[i]` on all ranks; lengths may differ between ranks."""
-        call = _Call(_ALL_GATHER, dtype_code(tensor.dtype))
-        return self._run(call, _one(tensor), _each(outputs), async_op)
-
-    def all_gather_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool
-    ) -> ShmTicket | None:
-        """Copy rank i's `tensor` [k] to `output` [n*k] at i*k on all ranks."""
-        call = _Call(_ALL_GATHER, dtype_code(tensor.dtype))
-        return self._run(call, _one(tensor), _even(output, self._size), async_op)
-
-    def gather(
-        self,
-        outputs: Sequence[torch.Tensor] | None,
-        tensor: torch.Tensor,
-        dst: int,
-        async_op: bool,
-    ) -> ShmTicket | None:
-        """Copy rank i's `tensor` to `outputs[i]` on `dst` (None elsewhere)."""
-        call = _Call(_GATHER, dtype_code(tensor.dtype), root=dst)
-        return self._run(call, _one(tensor), _each(outputs or ()), async_op)
-
-    def scatter(
-        self,
-        tensor: torch.Tensor,
-        inputs: Sequence[torch.Tensor] | None,
-        src: int,
-        async_op: bool,
-    ) -> ShmTicket | None:
-        """Copy `inputs[i]` of `src` (None elsewhere) to rank i's `tensor`."""
-        call = _Call(_SCATTER, dtype_code(tensor.dtype), root=src)
-        return self._run(call, _each(inputs or ()), _one(tensor), async_op)
-
-    def all_to_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
-    ) -> ShmTicket | None:
-        """Copy `inputs[j]` of rank i to `outputs[i]` of rank j."""
-        call = _Call(_ALL_TO_ALL, dtype_code(inputs[0].dtype))
-        return self._run(call, _each(inputs), _each(outputs), async_op)
-
-    def all_to_all_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool
-    ) -> ShmTicket | None:
-        """Copy part j [k] of rank i's `tensor` [n*k] to part i of rank j's `output` [n*k]."""
-        call = _Call(_ALL_TO_ALL, dtype_code(tensor.dtype))
-        return self._run(call, _even(tensor, self._size), _even(output, self._size), async_op)
-
-    def barrier(self, async_op: bool) -> ShmTicket | None:
-        """Return when all ranks have called."""
-        return self._run(_Call(_BARRIER), _NOTHING, _NOTHING, async_op)
+    def _blocks(self, call: Call) -> tuple[list[int], list[int]]:
+        """Return the memory of a call as the engine reads it: addresses and lengths in turn."""
+        kind, n = call.kind, self._size
+        if kind in _IN_PLACE:
+            return [], _each(call.outputs)
+        if not call.single:
+            return _each(call.inputs), _each(call.outputs)
+        (given,), (taken,) = call.inputs, call.outputs
+        return (
+            _each(call.inputs) if kind == "all_gather" else _even(given, n),
+            _each(call.outputs) if kind == "reduce_scatter" else _even(taken, n),
+        )
 
     # ---- point to point --------------------------------------------------------------------------
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> ShmTicket | None:
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Request | None:
         """Send `tensor` [*] to `dst`; messages of one pair and tag arrive in order."""
         code = dtype_code(tensor.dtype)
-        result = self._group.send(tensor.data_ptr(), tensor.nbytes, code, dst, tag, async_op)
-        return None if result is None else self._finish(result, tensor)
+        memory = tensor.data_ptr(), tensor.nbytes, code
+        return self._request(self._group.send(*memory, dst, tag, async_op, tensor))
 
-    def recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> ShmTicket:
+    def recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Request:
         """Receive into `tensor` from `src`, or from anyone; a finished ticket where not async."""
         code = dtype_code(tensor.dtype)
         source = -1 if src is None else src
-        pending = self._group.receive(tensor.data_ptr(), tensor.nbytes, code, source, tag, async_op)
-        if async_op:
-            return self._start(pending, tensor)
-        ticket = ShmTicket(pending, self, None)
-        ticket.wait()
-        return ticket
+        memory = tensor.data_ptr(), tensor.nbytes, code
+        request = self._request(self._group.receive(*memory, source, tag, async_op, tensor))
+        assert request is not None
+        if not async_op:
+            request.wait()
+        return request
 
     # ---- memory and life -------------------------------------------------------------------------
 
-    def shared_empty(self, nbytes: int) -> torch.Tensor:
-        """Allocate `nbytes` (uint8, zeroed) that peers can reach directly; all ranks call alike."""
-        return self._memory_of(self._group.shared_empty(nbytes))
-
-    def host_shared_empty(self, nbytes: int) -> torch.Tensor:
-        """Allocate `nbytes` (uint8, zeroed) that are the same on all ranks."""
-        return self._memory_of(self._group.host_shared_empty(nbytes))
-
-    def _memory_of(self, made: SharedBlock | Outcome) -> torch.Tensor:
-        if not isinstance(made, SharedBlock):
+    def allocate(self, nbytes: int, node_shared: bool) -> torch.Tensor:
+        """See `Backend.allocate`; what is not node-shared, this rank allocates alone."""
+        if not node_shared:
+            return heap_empty(nbytes, dtype=torch.uint8, zeroed=True)
+        made = self._group.host_shared_empty(nbytes)
+        if not isinstance(made, HeapMemory):
             raise self.error(made)
-        return torch.frombuffer(made, dtype=torch.uint8) if made.bytes else _empty()
+        return tensor_of(made, (nbytes,), torch.uint8)
 
     def records(self) -> list[Record]:
         """Return the last operations, as the engine has kept them."""
@@ -310,7 +204,7 @@ class ShmBackend:
         """Return who sent the first message with `tag` that awaits its receive; -1 if none did."""
         return self._group.sender_of(tag)
 
-    def condemn(self, detail: str) -> None:
+    def abort(self, detail: str) -> None:
         """Break the group on all ranks, for a reason that lies outside it."""
         self._group.condemn(detail)
 
@@ -337,10 +231,14 @@ class ShmBackend:
         self._group.close()
 
 
-def _empty() -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8)
-
-
 def create(options: BackendOptions) -> ShmBackend:
     """Make the group's segment, or map it (`shm.meeting.open_segment`, also for the errors)."""
     return ShmBackend(open_segment(options), options)
+
+
+class ShmOpening(SegmentOpening):
+    """One rank's part of a group that is coming about (see `backends.opening.Opening`)."""
+
+    def complete(self) -> ShmBackend:
+        """Return the backend when all ranks have mapped the segment."""
+        return ShmBackend(self.segment(), self._options)

@@ -6,8 +6,8 @@ names and errors are made here, when somebody asks.
 
 from __future__ import annotations
 
-from dure.comm.backends.base import BackendOptions
-from dure.comm.backends.shm.codes import dtype_name
+from dure.comm.backends.base import BackendOptions, channel_name
+from dure.comm.codes import dtype_name
 from dure.native import Group
 from dure.native.status import error_name
 from dure.trace.events import State
@@ -40,13 +40,13 @@ class EngineFlight:
         num_messages = 0
         for entry in self._group.flight():
             seq, op, dtype, reduction, nbytes, peer, tag = entry[:7]
-            is_async, status, start_ns, end_ns, file, line, function = entry[7:]
+            is_async, status, start_ns, end_ns, file, line, function, channel = entry[7:]
             message = op in MESSAGES
             num_messages += message
             state = State.STARTED if status == _RUNNING else State.SUCCEEDED
             found.append(
                 Record(
-                    group=o.group,
+                    group=channel_name(o.group, channel),
                     op=op,
                     seq=num_messages if message else seq,
                     rank=o.rank,

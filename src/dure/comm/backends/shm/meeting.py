@@ -1,7 +1,11 @@
 """How the ranks of a group come to share one segment.
 
-Rank 0 makes the segment and publishes "pid:fd:nonce" under "shm/segment". A rank that cannot map it
-says so under "shm/refused", so that all ranks raise the same error at once.
+Rank 0 makes the segment and offers "pid:fd:nonce", or "!" and why it could not. The others map it,
+and all wait, in the segment itself, until everyone has. A rank that cannot map it says so under
+"shm/refused" in the group's store, so that all ranks raise the same error at once.
+
+The offers are exchanged with all else that the ranks of a group tell each other; `open_segment`
+does it alone, through the store.
 """
 
 from __future__ import annotations
@@ -9,16 +13,121 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections.abc import Sequence
 
 from dure.comm.backends.base import BackendOptions
+from dure.comm.backends.shm.copying import single_copies_wanted
 from dure.errors import DureError, RendezvousError, RendezvousTimeout, UsageError
 from dure.native import Group, require
 
-__all__ = ["MAX_RANKS", "open_segment"]
+__all__ = ["MAX_RANKS", "SegmentOpening", "open_segment"]
 
 MAX_RANKS = 256
 _SEGMENT_KEY = "shm/segment"
 _REFUSED_KEY = "shm/refused"
+_LOOK_S = 0.05
+"""How long a rank waits for the others before it looks whether one of them could not."""
+
+
+class SegmentOpening:
+    """One rank's part of a segment that is coming about (see `backends.opening.Opening`).
+
+    Raises:
+        UsageError: The engine is not built, this is not Linux, there are too many ranks, or
+            DURE_SINGLE_COPY is neither a number nor auto or off.
+    """
+
+    def __init__(self, options: BackendOptions) -> None:
+        require()
+        if options.size > MAX_RANKS:
+            raise UsageError(
+                f"the shm backend takes at most {MAX_RANKS} ranks",
+                seen=f"the group has {options.size}",
+                fix="Use the gloo backend.",
+            )
+        self._options = options
+        self._group: Group | None = None
+        self._single_copies = single_copies_wanted()
+        self.offer = self._make() if options.rank == 0 else b""
+
+    def _limits(self) -> tuple[float, int]:
+        cores = max(1, len(os.sched_getaffinity(0)) // self._options.threads)
+        return self._options.timeout.total_seconds(), cores
+
+    def _make(self) -> bytes:
+        nonce = secrets.randbits(63)
+        try:
+            self._group = Group.create(
+                0, self._options.size, *self._limits(), nonce, single_copies=self._single_copies
+            )
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, DureError):
+                raise
+            return b"!" + self._reason(error).encode()
+        return f"{os.getpid()}:{self._group.file}:{nonce}".encode()
+
+    def _reason(self, error: Exception) -> str:
+        return f"rank {self._options.rank} (pid {os.getpid()}, uid {os.getuid()}): {error}"
+
+    def connect(self, offers: Sequence[bytes]) -> None:
+        """Map the segment that rank 0 offers.
+
+        Raises:
+            RendezvousError: There is none, or it cannot be mapped; the same on all ranks.
+        """
+        options = self._options
+        if offers[0].startswith(b"!"):
+            raise _refused(options, offers[0][1:].decode())
+        if options.rank == 0:
+            return
+        pid, fd, nonce = map(int, offers[0].split(b":"))
+        try:
+            self._group = Group.attach(options.rank, options.size, *self._limits(), pid, fd, nonce)
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, DureError):
+                raise
+            # Others may fail because this rank did: the first reason is the one to tell.
+            first = options.store.compare_set(_REFUSED_KEY, "", self._reason(error))
+            raise _refused(options, first.decode()) from None
+
+    def segment(self) -> Group:
+        """Return the segment when all ranks have mapped it.
+
+        Raises:
+            RendezvousError: A rank cannot map it; the same on all ranks.
+            RendezvousTimeout: Not all ranks came within the group's timeout.
+        """
+        options, group = self._options, self._group
+        assert group is not None
+        deadline = time.monotonic() + options.timeout.total_seconds()
+        while group.attached() < options.size:
+            group.wait_attached(_LOOK_S)
+            if group.attached() == options.size:
+                break
+            if options.store.check([_REFUSED_KEY]):
+                raise _refused(options, options.store.get(_REFUSED_KEY).decode())
+            if time.monotonic() > deadline:
+                missing = group.not_attached()
+                raise RendezvousTimeout(
+                    "not all ranks mapped the group's shared segment",
+                    came=tuple(r for r in range(options.size) if r not in missing),
+                    missing=tuple(missing),
+                    group=options.name,
+                    rank=options.rank,
+                    world_size=options.size,
+                )
+        try:
+            group.ready()
+        except RuntimeError as error:  # a peer's symmetric heap cannot be mapped
+            raise _refused(options, f"rank {options.rank}: {error}") from None
+        self._group = None
+        return group
+
+    def withdraw(self) -> None:
+        """Close the segment, unless it has been handed out."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
 
 
 def open_segment(options: BackendOptions) -> Group:
@@ -29,59 +138,18 @@ def open_segment(options: BackendOptions) -> Group:
         RendezvousError: A rank cannot map the segment; the same on all ranks.
         RendezvousTimeout: Not all ranks came within the group's timeout.
     """
-    require()
-    if options.size > MAX_RANKS:
-        raise UsageError(
-            f"the shm backend takes at most {MAX_RANKS} ranks",
-            seen=f"the group has {options.size}",
-            fix="Use the gloo backend.",
-        )
-    deadline = time.monotonic() + options.timeout.total_seconds()
+    opening = SegmentOpening(options)
     try:
-        group = _open(options)
-    except (OSError, RuntimeError) as error:
-        if isinstance(error, DureError):
-            raise
-        reason = f"rank {options.rank} (pid {os.getpid()}, uid {os.getuid()}): {error}"
-        # Others may fail because this rank did: the first reason is the one to tell.
-        first = options.store.compare_set(_REFUSED_KEY, "", reason)
         if options.rank == 0:
-            options.store.set(_SEGMENT_KEY, "")  # nobody need wait for it
-        raise _refused(options, first.decode()) from None
-    while group.attached() < options.size:
-        if options.store.check([_REFUSED_KEY]):
-            group.close()
-            raise _refused(options, options.store.get(_REFUSED_KEY).decode())
-        if time.monotonic() > deadline:
-            missing = group.not_attached()
-            group.close()
-            raise RendezvousTimeout(
-                "not all ranks mapped the group's shared segment",
-                came=tuple(r for r in range(options.size) if r not in missing),
-                missing=tuple(missing),
-                group=options.name,
-                rank=options.rank,
-                world_size=options.size,
-            )
-        group.wait_attached(0.05)
-    group.ready()
-    return group
-
-
-def _open(options: BackendOptions) -> Group:
-    timeout_s = options.timeout.total_seconds()
-    cores = max(1, len(os.sched_getaffinity(0)) // options.threads)
-    if options.rank == 0:
-        nonce = secrets.randbits(63)
-        group = Group.create(0, options.size, timeout_s, cores, nonce)
-        options.store.set(_SEGMENT_KEY, f"{os.getpid()}:{group.file}:{nonce}")
-        return group
-    options.store.wait([_SEGMENT_KEY], options.timeout)
-    place = options.store.get(_SEGMENT_KEY)
-    if not place:
-        raise RuntimeError("rank 0 could not make the segment")
-    pid, fd, nonce = map(int, place.split(b":"))
-    return Group.attach(options.rank, options.size, timeout_s, cores, pid, fd, nonce)
+            options.store.set(_SEGMENT_KEY, opening.offer)
+        else:
+            options.store.wait([_SEGMENT_KEY], options.timeout)
+        offer = opening.offer or options.store.get(_SEGMENT_KEY)
+        opening.connect([offer])
+        return opening.segment()
+    except BaseException:
+        opening.withdraw()
+        raise
 
 
 def _refused(options: BackendOptions, reason: str) -> RendezvousError:

@@ -1,4 +1,4 @@
-"""Hooks that average: as they are, or in 16 bits.
+"""Hooks that average: as they are, or in 16 bits; and one that sends nothing.
 
     32 bits  --cast-->  16 bits  --all_reduce, AVG-->  16 bits  --cast-->  32 bits, in the bucket
 
@@ -20,7 +20,7 @@ from dure.parallel.ddp.buckets import GradBucket
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
-    from dure.parallel.ddp.hooking import CommHook
+    from dure.parallel.ddp.comm_hooks import CommHook
 
 __all__ = [
     "allreduce_hook",
@@ -29,6 +29,8 @@ __all__ = [
     "bf16_compress_wrapper",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
+    "noop_hook",
+    "unreduced",
 ]
 
 
@@ -132,3 +134,19 @@ def fp16_compress_wrapper(hook: CommHook) -> CommHook:
 def bf16_compress_wrapper(hook: CommHook) -> CommHook:
     """Return a hook that has `hook` work on the bucket's gradients in bfloat16."""
     return _wrapper(hook, torch.bfloat16, "bf16_compress_wrapper_hook")
+
+
+def unreduced(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Return a future of the bucket as it is on this rank."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def noop_hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Leave the gradients as they are on this rank: the ranks' models will differ.
+
+    The step time with this hook is what a step would take if communication were free. DDP itself
+    still exchanges one number a parameter at the end of each step.
+    """
+    return unreduced(bucket)

@@ -9,13 +9,13 @@ Source: Lin et al., Don't use large mini-batches, use local SGD, https://arxiv.o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from dure.comm.subgroups import new_subgroups
 from dure.parallel.ddp.buckets import GradBucket
-from dure.parallel.ddp.hooks.default_hooks import average
+from dure.parallel.ddp.hooks.default_hooks import average, unreduced
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -74,6 +74,4 @@ def post_localSGD_hook(
         return average(state.process_group or bucket.group, bucket.buffer())
     if state.subgroup is not None and state.post_local_gradient_allreduce:
         return average(state.subgroup, bucket.buffer())
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
+    return unreduced(bucket)

@@ -30,9 +30,10 @@ Source: Vogels et al., PowerSGD, https://arxiv.org/abs/1905.13727.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,17 +44,17 @@ from dure.comm.ops import ReduceOp
 from dure.errors import UsageError
 from dure.parallel.ddp.buckets import GradBucket
 from dure.parallel.ddp.hooks.default_hooks import average
-from dure.parallel.ddp.hooks.low_rank import (
-    first_basis,
-    orthogonalize,
-    same_shapes,
-    worth_compressing,
-)
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
+__all__ = [
+    "PowerSGDState",
+    "batched_powerSGD_hook",
+    "first_basis",
+    "orthogonalize",
+    "powerSGD_hook",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -297,7 +298,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     step = _Step(state, group, buffer)
     chosen: list[tuple[str, torch.Tensor]] = []
     for name, gradient in zip(bucket.names(), bucket.gradients(), strict=True):
-        after = worth_compressing(
+        after = _worth_compressing(
             gradient, state.matrix_approximation_rank, state.min_compression_rate
         )
         state.total_numel_before_compression += gradient.numel()
@@ -306,7 +307,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
             step.rest.append(gradient)
         else:
             chosen.append((name, gradient))
-    for members in same_shapes(chosen, state.batch_tensors_with_same_shape):
+    for members in _same_shapes(chosen, state.batch_tensors_with_same_shape):
         gradients = [gradient for _, gradient in members]
         rows = gradients[0].shape[0]
         rank = min(rows, gradients[0].numel() // rows, state.matrix_approximation_rank)
@@ -345,3 +346,65 @@ def batched_powerSGD_hook(
     names = bucket.names()
     step.add([f"{names[0]} to {names[-1]}, {buffer.numel()}"], [square], rank)
     return step.run().then(lambda done: buffer.copy_(done.value().view(-1)[: buffer.numel()]))
+
+
+def orthogonalize(matrices: torch.Tensor, epsilon: float = 0) -> torch.Tensor:
+    """Return orthonormal bases of the columns of `matrices`.
+
+    A single column is divided by its length; more of them go through a QR factorisation, which
+    keeps its columns orthogonal even where those it is given are not independent. Nothing comes out
+    as zero or NaN that did not come in so: from a column of zeros comes a unit vector, so that a
+    gradient that vanished once does not leave a basis that can see nothing for ever.
+
+    Args:
+        matrices: [b, n, r] with r <= n, of any real floating dtype.
+        epsilon: Added to the length of a single column.
+
+    Returns:
+        [b, n, r], of the same dtype; computed in float32 at least.
+
+    Cost: 2 n r^2 multiplications a matrix.
+    """
+    dtype = matrices.dtype
+    wide = matrices.float() if dtype.itemsize < 4 else matrices
+    if matrices.shape[2] > 1:
+        return torch.linalg.qr(wide).Q.to(dtype)
+    length = wide.norm(dim=1, keepdim=True)
+    unit = torch.zeros_like(wide)
+    unit[:, 0] = 1
+    return torch.where(length > 0, wide / (length + epsilon), unit).to(dtype)
+
+
+def first_basis(seed: Hashable, shape: tuple[int, int, int], like: torch.Tensor) -> torch.Tensor:
+    """Return random numbers [b, m, r], normal, that depend on `seed` alone: alike on all ranks.
+
+    Args:
+        seed: Anything whose repr is the same on all ranks.
+        shape: Of the result.
+        like: Has the dtype and device of the result.
+    """
+    digest = hashlib.blake2b(repr(seed).encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
+    return torch.randn(shape, generator=generator).to(like)
+
+
+def _worth_compressing(gradient: torch.Tensor, rank: int, min_rate: float) -> int | None:
+    """Return how many numbers are sent for `gradient` as a matrix; None if it shall go as it is."""
+    if gradient.dim() < 2 or not gradient.numel():
+        return None
+    rows = gradient.shape[0]
+    columns = gradient.numel() // rows
+    after = (rows + columns) * min(rows, columns, rank)
+    return after if after * min_rate < gradient.numel() else None
+
+
+def _same_shapes(
+    named: Sequence[tuple[str, torch.Tensor]], together: bool
+) -> list[list[tuple[str, torch.Tensor]]]:
+    """Return tensors of the same shape together, or each by itself."""
+    if not together:
+        return [[one] for one in named]
+    groups: dict[tuple[int, ...], list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in named:
+        groups.setdefault(tuple(tensor.shape), []).append((name, tensor))
+    return list(groups.values())

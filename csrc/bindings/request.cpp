@@ -1,0 +1,62 @@
+#include "request.h"
+
+#include <algorithm>
+
+#include "bindings.h"
+#include "call_queue.h"
+#include "engine.h"
+
+namespace nb = nanobind;
+
+namespace dure {
+
+namespace {
+
+constexpr int64_t kSliceNs = 100'000'000;
+
+// Without a limit this thread runs what has not begun. Ctrl-C meanwhile breaks the group, as in a
+// synchronous call; while it waits for another thread, it leaves the operation alone. With a limit,
+// or where a call of this thread is under way (below a signal handler), wait in slices, so that
+// signal handlers run.
+bool wait_for(Ticket& ticket, nb::handle seconds) {
+    if (ticket.done()) return true;
+    const CallQueue* queue = ticket.queue();
+    if (seconds.is_none() && queue && !PythonCall::inside(queue->subject())) {
+        return call_briefly(queue->subject(), [&] { return ticket.complete(); });
+    }
+    const int64_t until =
+        seconds.is_none() ? INT64_MAX : now_ns() + nanoseconds(nb::cast<double>(seconds));
+    for (;;) {
+        const int64_t left = until - now_ns();
+        bool done;
+        {
+            WithoutGil release;
+            done = ticket.wait(std::min(kSliceNs, std::max<int64_t>(left, 0)));
+        }
+        if (done) return true;
+        if (PyErr_CheckSignals() != 0) throw nb::python_error();
+        if (left <= kSliceNs) return ticket.done();
+    }
+}
+
+}  // namespace
+
+Request::Request(std::shared_ptr<PendingCall> call, Engine& engine)
+    : call_(std::move(call)), owner_(nb::find(engine)), engine_(engine) {}
+
+bool Request::wait(nb::handle seconds) {
+    Ticket& ticket = *call_->ticket;
+    if (!wait_for(ticket, seconds)) return false;
+    call_->keep.reset();
+    if (ticket.outcome().status != Status::ok) engine_.raise(ticket.outcome());
+    return true;
+}
+
+void bind_request(nb::module_& m) {
+    nb::class_<Request>(m, "Request")
+        .def("done", &Request::done)
+        .def("wait", &Request::wait, nb::arg("timeout_s").none() = nb::none())
+        .def_prop_ro("source", &Request::source);
+}
+
+}  // namespace dure

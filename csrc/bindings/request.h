@@ -1,0 +1,39 @@
+// A pending operation, as Python has it: what `Work` waits for.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <memory>
+
+#include "ticket.h"
+
+namespace dure {
+
+class Engine;
+
+// An operation and what it works on; the engine knows it until it has ended. Needs the GIL.
+struct PendingCall {
+    std::shared_ptr<Ticket> ticket;
+    nanobind::object keep;
+};
+
+// What Python calls "Request"; the same methods as dure.comm.backends.request.Request.
+class Request {
+  public:
+    Request(std::shared_ptr<PendingCall> call, Engine& engine);
+
+    bool done() const { return call_->ticket->done(); }
+    int source() const { return call_->ticket->source(); }
+    // Wait, at most `seconds` unless None; false if they passed first. Throws the operation's
+    // error.
+    bool wait(nanobind::handle seconds);
+
+  private:
+    std::shared_ptr<PendingCall> call_;
+    nanobind::object owner_;  // of the engine
+    Engine& engine_;
+};
+
+void bind_request(nanobind::module_& m);
+
+}  // namespace dure

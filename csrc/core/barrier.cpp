@@ -1,0 +1,97 @@
+// Barriers: how ranks wait for each other.
+//
+// Note "Barrier". A rank arrives by raising its own `tick`, its arrival count, and waits until
+// every peer's has reached the same number. Ticks count the barriers of the channel, so one
+// comparison tells "has come this far, or further". Cost: one store, and n-1 cache lines read.
+//
+// Note "Waiting". Three stages. First look a while without giving up the core, but only if nobody
+// who is waited for was last seen on it: a spinning rank keeps its neighbour away. Where ranks
+// outnumber cores, this makes one switch a core and rank of every barrier: who comes last on a core
+// spins until the other cores are through, goes on into the next barrier, and gives way to a
+// neighbour there. Or else give up the core between looks, which costs 1.3 us. (These two stages
+// are in backoff.h; a progress thread leaves them out while its rank computes.) Then sleep in the
+// kernel until the peer's word changes. A sleeper counts itself in `waiters` of the block whose
+// word it watches; the arriving rank makes a system call only if that counter is not 0. Both sides
+// use sequentially consistent operations: either the sleeper sees the new tick, or the arriving
+// rank sees the sleeper.
+//
+// Sleeps are cut into slices of kSlice. After each the waiter examines the world (watching.cpp);
+// the fast stages never look at any of it.
+#include "backoff.h"
+#include "call_queue.h"
+
+namespace dure {
+
+namespace {
+
+constexpr int64_t kSliceNs = 4'000'000;
+
+}  // namespace
+
+bool Channel::arrived(int rank) const {
+    return static_cast<int32_t>(slot(rank).tick.load(std::memory_order_acquire) - tick_) >= 0;
+}
+
+void Channel::arrive() {
+    ChannelBlock& mine = block(rank_);
+    group_.show_core();
+    Word& word = mine.slot[seq_ & 1].tick;
+    word.store(++tick_, std::memory_order_seq_cst);
+    if (mine.waiters.load(std::memory_order_seq_cst) != 0) futex_wake_all(word);
+}
+
+Status Channel::await_all() {
+    const int r = first_missing(0);
+    return r == size_ ? Status::ok : await_missing(r);
+}
+
+// The first rank from `r` on that has not arrived; `size_` if all have.
+int Channel::first_missing(int r) const {
+    while (r < size_ && arrived(r)) r++;
+    return r;
+}
+
+bool Channel::neighbour_missing(int r) const {
+    for (; r < size_; r++) {
+        if (group_.shares_core(r) && !arrived(r)) return true;
+    }
+    return false;
+}
+
+// Wait for all from `r` on; those before have arrived.
+Status Channel::await_missing(int r) {
+    if (background_ && !queue_->awaited()) {
+        group_.about_to_wait();
+        sleep_for(r);  // before we look for reasons not to
+    } else {
+        Backoff backoff(group_);
+        do {
+            if (r = first_missing(r); r == size_) return Status::ok;
+        } while (backoff.pause([&] { return neighbour_missing(r); }));
+    }
+    const int64_t now = now_ns();
+    if (started_ns_ == 0) started_ns_ = now;
+    for (Wait wait{started_ns_, now};;) {
+        if (r = first_missing(r); r == size_) return Status::ok;
+        if (Status s = examine(wait); s != Status::ok) {
+            return first_missing(r) == size_ ? Status::ok : s;
+        }
+        sleep_for(r);
+    }
+}
+
+// Sleep until `rank` arrives, at most a slice.
+void Channel::sleep_for(int rank) {
+    ChannelBlock& peer = block(rank);
+    Word& word = peer.slot[seq_ & 1].tick;
+    peer.waiters.fetch_add(1, std::memory_order_seq_cst);
+    const uint32_t seen = word.load(std::memory_order_seq_cst);
+    if (static_cast<int32_t>(seen - tick_) < 0) {
+        group_.show_asleep();
+        futex_wait(word, seen, kSliceNs);
+        group_.show_core();
+    }
+    peer.waiters.fetch_sub(1, std::memory_order_seq_cst);
+}
+
+}  // namespace dure

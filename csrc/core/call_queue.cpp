@@ -1,0 +1,126 @@
+// See the note "Who runs an asynchronous call" in call_queue.h.
+#include "call_queue.h"
+
+#include <chrono>
+
+#include "quiet_thread.h"
+
+namespace dure {
+
+namespace {
+
+constexpr std::chrono::microseconds kLinger{50};
+
+}  // namespace
+
+CallQueue::Inside::Inside(CallQueue& queue) : queue_(queue), channel_(nullptr) {
+    std::lock_guard hold(queue.lock_);
+    channel_ = queue.channel_;
+    if (channel_) queue.inside_++;
+}
+
+CallQueue::Inside::~Inside() {
+    if (!channel_) return;
+    std::lock_guard hold(queue_.lock_);
+    if (--queue_.inside_ == 0 && queue_.stopping_) queue_.changed_.notify_all();
+}
+
+CallQueue::CallQueue(Channel& channel) : subject_(&channel.group_), channel_(&channel) {}
+
+void CallQueue::hurry() {
+    std::lock_guard hold(lock_);
+    if (jobs_.empty()) return;
+    hurried_ = true;
+    changed_.notify_one();
+}
+
+bool CallQueue::push(Job job) {
+    std::lock_guard hold(lock_);
+    if (stopping_) return false;
+    // First, as it may fail: then nothing has been started.
+    if (!thread_.joinable()) thread_ = start_quietly([this] { work(); }, "dure-progress");
+    const bool brief = job.brief;
+    jobs_.push_back(std::move(job));
+    pushed_++;
+    if (idle_ || !brief) changed_.notify_one();
+    if (channel_->sleepers_.load(std::memory_order_seq_cst) != 0) channel_->ring();
+    return true;
+}
+
+bool CallQueue::has_next() {
+    std::lock_guard hold(lock_);
+    return channel_ && !jobs_.empty() && jobs_.front().turn.come();
+}
+
+bool CallQueue::run_next(bool background) {
+    std::unique_lock hold(lock_);
+    if (!channel_ || jobs_.empty() || !jobs_.front().turn.come()) return false;
+    Job job = std::move(jobs_.front());
+    jobs_.pop_front();
+    inside_++;
+    Channel& channel = *channel_;
+    hold.unlock();
+    if (!job.brief) channel.group_.about_to_wait();
+    channel.run_queued(job.call, *job.ticket, std::move(job.turn), background);
+    hold.lock();
+    if (--inside_ == 0 && stopping_) changed_.notify_all();
+    return true;
+}
+
+bool CallQueue::complete(const Ticket& ticket) {
+    const Inside inside(*this);
+    if (!inside) return true;  // all has ended
+    const Waiting waiting(*this);
+    while (!ticket.done()) {
+        if (run_next()) continue;
+        if (!inside.channel().await_change([&] { return ticket.done() || has_next(); }))
+            return false;
+    }
+    return true;
+}
+
+void CallQueue::work() {
+    std::unique_lock hold(lock_);
+    uint64_t looked_after = 0;  // calls pushed when we looked last
+    uint32_t fresh = 0;         // the brief call that was found then
+    for (;;) {
+        if (jobs_.empty()) {
+            hurried_ = false;
+            if (stopping_) return;
+            if (looked_after != pushed_) {
+                looked_after = pushed_;
+                changed_.wait_for(hold, kLinger);
+            } else {
+                idle_ = true;
+                changed_.wait(hold);
+                idle_ = false;
+            }
+            continue;
+        }
+        const Job& front = jobs_.front();
+        if (front.brief && fresh != front.turn.number() && !hurried_ && !stopping_) {
+            fresh = front.turn.number();
+            looked_after = pushed_;
+            changed_.wait_for(hold, kLinger);
+            continue;
+        }
+        Channel& channel = *channel_;
+        hold.unlock();
+        if (!run_next(true)) channel.await_change([this] { return has_next(); });
+        hold.lock();
+    }
+}
+
+void CallQueue::stop() {
+    std::unique_lock hold(lock_);
+    stopping_ = true;
+    changed_.notify_all();
+    hold.unlock();
+    // The group is closed: what is still queued ends with `aborted` as soon as it is run.
+    if (thread_.joinable()) thread_.join();
+    hold.lock();
+    changed_.wait(hold, [this] { return inside_ == 0; });
+    channel_ = nullptr;
+}
+
+}  // namespace dure

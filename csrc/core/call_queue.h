@@ -1,0 +1,113 @@
+// The asynchronous calls of a channel that have not begun, and the threads that run them.
+//
+// Note "Who runs an asynchronous call". Handing work over to another thread and hearing of its end
+// costs 13 to 28 us, more than a small collective; so whoever waits without a limit runs what has
+// not begun, in the order of calls, up to what it waits for. So does a synchronous call behind
+// them. The *progress thread* runs what nobody waits for. It is woken at the start of a large call.
+// A *brief* one is mostly waited for at once, so it is left alone for kLinger first; and while such
+// calls follow each other the thread looks after them itself, every kLinger, instead of being woken
+// for each. Without calls it sleeps.
+//
+// The progress thread never spins, nor gives up its core turn by turn, while its rank computes: it
+// sleeps until its peers have come (see `Channel::await_missing`). Where a thread of the rank waits
+// for it the core is free, and it waits as any other.
+//
+// Threads: anything may be called from any thread. Requests share the queue and may outlive the
+// channel, whose `stop` ends what is queued and waits for whoever is inside.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "channel.h"
+#include "ticket.h"
+
+namespace dure {
+
+class CallQueue {
+  public:
+    explicit CallQueue(Channel& channel);
+
+    struct Job {
+        Call call;
+        std::shared_ptr<Ticket> ticket;
+        Channel::Turn turn;
+        bool brief;
+    };
+    // False once stopped: nothing has happened then.
+    bool push(Job job);
+    // Run the first call if its turn has come.
+    bool run_next(bool background = false);
+    bool has_next();
+    // Run what has not begun until `ticket` has ended. False if the rank was interrupted before.
+    bool complete(const Ticket& ticket);
+    // Who works on the group of this queue, as `PythonCall` wants to know it.
+    const void* subject() const { return subject_; }
+    // For whoever waits with a limit, and so does not run anything: see to it that it is run.
+    void hurry();
+    // A thread of this rank that waits.
+    class Waiting {
+      public:
+        explicit Waiting(CallQueue& queue) : queue_(queue) { queue.waiting_.fetch_add(1); }
+        ~Waiting() { queue_.waiting_.fetch_sub(1); }
+        Waiting(const Waiting&) = delete;
+        Waiting& operator=(const Waiting&) = delete;
+
+      private:
+        CallQueue& queue_;
+    };
+    // Whether a thread of this rank waits, so that its core is free.
+    bool awaited() const { return waiting_.load(std::memory_order_relaxed) != 0; }
+    void stop();
+
+  private:
+    // Keeps the channel while a thread is inside; false once it has stopped.
+    class Inside {
+      public:
+        explicit Inside(CallQueue& queue);
+        ~Inside();
+        Inside(const Inside&) = delete;
+        Inside& operator=(const Inside&) = delete;
+        explicit operator bool() const { return channel_ != nullptr; }
+        Channel& channel() const { return *channel_; }
+
+      private:
+        CallQueue& queue_;
+        Channel* channel_;
+    };
+    void work();
+
+    const void* const subject_;
+    std::atomic<int> waiting_{0};
+    std::mutex lock_;  // of what follows
+    std::condition_variable changed_;
+    std::deque<Job> jobs_;
+    Channel* channel_;  // nullptr after `stop`
+    int inside_ = 0;
+    uint64_t pushed_ = 0;
+    bool idle_ = false;     // the progress thread sleeps until it is woken
+    bool hurried_ = false;  // somebody waits with a limit
+    bool stopping_ = false;
+    std::thread thread_;
+};
+
+// Sleep until something changes that `ready` looks at, at most 100 ms; false if the rank was
+// interrupted. Whoever makes `ready` true rings after that, or before we look.
+template <typename F>
+bool Channel::await_change(F ready) {
+    constexpr int64_t kSliceNs = 100'000'000;
+    group_.about_to_wait();
+    sleepers_.fetch_add(1, std::memory_order_seq_cst);
+    const uint32_t seen = bell_.load(std::memory_order_seq_cst);
+    const bool sleeps = !ready();
+    const int64_t until = sleeps ? now_ns() + kSliceNs : 0;
+    if (sleeps) futex_wait(bell_, seen, kSliceNs);
+    sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+    return !sleeps || now_ns() < until || !group_.interrupted();
+}
+
+}  // namespace dure

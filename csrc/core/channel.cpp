@@ -1,0 +1,102 @@
+// The order of a channel's calls, and the asynchronous ones that have not begun.
+#include "call_queue.h"
+
+namespace dure {
+
+Channel::Channel(Group& group, int index)
+    : group_(group),
+      index_(index),
+      rank_(group.rank()),
+      size_(group.size()),
+      ranks_(&group.block(0)),
+      staging_(group.base() + group.layout().staging +
+               static_cast<size_t>(index * group.size()) * kStages * kStageBytes),
+      tables_(group.base() + group.layout().tables +
+              static_cast<size_t>(index * group.size()) * 2 * group.layout().table_stride),
+      chunk_(group.chunk()),
+      queue_(std::make_shared<CallQueue>(*this)) {}
+
+void Channel::stop() { queue_->stop(); }
+
+// Those before us end: an operation waits no longer than its timeout, and not at all on a broken
+// group. What of them nobody has begun, we run. Ctrl-C breaks the group, since the memory of this
+// call is its caller's.
+void Channel::await_turn(uint32_t number) {
+    const auto come = [&] { return served_.load(std::memory_order_acquire) == number; };
+    if (come()) return;
+    group_.about_to_wait();
+    const CallQueue::Waiting waiting(*queue_);
+    bool asks = true;
+    while (!come()) {
+        if (queue_->run_next()) continue;
+        if (await_change([&] { return come() || queue_->has_next(); }) || !asks) continue;
+        asks = false;
+        const Group::Visit visit(group_);
+        if (!visit) continue;  // the handler closed the group
+        Outcome out;
+        out.status = Status::interrupted;
+        out.channel = index_;
+        out.peer = rank_;
+        group_.abort(std::move(out));
+    }
+}
+
+// Either a sleeper sees the new number, or we see the sleeper.
+void Channel::pass_turn(uint32_t number) {
+    served_.store(number + 1, std::memory_order_seq_cst);
+    if (sleepers_.load(std::memory_order_seq_cst) != 0) ring();
+}
+
+void Channel::ring() {
+    bell_.fetch_add(1);
+    futex_wake_all(bell_);
+}
+
+// Run one collective when its turn has come, counted, and not on a broken group.
+template <typename F>
+Status Channel::guarded(const Turn& turn, F collective) {
+    turn.wait();
+    const Group::Visit visit(group_);
+    if (!visit) return Status::aborted;
+    if (group_.failed()) return group_.failure().status;
+    if (group_.broken()) return group_.adopt_abort();
+    return collective();
+}
+
+Status Channel::run(const Call& call, Turn turn) {
+    return guarded(turn, [&] { return collective(call); });
+}
+
+std::shared_ptr<HeapMemory> Channel::host_shared_empty(size_t bytes, Status& status,
+                                                       const Site* site, Turn turn) {
+    std::shared_ptr<HeapMemory> made;
+    status = guarded(turn, [&] {
+        Status inner = Status::ok;
+        made = allocate_node_shared(bytes, inner, site);
+        return inner;
+    });
+    return status == Status::ok ? made : nullptr;
+}
+
+// ---- asynchronous calls -------------------------------------------------------------------------
+
+std::shared_ptr<Ticket> Channel::start(Call call, Turn turn, bool brief) {
+    auto ticket = std::make_shared<Ticket>(queue_);
+    if (!queue_->push({std::move(call), ticket, std::move(turn), brief})) {
+        Outcome out;
+        out.status = Status::aborted;
+        ticket->finish(std::move(out));
+    }
+    return ticket;
+}
+
+void Channel::run_queued(const Call& call, Ticket& ticket, Turn turn, bool background) {
+    background_ = background;
+    const Status status = guarded(turn, [&] { return collective(call); });
+    background_ = false;
+    Outcome out;
+    if (status != Status::ok) out = group_.outcome_of(status, call.op);
+    ticket.finish(std::move(out));
+}
+
+}  // namespace dure

@@ -1,0 +1,221 @@
+// A channel of a group: collectives in one order, with slots, staging and a thread of their own.
+//
+// Note "Order of calls". A group has two channels, which match independently of each other: what is
+// called on one does not wait for what is called on the other. Within a channel operations run in
+// the order of their calls, from whatever thread they come. A call takes its number (`Turn`) at
+// once, and that is all there is to its place: an operation runs when `served_` has reached its
+// number, on its caller's thread, or, if it is asynchronous, on that of whoever waits, or on the
+// channel's progress thread (call_queue.h).
+//
+// Ranks do not agree on an order. If several threads of a program call on one channel, it is for
+// the program to call in the same order on all ranks; where it does not, the fingerprints differ
+// and the calls end as a desync. Two threads that need no order between them use two channels.
+//
+// Threads: anything may be called from any thread.
+#pragma once
+
+#include <memory>
+
+#include "group.h"
+#include "kernels.h"
+#include "ticket.h"
+
+namespace dure {
+
+class CallQueue;
+
+class Channel {
+  public:
+    Channel(Group& group, int index);
+    ~Channel() { stop(); }
+    Channel(const Channel&) = delete;
+    Channel& operator=(const Channel&) = delete;
+
+    // A call's place in the order. Who has taken one runs its operation, or lets it go: the
+    // destructor waits until its turn has come, and passes it on.
+    class Turn {
+      public:
+        explicit Turn(Channel& channel)
+            : channel_(&channel), number_(channel.issued_.fetch_add(1)) {}
+        Turn(Turn&& other) noexcept : channel_(other.channel_), number_(other.number_) {
+            other.channel_ = nullptr;
+        }
+        Turn& operator=(Turn&&) = delete;
+        ~Turn() {
+            if (!channel_) return;
+            channel_->await_turn(number_);
+            channel_->pass_turn(number_);
+        }
+        // Number of the call on its channel, from 1.
+        uint32_t number() const { return number_ + 1; }
+        bool come() const { return channel_->served_.load(std::memory_order_acquire) == number_; }
+        void wait() const { channel_->await_turn(number_); }
+
+      private:
+        Channel* channel_;
+        uint32_t number_;
+    };
+
+    // The collectives; see Call for which blocks each one takes. On anything but `ok`, the group's
+    // `failure` tells more.
+    Status run(const Call& call) { return run(call, Turn(*this)); }
+    Status run(const Call& call, Turn turn);
+    // The same later, by whoever waits for it or by the progress thread; `brief` where it is over
+    // before another thread could begin it.
+    std::shared_ptr<Ticket> start(Call call, bool brief = false) {
+        return start(std::move(call), Turn(*this), brief);
+    }
+    std::shared_ptr<Ticket> start(Call call, Turn turn, bool brief);
+    std::shared_ptr<HeapMemory> host_shared_empty(size_t bytes, Status& status, const Site* site,
+                                                  Turn turn);
+    // A barrier before the first call.
+    Status join() { return barrier(); }
+    // End the progress thread. What has not begun ends with `aborted`. For Group::close, which sees
+    // to it that a running operation ends.
+    void stop();
+
+  private:
+    friend class CallQueue;
+
+    // -- the order of calls (channel.cpp)
+    // -----------------------------------------------------------
+    void await_turn(uint32_t number);
+    void pass_turn(uint32_t number);
+    template <typename F>
+    bool await_change(F ready);
+    void ring();
+    void run_queued(const Call& call, Ticket& ticket, Turn turn, bool background);
+    template <typename F>
+    Status guarded(const Turn& turn, F collective);
+
+    // -- barriers (barrier.cpp)
+    // ----------------------------------------------------------------
+    // What a waiting rank remembers between two slices.
+    struct Wait {
+        int64_t began_ns;
+        int64_t asked_ns;
+    };
+    ChannelBlock& block(int rank) const { return ranks_[rank].channel[index_]; }
+    OpSlot& slot(int rank) const { return block(rank).slot[seq_ & 1]; }
+    bool arrived(int rank) const;
+    int first_missing(int r) const;
+    bool neighbour_missing(int r) const;
+    void arrive();
+    Status await_all();
+    Status await_missing(int r);
+    void sleep_for(int rank);
+    Status barrier() {
+        arrive();
+        return await_all();
+    }
+    // As `await_all`, but for the last `lag` arrivals of the others.
+    Status await_all_but(uint32_t lag) {
+        tick_ -= lag;
+        const Status s = await_all();
+        tick_ += lag;
+        return s;
+    }
+
+    // -- what a waiting rank looks at (watching.cpp)
+    // ---------------------------------------------
+    Status examine(Wait& wait);
+    std::string last_call(int rank) const;
+
+    // -- the header exchange of every collective (fingerprint.cpp)
+    // -------------------------------
+    void write_header(const Call& call, size_t bytes, uint64_t heap);
+    void write_block_header(const Call& call, uint64_t heap);
+    void show_place(const Call& call);
+    std::string site_of(int rank, size_t slot) const;
+    Status exchange_headers();
+    bool same_call(int rank) const;
+    Status check_blocks() const;
+    std::string describe_blocks(int rank) const;
+    std::string describe_call(int rank) const;
+    Status report_desync();
+    uint64_t* table(int rank) const;
+    size_t send_bytes(int from, int to) const;
+    size_t most_bytes() const;
+    size_t longest_block(int rank) const;
+
+    // -- the collectives
+    // ----------------------------------------------------------------------------
+    struct Slices;
+    struct Places;
+    struct Staged;
+    struct Transfer;
+    enum class InHeap { none, some, all };  // of the ranks' tensors
+    Status collective(const Call& call);
+    Status reduce(Block tensor, const Call& call);
+    Status reduce_inline(Block tensor, int root, ReduceFn kernel);
+    Status reduce_one_shot(Block tensor, int root, ReduceFn kernel);
+    Status reduce_pairwise(const Staged& staged);
+    Status reduce_two_shot(const Staged& staged);
+    Status reduce_zero_copy(const Staged& staged);
+    void combine(ReduceFn kernel, void* const* to, int num_to, const void* const* from,
+                 size_t count);
+    const double* factors();
+    void offer(const Staged& staged, size_t chunk);
+    void answer(const Staged& staged, size_t chunk);
+    void swap(const Staged& staged, size_t chunk);
+    void copy_in(const Staged& staged, size_t chunk);
+    void reduce_own_slice(const Staged& staged, size_t chunk);
+    void copy_out(const Staged& staged, size_t chunk);
+    Status move(const Call& call);
+    Status move_staged(const Transfer& transfer);
+    Status reduce_scatter_zero_copy(const Transfer& transfer);
+    struct Address;
+    void tell_address(const Transfer& transfer);
+    uint64_t address_of(int rank) const;
+    bool failed_to_copy(int rank) const;
+    bool fetch(const Transfer& transfer, int peer, Block result) const;
+    bool deliver(const Transfer& transfer, int peer, size_t at) const;
+    bool told_address(int rank, size_t least) const;
+    bool all_readable(const Transfer& transfer, size_t least) const;
+    InHeap senders_in_heap(const Transfer& transfer) const;
+    Status move_once(const Transfer& transfer, bool shares);
+    void await_writer(int root) const;
+    Status report_lost(int rank);
+    bool inlined(const Transfer& transfer, int sender) const;
+    void put(const Transfer& transfer, size_t round);
+    const std::byte* source(const Transfer& transfer, int peer, size_t round) const;
+    void take(const Transfer& transfer, size_t round);
+    uint64_t place_of(const Transfer& transfer) const;
+    InHeap in_heap() const;
+    std::shared_ptr<HeapMemory> allocate_node_shared(size_t bytes, Status& status,
+                                                     const Site* site);
+
+    // The buffer that `rank` uses after the next `ahead` ones.
+    std::byte* stage(int rank, size_t ahead = 0) const {
+        return staging_ +
+               (static_cast<size_t>(rank) * kStages + (use_ + ahead) % kStages) * kStageBytes;
+    }
+    void next_stage(size_t used = 1) { use_ += used; }
+
+    Group& group_;
+    const int index_, rank_, size_;
+    RankBlock* const ranks_;
+    std::byte* const staging_;  // of this channel
+    std::byte* const tables_;
+    const size_t chunk_;  // bytes of a staging buffer that are used
+
+    // Of whose turn it is; the next one's may change them.
+    uint32_t seq_ = 0;   // collectives begun
+    uint32_t tick_ = 0;  // arrivals made; equal on all ranks at equal places of the program
+    uint64_t use_ = 0;   // stages used
+    Op op_ = Op::none;
+    const Site* shown_[2] = {};                // what `site` of the own block tells
+    const std::string* shown_thread_[2] = {};  // and `thread`
+    int64_t started_ns_ = 0;                   // of the operation's first wait that was not short
+    double factors_[kMaxRanks];                // of a premultiplied sum, by rank
+
+    bool background_ = false;  // the progress thread runs it
+
+    alignas(64) Word issued_{0};  // numbers taken
+    Word served_{0};              // whose turn it is
+    Word sleepers_{0};            // threads that wait for their turn, or for a call to run
+    Word bell_{0};                // rung for them
+    std::shared_ptr<CallQueue> queue_;
+};
+
+}  // namespace dure

@@ -1,0 +1,294 @@
+// See the note "Symmetric heap" in symmetric_heap.h.
+#include "symmetric_heap.h"
+
+#include <fcntl.h>
+#include <linux/falloc.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <new>
+#include <system_error>
+#include <utility>
+
+namespace dure {
+
+namespace {
+
+constexpr uint64_t kNowhere = 0;  // the process' own page lies there
+constexpr size_t kLeastBytes = size_t{64} << 20;
+// 256 processes of a host map each other's: together they stay within the 47 bits of addresses.
+constexpr size_t kMostBytes = size_t{256} << 30;
+
+size_t host_memory() {
+    const long pages = sysconf(_SC_PHYS_PAGES);
+    const size_t bytes = pages > 0 ? static_cast<size_t>(pages) * kPage : kMostBytes;
+    return round_up(std::clamp(bytes, kLeastBytes, kMostBytes), kPage);
+}
+
+std::shared_ptr<Mapping> map_of(const MemoryFile& file) {
+    std::shared_ptr<Mapping> mapping = file.map();
+    madvise(mapping->data(), mapping->bytes(), MADV_DONTDUMP);
+    return mapping;
+}
+
+}  // namespace
+
+// A forked child begins its own; the parent's, which it has inherited, it leaves alone.
+SymmetricHeap& SymmetricHeap::of_process() {
+    static std::mutex* making = new std::mutex;
+    static std::atomic<SymmetricHeap*> made{nullptr};
+    SymmetricHeap* now = made.load(std::memory_order_acquire);
+    if (now != nullptr && now->pid_ == getpid()) return *now;
+    std::lock_guard hold(*making);
+    now = made.load(std::memory_order_acquire);
+    if (now == nullptr || now->pid_ != getpid()) {
+        now = new SymmetricHeap;  // lives as long as the process: tensors of any age lie in it
+        made.store(now, std::memory_order_release);
+    }
+    return *now;
+}
+
+// Where a limit of address space (RLIMIT_AS) forbids the whole, half of it is tried, and so on.
+SymmetricHeap::SymmetricHeap() : pid_(getpid()) {
+    for (size_t bytes = host_memory();; bytes = round_up(bytes / 2, kPage)) {
+        file_ = MemoryFile::create("dure-heap", bytes);
+        try {
+            mapping_ = map_of(file_);
+            break;
+        } catch (const std::system_error&) {
+            if (bytes / 2 < kLeastBytes) throw;
+        }
+    }
+    base_ = mapping_->data();
+    bytes_ = mapping_->bytes();
+    auto* own = new (base_) ProcessPage{};
+    own->magic = kMagic;
+    own->pid = pid_;
+    own->start_time = start_time_of(pid_);
+    put_back(kPage, bytes_ - kPage, false);
+}
+
+// ---- allocating ---------------------------------------------------------------------------------
+
+uint64_t SymmetricHeap::take_from(bool warm, size_t bytes) {
+    const auto found = by_size_[warm].lower_bound({bytes, 0});
+    if (found == by_size_[warm].end()) return kNowhere;
+    const auto [length, offset] = *found;
+    by_size_[warm].erase(found);
+    free_[warm].erase(offset);
+    if (length > bytes) {
+        free_[warm][offset + bytes] = length - bytes;
+        by_size_[warm].insert({length - bytes, offset + bytes});
+    }
+    if (warm) warm_bytes_ -= bytes;
+    return offset;
+}
+
+// Pages that have memory; `warm` tells whether they had it before.
+uint64_t SymmetricHeap::take(size_t bytes, bool& warm) {
+    warm = true;
+    if (const uint64_t offset = take_from(true, bytes); offset != kNowhere) return offset;
+    warm = false;
+    for (bool trimmed = false;; trimmed = true) {
+        const uint64_t offset = take_from(false, bytes);
+        if (offset != kNowhere) {
+            if (give_memory(offset, bytes)) return offset;
+            put_back(offset, bytes, !take_memory(offset, bytes));  // some pages may have got it
+        }
+        if (trimmed || trim_locked() == 0) return kNowhere;
+    }
+}
+
+// Touching a page that the system has no memory for would end the process, so it is asked for all
+// of them first.
+bool SymmetricHeap::give_memory(uint64_t offset, size_t bytes) {
+    while (madvise(base_ + offset, bytes, MADV_POPULATE_WRITE) != 0) {
+        if (errno == EINTR || errno == EAGAIN) continue;
+        if (errno != EINVAL) return false;
+        // Before Linux 5.14.
+        return fallocate(file_.fd(), 0, static_cast<off_t>(offset), static_cast<off_t>(bytes)) == 0;
+    }
+    return true;
+}
+
+bool SymmetricHeap::take_memory(uint64_t offset, size_t bytes) {
+    return fallocate(file_.fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                     static_cast<off_t>(offset), static_cast<off_t>(bytes)) == 0;
+}
+
+uint64_t SymmetricHeap::allocate_piece(size_t bytes, bool zeroed, bool node_shared) {
+    const size_t length = round_up(std::max(bytes, size_t{1}), kPage);
+    if (length < bytes || length > bytes_) return kNowhere;
+    uint64_t offset = kNowhere;
+    bool warm = false;
+    {
+        std::lock_guard hold(lock_);
+        reclaim();
+        offset = take(length, warm);
+        if (offset == kNowhere) return kNowhere;
+        used_[offset] = {length, node_shared};
+        used_bytes_ += length;
+    }
+    if (zeroed && warm) std::memset(base_ + offset, 0, bytes);
+    return offset;
+}
+
+std::shared_ptr<HeapMemory> SymmetricHeap::allocate(size_t bytes, bool zeroed) {
+    const uint64_t offset = allocate_piece(bytes, zeroed, false);
+    if (offset == kNowhere) return nullptr;
+    auto give_back = [this, offset, pid = pid_](const void*) {
+        if (getpid() != pid) return;
+        std::lock_guard hold(lock_);
+        drop(offset);
+    };
+    std::byte* data = base_ + offset;
+    return std::make_shared<HeapMemory>(data, bytes, std::shared_ptr<const void>(data, give_back));
+}
+
+// ---- freeing ------------------------------------------------------------------------------------
+
+void SymmetricHeap::put_back(uint64_t offset, size_t bytes, bool warm) {
+    if (warm) warm_bytes_ += bytes;
+    auto& pieces = free_[warm];
+    auto& sizes = by_size_[warm];
+    auto after = pieces.lower_bound(offset);
+    if (after != pieces.begin()) {
+        const auto before = std::prev(after);
+        if (before->first + before->second == offset) {
+            offset = before->first;
+            bytes += before->second;
+            sizes.erase({before->second, before->first});
+            pieces.erase(before);
+        }
+    }
+    if (after != pieces.end() && offset + bytes == after->first) {
+        bytes += after->second;
+        sizes.erase({after->second, after->first});
+        pieces.erase(after);
+    }
+    pieces[offset] = bytes;
+    sizes.insert({bytes, offset});
+}
+
+void SymmetricHeap::drop(uint64_t offset) {
+    const auto found = used_.find(offset);
+    const Piece piece = found->second;
+    used_bytes_ -= piece.bytes;
+    if (piece.retired) {  // its private memory goes; its addresses stay taken, and on the list
+        madvise(base_ + offset, piece.bytes, MADV_DONTNEED);
+        return;
+    }
+    used_.erase(found);
+    const bool keep = warm_bytes_ + piece.bytes <= kept_;
+    put_back(offset, piece.bytes, keep || !take_memory(offset, piece.bytes));
+}
+
+size_t SymmetricHeap::trim_locked() {
+    size_t given = 0;
+    by_size_[true].clear();
+    warm_bytes_ = 0;
+    for (const auto& [offset, bytes] : std::exchange(free_[true], {})) {
+        const bool cold = take_memory(offset, bytes);
+        put_back(offset, bytes, !cold);
+        if (cold) given += bytes;
+    }
+    return given;
+}
+
+size_t SymmetricHeap::trim() {
+    if (getpid() != pid_) return 0;
+    std::lock_guard hold(lock_);
+    reclaim();
+    return trim_locked();
+}
+
+void SymmetricHeap::set_kept(size_t bytes) {
+    std::lock_guard hold(lock_);
+    kept_ = bytes;
+    if (warm_bytes_ > kept_ && getpid() == pid_) trim_locked();
+}
+
+SymmetricHeap::Usage SymmetricHeap::usage() {
+    std::lock_guard hold(lock_);
+    reclaim();
+    return {used_bytes_, warm_bytes_, used_.size() - static_cast<size_t>(num_retired_.load())};
+}
+
+// ---- retired ------------------------------------------------------------------------------------
+
+bool SymmetricHeap::is_retired(uint64_t offset) const {
+    std::lock_guard hold(lock_);
+    const auto after = used_.upper_bound(offset);
+    if (after == used_.begin()) return false;
+    const auto& [begin, piece] = *std::prev(after);
+    return piece.retired && offset < begin + piece.bytes;
+}
+
+void SymmetricHeap::retire(const std::byte* data) {
+    const auto offset = static_cast<size_t>(data - base_);
+    if (offset >= bytes_ || getpid() != pid_) return;
+    std::lock_guard hold(lock_);
+    const auto after = used_.upper_bound(offset);
+    if (after == used_.begin()) return;
+    auto& [begin, piece] = *std::prev(after);
+    if (offset >= begin + piece.bytes || piece.retired || piece.node_shared) return;
+    // Whatever follows, peers no longer look for it here, and nobody gets it again.
+    piece.retired = true;
+    num_retired_.fetch_add(1, std::memory_order_release);
+    // The private copy takes the place of the shared pages in one step, so that other threads of
+    // this process, which may read the tensor, find memory there at every moment. Where there is no
+    // memory for a copy, the tensor can still change under its owner.
+    constexpr int kPrivate = MAP_PRIVATE | MAP_ANONYMOUS;
+    void* copy = mmap(nullptr, piece.bytes, PROT_READ | PROT_WRITE, kPrivate, -1, 0);
+    if (copy == MAP_FAILED) return;
+    std::memcpy(copy, base_ + begin, piece.bytes);
+    constexpr int kThere = MREMAP_MAYMOVE | MREMAP_FIXED;
+    if (mremap(copy, piece.bytes, piece.bytes, kThere, base_ + begin) == MAP_FAILED)
+        munmap(copy, piece.bytes);
+}
+
+// ---- node-shared --------------------------------------------------------------------------------
+
+std::shared_ptr<HeapMemory> SymmetricHeap::allocate_node_shared(
+    size_t bytes, const std::vector<std::shared_ptr<Process>>& holders) {
+    const uint64_t offset = allocate_piece(kPage + bytes, true, true);
+    if (offset == kNowhere) return nullptr;
+    for (size_t i = 0; i < holders.size(); i++) holds(offset)[i].store(1);
+    // When its owner drops it, others may still hold it: `reclaim` finds out.
+    auto lend = [this, offset, holders, pid = pid_](const void*) {
+        if (getpid() != pid) return;
+        holds(offset)[0].store(0);
+        std::lock_guard hold(lock_);
+        lent_.push_back({offset, holders});
+    };
+    std::byte* data = base_ + offset + kPage;
+    return std::make_shared<HeapMemory>(data, bytes, std::shared_ptr<const void>(data, lend));
+}
+
+std::shared_ptr<HeapMemory> SymmetricHeap::hold_node_shared(const std::shared_ptr<Process>& owner,
+                                                            const std::byte* at, size_t bytes,
+                                                            int rank) {
+    auto let_go = [owner, at, rank, pid = getpid()](const void*) {
+        if (getpid() != pid) return;
+        auto* holds = reinterpret_cast<std::atomic<uint8_t>*>(const_cast<std::byte*>(at) - kPage);
+        holds[rank].store(0);
+    };
+    auto* data = const_cast<std::byte*>(at);
+    return std::make_shared<HeapMemory>(data, bytes, std::shared_ptr<const void>(data, let_go));
+}
+
+void SymmetricHeap::reclaim() {
+    std::erase_if(lent_, [this](const Lent& lent) {
+        for (size_t r = 0; r < lent.holders.size(); r++) {
+            const std::shared_ptr<Process>& holder = lent.holders[r];
+            if (holds(lent.offset)[r].load() != 0 && holder && !holder->dead()) return false;
+        }
+        drop(lent.offset);
+        return true;
+    });
+}
+
+}  // namespace dure

@@ -1,0 +1,142 @@
+// Memory of this process that the other ranks of the host can reach.
+//
+// Note "Symmetric heap". Each process has one: a sparse memory file of as many bytes as the host
+// has memory, which is mapped once, here and (process.h) in every process of the host that shares a
+// group with this one. Allocating and freeing are local, and in any order. A tensor in the heap is
+// known to every peer by (whose heap, offset); a collective's header carries that (layout.h), so
+// such a tensor takes the zero-copy way in every group whose ranks share the host, and tensors of
+// one call may lie at other offsets on every rank.
+//
+// *Pages.* The first page is the process' own (ProcessPage). The rest is cut into whole pages: used
+// pieces, and free ones, which are either *warm* (they have memory) or *cold* (they have none). An
+// allocation takes the smallest warm piece that fits, else cold pages, which are given memory there
+// and then: where the host has none left, the warm pieces are given back first, and if that does
+// not help the allocation fails, instead of the first touch of a page (SIGBUS). A freed piece is
+// kept warm up to a limit; `trim` gives all warm pieces back.
+//
+// *Retired.* When a reduction fails after its header exchange, a peer that was kept from its core
+// may still write its slice of the result into our tensor, whenever it goes on. So the piece's
+// pages are replaced, at their addresses, by private memory with the same contents: the tensor
+// stays, and what the peer writes goes to pages of the file that nobody looks at, and nobody gets
+// again.
+//
+// *Node-shared.* A piece that several ranks hold (Group::host_shared_empty) has one page more, with
+// a byte for each rank; the piece is free when no living rank holds it. The owner looks when it
+// allocates.
+//
+// Threads: any. A forked child does not see the parent's pieces as its own, and gives none back.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <vector>
+
+#include "layout.h"
+#include "process.h"
+#include "segment.h"
+
+namespace dure {
+
+// Memory that is held for as long as this lives: a piece of the own heap, or a part of a peer's.
+struct HeapMemory {
+    HeapMemory(std::byte* data, size_t bytes, std::shared_ptr<const void> holder)
+        : data(data), bytes(bytes), holder(std::move(holder)) {}
+
+    std::byte* const data;
+    const size_t bytes;
+    const std::shared_ptr<const void> holder;
+};
+
+class SymmetricHeap {
+  public:
+    static constexpr uint64_t kMagic = 0x7061656865727564;  // "dureheap"
+    static constexpr size_t kKeptBytes = size_t{256} << 20;
+
+    // This process' heap, made when it is first asked for. Throws std::system_error.
+    static SymmetricHeap& of_process();
+
+    ProcessPage& page() const { return *reinterpret_cast<ProcessPage*>(base_); }
+    int file() const { return file_.fd(); }
+    const std::shared_ptr<Mapping>& mapping() const { return mapping_; }
+    std::byte* base() const { return base_; }
+
+    // At least `bytes`, from the start of a page; with `zeroed`, zeros. Null: the host has no more
+    // memory, or the heap no more addresses.
+    std::shared_ptr<HeapMemory> allocate(size_t bytes, bool zeroed);
+    // As `allocate`, zeroed, to be held by ranks that run in `holders`. What the caller gets holds
+    // for the first of them; each of the others makes its own with `hold_node_shared`.
+    std::shared_ptr<HeapMemory> allocate_node_shared(
+        size_t bytes, const std::vector<std::shared_ptr<Process>>& holders);
+    // What rank `rank` of the holders holds of the piece that `owner` allocated and that this
+    // process finds `at`.
+    static std::shared_ptr<HeapMemory> hold_node_shared(const std::shared_ptr<Process>& owner,
+                                                        const std::byte* at, size_t bytes,
+                                                        int rank);
+
+    // Whether [data, data + bytes) lies in this heap, in memory that peers see.
+    bool shares(const std::byte* data, size_t bytes) const {
+        const auto offset = static_cast<size_t>(data - base_);
+        if (offset >= bytes_ || bytes > bytes_ - offset) return false;
+        return num_retired_.load(std::memory_order_acquire) == 0 || !is_retired(offset);
+    }
+    // Replace the pages of the piece at `data` by private memory, as told above. Does nothing for
+    // other memory, and for pieces that are node-shared.
+    void retire(const std::byte* data);
+
+    // Give the memory of all free pieces back to the system; returns how many bytes.
+    size_t trim();
+    // How much freed memory is kept.
+    void set_kept(size_t bytes);
+
+    struct Usage {
+        size_t used, kept, num_pieces;
+    };
+    Usage usage();
+
+  private:
+    struct Piece {
+        size_t bytes;
+        bool node_shared = false, retired = false;
+    };
+    // A piece that its owner has dropped and others may hold.
+    struct Lent {
+        uint64_t offset;
+        std::vector<std::shared_ptr<Process>> holders;
+    };
+
+    SymmetricHeap();
+    bool is_retired(uint64_t offset) const;
+    uint64_t allocate_piece(size_t bytes, bool zeroed, bool node_shared);
+    // Those below are called with the lock.
+    uint64_t take(size_t bytes, bool& warm);
+    uint64_t take_from(bool warm, size_t bytes);
+    bool give_memory(uint64_t offset, size_t bytes);
+    bool take_memory(uint64_t offset, size_t bytes);
+    void put_back(uint64_t offset, size_t bytes, bool warm);
+    void drop(uint64_t offset);
+    void reclaim();
+    size_t trim_locked();
+    std::atomic<uint8_t>* holds(uint64_t offset) const {
+        return reinterpret_cast<std::atomic<uint8_t>*>(base_ + offset);
+    }
+
+    MemoryFile file_;
+    std::shared_ptr<Mapping> mapping_;
+    std::byte* base_ = nullptr;
+    size_t bytes_ = 0;
+    int pid_ = 0;
+
+    mutable std::mutex lock_;
+    std::map<uint64_t, Piece> used_;                    // by offset
+    std::map<uint64_t, size_t> free_[2];                // cold, warm: bytes by offset
+    std::set<std::pair<size_t, uint64_t>> by_size_[2];  // the same, by bytes
+    std::vector<Lent> lent_;
+    size_t kept_ = kKeptBytes, warm_bytes_ = 0, used_bytes_ = 0;
+    std::atomic<int> num_retired_{0};
+};
+
+}  // namespace dure

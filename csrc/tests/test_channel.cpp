@@ -1,0 +1,197 @@
+// Two channels: the order of calls on each, asynchronous ones among them, and the end of a group
+// with work in its queue.
+#include "channel.h"
+#include "harness.h"
+
+namespace dure {
+namespace {
+
+using namespace dure::testing;
+
+Call all_reduce_of(std::vector<int32_t>& x) {
+    return {Op::all_reduce, DType::i32, Reduction::sum, -1, {}, {block_of(x)}};
+}
+
+TEST(operations_run_in_the_order_of_their_start) {
+    on_threads(3, [](Group& g) {
+        Channel& channel = g.channel(1);
+        std::vector<std::vector<int32_t>> tensors;
+        std::vector<std::shared_ptr<Ticket>> tickets;
+        for (int k = 0; k < 100; k++) {
+            tensors.emplace_back(static_cast<size_t>(1 + k * 100), k + g.rank());
+        }
+        for (auto& x : tensors) tickets.push_back(channel.start(all_reduce_of(x)));
+        for (int k = 0; k < 100; k++) {
+            auto at = static_cast<size_t>(k);
+            CHECK(tickets[at]->wait(20'000'000'000));
+            CHECK(tickets[at]->outcome().status == Status::ok);
+            CHECK(tensors[at].front() == 3 * k + 3 && tensors[at].back() == 3 * k + 3);
+        }
+    });
+}
+
+TEST(closing_aborts_what_is_queued) {
+    on_threads(2, [](Group& g) {
+        Channel& channel = g.channel(1);
+        std::vector<int32_t> x(10), y(10);
+        std::shared_ptr<Ticket> first, second;
+        if (g.rank() == 0) {
+            first = channel.start(all_reduce_of(x));
+            second = channel.start(all_reduce_of(y));
+        }
+        g.close();
+        if (g.rank() == 0) {
+            CHECK(first->done() && first->outcome().status != Status::ok);
+            CHECK(second->done() && second->outcome().status != Status::ok);
+            CHECK(channel.start(all_reduce_of(x))->outcome().status == Status::aborted);
+        }
+    });
+}
+
+// Each channel has threads of its own on each rank, which go through the same calls at their own
+// pace: were slots or staging shared, sums of one would be found in the other.
+TEST(channels_do_not_wait_for_each_other_nor_mix) {
+    static constexpr size_t kCounts[] = {1, 8, 9, 4097, kStageBytes / 4 + 1, 300007};
+    for (int n : {1, 2, 3}) {
+        on_threads(n, [n](Group& g) {
+            std::vector<std::thread> threads;
+            for (int c = 0; c < kChannels; c++) {
+                threads.emplace_back([&, c] {
+                    for (int k = 0; k < 60; k++) {
+                        const int base = 1000 * (c + 1) + k;
+                        std::vector<int32_t> x(kCounts[static_cast<size_t>(k) % 6],
+                                               base + g.rank());
+                        CHECK(g.channel(c).run(all_reduce_of(x)) == Status::ok);
+                        const int sum = n * base + n * (n - 1) / 2;
+                        for (int32_t value : x) CHECK(value == sum);
+                    }
+                });
+            }
+            for (std::thread& t : threads) t.join();
+        });
+    }
+}
+
+TEST(channels_match_whichever_is_called_first) {
+    on_threads(2, [](Group& g) {
+        std::vector<int32_t> x(1000, 1), y(1000, 10);
+        auto first = g.channel(g.rank()).start(all_reduce_of(g.rank() == 0 ? x : y));
+        CHECK(g.channel(1 - g.rank()).run(all_reduce_of(g.rank() == 0 ? y : x)) == Status::ok);
+        CHECK(first->wait(20'000'000'000));
+        CHECK(x.back() == 2 && y.back() == 20);
+    });
+}
+
+// A call's place is taken with its number, not when its thread gets to run.
+TEST(a_turn_that_was_taken_first_goes_first) {
+    on_threads(2, [](Group& g) {
+        for (int round = 0; round < 50; round++) {
+            std::vector<int32_t> x(10, 1), y(20, 10);
+            Channel& channel = g.channel(0);
+            Channel::Turn turn(channel);
+            auto later = channel.start(all_reduce_of(y));  // on the other rank as well
+            CHECK(channel.run(all_reduce_of(x), std::move(turn)) == Status::ok);
+            CHECK(later->wait(20'000'000'000) && later->outcome().status == Status::ok);
+            CHECK(x[0] == 2 && y[0] == 20);
+        }
+    });
+}
+
+TEST(calls_of_several_threads_run_one_at_a_time_in_the_order_of_their_numbers) {
+    on_threads(2, [](Group& g) {
+        constexpr int kThreads = 4, kCalls = 200;
+        Channel& channel = g.channel(1);
+        std::mutex numbering;
+        int next = 0;
+        std::vector<std::thread> threads;
+        for (int t = 0; t < kThreads; t++) {
+            threads.emplace_back([&] {
+                for (;;) {
+                    std::unique_lock hold(numbering);
+                    if (next == kCalls) return;
+                    const int k = next++;
+                    Channel::Turn turn(channel);
+                    hold.unlock();
+                    std::vector<int32_t> x(static_cast<size_t>(k % 7 + 1), k);
+                    if (k % 3 == 0) {
+                        auto ticket = channel.start(all_reduce_of(x), std::move(turn), k % 2 == 0);
+                        CHECK(ticket->wait(20'000'000'000));
+                        CHECK(ticket->outcome().status == Status::ok);
+                    } else {
+                        CHECK(channel.run(all_reduce_of(x), std::move(turn)) == Status::ok);
+                    }
+                    CHECK(x.front() == 2 * k && x.back() == 2 * k);
+                }
+            });
+        }
+        for (std::thread& t : threads) t.join();
+    });
+}
+
+// Who waits runs what has not begun, up to what it waits for and in the order of the calls.
+TEST(whoever_waits_runs_the_calls_before_too) {
+    on_threads(2, [](Group& g) {
+        Channel& channel = g.channel(0);
+        for (int round = 0; round < 200; round++) {
+            std::vector<std::vector<int32_t>> tensors;
+            std::vector<std::shared_ptr<Ticket>> tickets;
+            for (int k = 0; k < 5; k++) tensors.emplace_back(static_cast<size_t>(k + 1), k);
+            for (auto& x : tensors) tickets.push_back(channel.start(all_reduce_of(x), true));
+            const size_t last = static_cast<size_t>(round % 5);
+            CHECK(tickets[last]->complete());
+            for (size_t k = 0; k <= last; k++) {
+                CHECK(tickets[k]->done() && tickets[k]->outcome().status == Status::ok);
+                CHECK(tensors[k].back() == 2 * static_cast<int>(k));
+            }
+            CHECK(tickets[4]->complete() && tensors[4].front() == 8);
+        }
+    });
+}
+
+// Nobody waits: the progress thread finds it.
+TEST(a_brief_call_that_nobody_waits_for_is_run) {
+    on_threads(2, [](Group& g) {
+        for (int round = 0; round < 20; round++) {
+            std::vector<int32_t> x(3, 7);
+            auto ticket = g.channel(1).start(all_reduce_of(x), true);
+            while (!ticket->done()) usleep(100);
+            CHECK(ticket->outcome().status == Status::ok && x[2] == 14);
+        }
+    });
+}
+
+// Threads that start, wait, and close at any time: what waits is told, and nobody hangs.
+TEST(closing_ends_what_others_wait_for) {
+    for (int round = 0; round < 20; round++) {
+        on_threads(2, [round](Group& g) {
+            std::vector<int32_t> x(10), y(10);
+            if (g.rank() == 1) {
+                usleep(static_cast<useconds_t>(100 * round));
+                g.close();
+                return;
+            }
+            auto first = g.channel(1).start(all_reduce_of(x), round % 2 == 0);
+            auto second = g.channel(1).start(all_reduce_of(y), true);
+            std::thread waiter([&] { CHECK(second->complete()); });
+            std::thread closer([&] {
+                if (round % 3 == 0) g.close();
+            });
+            CHECK(first->complete());
+            waiter.join();
+            closer.join();
+            CHECK(first->outcome().status != Status::ok && second->outcome().status != Status::ok);
+        });
+    }
+}
+
+TEST(a_failure_on_one_channel_breaks_both) {
+    on_threads(2, [](Group& g) {
+        std::vector<int32_t> x(10), y(20);
+        CHECK(g.channel(1).run(all_reduce_of(g.rank() == 0 ? x : y)) == Status::desync);
+        CHECK(g.failure().channel == 1);
+        CHECK(g.channel(0).run(all_reduce_of(x)) == Status::desync);
+    });
+}
+
+}  // namespace
+}  // namespace dure

@@ -1,0 +1,247 @@
+// Copies between processes: thresholds, permission, measuring, and ends in between.
+#include <signal.h>
+
+#include <algorithm>
+
+#include "harness.h"
+
+namespace dure {
+namespace {
+
+using namespace dure::testing;
+
+// ---- thresholds ---------------------------------------------------------------------------------
+
+// For 32 and 512 KiB staged 10 and 100 us, copied once 19.5 and 49.5: once wins from where the
+// lines cross.
+CopyPlan measured_plan() {
+    CopyPlan plan;
+    plan.permitted = plan.measured = 1;
+    plan.staged_message = plan.staged_exchange = {10, 100};
+    plan.single_message = plan.single_exchange = {19.5F, 49.5F};
+    return plan;
+}
+
+TEST(blocks_are_copied_once_from_where_the_times_cross) {
+    CopyPlan plan = measured_plan();
+    choose_copies(plan, kMeasureCopies, 2);
+    // 0.8 of 19.5 and 0.5, 6.1 us more, at 32 KiB; 59.9 us less at 512 KiB: 6.1 parts of 66
+    // between.
+    const auto from = kShortTrial + (kLongTrial - kShortTrial) * 61 / 660;
+    CHECK(plan.block_bytes > from - 64 && plan.block_bytes < from + 64);
+    CHECK(plan.shared_bytes == plan.block_bytes);
+    // With four ranks a shared block counts 1.5 times: 19.75 us more, 25.25 less.
+    choose_copies(plan, kMeasureCopies, 4);
+    CHECK(plan.block_bytes > from - 64 && plan.block_bytes < from + 64);
+    const auto shared = kShortTrial + (kLongTrial - kShortTrial) * 1975 / 4500;
+    CHECK(plan.shared_bytes > shared - 64 && plan.shared_bytes < shared + 64);
+}
+
+TEST(nothing_is_copied_once_that_is_slower_or_forbidden) {
+    CopyPlan plan = measured_plan();
+    plan.single_exchange = {19.5F, 188};
+    choose_copies(plan, kMeasureCopies, 2);
+    CHECK(plan.block_bytes == kNeverCopiedOnce && plan.message_bytes != kNeverCopiedOnce);
+    plan.single_exchange = {19.5F, 186};  // not far slower, while all fits into a cache
+    choose_copies(plan, kMeasureCopies, 2);
+    CHECK(plan.block_bytes == size_t{4} << 20);
+    choose_copies(plan, kMeasureCopies, 3);
+    CHECK(plan.shared_bytes == kNeverCopiedOnce);
+    choose_copies(plan, kNoSingleCopies, 2);
+    CHECK(plan.message_bytes == kNeverCopiedOnce);
+    choose_copies(plan, 1000, 2);
+    CHECK(plan.message_bytes == 1000 && plan.block_bytes == 1000 && plan.shared_bytes == 1000);
+    plan.permitted = 0;
+    choose_copies(plan, 1000, 2);
+    CHECK(plan.message_bytes == kNeverCopiedOnce && plan.block_bytes == kNeverCopiedOnce);
+}
+
+TEST(two_processes_measure_and_all_ranks_learn_it) {
+    single_copies = kMeasureCopies;
+    on_processes(3, [](Group& g) {
+        const CopyPlan& plan = g.copies();
+        CHECK(plan.permitted && plan.host == kNonce);
+        // Where the two were kept from their cores nothing counts as measured.
+        CHECK(plan.measured == (plan.line_us > 0));
+        CHECK(plan.line_us < 2);
+        // All ranks have the same plan.
+        double mine[2] = {static_cast<double>(plan.message_bytes), plan.line_us};
+        double least[2] = {mine[0], mine[1]}, most[2] = {mine[0], mine[1]};
+        auto block = [](double* x) { return Block{reinterpret_cast<std::byte*>(x), 16}; };
+        CHECK(g.all_reduce(block(least), DType::f64, Reduction::min) == Status::ok);
+        CHECK(g.all_reduce(block(most), DType::f64, Reduction::max) == Status::ok);
+        CHECK(least[0] == most[0] && least[1] == most[1]);
+        g.close();
+    });
+}
+
+// ---- permission ---------------------------------------------------------------------------------
+
+TEST(the_nearest_common_ancestor_is_found) {
+    const pid_t me = getpid();
+    int ends[2];
+    CHECK(pipe(ends) == 0);
+    const pid_t child = fork();
+    if (child == 0) {
+        const pid_t grandchild = fork();
+        if (grandchild == 0) {
+            pause();
+            _Exit(0);
+        }
+        CHECK(write(ends[1], &grandchild, sizeof grandchild) == sizeof grandchild);
+        pause();
+    }
+    pid_t grandchild = 0;
+    CHECK(read(ends[0], &grandchild, sizeof grandchild) == sizeof grandchild);
+    CHECK(common_ancestor({child, grandchild}) == child);
+    CHECK(common_ancestor({grandchild, me}) == me);
+    CHECK(common_ancestor({grandchild}) == grandchild);
+    CHECK(common_ancestor({child, 1}) == 0);  // init is nobody's
+    CHECK(common_ancestor({}) == 0);
+    kill(grandchild, SIGKILL);
+    kill(child, SIGKILL);
+    waitpid(child, nullptr, 0);
+    close(ends[0]);
+    close(ends[1]);
+}
+
+// All collectives that move blocks of `count` numbers, with right results.
+void move_everything(Group& g, size_t count) {
+    const auto n = static_cast<size_t>(g.size()), me = static_cast<size_t>(g.rank());
+    const auto value = [](size_t from, size_t to) { return static_cast<int32_t>(100 * from + to); };
+    std::vector<std::vector<int32_t>> in(n), out(n);
+    auto blocks = [](std::vector<std::vector<int32_t>>& lists) {
+        std::vector<Block> all;
+        for (auto& list : lists) all.push_back(block_of(list));
+        return all;
+    };
+    auto fill = [&](bool same) {
+        for (size_t r = 0; r < n; r++) {
+            in[r].assign(count, value(me, same ? 0 : r));
+            out[r].assign(count, -1);
+        }
+    };
+    const std::vector<int32_t> none;
+    const int root = g.size() - 1;
+    fill(true);
+    CHECK(
+        g.run({Op::all_gather, DType::i32, Reduction::none, -1, {block_of(in[0])}, blocks(out)}) ==
+        Status::ok);
+    for (size_t r = 0; r < n; r++) CHECK(out[r] == std::vector<int32_t>(count, value(r, 0)));
+    fill(false);
+    CHECK(g.run({Op::all_to_all, DType::i32, Reduction::none, -1, blocks(in), blocks(out)}) ==
+          Status::ok);
+    for (size_t r = 0; r < n; r++) CHECK(out[r] == std::vector<int32_t>(count, value(r, me)));
+    fill(true);
+    CHECK(g.run({Op::broadcast, DType::i32, Reduction::none, root, {}, {block_of(in[0])}}) ==
+          Status::ok);
+    CHECK(in[0] == std::vector<int32_t>(count, value(n - 1, 0)));
+    fill(false);
+    Call scatter{Op::scatter, DType::i32, Reduction::none, root, {}, {block_of(out[0])}};
+    if (g.rank() == root) scatter.inputs = blocks(in);
+    CHECK(g.run(scatter) == Status::ok);
+    CHECK(out[0] == std::vector<int32_t>(count, value(n - 1, me)));
+    fill(true);
+    Call gather{Op::gather, DType::i32, Reduction::none, root, {block_of(in[0])}, {}};
+    if (g.rank() == root) gather.outputs = blocks(out);
+    CHECK(g.run(gather) == Status::ok);
+    for (size_t r = 0; r < n && g.rank() == root; r++) {
+        CHECK(out[r] == std::vector<int32_t>(count, value(r, 0)));
+    }
+}
+
+const std::vector<size_t> kCounts = {0, 1, 8, 9, 1023, 1024, 1025, 100'003, 400'000};
+
+TEST(processes_read_each_others_blocks) {
+    single_copies = 4096;
+    for (int n : {2, 3}) {
+        on_processes(n, [](Group& g) {
+            CHECK(g.copies().block_bytes == 4096);
+            for (size_t count : kCounts) move_everything(g, count);
+            g.close();
+        });
+    }
+}
+
+TEST(where_the_kernel_refuses_from_the_beginning_everything_is_staged) {
+    in_child([] {
+        single_copies = 4096;
+        on_processes(
+            2,
+            [](Group& g) {
+                CHECK(!g.copies().permitted && g.copies().block_bytes == kNeverCopiedOnce);
+                for (size_t count : kCounts) move_everything(g, count);
+                g.close();
+            },
+            20,
+            [](Group& g) {
+                if (g.rank() == 1) forbid_single_copies();
+            });
+    });
+}
+
+TEST(where_the_kernel_refuses_later_all_begin_anew_through_staging) {
+    in_child([] {
+        single_copies = 4096;
+        on_processes(3, [](Group& g) {
+            CHECK(g.copies().permitted);
+            if (g.rank() == 1) forbid_single_copies();
+            for (size_t count : kCounts) move_everything(g, count);
+            g.close();
+        });
+    });
+}
+
+// ---- ends in between ----------------------------------------------------------------------------
+
+constexpr size_t kLarge = size_t{128} << 20;
+
+// Until what is being copied has begun to come; meant to look while somebody writes.
+__attribute__((no_sanitize_thread)) void await_byte(const volatile uint8_t* byte, uint8_t value) {
+    while (*byte != value) continue;
+}
+
+// Rank 1 is killed when rank 0 has got the first of what rank 1 sends.
+void lose_a_rank(int n, Op op) {
+    single_copies = 4096;
+    on_processes(
+        n,
+        [op](Group& g) {
+            std::vector<uint8_t> mine(kLarge, static_cast<uint8_t>(g.rank() + 1));
+            std::vector<std::vector<uint8_t>> all(static_cast<size_t>(g.size()));
+            Call call{op, DType::u8, Reduction::none, 1, {}, {}};
+            const uint8_t* first = mine.data();
+            if (op == Op::broadcast) {
+                call.outputs = {block_of(mine)};
+            } else {
+                call.root = -1;
+                call.inputs = {block_of(mine)};
+                for (auto& list : all) {
+                    list.resize(kLarge);
+                    call.outputs.push_back(block_of(list));
+                }
+                first = all[1].data();
+            }
+            std::thread watches;
+            if (g.rank() == 0) {
+                watches = std::thread([first, pid = g.pid_of(1)] {
+                    await_byte(first, 2);
+                    kill(pid, SIGKILL);
+                });
+            }
+            const Status s = g.run(call);
+            if (watches.joinable()) watches.join();
+            // Whoever had all it wanted before may end well; the next call tells it.
+            CHECK(s == Status::peer_lost || s == Status::ok);
+            CHECK(s == Status::peer_lost || g.run({Op::barrier}) == Status::peer_lost);
+            CHECK(g.failure().peer == 1);
+            g.close();
+        },
+        10);
+}
+
+TEST(a_root_that_dies_amid_a_broadcast_is_lost) { lose_a_rank(2, Op::broadcast); }
+TEST(a_rank_that_dies_amid_an_all_gather_is_lost) { lose_a_rank(3, Op::all_gather); }
+
+}  // namespace
+}  // namespace dure

@@ -1,0 +1,188 @@
+"""The abort record: why a group is broken, in a form that every rank can make its own error of.
+
+Whoever meets trouble first writes an `AbortRecord`, in ranks of the group; the ranks agree on one
+by whatever they share: an object (threads), the host's segment and the leaders' connections
+(hybrid), messages (mpi), the group's store (verification). How it travels is the backend's matter;
+what it says, and what each rank makes of it, is here.
+
+A rank that has gone breaks no operation that it had ended: others may still be on their way out of
+it, and all that they need has been sent. So a record says how many collectives it leaves whole
+(`after`). Where two records meet, the one that leaves fewer of them whole counts, and of equals the
+first.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import msgspec
+
+from dure.errors import (
+    Aborted,
+    CommError,
+    CommTimeout,
+    Desync,
+    DureError,
+    InternalError,
+    PeerLost,
+)
+
+__all__ = ["AbortRecord", "GroupState"]
+
+_TEXT_BYTES = 15_000
+"""What fits into a shared segment, with room to spare."""
+
+
+class AbortRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a group is broken; the fields are those of the errors it becomes.
+
+    `after` is how many collectives it leaves whole; those after them will never take place.
+    """
+
+    kind: str
+    what: str
+    peer: int | None = None
+    missing: tuple[int, ...] = ()
+    whereabouts: dict[int, str] = {}
+    calls: dict[int, str] = {}
+    seen: str = ""
+    fix: str = ""
+    pid: int | None = None
+    host: str | None = None
+    exit: str | None = None
+    elapsed_s: float | None = None
+    after: int = 0
+
+    @classmethod
+    def of(cls, error: DureError, after: int = 0) -> AbortRecord:
+        """Return what peers need in order to make the same error."""
+        fields: dict[str, Any] = {"what": error.what, "seen": error.seen, "fix": error.fix}
+        fields |= {"peer": error.peer, "after": after}
+        match error:
+            case CommTimeout():
+                fields |= {"missing": error.missing, "whereabouts": error.whereabouts}
+            case PeerLost():
+                fields |= {"pid": error.pid, "host": error.host, "exit": error.exit}
+            case Desync():
+                fields["calls"] = error.calls
+            case _:
+                pass
+        return cls(kind=_kind_of(error), **fields)
+
+    @classmethod
+    def desync(cls, problem: str, calls: dict[int, str]) -> AbortRecord:
+        """Return the record of ranks whose `calls` do not belong together."""
+        said = "; ".join(f"rank {r}: {text}" for r, text in calls.items())
+        return cls(
+            kind="Desync",
+            what="the ranks did not call the same thing",
+            calls=calls,
+            seen=f"{problem}: {said}",
+            fix="No data were changed. Make all ranks call the same operations in the same order.",
+        )
+
+    def text(self) -> str:
+        """Encode it, without the longest parts if it is too long."""
+        whole = msgspec.json.encode(self)
+        if len(whole) > _TEXT_BYTES:
+            short = msgspec.structs.replace(self, calls={}, whereabouts={}, seen="")
+            whole = msgspec.json.encode(short)
+        return whole.decode()
+
+    @classmethod
+    def read(cls, text: str | bytes) -> AbortRecord:
+        """Decode what `text` has made."""
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return cls(kind="CommError", what="the group is broken")
+
+    def error(self, **where: Any) -> DureError:
+        """Make the exception for one call (`group`, `op`, `seq`, `rank`, ...).
+
+        The rank that the record is about sees `Aborted`: it has left, and nothing was lost to it.
+        """
+        fields: dict[str, Any] = {"peer": self.peer, "seen": self.seen, "fix": self.fix} | where
+        if self.elapsed_s is not None:
+            fields["elapsed_s"] = self.elapsed_s
+        if self.kind == "PeerLost" and self.peer is not None and self.peer == where.get("rank"):
+            return Aborted("the group was left while the operation was pending", **where)
+        match self.kind:
+            case "CommTimeout":
+                missing, places = self.missing, self.whereabouts
+                return CommTimeout(self.what, missing=missing, whereabouts=places, **fields)
+            case "PeerLost":
+                return PeerLost(self.what, pid=self.pid, host=self.host, exit=self.exit, **fields)
+            case "Desync":
+                return Desync(self.what, calls=self.calls, **fields)
+            case "Aborted":
+                return Aborted(self.what, **fields)
+            case "InternalError":
+                return InternalError(self.what, **fields)
+            case _:
+                return CommError(self.what, **fields)
+
+
+def _kind_of(error: DureError) -> str:
+    for kind in (CommTimeout, PeerLost, Desync, Aborted, CommError):
+        if isinstance(error, kind):
+            return kind.__name__
+    return "InternalError"
+
+
+class GroupState:
+    """Whether a group is broken, and by what, as one rank knows it. Threads: any.
+
+    Args:
+        name: The group's name.
+        rank: This rank.
+        size: Ranks of the group.
+
+    Attributes:
+        left: Set once this rank has left the group.
+    """
+
+    def __init__(self, name: str, rank: int, size: int) -> None:
+        self.name, self.rank, self.size = name, rank, size
+        self.left = threading.Event()
+        self._lock = threading.Lock()
+        self._record: AbortRecord | None = None
+
+    @property
+    def record(self) -> AbortRecord | None:
+        """What the group is broken by."""
+        return self._record
+
+    def adopt(self, record: AbortRecord) -> bool:
+        """Break the group by `record`; False where a record counts that is there already."""
+        with self._lock:
+            if self._record is not None and self._record.after <= record.after:
+                return False
+            self._record = record
+        return True
+
+    def ends(self, number: int) -> bool:
+        """Tell whether the collective after `number` others will never take place."""
+        return self._record is not None and number >= self._record.after
+
+    def where(self, op: str, seq: int | None = None, began: float | None = None) -> dict[str, Any]:
+        """Return the fields that say where an error happened."""
+        fields: dict[str, Any] = {"group": self.name, "op": op, "seq": seq}
+        fields |= {"rank": self.rank, "world_size": self.size}
+        if began is not None:
+            fields["elapsed_s"] = time.monotonic() - began
+        return fields
+
+    def error(self, op: str, seq: int | None = None, began: float | None = None) -> DureError:
+        """Make the error of a call in a group that is broken, or left."""
+        where = self.where(op, seq, began)
+        if self._record is None:
+            return Aborted("the group was left while the operation was pending", **where)
+        return self._record.error(**where)
+
+    def check(self, op: str, seq: int | None = None) -> None:
+        """Raise the error that the group is broken by, if it is."""
+        if self._record is not None:
+            raise self.error(op, seq)

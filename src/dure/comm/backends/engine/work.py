@@ -1,0 +1,510 @@
+"""A foreign engine's work: how it is started, waited for, and ended with its group.
+
+**Requests.** An engine's own `wait` cannot be called off, and an engine that is asked to stop does
+not always. So a collective is waited for in slices, with a look between them whether the group was
+left. Point-to-point work is different: where its wait times out, Gloo takes the whole group down;
+and it does not tell, without being waited for, whether it is done. So a message is waited for in
+one piece, on a thread of its own when somebody only wants to ask.
+
+**Errors.** An engine reports trouble in two ways: it refuses to start, or what it started fails;
+its text ("connection closed", "timed out") is all there is to go by, and does not say who is to
+blame. So a rank that leaves, or whose time ran out, writes a line under one key of the group's
+store, the *exit record*; whoever meets an error reads it for a moment before it makes its own
+error. Nobody writes or reads while all is well. The store may have died with the rank that hosts
+it: questions are asked on a thread that is given up on after `_ASK_S`.
+
+**Leaving** depends on what is pending: with nothing pending the engine leaves in order, otherwise
+it is broken off. Collectives are kept until they have ended, for the engine uses their memory;
+messages only as long as the user keeps their requests.
+
+Threads: every method of a request, from any thread, at any time.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Protocol
+from weakref import WeakSet
+
+import torch
+
+from dure.comm.backends.abort import AbortRecord, GroupState
+from dure.comm.backends.base import BackendOptions
+from dure.comm.backends.request import Request
+from dure.errors import DureError
+from dure.store.base import Store
+
+__all__ = ["EngineCalls", "EngineState", "EngineWork", "Starter"]
+
+_NOISE = re.compile(r"^\[\S+\.cc:\d+\]|This is typically caused by.*|\n", re.DOTALL)
+_SLICE = timedelta(milliseconds=200)
+_SLICE_OVER = "Operation timed out"  # what torch says when a slice is over, and nothing else
+_TIMED_OUT = ("timed out", "timeout", "application timeout")
+_LOST = ("connection closed", "connection reset", "broken pipe", "refused", "connect ", "socket")
+_ASK_S = 0.3
+_POLL_S = 0.02
+_KEY = "engine/exits"
+
+
+class EngineWork(Protocol):
+    """What is used of torch's `Work`."""
+
+    def is_completed(self) -> bool:
+        """Tell whether it ended, well or badly."""
+        ...
+
+    def wait(self, timeout: timedelta = ...) -> bool:
+        """Block until it ended, or raise."""
+        ...
+
+    def _source_rank(self) -> int:
+        """Return who sent what a finished receive got."""
+        ...
+
+
+class EngineCalls(Protocol):
+    """What is wanted of an engine. Each call starts its work at once and blocks on no peer.
+
+    Tensors are flat, contiguous, not empty, and of one length on all ranks; `op` is the name of a
+    reduction. RuntimeError is what engines raise; its text is all there is to go by.
+    """
+
+    name: str
+    """As users name it."""
+    device_types: frozenset[str]
+    """Types of `torch.device` whose tensors it takes."""
+    in_stream: bool
+    """It orders its work by CUDA streams: waiting does not block the host."""
+    bitwise: bool
+    """It has BAND, BOR and BXOR."""
+    any_source: bool
+    """It can receive from just anyone."""
+
+    def all_reduce(self, wire: torch.Tensor, op: str) -> EngineWork:
+        """Reduce in place."""
+        ...
+
+    def reduce(self, wire: torch.Tensor, op: str, dst: int) -> EngineWork:
+        """Reduce in place on `dst`; elsewhere `wire` is scratch memory."""
+        ...
+
+    def reduce_scatter(self, output: torch.Tensor, wire: torch.Tensor, op: str) -> EngineWork:
+        """Reduce `wire` [n*k]; rank i's part goes to `output` [k]."""
+        ...
+
+    def broadcast(self, wire: torch.Tensor, src: int) -> EngineWork:
+        """Copy that of `src` to all."""
+        ...
+
+    def all_gather(self, output: torch.Tensor, wire: torch.Tensor) -> EngineWork:
+        """Copy rank i's `wire` [k] to `output` [n*k] at i*k."""
+        ...
+
+    def exchange(
+        self, output: torch.Tensor, wire: torch.Tensor, takes: list[int], gives: list[int]
+    ) -> EngineWork:
+        """Send `gives[j]` elements to rank j, take `takes[i]` of rank i; both empty: equal parts.
+
+        Here tensors may be empty, and of different lengths.
+        """
+        ...
+
+    def barrier(self) -> EngineWork:
+        """End when all ranks have called."""
+        ...
+
+    def send(self, wire: torch.Tensor, dst: int, tag: int) -> EngineWork:
+        """Send to `dst`."""
+        ...
+
+    def recv(self, wire: torch.Tensor, src: int | None, tag: int) -> EngineWork:
+        """Receive from `src`, or from anyone."""
+        ...
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long work that begins later may take."""
+        ...
+
+    def leave(self) -> None:
+        """End in good order; nothing is pending."""
+        ...
+
+    def break_off(self) -> None:
+        """Close the connections to all peers, so that what is pending fails, here and there."""
+        ...
+
+
+class EngineState(GroupState):
+    """What the requests of one engine share: where they are, and whether the group was left.
+
+    Args:
+        options: What the group is.
+        exits: Who left and who gave up; None: nobody tells.
+        break_off: Closes the group's connections. Called once, after the first failure: ranks that
+            wait for this one would otherwise wait until their time is up.
+    """
+
+    def __init__(
+        self,
+        options: BackendOptions,
+        exits: ExitRecords | None = None,
+        break_off: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(options.name, options.rank, options.size)
+        self._exits, self._break_off = exits, break_off
+        self._failed = False
+
+    def translate(
+        self, error: Exception, op: str, began: float, peer: int | None = None
+    ) -> DureError:
+        """Make the engine's error ours.
+
+        Args:
+            error: What the engine raised; only its text tells what it is.
+            op: The operation.
+            began: When it began (`time.monotonic`).
+            peer: The rank it was with, for point-to-point.
+        """
+        self._fail()
+        if self.left.is_set():
+            return self.error(op, began=began)
+        seen = _NOISE.sub("", str(error)).strip()
+        low = seen.lower()
+        timed_out = any(t in low for t in _TIMED_OUT)
+        if not timed_out and not any(t in low for t in _LOST):
+            record = AbortRecord(kind="InternalError", what="the engine failed", seen=seen)
+            return record.error(**self.where(op, began=began))
+        exits = self._exits
+        gone, gave_up = ((), ()) if exits is None else exits.ask(timed_out)
+        if gone or not (timed_out or gave_up):
+            who = gone[0] if gone else peer
+            what = "a peer was lost" if who is None else f"rank {who} left the group or was lost"
+            record = AbortRecord(kind="PeerLost", what=what, peer=who, seen=seen)
+            return record.error(**self.where(op, began=began))
+        here = {self.rank, *gave_up}
+        missing = tuple(r for r in range(self.size) if r not in here) if peer is None else (peer,)
+        record = AbortRecord(
+            kind="CommTimeout",
+            what="not all ranks called in time",
+            missing=missing,
+            peer=peer,
+            seen=f"missing {list(missing)}; the engine says: {seen}",
+            fix="See what the missing ranks do, or raise the group's timeout.",
+        )
+        return record.error(**self.where(op, began=began))
+
+    def _fail(self) -> None:
+        with self._lock:
+            first, self._failed = not self._failed, True
+        if first:
+            self._break_off()
+
+
+class _Over:
+    """Stands for work that has ended: torch's own object would keep the connections open."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: timedelta = _SLICE) -> bool:
+        del timeout
+        return True
+
+    def _source_rank(self) -> int:
+        return -1
+
+
+_OVER = _Over()
+
+
+class CollectiveRequest(Request):
+    """A pending collective; `copy_back`, if given, runs once when the engine is done.
+
+    Args:
+        state: What the engine's requests share.
+        op: The operation, for errors.
+        work: The engine's work.
+        copy_back: Brings the result to the user's tensors.
+        in_stream: The engine orders its work by CUDA streams, so waiting does not block the host.
+    """
+
+    __slots__ = ("_began", "_copy_back", "_in_stream", "_op", "_settling", "_state", "_work")
+
+    def __init__(
+        self,
+        state: EngineState,
+        op: str,
+        work: EngineWork,
+        copy_back: Callable[[], object] | None,
+        in_stream: bool,
+    ) -> None:
+        super().__init__()
+        self._state, self._op, self._copy_back = state, op, copy_back
+        self._work: EngineWork = work
+        self._in_stream = in_stream
+        self._began = time.monotonic()
+        self._settling = threading.Lock()
+
+    @property
+    def engine_done(self) -> bool:
+        """Whether the engine is done with it."""
+        return self._work.is_completed()
+
+    def done(self) -> bool:
+        """See `Request.done`; what was copied back is in place once somebody has waited."""
+        return self.ended or self._work.is_completed() or self._state.left.is_set()
+
+    def _await(self, limit: float | None) -> bool:
+        while not self.ended:
+            over, error = self._wait_slice(limit)
+            if over:
+                self._settle(error)
+            elif limit is not None and time.monotonic() >= limit:
+                return False
+        return True
+
+    def _settle(self, error: DureError | None) -> None:
+        with self._settling:
+            if self.ended:
+                return
+            copy_back, self._copy_back = self._copy_back, None
+            try:
+                if error is None and copy_back is not None:
+                    with torch.inference_mode():  # the user's tensors may be inference tensors
+                        copy_back()
+            except Exception as e:  # out of memory, say: the result is not in place
+                what, seen = "the result could not be copied back", f"{type(e).__name__}: {e}"
+                where = self._state.where(self._op, began=self._began)
+                error = AbortRecord(kind="InternalError", what=what, seen=seen).error(**where)
+            self.end(error)
+            self._work = _OVER
+
+    def _wait_slice(self, limit: float | None) -> tuple[bool, DureError | None]:
+        """Wait a little; return whether the work ended, and how."""
+        piece = _SLICE
+        if limit is not None:
+            piece = min(piece, timedelta(seconds=max(0.001, limit - time.monotonic())))
+        try:
+            if self._in_stream:
+                self._work.wait()
+            else:
+                self._work.wait(piece)
+            return True, None
+        except RuntimeError as e:
+            if str(e).startswith(_SLICE_OVER) and not self._state.left.is_set():
+                return False, None
+            with self._settling:
+                if self.ended:
+                    return True, None
+                return True, self._state.translate(e, self._op, self._began)
+
+
+class MessageRequest(Request):
+    """A pending send or receive.
+
+    Args:
+        state: What the engine's requests share.
+        op: "send" or "recv".
+        work: The engine's work.
+        peer: The other rank; None for anyone.
+        patience: How long it may take; None: as long as the engine allows.
+    """
+
+    __slots__ = ("_began", "_op", "_patience", "_peer", "_state", "_waiting", "_work")
+
+    def __init__(
+        self,
+        state: EngineState,
+        op: str,
+        work: EngineWork,
+        peer: int | None,
+        patience: timedelta | None = None,
+    ) -> None:
+        super().__init__()
+        self._state, self._op, self._peer, self._patience = state, op, peer, patience
+        self._work: EngineWork = work
+        self._began = time.monotonic()
+        self._waiting = False
+
+    def _wait_engine(self) -> None:
+        error, source = None, -1
+        try:
+            if self._patience is None:
+                self._work.wait()
+            else:
+                self._work.wait(self._patience)
+            if self._op == "recv":
+                source = self._work._source_rank()  # pyright: ignore[reportPrivateUsage]
+        except RuntimeError as e:
+            error = self._state.translate(e, self._op, self._began, self._peer)
+        finally:  # whatever comes, nobody waits for good
+            self._work = _OVER
+            self.end(error, source)
+
+    def _claim(self) -> bool:
+        """Tell the first who asks, and nobody else, to do the waiting."""
+        with self._lock:
+            first, self._waiting = not self._waiting, True
+        return first
+
+    def _poll(self) -> None:
+        if self._claim():
+            threading.Thread(target=self._wait_engine, name=f"dure-{self._op}", daemon=True).start()
+
+    def _await(self, limit: float | None) -> bool:
+        if limit is not None:
+            self._poll()
+        elif self._claim():
+            self._wait_engine()
+        return super()._await(limit)
+
+
+Start = Callable[[EngineCalls], EngineWork]
+
+
+class Starter:
+    """Starts one rank's operations on an engine, until the group is left.
+
+    Args:
+        engine: The engine's calls.
+        options: What the group is.
+    """
+
+    def __init__(self, engine: EngineCalls, options: BackendOptions) -> None:
+        self._engine: EngineCalls | None = engine
+        self._in_stream = engine.in_stream
+        self._patience = options.patience
+        self._exits: ExitRecords | None = None
+        if options.patience is None:
+            self._exits = ExitRecords(options.store, options.rank, options.size)
+        self._state = EngineState(options, self._exits, self._break_off)
+        self._collectives: set[CollectiveRequest] = set()
+        self._messages: WeakSet[MessageRequest] = WeakSet()
+
+    def run(
+        self,
+        op: str,
+        start: Start,
+        async_op: bool,
+        copy_back: Callable[[], object] | None = None,
+    ) -> Request | None:
+        """Start the engine's work and, unless asynchronous, wait for it.
+
+        Args:
+            op: The operation's name.
+            start: Starts it.
+            async_op: Return a request at once.
+            copy_back: Brings the result to the user's tensors when the engine is done.
+        """
+        work = self._begin(op, start)
+        request = CollectiveRequest(self._state, op, work, copy_back, self._in_stream)
+        if not async_op:
+            request.wait()
+            return None
+        self._collectives = {r for r in self._collectives if not r.engine_done}
+        self._collectives.add(request)
+        return request
+
+    def message(self, op: str, start: Start, peer: int | None) -> MessageRequest:
+        """Start to send to a rank, or to receive from one; None: from anyone."""
+        work = self._begin(op, start, peer)
+        request = MessageRequest(self._state, op, work, peer, self._patience)
+        self._messages.add(request)
+        return request
+
+    def _begin(self, op: str, start: Start, peer: int | None = None) -> EngineWork:
+        began = time.monotonic()
+        try:
+            if self._engine is None:
+                raise RuntimeError("the group was left")
+            return start(self._engine)
+        except RuntimeError as e:
+            if isinstance(e, DureError):
+                raise
+            raise self._state.translate(e, op, began, peer) from e
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long an operation may wait for its peers."""
+        self._patience = timeout  # of messages, which engines otherwise give what they began with
+        if self._engine is not None:
+            self._engine.set_timeout(timeout)
+
+    def _break_off(self) -> None:
+        if self._engine is not None:
+            self._engine.break_off()
+
+    def close(self, abort: bool) -> None:
+        """Leave the group, and break off what is pending; later calls do nothing."""
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        pending = not all(r.engine_done for r in self._collectives)
+        pending = pending or not all(r.ended for r in self._messages)
+        self._state.left.set()
+        if self._exits is not None:
+            self._exits.say("left")
+        if abort or pending:
+            engine.break_off()
+        else:
+            engine.leave()
+
+
+class ExitRecords:
+    """The exit records of one group, seen from one rank. Threads: every method, from any thread.
+
+    Args:
+        store: Where they are.
+        rank: This rank.
+        size: Ranks of the group.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._lines: list[str] = []
+
+    def say(self, what: str) -> None:
+        """Write that this rank has left, or gave up."""
+        _within(_ASK_S, lambda: self._store.append(_KEY, f"{what} {self._rank}\n"))
+
+    def ask(self, timed_out: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return which ranks left and which gave up waiting, the first of them first.
+
+        Args:
+            timed_out: Time ran out here too: say so, and wait for all others who do.
+        """
+        if timed_out:
+            self.say("gave-up")
+        enough = self._size - 1 if timed_out else 1
+        _within(_ASK_S, lambda: self._read_until(enough))
+        words = [line.split() for line in self._lines]
+        others = [(what, int(rank)) for what, rank in words if int(rank) != self._rank]
+        gone = tuple(rank for what, rank in others if what == "left")
+        return gone, tuple(rank for what, rank in others if what == "gave-up")
+
+    def _read_until(self, enough: int) -> None:
+        """Read until they tell of `enough` other ranks, or time is up."""
+        until = time.monotonic() + _ASK_S
+        while time.monotonic() < until:
+            if self._store.check([_KEY]):
+                self._lines = self._store.get(_KEY).decode().splitlines()
+            told = {line.split()[1] for line in self._lines} - {str(self._rank)}
+            if len(told) >= enough:
+                return
+            time.sleep(_POLL_S)
+
+
+def _within(limit_s: float, action: Callable[[], None]) -> None:
+    """Do `action`, but wait no longer than `limit_s` for it; a store that fails says nothing."""
+
+    def attempt() -> None:
+        with suppress(DureError):
+            action()
+
+    thread = threading.Thread(target=attempt, name="dure-exits", daemon=True)
+    thread.start()
+    thread.join(limit_s)

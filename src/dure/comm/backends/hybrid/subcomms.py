@@ -1,0 +1,215 @@
+"""What a hybrid group is put together from: hosts, and the sub-communicators of their ranks.
+
+Words used by all files of the hybrid backend:
+
+* *host*: ranks that reach each other's memory. Hosts are in the order of their lowest rank, the
+  ranks of a host in ascending order; a rank's place among them is its *local* number.
+* *rail*: there are as many rails as the smallest host has ranks. Rail j joins the ranks with local
+  number j of all hosts, by an engine of its own, so that every network connection carries a part.
+* *leader*: the rank of a host with local number 0. Leaders, which are rail 0, exchange headers.
+
+Each rank has up to three sub-communicators (`SubComms`): `local` joins the ranks of this host in
+shared memory, `rail` is the engine that joins this rank with its like on the other hosts, if it is
+in a rail, and `mesh` the engine that joins all ranks of all hosts; it carries what goes from one
+rank to one other.
+
+The engines' own time limits are out of reach: every wait here ends when the group is broken or
+left, or when the group's time is up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dure.comm.backends.base import Backend, BackendOptions
+from dure.comm.backends.request import Request
+from dure.comm.backends.shm.backend import ShmBackend
+from dure.errors import CommTimeout
+from dure.store.identity import Identity, myself
+
+if TYPE_CHECKING:
+    from dure.comm.backends.hybrid.state import HybridState
+
+__all__ = ["Hosts", "Resident", "SubComms", "find_residents", "group_by_host"]
+
+_NUM_TAGS = 1 << 30
+"""How many tags an engine has, if it does not say."""
+
+_SLICE_S = 0.05
+
+
+class Resident(msgspec.Struct, array_like=True, frozen=True):
+    """A rank's process, and where it says that it lives."""
+
+    process: Identity
+    home: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosts:
+    """The ranks of a group by host, seen from one of them.
+
+    Attributes:
+        ranks: Group ranks of each host.
+        names: Name of each host, for people.
+        rank: This rank.
+        here: Number of this rank's host.
+        local: This rank's place in its host.
+        num_rails: How many ranks of each host speak with other hosts.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...]
+    rank: int
+    here: int
+    local: int
+    num_rails: int
+
+    @property
+    def mine(self) -> tuple[int, ...]:
+        """Ranks of this host."""
+        return self.ranks[self.here]
+
+    @property
+    def size(self) -> int:
+        """Ranks of all hosts."""
+        return sum(map(len, self.ranks))
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank speaks for its host."""
+        return self.local == 0
+
+    @property
+    def rail(self) -> int | None:
+        """The rail that this rank is in, if it is in one."""
+        return self.local if self.local < self.num_rails else None
+
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """Return host and local number of `rank`."""
+        for host, ranks in enumerate(self.ranks):
+            if rank in ranks:
+                return host, ranks.index(rank)
+        raise ValueError(f"rank {rank} is on no host")
+
+    def describe(self, host: int) -> str:
+        """Name a host and its ranks."""
+        ranks = self.ranks[host]
+        plural = "s" if len(ranks) > 1 else ""
+        return f"host {self.names[host]} (rank{plural} {', '.join(map(str, ranks))})"
+
+
+def group_by_host(homes: Sequence[tuple[str, str]], rank: int) -> Hosts:
+    """Sort ranks into hosts.
+
+    Args:
+        homes: For each rank, what is equal for ranks of one host, and the host's name.
+        rank: This rank.
+    """
+    by_home: dict[str, list[int]] = {}
+    for r, (home, _) in enumerate(homes):
+        by_home.setdefault(home, []).append(r)
+    ranks = tuple(map(tuple, by_home.values()))
+    here = next(h for h, members in enumerate(ranks) if rank in members)
+    return Hosts(
+        ranks=ranks,
+        names=tuple(homes[members[0]][1] for members in ranks),
+        rank=rank,
+        here=here,
+        local=ranks[here].index(rank),
+        num_rails=min(map(len, ranks)),
+    )
+
+
+def find_residents(options: BackendOptions, home: str, what: str) -> list[Resident]:
+    """Tell the others where this rank lives, and learn where they do.
+
+    Args:
+        options: What the group is; its store is where they meet.
+        home: Equal for ranks that share a host.
+        what: Sets one such question of a group apart from the next.
+
+    Collective:
+        All ranks of the group call.
+    """
+    keys = [f"hosts/{what}/{rank}" for rank in range(options.size)]
+    mine = msgspec.msgpack.encode(Resident(myself(), home))
+    options.store.set(keys[options.rank], mine)
+    options.store.wait(keys, options.timeout)
+    return [msgspec.msgpack.decode(x, type=Resident) for x in options.store.multi_get(keys)]
+
+
+def _nobody_known() -> tuple[int, ...]:
+    return ()
+
+
+@dataclass(slots=True, kw_only=True)
+class SubComms:
+    """The sub-communicators of a hybrid group on one rank.
+
+    Attributes:
+        hosts: Who is where.
+        local: The ranks of this host.
+        rail: This rank's rail; None if it is in none.
+        mesh: All ranks.
+        state: Whether the group is broken.
+        absent: Tells which ranks have not begun the current operation, as far as known.
+    """
+
+    hosts: Hosts
+    local: ShmBackend
+    rail: Backend | None
+    mesh: Backend
+    state: HybridState
+    absent: Callable[[], tuple[int, ...]] = field(default=_nobody_known)
+
+    @property
+    def here(self) -> int:
+        """Number of this rank's host."""
+        return self.hosts.here
+
+    @property
+    def num_hosts(self) -> int:
+        """How many hosts there are."""
+        return len(self.hosts.ranks)
+
+    @property
+    def mesh_tags(self) -> tuple[int, int, int]:
+        """Tags between hosts, of which some engines have few.
+
+        That of messages that are part of a collective, that of what announces a message, and how
+        many are left to number the messages.
+        """
+        num_tags = min(_NUM_TAGS, getattr(self.mesh, "num_tags", _NUM_TAGS))
+        return num_tags - 1, num_tags - 2, num_tags - 2
+
+    @property
+    def timeout_s(self) -> float:
+        """How long an operation may wait."""
+        return self.state.timeout_s
+
+    def wait(self, request: Request | None, op: str) -> None:
+        """Wait for an engine's work.
+
+        Raises:
+            CommError: The group was broken or left, the engine failed, or time is up.
+        """
+        if request is None:
+            return
+        until = time.monotonic() + self.timeout_s
+        while not request.wait(_SLICE_S):
+            self.state.check(op)
+            if time.monotonic() > until:
+                raise CommTimeout(
+                    "not all ranks called in time",
+                    missing=self.absent(),
+                    elapsed_s=self.timeout_s,
+                    seen=f"the timeout of {self.timeout_s:g} s passed",
+                    fix="Look what the missing ranks are doing (py-spy dump --pid), "
+                    "or give the group a longer timeout.",
+                )

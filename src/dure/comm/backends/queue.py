@@ -1,0 +1,164 @@
+"""The ordered queue: collectives of one group that run one at a time, in the order of the calls.
+
+A synchronous call with nothing before it runs on the caller's thread. All others queue for one
+thread, which begins with the first of them. What an action does not finish itself, it hands back as
+a request of its own (an engine's work): the queue goes on with the next, and who waits for the
+queued request waits for that one, too.
+
+Whatever an action raises ends its request, and the thread goes on: errors of ours as they are, all
+else (no memory for scratch, a mistake) as `InternalError`.
+
+Threads: every method, from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from dure.comm.backends.request import Request
+from dure.errors import DureError, InternalError
+
+__all__ = ["OrderedQueue"]
+
+Action = Callable[[], Request | None]
+_END_S = 5.0
+
+
+class _QueuedRequest(Request):
+    """A queued operation: first its turn, then what its action has handed back."""
+
+    __slots__ = ("_begun", "_inner", "action")
+
+    def __init__(self, action: Action) -> None:
+        super().__init__()
+        self.action: Action | None = action
+        self._begun = threading.Event()
+        self._inner: Request | None = None
+
+    def begin(self) -> None:
+        """Run the action; nothing it raises gets out."""
+        action, self.action = self.action, None
+        assert action is not None
+        error: DureError | None = None
+        try:
+            self._inner = action()
+        except DureError as e:
+            error = e
+        except BaseException as e:
+            error = InternalError("an operation failed", seen=f"{type(e).__name__}: {e}")
+            error.__cause__ = e
+        if self._inner is None:
+            self.end(error)
+        self._begun.set()
+
+    def drop(self, error: DureError) -> None:
+        """End without having begun."""
+        self.action = None
+        self.end(error)
+        self._begun.set()
+
+    def _poll(self) -> None:
+        if self._inner is not None and self._inner.done():
+            self._settle(None)
+
+    def _await(self, limit: float | None) -> bool:
+        if not self._begun.wait(None if limit is None else max(0.0, limit - time.monotonic())):
+            return False
+        return self.ended or self._settle(limit)
+
+    def _settle(self, limit: float | None) -> bool:
+        """Wait for what the action has handed back."""
+        assert self._inner is not None
+        try:
+            left_s = None if limit is None else max(0.001, limit - time.monotonic())
+            if not self._inner.wait(left_s):
+                return False
+        except DureError as e:
+            self.end(e)
+        self.end(None)
+        return True
+
+
+class OrderedQueue:
+    """Runs operations one at a time, in the order of the calls.
+
+    Args:
+        name: Of the thread.
+        aborted: Makes the error of operations that had not begun when the queue was stopped.
+    """
+
+    def __init__(self, name: str, aborted: Callable[[], DureError]) -> None:
+        self._name, self._aborted = name, aborted
+        self._work = threading.Condition()  # of what follows
+        self._entries: deque[_QueuedRequest] = deque()
+        self._running = self._stopped = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether an operation runs or waits to."""
+        with self._work:
+            return self._running or bool(self._entries)
+
+    def run(self, action: Action, async_op: bool) -> Request | None:
+        """Run `action` now, or behind those before it; `async_op`: return its request at once."""
+        with self._work:
+            if self._stopped:
+                raise self._aborted()
+            entry = None
+            if async_op or self._running or self._entries:
+                entry = _QueuedRequest(action)
+                self._entries.append(entry)
+                if self._thread is None:
+                    self._thread = threading.Thread(
+                        target=self._serve, name=self._name, daemon=True
+                    )
+                    self._thread.start()
+                self._work.notify()
+            else:
+                self._running = True
+        if entry is None:
+            try:
+                inner = action()
+            finally:
+                with self._work:
+                    self._running = False
+                    self._work.notify()
+            if inner is not None:
+                inner.wait()
+            return None
+        if async_op:
+            return entry
+        entry.wait()
+        return None
+
+    def _serve(self) -> None:
+        while True:
+            with self._work:
+                while self._running or not self._entries:
+                    if self._stopped:
+                        return
+                    self._work.wait()
+                entry = self._entries.popleft()
+                self._running = True
+            try:
+                entry.begin()
+            finally:
+                with self._work:
+                    self._running = False
+            del entry  # or its tensors would live on while this thread is idle
+
+    def stop(self) -> None:
+        """End what has not begun, and the thread; what runs must end by other means."""
+        with self._work:
+            self._stopped = True
+            entries, self._entries = list(self._entries), deque[_QueuedRequest]()
+            self._work.notify_all()
+        for entry in entries:
+            entry.drop(self._aborted())
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_END_S)

@@ -1,0 +1,93 @@
+"""`Request`: a pending operation of any backend.
+
+A request is *pending* and then, for good, *ended*: well, or with an error that every `wait` raises.
+Backends differ in who makes an operation go on. Where another thread does, that one calls `end`,
+and who waits sleeps until then: a plain `Request` is all there is to it. Where nobody does unless
+asked (the requests of MPI; torch's work, which must be waited for in slices), a subclass says how
+by `_poll` and `_await`.
+
+Threads: every method, from any thread, at any time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+__all__ = ["Request", "finished"]
+
+
+class Request:
+    """A pending operation (see the module's text).
+
+    Args:
+        keep: What must live as long as it is pending: the tensors.
+
+    Attributes:
+        ended: Whether it has ended, well or badly.
+        error: What it ended with; None while it is pending, or if it went well.
+        source: Group rank of the sender of a finished receive; -1 otherwise.
+    """
+
+    __slots__ = ("__weakref__", "_keep", "_lock", "_over", "ended", "error", "source")
+
+    def __init__(self, keep: object = None) -> None:
+        self._keep = keep
+        self._lock = threading.Lock()  # of the ending
+        self._over: threading.Event | None = None  # made by the first who sleeps
+        self.ended = False
+        self.error: Exception | None = None
+        self.source = -1
+
+    def end(self, error: Exception | None = None, source: int = -1) -> bool:
+        """End it, and wake who waits; False if it had ended already, which changes nothing."""
+        with self._lock:
+            if self.ended:
+                return False
+            self.error, self._keep = error, None
+            if source >= 0:
+                self.source = source
+            self.ended = True
+            over = self._over
+        if over is not None:
+            over.set()
+        return True
+
+    def done(self) -> bool:
+        """Tell, without blocking, whether it has ended, well or badly."""
+        if not self.ended:
+            self._poll()
+        return self.ended
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it has ended; raise its error, if it has one.
+
+        Returns:
+            True if it ended; False if `timeout_s` passed first (the operation goes on).
+        """
+        if not self.ended and not self._await(
+            None if timeout_s is None else time.monotonic() + timeout_s
+        ):
+            return False
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def _poll(self) -> None:
+        """Make what progress can be made without blocking."""
+
+    def _await(self, limit: float | None) -> bool:
+        """Block until it has ended, or until `limit` (`time.monotonic`); tell whether it has."""
+        with self._lock:
+            if self.ended:
+                return True
+            over = self._over = self._over or threading.Event()
+        over.wait(None if limit is None else max(0.0, limit - time.monotonic()))
+        return self.ended
+
+
+def finished(source: int = -1) -> Request:
+    """Return the request of what was complete at once."""
+    request = Request()
+    request.end(source=source)
+    return request

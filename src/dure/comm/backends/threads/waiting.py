@@ -1,0 +1,102 @@
+"""Deadlocks of thread-ranks, found when the last of them begins to wait.
+
+Where a test makes every send wait for its receive (`BackendOptions.eager_bytes`), the thread-ranks
+of a job keep one table of who waits, in whichever of their groups, for which operation. An
+operation ends by what another rank does; so once every rank that has not left waits, and nothing
+that is waited for has ended, nobody will ever go on: all of them get `Desync`, with what each one
+waits for.
+
+Only a rank whose every call is made by its own thread is known to do nothing else while that thread
+waits. So a job in which another thread acts for a rank is left to its timeouts, and so is one whose
+ranks wait elsewhere, in the store or for a lock. Waits that have a limit of their own do not count.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from dure.comm.backends.abort import AbortRecord
+from dure.comm.backends.request import Request
+from dure.store.base import Store
+from dure.store.prefix import PrefixStore
+
+__all__ = ["Waiting", "table_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What a rank waits for, and how that is given up."""
+
+    request: Request
+    text: str
+    give_up: Callable[[AbortRecord], None]
+
+
+class Waiting:
+    """Who of a job waits for what; ranks are global ranks. Threads: every method, from any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads: dict[int, threading.Thread] = {}
+        self._groups: dict[int, int] = {}
+        self._waits: dict[int, Wait] = {}
+        self._certain = True
+
+    def join(self, rank: int) -> None:
+        """Note that the calling thread acts for `rank`, in one group more."""
+        with self._lock:
+            self._note(rank)
+            self._groups[rank] = self._groups.get(rank, 0) + 1
+
+    def leave(self, rank: int) -> None:
+        """Note that `rank` has left one of its groups; who has left all is waited for no more."""
+        with self._lock:
+            self._groups[rank] -= 1
+
+    def _note(self, rank: int) -> None:
+        if self._threads.setdefault(rank, threading.current_thread()) is not (
+            threading.current_thread()
+        ):
+            self._certain = False
+
+    def begin(self, rank: int, wait: Wait) -> None:
+        """Note that `rank` waits; if now everyone does, for ever, give up all waits."""
+        with self._lock:
+            self._note(rank)
+            self._waits[rank] = wait
+            living = [r for r, num_groups in self._groups.items() if num_groups]
+            waits = {r: self._waits[r] for r in living if r in self._waits}
+            free = len(waits) < len(living) or any(w.request.ended for w in waits.values())
+            if free or not self._certain:
+                return
+        texts = {r: waits[r].text for r in sorted(waits)}
+        record = AbortRecord(
+            kind="Desync",
+            what="all ranks wait for each other, for ever",
+            calls=texts,
+            seen="; ".join(f"rank {r} waits in {text}" for r, text in texts.items()),
+            fix="A send may have to wait for its receive: let one side receive first, or use isend "
+            "and irecv.",
+        )
+        for each in waits.values():
+            each.give_up(record)
+
+    def end(self, rank: int) -> None:
+        """Note that `rank` goes on."""
+        with self._lock:
+            self._waits.pop(rank, None)
+
+
+_tables: WeakKeyDictionary[Store, Waiting] = WeakKeyDictionary()
+_tables_lock = threading.Lock()
+
+
+def table_of(store: Store) -> Waiting:
+    """Return the table of the job whose ranks meet in `store`."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    with _tables_lock:
+        return _tables.setdefault(store, Waiting())

@@ -1,1 +1,0 @@
-"""Comparing calls over engines that do not compare them themselves."""

@@ -1,0 +1,394 @@
+"""`Call`: what one rank asks of its group, as one value for all backends.
+
+A call names its operation and its tensors and nothing of how it is done. Backends run it
+(`backends.base.Backend.run`), and what ranks compare before data move is a function of it: the
+`Fingerprint`.
+
+**Operations.** Those of one tensor for all ranks end in ``_single``; the others take one tensor a
+rank. Both forms of one operation may meet (a rank that gives split sizes to all_to_all_single
+calls all_to_all), so comparing looks at their common name (`Call.kind`).
+
+| operation                  | inputs                       | outputs                      | root |
+|----------------------------|------------------------------|------------------------------|------|
+| all_reduce, reduce         | the tensor                   | the same                     | dst  |
+| broadcast                  | the tensor                   | the same                     | src  |
+| all_gather                 | the tensor                   | one a rank                   |      |
+| all_gather_single          | the tensor [k]               | one [n*k]                    |      |
+| gather                     | the tensor                   | on the root: one a rank      | dst  |
+| scatter                    | on the root: one a rank      | the tensor                   | src  |
+| reduce_scatter, all_to_all | one a rank                   | the tensor; one a rank       |      |
+| the same, _single          | one [n*k]                    | one [k]; one [n*k]           |      |
+| barrier, new_group         |                              |                              |      |
+
+**Fingerprints.** Some lengths all ranks know, and these must be equal: one number stands for them
+(`equal`). Others only their owner knows. A root's expectation of everybody's count is a digest
+(`expected`, of the ranks' `own`). The n x n lengths of an all_to_all agree if the sum of mix(i,
+j, length) is the same over all that is sent (`sends`) and over all that is to be received
+(`takes`). So a fingerprint has a fixed size however many tensors there are, and whoever has those
+of all ranks finds what all others find.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from dure import native
+from dure.comm.codes import dtype_code, dtype_name
+from dure.comm.ops import REDUCTIONS, ReduceOp
+from dure.trace import ring
+
+__all__ = [
+    "Call",
+    "Fingerprint",
+    "all_gather",
+    "all_gather_single",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "call_site",
+    "compare",
+    "even_parts",
+    "fingerprint",
+    "gather",
+    "members_code",
+    "new_group",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "scatter",
+]
+
+_KINDS = (
+    *("none", "barrier", "broadcast", "all_reduce", "reduce", "all_gather", "gather", "scatter"),
+    *("reduce_scatter", "all_to_all", "shared_empty", "host_shared_empty", "new_group"),
+)
+_CODE_OF = {kind: code for code, kind in enumerate(_KINDS)}
+_MASK = (1 << 64) - 1
+_OUTPUT_SAYS = frozenset({"reduce_scatter", "scatter", "recv", "irecv"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What one rank calls (see the module's text).
+
+    Attributes:
+        op: The operation, as users know it.
+        inputs: What this rank gives.
+        outputs: Where its results go.
+        reduction: How it reduces, if it does.
+        root: `src` or `dst` of a collective; -1 where there is none.
+        peer: The other end of a message; None for anyone, and for collectives.
+        tag: Of a message.
+        nbytes: Of an allocation; of new_group, who is in it (`members_code`).
+        channel: Which of the group's channels carries it.
+    """
+
+    op: str
+    inputs: Sequence[torch.Tensor] = ()
+    outputs: Sequence[torch.Tensor] = ()
+    reduction: ReduceOp | None = None
+    root: int = -1
+    peer: int | None = None
+    tag: int = 0
+    nbytes: int = 0
+    channel: int = 0
+
+    @property
+    def kind(self) -> str:
+        """The operation, whichever form it was called in."""
+        return self.op.removesuffix("_single")
+
+    @property
+    def single(self) -> bool:
+        """Whether one tensor stands for one a rank; not so where split sizes have cut it."""
+        return self.op.endswith("_single") and len(self.inputs) == len(self.outputs) == 1
+
+    @property
+    def data(self) -> torch.Tensor | None:
+        """The tensor that says most about the call: this rank's input, where it has one."""
+        tensors = self.outputs if self.op in _OUTPUT_SAYS else self.inputs
+        return tensors[0] if tensors else None
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the tensors, if there are any."""
+        tensors = self.inputs or self.outputs
+        return tensors[0].dtype if tensors else None
+
+    def gives(self, n: int) -> Sequence[torch.Tensor]:
+        """Return what this rank gives to each of `n` ranks, where it gives each its own."""
+        return even_parts(self.inputs[0], n) if self.single else self.inputs
+
+    def takes(self, n: int) -> Sequence[torch.Tensor]:
+        """Return where goes what this rank takes from each of `n` ranks."""
+        return even_parts(self.outputs[0], n) if self.single else self.outputs
+
+
+def even_parts(tensor: torch.Tensor, n: int) -> list[torch.Tensor]:
+    """Cut a contiguous tensor [*] into `n` flat parts of one length."""
+    flat = tensor.detach().view(-1)
+    k = flat.numel() // n
+    return [flat[i * k : (i + 1) * k] for i in range(n)]
+
+
+# ---- making calls --------------------------------------------------------------------------------
+
+
+def all_reduce(tensor: torch.Tensor, op: ReduceOp) -> Call:
+    """Reduce `tensor` [*] of all ranks, in place, on all ranks."""
+    both = (tensor,)
+    return Call(op="all_reduce", inputs=both, outputs=both, reduction=op)
+
+
+def reduce(tensor: torch.Tensor, dst: int, op: ReduceOp) -> Call:
+    """Reduce `tensor` [*] of all ranks into that of `dst`; the others' stay as they are."""
+    both = (tensor,)
+    return Call(op="reduce", inputs=both, outputs=both, reduction=op, root=dst)
+
+
+def reduce_scatter(output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp) -> Call:
+    """Reduce `inputs[i]` of all ranks into rank i's `output`; lengths may differ with i."""
+    return Call(op="reduce_scatter", inputs=inputs, outputs=(output,), reduction=op)
+
+
+def reduce_scatter_single(output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> Call:
+    """Reduce part i [k] of `tensor` [n*k] of all ranks into rank i's `output` [k]."""
+    return Call(op="reduce_scatter_single", inputs=(tensor,), outputs=(output,), reduction=op)
+
+
+def broadcast(tensor: torch.Tensor, src: int) -> Call:
+    """Copy `tensor` [*] of `src` to all."""
+    both = (tensor,)
+    return Call(op="broadcast", inputs=both, outputs=both, root=src)
+
+
+def all_gather(outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Call:
+    """Copy rank i's `tensor` to `outputs[i]` on all ranks; lengths may differ between ranks."""
+    return Call(op="all_gather", inputs=(tensor,), outputs=outputs)
+
+
+def all_gather_single(output: torch.Tensor, tensor: torch.Tensor) -> Call:
+    """Copy rank i's `tensor` [k] to `output` [n*k] at i*k on all ranks."""
+    return Call(op="all_gather_single", inputs=(tensor,), outputs=(output,))
+
+
+def gather(outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, dst: int) -> Call:
+    """Copy rank i's `tensor` to `outputs[i]` on `dst` (None elsewhere)."""
+    return Call(op="gather", inputs=(tensor,), outputs=outputs or (), root=dst)
+
+
+def scatter(tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int) -> Call:
+    """Copy `inputs[i]` of `src` (None elsewhere) to rank i's `tensor`."""
+    return Call(op="scatter", inputs=inputs or (), outputs=(tensor,), root=src)
+
+
+def all_to_all(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Call:
+    """Copy `inputs[j]` of rank i to `outputs[i]` of rank j."""
+    return Call(op="all_to_all", inputs=inputs, outputs=outputs)
+
+
+def all_to_all_single(output: torch.Tensor, tensor: torch.Tensor) -> Call:
+    """Copy part j [k] of rank i's `tensor` [n*k] to part i of rank j's `output` [n*k]."""
+    return Call(op="all_to_all_single", inputs=(tensor,), outputs=(output,))
+
+
+def barrier() -> Call:
+    """Return when all ranks have called."""
+    return Call(op="barrier")
+
+
+def new_group(members: int) -> Call:
+    """Find out whether all ranks make the same groups, whose `members_code` this is."""
+    return Call(op="new_group", nbytes=members)
+
+
+_DIGEST = 1 << 63
+
+
+def members_code(rank_lists: Sequence[Sequence[int]]) -> int:
+    """Return 64 bits for the ranks of groups: a bit a rank for one group, else a digest."""
+    if len(rank_lists) == 1 and max(rank_lists[0]) < 63:
+        return sum(1 << rank for rank in rank_lists[0])
+    text = repr([list(ranks) for ranks in rank_lists]).encode()
+    return _DIGEST | int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) % _DIGEST
+
+
+def _members_text(code: int) -> str:
+    """Say the members; as the engine does (csrc/core/fingerprint.cpp)."""
+    if code & _DIGEST:
+        return f"ranks #{code % _DIGEST:x}"
+    return str([rank for rank in range(63) if code >> rank & 1])
+
+
+# ---- comparing calls -----------------------------------------------------------------------------
+
+
+class Fingerprint(NamedTuple):
+    """A call as the other ranks are told of it; all numbers, of a fixed size.
+
+    Attributes:
+        kind: The operation's code.
+        dtype: The dtype's code; -1 where there are no tensors.
+        reduction: The reduction's code; -1 where there is none.
+        root: The root; -1 where there is none.
+        numel: Elements of this rank's input, for people.
+        equal: 64 bits for all lengths that must be equal on all ranks.
+        own: Elements of this rank, where they may differ from others'.
+        expected: Digest of all ranks' counts, from a root that knows them.
+        sends: Sum of `_mix` of what this rank sends to each.
+        takes: Sum of `_mix` of what this rank is to receive from each.
+    """
+
+    kind: int
+    dtype: int = -1
+    reduction: int = -1
+    root: int = -1
+    numel: int = 0
+    equal: int = 0
+    own: int = 0
+    expected: int = 0
+    sends: int = 0
+    takes: int = 0
+
+    def pack(self) -> bytes:
+        """Return it as `SIZE` bytes."""
+        return _FORMAT.pack(*self)
+
+    @classmethod
+    def unpack(cls, data: bytes | bytearray | memoryview, at: int = 0) -> Fingerprint:
+        """Read it from where `pack` has put it."""
+        return cls(*_FORMAT.unpack_from(data, at))
+
+    def text(self, site: str = "") -> str:
+        """Say the call in words, and where the program made it."""
+        parts: list[str] = []
+        if _KINDS[self.kind] == "new_group":
+            parts.append(_members_text(self.numel))
+        if self.dtype >= 0:
+            parts.append(f"{dtype_name(self.dtype)}[{self.numel}]")
+        if self.reduction >= 0:
+            parts.append(REDUCTIONS[self.reduction])
+        if self.root >= 0:
+            parts.append(f"root {self.root}")
+        return f"{_KINDS[self.kind]}({', '.join(parts)})" + (f" at {site}" if site else "")
+
+
+_FORMAT = struct.Struct("<bhbxi6Q")
+SIZE = _FORMAT.size
+"""Bytes of a packed fingerprint."""
+
+
+def fingerprint(call: Call, rank: int, size: int) -> Fingerprint:
+    """Return what all ranks are told of the `call` of `rank`.
+
+    Cost: some microseconds, and a hash of the lengths where there is one a rank.
+    """
+    kind, dtype, reduction = call.kind, call.dtype, call.reduction
+    tensors = call.inputs or call.outputs
+    numel = tensors[0].numel() if tensors else call.nbytes
+    equal = own = expected = sends = takes = 0
+    if kind == "all_to_all" and not call.single:
+        numel = sum(t.numel() for t in tensors)
+        sends = sum(_mix(rank, r, t.numel()) for r, t in enumerate(call.inputs)) & _MASK
+        takes = sum(_mix(r, rank, t.numel()) for r, t in enumerate(call.outputs)) & _MASK
+    elif kind == "all_gather":
+        equal = _digest_even(numel, size) if call.single else _digest(call.outputs)
+    elif kind == "reduce_scatter":
+        equal = _digest_even(numel // size, size) if call.single else _digest(call.inputs)
+        numel = numel if call.single else sum(t.numel() for t in tensors)
+    elif kind == "gather":
+        own, expected = numel, _digest(call.outputs) if call.outputs else 0
+    elif kind == "scatter":
+        own = call.outputs[0].numel()
+        expected = _digest(call.inputs) if call.inputs else 0
+    else:
+        equal = numel
+    return Fingerprint(
+        _CODE_OF[kind],
+        -1 if dtype is None else dtype_code(dtype),
+        -1 if reduction is None else reduction.code,
+        call.root,
+        numel,
+        equal,
+        own,
+        expected,
+        sends,
+        takes,
+    )
+
+
+_FIELDS = (
+    *(("kind", "operation"), ("root", "root"), ("reduction", "reduction"), ("dtype", "dtype")),
+    ("equal", "lengths"),
+)
+
+
+def compare(fingerprints: Sequence[Fingerprint]) -> str:
+    """Compare what all ranks call; return what differs, or "" where all fits together."""
+    first = fingerprints[0]
+    if _KINDS[first.kind] == "all_to_all":
+        fingerprints = _in_one_form(fingerprints)
+        first = fingerprints[0]
+    for r, other in enumerate(fingerprints):
+        if other[:4] != first[:4] or other.equal != first.equal:
+            what = next(name for key, name in _FIELDS if getattr(other, key) != getattr(first, key))
+            return f"rank 0 and rank {r} differ in the {what}"
+    expected = {f.expected for f in fingerprints if f.expected}
+    if expected and expected != {_digest_of([f.own for f in fingerprints])}:
+        return "the root expects other lengths than the ranks have"
+    if (sum(f.sends for f in fingerprints) - sum(f.takes for f in fingerprints)) & _MASK:
+        return "the ranks send each other other lengths than they expect"
+    return ""
+
+
+def _in_one_form(fingerprints: Sequence[Fingerprint]) -> list[Fingerprint]:
+    """Give those of all_to_all_single their sums, if a rank calls all_to_all."""
+    even = [not (f.sends or f.takes) for f in fingerprints]
+    if all(even):
+        return list(fingerprints)
+    n = len(fingerprints)
+
+    def summed(r: int, f: Fingerprint) -> Fingerprint:
+        k = f.equal // n
+        sends, takes = sum(_mix(r, j, k) for j in range(n)), sum(_mix(j, r, k) for j in range(n))
+        return f._replace(equal=0, sends=sends & _MASK, takes=takes & _MASK)
+
+    return [summed(r, f) if even[r] else f for r, f in enumerate(fingerprints)]
+
+
+def _digest(tensors: Sequence[torch.Tensor]) -> int:
+    return _digest_of([t.numel() for t in tensors])
+
+
+def _digest_of(counts: Sequence[int]) -> int:
+    """Return 64 bits, not 0, that are equal for equal counts."""
+    if len(set(counts)) == 1:
+        return _digest_even(counts[0], len(counts))
+    packed = struct.pack(f"<{len(counts)}Q", *counts)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") | 1
+
+
+def _digest_even(count: int, n: int) -> int:
+    """Return the digest of `n` equal counts, which is cheap to make."""
+    return (_mix(count, n, 0) | 1) & _MASK
+
+
+def _mix(sender: int, receiver: int, length: int) -> int:
+    """Return 64 bits that stand for one length of an all_to_all."""
+    x = (sender * 0x9E3779B97F4A7C15 + receiver * 0xC2B2AE3D27D4EB4F + length + 1) & _MASK
+    x = ((x ^ (x >> 31)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def call_site() -> str:
+    """Return where in the user's program the current call was made: "FILE:LINE ..."."""
+    return native.call_site() or ring.call_site()

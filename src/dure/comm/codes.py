@@ -1,0 +1,56 @@
+"""What torch and the engine call the same thing by: dtypes, reductions, whose frames are whose.
+
+Importing this module tells the engine what it must know of torch to read tensors by itself.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from dure.comm.ops import REDUCTIONS, ReduceOp
+from dure.native import know_torch, set_library_folders
+
+__all__ = ["dtype_code", "dtype_name", "dtype_of"]
+
+_REDUCIBLE = (
+    *("float64", "float32", "float16", "bfloat16"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"),
+    *("complex32", "complex64", "complex128"),
+)
+# The codes of csrc/core/types.h. Whatever else torch can hold moves as opaque bytes; sorted names
+# give each such dtype the same code on all ranks.
+_DTYPE: dict[torch.dtype, int] = {getattr(torch, name): i for i, name in enumerate(_REDUCIBLE)}
+_OTHERS = sorted(
+    {d for d in vars(torch).values() if isinstance(d, torch.dtype)} - _DTYPE.keys(), key=str
+)
+_DTYPE.update({dtype: len(_REDUCIBLE) + i for i, dtype in enumerate(_OTHERS)})
+_DTYPES = list(_DTYPE)
+_NAMES = [str(dtype).removeprefix("torch.") for dtype in _DTYPES]
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """Return the engine's code of `dtype`."""
+    return _DTYPE[dtype]
+
+
+def dtype_of(code: int) -> torch.dtype:
+    """Return the dtype that the engine calls `code`."""
+    return _DTYPES[code]
+
+
+def dtype_name(code: int) -> str:
+    """Return the name of the dtype that the engine calls `code`, such as "float32"."""
+    return _NAMES[code]
+
+
+_PACKAGE = Path(__file__).parents[1]
+_LIBRARY = [str(_PACKAGE), str(Path(torch.__file__).parent)]
+"""Where frames are not the user's, when a call's place in the program is told."""
+_PROGRAMS = [str(_PACKAGE / part) for part in ("testing", "cli")]
+"""Programs of their own that use Dure."""
+
+know_torch(torch.Tensor, torch.nn.Parameter, [getattr(ReduceOp, n) for n in REDUCTIONS])
+set_library_folders(_LIBRARY, _PROGRAMS)

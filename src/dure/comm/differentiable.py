@@ -1,0 +1,374 @@
+"""Collectives as linear maps: out of place, with their transposes as gradients.
+
+Taken over all ranks, a collective that moves or sums is a linear map from everybody's inputs to
+everybody's outputs. If the loss is the sum of what all ranks call backward on, the gradient of the
+inputs is the transposed map applied to the gradients of the outputs, and every transpose is a
+collective again:
+
+* ``all_reduce(SUM)`` and ``all_reduce(AVG)``: themselves;
+* `AllGather`: `ReduceScatter` with SUM, along the same dim; and back;
+* `AllToAll`: itself, with the split sizes changed over;
+* `Broadcast` from a root: `Reduce` to it, zero elsewhere; and back;
+* `Scatter` from a root: `Gather` to it, zero elsewhere; and back.
+
+So what is not the root gets zeros from `Reduce` and `Gather`, which makes them maps in the first
+place. A transpose is run by the same `apply` and can be differentiated in turn. What is neither
+moved nor summed (MIN, MAX, PRODUCT, bits) is computed, and refused in backward.
+
+A map holds its group: backward may run on a thread whose current world is another. All ranks must
+run the same backward: inputs require gradients either on all ranks or on none.
+"""
+
+# ruff: noqa: D102 (the methods are told once, in Map; each class says which map it is)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from dure.comm.ops import ReduceOp, as_reduce_op
+from dure.comm.pending import pending
+from dure.comm.work import Work
+from dure.errors import ShapeError, UsageError
+
+if TYPE_CHECKING:
+    from dure.comm.group import ProcessGroup
+
+__all__ = [
+    "AllGather",
+    "AllGatherList",
+    "AllReduce",
+    "AllToAll",
+    "AllToAllList",
+    "Broadcast",
+    "Gather",
+    "Map",
+    "Reduce",
+    "ReduceScatter",
+    "ReduceScatterList",
+    "Scatter",
+    "apply",
+    "summed",
+]
+
+Tensors = tuple[torch.Tensor, ...]
+Shapes = tuple[torch.Size, ...]
+Started = tuple[Tensors, Work | None]
+
+
+class Map(Protocol):
+    """A collective as a map from this rank's inputs to this rank's outputs."""
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks that take part."""
+        ...
+
+    def start(self, inputs: Tensors, async_op: bool) -> Started:
+        """Return the outputs, and with `async_op` the work that writes them."""
+        ...
+
+    def transposed(self, grads: Tensors) -> Tensors:
+        """Return the gradients of the inputs; run by all ranks of the group."""
+        ...
+
+
+def allocate(
+    like: torch.Tensor, shape: Sequence[int] | None = None, *, zero: bool = False
+) -> torch.Tensor:
+    """Return memory for a result: contiguous, of the dtype and on the device of `like`."""
+    shape = like.shape if shape is None else shape
+    make = torch.zeros if zero else torch.empty
+    return make(shape, dtype=like.dtype, device=like.device)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return allocate(tensor).copy_(tensor)
+
+
+class _Apply(torch.autograd.Function):
+    """Runs a map; `works` collects the work of an asynchronous run, None waits here."""
+
+    @staticmethod
+    def forward(ctx: Any, what: Map, works: list[Work] | None, *inputs: torch.Tensor) -> Tensors:
+        ctx.map = what
+        outputs, work = what.start(inputs, works is not None)
+        if works is not None and work is not None:
+            works.append(work)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, *ctx.map.transposed(grads)
+
+
+def apply(what: Map, *inputs: torch.Tensor, wait: bool = False) -> Tensors:
+    """Run a map; its outputs are waited for at their first use, or here with `wait`."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
+        works: list[Work] | None = None if wait else []
+        outputs: Any = _Apply.apply(what, works, *inputs)
+        work = works[0] if works else None
+    else:
+        outputs, work = what.start(inputs, not wait)
+    if work is not None:
+        for output in outputs:
+            pending(output, work)
+    return outputs
+
+
+def summed(tensor: torch.Tensor, op: object) -> tuple[torch.Tensor, ReduceOp]:
+    """Turn a premultiplied sum into a sum of scaled inputs, which autograd understands."""
+    reduction = as_reduce_op(op)
+    if reduction.name != "PREMUL_SUM":
+        return tensor, reduction
+    if not isinstance(reduction.factor, (int, float, torch.Tensor)):
+        raise UsageError("PREMUL_SUM has no factor", fix="Use dure.ReduceOp.premul_sum(factor).")
+    return tensor * reduction.factor, ReduceOp.SUM
+
+
+def _check_linear(op: ReduceOp, name: str, group: ProcessGroup) -> None:
+    """Raise unless a reduction has a transpose."""
+    if op not in (ReduceOp.SUM, ReduceOp.AVG):
+        raise UsageError(
+            f"{name} with {op.name} has no gradient",
+            op=name,
+            group=group.group_name,
+            seen="only SUM, AVG and premultiplied sums can be differentiated",
+            fix="Detach its input, or write the gradient as an autograd.Function.",
+        )
+
+
+def _averaged(grads: Tensors, op: ReduceOp, group: ProcessGroup) -> Tensors:
+    """Return moved gradients as those of a sum, or of an average."""
+    return tuple(grad / group.size() for grad in grads) if op == ReduceOp.AVG else grads
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce:
+    """y = x of all ranks, reduced."""
+
+    group: ProcessGroup
+    op: ReduceOp
+
+    def start(self, inputs: Tensors, async_op: bool) -> Started:
+        output = _copy(inputs[0])
+        return (output,), self.group.all_reduce(output, self.op, async_op)
+
+    def transposed(self, grads: Tensors) -> Tensors:
+        _check_linear(self.op, "all_reduce", self.group)
+        return apply(self, *grads, wait=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """y = x of group rank `src`."""
+
+    group: ProcessGroup
+    src: int
+
+    def start(self, inputs: Tensors, async_op: bool) -> Started:
+        output = _copy(inputs[0]) if self.group.rank() == self.src else allocate(inputs[0])
+        return (output,), self.group.broadcast(output, self.src, async_op)
+
+    def transposed(self, grads: Tensors) -> Tensors:
+        return apply(Reduce(self.group, self.src, ReduceOp.SUM), *grads, wait=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """y = x of all ranks, reduced, on group rank `dst`; zeros elsewhere."""
+
+    group: ProcessGroup
+    dst: int
+    op: ReduceOp
+
+    def start(self, inputs: Tensors, async_op: bool) -> Started:
+        if self.group.rank() == self.dst:
+            output = _copy(inputs[0])
+            return (output,), self.group.reduce(output, self.dst, self.op, async_op)
+        work = self.group.reduce(inputs[0], self.dst, self.op, async_op)
+        return (allocate(inputs[0], zero=True),), work
+
+    def transposed(self, grads: Tensors) -> Tensors:
+        _check_linear(self.op, "reduce", self.group)
+        moved = apply(Broadcast(self.group, self.dst), *grads, wait=True)
+        return _averaged(moved, self.op, self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """y_i = x of rank i, on group rank `dst`; zeros elsewhere. All x have one shape."""
+
+    group: ProcessGroup
+    dst: int
+
+    def start(self, inputs: Tensors, async_op: bool) -> Started:
+        here = self.group.rank() == self.dst
+        outputs = tuple(allocate(inputs[0], zero=not here) for _ in range(self.group.size()))
+        work = self.group.gather(inputs[0], outputs if here else None, self.dst, async_op)
+        return outputs, work
+
+    def transposed(self, grads: Tensors) -> Tensors:
+        return apply(Scatter(self.group, self.dst), *grads, wait=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """y = x_r of group rank `src`; the others' x only say what shape comes."""
+
+    group: ProcessGroup
+    src: int
+
+    def start(self, inputs: Tensors, async_op: bool) -> Started:
+        if len(inputs) != self.group.size() or any(t.shape != inputs[0].shape for t in inputs):
+            raise ShapeError(
+                "scatter takes one tensor for each rank, all of one shape, on every rank",
+                op="scatter",
+                group=self.group.group_name,
+                seen=f"shapes {[tuple(t.shape) for t in inputs]} for {self.group.size()} ranks",
+            )
+        output = allocate(inputs[0])
+        given = inputs if self.group.rank() == self.src else None
+        return (output,), self.group.scatter(output, given, self.src, async_op)
+
+    def transposed(self, grads: Tensors) -> Tensors:
+        return apply(Gather(self.group, self.src), *grads, wait=True)
+
+
+@dataclass(frozen=True, slots=True)
+class AllGather:
+    """y = x of all ranks, joined along `dim`. All x have one shape, of at least one dim."""
+
+    group: ProcessGroup
+    dim: int
+
+    def start(self, inputs: Tensors, async_op: bool) -> Started:
+        (tensor,), n = inputs, self.group.size()
+        shape = list(tensor.shape)
+        shape[self.dim] *= n
+        output = allocate(tensor, shape)
+        if self.dim == 0:
+            return (output,), self.group.all_gather_single(output, tensor, async_op)
+        parts = output.chunk(n, self.dim)
+        return (output,), self.group.all_gather(parts, tensor, async_op)
+
+    def transposed(self, grads: Tensors) -> Tensors:
+        return apply(ReduceScatter(self.group, ReduceOp.SUM, self.dim), *grads, wait=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceScatter:
+    """y = part r along `dim` of all ranks' x, reduced."""
+
+    group: ProcessGroup
+    op: ReduceOp
+    dim: int
+
+    def start(self, inputs: Tensors, async_op: bool) -> Started:
+        (tensor,), n = inputs, self.group.size()
+        if tensor.shape[self.dim] % n:
+            raise ShapeError(
+                "the tensor does not divide by the number of ranks",
+                op="reduce_scatter",
+                group=self.group.group_name,
+                seen=f"shape {tuple(tensor.shape)}, dim {self.dim}, for {n} ranks",
+            )
+        shape = list(tensor.shape)
+        shape[self.dim] //= n
+        output = allocate(tensor, shape)
+        if self.dim == 0:
+            work = self.group.reduce_scatter_single(output, tensor, self.op, async_op)
+        else:
+            parts = tensor.split(shape[self.dim], self.dim) if shape[self.dim] else [tensor] * n
+            work = self.group.reduce_scatter(output, parts, self.op, async_op)
+        return (output,), work
+
+    def transposed(self, grads: Tensors) -> Tensors:
+        _check_linear(self.op, "reduce_scatter", self.group)
+        moved = apply(AllGather(self.group, self.dim), *grads, wait=True)
+        return _averaged(moved, self.op, self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class AllToAll:
+    """Rows of x to all ranks, rows of y from all ranks; without split sizes equal parts.
+
+    Written to `into` if given.
+    """
+
+    group: ProcessGroup
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+    into: torch.Tensor | None = None
+
+    def start(self, inputs: Tensors, async_op: bool) -> Started:
+        (tensor,) = inputs
+        if self.into is not None:
+            output = self.into.detach()
+        else:
+            rows = sum(self.takes) if self.takes else tensor.shape[0]
+            output = allocate(tensor, (rows, *tensor.shape[1:]))
+        work = self.group.all_to_all_single(output, tensor, self.takes, self.gives, async_op)
+        return (output,), work
+
+    def transposed(self, grads: Tensors) -> Tensors:
+        return apply(AllToAll(self.group, self.gives, self.takes), *grads, wait=True)
+
+
+@dataclass(frozen=True, slots=True)
+class AllGatherList:
+    """y_i = x of rank i, on all ranks; `shapes` are those of the x."""
+
+    group: ProcessGroup
+    shapes: Shapes
+
+    def start(self, inputs: Tensors, async_op: bool) -> Started:
+        outputs = tuple(allocate(inputs[0], shape) for shape in self.shapes)
+        return outputs, self.group.all_gather(outputs, inputs[0], async_op)
+
+    def transposed(self, grads: Tensors) -> Tensors:
+        return apply(ReduceScatterList(self.group, ReduceOp.SUM, self.shapes), *grads, wait=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceScatterList:
+    """y = x_r of all ranks, reduced; `shapes` are those of the x. Written to `into` if given."""
+
+    group: ProcessGroup
+    op: ReduceOp
+    shapes: Shapes
+    into: torch.Tensor | None = None
+
+    def start(self, inputs: Tensors, async_op: bool) -> Started:
+        mine = self.shapes[self.group.rank()]
+        output = allocate(inputs[0], mine) if self.into is None else self.into.detach()
+        return (output,), self.group.reduce_scatter(output, inputs, self.op, async_op)
+
+    def transposed(self, grads: Tensors) -> Tensors:
+        _check_linear(self.op, "reduce_scatter", self.group)
+        grad = grads[0].reshape(self.shapes[self.group.rank()])
+        moved = apply(AllGatherList(self.group, self.shapes), grad, wait=True)
+        return _averaged(moved, self.op, self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class AllToAllList:
+    """y_i = x_r of rank i; the shapes are those of the y and the x. Written to `into` if given."""
+
+    group: ProcessGroup
+    takes: Shapes
+    gives: Shapes
+    into: Tensors | None = None
+
+    def start(self, inputs: Tensors, async_op: bool) -> Started:
+        if self.into is None:
+            outputs = tuple(allocate(inputs[0], shape) for shape in self.takes)
+        else:
+            outputs = tuple(t.detach() for t in self.into)
+        return outputs, self.group.all_to_all(outputs, inputs, async_op)
+
+    def transposed(self, grads: Tensors) -> Tensors:
+        return apply(AllToAllList(self.group, self.gives, self.takes), *grads, wait=True)

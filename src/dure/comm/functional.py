@@ -1,0 +1,300 @@
+"""Functional collectives: out of place, differentiable, and waited for where they are used.
+
+Names, arguments and meaning are those of torch.distributed._functional_collectives. Inputs are left
+as they are; a new tensor is returned at once, while the collective runs. Whoever first uses its
+values waits for them (pending.py), so what is computed in between overlaps with the communication.
+Until then the *input* must not be changed in place: the collective may still be reading it.
+
+*Groups.* `group` is a `ProcessGroup`, its name, the list of its global ranks (of a group that
+exists), None for the default group; or a mesh: anything with ``get_group(axis)``, alone if it has
+one axis, else as ``(mesh, axis)``. It is looked up when the function is called; backward uses the
+same group, on whatever thread it runs.
+
+*Ranks* given here (`src`, `src_dst`) are ranks of the group.
+
+*Gradients* are those of the sum of all ranks' losses (differentiable.py), of any order. Every rank
+must run the same backward: either all ranks' inputs require gradients or none's.
+
+*torch.compile* runs these functions as they are, between two graphs; what they return to compiled
+code has been waited for.
+
+Collective, Raises, Cost and Numerics are those of the namesakes in collectives.py. Errors of the
+communication are raised where a result is used.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
+
+import torch
+
+from dure.comm import differentiable as maps
+from dure.comm.checks import as_splits
+from dure.comm.group import ProcessGroup
+from dure.comm.pending import AsyncCollectiveTensor, wait_tensor
+from dure.comm.untraced import called_by_compiled, untraced, untraced_here
+from dure.comm.world import current_world, resolve
+from dure.errors import ShapeError, UsageError
+
+__all__ = [
+    "AsyncCollectiveTensor",
+    "Group",
+    "HasGroup",
+    "all_gather_single",
+    "all_gather_single_autograd",
+    "all_gather_tensor",
+    "all_gather_tensor_autograd",
+    "all_reduce",
+    "all_to_all_single",
+    "all_to_all_single_autograd",
+    "broadcast",
+    "functional",
+    "group_of",
+    "permute_tensor",
+    "reduce_scatter_single",
+    "reduce_scatter_single_autograd",
+    "reduce_scatter_tensor",
+    "reduce_scatter_tensor_autograd",
+    "wait_tensor",
+]
+
+P = ParamSpec("P")
+T = TypeVar("T", bound=torch.Tensor | tuple[torch.Tensor, ...])
+
+
+@runtime_checkable
+class HasGroup(Protocol):
+    """What a mesh is to a collective."""
+
+    def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
+        """Return the group of this rank along an axis; None where there is only one."""
+        ...
+
+
+Group = (
+    ProcessGroup
+    | str
+    | Sequence[int]
+    | HasGroup
+    | tuple[HasGroup, int]
+    | tuple[HasGroup, str]
+    | None
+)
+"""What can be given as `group`."""
+
+
+def group_of(group: Group, op: str) -> ProcessGroup:
+    """Return the group that is meant.
+
+    Raises:
+        UsageError: No group of this rank has these ranks, or this name; or it is none of the forms.
+        NotInGroupError: This rank is not a member.
+    """
+    if group is None or isinstance(group, ProcessGroup):
+        return resolve(group, op)
+    if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], HasGroup):
+        return resolve(group[0].get_group(group[1]), op)  # pyright: ignore[reportArgumentType]
+    if isinstance(group, HasGroup):
+        return resolve(group.get_group(), op)
+    if isinstance(group, str):
+        return _found(op, f"the name {group!r}", lambda g: g.group_name == group)
+    if isinstance(group, (list, tuple)):
+        ranks = tuple(group)
+        return _found(op, f"ranks {list(ranks)}", lambda g: g.global_ranks == ranks)
+    return resolve(group, op)
+
+
+def _found(op: str, wanted: str, fits: Callable[[ProcessGroup], bool]) -> ProcessGroup:
+    """Return the first group of this rank that `fits`: the oldest, and so the same everywhere."""
+    world = current_world()
+    world.need_default()
+    for group in world.groups.values():
+        if fits(group):
+            return group
+    raise UsageError(
+        f"this rank has no group of {wanted}",
+        op=op,
+        seen="its groups are " + ", ".join(map(repr, world.groups.values())),
+        fix="Make the group first, with dure.new_group, on all ranks.",
+    )
+
+
+def functional(function: Callable[P, T]) -> Callable[P, T]:
+    """Keep the compiler out of a collective, and hand it no result that is not there yet."""
+    run_untraced = untraced(function)
+
+    @untraced_here
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        result = run_untraced(*args, **kwargs)
+        if called_by_compiled():
+            for tensor in result if isinstance(result, tuple) else (result,):
+                wait_tensor(tensor)  # pyright: ignore[reportArgumentType]
+        return result
+
+    return run
+
+
+def _dim(tensor: torch.Tensor, dim: int, op: str) -> int:
+    """Return `dim` counted from the front."""
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ShapeError(
+            "the tensor has no such dim", op=op, seen=f"dim {dim} of shape {tuple(tensor.shape)}"
+        )
+    return dim % tensor.dim()
+
+
+@functional
+def all_reduce(
+    tensor: torch.Tensor, reduceOp: object, group: Group = None, tag: str = ""
+) -> torch.Tensor:
+    """Return the reduction of all ranks' `tensor`.
+
+    Args:
+        tensor: This rank's input.
+        reduceOp: "sum", "avg", "min", ... or a member of `ReduceOp`. SUM, AVG and premultiplied
+            sums have gradients.
+        group: The ranks that take part.
+        tag: Accepted for torch's sake.
+
+    Shapes:
+        tensor [*] on all ranks; result [*].
+    """
+    pg = group_of(group, "all_reduce")
+    tensor, op = maps.summed(tensor, reduceOp)
+    return maps.apply(maps.AllReduce(pg, op), tensor)[0]
+
+
+@functional
+def broadcast(tensor: torch.Tensor, src: int, group: Group = None, tag: str = "") -> torch.Tensor:
+    """Return the `tensor` of group rank `src`; its gradient is the sum of all ranks', on `src`.
+
+    Args:
+        tensor: The values on `src`; elsewhere it says shape and dtype.
+        src: A rank of the group.
+        group: The ranks that take part.
+        tag: Accepted for torch's sake.
+
+    Shapes:
+        tensor [*] on all ranks; result [*].
+    """
+    pg = group_of(group, "broadcast")
+    return maps.apply(maps.Broadcast(pg, pg.peer(None, src, "broadcast", "src")), tensor)[0]
+
+
+@functional
+def all_gather_tensor(
+    tensor: torch.Tensor, gather_dim: int, group: Group = None, tag: str = ""
+) -> torch.Tensor:
+    """Return all ranks' tensors joined along `gather_dim`, in the order of ranks.
+
+    Args:
+        tensor: This rank's part.
+        gather_dim: The dim to join along.
+        group: The ranks that take part.
+        tag: Accepted for torch's sake.
+
+    Shapes:
+        tensor [*, k, *], the same on all ranks; result [*, n*k, *]. A number counts as [1].
+    """
+    pg = group_of(group, "all_gather_tensor")
+    tensor = tensor if tensor.dim() else tensor.reshape(1)
+    dim = _dim(tensor, gather_dim, "all_gather_tensor")
+    return maps.apply(maps.AllGather(pg, dim), tensor)[0]
+
+
+@functional
+def reduce_scatter_tensor(
+    tensor: torch.Tensor, reduceOp: object, scatter_dim: int, group: Group = None, tag: str = ""
+) -> torch.Tensor:
+    """Return this rank's part, along `scatter_dim`, of the reduction of all ranks' `tensor`.
+
+    Args:
+        tensor: This rank's input.
+        reduceOp: As in `all_reduce`.
+        scatter_dim: The dim that is divided among the ranks.
+        group: The ranks that take part.
+        tag: Accepted for torch's sake.
+
+    Shapes:
+        tensor [*, n*k, *], the same on all ranks; result [*, k, *].
+    """
+    pg = group_of(group, "reduce_scatter_tensor")
+    dim = _dim(tensor, scatter_dim, "reduce_scatter_tensor")
+    tensor, op = maps.summed(tensor, reduceOp)
+    return maps.apply(maps.ReduceScatter(pg, op, dim), tensor)[0]
+
+
+@functional
+def all_to_all_single(
+    tensor: torch.Tensor,
+    output_split_sizes: Sequence[int] | None,
+    input_split_sizes: Sequence[int] | None,
+    group: Group = None,
+    tag: str = "",
+) -> torch.Tensor:
+    """Send part j of `tensor` to rank j; return the parts that came, in the order of ranks.
+
+    Args:
+        tensor: The rows to send.
+        output_split_sizes: Rows expected from each rank; equal parts where None.
+        input_split_sizes: Rows for each rank; equal parts where None.
+        group: The ranks that take part.
+        tag: Accepted for torch's sake.
+
+    Shapes:
+        tensor [sum(input_split_sizes), *]; result [sum(output_split_sizes), *].
+    """
+    op = "all_to_all_single"
+    pg = group_of(group, op)
+    if (output_split_sizes is None) != (input_split_sizes is None):
+        raise UsageError("give both split sizes, or neither", op=op, group=pg.group_name)
+    takes = tuple(as_splits(output_split_sizes, op, "output"))
+    gives = tuple(as_splits(input_split_sizes, op, "input"))
+    return maps.apply(maps.AllToAll(pg, takes, gives), tensor)[0]
+
+
+@functional
+def permute_tensor(
+    tensor: torch.Tensor, src_dst: Sequence[int], group: Group = None, tag: str = ""
+) -> torch.Tensor:
+    """Send `tensor` to rank ``src_dst[r]``, r being this rank; return the one that came.
+
+    Args:
+        tensor: What is sent.
+        src_dst: For each rank of the group the rank that it sends to, each at most once; -1 for
+            nobody.
+        group: The ranks that take part.
+        tag: Accepted for torch's sake.
+
+    Shapes:
+        tensor [k, *] on all ranks; result [k, *], or [0, *] where nothing came. A number counts as
+        [1].
+    """
+    op = "permute_tensor"
+    pg = group_of(group, op)
+    n, rank = pg.size(), pg.rank()
+    targets = [dst for dst in src_dst if dst != -1]
+    if len(src_dst) != n or len(set(targets)) != len(targets) or set(targets) - set(range(n)):
+        raise UsageError(
+            "src_dst must name one rank for each rank of the group, and none twice",
+            op=op,
+            group=pg.group_name,
+            seen=f"{list(src_dst)} for {n} ranks",
+        )
+    tensor = tensor if tensor.dim() else tensor.reshape(1)
+    rows = tensor.shape[0]
+    gives = tuple(rows if dst == src_dst[rank] else 0 for dst in range(n))
+    takes = tuple(rows if dst == rank else 0 for dst in src_dst)
+    if not any(gives):
+        tensor = tensor[:0]
+    return maps.apply(maps.AllToAll(pg, takes, gives), tensor)[0]
+
+
+# torch 2.13 has both names of each, and the forms with `_autograd` from when the others had none.
+all_gather_single = all_gather_single_autograd = all_gather_tensor_autograd = all_gather_tensor
+reduce_scatter_single = reduce_scatter_single_autograd = reduce_scatter_tensor
+reduce_scatter_tensor_autograd = reduce_scatter_tensor
+all_to_all_single_autograd = all_to_all_single

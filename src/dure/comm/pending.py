@@ -1,0 +1,119 @@
+"""Results that are waited for at their first use, and are ordinary tensors from then on.
+
+A functional collective returns at once, with a tensor whose memory the operation still fills. Its
+Python class is `AsyncCollectiveTensor` meanwhile: whatever touches the values, of any name, comes
+through `__torch_function__`, waits, and gives the tensor back its ordinary class; only then does
+it run. So the first use costs one wait, and every later one nothing. The tensor is real from the
+beginning: its memory, its place in autograd's graph and its identity never change, and what asks
+for shape, dtype or gradients' bookkeeping is answered without waiting.
+
+A compiled function that is given a pending tensor runs uncompiled, that time and later;
+`wait_tensor` before the call prevents that.
+
+A result that is dropped without a look needs nobody: the backend keeps the memory of an operation
+that is under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dure.comm.untraced import untraced, untraced_here
+from dure.comm.work import Work
+
+__all__ = ["AsyncCollectiveTensor", "pending", "wait_tensor"]
+
+
+class AsyncCollectiveTensor(torch.Tensor):
+    """A tensor that a collective is writing; it becomes a `torch.Tensor` when it is first used.
+
+    If the operation failed, its error is raised where the tensor is used, at every use.
+
+    Threads: any thread may use it.
+    """
+
+    _work: Work
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the values; return this tensor, which is an ordinary one now."""
+        return wait_tensor(self)
+
+    @classmethod
+    @untraced_here
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Wait, then run `func` on what are ordinary tensors now.
+
+        Any: what `func` takes and gives.
+        """
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+                return func(*args, **(kwargs or {}))
+        _wait_for_each(args)
+        if kwargs:
+            _wait_for_each(kwargs.values())
+        return func(*args, **(kwargs or {}))
+
+
+def _properties(*names: str) -> set[Any]:
+    return {getattr(torch.Tensor, name).__get__ for name in names}
+
+
+_METADATA: frozenset[Any] = frozenset(
+    _properties("dtype", "device", "layout", "shape", "ndim", "nbytes", "itemsize", "is_sparse")
+    | _properties("is_cuda", "is_cpu", "is_meta", "is_quantized", "is_nested")
+    | _properties("requires_grad", "grad_fn", "is_leaf", "output_nr", "retains_grad", "_version")
+    | {torch.Tensor.requires_grad.__set__}  # pyright: ignore
+    | {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement}
+    | {torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.element_size}
+    | {torch.Tensor.is_contiguous, torch.Tensor.is_floating_point, torch.Tensor.is_complex}
+    | {torch.Tensor.__hash__, torch.Tensor.register_hook, torch.Tensor.retain_grad}
+    | {torch.is_floating_point, torch.is_complex, torch.numel}
+)
+"""What tells of a tensor without its values."""
+
+
+@untraced_here
+def _wait_for_each(values: Iterable[Any]) -> None:
+    """Wait for every pending tensor among `values`, however deep it lies in lists and dicts."""
+    for value in values:
+        if isinstance(value, AsyncCollectiveTensor):
+            wait_tensor(value)
+        elif isinstance(value, (list, tuple)):
+            _wait_for_each(value)  # pyright: ignore
+        elif isinstance(value, dict):
+            _wait_for_each(value.values())  # pyright: ignore
+
+
+def pending(tensor: torch.Tensor, work: Work) -> torch.Tensor:
+    """Let whoever first uses `tensor` wait for `work`, which writes it."""
+    work.disown()
+    work.disown()  # who drops the tensor wants no answer
+    tensor.__class__ = AsyncCollectiveTensor
+    tensor._work = work  # pyright: ignore
+    return tensor
+
+
+@untraced
+def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Wait for a functional collective's result; return the same tensor, with its values.
+
+    Raises:
+        CommError: The operation failed.
+    """
+    if isinstance(tensor, AsyncCollectiveTensor):
+        state: dict[str, Work] = vars(tensor)
+        work = state.get("_work")  # gone where another thread has waited meanwhile
+        if work is not None:
+            work.wait()
+        torch.Tensor.__setattr__(tensor, "__class__", torch.Tensor)
+        state.pop("_work", None)
+    return tensor

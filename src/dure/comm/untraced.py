@@ -1,0 +1,54 @@
+"""Functions that `torch.compile` runs as they are: locks, hooks and collectives are no graphs.
+
+The marks are those that the compiler's own decorator makes. That one would load the compiler, which
+takes a second; these cost a look where nobody compiles.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+__all__ = ["COMPILER", "called_by_compiled", "untraced", "untraced_here"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+COMPILER = "torch._dynamo"
+"""The compiler's module: where it is not loaded, nothing has been compiled."""
+
+_frames: Any = torch._C._dynamo.eval_frame  # pyright: ignore
+_SKIP = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
+
+
+def untraced_here(function: Callable[P, T]) -> Callable[P, T]:
+    """Keep the compiler out of `function`, but not of what it calls."""
+    _frames.set_code_exec_strategy(function.__code__, _SKIP)
+    function._torchdynamo_disable = True  # pyright: ignore
+    return function
+
+
+def untraced(function: Callable[P, T]) -> Callable[P, T]:
+    """Keep the compiler out of `function` and of all that it calls; costs a look without one."""
+    disabled: list[Callable[P, T]] = []
+
+    @untraced_here
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if COMPILER not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))  # pyright: ignore
+        return disabled[0](*args, **kwargs)
+
+    return run
+
+
+@untraced_here
+def called_by_compiled() -> bool:
+    """Tell whether an `untraced_here` function was called by one that `torch.compile` runs."""
+    return COMPILER in sys.modules and _frames.get_eval_frame_callback() not in (None, False)

@@ -1,0 +1,169 @@
+"""Collectives that autograd understands, with the arguments of torch.distributed.nn.functional.
+
+Each returns its result and leaves its inputs as they are; gradients are those of the sum of all
+ranks' losses, of any order (comm/differentiable.py). Results are waited for at their first use, as
+those of `dure.comm.functional`, which has more ways to say which group and which dim. Where the
+caller hands over memory for the result (`reduce_scatter`, `all_to_all`, `all_to_all_single`) it is
+filled, and waited for at once: the caller may look at it.
+
+Every rank of the group calls, and runs the same backward: either all ranks' inputs require
+gradients or none's. Roots are global ranks. `group` is all that `dure.comm.functional` takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dure.comm import differentiable as maps
+from dure.comm.checks import as_splits, check_list
+from dure.comm.functional import Group, functional, group_of
+from dure.comm.ops import ReduceOp
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@functional
+def all_reduce(
+    tensor: torch.Tensor, op: object = ReduceOp.SUM, group: Group = None
+) -> torch.Tensor:
+    """Return the reduction of all ranks' `tensor`; SUM, AVG and premultiplied sums have gradients.
+
+    Shapes:
+        tensor [*] on all ranks; result [*].
+    """
+    pg = group_of(group, "all_reduce")
+    tensor, reduction = maps.summed(tensor, op)
+    return maps.apply(maps.AllReduce(pg, reduction), tensor)[0]
+
+
+@functional
+def broadcast(tensor: torch.Tensor, src: int, group: Group = None) -> torch.Tensor:
+    """Return the `tensor` of `src`; its gradient is the sum of all ranks', zero elsewhere.
+
+    Shapes:
+        tensor [*] on all ranks; result [*].
+    """
+    pg = group_of(group, "broadcast")
+    return maps.apply(maps.Broadcast(pg, pg.peer(src, None, "broadcast", "src")), tensor)[0]
+
+
+@functional
+def reduce(
+    tensor: torch.Tensor, dst: int, op: object = ReduceOp.SUM, group: Group = None
+) -> torch.Tensor:
+    """Return the reduction of all ranks' `tensor` on `dst`, and zeros elsewhere.
+
+    Shapes:
+        tensor [*] on all ranks; result [*].
+    """
+    pg = group_of(group, "reduce")
+    tensor, reduction = maps.summed(tensor, op)
+    return maps.apply(maps.Reduce(pg, pg.peer(dst, None, "reduce", "dst"), reduction), tensor)[0]
+
+
+@functional
+def gather(tensor: torch.Tensor, dst: int = 0, group: Group = None) -> Tensors:
+    """Return the tensors of all ranks on `dst`, and zeros elsewhere.
+
+    Shapes:
+        tensor [*] on all ranks; result n times [*].
+    """
+    pg = group_of(group, "gather")
+    return maps.apply(maps.Gather(pg, pg.peer(dst, None, "gather", "dst")), tensor)
+
+
+@functional
+def scatter(tensors: Sequence[torch.Tensor], src: int = 0, group: Group = None) -> torch.Tensor:
+    """Return ``tensors[r]`` of `src` on rank r; elsewhere `tensors` only say what shape comes.
+
+    Shapes:
+        tensors n times [*], on all ranks; result [*].
+    """
+    pg = group_of(group, "scatter")
+    given = check_list(tensors, pg.size(), "scatter", "tensors")
+    return maps.apply(maps.Scatter(pg, pg.peer(src, None, "scatter", "src")), *given)[0]
+
+
+@functional
+def all_gather(tensor: torch.Tensor, group: Group = None) -> Tensors:
+    """Return the tensors of all ranks.
+
+    Shapes:
+        tensor [*] on all ranks; result n times [*].
+    """
+    pg = group_of(group, "all_gather")
+    return maps.apply(maps.AllGatherList(pg, (tensor.shape,) * pg.size()), tensor)
+
+
+@functional
+def reduce_scatter(
+    output: torch.Tensor,
+    input_list: Sequence[torch.Tensor],
+    op: object = ReduceOp.SUM,
+    group: Group = None,
+) -> torch.Tensor:
+    """Fill `output` with the reduction of all ranks' ``input_list[r]``, and return it.
+
+    Shapes:
+        input_list n tensors; the i-th [k_i, *] is the same on all ranks; output and result as the
+        r-th.
+    """
+    pg = group_of(group, "reduce_scatter")
+    given = check_list(input_list, pg.size(), "reduce_scatter", "input_list")
+    scaled = [maps.summed(t, op) for t in given]
+    shapes = tuple(t.shape for t in given)
+    what = maps.ReduceScatterList(pg, scaled[0][1], shapes, into=output)
+    return maps.apply(what, *(t for t, _ in scaled), wait=True)[0]
+
+
+@functional
+def all_to_all(
+    output_tensor_list: Sequence[torch.Tensor],
+    input_tensor_list: Sequence[torch.Tensor],
+    group: Group = None,
+) -> Tensors:
+    """Fill ``output_tensor_list[i]`` with ``input_tensor_list[r]`` of rank i; return them.
+
+    Shapes:
+        n tensors each; what i sends to j has the shape that j expects from i.
+    """
+    pg = group_of(group, "all_to_all")
+    outputs = check_list(output_tensor_list, pg.size(), "all_to_all", "output_tensor_list")
+    inputs = check_list(input_tensor_list, pg.size(), "all_to_all", "input_tensor_list")
+    takes, gives = tuple(t.shape for t in outputs), tuple(t.shape for t in inputs)
+    return maps.apply(maps.AllToAllList(pg, takes, gives, tuple(outputs)), *inputs, wait=True)
+
+
+@functional
+def all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Group = None,
+) -> torch.Tensor:
+    """Fill `output` with the rows that all ranks have for this one, and return it.
+
+    Shapes:
+        input [sum(input_split_sizes), *], output and result [sum(output_split_sizes), *]; equal
+        parts without split sizes.
+    """
+    name = "all_to_all_single"
+    pg = group_of(group, name)
+    takes = tuple(as_splits(output_split_sizes, name, "output"))
+    gives = tuple(as_splits(input_split_sizes, name, "input"))
+    return maps.apply(maps.AllToAll(pg, takes, gives, output), input, wait=True)[0]

@@ -1,0 +1,341 @@
+"""Symmetric memory, in the terms of torch's `torch.distributed._symmetric_memory`, for CPU tensors.
+
+`empty` allocates a tensor that the other ranks of the host can reach; `rendezvous` tells them
+where it lies. What it returns gives each peer's tensor as a tensor, and signals to agree on when it
+may be read or written::
+
+    t = symmetric_memory.empty(1024)
+    memory = symmetric_memory.rendezvous(t)
+    t.fill_(memory.rank)
+    memory.barrier()
+    theirs = memory.get_buffer((memory.rank + 1) % memory.world_size, (1024,), torch.float32)
+
+Collectives need none of this: they take such tensors without copies as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from dure.comm import memory as heap
+from dure.comm.group import ProcessGroup
+from dure.comm.world import resolve
+from dure.errors import CommTimeout, PeerLost, ShapeError, UsageError
+
+__all__ = ["SymmetricMemory", "empty", "is_symm_mem_tensor", "rendezvous", "trim"]
+
+_CHANNELS = 16
+_FREE, _SET = 0, 1
+_OK, _LATE, _DEAD = 0, 1, 2
+
+
+def empty(
+    *size: int | torch.Size | tuple[int, ...] | list[int],
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """Allocate an uninitialised tensor that the other ranks of this host can reach.
+
+    No other rank need call. It is freed as any tensor is.
+
+    Args:
+        *size: The shape, as for `torch.empty`.
+        dtype: Of the tensor; torch's default where None.
+        device: The CPU, or None.
+
+    Raises:
+        UsageError: Another device than the CPU.
+        CommError: The host has no memory left.
+
+    Cost:
+        Whole pages of 4 KiB; see `dure.comm.memory.heap_empty`.
+    """
+    if device is not None and torch.device(device).type != "cpu":
+        raise UsageError(
+            "symmetric memory is for CPU tensors",
+            seen=f"device={device!r}",
+            fix="On GPUs use torch.distributed._symmetric_memory.",
+        )
+    whole = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+    return heap.heap_empty(*(int(n) for n in whole), dtype=dtype or torch.get_default_dtype())  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+
+
+def is_symm_mem_tensor(tensor: torch.Tensor) -> bool:
+    """Tell whether `tensor` lies in this process's symmetric heap."""
+    return heap.heap_address(tensor) is not None
+
+
+def trim() -> int:
+    """Give the memory of freed tensors back to the system; returns how many bytes."""
+    return heap.heap_trim()
+
+
+def rendezvous(tensor: torch.Tensor, group: ProcessGroup | None = None) -> SymmetricMemory:
+    """Tell the ranks of `group` where this rank's `tensor` lies, and learn where theirs lie.
+
+    Args:
+        tensor: One of `empty` (or `dure.shared_empty`), or a view of one: its whole storage is
+            shared. Lengths may differ between ranks.
+        group: Ranks that all run on this host; the default group where None.
+
+    Collective:
+        All ranks of `group` call, in the same order relative to its other collectives.
+
+    Cost:
+        One all_gather of 64 bytes a rank, and one page a rank for signals.
+
+    Raises:
+        UsageError: The tensor is not in the heap, or a rank runs on another host; the same on all
+            ranks.
+    """
+    return SymmetricMemory(tensor, resolve(group, "rendezvous"))
+
+
+@cache
+def _host() -> int:
+    """Return a number that differs between hosts, and between containers that share none."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    namespace = Path("/proc/self/ns/pid").readlink()
+    digest = hashlib.blake2b(f"{boot} {namespace}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little")
+
+
+class SymmetricMemory:
+    """The tensors that the ranks of a group brought to a `rendezvous`, and signals between them.
+
+    Each rank keeps its own tensor alive by holding this. A peer's memory belongs to the peer: what
+    is read after the peer has freed its tensor is anything.
+
+    A *signal* is a word for each pair of ranks and channel, in memory of the rank that waits for
+    it. It is either set or not: `put_signal` waits until the last one was taken.
+
+    Threads: one at a time for each pair of ranks and channel.
+
+    Attributes:
+        rank: This rank in the group.
+        world_size: Ranks of the group.
+        buffer_size: Bytes of this rank's storage.
+        signal_pad_size: Bytes of this rank's signals.
+    """
+
+    def __init__(self, tensor: torch.Tensor, group: ProcessGroup) -> None:
+        self._group, self._tensor = group, tensor
+        self.rank, self.world_size = group.rank(), group.size()
+        self.buffer_size = tensor.untyped_storage().nbytes()
+        # One half for signals, one for barriers: [channel, rank that sets it].
+        self._pad = heap.heap_empty(2, _CHANNELS, self.world_size, dtype=torch.int32, zeroed=True)
+        self.signal_pad_size = self._pad.nbytes
+        address, pad = heap.heap_address(tensor), heap.heap_address(self._pad)
+        mine = [_host(), -1, 0, 0, 0, 0, 0, tensor.storage_offset() * tensor.element_size()]
+        if address is not None and pad is not None:
+            mine[1:7] = [*address, pad[3], self.buffer_size]
+        table = torch.empty(self.world_size * len(mine), dtype=torch.int64)
+        group.all_gather_single(table, torch.tensor(mine, dtype=torch.int64))
+        places: list[list[int]] = table.view(self.world_size, -1).tolist()
+        self._check(places)
+        self._peers = [self._process(r, place) for r, place in enumerate(places)]
+        self._offsets = [place[7] for place in places]
+        self._buffers = [
+            peer.memory(place[4], place[6]) for peer, place in zip(self._peers, places, strict=True)
+        ]
+        self._pads = [
+            peer.memory(place[5], self.signal_pad_size)
+            for peer, place in zip(self._peers, places, strict=True)
+        ]
+
+    def _check(self, places: list[list[int]]) -> None:
+        hosts = [place[0] for place in places]
+        away = [r for r, host in enumerate(hosts) if host != hosts[0]]
+        outside = [r for r, place in enumerate(places) if place[1] < 0]
+        if away:
+            seen = f"rank 0 and ranks {away} share no host"
+            fix = "Make a group of the ranks of one host, and bring the tensor there."
+        elif outside:
+            seen = f"the tensors of ranks {outside} are not in the symmetric heap"
+            fix = "Allocate them with dure.symmetric_memory.empty()."
+        else:
+            return
+        raise UsageError(
+            "these tensors cannot be shared",
+            op="rendezvous",
+            group=self._group.group_name,
+            rank=self.rank,
+            world_size=self.world_size,
+            seen=seen,
+            fix=fix,
+        )
+
+    def _process(self, rank: int, place: list[int]) -> heap.Process:
+        process = heap.process_of(place[1], place[2], place[3])
+        if process is None:
+            raise self._lost(rank, place[1], "")
+        return process
+
+    def _lost(self, rank: int, pid: int, fate: str) -> PeerLost:
+        return PeerLost(
+            f"the process of rank {rank} ended",
+            pid=pid,
+            exit=fate or None,
+            op="rendezvous",
+            group=self._group.group_name,
+            rank=self.rank,
+            world_size=self.world_size,
+            peer=rank,
+            seen=", ".join([f"pid {pid}", *([fate] if fate else [])]),
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"SymmetricMemory(rank {self.rank} of {self.world_size}, {self.buffer_size:,} bytes, "
+            f"group {self._group.group_name!r})"
+        )
+
+    # ---------------------------------------------------------------- memory
+
+    def get_buffer(
+        self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype, storage_offset: int = 0
+    ) -> torch.Tensor:
+        """Return the storage that `rank` brought, as a tensor.
+
+        Args:
+            rank: Of the group; this rank too.
+            sizes: Shape of the result, which is contiguous.
+            dtype: Of the result.
+            storage_offset: Elements of `dtype` to pass over.
+
+        Raises:
+            ShapeError: The storage is too short for it.
+            UsageError: No such rank.
+        """
+        memory = self._buffers[self._rank_of(rank)]
+        nbytes = math.prod(sizes) * dtype.itemsize
+        start = storage_offset * dtype.itemsize
+        if storage_offset < 0 or start + nbytes > len(memory):
+            raise ShapeError(
+                f"the storage of rank {rank} is too short",
+                op="get_buffer",
+                group=self._group.group_name,
+                seen=f"{tuple(sizes)} of {dtype} from element {storage_offset} on need "
+                f"{start + nbytes:,} bytes, it has {len(memory):,}",
+            )
+        whole = heap.tensor_of(memory, (len(memory),), torch.uint8)
+        return whole[start : start + nbytes].view(dtype).view(sizes)
+
+    def get_remote_tensor(
+        self, peer: int, sizes: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return the tensor that `peer` brought: as `get_buffer`, from where its view begins."""
+        offset, rest = divmod(self._offsets[self._rank_of(peer)], dtype.itemsize)
+        if rest:
+            raise ShapeError(
+                f"the tensor of rank {peer} does not begin at an element of {dtype}",
+                op="get_remote_tensor",
+                group=self._group.group_name,
+            )
+        return self.get_buffer(peer, sizes, dtype, offset)
+
+    def get_signal_pad(
+        self,
+        rank: int,
+        sizes: tuple[int, ...] = (),
+        dtype: torch.dtype | None = None,
+        storage_offset: int = 0,
+    ) -> torch.Tensor:
+        """Return the memory of the signals that `rank` waits for; all of it where `sizes` is ()."""
+        dtype = dtype or torch.int32
+        memory = self._pads[self._rank_of(rank)]
+        whole = heap.tensor_of(memory, (len(memory) // dtype.itemsize,), dtype)[storage_offset:]
+        return whole[: math.prod(sizes)].view(sizes) if sizes else whole
+
+    # ---------------------------------------------------------------- signals
+
+    def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
+        """Set the signal that `dst_rank` waits for; what was written before is seen after it.
+
+        Args:
+            dst_rank: Who is told.
+            channel: Which of 16 independent signals.
+            timeout_ms: How long to wait until the last one was taken; 0: the group's timeout.
+
+        Raises:
+            CommTimeout: It was not taken in time.
+            PeerLost: `dst_rank` has died.
+        """
+        word = self._word(channel, self.rank, dst_rank)
+        self._change("put_signal", dst_rank, dst_rank, word, (_FREE, _SET), timeout_ms)
+
+    def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
+        """Wait for the signal of `src_rank`, and take it.
+
+        Raises:
+            CommTimeout: It did not come in time.
+            PeerLost: `src_rank` has died.
+        """
+        word = self._word(channel, src_rank, self.rank)
+        self._change("wait_signal", self.rank, src_rank, word, (_SET, _FREE), timeout_ms)
+
+    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
+        """Return when all ranks have called with this channel.
+
+        Independent of the group's `barrier`, and of signals.
+
+        Cost:
+            n-1 words written, n-1 waited for.
+
+        Raises:
+            CommTimeout: Not all came in time.
+            PeerLost: A rank has died.
+        """
+        half = _CHANNELS * self.world_size
+        for step in range(1, self.world_size):
+            peer = (self.rank + step) % self.world_size
+            word = half + self._word(channel, self.rank, peer)
+            self._change("barrier", peer, peer, word, (_FREE, _SET), timeout_ms)
+        for step in range(1, self.world_size):
+            peer = (self.rank - step) % self.world_size
+            word = half + self._word(channel, peer, self.rank)
+            self._change("barrier", self.rank, peer, word, (_SET, _FREE), timeout_ms)
+
+    def _rank_of(self, rank: int) -> int:
+        if rank not in range(self.world_size):
+            raise UsageError(
+                f"{rank!r} is not a rank of the group",
+                group=self._group.group_name,
+                seen=f"its ranks are 0 to {self.world_size - 1}",
+            )
+        return rank
+
+    def _word(self, channel: int, source: int, to: int) -> int:
+        self._rank_of(to)
+        if channel not in range(_CHANNELS):
+            raise UsageError(
+                f"channel {channel!r} is none of 0 to {_CHANNELS - 1}",
+                group=self._group.group_name,
+            )
+        return channel * self.world_size + self._rank_of(source)
+
+    def _change(
+        self, op: str, holder: int, peer: int, word: int, step: tuple[int, int], timeout_ms: int
+    ) -> None:
+        """Wait until a word of `holder` is ``step[0]``, and make it ``step[1]``."""
+        timeout_s = timeout_ms / 1000 or self._group.timeout.total_seconds()
+        process = self._peers[peer]
+        ended = heap.change_word(self._pads[holder], word, step, process, timeout_s)
+        if ended == _DEAD:
+            raise self._lost(peer, process.pid, process.fate())
+        if ended == _LATE:
+            raise CommTimeout(
+                f"rank {peer} did not answer",
+                missing=(peer,),
+                op=op,
+                group=self._group.group_name,
+                rank=self.rank,
+                world_size=self.world_size,
+                peer=peer,
+                elapsed_s=timeout_s,
+            )

@@ -1,0 +1,188 @@
+"""When a backward begins, when each gradient is there, when it has ended: hooks of autograd.
+
+*Parameters* (`on_gradients`). Autograd tells of each gradient that it has accumulated. These hooks
+live as long as the parameters, and therefore hold their owner weakly: wrapping a module once more,
+or throwing a wrapper away, leaves nothing of the old one behind.
+
+*Outputs* (`on_outputs`). A gradient that arrives at an output of a module says that a backward
+through it is running, also one that reaches no parameter on this rank (all its inputs were masked
+out) while the other ranks wait for it. These hooks live as long as the graph, and hold what they
+call, so that the backward is seen to also where the program has let go of the module. They do not
+hold the output's own node, so that the graph is free to go.
+
+*The end* (`at_end`, `at_end_or_failure`). Autograd calls back when the running backward has ended;
+where it raises, it drops the callback.
+
+Note "Is it a backward?". A gradient arrives at an output in `torch.autograd.grad` as well, which
+hands gradients out and accumulates none (a gradient penalty calls it, between forward and
+backward). Only autograd knows which it is, and it answers one question: will this node of the graph
+be executed? For a parameter's accumulating node
+
+* *yes* means that this is a backward that fills ``.grad``;
+* an exception means `autograd.grad` with respect to this parameter;
+* *no* means either that the call does not fill ``.grad`` or that it does not reach this parameter.
+
+To tell the last two apart, the graph is followed from an output down to any leaf, which is asked.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from dure.training.pytrees import tensors_of
+
+__all__ = [
+    "at_end",
+    "at_end_or_failure",
+    "fills_gradients",
+    "in_backward",
+    "on_gradients",
+    "on_outputs",
+    "task_id",
+    "will_reach",
+]
+
+T = TypeVar("T")
+
+# Looked up once: finding it takes longer than calling it.
+at_end: Callable[[Callable[[], None]], None]
+at_end = torch.autograd.Variable._execution_engine.queue_callback  # pyright: ignore
+"""Have autograd call a function at the end of the backward that is running."""
+_will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node  # pyright: ignore
+
+
+def on_gradients(
+    owner: T, call: Callable[[T, int], None], parameters: Iterable[torch.Tensor]
+) -> weakref.finalize[..., T]:
+    """Have `call(owner, number)` called whenever a gradient of a parameter has been accumulated.
+
+    Args:
+        owner: Held weakly; the hooks go with it.
+        call: Gets the parameter's number in `parameters`.
+        parameters: Leaves that need a gradient.
+
+    Returns:
+        What takes the hooks away when it is called.
+    """
+    me = weakref.ref(owner)
+    handles = [_on_gradient(me, call, number, p) for number, p in enumerate(parameters)]
+    end = weakref.finalize(owner, _remove_all, handles)
+    end.atexit = False
+    return end
+
+
+def _on_gradient(
+    owner: weakref.ref[T], call: Callable[[T, int], None], number: int, parameter: torch.Tensor
+) -> torch.utils.hooks.RemovableHandle:
+    def gradient_accumulated(_: torch.Tensor) -> None:
+        me = owner()
+        if me is not None:
+            call(me, number)
+
+    return parameter.register_post_accumulate_grad_hook(gradient_accumulated)
+
+
+def _remove_all(handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def on_outputs(outputs: object, call: Callable[[Sequence[Any]], None]) -> None:
+    """Have `call(nodes)` called when a gradient arrives at a tensor of `outputs`, any pytree.
+
+    `nodes` are those of the graph under that tensor (Any: autograd's nodes have no public type).
+    """
+    for tensor in tensors_of(outputs):
+        if tensor.grad_fn is not None:
+            tensor.register_hook(_output_hook(call, _below(tensor.grad_fn)))
+
+
+def _output_hook(
+    call: Callable[[Sequence[Any]], None], below: Sequence[Any]
+) -> Callable[[torch.Tensor], None]:
+    def gradient_arrived(_: torch.Tensor) -> None:
+        call(below)
+
+    return gradient_arrived
+
+
+def at_end_or_failure(call: Callable[[], None]) -> None:
+    """Have `call` called when the running backward ends; it may be twice, or when it has raised."""
+    at_end(_AtEnd(call))
+
+
+class _AtEnd:
+    """Calls `end` when autograd does, or when autograd drops it because the backward raised."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
+    def __call__(self) -> None:
+        self._end()
+
+    def __del__(self) -> None:
+        self._end()
+
+
+def task_id() -> int:
+    """Return the number of the backward that runs on this thread; -1 outside of any."""
+    return torch._C._current_graph_task_id()  # pyright: ignore
+
+
+def in_backward() -> bool:
+    """Tell whether the calling thread is inside a backward (checkpoints run forward there)."""
+    return task_id() >= 0
+
+
+def will_reach(accumulator: Any) -> bool:
+    """Tell whether the running backward adds to the gradient that `accumulator` fills.
+
+    Any: autograd's nodes have no public type. To be called during a backward.
+    """
+    try:
+        return _will_execute(accumulator)
+    except RuntimeError:  # autograd.grad with respect to this very leaf
+        return False
+
+
+def fills_gradients(accumulator: Any, nodes: Sequence[Any]) -> bool:
+    """Tell whether the running backward fills gradients of leaves (Any: nodes of the graph).
+
+    Args:
+        accumulator: Of a parameter that is likely to be reached.
+        nodes: Those below an output of the module, whose gradient has arrived.
+
+    Cost:
+        One question; where that does not decide, as many steps as the graph is deep.
+    """
+    try:
+        if _will_execute(accumulator):
+            return True
+        leaf = _any_leaf(nodes)
+        return leaf is not None and _will_execute(leaf)
+    except RuntimeError:
+        return False
+
+
+def _below(node: Any) -> list[Any]:
+    """Return the nodes that `node` hands gradients to (Any: nodes of the graph)."""
+    return [n for n, _ in node.next_functions if n is not None]
+
+
+def _any_leaf(nodes: Sequence[Any]) -> Any:
+    """Follow the graph from `nodes` down to the first leaf that is found, depth first."""
+    seen: set[Any] = set()
+    waiting = list(reversed(nodes))
+    while waiting:
+        node = waiting.pop()
+        if hasattr(node, "variable"):
+            return node
+        for child in reversed(_below(node)):
+            if child not in seen:
+                seen.add(child)
+                waiting.append(child)
+    return None

@@ -1,0 +1,296 @@
+"""Gradients that lie in flat buffers, and what a buffer is given for each of them.
+
+A *grad view* has a tensor that shares its flat buffer's memory and becomes the parameter's
+``.grad``. Autograd adds into it in place, the collective reduces it in place, and the optimizer
+reads it there: nothing is copied. Only the first gradient after ``zero_grad()``, which sets
+``.grad`` to None, arrives in a tensor of autograd's own and is copied in once.
+
+It lies in the strides of its parameter where those are dense. It is not a view in autograd's sense,
+so ``grad.detach_()`` works on it. A program that keeps a gradient (``g = p.grad``) over
+``zero_grad(set_to_none=True)`` keeps its values: the grad view sees that its tensor is held and
+moves the holder's to memory of its own before writing. The same happens when buffers are laid out
+anew, so that gradients which are being accumulated are carried over.
+
+Two kinds differ.
+
+*Sparse.* The gradient of an embedding with ``sparse=True`` lies nowhere: its size changes from step
+to step. Its entries are handed over when the buffer is reduced, and the result is shown.
+
+*Cast.* A gradient that is reduced in another dtype than it is kept in. The flat buffer is made in
+the dtype of the reduction, so that half the bits are half the bytes on every road, and no copy of a
+whole buffer is ever made. The gradient stays a tensor of its own, in its parameter's dtype; it is
+cast into the buffer when it is complete, and the result is cast back:
+
+    backward -> p.grad float32 --cast--> view bfloat16 -> all_reduce -> view --cast--> p.grad
+
+Memory: the gradients, and the buffers beside them (half of that for 16 bits).
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from dure.training.flat_buffers import Kind, dense_strides
+
+__all__ = ["DORMANT", "CastGradView", "GradView", "NamedParameter", "SparseGradView"]
+
+# What sys.getrefcount says of an object that only a grad view's attribute refers to.
+_REFS_OF_UNHELD_VIEW = 2
+
+DORMANT = -1
+"""The buffer's index of a grad view that is in none: nobody uses its parameter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedParameter:
+    """A parameter and its path in the module."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    sparse: bool = False
+    """Its gradients are sparse, and stay so."""
+
+
+class GradView:
+    """The place of one parameter's gradient in its flat buffer.
+
+    Threads: used by one thread at a time; its owner's lock sees to it.
+
+    Attributes:
+        number: The parameter's, in the order of registration.
+        dtype: In which the gradient is reduced.
+        buffer_index: The flat buffer that it is in, or `DORMANT`.
+        tensor: The place itself.
+        expected: How often a backward adds to the gradient.
+        left: How often the present backward still will.
+        used: Whether it got a gradient since the last reduction.
+        node: What accumulates the gradient in autograd's graphs.
+    """
+
+    __slots__ = (
+        "_flat",
+        "_saved",
+        "buffer_index",
+        "dtype",
+        "expected",
+        "left",
+        "name",
+        "node",
+        "number",
+        "parameter",
+        "tensor",
+        "used",
+    )
+
+    def __init__(self, number: int, named: NamedParameter, dtype: torch.dtype) -> None:
+        self.number, self.name, self.parameter = number, named.name, named.parameter
+        self.dtype = dtype
+        self.node = torch.autograd.graph.get_gradient_edge(named.parameter).node
+        self.buffer_index = DORMANT
+        self.expected = self.left = 1
+        self.used = False
+        # Not what holds the buffer: a cycle would keep its shared memory until the garbage
+        # collector comes round.
+        self._flat = self.tensor = torch.empty(0)
+        self._saved: torch.Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of the gradient in its flat buffer."""
+        return self.parameter.numel() * self.dtype.itemsize
+
+    @property
+    def kind(self) -> Kind:
+        """What flat buffer it can lie in."""
+        return (self.dtype, self.parameter.device)
+
+    def place(self, flat: torch.Tensor, buffer_index: int, offset: int) -> None:
+        """Lie in `flat` from now on; `leave` comes first if it lay somewhere else.
+
+        What was accumulated since the last reduction (`no_sync`) comes along.
+        """
+        self._flat, self.buffer_index = flat, buffer_index
+        self.tensor = _alias(flat, offset, self.parameter)
+        if self.used and self.parameter.grad is not None:
+            self.adopt()
+
+    def leave(self) -> None:
+        """Give the values to whoever holds the view, such as the parameter; lie nowhere."""
+        if self.buffer_index == DORMANT:
+            return
+        if sys.getrefcount(self.tensor) > _REFS_OF_UNHELD_VIEW:
+            self.tensor.data = self.tensor.clone()
+        self.buffer_index = DORMANT
+        self._flat = self.tensor = torch.empty(0)
+
+    def adopt(self) -> None:
+        """Make sure that the parameter's gradient lies in the buffer."""
+        gradient = self.parameter.grad
+        assert gradient is not None
+        if gradient is self.tensor:
+            return
+        self._free_view()
+        # Detached: with create_graph the gradient has a history, which the buffer must not get.
+        values = gradient.detach() if gradient.requires_grad else gradient
+        self.tensor.copy_(values if values.layout is torch.strided else values.to_dense())
+        self.parameter.grad = self.tensor
+
+    def recollect(self) -> None:
+        """At the begin of a backward: see what became of a gradient that waits to be reduced.
+
+        Programs drop or replace gradients that they accumulated under `no_sync`. What is gone
+        counts as never used: the place still has its values, which nobody shall see again.
+        """
+        if self.parameter.grad is None:
+            self.used = False
+        else:
+            self.adopt()
+
+    def contribute_unused(self) -> None:
+        """Fill the buffer for a gradient that this rank did not compute.
+
+        A gradient left over from an earlier step (a program that does not call zero_grad) is the
+        same on all ranks; contributing it makes the average come out as if it had been added
+        afterwards. It is saved, so that nothing changes where no rank uses the parameter.
+        """
+        if self.parameter.grad is self.tensor:
+            self._saved = self.tensor.clone()
+            return
+        self._free_view()
+        with torch.no_grad():
+            if self.parameter.grad is None:
+                self.tensor.zero_()
+            else:
+                self.tensor.copy_(self.parameter.grad)
+
+    def contribute_nothing(self) -> None:
+        """Fill the buffer with zeros: this rank only accompanies the others' step.
+
+        Its own old gradient goes: what is left of it would not be that of the others.
+        """
+        self.parameter.grad = None
+        self._free_view()
+        with torch.no_grad():
+            self.tensor.zero_()
+
+    def settle(self, used_somewhere: bool) -> None:
+        """After the reduction: show the result, or leave the gradient as it was."""
+        if used_somewhere:
+            if self.parameter.grad is not self.tensor:
+                self.parameter.grad = self.tensor
+        elif self._saved is not None:
+            self.tensor.copy_(self._saved)
+        self._saved = None
+
+    def _free_view(self) -> None:
+        """Before overwriting the view: give its old values to whoever still holds it."""
+        if sys.getrefcount(self.tensor) <= _REFS_OF_UNHELD_VIEW:
+            return
+        offset = int(self.tensor.storage_offset())
+        self.tensor.data = self.tensor.clone()
+        self.tensor = _alias(self._flat, offset, self.parameter)
+
+
+def _alias(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor shaped as `like` over `flat`'s memory, not a view for autograd."""
+    alias = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    alias.set_(flat.untyped_storage(), offset, tuple(like.shape), dense_strides(like))  # pyright: ignore[reportUnknownMemberType]
+    return alias
+
+
+class SparseGradView(GradView):
+    """The entries of one sparse gradient [rows, ...], of which each rank has some rows.
+
+    A gradient that is dense all the same, as where the weight is also used by another layer, is
+    reduced as entries too and shown as a dense one.
+    """
+
+    __slots__ = ()
+
+    def place(self, flat: torch.Tensor, buffer_index: int, offset: int) -> None:
+        """Belong to a buffer: there is nothing to lie in."""
+        self.buffer_index = buffer_index
+
+    def leave(self) -> None:
+        """Belong to no buffer."""
+        self.buffer_index = DORMANT
+
+    def adopt(self) -> None:
+        """Leave the gradient where it is."""
+
+    def contribute_unused(self) -> None:
+        """Hand over a gradient that is left over, or no entries."""
+        gradient = self.parameter.grad
+        self.tensor = self._empty() if gradient is None else self._entries(gradient)
+
+    def contribute_nothing(self) -> None:
+        """Hand over no entries."""
+        self.parameter.grad = None
+        self.tensor = self._empty()
+
+    def take(self) -> torch.Tensor:
+        """Return this rank's entries, to be summed in place."""
+        gradient = self.parameter.grad
+        if self.used and gradient is not None:
+            self.tensor = self._entries(gradient)
+        return self.tensor
+
+    def settle(self, used_somewhere: bool) -> None:
+        """Show the result as the parameter's gradient, if there is one."""
+        if used_somewhere:
+            gradient = self.parameter.grad
+            dense = gradient is not None and gradient.layout is torch.strided
+            self.parameter.grad = self.tensor.to_dense() if dense else self.tensor
+        self.tensor = self._empty()
+
+    @staticmethod
+    def _entries(gradient: torch.Tensor) -> torch.Tensor:
+        values = gradient.detach()
+        return (values.to_sparse(1) if values.layout is torch.strided else values).clone()
+
+    def _empty(self) -> torch.Tensor:
+        p = self.parameter
+        return torch.sparse_coo_tensor(
+            torch.empty((1, 0), dtype=torch.int64, device=p.device),
+            torch.empty((0, *p.shape[1:]), dtype=p.dtype, device=p.device),
+            tuple(p.shape),
+            check_invariants=False,
+        )
+
+
+class CastGradView(GradView):
+    """The place of a gradient in a flat buffer of another dtype; it is never `p.grad` itself."""
+
+    __slots__ = ()
+
+    def adopt(self) -> None:
+        """Cast the parameter's gradient into the buffer."""
+        gradient = self.parameter.grad
+        assert gradient is not None
+        values = gradient.detach()
+        self.tensor.copy_(values if values.layout is torch.strided else values.to_dense())
+
+    def contribute_unused(self) -> None:
+        """Fill the buffer for a gradient that this rank did not compute."""
+        if self.parameter.grad is None:
+            self.contribute_nothing()
+        else:
+            self.adopt()
+
+    def contribute_nothing(self) -> None:
+        """Fill the buffer with zeros; an old gradient of this rank's own goes (see `GradView`)."""
+        self.parameter.grad = None
+        with torch.no_grad():
+            self.tensor.zero_()
+
+    def settle(self, used_somewhere: bool) -> None:
+        """After the reduction: cast the result back, or leave the gradient as it was."""
+        if used_somewhere:
+            gradient = self.parameter.grad
+            if gradient is None or gradient.layout is not torch.strided:
+                self.parameter.grad = self.tensor.to(self.parameter.dtype)
+            else:
+                gradient.detach().copy_(self.tensor)

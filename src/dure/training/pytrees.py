@@ -1,0 +1,51 @@
+"""Tensors in pytrees: batches, arguments and results of nested sequences, mappings, dataclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, cast
+
+import torch
+
+__all__ = ["mapped", "moved", "tensors_of"]
+
+
+def tensors_of(value: object) -> Iterator[torch.Tensor]:
+    """Go through the tensors of a batch or an output: nested sequences, mappings, dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    parts: Iterable[object] = ()
+    if isinstance(value, Mapping):
+        parts = cast("Mapping[object, object]", value).values()
+    elif isinstance(value, list | tuple | set):
+        parts = cast("Iterable[object]", value)
+    elif is_dataclass(value):
+        parts = [getattr(value, field.name) for field in fields(value)]
+    for part in parts:
+        yield from tensors_of(part)
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Return `value` with the tensors in it moved to `device` (Any: any pytree)."""
+    return mapped(value, lambda tensor: tensor.to(device))
+
+
+def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return `value` with `change` applied to the tensors in it (Any: any pytree)."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped(v, change) for v in value))  # pyright: ignore
+    if isinstance(value, list | tuple):
+        return type(value)(mapped(v, change) for v in value)  # pyright: ignore
+    if isinstance(value, dict):
+        same: dict[Any, Any] = copy(value)  # of the same class, whatever its constructor takes
+        same.update((k, mapped(v, change)) for k, v in value.items())
+        return same
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in fields(value) if field.init]
+        return replace(value, **{n: mapped(getattr(value, n), change) for n in names})
+    return value

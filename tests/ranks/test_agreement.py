@@ -1,0 +1,46 @@
+"""One rank's values for all: what is sent, and where it comes to lie."""
+
+from __future__ import annotations
+
+import torch
+
+import dure
+from dure.testing import CommRecorder, run_ranks
+from dure.training.agreement import broadcast_tensors
+
+LARGE = 64 * 1024 // 4 + 1
+"""Elements of the smallest float32 tensor that travels by itself."""
+
+
+def test_large_tensors_travel_alone_and_small_ones_together_3_ranks() -> None:
+    def rank_main(rank: int) -> tuple[list[torch.Tensor], dict[str, int], int]:
+        def filled(tensor: torch.Tensor, value: int) -> torch.Tensor:
+            return tensor.fill_(10 * rank + value)
+
+        tensors = [
+            filled(torch.empty(LARGE - 1), 0),
+            filled(torch.empty(3, 2).t(), 1),
+            filled(torch.empty(LARGE), 2),
+            torch.nn.Parameter(filled(torch.empty(()), 3)),
+            filled(torch.empty(2, dtype=torch.int64), 4),
+            filled(torch.empty(0), 5),
+            filled(torch.empty(2, LARGE).t(), 6),
+        ]
+        with CommRecorder(rank=rank) as seen:
+            broadcast_tensors(dure._get_default_group(), tensors, root=2)
+        return tensors, dict(seen.counts), seen.nbytes()
+
+    for tensors, counts, num_bytes in run_ranks(3, rank_main):
+        for value, tensor in enumerate(tensors):
+            assert torch.equal(tensor, torch.full_like(tensor, 20 + value))
+        assert counts == {"broadcast": 4}  # two large ones, the small floats, the integers
+        assert num_bytes == 4 * (LARGE - 1 + 6 + LARGE + 1 + 2 * LARGE) + 8 * 2
+
+
+def test_nothing_is_sent_for_no_tensors_2_ranks() -> None:
+    def rank_main(rank: int) -> list[str]:
+        with CommRecorder(rank=rank) as seen:
+            broadcast_tensors(dure._get_default_group(), [])
+        return seen.ops
+
+    assert run_ranks(2, rank_main) == [[], []]

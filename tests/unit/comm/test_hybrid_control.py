@@ -1,0 +1,78 @@
+"""Channels between leaders: what is left of one that cannot be opened."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import zmq
+
+from dure.comm.backends.base import BackendOptions
+from dure.comm.backends.hybrid import control
+from dure.comm.backends.hybrid.control import open_channel
+from dure.errors import StoreTimeout
+from dure.store import HashStore
+
+
+def test_channel_that_cannot_be_opened_leaves_nothing_to_wait_for():
+    context = zmq.Context()
+    options = BackendOptions(
+        store=HashStore(),
+        rank=1,
+        size=2,
+        global_ranks=(0, 1),
+        timeout=timedelta(milliseconds=1),
+        name="alone",
+    )
+    with pytest.raises(StoreTimeout) as caught:  # its traceback holds all that the call had
+        open_channel(context, (1, 0), "127.0.0.1", options)
+    end = threading.Thread(target=context.term, daemon=True)
+    end.start()
+    end.join(5)
+    assert not end.is_alive(), caught
+
+
+class _Busy:
+    """A channel whose leader's thread is in the middle of using it."""
+
+    def __init__(self, context: zmq.Context) -> None:
+        self.socket, self.monitor = context.socket(zmq.DEALER), context.socket(zmq.PAIR)
+        self.token, self.over, self.left, self.heard = b"", True, -1, 0.0
+        self.begun, self.go, self.closed = threading.Event(), threading.Event(), threading.Event()
+
+    def say(self, message) -> None:
+        self.over = False
+
+    def close(self) -> None:
+        self.socket.close(0)
+        self.monitor.close(0)
+        self.closed.set()
+
+
+def test_what_the_watch_uses_is_closed_by_the_thread_that_uses_it(monkeypatch):
+    monkeypatch.setattr(control, "_GOODBYE_S", 0.01)
+    in_use, go = threading.Event(), threading.Event()
+    state = SimpleNamespace(listeners=[], look=lambda: (in_use.set(), go.wait(10))[0])
+    hosts = SimpleNamespace(mine=(0,), rank=0)
+    watch = control.Watch(SimpleNamespace(state=state, hosts=hosts), None)  # pyright: ignore
+    channel = _Busy(watch._context)
+    watch._channels.append(channel)  # pyright: ignore
+    watch.start(SimpleNamespace(begun=0, opened=0))  # pyright: ignore
+    assert in_use.wait(10)
+    watch.stop(0)
+    assert not channel.closed.is_set()
+    watch._nudge()
+    go.set()
+    assert channel.closed.wait(10)
+    assert watch._thread is not None
+    watch._thread.join(10)
+    read, write = os.pipe()  # the descriptors that the watch had are free again
+    watch._nudge()
+    os.set_blocking(read, False)
+    with pytest.raises(BlockingIOError):
+        os.read(read, 1)
+    os.close(read)
+    os.close(write)
