@@ -40,7 +40,10 @@ bool CallQueue::push(Job job) {
     // First, as it may fail: then nothing has been started.
     if (!thread_.joinable()) thread_ = start_quietly([this] { work(); }, "dure-progress");
     const bool brief = job.brief;
-    jobs_.push_back(std::move(job));
+    // Numbers are taken before we come here, so a later one may come first.
+    auto place = jobs_.end();
+    while (place != jobs_.begin() && job.turn.before(std::prev(place)->turn)) --place;
+    jobs_.insert(place, std::move(job));
     pushed_++;
     if (idle_ || !brief) changed_.notify_one();
     if (channel_->sleepers_.load(std::memory_order_seq_cst) != 0) channel_->ring();

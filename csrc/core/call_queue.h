@@ -17,8 +17,8 @@
 #pragma once
 
 #include <condition_variable>
-#include <deque>
 #include <functional>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -85,7 +85,7 @@ class CallQueue {
     std::atomic<int> waiting_{0};
     std::mutex lock_;  // of what follows
     std::condition_variable changed_;
-    std::deque<Job> jobs_;
+    std::list<Job> jobs_;  // by number
     Channel* channel_;  // nullptr after `stop`
     int inside_ = 0;
     uint64_t pushed_ = 0;

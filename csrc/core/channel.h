@@ -48,6 +48,10 @@ class Channel {
         }
         // Number of the call on its channel, from 1.
         uint32_t number() const { return number_ + 1; }
+        // Numbers wrap.
+        bool before(const Turn& other) const {
+            return static_cast<int32_t>(number_ - other.number_) < 0;
+        }
         bool come() const { return channel_->served_.load(std::memory_order_acquire) == number_; }
         void wait() const { channel_->await_turn(number_); }
 

@@ -97,6 +97,20 @@ TEST(a_turn_that_was_taken_first_goes_first) {
     });
 }
 
+// A thread may be held up between taking its number and handing over its call.
+TEST(calls_queue_in_the_order_of_their_numbers) {
+    on_threads(2, [](Group& g) {
+        Channel& channel = g.channel(1);
+        std::vector<int32_t> x(10, 1), y(20, 10), z(30, 100);
+        Channel::Turn first(channel), second(channel), third(channel);
+        auto last = channel.start(all_reduce_of(z), std::move(third), false);
+        auto middle = channel.start(all_reduce_of(y), std::move(second), true);
+        auto begin = channel.start(all_reduce_of(x), std::move(first), false);
+        CHECK(last->wait(20'000'000'000) && begin->done() && middle->done());
+        CHECK(x[0] == 2 && y[0] == 20 && z[0] == 200);
+    });
+}
+
 TEST(calls_of_several_threads_run_one_at_a_time_in_the_order_of_their_numbers) {
     on_threads(2, [](Group& g) {
         constexpr int kThreads = 4, kCalls = 200;
