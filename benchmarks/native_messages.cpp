@@ -92,10 +92,10 @@ void measure_start(Rank& me) {
     for (int i = 0; i < 200; i++) {
         usleep(1000);
         const int64_t began = now_ns();
-        auto ticket = me.group.channel(0).start(
+        auto request = me.group.channel(0).start(
             {Op::all_reduce, DType::f32, Reduction::sum, -1, {}, {{me.memory, size_t{1} << 20}}});
         times.push_back(static_cast<double>(now_ns() - began) / 1e3);
-        while (!ticket->wait(1'000'000'000)) continue;
+        while (!request->wait(1'000'000'000)) continue;
     }
     std::sort(times.begin(), times.end());
     if (me.group.rank() == 0) {

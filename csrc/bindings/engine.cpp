@@ -101,14 +101,14 @@ void Engine::raise(const Outcome& outcome) {
 }
 
 // Hand out a Request, and hold on to what it works on, though it be dropped.
-nb::object Engine::started(const std::shared_ptr<Ticket>& ticket, nb::object keep) {
+nb::object Engine::started(const std::shared_ptr<Request>& request, nb::object keep) {
     if (pending_.size() >= sweep_at_) {
-        std::erase_if(pending_, [](const auto& call) { return call->ticket->done(); });
+        std::erase_if(pending_, [](const auto& call) { return call->request->done(); });
         sweep_at_ = 2 * pending_.size() + 16;
     }
-    auto call = std::make_shared<PendingCall>(ticket, std::move(keep));
+    auto call = std::make_shared<PendingCall>(request, std::move(keep));
     pending_.push_back(call);
-    return nb::cast(Request(std::move(call), *this));
+    return nb::cast(PythonRequest(std::move(call), *this));
 }
 
 nb::object Engine::run(int channel, Call call, bool async, nb::handle keep) {
@@ -121,9 +121,9 @@ nb::object Engine::run(int channel, Call call, bool async, nb::handle keep) {
     const uint64_t entry = note(channel, turn, call, async);
     if (async) {
         const bool brief = bytes_of(call) <= kBriefBytes;
-        std::shared_ptr<Ticket> ticket = on.start(std::move(call), std::move(turn), brief);
-        ticket->record(flight_, entry);
-        return started(ticket, nb::borrow(keep));
+        std::shared_ptr<Request> request = on.start(std::move(call), std::move(turn), brief);
+        request->record(flight_, entry);
+        return started(request, nb::borrow(keep));
     }
     const Status s = call_without_gil(group_.get(), [&] {
         const Status ended = on.run(call, std::move(turn));
@@ -139,9 +139,10 @@ nb::object Engine::send(Block block, DType dtype, int to, int tag, bool async, n
     Mailbox* box = mailbox_.get();
     const uint64_t entry = note({Op::send, to, tag}, block, dtype, async);
     if (async) {
-        auto ticket = call_without_gil(box, [&] { return box->start_send(block, dtype, to, tag); });
-        ticket->record(flight_, entry);
-        return started(ticket, nb::borrow(keep));
+        auto request =
+            call_without_gil(box, [&] { return box->start_send(block, dtype, to, tag); });
+        request->record(flight_, entry);
+        return started(request, nb::borrow(keep));
     }
     Outcome out = call_without_gil(box, [&] {
         Outcome ended = box->send(block, dtype, to, tag);
@@ -154,18 +155,19 @@ nb::object Engine::send(Block block, DType dtype, int to, int tag, bool async, n
 nb::object Engine::receive(Block block, DType dtype, int from, int tag, bool async,
                            nb::handle keep) {
     Mailbox* box = mailbox_.get();
-    auto ticket = std::make_shared<Ticket>();
+    auto request = std::make_shared<Request>();
     const auto finished = [&](Outcome outcome) {
-        ticket->finish(std::move(outcome));
-        return started(ticket, nb::none());
+        request->finish(std::move(outcome));
+        return started(request, nb::none());
     };
     if (forked()) return finished(outcome_of(Status::forked, Op::recv));
     if (lacks_memory(block)) return finished(without_memory(Op::recv));
     const uint64_t entry = note({Op::recv, from, tag}, block, dtype, async);
     if (async) {
-        ticket = call_without_gil(box, [&] { return box->start_receive(block, dtype, from, tag); });
-        ticket->record(flight_, entry);
-        return started(ticket, nb::borrow(keep));
+        request =
+            call_without_gil(box, [&] { return box->start_receive(block, dtype, from, tag); });
+        request->record(flight_, entry);
+        return started(request, nb::borrow(keep));
     }
     int source = -1;
     Outcome out = call_without_gil(box, [&] {
@@ -173,7 +175,7 @@ nb::object Engine::receive(Block block, DType dtype, int from, int tag, bool asy
         flight_->end(entry, ended.status);
         return ended;
     });
-    ticket->set_source(source);
+    request->set_source(source);
     return finished(std::move(out));
 }
 

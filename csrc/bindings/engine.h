@@ -21,7 +21,7 @@
 #include "flight.h"
 #include "interrupt.h"
 #include "mailbox.h"
-#include "request.h"
+#include "python_request.h"
 #include "tensor.h"
 
 namespace dure {
@@ -94,7 +94,7 @@ class Engine {
     uint64_t note(const Message& message, Block block, DType dtype, bool async);
     nanobind::object plain(Place on, const Call& call, size_t bytes, nanobind::handle one,
                            nanobind::handle other);
-    nanobind::object started(const std::shared_ptr<Ticket>& ticket, nanobind::object keep);
+    nanobind::object started(const std::shared_ptr<Request>& request, nanobind::object keep);
     nanobind::object plain_message(const Message& message, nanobind::handle tensor);
     nanobind::object failed(Status status, Op op);
 

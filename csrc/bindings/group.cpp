@@ -147,7 +147,7 @@ nb::object failure_of(Engine& e) {
 }
 
 // Break the group for all ranks, unless it is broken.
-void condemn(Engine& e, std::string detail) {
+void abort_group(Engine& e, std::string detail) {
     const WithoutGil release;
     Group::Visit visit(e.group());
     if (!visit) return;
@@ -242,7 +242,7 @@ void bind_group(nb::module_& m) {
         .def("flight", &flight_of)
         .def("sender_of", &Engine::sender_of, nb::call_guard<WithoutGil>())
         .def("host_shared_empty", &Engine::host_shared_empty)
-        .def("condemn", &condemn)
+        .def("abort", &abort_group)
         .def("failure", &failure_of)
         .def("has_left",
              [](Engine& e, int rank) {

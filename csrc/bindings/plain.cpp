@@ -83,9 +83,9 @@ nb::object Engine::plain(Place where, const Call& call, size_t bytes, nb::handle
     const uint64_t entry = note(where.channel, turn, call, where.async);
     const bool brief = bytes <= kBriefBytes;
     if (where.async) {
-        auto ticket = on.start(call, std::move(turn), brief);
-        ticket->record(flight_, entry);
-        return started(ticket, nb::make_tuple(one, other));
+        auto request = on.start(call, std::move(turn), brief);
+        request->record(flight_, entry);
+        return started(request, nb::make_tuple(one, other));
     }
     const auto body = [&] {
         const Status s = on.run(call, std::move(turn));

@@ -64,19 +64,19 @@ bool CallQueue::run_next(bool background) {
     Channel& channel = *channel_;
     hold.unlock();
     if (!job.brief) channel.group_.about_to_wait();
-    channel.run_queued(job.call, *job.ticket, std::move(job.turn), background);
+    channel.run_queued(job.call, *job.request, std::move(job.turn), background);
     hold.lock();
     if (--inside_ == 0 && stopping_) changed_.notify_all();
     return true;
 }
 
-bool CallQueue::complete(const Ticket& ticket) {
+bool CallQueue::complete(const Request& request) {
     const Inside inside(*this);
     if (!inside) return true;  // all has ended
     const Waiting waiting(*this);
-    while (!ticket.done()) {
+    while (!request.done()) {
         if (run_next()) continue;
-        if (!inside.channel().await_change([&] { return ticket.done() || has_next(); }))
+        if (!inside.channel().await_change([&] { return request.done() || has_next(); }))
             return false;
     }
     return true;

@@ -24,7 +24,7 @@
 #include <thread>
 
 #include "channel.h"
-#include "ticket.h"
+#include "request.h"
 
 namespace dure {
 
@@ -34,7 +34,7 @@ class CallQueue {
 
     struct Job {
         Call call;
-        std::shared_ptr<Ticket> ticket;
+        std::shared_ptr<Request> request;
         Channel::Turn turn;
         bool brief;
     };
@@ -43,8 +43,8 @@ class CallQueue {
     // Run the first call if its turn has come.
     bool run_next(bool background = false);
     bool has_next();
-    // Run what has not begun until `ticket` has ended. False if the rank was interrupted before.
-    bool complete(const Ticket& ticket);
+    // Run what has not begun until `request` has ended. False if the rank was interrupted before.
+    bool complete(const Request& request);
     // Who works on the group of this queue, as `PythonCall` wants to know it.
     const void* subject() const { return subject_; }
     // For whoever waits with a limit, and so does not run anything: see to it that it is run.
@@ -86,7 +86,7 @@ class CallQueue {
     std::mutex lock_;  // of what follows
     std::condition_variable changed_;
     std::list<Job> jobs_;  // by number
-    Channel* channel_;  // nullptr after `stop`
+    Channel* channel_;     // nullptr after `stop`
     int inside_ = 0;
     uint64_t pushed_ = 0;
     bool idle_ = false;     // the progress thread sleeps until it is woken

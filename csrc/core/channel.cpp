@@ -80,23 +80,23 @@ std::shared_ptr<HeapMemory> Channel::host_shared_empty(size_t bytes, Status& sta
 
 // ---- asynchronous calls -------------------------------------------------------------------------
 
-std::shared_ptr<Ticket> Channel::start(Call call, Turn turn, bool brief) {
-    auto ticket = std::make_shared<Ticket>(queue_);
-    if (!queue_->push({std::move(call), ticket, std::move(turn), brief})) {
+std::shared_ptr<Request> Channel::start(Call call, Turn turn, bool brief) {
+    auto request = std::make_shared<Request>(queue_);
+    if (!queue_->push({std::move(call), request, std::move(turn), brief})) {
         Outcome out;
         out.status = Status::aborted;
-        ticket->finish(std::move(out));
+        request->finish(std::move(out));
     }
-    return ticket;
+    return request;
 }
 
-void Channel::run_queued(const Call& call, Ticket& ticket, Turn turn, bool background) {
+void Channel::run_queued(const Call& call, Request& request, Turn turn, bool background) {
     background_ = background;
     const Status status = guarded(turn, [&] { return collective(call); });
     background_ = false;
     Outcome out;
     if (status != Status::ok) out = group_.outcome_of(status, call.op);
-    ticket.finish(std::move(out));
+    request.finish(std::move(out));
 }
 
 }  // namespace dure

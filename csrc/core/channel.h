@@ -18,7 +18,7 @@
 
 #include "group.h"
 #include "kernels.h"
-#include "ticket.h"
+#include "request.h"
 
 namespace dure {
 
@@ -66,10 +66,10 @@ class Channel {
     Status run(const Call& call, Turn turn);
     // The same later, by whoever waits for it or by the progress thread; `brief` where it is over
     // before another thread could begin it.
-    std::shared_ptr<Ticket> start(Call call, bool brief = false) {
+    std::shared_ptr<Request> start(Call call, bool brief = false) {
         return start(std::move(call), Turn(*this), brief);
     }
-    std::shared_ptr<Ticket> start(Call call, Turn turn, bool brief);
+    std::shared_ptr<Request> start(Call call, Turn turn, bool brief);
     std::shared_ptr<HeapMemory> host_shared_empty(size_t bytes, Status& status, const Site* site,
                                                   Turn turn);
     // A barrier before the first call.
@@ -88,7 +88,7 @@ class Channel {
     template <typename F>
     bool await_change(F ready);
     void ring();
-    void run_queued(const Call& call, Ticket& ticket, Turn turn, bool background);
+    void run_queued(const Call& call, Request& request, Turn turn, bool background);
     template <typename F>
     Status guarded(const Turn& turn, F collective);
 

@@ -18,10 +18,10 @@ Outcome refused(Op op) {
     return out;
 }
 
-std::shared_ptr<Ticket> refused_ticket(Op op) {
-    auto ticket = std::make_shared<Ticket>();
-    ticket->finish(refused(op));
-    return ticket;
+std::shared_ptr<Request> refused_request(Op op) {
+    auto request = std::make_shared<Request>();
+    request->finish(refused(op));
+    return request;
 }
 
 }  // namespace
@@ -32,8 +32,8 @@ Mailbox::Mailbox(Group& group)
       arriving_(static_cast<size_t>(group.size())),
       ends_(static_cast<size_t>(group.size())) {}
 
-Mailbox::RequestPtr Mailbox::post(Op op, Block data, DType dtype, int peer, int tag) {
-    auto request = std::make_shared<Request>();
+Mailbox::PostedPtr Mailbox::post(Op op, Block data, DType dtype, int peer, int tag) {
+    auto request = std::make_shared<Posted>();
     request->op = op;
     request->data = data;
     request->dtype = dtype;
@@ -84,7 +84,7 @@ Outcome Mailbox::send(Block data, DType dtype, int to, int tag) {
     Group::Visit visit(group_);
     if (!visit) return refused(Op::send);
     if (send_at_once(data, dtype, to, tag)) return {};
-    RequestPtr request;
+    PostedPtr request;
     {
         const auto hold = locked();
         request = post(Op::send, data, dtype, to, tag);
@@ -99,34 +99,33 @@ Outcome Mailbox::receive(Block data, DType dtype, int from, int tag, int* source
         *source = from;
         return {};
     }
-    RequestPtr request;
+    PostedPtr request;
     {
         const auto hold = locked();
         request = post(Op::recv, data, dtype, from, tag);
     }
     Outcome out = drive(request);
-    *source = request->ticket->source();
+    *source = request->source();
     return out;
 }
 
-std::shared_ptr<Ticket> Mailbox::start_send(Block data, DType dtype, int to, int tag) {
+std::shared_ptr<Request> Mailbox::start_send(Block data, DType dtype, int to, int tag) {
     Group::Visit visit(group_);
-    if (!visit) return refused_ticket(Op::send);
+    if (!visit) return refused_request(Op::send);
     std::lock_guard hold(lock_);
     return hand_over(post(Op::send, data, dtype, to, tag));
 }
 
-std::shared_ptr<Ticket> Mailbox::start_receive(Block data, DType dtype, int from, int tag) {
+std::shared_ptr<Request> Mailbox::start_receive(Block data, DType dtype, int from, int tag) {
     Group::Visit visit(group_);
-    if (!visit) return refused_ticket(Op::recv);
+    if (!visit) return refused_request(Op::recv);
     std::lock_guard hold(lock_);
     return hand_over(post(Op::recv, data, dtype, from, tag));
 }
 
 // Wait for `request` on the caller's thread, moving everybody's bytes meanwhile.
-Outcome Mailbox::drive(const RequestPtr& request) {
-    const Ticket& ticket = *request->ticket;
-    if (ticket.done()) return ticket.outcome();
+Outcome Mailbox::drive(const PostedPtr& request) {
+    if (request->done()) return request->outcome();
     group_.about_to_wait();
     const int64_t began = now_ns();
     request->deadline_ns = began + group_.timeout_ns();
@@ -134,7 +133,7 @@ Outcome Mailbox::drive(const RequestPtr& request) {
     Backoff backoff(group_);
     group_.show_core();
     auto shares = [&] { return request->peer == kAnySource || group_.shares_core(request->peer); };
-    while (!ticket.done()) {
+    while (!request->done()) {
         {
             std::lock_guard hold(lock_);
             if (progress()) {
@@ -144,7 +143,7 @@ Outcome Mailbox::drive(const RequestPtr& request) {
         }
         if (backoff.pause(shares)) continue;
         rest(request);
-        if (const int64_t now = now_ns(); !ticket.done() && now - asked > 100'000'000) {
+        if (const int64_t now = now_ns(); !request->done() && now - asked > 100'000'000) {
             asked = now;
             if (group_.interrupted()) {
                 std::lock_guard hold(lock_);
@@ -152,11 +151,11 @@ Outcome Mailbox::drive(const RequestPtr& request) {
             }
         }
     }
-    return ticket.outcome();
+    return request->outcome();
 }
 
 // Sleep until a ring changes, at most a slice; then look for reasons not to go on.
-bool Mailbox::rest(const RequestPtr& waiter) {
+bool Mailbox::rest(const PostedPtr& waiter) {
     RankBlock& mine = group_.block(group_.rank());
     mine.sleepers.fetch_add(1);
     const uint32_t seen = mine.bell.load();
@@ -172,7 +171,7 @@ bool Mailbox::rest(const RequestPtr& waiter) {
         }
         if (given_ > 0) slice = kShortSliceNs;
     }
-    if (!moved && !(waiter && waiter->ticket->done())) {
+    if (!moved && !(waiter && waiter->done())) {
         if (waiter) group_.show_asleep();
         futex_wait(mine.bell, seen, slice);
         if (waiter) group_.show_core();
@@ -189,10 +188,10 @@ bool Mailbox::progress() {
         if (!sends_[static_cast<size_t>(to)].empty()) moved |= push(to);
     }
     bool any = false;
-    for (const RequestPtr& r : receives_) any = any || r->peer == kAnySource;
+    for (const PostedPtr& r : receives_) any = any || r->peer == kAnySource;
     for (int from = 0; from < group_.size(); from++) {
         bool wanted = any;
-        for (const RequestPtr& r : receives_) wanted = wanted || r->peer == from;
+        for (const PostedPtr& r : receives_) wanted = wanted || r->peer == from;
         const MessagePtr& message = arriving_[static_cast<size_t>(from)];
         wanted = wanted || (message && message->request);
         for (const MessagePtr& m : ends(from).offered) wanted = wanted || (m && m->request);
@@ -203,22 +202,21 @@ bool Mailbox::progress() {
 
 // ---- requests that nobody waits for -------------------------------------------------------------
 
-std::shared_ptr<Ticket> Mailbox::hand_over(RequestPtr request) {
-    std::shared_ptr<Ticket> ticket = request->ticket;
-    if (ticket->done()) return ticket;
+std::shared_ptr<Request> Mailbox::hand_over(const PostedPtr& request) {
+    if (request->done()) return request;
     request->deadline_ns = now_ns() + group_.timeout_ns();
-    handed_.push_back(std::move(request));
+    handed_.push_back(request);
     if (!thread_.joinable()) {
         thread_ = start_quietly([this] { background(); }, "dure-mailbox");
     }
     work_.notify_one();
-    return ticket;
+    return request;
 }
 
 void Mailbox::background() {
     std::unique_lock hold(lock_);
     for (;;) {
-        std::erase_if(handed_, [](const RequestPtr& r) { return r->ticket->done(); });
+        std::erase_if(handed_, [](const PostedPtr& r) { return r->done(); });
         work_.wait(hold, [this] { return stopping_ || !handed_.empty(); });
         if (stopping_) return;
         hold.unlock();

@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "group.h"
-#include "ticket.h"
+#include "request.h"
 
 namespace dure {
 
@@ -39,8 +39,8 @@ class Mailbox {
     Outcome send(Block data, DType dtype, int to, int tag);
     // `source` receives the sender's rank.
     Outcome receive(Block data, DType dtype, int from, int tag, int* source);
-    std::shared_ptr<Ticket> start_send(Block data, DType dtype, int to, int tag);
-    std::shared_ptr<Ticket> start_receive(Block data, DType dtype, int from, int tag);
+    std::shared_ptr<Request> start_send(Block data, DType dtype, int to, int tag);
+    std::shared_ptr<Request> start_receive(Block data, DType dtype, int from, int tag);
     // Who sent the first message with `tag` that came and awaits its receive; -1 if none did.
     int sender_of(int tag);
     // Longer messages are sent when their receive takes them, not before; 0: all messages.
@@ -49,7 +49,8 @@ class Mailbox {
     void stop();
 
   private:
-    struct Request {
+    // A message that was posted to be sent or received.
+    struct Posted : Request {
         Op op;
         Block data;
         DType dtype;
@@ -61,9 +62,8 @@ class Mailbox {
         bool payload = false;  // its envelope has gone, as an offer; its data go through the ring
         bool begun = false;    // some of the message is in the ring, or in `data`
         int64_t posted_ns = 0, deadline_ns = 0;
-        std::shared_ptr<Ticket> ticket = std::make_shared<Ticket>();
     };
-    using RequestPtr = std::shared_ptr<Request>;
+    using PostedPtr = std::shared_ptr<Posted>;
     // How a message's data come (see "Frames" in ring.cpp).
     enum class Kind : uint8_t { whole, pieces, offer, payload };
     // What precedes each message in a ring.
@@ -82,8 +82,8 @@ class Mailbox {
         int offer = -1;  // its place, until its data go through the ring
         size_t got = 0;
         size_t piece = 0;             // what of the current piece is still to come
-        RequestPtr request;           // who receives it; may come later
-        RequestPtr sender;            // of a message to oneself that waits to be taken
+        PostedPtr request;            // who receives it; may come later
+        PostedPtr sender;             // of a message to oneself that waits to be taken
         std::vector<std::byte> kept;  // the bytes, if nobody had asked for them on arrival
         bool complete() const { return offer < 0 && got == envelope.bytes; }
     };
@@ -93,7 +93,7 @@ class Mailbox {
         uint64_t seen_tail = 0;                   // how far the peer is known to have read ours
         std::atomic<uint64_t> read{0};            // how far we have read its
         uint64_t shown = 0;                       // of that, what the peer has been told
-        std::array<RequestPtr, kOffers> given;    // our sends by the place of their offer
+        std::array<PostedPtr, kOffers> given;     // our sends by the place of their offer
         std::array<MessagePtr, kOffers> offered;  // its messages that are, or were, on offer
     };
     enum class Look { taken, nothing, otherwise };
@@ -108,29 +108,29 @@ class Mailbox {
     Look look(Block data, DType dtype, int from, int tag);
     bool undisturbed(int from) const;
     // mailbox.cpp: requests
-    Outcome drive(const RequestPtr& request);
-    std::shared_ptr<Ticket> hand_over(RequestPtr request);
-    RequestPtr post(Op op, Block data, DType dtype, int peer, int tag);
+    Outcome drive(const PostedPtr& request);
+    std::shared_ptr<Request> hand_over(const PostedPtr& request);
+    PostedPtr post(Op op, Block data, DType dtype, int peer, int tag);
     void background();
-    bool rest(const RequestPtr& waiter);
+    bool rest(const PostedPtr& waiter);
     bool progress();
     // mailbox_watch.cpp: failures
-    void examine(const RequestPtr& waiter);
-    void examine_one(Request& request, int64_t now);
-    void give_up(Request& request, Outcome outcome);
-    bool withdraw(Request& request);
-    void settle(Request& request, Status status);
+    void examine(const PostedPtr& waiter);
+    void examine_one(Posted& request, int64_t now);
+    void give_up(Posted& request, Outcome outcome);
+    bool withdraw(Posted& request);
+    void settle(Posted& request, Status status);
     void fail_all(Status status);
-    void finish(Request& request, Outcome outcome);
+    void finish(Posted& request, Outcome outcome);
     void sweep();
     // matching.cpp: which message goes to which receive
     bool accept(const MessagePtr& message);
     void complete(Message& message);
-    bool fits(const Message& message, const Request& request) const;
-    void refuse(Request& request, const Message& message);
+    bool fits(const Message& message, const Posted& request) const;
+    void refuse(Posted& request, const Message& message);
     void refuse_all(int from);
-    void deliver_to_self(const RequestPtr& request);
-    void post_receive(const RequestPtr& request);
+    void deliver_to_self(const PostedPtr& request);
+    void post_receive(const PostedPtr& request);
     void drop(const MessagePtr& message);
     bool keep_received(Message& message);
     // ring.cpp: bytes
@@ -145,13 +145,13 @@ class Mailbox {
     size_t piece(size_t bytes) const;
     bool begin(int from, uint64_t at);
     bool make_room(int from, Message& message);
-    void cut_short(Request& request);
+    void cut_short(Posted& request);
     void notify(int rank);
     // rendezvous.cpp: offers
     bool must_wait(size_t bytes) const;
     bool offers(Block data) const;
     bool copy_piece(int peer, uint64_t address, uint64_t place, size_t at, Block mine, bool reads);
-    bool offer(int to, const RequestPtr& request);
+    bool offer(int to, const PostedPtr& request);
     bool take(Message& message);
     bool decline(Message& message);
     bool copy_taken(const MessagePtr& message);
@@ -160,7 +160,7 @@ class Mailbox {
     bool follow_all();
     void send_payload(int to, size_t place);
     void buffer_offers(int64_t now);
-    bool retract(Request& request);
+    bool retract(Posted& request);
     Offer& offer_at(int from, int to, int place) const {
         return group_.ring(from, to).offers[static_cast<size_t>(place)];
     }
@@ -168,18 +168,18 @@ class Mailbox {
 
     Group& group_;
     std::mutex lock_;
-    std::vector<std::deque<RequestPtr>> sends_;  // by destination
-    std::list<RequestPtr> receives_;             // posted, in order
-    std::vector<MessagePtr> arriving_;           // by source: the message whose bytes come next
-    std::list<MessagePtr> unexpected_;           // in order of arrival
-    std::vector<Ends> ends_;                     // by peer
-    int given_ = 0;                              // offers of ours that have not ended
-    int following_ = 0;                          // offers to us that have a receive
-    uint64_t posted_ = 0;                        // requests so far
+    std::vector<std::deque<PostedPtr>> sends_;  // by destination
+    std::list<PostedPtr> receives_;             // posted, in order
+    std::vector<MessagePtr> arriving_;          // by source: the message whose bytes come next
+    std::list<MessagePtr> unexpected_;          // in order of arrival
+    std::vector<Ends> ends_;                    // by peer
+    int given_ = 0;                             // offers of ours that have not ended
+    int following_ = 0;                         // offers to us that have a receive
+    uint64_t posted_ = 0;                       // requests so far
     std::atomic<size_t> eager_bytes_{kBufferAll};
 
-    std::condition_variable work_;    // for the thread: there are requests
-    std::vector<RequestPtr> handed_;  // requests that nobody waits for, yet
+    std::condition_variable work_;   // for the thread: there are requests
+    std::vector<PostedPtr> handed_;  // requests that nobody waits for, yet
     bool stopping_ = false;
     std::thread thread_;
 };

@@ -6,17 +6,17 @@
 namespace dure {
 
 // Whoever waits for it may sleep on the bell of this rank.
-void Mailbox::finish(Request& request, Outcome outcome) {
-    if (request.ticket->done()) return;
-    request.ticket->finish(std::move(outcome));
+void Mailbox::finish(Posted& request, Outcome outcome) {
+    if (request.done()) return;
+    request.finish(std::move(outcome));
     notify(group_.rank());
 }
 
 // End a request before its message has moved, so that the group is as before: a message is taken
 // back, or kept for another receive. Where that cannot be (a peer is just writing into our memory)
 // the group is broken.
-void Mailbox::give_up(Request& request, Outcome outcome) {
-    if (request.ticket->done()) return;
+void Mailbox::give_up(Posted& request, Outcome outcome) {
+    if (request.done()) return;
     const bool over = outcome.status == Status::aborted || group_.broken();
     if (!withdraw(request) && !over) {
         if (outcome.status == Status::late) outcome.status = Status::timeout;
@@ -28,7 +28,7 @@ void Mailbox::give_up(Request& request, Outcome outcome) {
 }
 
 // False: it is too late for that.
-bool Mailbox::withdraw(Request& request) {
+bool Mailbox::withdraw(Posted& request) {
     if (request.op == Op::send) {
         if (request.begun) {
             cut_short(request);
@@ -51,7 +51,7 @@ bool Mailbox::withdraw(Request& request) {
 }
 
 // End a request with a status of the group's, or of its own.
-void Mailbox::settle(Request& request, Status status) {
+void Mailbox::settle(Posted& request, Status status) {
     Outcome out;
     if (status != Status::aborted && status != Status::interrupted) out = group_.failure();
     out.status = status;
@@ -60,13 +60,13 @@ void Mailbox::settle(Request& request, Status status) {
 }
 
 void Mailbox::fail_all(Status status) {
-    std::vector<RequestPtr> all(receives_.begin(), receives_.end());
+    std::vector<PostedPtr> all(receives_.begin(), receives_.end());
     for (auto& queue : sends_) all.insert(all.end(), queue.begin(), queue.end());
     for (MessagePtr& m : arriving_) {
         if (m && m->request) all.push_back(m->request);
     }
     for (Ends& e : ends_) {
-        for (const RequestPtr& r : e.given) {
+        for (const PostedPtr& r : e.given) {
             if (r) all.push_back(r);
         }
         for (const MessagePtr& m : e.offered) {
@@ -76,12 +76,12 @@ void Mailbox::fail_all(Status status) {
     for (const MessagePtr& m : unexpected_) {
         if (m->sender) all.push_back(m->sender);
     }
-    for (RequestPtr& r : all) settle(*r, status);
+    for (PostedPtr& r : all) settle(*r, status);
 }
 
 // Forget requests that have ended. A message that one of them was to receive waits for another.
 void Mailbox::sweep() {
-    auto done = [](const RequestPtr& r) { return r->ticket->done(); };
+    auto done = [](const PostedPtr& r) { return r->done(); };
     auto release = [&](const MessagePtr& m) {
         if (!m || !m->request || !done(m->request)) return;
         m->request.reset();
@@ -95,19 +95,19 @@ void Mailbox::sweep() {
     for (auto& queue : sends_) std::erase_if(queue, done);
 }
 
-void Mailbox::examine(const RequestPtr& waiter) {
+void Mailbox::examine(const PostedPtr& waiter) {
     if (group_.closing()) return fail_all(Status::aborted);
     if (group_.broken()) return fail_all(group_.adopt_abort());
     const int64_t now = now_ns();
-    std::vector<RequestPtr> all = handed_;
+    std::vector<PostedPtr> all = handed_;
     if (waiter) all.push_back(waiter);
-    for (const RequestPtr& r : all) {
-        if (!r->ticket->done()) examine_one(*r, now);
+    for (const PostedPtr& r : all) {
+        if (!r->done()) examine_one(*r, now);
     }
 }
 
 // A peer that ended can still have left a message; so rings were emptied before we came here.
-void Mailbox::examine_one(Request& request, int64_t now) {
+void Mailbox::examine_one(Posted& request, int64_t now) {
     Outcome out;
     out.op = request.op;
     out.peer = request.peer;
@@ -126,11 +126,11 @@ void Mailbox::examine_one(Request& request, int64_t now) {
             return fail_all(group_.adopt_abort());
         }
     }
-    if (others > 0 && gone == others && !progress() && !request.ticket->done()) {
+    if (others > 0 && gone == others && !progress() && !request.done()) {
         out.status = Status::peer_left;
         return give_up(request, std::move(out));
     }
-    if (request.ticket->done() || now < request.deadline_ns) return;
+    if (request.done() || now < request.deadline_ns) return;
     if (out.peer >= 0) out.missing = {out.peer};
     out.calls = group_.whereabouts(out.missing);
     out.status = Status::late;

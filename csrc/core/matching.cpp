@@ -14,7 +14,7 @@ namespace dure {
 
 // Fail the receives that make us read from `from`.
 void Mailbox::refuse_all(int from) {
-    for (const RequestPtr& r : receives_) {
+    for (const PostedPtr& r : receives_) {
         if (r->peer != from && r->peer != kAnySource) continue;
         Outcome out;
         out.status = Status::no_memory;
@@ -25,14 +25,14 @@ void Mailbox::refuse_all(int from) {
     sweep();
 }
 
-bool Mailbox::fits(const Message& message, const Request& request) const {
+bool Mailbox::fits(const Message& message, const Posted& request) const {
     return message.envelope.bytes == request.data.bytes && message.envelope.dtype == request.dtype;
 }
 
 // Find the receive for a message that begins to arrive. False: none yet; the message is kept.
 bool Mailbox::accept(const MessagePtr& message) {
     for (auto it = receives_.begin(); it != receives_.end();) {
-        Request& r = **it;
+        Posted& r = **it;
         const bool for_it =
             r.tag == message->envelope.tag && (r.peer == kAnySource || r.peer == message->source);
         if (!for_it) {
@@ -51,7 +51,7 @@ bool Mailbox::accept(const MessagePtr& message) {
     return false;
 }
 
-void Mailbox::refuse(Request& request, const Message& message) {
+void Mailbox::refuse(Posted& request, const Message& message) {
     auto text = [](DType dtype, size_t bytes) {
         return std::string(name_of(dtype)) + "[" + std::to_string(bytes / item_bytes(dtype)) + "]";
     };
@@ -69,17 +69,17 @@ void Mailbox::refuse(Request& request, const Message& message) {
 
 // All bytes of a message with a receive are here.
 void Mailbox::complete(Message& message) {
-    Request& r = *message.request;
+    Posted& r = *message.request;
     const std::byte* data = message.sender ? message.sender->data.data : message.kept.data();
     const bool elsewhere = message.sender || !message.kept.empty();
     if (elsewhere && r.data.bytes) std::memcpy(r.data.data, data, r.data.bytes);
-    r.ticket->set_source(message.source);
+    r.set_source(message.source);
     finish(r, {});
     if (message.sender) finish(*message.sender, {});
 }
 
 // Give a new receive the message that has waited for it, or queue it.
-void Mailbox::post_receive(const RequestPtr& request) {
+void Mailbox::post_receive(const PostedPtr& request) {
     for (auto it = unexpected_.begin(); it != unexpected_.end(); ++it) {
         const MessagePtr message = *it;
         Message& m = *message;
@@ -99,7 +99,7 @@ void Mailbox::post_receive(const RequestPtr& request) {
 }
 
 // A message to this very rank.
-void Mailbox::deliver_to_self(const RequestPtr& request) {
+void Mailbox::deliver_to_self(const PostedPtr& request) {
     auto message = std::make_shared<Message>();
     const Block data = request->data;
     message->envelope = {data.bytes, request->tag, request->dtype, Kind::whole, 0};
@@ -125,7 +125,7 @@ void Mailbox::drop(const MessagePtr& gone) {
         offer_at(message->source, group_.rank(), message->offer)
             .claims.store(0, std::memory_order_release);
     }
-    if (const RequestPtr request = std::move(message->request)) {
+    if (const PostedPtr request = std::move(message->request)) {
         request->begun = false;
         post_receive(request);
     }

@@ -143,7 +143,7 @@ bool Mailbox::copy_piece(int peer, uint64_t address, uint64_t place, size_t at, 
 // ---- the sender ---------------------------------------------------------------------------------
 
 // Make an offer of the message. False: there is no place for it now.
-bool Mailbox::offer(int to, const RequestPtr& request) {
+bool Mailbox::offer(int to, const PostedPtr& request) {
     auto& given = ends(to).given;
     const uint64_t head = group_.ring(group_.rank(), to).head.load(std::memory_order_relaxed);
     if (room(to, head, 2 * kPad) < 2 * kPad) return false;
@@ -179,13 +179,13 @@ bool Mailbox::serve_all() {
 
 // See what has become of an offer, and write pieces of it if it has been taken.
 bool Mailbox::serve(int to, size_t place) {
-    RequestPtr& given = ends(to).given[place];
+    PostedPtr& given = ends(to).given[place];
     Offer& o = offer_at(group_.rank(), to, static_cast<int>(place));
     const Block data = given->data;
     const uint64_t pieces = shares_of(data.bytes);
     Claims seen = claims_of(o);
     if (seen.state == State::done) {
-        const RequestPtr request = std::move(given);
+        const PostedPtr request = std::move(given);
         given_--;
         o.claims.store(Claims{State::free}.word(), std::memory_order_relaxed);
         finish(*request, {});
@@ -216,7 +216,7 @@ bool Mailbox::serve(int to, size_t place) {
 // The data of an offer go through the ring, before messages that have not begun.
 void Mailbox::send_payload(int to, size_t place) {
     auto& queue = sends_[static_cast<size_t>(to)];
-    RequestPtr request = std::move(ends(to).given[place]);
+    PostedPtr request = std::move(ends(to).given[place]);
     given_--;
     request->payload = true;
     const bool behind = !queue.empty() && queue.front()->begun;
@@ -227,7 +227,7 @@ void Mailbox::send_payload(int to, size_t place) {
 void Mailbox::buffer_offers(int64_t now) {
     for (int to = 0; given_ > 0 && to < group_.size(); to++) {
         for (size_t k = 0; k < kOffers; k++) {
-            const RequestPtr& r = ends(to).given[k];
+            const PostedPtr& r = ends(to).given[k];
             if (!r || must_wait(r->data.bytes) || now - r->posted_ns < kOfferNs) continue;
             const size_t wanted = r->data.bytes + 4 * kPad;
             const uint64_t head =
@@ -244,13 +244,13 @@ void Mailbox::buffer_offers(int64_t now) {
 }
 
 // Take back the offer of a request that ends in vain. False: it was taken to the end just now.
-bool Mailbox::retract(Request& request) {
+bool Mailbox::retract(Posted& request) {
     Offer& o = offer_at(group_.rank(), request.peer, request.offer);
     const bool back =
         change_state(o, {State::offered, State::declined, State::streamed}, State::withdrawn) ||
         change_state(o, {State::taken}, State::abandoned) ||
         change_state(o, {State::declined}, State::withdrawn);  // taken until a moment ago
-    if (RequestPtr& given = ends(request.peer).given[static_cast<size_t>(request.offer)];
+    if (PostedPtr& given = ends(request.peer).given[static_cast<size_t>(request.offer)];
         given.get() == &request) {
         given.reset();
         given_--;

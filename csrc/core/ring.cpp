@@ -123,8 +123,8 @@ bool Mailbox::push(int to) {
     const Ring& ring = group_.ring(group_.rank(), to);
     bool moved = false;
     while (!queue.empty()) {
-        const RequestPtr& first = queue.front();
-        Request& r = *first;
+        const PostedPtr& first = queue.front();
+        Posted& r = *first;
         if (!r.begun && !r.payload && offers(r.data)) {
             if (!offer(to, first)) break;
             queue.pop_front();
@@ -161,7 +161,7 @@ bool Mailbox::push(int to) {
 }
 
 // End a message of which some is in the ring: the receiver forgets it.
-void Mailbox::cut_short(Request& request) {
+void Mailbox::cut_short(Posted& request) {
     const PieceWord none{0};
     const uint64_t head =
         group_.ring(group_.rank(), request.peer).head.load(std::memory_order_relaxed);

@@ -16,15 +16,15 @@ TEST(operations_run_in_the_order_of_their_start) {
     on_threads(3, [](Group& g) {
         Channel& channel = g.channel(1);
         std::vector<std::vector<int32_t>> tensors;
-        std::vector<std::shared_ptr<Ticket>> tickets;
+        std::vector<std::shared_ptr<Request>> requests;
         for (int k = 0; k < 100; k++) {
             tensors.emplace_back(static_cast<size_t>(1 + k * 100), k + g.rank());
         }
-        for (auto& x : tensors) tickets.push_back(channel.start(all_reduce_of(x)));
+        for (auto& x : tensors) requests.push_back(channel.start(all_reduce_of(x)));
         for (int k = 0; k < 100; k++) {
             auto at = static_cast<size_t>(k);
-            CHECK(tickets[at]->wait(20'000'000'000));
-            CHECK(tickets[at]->outcome().status == Status::ok);
+            CHECK(requests[at]->wait(20'000'000'000));
+            CHECK(requests[at]->outcome().status == Status::ok);
             CHECK(tensors[at].front() == 3 * k + 3 && tensors[at].back() == 3 * k + 3);
         }
     });
@@ -34,7 +34,7 @@ TEST(closing_aborts_what_is_queued) {
     on_threads(2, [](Group& g) {
         Channel& channel = g.channel(1);
         std::vector<int32_t> x(10), y(10);
-        std::shared_ptr<Ticket> first, second;
+        std::shared_ptr<Request> first, second;
         if (g.rank() == 0) {
             first = channel.start(all_reduce_of(x));
             second = channel.start(all_reduce_of(y));
@@ -128,9 +128,9 @@ TEST(calls_of_several_threads_run_one_at_a_time_in_the_order_of_their_numbers) {
                     hold.unlock();
                     std::vector<int32_t> x(static_cast<size_t>(k % 7 + 1), k);
                     if (k % 3 == 0) {
-                        auto ticket = channel.start(all_reduce_of(x), std::move(turn), k % 2 == 0);
-                        CHECK(ticket->wait(20'000'000'000));
-                        CHECK(ticket->outcome().status == Status::ok);
+                        auto request = channel.start(all_reduce_of(x), std::move(turn), k % 2 == 0);
+                        CHECK(request->wait(20'000'000'000));
+                        CHECK(request->outcome().status == Status::ok);
                     } else {
                         CHECK(channel.run(all_reduce_of(x), std::move(turn)) == Status::ok);
                     }
@@ -148,16 +148,16 @@ TEST(whoever_waits_runs_the_calls_before_too) {
         Channel& channel = g.channel(0);
         for (int round = 0; round < 200; round++) {
             std::vector<std::vector<int32_t>> tensors;
-            std::vector<std::shared_ptr<Ticket>> tickets;
+            std::vector<std::shared_ptr<Request>> requests;
             for (int k = 0; k < 5; k++) tensors.emplace_back(static_cast<size_t>(k + 1), k);
-            for (auto& x : tensors) tickets.push_back(channel.start(all_reduce_of(x), true));
+            for (auto& x : tensors) requests.push_back(channel.start(all_reduce_of(x), true));
             const size_t last = static_cast<size_t>(round % 5);
-            CHECK(tickets[last]->complete());
+            CHECK(requests[last]->complete());
             for (size_t k = 0; k <= last; k++) {
-                CHECK(tickets[k]->done() && tickets[k]->outcome().status == Status::ok);
+                CHECK(requests[k]->done() && requests[k]->outcome().status == Status::ok);
                 CHECK(tensors[k].back() == 2 * static_cast<int>(k));
             }
-            CHECK(tickets[4]->complete() && tensors[4].front() == 8);
+            CHECK(requests[4]->complete() && tensors[4].front() == 8);
         }
     });
 }
@@ -167,9 +167,9 @@ TEST(a_brief_call_that_nobody_waits_for_is_run) {
     on_threads(2, [](Group& g) {
         for (int round = 0; round < 20; round++) {
             std::vector<int32_t> x(3, 7);
-            auto ticket = g.channel(1).start(all_reduce_of(x), true);
-            while (!ticket->done()) usleep(100);
-            CHECK(ticket->outcome().status == Status::ok && x[2] == 14);
+            auto request = g.channel(1).start(all_reduce_of(x), true);
+            while (!request->done()) usleep(100);
+            CHECK(request->outcome().status == Status::ok && x[2] == 14);
         }
     });
 }

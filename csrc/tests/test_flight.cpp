@@ -3,7 +3,7 @@
 
 #include "flight.h"
 #include "harness.h"
-#include "ticket.h"
+#include "request.h"
 
 namespace dure {
 namespace {
@@ -74,17 +74,17 @@ TEST(a_reader_sees_whole_entries_while_others_write) {
     writer.join();
 }
 
-TEST(a_ticket_writes_its_end_whichever_comes_first) {
+TEST(a_request_writes_its_end_whichever_comes_first) {
     for (int round = 0; round < 500; round++) {
         auto flight = std::make_shared<Flight>();
-        auto ticket = std::make_shared<Ticket>();
+        auto request = std::make_shared<Request>();
         const uint64_t entry = flight->begin(start_of(Op::all_gather, 1));
-        std::thread finisher([ticket] {
+        std::thread finisher([request] {
             Outcome out;
             out.status = Status::peer_lost;
-            ticket->finish(std::move(out));
+            request->finish(std::move(out));
         });
-        ticket->record(flight, entry);
+        request->record(flight, entry);
         finisher.join();
         CHECK(flight->entries()[0].status == static_cast<uint8_t>(Status::peer_lost));
     }

@@ -11,9 +11,9 @@ std::vector<int32_t> filled(size_t count, int32_t value) {
     return std::vector<int32_t>(count, value);
 }
 
-Status wait_for(const std::shared_ptr<Ticket>& ticket) {
-    CHECK(ticket->wait(20'000'000'000));
-    return ticket->outcome().status;
+Status wait_for(const std::shared_ptr<Request>& request) {
+    CHECK(request->wait(20'000'000'000));
+    return request->outcome().status;
 }
 
 TEST(messages_pass_around_a_circle) {
@@ -103,10 +103,10 @@ TEST(many_requests_at_once_in_both_directions) {
             out.push_back(filled(static_cast<size_t>(k * 37), k));
             in.push_back(filled(static_cast<size_t>(k * 37), -1));
         }
-        std::vector<std::shared_ptr<Ticket>> tickets;
-        for (auto& x : in) tickets.push_back(box.start_receive(block_of(x), DType::i32, peer, 0));
-        for (auto& x : out) tickets.push_back(box.start_send(block_of(x), DType::i32, peer, 0));
-        for (auto& t : tickets) CHECK(wait_for(t) == Status::ok);
+        std::vector<std::shared_ptr<Request>> requests;
+        for (auto& x : in) requests.push_back(box.start_receive(block_of(x), DType::i32, peer, 0));
+        for (auto& x : out) requests.push_back(box.start_send(block_of(x), DType::i32, peer, 0));
+        for (auto& t : requests) CHECK(wait_for(t) == Status::ok);
         CHECK(in == out);
         g.run({Op::barrier});
         g.close();

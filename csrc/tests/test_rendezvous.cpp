@@ -30,9 +30,9 @@ std::vector<uint8_t> receive(Mailbox& box, size_t bytes, int from, int tag = 0) 
     return v;
 }
 
-Status wait_for(const std::shared_ptr<Ticket>& ticket) {
-    CHECK(ticket->wait(20'000'000'000));
-    return ticket->outcome().status;
+Status wait_for(const std::shared_ptr<Request>& request) {
+    CHECK(request->wait(20'000'000'000));
+    return request->outcome().status;
 }
 
 // `n` ranks, each with a mailbox, that copy messages of `threshold` bytes on once.
@@ -73,7 +73,7 @@ TEST(more_offers_than_places_in_both_directions) {
         between(3, threshold, [](Group& g, Mailbox& box) {
             constexpr int kMessages = 60;
             std::vector<std::vector<uint8_t>> out, in;
-            std::vector<std::shared_ptr<Ticket>> tickets;
+            std::vector<std::shared_ptr<Request>> requests;
             for (int k = 0; k < kMessages; k++) {
                 const auto bytes = static_cast<size_t>(k * 997 % 20'000);
                 for (int peer = 0; peer < 3; peer++) {
@@ -84,14 +84,14 @@ TEST(more_offers_than_places_in_both_directions) {
             for (size_t i = 0; i < out.size(); i++) {
                 const auto peer = static_cast<int>(i % 3);
                 if (peer == g.rank()) continue;
-                tickets.push_back(box.start_send(block_of(out[i]), DType::u8, peer, 0));
+                requests.push_back(box.start_send(block_of(out[i]), DType::u8, peer, 0));
             }
             for (size_t i = 0; i < in.size(); i++) {
                 const auto peer = static_cast<int>(i % 3);
                 if (peer == g.rank()) continue;
-                tickets.push_back(box.start_receive(block_of(in[i]), DType::u8, peer, 0));
+                requests.push_back(box.start_receive(block_of(in[i]), DType::u8, peer, 0));
             }
-            for (auto& t : tickets) CHECK(wait_for(t) == Status::ok);
+            for (auto& t : requests) CHECK(wait_for(t) == Status::ok);
             for (size_t i = 0; i < in.size(); i++) {
                 const auto peer = static_cast<int>(i % 3);
                 if (peer != g.rank()) CHECK(in[i] == pattern(in[i].size(), int(i / 3) + peer));
@@ -150,7 +150,7 @@ TEST(the_first_of_many_offers_goes_through_the_ring) {
     between(2, kThreshold, [](Group& g, Mailbox& box) {
         constexpr size_t kMessages = 2 * kOffers + 1, kBytes = 50'000;
         auto out = pattern(kBytes, g.rank());
-        std::vector<std::shared_ptr<Ticket>> sent;
+        std::vector<std::shared_ptr<Request>> sent;
         for (size_t k = 0; k < kMessages; k++) {
             sent.push_back(box.start_send(block_of(out), DType::u8, 1 - g.rank(), 0));
         }
@@ -159,7 +159,7 @@ TEST(the_first_of_many_offers_goes_through_the_ring) {
         for (size_t k = 0; k < kMessages; k++) {
             CHECK(receive(box, kBytes, 1 - g.rank()) == pattern(kBytes, 1 - g.rank()));
         }
-        for (auto& ticket : sent) CHECK(wait_for(ticket) == Status::ok);
+        for (auto& request : sent) CHECK(wait_for(request) == Status::ok);
     });
 }
 

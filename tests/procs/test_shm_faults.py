@@ -137,9 +137,9 @@ def _stops(seat: Seat, operation: str):
     if seat.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     if operation == "async":
-        ticket = backend.all_reduce(x, SUM, True)
-        assert ticket is not None
-        return _caught(ticket.wait)[0]
+        request = backend.all_reduce(x, SUM, True)
+        assert request is not None
+        return _caught(request.wait)[0]
     arguments = (False,) if operation == "barrier" else (x, 1, False)
     return _caught(lambda: getattr(backend, operation)(*arguments))[0]
 
@@ -345,9 +345,9 @@ def _works_until_killed(seat: Seat, after_s: float):
     try:
         while True:
             backend.all_reduce(x, SUM, False)
-            ticket = backend.recv(y, (seat.rank - 1) % seat.size, 0, True)
+            request = backend.recv(y, (seat.rank - 1) % seat.size, 0, True)
             backend.send(x, (seat.rank + 1) % seat.size, 0, False)
-            ticket.wait()
+            request.wait()
             x.fill_(1.0)
             backend.barrier(False)
     except CommError as error:

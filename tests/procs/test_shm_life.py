@@ -67,9 +67,9 @@ def _opens_and_closes(seat: Seat, rounds: int):
     for k in range(rounds):
         backend = join(seat, PrefixStore(str(k), store))
         x = torch.ones(200_000)
-        ticket = backend.all_reduce(x, ReduceOp.SUM, True)
-        assert ticket is not None
-        ticket.wait()
+        request = backend.all_reduce(x, ReduceOp.SUM, True)
+        assert request is not None
+        request.wait()
         shared = backend.allocate(1 << 20, False).view(torch.float32)
         shared.fill_(1)
         backend.all_reduce(shared, ReduceOp.SUM, False)
@@ -108,9 +108,9 @@ def test_segments_have_no_name_that_could_leak(tmp_path):
 def _is_idle(seat: Seat):
     backend = join(seat)
     x = torch.ones(1000)
-    ticket = backend.all_reduce(x, ReduceOp.SUM, True)
-    assert ticket is not None
-    ticket.wait()
+    request = backend.all_reduce(x, ReduceOp.SUM, True)
+    assert request is not None
+    request.wait()
     backend.recv(x[:1], seat.rank, 0, True)
     backend.send(x[:1].clone(), seat.rank, 0, False)
     backend.barrier(False)

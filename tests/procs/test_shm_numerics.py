@@ -29,11 +29,11 @@ def _sums(seat: Seat, dtype: torch.dtype):
         late, arena, root = plain.clone(), shared[:count], plain.clone()
         arena.copy_(plain)
         backend.all_reduce(plain, ReduceOp.SUM, False)
-        ticket = backend.all_reduce(late, ReduceOp.SUM, True)
+        request = backend.all_reduce(late, ReduceOp.SUM, True)
         backend.all_reduce(arena, ReduceOp.SUM, False)
         backend.reduce(root, 0, ReduceOp.SUM, False)
-        assert ticket is not None
-        ticket.wait()
+        assert request is not None
+        request.wait()
         assert torch.equal(plain, late)
         assert torch.equal(plain, arena)
         if seat.rank == 0:

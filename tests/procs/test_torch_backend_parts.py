@@ -79,7 +79,7 @@ def test_waiters_run_jobs_side_by_side_and_reuse_threads():
 
 
 class Pending:
-    """A ticket that ends when told to."""
+    """A request that ends when told to."""
 
     source = -1
 
@@ -94,12 +94,12 @@ class Pending:
 
 
 def test_dropped_work_is_kept_and_gives_up_large_tensors_when_it_has_ended():
-    keeper, ticket = Keeper(), Pending()
+    keeper, request = Keeper(), Pending()
     large, small = torch.zeros(1 << 20), torch.zeros(1)
     for tensor in (large, small):
-        TorchWork(Work(ticket, [tensor]), keeper, Waiters())  # pyright: ignore[reportArgumentType]
+        TorchWork(Work(request, [tensor]), keeper, Waiters())  # pyright: ignore[reportArgumentType]
     assert len(keeper._pending) == 2
-    ticket.over.set()
+    request.over.set()
     TorchWork(Work(None, []), keeper, Waiters())
     TorchWork(Work(None, []), keeper, Waiters())
     kept = [t for w in keeper._ended for t in w.result()]

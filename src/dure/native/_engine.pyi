@@ -264,7 +264,7 @@ class Group:
         """Return who sent the first message with `tag` that awaits its receive; -1 if none did."""
     def host_shared_empty(self, nbytes: int, /) -> HeapMemory | Outcome:
         """Allocate, in rank 0's heap, memory that all ranks have; a collective."""
-    def condemn(self, detail: str, /) -> None:
+    def abort(self, detail: str, /) -> None:
         """Break the group for all ranks, for a reason outside it; nothing after `close`."""
     def failure(self) -> Outcome | None:
         """Return what the group is broken by."""

@@ -167,7 +167,7 @@ class ShmBackend:
         return self._request(self._group.send(*memory, dst, tag, async_op, tensor))
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Request:
-        """Receive into `tensor` from `src`, or from anyone; a finished ticket where not async."""
+        """Receive into `tensor` from `src`, or from anyone; a finished request where not async."""
         code = dtype_code(tensor.dtype)
         source = -1 if src is None else src
         memory = tensor.data_ptr(), tensor.nbytes, code
@@ -206,7 +206,7 @@ class ShmBackend:
 
     def abort(self, detail: str) -> None:
         """Break the group on all ranks, for a reason that lies outside it."""
-        self._group.condemn(detail)
+        self._group.abort(detail)
 
     def failure(self) -> Outcome | None:
         """Return what the group is broken by."""

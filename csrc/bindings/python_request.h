@@ -5,7 +5,7 @@
 
 #include <memory>
 
-#include "ticket.h"
+#include "request.h"
 
 namespace dure {
 
@@ -13,17 +13,17 @@ class Engine;
 
 // An operation and what it works on; the engine knows it until it has ended. Needs the GIL.
 struct PendingCall {
-    std::shared_ptr<Ticket> ticket;
+    std::shared_ptr<Request> request;
     nanobind::object keep;
 };
 
 // What Python calls "Request"; the same methods as dure.comm.backends.request.Request.
-class Request {
+class PythonRequest {
   public:
-    Request(std::shared_ptr<PendingCall> call, Engine& engine);
+    PythonRequest(std::shared_ptr<PendingCall> call, Engine& engine);
 
-    bool done() const { return call_->ticket->done(); }
-    int source() const { return call_->ticket->source(); }
+    bool done() const { return call_->request->done(); }
+    int source() const { return call_->request->source(); }
     // Wait, at most `seconds` unless None; false if they passed first. Throws the operation's
     // error.
     bool wait(nanobind::handle seconds);

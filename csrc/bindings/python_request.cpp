@@ -1,4 +1,4 @@
-#include "request.h"
+#include "python_request.h"
 
 #include <algorithm>
 
@@ -18,11 +18,11 @@ constexpr int64_t kSliceNs = 100'000'000;
 // synchronous call; while it waits for another thread, it leaves the operation alone. With a limit,
 // or where a call of this thread is under way (below a signal handler), wait in slices, so that
 // signal handlers run.
-bool wait_for(Ticket& ticket, nb::handle seconds) {
-    if (ticket.done()) return true;
-    const CallQueue* queue = ticket.queue();
+bool wait_for(Request& request, nb::handle seconds) {
+    if (request.done()) return true;
+    const CallQueue* queue = request.queue();
     if (seconds.is_none() && queue && !PythonCall::inside(queue->subject())) {
-        return call_briefly(queue->subject(), [&] { return ticket.complete(); });
+        return call_briefly(queue->subject(), [&] { return request.complete(); });
     }
     const int64_t until =
         seconds.is_none() ? INT64_MAX : now_ns() + nanoseconds(nb::cast<double>(seconds));
@@ -31,32 +31,32 @@ bool wait_for(Ticket& ticket, nb::handle seconds) {
         bool done;
         {
             WithoutGil release;
-            done = ticket.wait(std::min(kSliceNs, std::max<int64_t>(left, 0)));
+            done = request.wait(std::min(kSliceNs, std::max<int64_t>(left, 0)));
         }
         if (done) return true;
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
-        if (left <= kSliceNs) return ticket.done();
+        if (left <= kSliceNs) return request.done();
     }
 }
 
 }  // namespace
 
-Request::Request(std::shared_ptr<PendingCall> call, Engine& engine)
+PythonRequest::PythonRequest(std::shared_ptr<PendingCall> call, Engine& engine)
     : call_(std::move(call)), owner_(nb::find(engine)), engine_(engine) {}
 
-bool Request::wait(nb::handle seconds) {
-    Ticket& ticket = *call_->ticket;
-    if (!wait_for(ticket, seconds)) return false;
+bool PythonRequest::wait(nb::handle seconds) {
+    Request& request = *call_->request;
+    if (!wait_for(request, seconds)) return false;
     call_->keep.reset();
-    if (ticket.outcome().status != Status::ok) engine_.raise(ticket.outcome());
+    if (request.outcome().status != Status::ok) engine_.raise(request.outcome());
     return true;
 }
 
 void bind_request(nb::module_& m) {
-    nb::class_<Request>(m, "Request")
-        .def("done", &Request::done)
-        .def("wait", &Request::wait, nb::arg("timeout_s").none() = nb::none())
-        .def_prop_ro("source", &Request::source);
+    nb::class_<PythonRequest>(m, "Request")
+        .def("done", &PythonRequest::done)
+        .def("wait", &PythonRequest::wait, nb::arg("timeout_s").none() = nb::none())
+        .def_prop_ro("source", &PythonRequest::source);
 }
 
 }  // namespace dure

@@ -1,4 +1,4 @@
-#include "ticket.h"
+#include "request.h"
 
 #include <optional>
 
@@ -6,9 +6,9 @@
 
 namespace dure {
 
-bool Ticket::complete() { return done() || queue_->complete(*this); }
+bool Request::complete() { return done() || queue_->complete(*this); }
 
-bool Ticket::wait(int64_t ns) {
+bool Request::wait(int64_t ns) {
     if (done()) return true;
     std::optional<CallQueue::Waiting> waiting;
     if (queue_) {
@@ -26,7 +26,7 @@ bool Ticket::wait(int64_t ns) {
     return true;
 }
 
-void Ticket::finish(Outcome outcome) {
+void Request::finish(Outcome outcome) {
     outcome_ = std::move(outcome);
     write_end();  // before anyone can know; once more for an entry that comes just now
     word_.store(1);
@@ -36,13 +36,13 @@ void Ticket::finish(Outcome outcome) {
 
 // `finish` and `record` may run at once; the one that comes second finds both the end and the
 // entry, and the exchange lets only one of them write.
-void Ticket::record(std::shared_ptr<Flight> flight, uint64_t number) {
+void Request::record(std::shared_ptr<Flight> flight, uint64_t number) {
     flight_ = std::move(flight);
     entry_.store(number);
     if (word_.load() != 0) write_end();
 }
 
-void Ticket::write_end() {
+void Request::write_end() {
     if (uint64_t number = entry_.exchange(0)) flight_->end(number, outcome_.status);
 }
 

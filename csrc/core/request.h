@@ -14,11 +14,11 @@ namespace dure {
 
 class CallQueue;
 
-class Ticket {
+class Request {
   public:
-    Ticket() = default;
+    Request() = default;
     // Of a collective that is queued in `queue`.
-    explicit Ticket(std::shared_ptr<CallQueue> queue) : queue_(std::move(queue)) {}
+    explicit Request(std::shared_ptr<CallQueue> queue) : queue_(std::move(queue)) {}
     bool done() const { return word_.load(std::memory_order_acquire) != 0; }
     // Wait at most `ns`; returns done().
     bool wait(int64_t ns);
