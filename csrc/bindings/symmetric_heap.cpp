@@ -111,7 +111,6 @@ void bind_symmetric_heap(nb::module_& m) {
         const WithoutGil release;
         return SymmetricHeap::of_process().trim();
     });
-    m.def("heap_keep", [](size_t bytes) { SymmetricHeap::of_process().set_kept(bytes); });
     m.def("heap_usage", [] {
         const SymmetricHeap::Usage u = SymmetricHeap::of_process().usage();
         return std::make_tuple(u.used, u.kept, u.num_pieces);

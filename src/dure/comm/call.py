@@ -59,7 +59,6 @@ __all__ = [
     "fingerprint",
     "gather",
     "members_code",
-    "new_group",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_single",
@@ -68,7 +67,7 @@ __all__ = [
 
 _KINDS = (
     *("none", "barrier", "broadcast", "all_reduce", "reduce", "all_gather", "gather", "scatter"),
-    *("reduce_scatter", "all_to_all", "shared_empty", "host_shared_empty", "new_group"),
+    *("reduce_scatter", "all_to_all", "host_shared_empty", "new_group"),
 )
 _CODE_OF = {kind: code for code, kind in enumerate(_KINDS)}
 _MASK = (1 << 64) - 1
@@ -203,11 +202,6 @@ def all_to_all_single(output: torch.Tensor, tensor: torch.Tensor) -> Call:
 def barrier() -> Call:
     """Return when all ranks have called."""
     return Call(op="barrier")
-
-
-def new_group(members: int) -> Call:
-    """Find out whether all ranks make the same groups, whose `members_code` this is."""
-    return Call(op="new_group", nbytes=members)
 
 
 _DIGEST = 1 << 63

@@ -17,20 +17,19 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
 from dure.comm.backends import verify
 from dure.comm.backends.base import Backend, BackendOptions
 from dure.comm.backends.opening import Opening
 from dure.comm.backends.registry import open_backend, parse_backend
-from dure.comm.group import ProcessGroup
+from dure.comm.group import GroupSpec, ProcessGroup
 from dure.comm.world import World
 from dure.errors import (
     Desync,
@@ -50,9 +49,10 @@ if TYPE_CHECKING:
     from dure.store.rendezvous import Member, Rendezvous
 
 __all__ = [
+    "RENDEZVOUS_LIMIT",
     "GroupSpec",
     "as_timeout",
-    "create_group",
+    "check_ranks",
     "create_groups",
     "default_pg_timeout",
     "forget_keys",
@@ -65,31 +65,8 @@ _LOOK_S = 0.05
 _MOST_BITS = 62
 """Ranks that a number in the store has a bit for; more are counted."""
 
-MEETING_LIMIT = timedelta(minutes=5)
+RENDEZVOUS_LIMIT = timedelta(minutes=5)
 """How long group creation waits for members, if the group's own timeout is longer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSpec:
-    """What a group is to be.
-
-    Attributes:
-        name: The same on all members, different from that of every other group of the world.
-        global_ranks: Members, in the order of their group ranks.
-        backend: Name of a backend, or "cpu:gloo,cuda:nccl".
-        timeout: How long an operation waits for its peers.
-        desc: What the user called it.
-        pg_options: Handed to the backend untouched.
-        device_id: The device that this rank is bound to.
-    """
-
-    name: str
-    global_ranks: tuple[int, ...]
-    backend: str
-    timeout: timedelta
-    desc: str = ""
-    pg_options: object = None
-    device_id: torch.device | None = None
 
 
 def as_timeout(timeout: timedelta | float | None, default: timedelta) -> timedelta:
@@ -109,30 +86,16 @@ def as_timeout(timeout: timedelta | float | None, default: timedelta) -> timedel
     return timeout
 
 
-def create_group(world: World, store: Store, my_global_rank: int, spec: GroupSpec) -> ProcessGroup:
-    """Build this rank's side of a group that it is a member of, and add it to the world.
-
-    Collective:
-        All members call, with equal `spec`.
-    """
-    return create_groups(world, store, my_global_rank, [spec])[0]
-
-
 def create_groups(
-    world: World,
-    store: Store,
-    my_global_rank: int,
-    specs: Sequence[GroupSpec],
-    announce: Callable[[], None] | None = None,
+    world: World, store: Store, my_global_rank: int, specs: Sequence[GroupSpec]
 ) -> list[ProcessGroup]:
     """Build this rank's side of groups that it is a member of, and add them to the world.
 
     Args:
         world: Where they belong.
-        store: Where the ranks of the job meet.
+        store: Where the ranks of the job find each other.
         my_global_rank: This rank.
         specs: What they are to be.
-        announce: Called before others are waited for: it may find that they make other groups.
 
     Collective:
         All members of each group call, in one call or several, in the same order of groups.
@@ -145,7 +108,7 @@ def create_groups(
     try:
         for birth in births:
             birth.open()
-        _exchange(store, births, announce)
+        _exchange(store, births)
         for birth in births:
             birth.connect()
         groups = [birth.complete() for birth in births]
@@ -179,7 +142,7 @@ class _Birth:
     ) -> None:
         self.spec, self.rank = spec, spec.global_ranks.index(my_global_rank)
         self._store, self._members, self._eager_bytes = store, members, eager_bytes
-        self._watched = WatchedStore(store, spec, members)
+        self.watched = WatchedStore(store, spec, members)
         self._openings: dict[str, Opening] = {}
         self._options: dict[str, BackendOptions] = {}
         self._built: dict[str, Backend] = {}
@@ -195,14 +158,10 @@ class _Birth:
     def says(self) -> str:
         return f"ranks {list(self.spec.global_ranks)}, backend {self.spec.backend!r}"
 
-    def look(self) -> None:
-        """Raise if a member's process has ended."""
-        self._watched.look()
-
     def open(self) -> None:
         for name in dict.fromkeys(parse_backend(self.spec.backend).values()):
             options = self._options[name] = BackendOptions(
-                store=PrefixStore(name, self._watched),
+                store=PrefixStore(name, self.watched),
                 rank=self.rank,
                 size=len(self.spec.global_ranks),
                 global_ranks=self.spec.global_ranks,
@@ -247,17 +206,8 @@ class _Birth:
         return {d: self._built[name] for d, name in parse_backend(self.spec.backend).items()}
 
     def complete(self) -> ProcessGroup:
-        spec = self.spec
-        self._group = ProcessGroup(
-            name=spec.name,
-            rank=self.rank,
-            global_ranks=spec.global_ranks,
-            backends=self.build(),
-            store=PrefixStore(f"group/{spec.name}", self._store),
-            timeout=spec.timeout,
-            desc=spec.desc,
-            second=self._second,
-        )
+        store = PrefixStore(f"group/{self.spec.name}", self._store)
+        self._group = ProcessGroup(self.spec, self.rank, self.build(), store, self._second)
         return self._group
 
     def _second(self, name: str) -> dict[str, Backend]:
@@ -267,7 +217,7 @@ class _Birth:
         twin = _Birth(spec, me, self._store, self._members, self._eager_bytes)
         try:
             twin.open()
-            _exchange(self._store, [twin], None)
+            _exchange(self._store, [twin])
             twin.connect()
             return twin.build()
         except BaseException:
@@ -286,17 +236,15 @@ class _Birth:
                 opening.withdraw()
 
 
-def _exchange(store: Store, births: Sequence[_Birth], announce: Callable[[], None] | None) -> None:
+def _exchange(store: Store, births: Sequence[_Birth]) -> None:
     """Let the members of all groups read each other's words, and compare them."""
     site = call_site()
-    limit = min((min(b.spec.timeout, MEETING_LIMIT) for b in births), default=MEETING_LIMIT)
+    limit = min(RENDEZVOUS_LIMIT, *(b.spec.timeout for b in births))
     store.multi_set([b.keys[b.rank] for b in births], [b.word(site) for b in births])
     keys = [key for b in births for key in b.keys]
     try:
-        if announce is not None:
-            announce()
-        wait_watching(store, keys, limit, births)
-    except (StoreTimeout, RendezvousTimeout):
+        wait_watching(store, keys, limit, [b.watched for b in births])
+    except StoreTimeout:
         for birth in births:
             _name_missing(store, birth, limit)
         raise
@@ -326,16 +274,8 @@ def _name_missing(store: Store, birth: _Birth, limit: timedelta) -> None:
     ) from None
 
 
-class Watcher(Protocol):
-    """Who knows of members' deaths."""
-
-    def look(self) -> None:
-        """Raise if a member's process has ended."""
-        ...
-
-
 def wait_watching(
-    store: Store, keys: Sequence[str], limit: timedelta, watchers: Sequence[Watcher]
+    store: Store, keys: Sequence[str], limit: timedelta, groups: Sequence[WatchedStore]
 ) -> None:
     """Return when all `keys` exist; look at the members now and then, less and less often."""
     deadline = time.monotonic() + limit.total_seconds()
@@ -347,8 +287,8 @@ def wait_watching(
         except StoreTimeout:
             if left_s <= look_s:
                 raise
-        for watcher in watchers:
-            watcher.look()
+        for group in groups:
+            group.look()
         look_s = min(2 * look_s, 1.0)
 
 
@@ -358,7 +298,7 @@ class WatchedStore(PrefixStore):
     def __init__(self, store: Store, spec: GroupSpec, members: Sequence[Member]) -> None:
         super().__init__(f"group/{spec.name}", store)
         self._spec = spec
-        # As they are now: backends keep this store, and a meeting that shrinks is numbered anew.
+        # As they are now: backends keep this store, and a world that shrinks is numbered anew.
         self._members = [members[r] for r in spec.global_ranks] if members else []
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -389,20 +329,20 @@ class WatchedStore(PrefixStore):
                 )
 
 
-def forget_keys(group: ProcessGroup, meeting: Rendezvous) -> None:
+def forget_keys(group: ProcessGroup, rendezvous: Rendezvous) -> None:
     """Note that this rank has left; the last one removes the group's keys from the store.
 
     Members that have ended without leaving count as having left, in groups of at most 62 ranks. A
     lost store keeps nothing.
     """
     with suppress(StoreError):
-        if not meeting.reachable:
+        if not rendezvous.reachable:
             return
         # One visit that adds and tells the sum: what the last one then removes nobody looks for.
         if group.size() <= _MOST_BITS:
             left = group.store.add("left", 1 << group.rank())
             others = [r for r in range(group.size()) if not left >> r & 1]
-            last = all(meeting.ended(group.global_ranks[r]) for r in others)
+            last = all(rendezvous.ended(group.global_ranks[r]) for r in others)
         else:
             last = group.store.add("left", 1) == group.size()
         if last:

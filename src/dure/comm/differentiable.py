@@ -124,9 +124,7 @@ def summed(tensor: torch.Tensor, op: object) -> tuple[torch.Tensor, ReduceOp]:
     reduction = as_reduce_op(op)
     if reduction.name != "PREMUL_SUM":
         return tensor, reduction
-    if not isinstance(reduction.factor, (int, float, torch.Tensor)):
-        raise UsageError("PREMUL_SUM has no factor", fix="Use dure.ReduceOp.premul_sum(factor).")
-    return tensor * reduction.factor, ReduceOp.SUM
+    return tensor * reduction.checked_factor(), ReduceOp.SUM
 
 
 def _check_linear(op: ReduceOp, name: str, group: ProcessGroup) -> None:

@@ -17,10 +17,10 @@ from dure.comm.backends.mpi import library as mpi_library
 from dure.comm.backends.mpi.place import find_mpi_place
 from dure.comm.backends.registry import parse_backend
 from dure.comm.creation import (
-    MEETING_LIMIT,
+    RENDEZVOUS_LIMIT,
     GroupSpec,
     as_timeout,
-    create_group,
+    create_groups,
     default_pg_timeout,
     forget_keys,
 )
@@ -124,33 +124,33 @@ def init_process_group(
     if backend is not None:
         parse_backend(Backend(backend))
     told = not (init_method is None and store is None and rank < 0 and world_size < 0)
-    soon = min(limit, MEETING_LIMIT)
-    if not told and _meets_by_mpi(backend):
-        meeting = _meet_by_mpi(soon, group_name)
+    soon = min(limit, RENDEZVOUS_LIMIT)
+    if not told and _wants_mpi(backend):
+        found = _rendezvous_by_mpi(soon, group_name)
     else:
-        meeting = rendezvous(init_method, rank, world_size, store, soon, group_name)
-    world.rendezvous = meeting
+        found = rendezvous(init_method, rank, world_size, store, soon, group_name)
+    world.rendezvous = found
     device = torch.device("cuda", device_id) if isinstance(device_id, int) else device_id
     spec = GroupSpec(
         name=group_name or "world",
-        global_ranks=tuple(range(meeting.world_size)),
-        backend=Backend(backend or _default_backend(meeting)),
+        global_ranks=tuple(range(found.world_size)),
+        backend=Backend(backend or _default_backend(found)),
         timeout=limit,
         desc="default_pg",
         pg_options=pg_options,
         device_id=device,
     )
     try:
-        world.default = create_group(world, meeting.store, meeting.rank, spec)
+        (world.default,) = create_groups(world, found.store, found.rank, [spec])
         _to_leave.add(world)
         _leave_first()
-        begin_recording(meeting.store)
+        begin_recording(found.store)
     except BaseException:
         leave(world, abort=True)
         raise
 
 
-def _meets_by_mpi(backend: str | None) -> bool:
+def _wants_mpi(backend: str | None) -> bool:
     """Tell whether MPI is what the ranks know each other by, as far as one rank can tell.
 
     It is where the program wants MPI, unless RANK or WORLD_SIZE say otherwise without an MPI
@@ -171,18 +171,17 @@ def _meets_by_mpi(backend: str | None) -> bool:
     return not placed and mpi_library.installed()
 
 
-def _meet_by_mpi(timeout: timedelta, group_name: str) -> Rendezvous:
+def _rendezvous_by_mpi(timeout: timedelta, group_name: str) -> Rendezvous:
     began = time.monotonic()
     spot = find_mpi_place(timeout.total_seconds())
-    found = detect(env.everything())
-    # An mpirun that is itself a rank of `dure run` starts a job of its own.
-    member = (
-        None if found.system in (System.DURE, System.TORCHRUN, System.LAUNCHER) else found.member
-    )
+    placement = detect(env.everything())
+    member = placement.member
+    if placement.system in (System.DURE, System.TORCHRUN, System.LAUNCHER):
+        member = None  # an mpirun that is itself a rank of `dure run` starts a job of its own
     if member is not None and spot.world_size != member.world_size:
         raise RendezvousError(
             "MPI and the launcher do not agree on the job",
-            seen=f"{found.system} started {member.world_size} processes, but mpi4py's MPI "
+            seen=f"{placement.system} started {member.world_size} processes, but mpi4py's MPI "
             f"knows of {spot.world_size}",
             fix="Start with the mpirun of the MPI that mpi4py was built with, and no other "
             "(`python -m mpi4py --mpi-library`), or choose a backend that needs no MPI.",
@@ -191,15 +190,15 @@ def _meet_by_mpi(timeout: timedelta, group_name: str) -> Rendezvous:
     return rendezvous_at(spot, timedelta(seconds=left_s), group_name)
 
 
-def _default_backend(meeting: Rendezvous) -> str:
+def _default_backend(found: Rendezvous) -> str:
     """Choose where the program names none: what all ranks can reach, the fastest first."""
     named = env.text("DURE_BACKEND")
     if named:
         return named
-    if meeting.same_process:
+    if found.same_process:
         return "threads"
     if native_available()[0]:
-        return "shm" if meeting.same_host else "hybrid"
+        return "shm" if found.same_host else "hybrid"
     return "gloo"
 
 
@@ -238,7 +237,7 @@ def destroy_process_group(group: Any = None) -> None:
 def leave(world: World, abort: bool = False) -> None:
     """Close all groups of a world, the default one last, then say goodbye to the store."""
     _to_leave.discard(world)
-    groups, meeting, default = list(world.groups.values()), world.rendezvous, world.default
+    groups, rendezvous, default = list(world.groups.values()), world.rendezvous, world.default
     world.clear()
     first: DureError | None = None
     for pg in sorted(groups, key=lambda g: g is default):
@@ -246,8 +245,8 @@ def leave(world: World, abort: bool = False) -> None:
             pg.close(abort)
         except DureError as e:
             first = first or e
-    if meeting is not None:
-        meeting.close()
+    if rendezvous is not None:
+        rendezvous.close()
     end_recording()
     waiters().close()
     if first is not None and not abort:

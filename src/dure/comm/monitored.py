@@ -47,7 +47,8 @@ def monitored_barrier(
     limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if limit_s < 0:
         raise UsageError("the timeout is negative", op="monitored_barrier", seen=f"{limit_s} s")
-    number = group.next_monitored()
+    group.num_monitored += 1
+    number = group.num_monitored
     end = time.monotonic() + limit_s
     if group.rank() == 0:
         _lead(group, f"monitored/{number}", end, limit_s, wait_all_ranks)

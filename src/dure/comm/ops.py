@@ -46,6 +46,14 @@ class ReduceOp:
         """Make a sum in which this rank's tensor is first multiplied by `factor`."""
         return ReduceOp("PREMUL_SUM", _PREMUL, factor)
 
+    def checked_factor(self, name: str | None = None) -> float | torch.Tensor:
+        """Return the factor of a premultiplied sum; raise where there is none."""
+        if not isinstance(self.factor, (int, float, torch.Tensor)):
+            raise UsageError(
+                "PREMUL_SUM has no factor", op=name, fix="Use dure.ReduceOp.premul_sum(factor)."
+            )
+        return self.factor
+
     @property
     def number(self) -> float:
         """The factor of a premultiplied sum, where it is a number; 1 of all others."""

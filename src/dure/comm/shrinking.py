@@ -20,13 +20,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dure.comm.creation import MEETING_LIMIT, GroupSpec, as_timeout, check_ranks, create_group
+from dure.comm.creation import RENDEZVOUS_LIMIT, GroupSpec, as_timeout, check_ranks, create_groups
 from dure.comm.world import World, current_world, resolve
 from dure.errors import (
     DureError,
@@ -147,14 +146,6 @@ def shrink_group(
     return work.run()
 
 
-@dataclass(frozen=True, slots=True)
-class _Attempt:
-    """One attempt: its name, and the keys that are its own."""
-
-    name: str
-    keys: Store
-
-
 class _Shrinking:
     """One rank's side of the agreement (see the module's text). Ranks are those of `parent`."""
 
@@ -163,62 +154,61 @@ class _Shrinking:
     ) -> None:
         self.parent, self.op, self.excluded = resolve(group, op), op, frozenset(excluded)
         self.world: World = current_world()
-        self.limit = min(as_timeout(timeout, self.parent.timeout), MEETING_LIMIT)
+        self.limit = min(as_timeout(timeout, self.parent.timeout), RENDEZVOUS_LIMIT)
         self.pg_options: object = None
         self.abort = True
         if self.parent.closed or self.world.rendezvous is None:
             raise UsageError(
                 "the process group has been destroyed", op=op, group=self.parent.group_name
             )
-        self.meeting: Rendezvous = self.world.rendezvous
+        self.rendezvous: Rendezvous = self.world.rendezvous
 
     def run(self) -> ProcessGroup:
         """Make attempts until one stands."""
         deadline = time.monotonic() + self.limit.total_seconds()
         while True:
-            self.meeting.secure(self._global_gone, max(0.1, deadline - time.monotonic()))
-            number = self.parent.next_attempt()
-            name = f"{self.parent.group_name}/shrunk/{number}"
-            attempt = _Attempt(name, PrefixStore(f"shrink/{name}", self.meeting.store))
+            self.rendezvous.secure(self._global_gone, max(0.1, deadline - time.monotonic()))
+            self.parent.num_attempts += 1
             try:
-                group = self._try(attempt, deadline)
+                group = self._try(deadline)
             except StoreLost:  # its holder died just now
-                if not self.meeting.replaceable or time.monotonic() > deadline:
+                if not self.rendezvous.replaceable or time.monotonic() > deadline:
                     raise
                 continue
             if group is not None:
                 return group
 
-    def _try(self, attempt: _Attempt, deadline: float) -> ProcessGroup | None:
-        left = self._who_is_left(attempt, deadline)
-        built = self._build(attempt, left)
+    def _try(self, deadline: float) -> ProcessGroup | None:
+        name = f"{self.parent.group_name}/shrunk/{self.parent.num_attempts}"
+        keys = PrefixStore(f"shrink/{name}", self.rendezvous.store)
+        left = self._who_is_left(keys, deadline)
+        built = self._build(name, keys, left)
         stands = False
         try:
-            stands = self._stands(attempt, left, built, deadline)
+            stands = self._stands(keys, left, built, deadline)
         finally:
             if built is not None and not stands:
                 self.world.groups.pop(built.group_name, None)
                 built.close(abort=True)
-        return self._replace_parent(attempt, left, built) if stands and built else None
+        return self._replace_parent(left, built) if stands and built else None
 
     # ---- who has ended -----------------------------------------------------------------------
 
     def _gone(self, rank: int) -> bool:
         if rank in self.excluded or self.parent.gone(rank):
             return True
-        return self.meeting.ended(self.parent.global_ranks[rank])
+        return self.rendezvous.ended(self.parent.global_ranks[rank])
 
     def _global_gone(self, global_rank: int) -> bool:
         ranks = self.parent.global_ranks
         if global_rank in ranks:
             return self._gone(ranks.index(global_rank))
-        return self.meeting.ended(global_rank)
+        return self.rendezvous.ended(global_rank)
 
     # ---- step 1 ------------------------------------------------------------------------------
 
-    def _who_is_left(self, attempt: _Attempt, deadline: float) -> tuple[int, ...]:
-        keys, me = attempt.keys, self.parent.rank()
-        keys.set(f"here/{me}", b"")
+    def _who_is_left(self, keys: Store, deadline: float) -> tuple[int, ...]:
+        keys.set(f"here/{self.parent.rank()}", b"")
         while not keys.check(["left"]):
             waited_for = self._not_yet(keys, "here", range(self.parent.size()))
             if not waited_for or time.monotonic() > deadline:
@@ -274,11 +264,11 @@ class _Shrinking:
 
     # ---- step 2 ------------------------------------------------------------------------------
 
-    def _build(self, attempt: _Attempt, left: tuple[int, ...]) -> ProcessGroup | None:
+    def _build(self, name: str, keys: Store, left: tuple[int, ...]) -> ProcessGroup | None:
         """Build the new group, or tell the others that it does not stand."""
         is_default = self.parent is self.world.default
         spec = GroupSpec(
-            name=attempt.name,
+            name=name,
             global_ranks=tuple(self.parent.global_ranks[r] for r in left),
             backend=self.parent.backend_config,
             timeout=self.parent.timeout,
@@ -287,9 +277,9 @@ class _Shrinking:
         )
         me = self.parent.global_ranks[self.parent.rank()]
         try:
-            return create_group(self.world, self.meeting.store, me, spec)
+            return create_groups(self.world, self.rendezvous.store, me, [spec])[0]
         except DureError:
-            if attempt.keys.compare_set("stands", "", b"no") != b"no":
+            if keys.compare_set("stands", "", b"no") != b"no":
                 raise
             if all(not self._gone(r) for r in left):
                 raise  # it failed for another reason, and would again
@@ -297,12 +287,11 @@ class _Shrinking:
 
     def _stands(
         self,
-        attempt: _Attempt,
+        keys: Store,
         left: tuple[int, ...],
         built: ProcessGroup | None,
         deadline: float,
     ) -> bool:
-        keys = attempt.keys
         if built is not None:
             keys.set(f"built/{self.parent.rank()}", b"1")
         while not keys.check(["stands"]):
@@ -314,9 +303,7 @@ class _Shrinking:
 
     # ---- the end -----------------------------------------------------------------------------
 
-    def _replace_parent(
-        self, attempt: _Attempt, left: tuple[int, ...], built: ProcessGroup
-    ) -> ProcessGroup:
+    def _replace_parent(self, left: tuple[int, ...], built: ProcessGroup) -> ProcessGroup:
         world, parent = self.world, self.parent
         if parent is not world.default:
             world.groups.pop(parent.group_name, None)
@@ -326,7 +313,7 @@ class _Shrinking:
         for old in sorted(world.groups.values(), key=lambda g: g is parent):
             if old is not built:
                 old.close(abort=True)
-        self.meeting.go_on_with(kept, attempt.name)
+        self.rendezvous.go_on_with(kept, built.group_name)
         built.renumber(tuple(range(len(left))))
         with world.lock:
             world.groups = {built.group_name: built}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dure.comm.call import members_code
-from dure.comm.creation import MEETING_LIMIT, GroupSpec, as_timeout, check_ranks, create_groups
+from dure.comm.creation import RENDEZVOUS_LIMIT, GroupSpec, as_timeout, check_ranks, create_groups
 from dure.comm.world import GroupMember, World, current_world, resolve
 from dure.errors import (
     CommError,
@@ -149,78 +149,57 @@ def _new_groups(
         )
         for ranks in lists
     ]
+    rendezvous = world.rendezvous
+    assert rendezvous is not None
+    soon = min(limit, RENDEZVOUS_LIMIT)
+    rendezvous.secure(default.gone, soon.total_seconds())
+    if not local:
+        _announce(default, lists, soon)
     mine = [spec for spec in specs if default.rank() in spec.global_ranks]
-    announce = None if local else _Announcement(default, lists, min(limit, MEETING_LIMIT))
-    made = {g.group_name: g for g in _create(world, default, mine, limit, announce)}
-    return [made.get(spec.name, GroupMember.NON_GROUP_MEMBER) for spec in specs]
+    made: list[ProcessGroup] = []
+    if mine:
+        try:
+            made = create_groups(world, rendezvous.store, default.rank(), mine)
+        except StoreLost:
+            if not rendezvous.replaceable:
+                raise
+            # Its holder died while we asked it: then for all members alike.
+            rendezvous.secure(default.gone, soon.total_seconds())
+            made = create_groups(world, rendezvous.store, default.rank(), mine)
+    by_name = {group.group_name: group for group in made}
+    return [by_name.get(spec.name, GroupMember.NON_GROUP_MEMBER) for spec in specs]
 
 
-class _Announcement:
-    """Lets all ranks of the world compare which groups they make, once, before any is waited for.
+def _announce(default: ProcessGroup, rank_lists: Sequence[Sequence[int]], limit: timedelta) -> None:
+    """Let all ranks of the world compare which groups they make, before any is waited for.
 
     A world that is broken already cannot compare: then members find out in the store, as they do
     where only members call. That is how survivors of a death make groups of their own.
     """
-
-    def __init__(
-        self, default: ProcessGroup, rank_lists: Sequence[Sequence[int]], limit: timedelta
-    ) -> None:
-        self._default, self._lists, self._limit = default, rank_lists, limit
-        self._said = False
-
-    def __call__(self) -> None:
-        if self._said:
-            return
-        self._said = True
-        default, began = self._default, time.monotonic()
-        try:
-            default.announce_groups(members_code(self._lists), self._limit)
-        except Desync as error:
-            if error.calls.get(default.rank(), "").startswith("new_group"):
-                raise
-        except CommTimeout as error:
-            waited_s = time.monotonic() - began
-            if waited_s < min(self._limit, default.timeout).total_seconds() / 2:
-                return  # the world's time was up before
-            raise RendezvousTimeout(
-                "not all ranks called to make a group",
-                op="new_group",
-                group=default.group_name,
-                rank=default.rank(),
-                world_size=default.size(),
-                elapsed_s=self._limit.total_seconds(),
-                missing=error.missing,
-                fix="All ranks of the world call new_group, members or not; only members do with "
-                "use_local_synchronization=True.",
-            ) from None
-        except CommError:
-            pass
-
-
-def _create(
-    world: World,
-    default: ProcessGroup,
-    specs: Sequence[GroupSpec],
-    limit: timedelta,
-    announce: _Announcement | None,
-) -> list[ProcessGroup]:
-    """Create the groups that this rank is in; where the store is lost, in the next one."""
-    meeting = world.rendezvous
-    assert meeting is not None
-    wait_s = min(limit, MEETING_LIMIT).total_seconds()
-    meeting.secure(default.gone, wait_s)
-    if not specs:
-        if announce is not None:
-            announce()
-        return []
+    began = time.monotonic()
     try:
-        return create_groups(world, meeting.store, default.rank(), specs, announce)
-    except StoreLost:
-        if not meeting.replaceable:
+        default.announce_groups(members_code(rank_lists), limit)
+    except Desync as error:
+        if error.calls.get(default.rank(), "").startswith("new_group"):
             raise
-    # Its holder died while we asked it: then for all members alike.
-    meeting.secure(default.gone, wait_s)
-    return create_groups(world, meeting.store, default.rank(), specs, announce)
+    except CommTimeout as error:
+        waited_s = time.monotonic() - began
+        if waited_s < min(limit, default.timeout).total_seconds() / 2:
+            return  # the world's time was up before
+        raise RendezvousTimeout(
+            "not all ranks called to make a group",
+            op="new_group",
+            group=default.group_name,
+            rank=default.rank(),
+            world_size=default.size(),
+            elapsed_s=limit.total_seconds(),
+            came=tuple(r for r in range(default.size()) if r not in error.missing),
+            missing=error.missing,
+            fix="All ranks of the world call new_group, members or not; only members do with "
+            "use_local_synchronization=True.",
+        ) from None
+    except CommError:
+        pass
 
 
 def new_subgroups_by_enumeration(
@@ -234,10 +213,7 @@ def new_subgroups_by_enumeration(
 
     Args:
         ranks_per_subgroup_list: The members of each group; no rank may be in two.
-        timeout: As in `new_group`.
-        backend: As in `new_group`.
-        pg_options: As in `new_group`.
-        group_desc: As in `new_group`.
+        timeout, backend, pg_options, group_desc: As in `new_group`.
 
     Returns:
         This rank's own group (NON_GROUP_MEMBER if it is in none), and the list of all.
@@ -279,10 +255,7 @@ def new_subgroups(
         group_size: Ranks a group; it must divide the size of `group`. None for the number of
             ranks on this host (LOCAL_WORLD_SIZE, or all of them).
         group: What to cut; the world where None.
-        timeout: As in `new_group`.
-        backend: As in `new_group`.
-        pg_options: As in `new_group`.
-        group_desc: As in `new_group`.
+        timeout, backend, pg_options, group_desc: As in `new_group`.
 
     Returns:
         This rank's own group, and the list of all.
@@ -318,10 +291,8 @@ def split_group(
     Args:
         parent_pg: What to split; the world where None.
         split_ranks: Lists of ranks of the parent (not global ranks).
-        timeout: The parent's where None.
-        pg_options: As in `new_group`.
-        group_desc: As in `new_group`.
-        backend: The parent's where None.
+        timeout, backend: The parent's where None.
+        pg_options, group_desc: As in `new_group`.
 
     Returns:
         The group that this rank is in, or None.

@@ -25,7 +25,6 @@ __all__ = [
     "change_word",
     "heap_allocate",
     "heap_identity",
-    "heap_keep",
     "heap_offset",
     "heap_peer",
     "heap_trim",
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
         change_word,
         heap_allocate,
         heap_identity,
-        heap_keep,
         heap_offset,
         heap_peer,
         heap_trim,
@@ -74,7 +72,7 @@ else:
         _reason = _reason or f"the native engine is not built, or does not load: {error}"
     Channel, Group, Outcome = _found.Channel, _found.Group, _found.Outcome
     HeapMemory, Process, Request = _found.HeapMemory, _found.Process, _found.Request
-    heap_allocate, heap_keep, heap_trim = _found.heap_allocate, _found.heap_keep, _found.heap_trim
+    heap_allocate, heap_trim = _found.heap_allocate, _found.heap_trim
     heap_identity, heap_offset = _found.heap_identity, _found.heap_offset
     heap_peer, heap_usage = _found.heap_peer, _found.heap_usage
     change_word = _found.change_word

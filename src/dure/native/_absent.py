@@ -19,7 +19,6 @@ __all__ = [
     "change_word",
     "heap_allocate",
     "heap_identity",
-    "heap_keep",
     "heap_offset",
     "heap_peer",
     "heap_trim",
@@ -62,7 +61,7 @@ def _no_heap(*arguments: object) -> NoReturn:
     raise RuntimeError("the native engine is not there, and so there is no symmetric heap")
 
 
-change_word = heap_allocate = heap_identity = heap_keep = _no_heap
+change_word = heap_allocate = heap_identity = _no_heap
 heap_offset = heap_peer = heap_trim = heap_usage = _no_heap
 
 

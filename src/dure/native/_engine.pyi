@@ -288,9 +288,6 @@ def heap_offset(address: int, nbytes: int, /) -> int:
 def heap_trim() -> int:
     """Give the memory of freed pieces back to the system; return how many bytes."""
 
-def heap_keep(nbytes: int, /) -> None:
-    """Keep at most so much freed memory from now on."""
-
 def heap_usage() -> tuple[int, int, int]:
     """Return bytes in use, bytes kept for new pieces, and the number of pieces."""
 

@@ -15,7 +15,7 @@ from torch._C import _distributed_c10d as c10d
 
 from dure import env
 from dure.comm.availability import is_backend_available
-from dure.comm.creation import MEETING_LIMIT, GroupSpec, create_group
+from dure.comm.creation import RENDEZVOUS_LIMIT, GroupSpec, create_groups
 from dure.comm.group import ProcessGroup
 from dure.comm.recording import begin_recording
 from dure.comm.world import World
@@ -67,7 +67,7 @@ def build(plan: Plan) -> ProcessGroup:
         pg_options=plan.pg_options,
     )
     # The world is thrown away: it is torch that knows which groups there are.
-    group = create_group(World(), store, plan.global_ranks[plan.rank], spec)
+    (group,) = create_groups(World(), store, plan.global_ranks[plan.rank], [spec])
     try:
         begin_recording(store)
     except BaseException:
@@ -84,7 +84,7 @@ def _choose(store: Store, plan: Plan) -> str:
     keys = [f"place/{r}" for r in range(size)]
     able = "able" if is_backend_available("shm") else "unable"
     store.set(keys[plan.rank], f"{able} {myself().host_id}")
-    limit = min(plan.timeout, MEETING_LIMIT)
+    limit = min(plan.timeout, RENDEZVOUS_LIMIT)
     try:
         store.wait(keys, limit)
     except StoreTimeout as error:

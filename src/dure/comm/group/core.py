@@ -8,9 +8,9 @@ Every operation takes three steps (the *slow path*):
 3. *issue*: the operation gets its number in the group and its trace event, and the backend runs
    it, at once or, with ``async_op=True``, behind the `Work` that is returned.
 
-The *fast path* (group/plain.py) skips all three: a synchronous call on plain tensors (contiguous
-ones on the CPU, of a real dtype) that nobody traces goes straight to the engine, which makes the
-same checks in one look at the tensor (csrc/bindings/plain.cpp).
+The *fast path* (group/operations.py) skips all three: a call on plain tensors that nobody traces
+goes straight to the engine, which makes the same checks in one look at the tensor
+(csrc/bindings/plain.cpp).
 
 Every operation is noted by the flight recorder (`trace.flight`): by the backend where it keeps a
 ring of its own (it has a method `records`), else here.
@@ -24,7 +24,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Self, cast
@@ -44,7 +44,36 @@ from dure.store.prefix import PrefixStore
 from dure.trace import flight
 from dure.trace.record import MESSAGES
 
-__all__ = ["GroupCore"]
+__all__ = ["GroupCore", "GroupSpec", "started"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """What a group is to be.
+
+    Attributes:
+        name: The same on all members, different from that of every other group of the world.
+        global_ranks: Members, in the order of their group ranks.
+        backend: Name of a backend, or "cpu:gloo,cuda:nccl".
+        timeout: How long an operation waits for its peers.
+        desc: What the user called it.
+        pg_options: Handed to the backend untouched.
+        device_id: The device that this rank is bound to.
+    """
+
+    name: str
+    global_ranks: tuple[int, ...]
+    backend: str
+    timeout: timedelta
+    desc: str = ""
+    pg_options: object = None
+    device_id: torch.device | None = None
+
+
+def started(work: Work | None) -> Work:
+    """Return the work of an operation that was called with ``async_op=True``."""
+    assert work is not None
+    return work
 
 
 class GroupCore:
@@ -58,44 +87,44 @@ class GroupCore:
     ended.
 
     Attributes:
-        name: The same on all ranks.
+        group_name: The same on all ranks.
         global_ranks: Global rank of each group rank.
         timeout: How long an operation waits for its peers.
         store: The group's own key space.
         device_types: Kinds of device whose tensors it takes.
         desc: What the group is for, as the user described it.
+        num_monitored: How many monitored barriers this rank has begun.
+        num_attempts: How many attempts to shrink the group this rank has begun.
     """
 
     def __init__(
         self,
-        *,
-        name: str,
+        spec: GroupSpec,
         rank: int,
-        global_ranks: tuple[int, ...],
         backends: dict[str, Backend],
         store: Store,
-        timeout: timedelta,
-        desc: str = "",
-        second: Callable[[str], dict[str, Backend]] | None = None,
+        second: Callable[[str], dict[str, Backend]],
     ) -> None:
-        self.group_name, self._rank, self.global_ranks = name, rank, global_ranks
-        self.timeout, self.store, self.desc = timeout, store, desc or name
+        self.group_name, self._rank, self.global_ranks = spec.name, rank, spec.global_ranks
+        self.timeout, self.store, self.desc = spec.timeout, store, spec.desc or spec.name
         self.seq = 0
-        self._num_monitored = 0
-        self._num_attempts = 0
-        self._size = len(global_ranks)
-        self._group_rank_of = {g: r for r, g in enumerate(global_ranks)}
-        self._backends = backends
+        self.num_monitored = self.num_attempts = 0
+        self._size = len(self.global_ranks)
+        self._group_rank_of = {g: r for r, g in enumerate(self.global_ranks)}
         self.device_types = frozenset(backends)
-        self._only: Backend | None = next(iter(backends.values())) if len(backends) == 1 else None
-        self._engine: PlainCalls | None = getattr(self._only, "plain", None)
-        self._plain = self._engine
+        self._use(backends)
         self._coalesced: list[Work] | None = None
         self.closed = False
         self._second = second
         self._channel, self._channels = 0, [self]
         self._channel_lock = threading.Lock()
         self._ring, self._ring_devices = self._open_ring()
+
+    def _use(self, backends: dict[str, Backend]) -> None:
+        self._backends = backends
+        self._only: Backend | None = next(iter(backends.values())) if len(backends) == 1 else None
+        self._engine: PlainCalls | None = getattr(self._only, "plain", None)
+        self._plain = self._engine
 
     def _open_ring(self) -> tuple[flight.FlightRing | None, frozenset[str]]:
         """Make a flight recorder for the devices whose backend has none of its own."""
@@ -162,16 +191,12 @@ class GroupCore:
         view._channel, view.seq = index, 0
         view.group_name = channel_name(self.group_name, index)
         view.store = PrefixStore(f"channel/{index}", self.store)
-        view._num_monitored = view._num_attempts = 0
+        view.num_monitored = view.num_attempts = 0
         view._coalesced = None
         if not all(getattr(b, "channels", 1) > index for b in self._backends.values()):
-            assert self._second is not None
-            view._backends = self._second(view.group_name)
-            view._only = next(iter(view._backends.values())) if view._only is not None else None
-            view._engine = getattr(view._only, "plain", None)
+            view._use(self._second(view.group_name))
         elif view._engine is not None:
-            view._engine = cast(PlainBackend, view._only).plain_on(index)
-        view._plain = view._engine
+            view._engine = view._plain = cast(PlainBackend, view._only).plain_on(index)
         view._ring, view._ring_devices = view._open_ring()
         return view
 
@@ -238,15 +263,17 @@ class GroupCore:
             )
         return group_rank
 
-    def next_monitored(self) -> int:
-        """Return the number of this rank's next monitored barrier."""
-        self._num_monitored += 1
-        return self._num_monitored
+    def root(self, global_rank: int | None, group_rank: int | None, op: str, what: str) -> int:
+        """Return as `peer` does; the group's first rank where neither is given."""
+        if global_rank is None and group_rank is None:
+            return 0
+        return self.peer(global_rank, group_rank, op, what)
 
-    def next_attempt(self) -> int:
-        """Return the number of this rank's next attempt to shrink the group."""
-        self._num_attempts += 1
-        return self._num_attempts
+    def source(self, src: int | None, group_src: int | None, op: str) -> int | None:
+        """Return as `peer` does; None, for anyone, where neither is given."""
+        if src is None and group_src is None:
+            return None
+        return self.peer(src, group_src, op, "src")
 
     def renumber(self, global_ranks: tuple[int, ...]) -> None:
         """Give the members new global ranks, in the same order."""
@@ -371,6 +398,17 @@ class GroupCore:
     def coalesced(self, works: list[Work] | None) -> None:
         self._coalesced = works
         self._plain = self._engine if works is None else None
+
+    def refuse_coalescing(self, op: str, what: str, seen: str) -> None:
+        """Raise in a coalescing manager, for an operation that needs an answer midway."""
+        if self._coalesced is not None:
+            raise UsageError(
+                what,
+                op=op,
+                group=self.group_name,
+                seen=seen,
+                fix="Call it before or after the manager's block.",
+            )
 
     def _plain_work(self, op: str, started: object, output: torch.Tensor | None) -> Work | None:
         """Hand out the `Work` of a plain call that was started, or raise its error."""

@@ -1,10 +1,23 @@
 """The operations of a process group, as far as one rank sees them: checks, memory, the call.
 
-Each operation here says what this rank alone can know to be wrong, turns odd tensors into plain
-memory, and makes the `Call` that the backend runs (group/core.py). Messages between one pair of
-ranks with one tag arrive in the order they were sent; a receive without a source takes the first
-message with its tag, whoever sent it.
+*The fast path.* A call on plain tensors (contiguous, on the CPU, of a real dtype; see
+csrc/bindings/tensor.h) goes straight to the engine, which makes the checks of the slow path in one
+look at the tensor: no list, no closure, no object is made on the way, but the request and the
+`Work` of an asynchronous call. What the engine declines, having done nothing, takes the slow path;
+so does everything while a hook listens, in a coalescing manager, and on backends without plain
+calls. None, which the binding does not take, takes it too. The lines of the fast path are the same
+in every operation, and written out because a helper would cost as much as the rest; for the same
+reason these methods hold no closures, whose cells cost at every call.
+
+*The slow path* says what this rank alone can know to be wrong, turns odd tensors into plain memory,
+and makes the `Call` that the backend runs (group/core.py).
+
+Messages between one pair of ranks with one tag arrive in the order they were sent; a receive
+without a source takes the first message with its tag, whoever sent it.
 """
+
+# pyright: reportUnnecessaryComparison=false
+# (what users pass is what is looked at)
 
 from __future__ import annotations
 
@@ -14,16 +27,16 @@ from datetime import timedelta
 
 import torch
 
-from dure.comm import call as calls
 from dure.comm import checks
 from dure.comm.backends.base import Backend
 from dure.comm.backends.verify import CHECK_THEMSELVES, VerifyingBackend
 from dure.comm.call import Call
-from dure.comm.group.core import GroupCore
+from dure.comm.group.core import GroupCore, started
+from dure.comm.group.sparse import sparse_all_reduce
 from dure.comm.ops import CONVERSIONS, ReduceOp, as_reduce_op, check_reducible
-from dure.comm.sparse import sparse_all_reduce
 from dure.comm.work import Work, combine
 from dure.errors import UsageError
+from dure.trace import hooks
 
 __all__ = ["Operations"]
 
@@ -43,37 +56,24 @@ class Operations(GroupCore):
 
     # ---- reductions ------------------------------------------------------------------------------
 
-    def _premultiply(
-        self, backend: Backend, tensor: torch.Tensor, op: ReduceOp, name: str
-    ) -> tuple[torch.Tensor, ReduceOp]:
-        """Turn a premultiplied sum into a sum of scaled copies, where the backend does not fuse."""
-        check_reducible(tensor.dtype, op, name)
-        if op.name != "PREMUL_SUM":
-            return tensor, op
-        if not isinstance(op.factor, (int, float, torch.Tensor)):
-            raise UsageError(
-                "PREMUL_SUM has no factor", op=name, fix="Use dure.ReduceOp.premul_sum(factor)."
-            )
-        if _fuses(backend) and not isinstance(op.factor, torch.Tensor):
-            return tensor, op
-        return (tensor.detach() * op.factor).to(tensor.dtype), ReduceOp.SUM
-
     def all_reduce(
         self, tensor: torch.Tensor, op: object = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
         """Reduce `tensor` of all ranks, in place, on all ranks."""
+        if self._plain is not None and not (hooks or tensor is None or op is None):
+            if async_op:
+                done = self._plain.start_all_reduce(tensor, op)
+            else:
+                done = self._plain.plain_all_reduce(tensor, op)
+            if done is True:
+                self.seq += 1
+                return None
+            if done:
+                return self._plain_work("all_reduce", done, tensor)
         reduction = as_reduce_op(op)
         if isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided:
             return sparse_all_reduce(self, tensor, reduction, async_op)
-        backend = self._backend("all_reduce", tensor)
-        check_reducible(tensor.dtype, reduction, "all_reduce")
-        memory, finish = checks.writable(tensor, load=True, op="all_reduce")
-        scaled, reduction = self._premultiply(backend, memory, reduction, "all_reduce")
-        if scaled is not memory:
-            memory, finish = scaled, checks.copy_back(tensor, scaled)
-        return self._issue(
-            backend, calls.all_reduce(memory, reduction), [tensor], finish=finish, async_op=async_op
-        )
+        return self._reduce("all_reduce", tensor, reduction, -1, async_op)
 
     def all_reduce_coalesced(
         self, tensors: Sequence[torch.Tensor], op: object = ReduceOp.SUM, async_op: bool = False
@@ -87,30 +87,40 @@ class Operations(GroupCore):
         return combine([w for w in works if w is not None], list(tensors), async_op)
 
     def reduce(
-        self,
-        tensor: torch.Tensor,
-        dst: int,
-        op: object = ReduceOp.SUM,
-        async_op: bool = False,
+        self, tensor: torch.Tensor, dst: int, op: object = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
         """Reduce `tensor` of all ranks into that of group rank `dst`."""
-        backend = self._backend("reduce", tensor)
-        reduction = as_reduce_op(op)
-        if dst == self._rank:
-            memory, finish = checks.writable(tensor, load=True, op="reduce")
+        return self._reduce("reduce", tensor, as_reduce_op(op), dst, async_op)
+
+    def _reduce(
+        self, name: str, tensor: torch.Tensor, reduction: ReduceOp, root: int, async_op: bool
+    ) -> Work | None:
+        """Reduce in place, on the root or, where it is -1, on all ranks."""
+        backend = self._backend(name, tensor)
+        writes = root in (-1, self._rank)
+        if writes:
+            memory, finish = checks.writable(tensor, load=True, op=name)
         else:
             memory, finish = checks.readable(tensor), None
-        scaled, reduction = self._premultiply(backend, memory, reduction, "reduce")
+        scaled, reduction = self._premultiply(backend, memory, reduction, name)
         if scaled is not memory:
             memory = scaled
-            finish = checks.copy_back(tensor, scaled) if dst == self._rank else None
-        return self._issue(
-            backend,
-            calls.reduce(memory, dst, reduction),
-            [tensor],
-            finish=finish,
-            async_op=async_op,
-        )
+            finish = checks.copy_back(tensor, scaled) if writes else None
+        both = (memory,)
+        call = Call(op=name, inputs=both, outputs=both, reduction=reduction, root=root)
+        return self._issue(backend, call, [tensor], finish=finish, async_op=async_op)
+
+    def _premultiply(
+        self, backend: Backend, tensor: torch.Tensor, op: ReduceOp, name: str
+    ) -> tuple[torch.Tensor, ReduceOp]:
+        """Turn a premultiplied sum into a sum of scaled copies, where the backend does not fuse."""
+        check_reducible(tensor.dtype, op, name)
+        if op.name != "PREMUL_SUM":
+            return tensor, op
+        factor = op.checked_factor(name)
+        if _fuses(backend) and not isinstance(factor, torch.Tensor):
+            return tensor, op
+        return (tensor.detach() * factor).to(tensor.dtype), ReduceOp.SUM
 
     def reduce_scatter(
         self,
@@ -120,27 +130,16 @@ class Operations(GroupCore):
         async_op: bool = False,
     ) -> Work | None:
         """Reduce `input_list[i]` of all ranks into rank i's `output`."""
-        checks.check_list(input_list, self._size, "reduce_scatter", "input_list")
-        backend = self._backend("reduce_scatter", output, *input_list)
-        checks.check_same_dtype(input_list, output.dtype, "reduce_scatter")
+        name = "reduce_scatter"
+        checks.check_list(input_list, self._size, name, "input_list")
+        backend = self._backend(name, output, *input_list)
+        checks.check_same_dtype(input_list, output.dtype, name)
         mine = input_list[self._rank].numel()
         if output.numel() != mine:
             raise self._wrong_size(
-                "reduce_scatter",
-                f"output has {output.numel()} elements, input_list[{self._rank}] has {mine}",
+                name, f"output has {output.numel()} elements, input_list[{self._rank}] has {mine}"
             )
-        scaled = [
-            self._premultiply(backend, t, as_reduce_op(op), "reduce_scatter") for t in input_list
-        ]
-        inputs, reduction = [checks.readable(t) for t, _ in scaled], scaled[0][1]
-        memory, finish = checks.writable(output, load=False, op="reduce_scatter")
-        return self._issue(
-            backend,
-            calls.reduce_scatter(memory, inputs, reduction),
-            [output],
-            finish=finish,
-            async_op=async_op,
-        )
+        return self._reduce_parts(name, backend, output, input_list, as_reduce_op(op), async_op)
 
     def reduce_scatter_single(
         self,
@@ -154,122 +153,95 @@ class Operations(GroupCore):
         SUM, AVG and premultiplied sums may reduce from bfloat16 or float16 into float32, and back:
         the sum is taken in float32, and rounded once if the output is of 16 bits.
         """
+        if self._plain is not None and not (hooks or output is None or input is None or op is None):
+            if async_op:
+                done = self._plain.start_reduce_scatter(output, input, op)
+            else:
+                done = self._plain.plain_reduce_scatter(output, input, op)
+            if done is True:
+                self.seq += 1
+                return None
+            if done:
+                return self._plain_work("reduce_scatter_single", done, output)
         name = "reduce_scatter_single"
         backend = self._backend(name, output, input)
         reduction = as_reduce_op(op)
-        converts = (input.dtype, output.dtype) in CONVERSIONS and reduction.name in _CONVERTING
-        if not converts:
+        if (input.dtype, output.dtype) not in CONVERSIONS or reduction.name not in _CONVERTING:
             checks.check_same_dtype([input], output.dtype, name)
-        if input.numel() != output.numel() * self._size:
-            raise self._wrong_size(
-                name,
-                f"input has {input.numel()} elements, output {output.numel()}, for {self._size} "
-                f"ranks; wanted input = {self._size} x output",
-            )
-        temporary = converts and not _fuses(backend)  # then it is done in float32
-        given = input.detach().float() if temporary else input
-        scaled, reduction = self._premultiply(backend, given, reduction, name)
-        source = checks.readable(scaled)
+        self._check_n_times("input", input, "output", output, name)
+        return self._reduce_parts(name, backend, output, [input], reduction, async_op)
+
+    def _reduce_parts(
+        self,
+        name: str,
+        backend: Backend,
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        reduction: ReduceOp,
+        async_op: bool,
+    ) -> Work | None:
         memory, finish = checks.writable(output, load=False, op=name)
-        if temporary:
+        if inputs[0].dtype is not output.dtype and not _fuses(backend):  # then in float32
+            inputs = [t.detach().float() for t in inputs]
             memory = torch.empty(output.shape, dtype=torch.float32, device=output.device)
             finish = checks.copy_back(output, memory)
-        return self._issue(
-            backend,
-            calls.reduce_scatter_single(memory, source, reduction),
-            [output],
-            finish=finish,
-            async_op=async_op,
-        )
+        scaled = [self._premultiply(backend, t, reduction, name) for t in inputs]
+        sources = [checks.readable(t) for t, _ in scaled]
+        call = Call(op=name, inputs=sources, outputs=(memory,), reduction=scaled[0][1])
+        return self._issue(backend, call, [output], finish=finish, async_op=async_op)
 
     # ---- movements -------------------------------------------------------------------------------
 
     def broadcast(self, tensor: torch.Tensor, src: int, async_op: bool = False) -> Work | None:
         """Copy `tensor` of group rank `src` to all."""
+        if self._plain is not None and not (hooks or tensor is None):
+            if async_op:
+                done = self._plain.start_broadcast(tensor, src)
+            else:
+                done = self._plain.plain_broadcast(tensor, src)
+            if done is True:
+                self.seq += 1
+                return None
+            if done:
+                return self._plain_work("broadcast", done, tensor)
         backend = self._backend("broadcast", tensor)
         if src == self._rank:
             memory, finish = checks.readable(tensor), None
         else:
             memory, finish = checks.writable(tensor, load=False, op="broadcast")
-        return self._issue(
-            backend, calls.broadcast(memory, src), [tensor], finish=finish, async_op=async_op
-        )
-
-    def _writables(
-        self, tensors: Sequence[torch.Tensor], op: str
-    ) -> tuple[list[torch.Tensor], checks.Finish | None]:
-        pairs = [checks.writable(t, load=False, op=op) for t in tensors]
-        return [m for m, _ in pairs], checks.run_all([f for _, f in pairs])
+        both = (memory,)
+        call = Call(op="broadcast", inputs=both, outputs=both, root=src)
+        return self._issue(backend, call, [tensor], finish=finish, async_op=async_op)
 
     def all_gather(
-        self,
-        output_list: Sequence[torch.Tensor],
-        tensor: torch.Tensor,
-        async_op: bool = False,
+        self, output_list: Sequence[torch.Tensor], tensor: torch.Tensor, async_op: bool = False
     ) -> Work | None:
         """Copy rank i's `tensor` to `output_list[i]` on all ranks; lengths may differ by rank."""
-        checks.check_list(output_list, self._size, "all_gather", "tensor_list")
-        backend = self._backend("all_gather", tensor, *output_list)
-        checks.check_same_dtype(output_list, tensor.dtype, "all_gather")
-        self._check_own_slot(output_list, tensor, "all_gather", "tensor_list")
-        memories, finish = self._writables(output_list, "all_gather")
-        source = checks.readable(tensor)
-        return self._issue(
-            backend,
-            calls.all_gather(memories, source),
-            list(output_list),
-            finish=finish,
-            async_op=async_op,
-        )
-
-    def _check_own_slot(
-        self, slots: Sequence[torch.Tensor], tensor: torch.Tensor, op: str, what: str
-    ) -> None:
-        if slots[self._rank].numel() != tensor.numel():
-            raise self._wrong_size(
-                op,
-                f"{what}[{self._rank}] has {slots[self._rank].numel()} elements, this rank's "
-                f"tensor {tensor.numel()}",
-            )
+        name = "all_gather"
+        checks.check_list(output_list, self._size, name, "tensor_list")
+        backend = self._backend(name, tensor, *output_list)
+        self._check_slots(output_list, tensor, name, "tensor_list")
+        return self._move(name, backend, [tensor], output_list, -1, async_op)
 
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, async_op: bool = False
     ) -> Work | None:
         """Copy rank i's `input` [k] to `output` [n*k] at i*k on all ranks."""
+        if self._plain is not None and not (hooks or output is None or input is None):
+            if async_op:
+                done = self._plain.start_all_gather(output, input)
+            else:
+                done = self._plain.plain_all_gather(output, input)
+            if done is True:
+                self.seq += 1
+                return None
+            if done:
+                return self._plain_work("all_gather_single", done, output)
         name = "all_gather_single"
         backend = self._backend(name, output, input)
         checks.check_same_dtype([input], output.dtype, name)
-        if output.numel() != input.numel() * self._size:
-            raise self._wrong_size(
-                name,
-                f"output has {output.numel()} elements, input {input.numel()}, for {self._size} "
-                f"ranks; wanted output = {self._size} x input",
-            )
-        memory, finish = checks.writable(output, load=False, op=name)
-        source = checks.readable(input)
-        return self._issue(
-            backend,
-            calls.all_gather_single(memory, source),
-            [output],
-            finish=finish,
-            async_op=async_op,
-        )
-
-    def _only_at_root(self, tensors: object, root: int, op: str, what: str) -> None:
-        if self._rank == root and tensors is None:
-            raise UsageError(
-                f"{what} is missing on the root", op=op, rank=self._rank, group=self.group_name
-            )
-        none = tensors is None or (isinstance(tensors, (list, tuple)) and not tensors)
-        if self._rank != root and not none:
-            raise UsageError(
-                f"{what} is given on a rank that is not the root",
-                op=op,
-                rank=self._rank,
-                group=self.group_name,
-                seen=f"the root is rank {root} of the group",
-                fix="Pass None (or an empty list) there.",
-            )
+        self._check_n_times("output", output, "input", input, name)
+        return self._move(name, backend, [input], [output], -1, async_op)
 
     def gather(
         self,
@@ -279,23 +251,8 @@ class Operations(GroupCore):
         async_op: bool = False,
     ) -> Work | None:
         """Copy rank i's `tensor` to `gather_list[i]` on group rank `dst`."""
-        self._only_at_root(gather_list, dst, "gather", "gather_list")
-        backend = self._backend("gather", tensor)
-        memories, finish = None, None
-        if self._rank == dst:
-            slots = checks.check_list(gather_list, self._size, "gather", "gather_list")
-            self._backend("gather", *slots)
-            checks.check_same_dtype(slots, tensor.dtype, "gather")
-            self._check_own_slot(slots, tensor, "gather", "gather_list")
-            memories, finish = self._writables(slots, "gather")
-        source = checks.readable(tensor)
-        return self._issue(
-            backend,
-            calls.gather(memories, source, dst),
-            list(gather_list or ()),
-            finish=finish,
-            async_op=async_op,
-        )
+        backend, slots = self._root_slots("gather", tensor, gather_list, dst)
+        return self._move("gather", backend, [tensor], slots, dst, async_op)
 
     def scatter(
         self,
@@ -305,19 +262,8 @@ class Operations(GroupCore):
         async_op: bool = False,
     ) -> Work | None:
         """Copy `scatter_list[i]` of group rank `src` to rank i's `tensor`."""
-        self._only_at_root(scatter_list, src, "scatter", "scatter_list")
-        backend = self._backend("scatter", tensor)
-        sources = None
-        if self._rank == src:
-            slots = checks.check_list(scatter_list, self._size, "scatter", "scatter_list")
-            self._backend("scatter", *slots)
-            checks.check_same_dtype(slots, tensor.dtype, "scatter")
-            self._check_own_slot(slots, tensor, "scatter", "scatter_list")
-            sources = [checks.readable(t) for t in slots]
-        memory, finish = checks.writable(tensor, load=False, op="scatter")
-        return self._issue(
-            backend, calls.scatter(memory, sources, src), [tensor], finish=finish, async_op=async_op
-        )
+        backend, slots = self._root_slots("scatter", tensor, scatter_list, src)
+        return self._move("scatter", backend, slots, [tensor], src, async_op)
 
     def all_to_all(
         self,
@@ -331,16 +277,8 @@ class Operations(GroupCore):
         checks.check_list(input_list, self._size, name, "input_tensor_list")
         backend = self._backend(name, *output_list, *input_list)
         checks.check_same_dtype([*output_list, *input_list], output_list[0].dtype, name)
-        self._check_own_slot(output_list, input_list[self._rank], name, "output_tensor_list")
-        memories, finish = self._writables(output_list, name)
-        sources = [checks.readable(t) for t in input_list]
-        return self._issue(
-            backend,
-            calls.all_to_all(memories, sources),
-            list(output_list),
-            finish=finish,
-            async_op=async_op,
-        )
+        self._check_slots(output_list, input_list[self._rank], name, "output_tensor_list")
+        return self._move(name, backend, input_list, output_list, -1, async_op)
 
     def all_to_all_single(
         self,
@@ -351,6 +289,23 @@ class Operations(GroupCore):
         async_op: bool = False,
     ) -> Work | None:
         """Exchange rows of `input` by rank; equal parts unless split sizes (in rows) are given."""
+        # Split sizes may be arrays, which have no truth value; torch passes [] where it has none.
+        even = (
+            output_split_sizes is None
+            or (type(output_split_sizes) is list and not output_split_sizes)
+        ) and (
+            input_split_sizes is None or (type(input_split_sizes) is list and not input_split_sizes)
+        )
+        if even and self._plain is not None and not (hooks or output is None or input is None):
+            if async_op:
+                done = self._plain.start_all_to_all(output, input)
+            else:
+                done = self._plain.plain_all_to_all(output, input)
+            if done is True:
+                self.seq += 1
+                return None
+            if done:
+                return self._plain_work("all_to_all_single", done, output)
         name, n = "all_to_all_single", self._size
         backend = self._backend(name, output, input)
         checks.check_same_dtype([input], output.dtype, name)
@@ -363,34 +318,101 @@ class Operations(GroupCore):
             )
         takes = checks.split_bounds(output, out_rows, n, name, "output")
         gives = checks.split_bounds(input, in_rows, n, name, "input")
-        memory, finish = checks.writable(output, load=False, op=name)
-        source = checks.readable(input)
         if even:
-            call = calls.all_to_all_single(memory, source)
-        else:
-            if takes[self._rank] != gives[self._rank]:
-                raise self._wrong_size(
-                    name,
-                    f"this rank sends itself {gives[self._rank]} elements and expects "
-                    f"{takes[self._rank]}",
-                )
-            outs = list(memory.view(-1).split(takes))
-            ins = list(source.view(-1).split(gives))
-            call = Call(op=name, inputs=ins, outputs=outs)
+            return self._move(name, backend, [input], [output], -1, async_op)
+        if takes[self._rank] != gives[self._rank]:
+            raise self._wrong_size(
+                name,
+                f"this rank sends itself {gives[self._rank]} elements and expects "
+                f"{takes[self._rank]}",
+            )
+        memory, finish = checks.writable(output, load=False, op=name)
+        ins = checks.readable(input).view(-1).split(gives)
+        call = Call(op=name, inputs=ins, outputs=memory.view(-1).split(takes))
         return self._issue(backend, call, [output], finish=finish, async_op=async_op)
+
+    def _move(
+        self,
+        name: str,
+        backend: Backend,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        root: int,
+        async_op: bool,
+    ) -> Work | None:
+        """Run a movement of checked tensors that are not each other's memory."""
+        sources = [checks.readable(t) for t in inputs]
+        pairs = [checks.writable(t, load=False, op=name) for t in outputs]
+        call = Call(op=name, inputs=sources, outputs=[memory for memory, _ in pairs], root=root)
+        finish = checks.run_all([copy for _, copy in pairs])
+        return self._issue(backend, call, list(outputs), finish=finish, async_op=async_op)
+
+    def _root_slots(
+        self, name: str, tensor: torch.Tensor, slots: Sequence[torch.Tensor] | None, root: int
+    ) -> tuple[Backend, Sequence[torch.Tensor]]:
+        """Check a call whose root alone has one tensor a rank; return these, none elsewhere."""
+        what = f"{name}_list"
+        if self._rank == root and slots is None:
+            raise UsageError(
+                f"{what} is missing on the root", op=name, rank=self._rank, group=self.group_name
+            )
+        none = slots is None or (isinstance(slots, (list, tuple)) and not slots)
+        if self._rank != root and not none:
+            raise UsageError(
+                f"{what} is given on a rank that is not the root",
+                op=name,
+                rank=self._rank,
+                group=self.group_name,
+                seen=f"the root is rank {root} of the group",
+                fix="Pass None (or an empty list) there.",
+            )
+        if self._rank != root:
+            return self._backend(name, tensor), ()
+        given = checks.check_list(slots, self._size, name, what)
+        backend = self._backend(name, tensor, *given)
+        self._check_slots(given, tensor, name, what)
+        return backend, given
+
+    def _check_slots(
+        self, slots: Sequence[torch.Tensor], tensor: torch.Tensor, op: str, what: str
+    ) -> None:
+        """Raise unless this rank's own tensor fits into its place among those of all ranks."""
+        checks.check_same_dtype(slots, tensor.dtype, op)
+        if slots[self._rank].numel() != tensor.numel():
+            raise self._wrong_size(
+                op,
+                f"{what}[{self._rank}] has {slots[self._rank].numel()} elements, this rank's "
+                f"tensor {tensor.numel()}",
+            )
+
+    def _check_n_times(
+        self, all_name: str, of_all: torch.Tensor, one_name: str, of_one: torch.Tensor, op: str
+    ) -> None:
+        """Raise unless one tensor is as long as all ranks' others together."""
+        if of_all.numel() != of_one.numel() * self._size:
+            raise self._wrong_size(
+                op,
+                f"{all_name} has {of_all.numel()} elements, {one_name} {of_one.numel()}, for "
+                f"{self._size} ranks; wanted {all_name} = {self._size} x {one_name}",
+            )
 
     def barrier(
         self, async_op: bool = False, timeout: timedelta | float | None = None
     ) -> Work | None:
         """Return when all ranks have called; `timeout` is a limit below the group's own."""
+        if self._plain is not None and not hooks and timeout is None:
+            done = self._plain.start_barrier() if async_op else self._plain.plain_barrier()
+            if done is True:
+                self.seq += 1
+                return None
+            if done:
+                return self._plain_work("barrier", done, None)
         backend = self._backend("barrier")
-        if timeout is None:
-            return self._issue(backend, calls.barrier(), [], async_op=async_op)
-        work = self._issue(backend, calls.barrier(), [], async_op=True)
-        assert work is not None
-        if async_op:
+        deferred = async_op or timeout is not None
+        work = self._issue(backend, Call(op="barrier"), [], async_op=deferred)
+        if async_op or timeout is None:
             return work
-        work.wait(timeout)
+        started(work).wait(timeout)
         return None
 
     def announce_groups(self, members: int, timeout: timedelta) -> None:
@@ -405,43 +427,20 @@ class Operations(GroupCore):
         """
         for backend in self._backends.values():
             if backend.name in CHECK_THEMSELVES or isinstance(backend, VerifyingBackend):
-                work = self._issue(backend, calls.new_group(members), [], async_op=True)
-                assert work is not None
-                work.wait(timeout)
+                call = Call(op="new_group", nbytes=members)
+                started(self._issue(backend, call, [], async_op=True)).wait(timeout)
                 return
 
+    # ---- memory ----------------------------------------------------------------------------------
+
     def shared_empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Allocate a zeroed tensor that the group's ranks can reach without copies.
-
-        Collective: all ranks call with the same shape and dtype, in the same order. Where the
-        backend has no shared memory, the tensor is an ordinary one.
-
-        Shapes:
-            result: `shape`, contiguous, on the CPU; private to this rank as far as values go.
-        """
-        backend = self._backend("shared_empty")
-        numel = math.prod(shape)
-        memory = backend.allocate(numel * dtype.itemsize, False) if numel else None
-        if memory is None:
-            return torch.zeros(shape, dtype=dtype)
-        return memory.view(dtype).view(shape)
+        """Allocate as `dure.shared_empty` does, where this group's backend has such memory."""
+        memory = self._allocate("shared_empty", shape, dtype, node_shared=False)
+        return torch.zeros(shape, dtype=dtype) if memory is None else memory
 
     def host_shared_empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Allocate a zeroed tensor that is one memory for all ranks of a host.
-
-        Collective: all ranks call with the same shape and dtype, in the same order.
-
-        Shapes:
-            result: `shape`, contiguous, on the CPU.
-
-        Raises:
-            UsageError: The group's backend has no memory that ranks share.
-        """
-        backend = self._backend("host_shared_empty")
-        numel = math.prod(shape)
-        if numel == 0 or self._size == 1:
-            return torch.zeros(shape, dtype=dtype)
-        memory = backend.allocate(numel * dtype.itemsize, True)
+        """Allocate as `dure.host_shared_empty` does; a group of one has a tensor of its own."""
+        memory = self._allocate("host_shared_empty", shape, dtype, node_shared=True)
         if memory is None:
             raise UsageError(
                 "the ranks of this group share no memory",
@@ -452,7 +451,16 @@ class Operations(GroupCore):
                 seen=f"the backend is {self.backend_name}, where ranks only exchange messages",
                 fix='Use the backend "shm" on one host, or "hybrid" on several.',
             )
-        return memory.view(dtype).view(shape)
+        return memory
+
+    def _allocate(
+        self, op: str, shape: tuple[int, ...], dtype: torch.dtype, *, node_shared: bool
+    ) -> torch.Tensor | None:
+        backend, numel = self._backend(op), math.prod(shape)
+        if numel == 0 or (node_shared and self._size == 1):
+            return torch.zeros(shape, dtype=dtype)
+        memory = backend.allocate(numel * dtype.itemsize, node_shared)
+        return None if memory is None else memory.view(dtype).view(shape)
 
     @property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
@@ -483,6 +491,13 @@ class Operations(GroupCore):
         self, tensor: torch.Tensor, dst: int, tag: int = 0, async_op: bool = False
     ) -> Work | None:
         """Send `tensor` to group rank `dst`."""
+        if self._plain is not None and not (async_op or hooks or tensor is None):
+            done = self._plain.plain_send(tensor, dst, tag)
+            if done is True:
+                self.seq += 1
+                return None
+            if done:
+                raise self._plain_error(done)
         op = "isend" if async_op else "send"
         backend = self._backend(op, tensor)
         self._check_peer(dst, op, tag)
@@ -491,6 +506,13 @@ class Operations(GroupCore):
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int = 0) -> int:
         """Receive into `tensor` from group rank `src`, or anyone; return the sender's rank."""
+        if self._plain is not None and src is not None and not (hooks or tensor is None):
+            done = self._plain.plain_receive(tensor, src, tag)
+            if done is True:
+                self.seq += 1
+                return src
+            if done:
+                raise self._plain_error(done)
         backend, call, finish = self._prepare_receive(tensor, src, tag, "recv")
         deferred = self._coalesced is not None  # its number stands among theirs
         request, ended = self._start(backend, call, deferred, finish)
@@ -502,9 +524,7 @@ class Operations(GroupCore):
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int = 0) -> Work:
         """Begin to receive into `tensor` from group rank `src`, or anyone."""
         backend, call, finish = self._prepare_receive(tensor, src, tag, "irecv")
-        work = self._issue(backend, call, [tensor], finish=finish, async_op=True)
-        assert work is not None
-        return work
+        return started(self._issue(backend, call, [tensor], finish=finish, async_op=True))
 
     def _prepare_receive(
         self, tensor: torch.Tensor, src: int | None, tag: int, op: str

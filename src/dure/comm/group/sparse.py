@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dure.comm.group.core import started
 from dure.comm.ops import ReduceOp
 from dure.comm.work import Work, combine
-from dure.errors import DeviceError, UsageError
+from dure.errors import DeviceError
 
 if TYPE_CHECKING:
     from dure.comm.group.operations import Operations
@@ -40,14 +41,11 @@ def sparse_all_reduce(
             seen=f"{tensor.layout}, {op}",
             fix="Use .to_sparse_coo(), or .to_dense().",
         )
-    if group.coalesced is not None:
-        raise UsageError(
-            "sparse tensors cannot be reduced within a coalescing manager",
-            op="all_reduce",
-            group=group.group_name,
-            seen="their numbers of entries must be known before the entries are sent",
-            fix="Call it before or after the manager's block.",
-        )
+    group.refuse_coalescing(
+        "all_reduce",
+        "sparse tensors cannot be reduced within a coalescing manager",
+        "their numbers of entries must be known before the entries are sent",
+    )
     mine = tensor.detach().coalesce()
     n, device = group.size(), tensor.device
     count = torch.tensor([mine._nnz()], device=device)
@@ -58,10 +56,10 @@ def sparse_all_reduce(
     indices = [torch.empty((rows, k), dtype=torch.int64, device=device) for k in lengths]
     tail = mine.values().shape[1:]
     values = [torch.empty((k, *tail), dtype=mine.dtype, device=device) for k in lengths]
-    first = group.all_gather(indices, mine.indices().contiguous(), async_op=True)
-    second = group.all_gather(values, mine.values().contiguous(), async_op=True)
-    assert first is not None
-    assert second is not None
+    both = [
+        started(group.all_gather(indices, mine.indices().contiguous(), async_op=True)),
+        started(group.all_gather(values, mine.values().contiguous(), async_op=True)),
+    ]
 
     def add_up() -> None:
         total = torch.sparse_coo_tensor(
@@ -70,4 +68,4 @@ def sparse_all_reduce(
         with torch.no_grad():  # detach() would not do: a sparse tensor's entries are replaced
             tensor.copy_(total.coalesce())
 
-    return combine([first, second], [tensor], async_op, finish=add_up)
+    return combine(both, [tensor], async_op, finish=add_up)
