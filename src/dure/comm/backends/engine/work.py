@@ -17,11 +17,16 @@ it: questions are asked on a thread that is given up on after `_ASK_S`.
 it is broken off. Collectives are kept until they have ended, for the engine uses their memory;
 messages only as long as the user keeps their requests.
 
+A transfer that breaking off cuts in two is forgotten by Gloo: it ends when its own time is up, and
+the engine's destructor waits for it, with Python's lock. So an engine that was broken off with work
+pending is kept until that has ended (`_kept`), and if it never does, to the end of the process.
+
 Threads: every method of a request, from any thread, at any time.
 """
 
 from __future__ import annotations
 
+import ctypes
 import re
 import threading
 import time
@@ -233,7 +238,7 @@ class CollectiveRequest(Request):
         in_stream: The engine orders its work by CUDA streams, so waiting does not block the host.
     """
 
-    __slots__ = ("_began", "_copy_back", "_in_stream", "_op", "_settling", "_state", "_work")
+    __slots__ = ("_began", "_copy_back", "_in_stream", "_op", "_settling", "_state", "work")
 
     def __init__(
         self,
@@ -245,7 +250,7 @@ class CollectiveRequest(Request):
     ) -> None:
         super().__init__()
         self._state, self._op, self._copy_back = state, op, copy_back
-        self._work: EngineWork = work
+        self.work: EngineWork = work
         self._in_stream = in_stream
         self._began = time.monotonic()
         self._settling = threading.Lock()
@@ -253,11 +258,11 @@ class CollectiveRequest(Request):
     @property
     def engine_done(self) -> bool:
         """Whether the engine is done with it."""
-        return self._work.is_completed()
+        return self.work.is_completed()
 
     def done(self) -> bool:
         """See `Request.done`; what was copied back is in place once somebody has waited."""
-        return self.ended or self._work.is_completed() or self._state.left.is_set()
+        return self.ended or self.work.is_completed() or self._state.left.is_set()
 
     def _await(self, limit: float | None) -> bool:
         while not self.ended:
@@ -282,7 +287,7 @@ class CollectiveRequest(Request):
                 where = self._state.where(self._op, began=self._began)
                 error = AbortRecord(kind="InternalError", what=what, seen=seen).error(**where)
             self.end(error)
-            self._work = _OVER
+            self.work = _OVER
 
     def _wait_slice(self, limit: float | None) -> tuple[bool, DureError | None]:
         """Wait a little; return whether the work ended, and how."""
@@ -291,9 +296,9 @@ class CollectiveRequest(Request):
             piece = min(piece, timedelta(seconds=max(0.001, limit - time.monotonic())))
         try:
             if self._in_stream:
-                self._work.wait()
+                self.work.wait()
             else:
-                self._work.wait(piece)
+                self.work.wait(piece)
             return True, None
         except RuntimeError as e:
             if str(e).startswith(_SLICE_OVER) and not self._state.left.is_set():
@@ -403,12 +408,12 @@ class Starter:
         """
         work = self._begin(op, start)
         request = CollectiveRequest(self._state, op, work, copy_back, self._in_stream)
-        if not async_op:
-            request.wait()
-            return None
         self._collectives = {r for r in self._collectives if not r.engine_done}
         self._collectives.add(request)
-        return request
+        if async_op:
+            return request
+        request.wait()
+        return None
 
     def message(self, op: str, start: Start, peer: int | None) -> MessageRequest:
         """Start to send to a rank, or to receive from one; None: from anyone."""
@@ -443,15 +448,32 @@ class Starter:
         engine, self._engine = self._engine, None
         if engine is None:
             return
-        pending = not all(r.engine_done for r in self._collectives)
-        pending = pending or not all(r.ended for r in self._messages)
+        works = [r.work for r in self._collectives if not r.engine_done]
+        pending = works or not all(r.ended for r in self._messages)
         self._state.left.set()
         if self._exits is not None:
             self._exits.say("left")
         if abort or pending:
             engine.break_off()
+            _keep(engine, works)
         else:
             engine.leave()
+
+
+_kept: list[tuple[EngineCalls, list[EngineWork]]] = []
+"""Engines that were broken off, and what they were at (see "Leaving")."""
+_keeping = threading.Lock()
+
+
+def _keep(engine: EngineCalls, works: list[EngineWork]) -> None:
+    """Keep `engine`, also when this interpreter ends; drop those kept whose work has ended."""
+    with _keeping:
+        if works:
+            _kept.append((engine, works))
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
+        for entry in [e for e in _kept if all(work.is_completed() for work in e[1])]:
+            _kept.remove(entry)
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(entry[0]))
 
 
 class ExitRecords:

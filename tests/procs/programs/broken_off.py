@@ -1,0 +1,54 @@
+"""Break a Gloo group off in the middle of a message, whose sender has stopped; then end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from datetime import timedelta
+
+import torch
+
+from dure.comm import call as calls
+from dure.comm.backends.base import BackendOptions
+from dure.comm.backends.torch_engine import create_gloo
+from dure.store import FileStore
+
+
+def options(rank: int) -> BackendOptions:
+    """Return what the group is; its time limits are somebody else's."""
+    return BackendOptions(
+        store=FileStore(sys.argv[1], 2),
+        rank=rank,
+        size=2,
+        global_ranks=(0, 1),
+        timeout=timedelta(seconds=30),
+        name="test",
+        patience=timedelta(days=1),
+    )
+
+
+def main() -> None:
+    """Be the receiver, and start the sender."""
+    numel = 64 << 20  # more than a kernel's buffers hold
+    sender = os.fork()
+    if not sender:
+        create_gloo(options(1)).run(calls.broadcast(torch.ones(numel), 1), False)
+        signal.pause()
+    tensor = torch.zeros(numel)
+    engine = create_gloo(options(0))
+    request = engine.run(calls.broadcast(tensor, 1), True)
+    assert request is not None
+    while not tensor[0]:
+        pass
+    os.kill(sender, signal.SIGSTOP)
+    try:
+        assert not request.wait(0.5), "the sender was stopped too late"
+        engine.close(True)
+        assert request.done()
+    finally:
+        os.kill(sender, signal.SIGKILL)
+    print("closed", flush=True)
+
+
+main()
