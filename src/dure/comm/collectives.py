@@ -3,7 +3,7 @@
 Each takes `group` (None: the default group) and `async_op`. With ``async_op=False`` it returns None
 when the result is in place; with ``async_op=True`` it returns a `Work` at once, and the tensors
 belong to the operation until that has ended. Roots (`src`, `dst`) are global ranks; `group_src` and
-`group_dst` are ranks of the group.
+`group_dst` are ranks of the group, given in their place.
 
 What holds for all of them:
 
@@ -22,17 +22,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 
+from dure.comm.group import ProcessGroup
 from dure.comm.ops import ReduceOp
 from dure.comm.work import Work, combine
 from dure.comm.world import resolve
 from dure.errors import ShapeError
-
-if TYPE_CHECKING:
-    from dure.comm.group import ProcessGroup
 
 __all__ = [
     "all_gather",
@@ -65,8 +62,6 @@ def all_reduce(
     Args:
         tensor: Input and output. Sparse COO tensors are summed too.
         op: A member of `ReduceOp`.
-        group: The ranks that take part.
-        async_op: Return a `Work` instead of waiting.
 
     Shapes:
         tensor [*]: the same shape and dtype on all ranks.
@@ -207,23 +202,15 @@ def gather(
 ) -> Work | None:
     """Copy rank i's `tensor` into `gather_list[i]` on `dst` (the group's first rank by default).
 
-    Args:
-        tensor: This rank's contribution.
-        gather_list: On `dst`: n tensors. Elsewhere None or empty.
-        dst: Global rank of the root.
-        group: The ranks that take part.
-        async_op: Return a `Work` instead of waiting.
-        group_dst: The root as a rank of the group, in place of `dst`.
-
     Shapes:
         tensor [k_i]: lengths may differ from rank to rank.
+        gather_list: On `dst` n tensors, the i-th of k_i elements. Elsewhere None or empty.
 
     Cost:
         1 step; each rank but the root writes its S bytes.
     """
     pg = resolve(group, "gather")
-    root = 0 if dst is None and group_dst is None else pg.peer(dst, group_dst, "gather", "dst")
-    return pg.gather(tensor, gather_list, root, async_op)
+    return pg.gather(tensor, gather_list, pg.root(dst, group_dst, "gather", "dst"), async_op)
 
 
 def scatter(
@@ -236,23 +223,15 @@ def scatter(
 ) -> Work | None:
     """Copy `scatter_list[i]` of `src` (the group's first rank by default) to rank i's `tensor`.
 
-    Args:
-        tensor: Where this rank's part goes.
-        scatter_list: On `src`: n tensors. Elsewhere None or empty.
-        src: Global rank of the root.
-        group: The ranks that take part.
-        async_op: Return a `Work` instead of waiting.
-        group_src: The root as a rank of the group, in place of `src`.
-
     Shapes:
         tensor [k_i]: lengths may differ from rank to rank.
+        scatter_list: On `src` n tensors, the i-th of k_i elements. Elsewhere None or empty.
 
     Cost:
         1 step; the root writes the parts of all others.
     """
     pg = resolve(group, "scatter")
-    root = 0 if src is None and group_src is None else pg.peer(src, group_src, "scatter", "src")
-    return pg.scatter(tensor, scatter_list, root, async_op)
+    return pg.scatter(tensor, scatter_list, pg.root(src, group_src, "scatter", "src"), async_op)
 
 
 def reduce_scatter(
@@ -322,12 +301,8 @@ def all_to_all_single(
     """Exchange rows of `input`: part j goes to rank j, part i of `output` comes from rank i.
 
     Args:
-        output: Where the rows from all ranks go, in the order of ranks.
-        input: The rows to send, in the order of ranks.
         output_split_sizes: Rows expected from each rank; equal parts where None.
         input_split_sizes: Rows for each rank; equal parts where None.
-        group: The ranks that take part.
-        async_op: Return a `Work` instead of waiting.
 
     Shapes:
         input [sum(input_split_sizes), *], output [sum(output_split_sizes), *].
@@ -348,8 +323,6 @@ def barrier(
     """Return when all ranks of the group have called.
 
     Args:
-        group: The ranks that take part.
-        async_op: Return a `Work` instead of waiting.
         device_ids: Accepted for torch's sake; devices need no help here.
         timeout: A limit for this call, shorter than the group's timeout, which holds as well.
 

@@ -25,17 +25,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 
+from dure.comm.group import ProcessGroup
 from dure.comm.ops import ReduceOp, as_reduce_op
 from dure.comm.pending import pending
 from dure.comm.work import Work
 from dure.errors import ShapeError, UsageError
-
-if TYPE_CHECKING:
-    from dure.comm.group import ProcessGroup
 
 __all__ = [
     "AllGather",
@@ -59,21 +57,47 @@ Shapes = tuple[torch.Size, ...]
 Started = tuple[Tensors, Work | None]
 
 
-class Map(Protocol):
+@dataclass(frozen=True, slots=True)
+class Map:
     """A collective as a map from this rank's inputs to this rank's outputs."""
 
-    @property
-    def group(self) -> ProcessGroup:
-        """The ranks that take part."""
-        ...
+    group: ProcessGroup
 
     def start(self, inputs: Tensors, async_op: bool) -> Started:
         """Return the outputs, and with `async_op` the work that writes them."""
-        ...
+        raise NotImplementedError
 
-    def transposed(self, grads: Tensors) -> Tensors:
+    def transposed(self) -> Map:
+        """The map that takes gradients of the outputs to gradients of the inputs."""
+        raise NotImplementedError
+
+    def gradients(self, grads: Tensors) -> Tensors:
         """Return the gradients of the inputs; run by all ranks of the group."""
-        ...
+        return apply(self.transposed(), *grads, wait=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction(Map):
+    """A map that reduces; it has a transpose where that is a sum or an average."""
+
+    name: ClassVar[str]
+    op: ReduceOp
+
+    def gradients(self, grads: Tensors) -> Tensors:
+        self._check_linear()
+        moved = apply(self.transposed(), *grads, wait=True)
+        averages = self.op == ReduceOp.AVG
+        return tuple(grad / self.group.size() for grad in moved) if averages else moved
+
+    def _check_linear(self) -> None:
+        if self.op not in (ReduceOp.SUM, ReduceOp.AVG):
+            raise UsageError(
+                f"{self.name} with {self.op.name} has no gradient",
+                op=self.name,
+                group=self.group.group_name,
+                seen="only SUM, AVG and premultiplied sums can be differentiated",
+                fix="Detach its input, or write the gradient as an autograd.Function.",
+            )
 
 
 def allocate(
@@ -102,7 +126,7 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, None, *ctx.map.transposed(grads)
+        return None, None, *ctx.map.gradients(grads)
 
 
 def apply(what: Map, *inputs: torch.Tensor, wait: bool = False) -> Tensors:
@@ -127,61 +151,41 @@ def summed(tensor: torch.Tensor, op: object) -> tuple[torch.Tensor, ReduceOp]:
     return tensor * reduction.checked_factor(), ReduceOp.SUM
 
 
-def _check_linear(op: ReduceOp, name: str, group: ProcessGroup) -> None:
-    """Raise unless a reduction has a transpose."""
-    if op not in (ReduceOp.SUM, ReduceOp.AVG):
-        raise UsageError(
-            f"{name} with {op.name} has no gradient",
-            op=name,
-            group=group.group_name,
-            seen="only SUM, AVG and premultiplied sums can be differentiated",
-            fix="Detach its input, or write the gradient as an autograd.Function.",
-        )
-
-
-def _averaged(grads: Tensors, op: ReduceOp, group: ProcessGroup) -> Tensors:
-    """Return moved gradients as those of a sum, or of an average."""
-    return tuple(grad / group.size() for grad in grads) if op == ReduceOp.AVG else grads
-
-
 @dataclass(frozen=True, slots=True)
-class AllReduce:
+class AllReduce(Reduction):
     """y = x of all ranks, reduced."""
 
-    group: ProcessGroup
-    op: ReduceOp
+    name = "all_reduce"
 
     def start(self, inputs: Tensors, async_op: bool) -> Started:
         output = _copy(inputs[0])
         return (output,), self.group.all_reduce(output, self.op, async_op)
 
-    def transposed(self, grads: Tensors) -> Tensors:
-        _check_linear(self.op, "all_reduce", self.group)
-        return apply(self, *grads, wait=True)
+    def gradients(self, grads: Tensors) -> Tensors:
+        self._check_linear()
+        return apply(self, *grads, wait=True)  # of an average: the average
 
 
 @dataclass(frozen=True, slots=True)
-class Broadcast:
+class Broadcast(Map):
     """y = x of group rank `src`."""
 
-    group: ProcessGroup
     src: int
 
     def start(self, inputs: Tensors, async_op: bool) -> Started:
         output = _copy(inputs[0]) if self.group.rank() == self.src else allocate(inputs[0])
         return (output,), self.group.broadcast(output, self.src, async_op)
 
-    def transposed(self, grads: Tensors) -> Tensors:
-        return apply(Reduce(self.group, self.src, ReduceOp.SUM), *grads, wait=True)
+    def transposed(self) -> Map:
+        return Reduce(self.group, ReduceOp.SUM, self.src)
 
 
 @dataclass(frozen=True, slots=True)
-class Reduce:
+class Reduce(Reduction):
     """y = x of all ranks, reduced, on group rank `dst`; zeros elsewhere."""
 
-    group: ProcessGroup
+    name = "reduce"
     dst: int
-    op: ReduceOp
 
     def start(self, inputs: Tensors, async_op: bool) -> Started:
         if self.group.rank() == self.dst:
@@ -190,17 +194,14 @@ class Reduce:
         work = self.group.reduce(inputs[0], self.dst, self.op, async_op)
         return (allocate(inputs[0], zero=True),), work
 
-    def transposed(self, grads: Tensors) -> Tensors:
-        _check_linear(self.op, "reduce", self.group)
-        moved = apply(Broadcast(self.group, self.dst), *grads, wait=True)
-        return _averaged(moved, self.op, self.group)
+    def transposed(self) -> Map:
+        return Broadcast(self.group, self.dst)
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
+class Gather(Map):
     """y_i = x of rank i, on group rank `dst`; zeros elsewhere. All x have one shape."""
 
-    group: ProcessGroup
     dst: int
 
     def start(self, inputs: Tensors, async_op: bool) -> Started:
@@ -209,15 +210,14 @@ class Gather:
         work = self.group.gather(inputs[0], outputs if here else None, self.dst, async_op)
         return outputs, work
 
-    def transposed(self, grads: Tensors) -> Tensors:
-        return apply(Scatter(self.group, self.dst), *grads, wait=True)
+    def transposed(self) -> Map:
+        return Scatter(self.group, self.dst)
 
 
 @dataclass(frozen=True, slots=True)
-class Scatter:
+class Scatter(Map):
     """y = x_r of group rank `src`; the others' x only say what shape comes."""
 
-    group: ProcessGroup
     src: int
 
     def start(self, inputs: Tensors, async_op: bool) -> Started:
@@ -232,15 +232,14 @@ class Scatter:
         given = inputs if self.group.rank() == self.src else None
         return (output,), self.group.scatter(output, given, self.src, async_op)
 
-    def transposed(self, grads: Tensors) -> Tensors:
-        return apply(Gather(self.group, self.src), *grads, wait=True)
+    def transposed(self) -> Map:
+        return Gather(self.group, self.src)
 
 
 @dataclass(frozen=True, slots=True)
-class AllGather:
+class AllGather(Map):
     """y = x of all ranks, joined along `dim`. All x have one shape, of at least one dim."""
 
-    group: ProcessGroup
     dim: int
 
     def start(self, inputs: Tensors, async_op: bool) -> Started:
@@ -253,16 +252,15 @@ class AllGather:
         parts = output.chunk(n, self.dim)
         return (output,), self.group.all_gather(parts, tensor, async_op)
 
-    def transposed(self, grads: Tensors) -> Tensors:
-        return apply(ReduceScatter(self.group, ReduceOp.SUM, self.dim), *grads, wait=True)
+    def transposed(self) -> Map:
+        return ReduceScatter(self.group, ReduceOp.SUM, self.dim)
 
 
 @dataclass(frozen=True, slots=True)
-class ReduceScatter:
+class ReduceScatter(Reduction):
     """y = part r along `dim` of all ranks' x, reduced."""
 
-    group: ProcessGroup
-    op: ReduceOp
+    name = "reduce_scatter"
     dim: int
 
     def start(self, inputs: Tensors, async_op: bool) -> Started:
@@ -284,20 +282,17 @@ class ReduceScatter:
             work = self.group.reduce_scatter(output, parts, self.op, async_op)
         return (output,), work
 
-    def transposed(self, grads: Tensors) -> Tensors:
-        _check_linear(self.op, "reduce_scatter", self.group)
-        moved = apply(AllGather(self.group, self.dim), *grads, wait=True)
-        return _averaged(moved, self.op, self.group)
+    def transposed(self) -> Map:
+        return AllGather(self.group, self.dim)
 
 
 @dataclass(frozen=True, slots=True)
-class AllToAll:
+class AllToAll(Map):
     """Rows of x to all ranks, rows of y from all ranks; without split sizes equal parts.
 
     Written to `into` if given.
     """
 
-    group: ProcessGroup
     takes: tuple[int, ...]
     gives: tuple[int, ...]
     into: torch.Tensor | None = None
@@ -312,31 +307,29 @@ class AllToAll:
         work = self.group.all_to_all_single(output, tensor, self.takes, self.gives, async_op)
         return (output,), work
 
-    def transposed(self, grads: Tensors) -> Tensors:
-        return apply(AllToAll(self.group, self.gives, self.takes), *grads, wait=True)
+    def transposed(self) -> Map:
+        return AllToAll(self.group, self.gives, self.takes)
 
 
 @dataclass(frozen=True, slots=True)
-class AllGatherList:
+class AllGatherList(Map):
     """y_i = x of rank i, on all ranks; `shapes` are those of the x."""
 
-    group: ProcessGroup
     shapes: Shapes
 
     def start(self, inputs: Tensors, async_op: bool) -> Started:
         outputs = tuple(allocate(inputs[0], shape) for shape in self.shapes)
         return outputs, self.group.all_gather(outputs, inputs[0], async_op)
 
-    def transposed(self, grads: Tensors) -> Tensors:
-        return apply(ReduceScatterList(self.group, ReduceOp.SUM, self.shapes), *grads, wait=True)
+    def transposed(self) -> Map:
+        return ReduceScatterList(self.group, ReduceOp.SUM, self.shapes)
 
 
 @dataclass(frozen=True, slots=True)
-class ReduceScatterList:
+class ReduceScatterList(Reduction):
     """y = x_r of all ranks, reduced; `shapes` are those of the x. Written to `into` if given."""
 
-    group: ProcessGroup
-    op: ReduceOp
+    name = "reduce_scatter"
     shapes: Shapes
     into: torch.Tensor | None = None
 
@@ -345,18 +338,18 @@ class ReduceScatterList:
         output = allocate(inputs[0], mine) if self.into is None else self.into.detach()
         return (output,), self.group.reduce_scatter(output, inputs, self.op, async_op)
 
-    def transposed(self, grads: Tensors) -> Tensors:
-        _check_linear(self.op, "reduce_scatter", self.group)
-        grad = grads[0].reshape(self.shapes[self.group.rank()])
-        moved = apply(AllGatherList(self.group, self.shapes), grad, wait=True)
-        return _averaged(moved, self.op, self.group)
+    def transposed(self) -> Map:
+        return AllGatherList(self.group, self.shapes)
+
+    def gradients(self, grads: Tensors) -> Tensors:
+        # slots=True makes a class anew, which super() without arguments does not know.
+        return Reduction.gradients(self, (grads[0].reshape(self.shapes[self.group.rank()]),))
 
 
 @dataclass(frozen=True, slots=True)
-class AllToAllList:
+class AllToAllList(Map):
     """y_i = x_r of rank i; the shapes are those of the y and the x. Written to `into` if given."""
 
-    group: ProcessGroup
     takes: Shapes
     gives: Shapes
     into: Tensors | None = None
@@ -368,5 +361,5 @@ class AllToAllList:
             outputs = tuple(t.detach() for t in self.into)
         return outputs, self.group.all_to_all(outputs, inputs, async_op)
 
-    def transposed(self, grads: Tensors) -> Tensors:
-        return apply(AllToAllList(self.group, self.gives, self.takes), *grads, wait=True)
+    def transposed(self) -> Map:
+        return AllToAllList(self.group, self.gives, self.takes)

@@ -10,7 +10,7 @@ exists), None for the default group; or a mesh: anything with ``get_group(axis)`
 one axis, else as ``(mesh, axis)``. It is looked up when the function is called; backward uses the
 same group, on whatever thread it runs.
 
-*Ranks* given here (`src`, `src_dst`) are ranks of the group.
+*Ranks* given here (`src`, `src_dst`) are ranks of the group. `tag` is accepted for torch's sake.
 
 *Gradients* are those of the sum of all ranks' losses (differentiable.py), of any order. Every rank
 must run the same backward: either all ranks' inputs require gradients or none's.
@@ -153,11 +153,8 @@ def all_reduce(
     """Return the reduction of all ranks' `tensor`.
 
     Args:
-        tensor: This rank's input.
         reduceOp: "sum", "avg", "min", ... or a member of `ReduceOp`. SUM, AVG and premultiplied
             sums have gradients.
-        group: The ranks that take part.
-        tag: Accepted for torch's sake.
 
     Shapes:
         tensor [*] on all ranks; result [*].
@@ -171,14 +168,8 @@ def all_reduce(
 def broadcast(tensor: torch.Tensor, src: int, group: Group = None, tag: str = "") -> torch.Tensor:
     """Return the `tensor` of group rank `src`; its gradient is the sum of all ranks', on `src`.
 
-    Args:
-        tensor: The values on `src`; elsewhere it says shape and dtype.
-        src: A rank of the group.
-        group: The ranks that take part.
-        tag: Accepted for torch's sake.
-
     Shapes:
-        tensor [*] on all ranks; result [*].
+        tensor [*] on all ranks, of which only that of `src` is read; result [*].
     """
     pg = group_of(group, "broadcast")
     return maps.apply(maps.Broadcast(pg, pg.peer(None, src, "broadcast", "src")), tensor)[0]
@@ -189,12 +180,6 @@ def all_gather_tensor(
     tensor: torch.Tensor, gather_dim: int, group: Group = None, tag: str = ""
 ) -> torch.Tensor:
     """Return all ranks' tensors joined along `gather_dim`, in the order of ranks.
-
-    Args:
-        tensor: This rank's part.
-        gather_dim: The dim to join along.
-        group: The ranks that take part.
-        tag: Accepted for torch's sake.
 
     Shapes:
         tensor [*, k, *], the same on all ranks; result [*, n*k, *]. A number counts as [1].
@@ -212,11 +197,7 @@ def reduce_scatter_tensor(
     """Return this rank's part, along `scatter_dim`, of the reduction of all ranks' `tensor`.
 
     Args:
-        tensor: This rank's input.
         reduceOp: As in `all_reduce`.
-        scatter_dim: The dim that is divided among the ranks.
-        group: The ranks that take part.
-        tag: Accepted for torch's sake.
 
     Shapes:
         tensor [*, n*k, *], the same on all ranks; result [*, k, *].
@@ -238,11 +219,8 @@ def all_to_all_single(
     """Send part j of `tensor` to rank j; return the parts that came, in the order of ranks.
 
     Args:
-        tensor: The rows to send.
         output_split_sizes: Rows expected from each rank; equal parts where None.
         input_split_sizes: Rows for each rank; equal parts where None.
-        group: The ranks that take part.
-        tag: Accepted for torch's sake.
 
     Shapes:
         tensor [sum(input_split_sizes), *]; result [sum(output_split_sizes), *].
@@ -263,11 +241,8 @@ def permute_tensor(
     """Send `tensor` to rank ``src_dst[r]``, r being this rank; return the one that came.
 
     Args:
-        tensor: What is sent.
         src_dst: For each rank of the group the rank that it sends to, each at most once; -1 for
             nobody.
-        group: The ranks that take part.
-        tag: Accepted for torch's sake.
 
     Shapes:
         tensor [k, *] on all ranks; result [k, *], or [0, *] where nothing came. A number counts as

@@ -3,21 +3,24 @@
 An object travels as the bytes of its pickle in an uint8 tensor, behind a message with its length.
 Unpickling runs code of the sender's choice: all ranks of a job share one key, and trust each other.
 
+Ranks (`src`, `dst`) are global, those named `group_...` ranks of the group; a root is the group's
+first rank where neither is given. `device` is where the messages live: chosen by the backend where
+None.
+
 Cost: one small collective for the lengths and one for the bytes; use tensors in inner loops.
 """
 
 from __future__ import annotations
 
 import pickle
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from dure.comm.group import ProcessGroup
 from dure.comm.world import resolve
 from dure.errors import ShapeError, UsageError
-
-if TYPE_CHECKING:
-    from dure.comm.group import ProcessGroup
 
 __all__ = [
     "all_gather_object",
@@ -28,46 +31,54 @@ __all__ = [
     "send_object_list",
 ]
 
-
-def _pack(obj: object, device: torch.device | str | None = None) -> torch.Tensor:
-    data = bytearray(pickle.dumps(obj))
-    return torch.frombuffer(data, dtype=torch.uint8).to(device or "cpu")
+Device = torch.device | str
 
 
-def _joined(packed: list[torch.Tensor], device: torch.device | str) -> torch.Tensor:
-    return torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *packed])
+def _pack(obj: object, device: Device) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8).to(device)
 
 
 def _unpack(data: torch.Tensor) -> Any:
     return pickle.loads(data.cpu().numpy().tobytes())
 
 
-def _group(group: ProcessGroup | None, op: str) -> ProcessGroup:
-    """Return the group that is meant; refuse one whose operations are being coalesced."""
+def _pack_all(objects: list[Any], device: Device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the lengths of the pickles, and their bytes in one tensor."""
+    packed = [_pack(o, device) for o in objects]
+    sizes = torch.tensor([p.numel() for p in packed], dtype=torch.int64, device=device)
+    return sizes, torch.cat([_empty(0, device), *packed])
+
+
+def _empty(count: int, device: Device) -> torch.Tensor:
+    return torch.empty(count, dtype=torch.uint8, device=device)
+
+
+def _group(
+    group: ProcessGroup | None, op: str, device: Device | None = None
+) -> tuple[ProcessGroup, Device]:
+    """Return the group, and where messages live: on the CPU, or where the group reaches none."""
     pg = resolve(group, op)
-    if pg.coalesced is not None:
-        raise UsageError(
-            "objects cannot be sent within a coalescing manager",
-            op=op,
-            group=pg.group_name,
-            seen="their lengths must be known before their bytes are sent",
-            fix="Call it before or after the manager's block.",
-        )
-    return pg
+    pg.refuse_coalescing(
+        op,
+        "objects cannot be sent within a coalescing manager",
+        "their lengths must be known before their bytes are sent",
+    )
+    if device is None:
+        device = "cpu" if "cpu" in pg.device_types else next(iter(pg.device_types))
+    return pg, device
 
 
-def _device(pg: ProcessGroup, device: torch.device | str | None = None) -> torch.device | str:
-    """Where messages live: on the CPU if the group reaches it, else on its accelerator."""
-    if device is not None:
-        return device
-    types = pg.device_types
-    return "cpu" if "cpu" in types else next(iter(types))
+def _need_places(places: Sequence[Any] | None, pg: ProcessGroup, op: str, what: str) -> None:
+    """Raise unless there is one place for each rank."""
+    if places is None or len(places) != pg.size():
+        raise ShapeError(what, op=op, seen=f"{places!r} for {pg.size()} ranks")
 
 
-def _gather_sizes(pg: ProcessGroup, data: torch.Tensor) -> list[int]:
+def _slots(pg: ProcessGroup, data: torch.Tensor) -> list[torch.Tensor]:
+    """Return memory for the `data` of each rank, after asking how long they are."""
     sizes = torch.empty(pg.size(), dtype=torch.int64, device=data.device)
     pg.all_gather_single(sizes, torch.tensor([data.numel()], device=data.device))
-    return sizes.tolist()
+    return [_empty(k, data.device) for k in sizes.tolist()]
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | None = None) -> None:
@@ -76,22 +87,22 @@ def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | No
     Args:
         object_list: n places; what is in them is replaced.
         obj: This rank's object; it must be picklable.
-        group: The ranks that take part.
 
     Raises:
         ShapeError: `object_list` does not have n places.
     """
-    pg = _group(group, "all_gather_object")
+    op = "all_gather_object"
+    pg, where = _group(group, op)
     if len(object_list) != pg.size():
         raise ShapeError(
             "object_list has the wrong length",
-            op="all_gather_object",
+            op=op,
             seen=f"{len(object_list)} places for {pg.size()} ranks",
         )
-    data = _pack(obj, _device(pg))
-    parts = [torch.empty(k, dtype=torch.uint8, device=data.device) for k in _gather_sizes(pg, data)]
-    pg.all_gather(parts, data)
-    object_list[:] = [_unpack(p) for p in parts]
+    data = _pack(obj, where)
+    slots = _slots(pg, data)
+    pg.all_gather(slots, data)
+    object_list[:] = [_unpack(slot) for slot in slots]
 
 
 def gather_object(
@@ -106,28 +117,19 @@ def gather_object(
     Args:
         obj: This rank's object; it must be picklable.
         object_gather_list: On `dst`: n places. Elsewhere None.
-        dst: Global rank of the root; the group's first rank by default.
-        group: The ranks that take part.
-        group_dst: The root as a rank of the group, in place of `dst`.
     """
     op = "gather_object"
-    pg = _group(group, op)
-    root = 0 if dst is None and group_dst is None else pg.peer(dst, group_dst, op, "dst")
-    at_root = pg.rank() == root
-    if at_root and (object_gather_list is None or len(object_gather_list) != pg.size()):
-        raise ShapeError(
-            "object_gather_list must have one place for each rank on the root",
-            op=op,
-            seen=f"{object_gather_list!r} for {pg.size()} ranks",
-        )
-    data = _pack(obj, _device(pg))
-    sizes = _gather_sizes(pg, data)
-    parts = None
-    if at_root:
-        parts = [torch.empty(k, dtype=torch.uint8, device=data.device) for k in sizes]
-    pg.gather(data, parts, root)
-    if parts is not None and object_gather_list is not None:
-        object_gather_list[:] = [_unpack(p) for p in parts]
+    pg, where = _group(group, op)
+    root = pg.root(dst, group_dst, op, "dst")
+    places = object_gather_list if pg.rank() == root else None
+    if pg.rank() == root:
+        what = "object_gather_list must have one place for each rank on the root"
+        _need_places(places, pg, op, what)
+    data = _pack(obj, where)
+    slots = _slots(pg, data)
+    pg.gather(data, None if places is None else slots, root)
+    if places is not None:
+        places[:] = [_unpack(slot) for slot in slots]
 
 
 def broadcast_object_list(
@@ -137,33 +139,21 @@ def broadcast_object_list(
     device: torch.device | None = None,
     group_src: int | None = None,
 ) -> None:
-    """Replace the objects in `object_list` by those of `src`.
-
-    Args:
-        object_list: The same length on all ranks.
-        src: Global rank of the root; the group's first rank by default.
-        group: The ranks that take part.
-        device: Where the messages live; chosen by the backend where None.
-        group_src: The root as a rank of the group, in place of `src`.
-    """
+    """Replace the objects in `object_list`, of the same length on all ranks, by those of `src`."""
     op = "broadcast_object_list"
-    pg = _group(group, op)
-    root = 0 if src is None and group_src is None else pg.peer(src, group_src, op, "src")
-    where = _device(pg, device)
-    packed: list[torch.Tensor] = []
-    sizes = torch.zeros(len(object_list), dtype=torch.int64, device=where)
+    pg, where = _group(group, op, device)
+    root = pg.root(src, group_src, op, "src")
     if pg.rank() == root:
-        packed = [_pack(o, where) for o in object_list]
-        sizes = torch.tensor([p.numel() for p in packed], dtype=torch.int64, device=where)
+        sizes, data = _pack_all(object_list, where)
+        pg.broadcast(sizes, root)
+        pg.broadcast(data, root)
+        return
+    sizes = torch.zeros(len(object_list), dtype=torch.int64, device=where)
     pg.broadcast(sizes, root)
     lengths: list[int] = sizes.tolist()
-    if pg.rank() == root:
-        data = _joined(packed, where)
-    else:
-        data = torch.empty(sum(lengths), dtype=torch.uint8, device=where)
+    data = _empty(sum(lengths), where)
     pg.broadcast(data, root)
-    if pg.rank() != root:
-        object_list[:] = [_unpack(p) for p in data.split(lengths)]
+    object_list[:] = [_unpack(p) for p in data.split(lengths)]
 
 
 def scatter_object_list(
@@ -178,35 +168,25 @@ def scatter_object_list(
     Args:
         scatter_object_output_list: At least one place.
         scatter_object_input_list: On `src`: n objects. Elsewhere ignored.
-        src: Global rank of the root; the group's first rank by default.
-        group: The ranks that take part.
-        group_src: The root as a rank of the group, in place of `src`.
     """
     op = "scatter_object_list"
-    pg = _group(group, op)
+    pg, where = _group(group, op)
     if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UsageError(
             "Expected argument scatter_object_output_list to be a list of size at least 1.",
             op=op,
             seen=f"got {scatter_object_output_list!r}",
         )
-    root = 0 if src is None and group_src is None else pg.peer(src, group_src, op, "src")
-    where = _device(pg)
-    packed: list[torch.Tensor] | None = None
-    sizes: list[torch.Tensor] | None = None
+    root = pg.root(src, group_src, op, "src")
+    packed = sizes = None
     if pg.rank() == root:
-        objects = scatter_object_input_list
-        if objects is None or len(objects) != pg.size():
-            raise ShapeError(
-                "scatter_object_input_list must have one object for each rank",
-                op=op,
-                seen=f"{objects!r} for {pg.size()} ranks",
-            )
-        packed = [_pack(o, where) for o in objects]
+        what = "scatter_object_input_list must have one object for each rank"
+        _need_places(scatter_object_input_list, pg, op, what)
+        packed = [_pack(o, where) for o in scatter_object_input_list or ()]
         sizes = [torch.tensor([p.numel()], device=where) for p in packed]
     size = torch.empty(1, dtype=torch.int64, device=where)
     pg.scatter(size, sizes, root)
-    data = torch.empty(int(size.item()), dtype=torch.uint8, device=where)
+    data = _empty(int(size.item()), where)
     pg.scatter(data, packed, root)
     scatter_object_output_list[0] = _unpack(data)
 
@@ -219,22 +199,17 @@ def send_object_list(
     group_dst: int | None = None,
     use_batch: bool = False,
 ) -> None:
-    """Send the objects of `object_list` to `dst`.
+    """Send the objects of `object_list` to `dst`, whose list has the same length.
 
     Args:
-        object_list: What to send; the receiver's list has the same length.
-        dst: Global rank of the receiver.
-        group: The group whose order of messages holds.
-        device: Where the messages live; chosen by the backend where None.
-        group_dst: The receiver as a rank of the group, in place of `dst`.
         use_batch: Accepted for torch's sake.
     """
-    pg = _group(group, "send_object_list")
-    peer = pg.peer(dst, group_dst, "send_object_list", "dst")
-    where = _device(pg, device)
-    packed = [_pack(o, where) for o in object_list]
-    pg.send(torch.tensor([p.numel() for p in packed], dtype=torch.int64, device=where), peer)
-    pg.send(_joined(packed, where), peer)
+    op = "send_object_list"
+    pg, where = _group(group, op, device)
+    peer = pg.peer(dst, group_dst, op, "dst")
+    sizes, data = _pack_all(object_list, where)
+    pg.send(sizes, peer)
+    pg.send(data, peer)
 
 
 def recv_object_list(
@@ -249,20 +224,16 @@ def recv_object_list(
 
     Args:
         object_list: As many places as objects were sent.
-        src: Global rank of the sender; None for anyone.
-        group: The group whose order of messages holds.
-        device: Where the messages live; chosen by the backend where None.
-        group_src: The sender as a rank of the group, in place of `src`.
+        src: None for anyone.
         use_batch: Accepted for torch's sake.
     """
-    pg = _group(group, "recv_object_list")
-    anyone = src is None and group_src is None
-    peer = None if anyone else pg.peer(src, group_src, "recv_object_list", "src")
-    where = _device(pg, device)
+    op = "recv_object_list"
+    pg, where = _group(group, op, device)
+    peer = pg.source(src, group_src, op)
     sizes = torch.empty(len(object_list), dtype=torch.int64, device=where)
     sender = pg.recv(sizes, peer)
     lengths: list[int] = sizes.tolist()
-    data = torch.empty(sum(lengths), dtype=torch.uint8, device=where)
+    data = _empty(sum(lengths), where)
     pg.recv(data, sender)
     object_list[:] = [_unpack(p) for p in data.split(lengths)]
     return pg.global_ranks[sender]

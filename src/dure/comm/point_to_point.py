@@ -1,23 +1,21 @@
 """Messages between two ranks: send, recv, isend, irecv, and batches of them.
 
-Ranks are global ranks; `group_dst` and `group_src` are ranks of the group. Messages of one pair of
-ranks with one tag arrive in the order they were sent; messages with different tags may be received
-in any order. They are independent of the group's collectives.
+Ranks are global ranks; `group_dst` and `group_src` are ranks of the group, given in their place.
+Messages of one pair of ranks with one tag arrive in the order they were sent; messages with
+different tags may be received in any order. They are independent of the group's collectives, and
+wait as long as its timeout says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
+from dure.comm.group import ProcessGroup, started
 from dure.comm.work import Work
 from dure.comm.world import resolve
 from dure.errors import UsageError
-
-if TYPE_CHECKING:
-    from dure.comm.group import ProcessGroup
 
 __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
 
@@ -33,10 +31,8 @@ def send(
 
     Args:
         tensor: What to send, of any shape.
-        dst: Global rank of the receiver.
-        group: The group whose timeout and order of messages hold.
+        dst: The receiver.
         tag: A number >= 0 that the receiver must name too.
-        group_dst: The receiver as a rank of the group, in place of `dst`.
 
     Raises:
         UsageError: `dst` is this rank, or not in the group.
@@ -62,15 +58,7 @@ def isend(
     As `send` otherwise.
     """
     pg = resolve(group, "isend")
-    work = pg.send(tensor, pg.peer(dst, group_dst, "isend", "dst"), tag, async_op=True)
-    assert work is not None
-    return work
-
-
-def _source(pg: ProcessGroup, src: int | None, group_src: int | None, op: str) -> int | None:
-    if src is None and group_src is None:
-        return None
-    return pg.peer(src, group_src, op, "src")
+    return started(pg.send(tensor, pg.peer(dst, group_dst, "isend", "dst"), tag, async_op=True))
 
 
 def recv(
@@ -84,10 +72,8 @@ def recv(
 
     Args:
         tensor: Where the message goes; as many elements of the same dtype as were sent.
-        src: Global rank of the sender; None for anyone.
-        group: The group whose timeout and order of messages hold.
+        src: The sender; None for anyone.
         tag: The number that the sender named.
-        group_src: The sender as a rank of the group, in place of `src`.
 
     Raises:
         Desync: The message has another length or dtype. It is kept for a receive that fits.
@@ -95,9 +81,7 @@ def recv(
         CommTimeout: Nothing came in time.
     """
     pg = resolve(group, "recv")
-    anyone = src is None and group_src is None
-    source = None if anyone else pg.peer(src, group_src, "recv", "src")
-    return pg.global_ranks[pg.recv(tensor, source, tag)]
+    return pg.global_ranks[pg.recv(tensor, pg.source(src, group_src, "recv"), tag)]
 
 
 def irecv(
@@ -112,7 +96,7 @@ def irecv(
     `Work.source_rank()` tells who sent it. As `recv` otherwise.
     """
     pg = resolve(group, "irecv")
-    return pg.irecv(tensor, _source(pg, src, group_src, "irecv"), tag)
+    return pg.irecv(tensor, pg.source(src, group_src, "irecv"), tag)
 
 
 class P2POp:
@@ -164,10 +148,9 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
             op="batch_isend_irecv",
             seen=f"{len(groups)} groups",
         )
-    works: list[Work] = []
-    for p in p2p_op_list:
-        if p.op is isend:
-            works.append(isend(p.tensor, group=p.group, tag=p.tag, group_dst=p.group_peer))
-        else:
-            works.append(irecv(p.tensor, group=p.group, tag=p.tag, group_src=p.group_peer))
-    return works
+    return [
+        isend(p.tensor, group=p.group, tag=p.tag, group_dst=p.group_peer)
+        if p.op is isend
+        else irecv(p.tensor, group=p.group, tag=p.tag, group_src=p.group_peer)
+        for p in p2p_op_list
+    ]

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dure import env
+from dure.comm.group import ProcessGroup
 from dure.comm.world import GroupMember, current_world, resolve
 from dure.errors import UsageError
-
-if TYPE_CHECKING:
-    from dure.comm.group import ProcessGroup
 
 __all__ = [
     "get_backend",

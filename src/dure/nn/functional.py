@@ -72,7 +72,7 @@ def reduce(
     """
     pg = group_of(group, "reduce")
     tensor, reduction = maps.summed(tensor, op)
-    return maps.apply(maps.Reduce(pg, pg.peer(dst, None, "reduce", "dst"), reduction), tensor)[0]
+    return maps.apply(maps.Reduce(pg, reduction, pg.peer(dst, None, "reduce", "dst")), tensor)[0]
 
 
 @functional
