@@ -82,6 +82,20 @@ class BackendOptions:
     pg_options: object = None
     extra: dict[str, object] = field(default_factory=dict)
 
+    def tell_all(self, what: str, said: str = "") -> list[bytes]:
+        """Tell the other ranks something, and return what each of them has said, by group rank.
+
+        Raises:
+            StoreTimeout: A rank has said nothing until the group's timeout.
+
+        Collective:
+            All ranks of the group call, once for each `what`.
+        """
+        keys = [f"{what}/{rank}" for rank in range(self.size)]
+        self.store.set(keys[self.rank], said)
+        self.store.wait(keys, self.timeout)
+        return self.store.multi_get(keys)
+
 
 class Backend(Protocol):
     """A set of ranks that can talk (see the module's text for the contract)."""

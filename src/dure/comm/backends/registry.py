@@ -25,48 +25,34 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Entry:
-    """A backend by name: its factory, or where to find it, and the device types it takes.
+    """A backend by name: the device types it takes, and what makes it.
 
-    What is found at `opening` makes an `Opening` of options, in place of a factory.
+    That is a factory, or "module:attribute" below this package of one; where `opens`, it makes an
+    `Opening` of options in place of the backend.
     """
 
     devices: tuple[str, ...]
-    factory: BackendFactory | None = None
-    module: str = ""
-    attribute: str = ""
-    opening: str = ""
+    factory: BackendFactory | str
+    opens: bool = False
 
     def open(self, options: BackendOptions) -> Opening:
-        if self.factory is not None:
+        if not isinstance(self.factory, str):
             return FactoryOpening(self.factory, options)
-        module = importlib.import_module(self.module)
-        if self.opening:
-            return getattr(module, self.opening)(options)
-        return FactoryOpening(getattr(module, self.attribute), options)
+        module, _, attribute = self.factory.partition(":")
+        made_by = getattr(importlib.import_module(f"dure.comm.backends.{module}"), attribute)
+        return made_by(options) if self.opens else FactoryOpening(made_by, options)
 
 
 _OURS: Mapping[str, _Entry] = {
-    "threads": _Entry(
-        devices=("cpu",), module="dure.comm.backends.threads.backend", attribute="create_threads"
-    ),
-    "shm": _Entry(devices=("cpu",), module="dure.comm.backends.shm.backend", opening="ShmOpening"),
-    "gloo": _Entry(
-        devices=("cpu",), module="dure.comm.backends.torch_engine", attribute="create_gloo"
-    ),
-    "mpi": _Entry(
-        devices=("cpu",), module="dure.comm.backends.mpi.backend", attribute="create_mpi"
-    ),
-    "hybrid": _Entry(
-        devices=("cpu",), module="dure.comm.backends.hybrid.creation", attribute="create_over_gloo"
-    ),
-    "hybrid_mpi": _Entry(
-        devices=("cpu",), module="dure.comm.backends.hybrid.creation", attribute="create_over_mpi"
-    ),
-    "nccl": _Entry(
-        devices=("cuda",), module="dure.comm.backends.torch_engine", attribute="create_nccl"
-    ),
+    "threads": _Entry(("cpu",), "threads.backend:create_threads"),
+    "shm": _Entry(("cpu",), "shm.backend:ShmOpening", opens=True),
+    "gloo": _Entry(("cpu",), "torch_engine:create_gloo"),
+    "mpi": _Entry(("cpu",), "mpi.backend:create_mpi"),
+    "hybrid": _Entry(("cpu",), "hybrid.creation:create_over_gloo"),
+    "hybrid_mpi": _Entry(("cpu",), "hybrid.creation:create_over_mpi"),
+    "nccl": _Entry(("cuda",), "torch_engine:create_nccl"),
 }
 _registered: dict[str, _Entry] = {}
 
@@ -87,7 +73,7 @@ def register_backend(name: str, factory: BackendFactory, devices: Iterable[str] 
         raise UsageError("a backend's name must be a plain word", seen=repr(name))
     if name in _OURS or name in _registered:
         raise UsageError(f"there is a backend {name!r} already", fix="Choose another name.")
-    _registered[name] = _Entry(devices=tuple(devices), factory=factory)
+    _registered[name] = _Entry(tuple(devices), factory)
 
 
 def unregister_backend(name: str) -> None:

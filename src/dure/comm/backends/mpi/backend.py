@@ -49,13 +49,7 @@ from dure.comm.backends.mpi.memory import (
     shares,
     staging,
 )
-from dure.comm.backends.mpi.progress import (
-    Operation,
-    ProgressEngine,
-    Retired,
-    Steps,
-    free_retired,
-)
+from dure.comm.backends.mpi.progress import Operation, ProgressEngine, Steps
 from dure.comm.backends.request import Request
 from dure.comm.call import Call, fingerprint
 from dure.comm.ops import ReduceOp
@@ -92,19 +86,12 @@ class MpiBackend:
         self._nothing = [NOTHING] * options.size
         self._peers = [r for r in range(options.size) if r != options.rank]
         highest = library.highest_tag(comm)
-        self._abort_tag, self._data_tag = highest, highest - 1
+        self._data_tag = highest - 1
         self.num_tags = highest - _RESERVED_TAGS + 1
         """A message's tag must be less."""
         self._headers = Headers(self._mpi, comm, highest - 2)
         seconds = options.timeout.total_seconds()
-        self._engine = ProgressEngine(
-            library, comm, options.name, seconds, self._abort_tag, oversubscribed
-        )
-
-    @property
-    def timeout(self) -> timedelta:
-        """How long an operation may wait for its peers."""
-        return timedelta(seconds=self._engine.timeout_s)
+        self._engine = ProgressEngine(library, comm, options.name, seconds, highest, oversubscribed)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long an operation may wait for its peers."""
@@ -325,15 +312,9 @@ class MpiBackend:
         return None
 
     def close(self, abort: bool) -> None:
-        """See `Backend.close`; the communicator is freed once all peers have left as well."""
+        """See `Backend.close`."""
         del abort
-        if not self._engine.close():
-            return
-        with self._library.lock:
-            self._headers.close()
-            still_there = self._engine.still_there()
-            self._library.retired.append(Retired(self._comm, self._abort_tag, still_there))
-            free_retired(self._library)
+        self._engine.close()
 
 
 def _reduction(call: Call) -> ReduceOp:
@@ -354,12 +335,9 @@ def create_mpi(options: BackendOptions) -> MpiBackend:
     """
     library = load()
     world = library.world
-    keys = [f"mpi/rank/{r}" for r in range(options.size)]
-    mine = f"{world.Get_rank()} {world.Get_size()} {platform.node()}"
-    options.store.set(keys[options.rank], mine)
-    options.store.wait(keys, options.timeout)
-    told = [text.decode().split(" ", 2) for text in options.store.multi_get(keys)]
-    numbers = [int(number) for number, _, _ in told]
+    mine = f"{world.Get_rank()} {platform.node()}"
+    told = [text.decode().split(" ", 1) for text in options.tell_all("mpi/rank", mine)]
+    numbers = [int(number) for number, _ in told]
     if len(set(numbers)) < options.size:
         raise UsageError(
             "the ranks were not started together by MPI",
@@ -369,9 +347,8 @@ def create_mpi(options: BackendOptions) -> MpiBackend:
             seen=f"MPI sees {world.Get_size()} of {options.size} ranks",
             fix=f"Start the program with: mpirun -n {options.size} python PROGRAM",
         )
-    num_here = sum(node == platform.node() for _, _, node in told)
+    num_here = sum(node == platform.node() for _, node in told)
     with library.lock:
-        free_retired(library)
         members = world.Get_group().Incl(numbers)
         comm = world.Create_group(members, zlib.crc32(options.name.encode()) & 0x7FFF)
         members.Free()

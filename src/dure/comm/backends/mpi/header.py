@@ -135,11 +135,6 @@ class Headers:
         """Return where the bytes are that came with the header of `rank`."""
         return self._in_address + rank * HEADER + _INLINE_AT
 
-    def close(self) -> None:
-        """Give the requests back; none of them may be under way."""
-        for request in self._stage.requests:
-            request.Free()
-
 
 def _text(header: bytes, fingerprint: Fingerprint) -> str:
     """Say a header in words."""

@@ -38,14 +38,13 @@ class Library:
         MPI: The module `mpi4py.MPI`.
         threads: Whether other threads than the main one may call it.
         lock: Held during every call of ours.
-        retired: Communicators of closed groups that peers may still write to (see `mpi.progress`).
-        kept: Memory that MPI may still touch: that of requests which nobody will finish.
+        kept: What MPI may still touch to the end: requests that nobody will finish, with their
+            memory, and the communicators of closed groups (see `mpi.progress`).
     """
 
     MPI: Any
     threads: bool
     lock: threading.RLock = field(default_factory=threading.RLock)
-    retired: list[Any] = field(default_factory=list[Any])
     kept: list[object] = field(default_factory=list[object])
 
     @property

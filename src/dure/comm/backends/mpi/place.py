@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import json
 import platform
-import socket
 import time
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,7 +21,7 @@ from typing import Any
 from dure import env
 from dure.comm.backends.mpi.library import Library, load
 from dure.errors import RendezvousTimeout, StoreError
-from dure.store.address import Address, resolve
+from dure.store.address import Address, interface_to, resolve
 from dure.store.base import Store
 from dure.store.key import JobKey, mint
 from dure.store.listener import listen
@@ -76,80 +74,74 @@ def find_mpi_place(timeout_s: float) -> Spot:
     """
     library = load()
     rank, size = library.world.Get_rank(), library.world.Get_size()
-    meet = _invite if rank == 0 else _say_hello
-    return Spot(place=meet(library, timeout_s), rank=rank, world_size=size)
+    server: StoreServer | None = None
+    if rank == 0:
+        told, server = _invite(library, timeout_s)
+    else:
+        told = _say_hello(library, timeout_s)
+    if "missing" in told:
+        raise RendezvousTimeout(
+            "not all ranks came",
+            rank=rank,
+            came=tuple(told["came"]),
+            missing=tuple(told["missing"]),
+            elapsed_s=timeout_s,
+            seen=f"MPI started ranks {told['missing']} too, but they did not call "
+            "init_process_group",
+            fix="All processes of the MPI job must call it.",
+        )
+    if "failed" in told:
+        raise StoreError("rank 0 cannot serve the store", rank=rank, seen=told["failed"])
+    address = resolve(told["ip"], told["port"], "rank 0's address")
+    place = MpiPlace(address=address, key=JobKey(bytes.fromhex(told["key"])), server=server)
+    return Spot(place=place, rank=rank, world_size=size)
 
 
-def _invite(library: Library, timeout_s: float) -> MpiPlace:
+def _invite(library: Library, timeout_s: float) -> tuple[dict[str, Any], StoreServer | None]:
     """Wait for all ranks, serve, and say where."""
     world, mpi = library.world, library.MPI
-    size = world.Get_size()
+    size, server = world.Get_size(), None
     hellos = [bytearray(_MESSAGE) for _ in range(1, size)]
     requests = [world.Irecv(hello, r, _TAG) for r, hello in enumerate(hellos, start=1)]
-    if not _finish(library, requests, timeout_s):
-        came = (0, *(r for r, request in enumerate(requests, start=1) if request.Test()))
-        missing = tuple(r for r in range(size) if r not in came)
+    came = list(range(size))
+    if _finish(library, requests, timeout_s):
+        others = [bytes(hello).rstrip(b"\0").decode() for hello in hellos]
+        try:
+            told, server = _serve(others)
+        except StoreError as error:
+            told = {"failed": str(error)}
+    else:
+        came = [0, *(r for r, request in enumerate(requests, start=1) if request.Test())]
         for request in requests:
             if request != mpi.REQUEST_NULL:
                 request.Cancel()
-        _reply(library, [r for r in came if r], {"came": came, "missing": missing})
-        raise _nobody(0, came, missing, timeout_s)
-    others = [bytes(hello).rstrip(b"\0").decode() for hello in hellos]
-    key = mint()
-    try:
-        server, address = _serve(others, key)
-    except StoreError as error:
-        _reply(library, range(1, size), {"failed": str(error)})
-        raise
-    place = {"ip": address.ip, "port": address.port, "key": key.raw.hex()}
-    _reply(library, range(1, size), place)
-    return MpiPlace(address=address, key=key, server=server)
+        told = {"came": came, "missing": [r for r in range(size) if r not in came]}
+    text = _padded(json.dumps(told).encode())
+    sent = [world.Isend(text, r, _TAG) for r in came if r]
+    if not _finish(library, sent, _REPLY_S):
+        library.kept.append((sent, text))
+    return told, server
 
 
-def _say_hello(library: Library, timeout_s: float) -> MpiPlace:
+def _say_hello(library: Library, timeout_s: float) -> dict[str, Any]:
     """Tell rank 0 that we are here, and take its reply."""
-    world = library.world
-    rank, answer = world.Get_rank(), bytearray(_MESSAGE)
+    world, answer = library.world, bytearray(_MESSAGE)
     hello = world.Isend(_padded(platform.node().encode()), 0, _TAG)
     reply = world.Irecv(answer, 0, _TAG)
     if not _finish(library, [reply, hello], timeout_s + _REPLY_S):
         reply.Cancel()
-        raise _nobody(rank, (rank,), (0,), timeout_s)
-    told = json.loads(bytes(answer).rstrip(b"\0"))
-    if "missing" in told:
-        raise _nobody(rank, tuple(told["came"]), tuple(told["missing"]), timeout_s)
-    if "failed" in told:
-        raise StoreError("rank 0 cannot serve the store", rank=rank, seen=told["failed"])
-    address = resolve(told["ip"], told["port"], "rank 0's address")
-    return MpiPlace(address=address, key=JobKey(bytes.fromhex(told["key"])))
+        return {"came": [world.Get_rank()], "missing": [0]}
+    return json.loads(bytes(answer).rstrip(b"\0"))
 
 
-def _serve(others: list[str], key: JobKey) -> tuple[StoreServer, Address]:
+def _serve(others: list[str]) -> tuple[dict[str, Any], StoreServer]:
     """Start the store where all can reach it; the ranks' hosts are `others`."""
-    bind = env.text("DURE_STORE_BIND")
+    bind, key = env.text("DURE_STORE_BIND"), mint()
     abroad = [host for host in others if host != platform.node()]
-    reach = resolve("127.0.0.1" if not abroad else _interface_to(abroad[0]), 0)
-    listener = listen(resolve(bind, 0, "DURE_STORE_BIND") if bind else reach)
-    address = Address(family=reach.family, ip=reach.ip, port=listener.port)
-    return StoreServer(listener, key), address
-
-
-def _interface_to(host: str) -> str:
-    """Return the address of this machine that leads to `host`."""
-    try:
-        where = resolve(host, 9)
-        with socket.socket(where.family, socket.SOCK_DGRAM) as probe:
-            probe.connect((where.ip, 9))  # sends nothing: only asks which interface it would be
-            return probe.getsockname()[0]
-    except (OSError, StoreError):
-        return platform.node()
-
-
-def _reply(library: Library, ranks: Iterable[int], answer: Mapping[str, object]) -> None:
-    text = _padded(json.dumps(answer).encode())
-    sent = [library.world.Isend(text, r, _TAG) for r in ranks]
-    if not _finish(library, sent, _REPLY_S):
-        library.kept.append((sent, text))
+    reach = "127.0.0.1" if not abroad else interface_to(abroad[0]) or platform.node()
+    listener = listen(resolve(bind or reach, 0, "DURE_STORE_BIND" if bind else "rank 0's address"))
+    server = StoreServer(listener, key)
+    return {"ip": resolve(reach, 0).ip, "port": listener.port, "key": key.raw.hex()}, server
 
 
 def _finish(library: Library, requests: list[Any], timeout_s: float) -> bool:
@@ -168,17 +160,3 @@ def _finish(library: Library, requests: list[Any], timeout_s: float) -> bool:
 def _padded(text: bytes) -> bytes:
     """Return `text` in the length of all messages here; a name that is too long is cut."""
     return text[:_MESSAGE].ljust(_MESSAGE, b"\0")
-
-
-def _nobody(
-    rank: int, came: tuple[int, ...], missing: tuple[int, ...], timeout_s: float
-) -> RendezvousTimeout:
-    return RendezvousTimeout(
-        "not all ranks came",
-        rank=rank,
-        came=came,
-        missing=missing,
-        elapsed_s=timeout_s,
-        seen=f"MPI started ranks {list(missing)} too, but they did not call init_process_group",
-        fix="All processes of the MPI job must call it.",
-    )

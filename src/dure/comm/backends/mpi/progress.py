@@ -6,20 +6,20 @@ waits itself. Whoever waits for an operation *polls*: it tests the requests of t
 and, when all have ended, lets the operation go on. So nobody ever blocks inside MPI: a wait can be
 interrupted, and has a limit.
 
-* **Collectives** run one after another, in the order of the calls, on all ranks alike.
+* **Collectives** run one after another, in the order of the calls, on all ranks alike. They are not
+  run by an `OrderedQueue` (backends/queue.py), whose one thread takes each action to its end: MPI
+  goes on only while somebody polls, and so whoever waits takes every operation along, without the
+  turn of a thread, which takes nearly as long as a whole small collective (docs/log.md).
 * **Messages** are operations of one stage, independent of collectives and of each other.
-* **Asynchronous operations** are polled by a helper thread while nobody waits for them; it sleeps
+* **Asynchronous operations** are polled by a helper thread while nobody else polls; it sleeps
   when there are none. Where MPI allows one thread only, they go on when the program waits or asks.
 * **Abort records.** A rank that leaves, or whose collective fails, tells all peers in a message of
   its own, with the number of collectives that it completed: later ones will never take place, and
   all who wait for one raise. Nobody sends anything while all is well. They are looked for before a
   collective, before its data move, and now and then while a rank waits.
 
-A communicator must not be freed while a message may be on its way to it. Each rank's last message
-in a group is the record that it left; so a communicator is *retired* when its group is closed, and
-freed when all peers have said that they left, which is looked for whenever a group comes or goes.
-That of a group that failed, on whichever rank, is kept to the end: MPI cannot call off a send, and
-a message that nobody has received would be taken for one of the next group that MPI gives the same
+A communicator that is left is kept to the end of the process: a message may still be on its way to
+it, which MPI cannot call off, and would be taken for one of the next group that MPI gives the same
 number.
 
 Threads: every method, from any thread; `Library.lock` guards everything.
@@ -27,14 +27,13 @@ Threads: every method, from any thread; `Library.lock` guards everything.
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Generator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -43,12 +42,12 @@ from dure.comm.backends.mpi.header import Stage
 from dure.comm.backends.mpi.library import Library
 from dure.comm.backends.request import Request
 from dure.comm.call import Fingerprint, call_site
-from dure.errors import Aborted, CommTimeout, Desync, DureError, InternalError, PeerLost
+from dure.errors import Aborted, DureError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Operation", "ProgressEngine", "Retired", "Steps", "free_retired"]
+__all__ = ["Operation", "ProgressEngine", "Steps"]
 
 Steps = Generator[Stage, None, None]
 """The stages of an operation; what runs between two of them works on what has arrived."""
@@ -97,9 +96,13 @@ class Operation(Request):
         self.seq: int | None = None
         self.site = "" if fingerprint is None else call_site()
 
-    def finish(self, error: DureError | None) -> None:
+    def error_of(self, record: AbortRecord) -> DureError:
+        """Make what it raises of a record."""
+        return record.error(**self.engine.state.where(self.name, self.seq, self.began))
+
+    def finish(self, record: AbortRecord | None) -> None:
         """End, well or badly, and let the tensors go."""
-        if self.end(error):
+        if self.end(None if record is None else self.error_of(record)):
             self.steps = None
 
     def _poll(self) -> None:
@@ -107,6 +110,13 @@ class Operation(Request):
 
     def _await(self, limit: float | None) -> bool:
         return self.engine.wait(self, limit)
+
+
+class _Told(msgspec.Struct, array_like=True):
+    """What ranks tell each other: the record, and whether its sender leaves with it."""
+
+    record: AbortRecord
+    left: bool = False
 
 
 class ProgressEngine:
@@ -131,16 +141,15 @@ class ProgressEngine:
         oversubscribed: bool,
     ) -> None:
         self.state = GroupState(name, comm.Get_rank(), comm.Get_size())
-        self._library = library
-        self._aborts = AbortMessages(library, comm, self.state, tag)
+        self._library, self._comm, self._tag = library, comm, tag
         self._lock, self._testall = library.lock, library.MPI.Request.Testall
+        self._any = library.MPI.ANY_SOURCE
         self.timeout_s = timeout_s
         self._spin = 0 if oversubscribed else _SPIN
         self._queue: deque[Operation] = deque()
         self._messages: list[Operation] = []
+        self._left: dict[int, float] = {}  # which ranks left, and when we heard of it
         self._num_started = self._num_completed = self._num_polls = 0
-        self._closed = self._failed = False
-        self._waiters = 0
         self._busy = threading.Condition(self._lock)
         self._helper: threading.Thread | None = None
 
@@ -175,9 +184,9 @@ class ProgressEngine:
         """Begin a message, and wait for it unless it is asynchronous."""
         with self._lock:
             self._check_open(operation)
-            self._aborts.hear()
-            if operation.name == "send" and operation.peer in self._aborts.left:
-                raise self._lost(operation, operation.peer)
+            self._hear()
+            if operation.name == "send" and operation.peer in self._left:
+                raise operation.error_of(_gone(operation.peer))
             if not self._advance(operation):
                 self._messages.append(operation)
                 if async_op:
@@ -187,36 +196,31 @@ class ProgressEngine:
         return operation
 
     def look(self, operation: Operation) -> None:
-        """Raise if `operation` will never take place."""
-        self._aborts.hear()
-        if self._ends(operation):
-            raise self._broken(operation)
+        """Raise if a collective will never take place."""
+        self._hear()
+        if operation.seq is not None and self.state.ends(operation.seq):
+            raise self.state.error(operation.name, operation.seq, operation.began)
 
     def _check_open(self, operation: Operation) -> None:
-        if self._closed:
-            raise self._error(Aborted, "this rank has left the group", operation)
+        if self.state.left.is_set():
+            where = self.state.where(operation.name, operation.seq, operation.began)
+            raise Aborted("this rank has left the group", **where)
 
     # ---- progress --------------------------------------------------------------------------------
 
     def wait(self, operation: Operation, limit: float | None) -> bool:
         """Poll until `operation` has ended; False if it is `limit` first."""
-        with self._lock:
-            self._waiters += 1
-        try:
-            num_polls = 0
-            while not operation.ended:
-                with self._lock:
-                    self._poll()
-                if operation.ended:
-                    break
-                if limit is not None and time.monotonic() >= limit:
-                    return False
-                num_polls += 1
-                self._pause(num_polls)
-        finally:
+        num_polls = 0
+        while True:
             with self._lock:
-                self._waiters -= 1
-        return True
+                if not operation.ended:
+                    self._poll()
+            if operation.ended:
+                return True
+            if limit is not None and time.monotonic() >= limit:
+                return False
+            num_polls += 1
+            self._pause(num_polls)
 
     def _pause(self, num_polls: int) -> None:
         """Wait a moment: not at all at first, then give up the core, then sleep."""
@@ -237,8 +241,8 @@ class ProgressEngine:
 
     def _poll(self) -> None:
         self._num_polls += 1
-        if not self._num_polls % _LOOK_EVERY and not self._closed:
-            self._aborts.hear()
+        if not self._num_polls % _LOOK_EVERY and not self.state.left.is_set():
+            self._hear()
         queue = self._queue
         while queue and self._advance(queue[0]):
             if queue:
@@ -263,16 +267,17 @@ class ProgressEngine:
                 self._num_completed += 1
             operation.finish(None)
         except DureError as error:
-            self._fail(operation, error if error.op else self._placed(error, operation))
+            self._fail(operation, AbortRecord.of(error))
         except self._library.MPI.Exception as error:
             self._fail(operation, self._translate(operation, error))
         except Exception as error:
             seen = f"{type(error).__name__}: {error}"
-            self._fail(operation, self._error(InternalError, "a step failed", operation, seen=seen))
+            failed = AbortRecord(kind="InternalError", what="a step failed", seen=seen)
+            self._fail(operation, failed)
         except BaseException:
-            what = f"rank {self.state.rank} was interrupted"
-            told = self._error(PeerLost, what, operation, peer=self.state.rank)
-            self._fail(operation, self._error(Aborted, "interrupted", operation), told)
+            rank = self.state.rank
+            what = f"rank {rank} was interrupted"
+            self._fail(operation, AbortRecord(kind="PeerLost", what=what, peer=rank))
             raise
         else:
             self._check_hope(operation)
@@ -280,57 +285,78 @@ class ProgressEngine:
 
     def _check_hope(self, operation: Operation) -> None:
         """End an operation that will never take place, or whose time is up."""
-        if self._ends(operation):
-            self._fail(operation, self._broken(operation))
+        seq, record = operation.seq, self.state.record
+        if record is not None and seq is not None and self.state.ends(seq):
+            self._fail(operation, record)
         elif time.monotonic() - operation.began > self.timeout_s:
             self._expire(operation)
-        elif self._aborts.left and operation.seq is None:
+        elif self._left and operation.seq is None:
             self._check_sender(operation)
 
     def _expire(self, operation: Operation) -> None:
-        missing = self._missing(operation)
-        error = self._error(
-            CommTimeout,
-            "not all ranks called in time" if operation.seq is not None else "no peer came in time",
-            operation,
+        """Give up, and name the ranks that the current stage still waits for."""
+        waits = zip(operation.stage.requests, operation.stage.peers, strict=True)
+        missing = tuple(
+            sorted({peer for request, peer in waits if peer >= 0 and not request.Test()})
+        )
+        message = operation.seq is None
+        record = AbortRecord(
+            kind="CommTimeout",
+            what="no peer came in time" if message else "not all ranks called in time",
             missing=missing,
             seen=f"missing {list(missing)}",
             fix="See what the missing ranks do, or raise the group's timeout.",
         )
-        self._fail(operation, error)
-
-    def _missing(self, operation: Operation) -> tuple[int, ...]:
-        """Return the ranks that the current stage still waits for."""
-        waits = zip(operation.stage.requests, operation.stage.peers, strict=True)
-        return tuple(sorted({peer for request, peer in waits if peer >= 0 and not request.Test()}))
+        self._fail(operation, record)
 
     def _check_sender(self, operation: Operation) -> None:
         """End a message whose other end has left, a moment after we heard of it."""
-        others, left = self.state.size - 1, self._aborts.left
-        peers = [operation.peer] if operation.peer is not None else list(left)
-        gone = [p for p in peers if time.monotonic() - left.get(p, math.inf) > _GRACE_S]
-        if len(gone) == (1 if operation.peer is not None else others):
-            self._fail(operation, self._lost(operation, gone[0]))
+        heard_of = time.monotonic() - _GRACE_S
+        gone = [rank for rank, heard in self._left.items() if heard < heard_of]
+        if operation.peer in gone:
+            self._fail(operation, _gone(operation.peer))
+        elif operation.peer is None and len(gone) == self.state.size - 1:
+            self._fail(operation, _gone(gone[0]))
 
-    def _lost(self, operation: Operation, peer: int) -> DureError:
-        return self._error(PeerLost, f"rank {peer} left the group", operation, peer=peer)
+    def _wake_helper(self) -> None:
+        if not self._library.threads:
+            return
+        if self._helper is None:
+            name = f"dure-mpi-{self.state.name}"
+            self._helper = threading.Thread(target=self._help, name=name, daemon=True)
+            self._helper.start()
+        self._busy.notify()
+
+    def _help(self) -> None:
+        """Poll while there is something to do and nobody else has polled since the last look."""
+        seen = -1
+        while True:
+            with self._lock:
+                while not (self._queue or self._messages or self.state.left.is_set()):
+                    self._busy.wait()
+                    seen = self._num_polls
+                if self.state.left.is_set():
+                    return
+                alone = self._num_polls == seen
+                if alone:
+                    self._poll()
+                seen = self._num_polls
+            time.sleep(_NAP_S if alone else _LONG_NAP_S)
 
     # ---- failing ---------------------------------------------------------------------------------
 
-    def _fail(self, operation: Operation, error: DureError, told: DureError | None = None) -> None:
-        """End an operation with `error`; a collective takes all later ones with it.
-
-        Peers raise the same, or what they are `told`.
-        """
+    def _fail(self, operation: Operation, record: AbortRecord) -> None:
+        """End an operation with `record`; a collective takes all later ones with it, everywhere."""
         self._abandon(operation)
-        operation.finish(error)
+        operation.finish(record)
         if operation.seq is None:
             return
-        self._failed = True
-        self._aborts.fail(AbortRecord.of(told or error, self._num_completed))
+        record = msgspec.structs.replace(record, after=self._num_completed)
+        if self.state.adopt(record):
+            self._tell(_Told(record))
         for later in self._queue:
             if not later.ended:
-                later.finish(self._broken(later))
+                later.finish(self.state.record)
         self._queue.clear()
 
     def _abandon(self, operation: Operation) -> None:
@@ -345,186 +371,60 @@ class ProgressEngine:
                 return
         self._library.kept.append((stage, operation.steps))
 
-    def _ends(self, operation: Operation) -> bool:
-        """Tell whether a collective will never take place; a message always can."""
-        return operation.seq is not None and self.state.ends(operation.seq)
-
-    def _broken(self, operation: Operation) -> DureError:
-        return self.state.error(operation.name, operation.seq, operation.began)
-
-    def _error(
-        self, kind: type[DureError], what: str, operation: Operation, **fields: Any
-    ) -> DureError:
-        where = self.state.where(operation.name, operation.seq, operation.began)
-        return kind(what, **where, **fields)
-
-    def _placed(self, error: DureError, operation: Operation) -> DureError:
-        """Return the error of a step with where it happened."""
-        where = self.state.where(operation.name, operation.seq, operation.began)
-        return AbortRecord.of(error).error(**where)
-
-    def _translate(self, operation: Operation, error: MPI.Exception) -> DureError:
+    def _translate(self, operation: Operation, error: MPI.Exception) -> AbortRecord:
         mpi, statuses = self._library.MPI, operation.stage.statuses or ()
         codes = [error.Get_error_code(), *(status.Get_error() for status in statuses)]
         if mpi.ERR_TRUNCATE in map(mpi.Get_error_class, codes):
             what = "a message does not fit the tensor it is received into"
-            return self._error(Desync, what, operation, peer=operation.peer)
-        return self._error(InternalError, "MPI failed", operation, seen=error.Get_error_string())
-
-    # ---- helping ---------------------------------------------------------------------------------
-
-    def _wake_helper(self) -> None:
-        if not self._library.threads:
-            return
-        if self._helper is None:
-            name = f"dure-mpi-{self.state.name}"
-            self._helper = threading.Thread(target=self._help, name=name, daemon=True)
-            self._helper.start()
-        self._busy.notify()
-
-    def _help(self) -> None:
-        """Poll while there is something to do and nobody else does."""
-        while True:
-            with self._lock:
-                while not (self._queue or self._messages or self._closed):
-                    self._busy.wait()
-                if self._closed:
-                    return
-                if not self._waiters:
-                    self._poll()
-            time.sleep(_LONG_NAP_S if self._waiters else _NAP_S)
-
-    # ---- leaving ---------------------------------------------------------------------------------
-
-    def still_there(self) -> set[int]:
-        """Return the peers that have not said that they left."""
-        return set(range(self.state.size)) - {self.state.rank} - set(self._aborts.left)
-
-    def close(self) -> bool:
-        """Leave: what is pending ends with `Aborted`, and peers are told.
-
-        Returns:
-            Whether the group ended in good order, so that its communicator can be retired.
-        """
-        with self._lock:
-            if self._closed:
-                return False
-            self._closed = True
-            self.state.left.set()
-            pending = [o for o in [*self._queue, *self._messages] if not o.ended]
-            for operation in pending:
-                self._abandon(operation)
-                what = "the group was left while the operation was pending"
-                operation.finish(self._error(Aborted, what, operation))
-            self._queue.clear()
-            self._messages.clear()
-            clean = not pending and not self._failed
-            self._aborts.hear()
-            clean = clean and self._aborts.all_clean
-            self._aborts.leave(self._num_completed, clean)
-            self._busy.notify_all()
-            helper = self._helper
-        if helper is not None and helper is not threading.current_thread():
-            helper.join()
-        return clean
-
-
-class AbortMessages:
-    """What the ranks of one group tell each other of who left and what failed, on one rank.
-
-    Args:
-        library: MPI; its lock is held during every call.
-        comm: The group's communicator.
-        state: What is known of the group.
-        tag: Which messages carry abort records.
-    """
-
-    def __init__(self, library: Library, comm: MPI.Intracomm, state: GroupState, tag: int) -> None:
-        self._library, self._comm, self._state, self._tag = library, comm, state, tag
-        self._any = library.MPI.ANY_SOURCE
-        self.left: dict[int, float] = {}
-        """Which ranks left, and when we heard of it."""
-        self.all_clean = True
-        """Whether those that left have left nothing behind."""
-
-    def fail(self, record: AbortRecord) -> None:
-        """A collective failed here, so there will be no more; tell all who do not know."""
-        if self._state.adopt(record):
-            self._tell(_Told(record))
-
-    def leave(self, num_completed: int, clean: bool) -> None:
-        """Tell all that this rank has left, and whether it leaves nothing behind."""
-        rank = self._state.rank
-        what = f"rank {rank} left the group"
-        record = AbortRecord(kind="PeerLost", what=what, peer=rank, after=num_completed)
-        self._tell(_Told(record, left=True, clean=clean))
-
-    def hear(self) -> None:
-        """Take what records have come; most often there are none."""
-        if not self._comm.Iprobe(self._any, self._tag):
-            return
-        for peer, told in _heard(self._library, self._comm, self._tag):
-            if told.left:
-                self.left[peer] = time.monotonic()
-                self.all_clean = self.all_clean and told.clean
-            self._state.adopt(told.record)
+            return AbortRecord(kind="Desync", what=what, peer=operation.peer)
+        seen = error.Get_error_string()
+        return AbortRecord(kind="InternalError", what="MPI failed", seen=seen)
 
     def _tell(self, told: _Told) -> None:
+        """Send all peers what happened here."""
         text = msgspec.msgpack.encode(told)
-        rank, size = self._state.rank, self._state.size
+        rank, size = self.state.rank, self.state.size
         sent = [self._comm.Isend(text, r, self._tag) for r in range(size) if r != rank]
         if sent and not self._library.MPI.Request.Testall(sent):
             self._library.kept.append((sent, text))
 
-
-class _Told(msgspec.Struct, array_like=True):
-    """What travels: the record, and whether its sender leaves with it.
-
-    `clean` says of one that leaves that all it has sent is received.
-    """
-
-    record: AbortRecord
-    left: bool = False
-    clean: bool = True
-
-
-class Retired:
-    """The communicator of a group that this rank left in good order.
-
-    Args:
-        comm: It.
-        tag: Which messages are abort records.
-        still_there: The peers that have not said that they left.
-    """
-
-    def __init__(self, comm: MPI.Intracomm, tag: int, still_there: set[int]) -> None:
-        self.comm, self.tag, self.still_there = comm, tag, still_there
-        self.clean = True
-
-
-def free_retired(library: Library) -> None:
-    """Free the communicators that nobody can write to any more; the lock is held."""
-    for old in list(library.retired):
-        for peer, told in _heard(library, old.comm, old.tag):
+    def _hear(self) -> None:
+        """Take what peers have told; most often nothing."""
+        if not self._comm.Iprobe(self._any, self._tag):
+            return
+        status = self._library.MPI.Status()
+        while self._comm.Iprobe(self._any, self._tag, status):
+            peer = status.Get_source()
+            text = bytearray(status.Get_count(self._library.MPI.BYTE))
+            self._comm.Recv(text, peer, self._tag)
+            told = msgspec.msgpack.decode(text, type=_Told)
             if told.left:
-                old.still_there.discard(peer)
-                old.clean = old.clean and told.clean
-        if not old.still_there and not old.clean:
-            library.retired.remove(old)
-            library.kept.append(old.comm)
-        elif not old.still_there:
-            library.retired.remove(old)
-            old.comm.Free()
+                self._left[peer] = time.monotonic()
+            self.state.adopt(told.record)
+
+    # ---- leaving ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Leave: what is pending ends with `Aborted`, and peers are told."""
+        with self._lock:
+            if self.state.left.is_set():
+                return
+            self.state.left.set()
+            left = msgspec.structs.replace(_gone(self.state.rank), after=self._num_completed)
+            for operation in [*self._queue, *self._messages]:
+                if not operation.ended:
+                    self._abandon(operation)
+                    operation.finish(left)
+            self._queue.clear()
+            self._messages.clear()
+            self._tell(_Told(left, left=True))
+            self._library.kept.append(self._comm)
+            self._busy.notify_all()
+            helper = self._helper
+        if helper is not None and helper is not threading.current_thread():
+            helper.join()
 
 
-def _heard(
-    library: Library, comm: MPI.Intracomm, tag: int
-) -> Generator[tuple[int, _Told], None, None]:
-    """Yield the abort records that have come on `comm`, and who sent them."""
-    mpi = library.MPI
-    status = mpi.Status()
-    while comm.Iprobe(mpi.ANY_SOURCE, tag, status):
-        peer = status.Get_source()
-        text = bytearray(status.Get_count(mpi.BYTE))
-        comm.Recv(text, peer, tag)
-        yield peer, msgspec.msgpack.decode(text, type=_Told)
+def _gone(rank: int | None) -> AbortRecord:
+    """Return the record of a rank that left."""
+    return AbortRecord(kind="PeerLost", what=f"rank {rank} left the group", peer=rank)
