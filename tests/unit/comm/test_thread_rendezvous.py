@@ -9,7 +9,7 @@ import torch
 
 from dure.comm import call as calls
 from dure.comm.backends.request import Request
-from dure.comm.backends.threads.rendezvous import Message, Receive, Rendezvous
+from dure.comm.backends.threads.rendezvous import Arrival, MessageEnd, Rendezvous
 from dure.comm.call import Call
 from dure.comm.ops import ReduceOp
 from dure.errors import Aborted, CommTimeout, Desync, PeerLost
@@ -17,9 +17,7 @@ from dure.errors import Aborted, CommTimeout, Desync, PeerLost
 
 def _room(n: int) -> Rendezvous:
     room = Rendezvous("g", n)
-    for rank in range(n):
-        room.join(rank)
-    assert room.everyone_here.is_set()
+    assert [room.join(rank) for rank in range(n)] == [False] * (n - 1) + [True]
     return room
 
 
@@ -27,10 +25,24 @@ def _sum(*values: float) -> Call:
     return calls.all_reduce(torch.tensor(values), ReduceOp.SUM)
 
 
-def _arrive(room: Rendezvous, rank: int, call: Call) -> Request:
-    request = Request()
-    room.arrive(rank, call, request)
-    return request
+def _arrive(room: Rendezvous, rank: int, call: Call) -> Arrival:
+    arrival = Arrival(room, rank, call)
+    room.arrive(arrival)
+    return arrival
+
+
+def _send(room: Rendezvous, src: int, dst: int, tensor: torch.Tensor, tag: int = 0) -> MessageEnd:
+    end = MessageEnd(room, src, "send", tensor, dst, tag, eager=True)
+    room.post(end)
+    return end
+
+
+def _receive(
+    room: Rendezvous, dst: int, src: int | None, tensor: torch.Tensor, tag: int = 0
+) -> MessageEnd:
+    end = MessageEnd(room, dst, "recv", tensor, src, tag)
+    room.post(end)
+    return end
 
 
 def _error_of(request: Request) -> Exception:
@@ -74,8 +86,8 @@ def test_mismatch_fails_all_and_touches_no_data():
 
 def test_expired_collective_names_the_missing():
     room = _room(3)
-    request = Request()
-    room.expire(room.arrive(1, _sum(1), request))
+    request = _arrive(room, 1, _sum(1))
+    request.expire()
     error = _error_of(request)
     assert isinstance(error, CommTimeout)
     assert error.missing == (0, 2)
@@ -106,55 +118,82 @@ def test_thread_that_ended_without_a_word_is_lost():
 
 def test_message_before_and_after_its_receive():
     room, early, late = _room(2), torch.zeros(1), torch.zeros(1)
-    room.send(1, Message(0, 7, torch.ones(1)))
-    room.post(1, Receive(early, 0, 7))
-    receive = Receive(late, None, 7)
-    room.post(1, receive)
-    assert not receive.request.done()
-    room.send(1, Message(0, 7, torch.ones(1) * 2))
-    assert (early.item(), late.item(), receive.request.source) == (1.0, 2.0, 0)
+    _send(room, 0, 1, torch.ones(1), tag=7)
+    _receive(room, 1, 0, early, tag=7)
+    receive = _receive(room, 1, None, late, tag=7)
+    assert not receive.done()
+    _send(room, 0, 1, torch.ones(1) * 2, tag=7)
+    assert (early.item(), late.item(), receive.source) == (1.0, 2.0, 0)
 
 
 def test_message_is_a_copy():
     room, sent, got = _room(2), torch.ones(1), torch.zeros(1)
-    room.send(1, Message(0, 0, sent))
+    _send(room, 0, 1, sent)
     sent.fill_(5)
-    room.post(1, Receive(got, 0, 0))
+    _receive(room, 1, 0, got)
     assert got.item() == 1.0
 
 
 def test_message_of_another_length_is_a_desync():
-    room, receive = _room(2), Receive(torch.zeros(3), 0, 0)
-    room.post(1, receive)
-    room.send(1, Message(0, 0, torch.zeros(2)))
-    assert isinstance(receive.request.error, Desync)
+    room = _room(2)
+    receive = _receive(room, 1, 0, torch.zeros(3))
+    _send(room, 0, 1, torch.zeros(2))
+    assert isinstance(receive.error, Desync)
 
 
 def test_mail_of_a_rank_that_left_can_still_be_read():
     room, got = _room(2), torch.zeros(1)
-    room.send(1, Message(0, 0, torch.ones(1)))
+    _send(room, 0, 1, torch.ones(1))
     room.leave(0, abort=False)
-    room.post(1, Receive(got, 0, 0))
+    _receive(room, 1, 0, got)
     assert got.item() == 1.0
     with pytest.raises(PeerLost):
-        room.post(1, Receive(got, 0, 0))
+        _receive(room, 1, 0, got)
     with pytest.raises(PeerLost):
-        room.send(0, Message(1, 0, got))
+        _send(room, 1, 0, got)
+
+
+def test_a_send_that_waits_ends_with_its_receive_or_with_its_receiver():
+    room, got = _room(2), torch.zeros(1)
+    first, second = (MessageEnd(room, 0, "send", torch.ones(1), 1, tag) for tag in (0, 1))
+    room.post(first)
+    room.post(second)
+    assert not first.done()
+    _receive(room, 1, 0, got)
+    assert first.error is None
+    assert first.done()
+    assert not second.done()
+    room.leave(1, abort=False)
+    assert isinstance(_error_of(second), PeerLost)
+
+
+def test_messages_that_expire_say_what_they_waited_for():
+    room = _room(2)
+    sent = MessageEnd(room, 0, "send", torch.ones(1), 1, 3)
+    room.post(sent)
+    awaited = _receive(room, 0, None, torch.ones(1), tag=4)
+    for end in (sent, awaited):
+        end.expire()
+    errors = [_error_of(sent), _error_of(awaited)]
+    assert [e.missing for e in errors if isinstance(e, CommTimeout)] == [(1,), ()]
 
 
 @pytest.mark.parametrize("posted_first", [True, False])
 def test_a_message_that_does_not_fit_is_kept_for_a_receive_that_does(posted_first):
     room, got = _room(2), torch.zeros(3)
-    wrong, right = Receive(torch.zeros(4), 0, 0), Receive(got, 0, 0)
-    if posted_first:
-        room.post(1, wrong)
-        room.post(1, right)
-    room.send(1, Message(0, 0, torch.ones(3)))
     if not posted_first:
-        room.post(1, wrong)
-        room.post(1, right)
-    assert wrong.request.done()
-    assert isinstance(wrong.request.error, Desync)
-    assert right.request.done()
-    assert right.request.error is None
+        _send(room, 0, 1, torch.ones(3))
+    wrong = _receive(room, 1, 0, torch.zeros(4))
+    right = _receive(room, 1, 0, got)
+    if posted_first:
+        _send(room, 0, 1, torch.ones(3))
+    assert isinstance(_error_of(wrong), Desync)
+    assert right.done()
+    assert right.error is None
     assert got.tolist() == [1, 1, 1]
+
+
+def test_tensors_are_let_go_when_their_operation_has_ended():
+    room = _room(1)
+    arrival = _arrive(room, 0, _sum(1))
+    assert arrival._keep is None

@@ -14,25 +14,17 @@ ranks wait elsewhere, in the store or for a lock. Waits that have a limit of the
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from dure.comm.backends.abort import AbortRecord
-from dure.comm.backends.request import Request
 from dure.store.base import Store
 from dure.store.prefix import PrefixStore
 
+if TYPE_CHECKING:
+    from dure.comm.backends.threads.rendezvous import Pending
+
 __all__ = ["Waiting", "table_of"]
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """What a rank waits for, and how that is given up."""
-
-    request: Request
-    text: str
-    give_up: Callable[[AbortRecord], None]
 
 
 class Waiting:
@@ -42,7 +34,7 @@ class Waiting:
         self._lock = threading.Lock()
         self._threads: dict[int, threading.Thread] = {}
         self._groups: dict[int, int] = {}
-        self._waits: dict[int, Wait] = {}
+        self._waits: dict[int, Pending] = {}
         self._certain = True
 
     def join(self, rank: int) -> None:
@@ -62,17 +54,17 @@ class Waiting:
         ):
             self._certain = False
 
-    def begin(self, rank: int, wait: Wait) -> None:
+    def begin(self, rank: int, wait: Pending) -> None:
         """Note that `rank` waits; if now everyone does, for ever, give up all waits."""
         with self._lock:
             self._note(rank)
             self._waits[rank] = wait
             living = [r for r, num_groups in self._groups.items() if num_groups]
             waits = {r: self._waits[r] for r in living if r in self._waits}
-            free = len(waits) < len(living) or any(w.request.ended for w in waits.values())
+            free = len(waits) < len(living) or any(w.ended for w in waits.values())
             if free or not self._certain:
                 return
-        texts = {r: waits[r].text for r in sorted(waits)}
+        texts = {r: waits[r].text() for r in sorted(waits)}
         record = AbortRecord(
             kind="Desync",
             what="all ranks wait for each other, for ever",
@@ -82,7 +74,7 @@ class Waiting:
             "and irecv.",
         )
         for each in waits.values():
-            each.give_up(record)
+            each.expire(record)
 
     def end(self, rank: int) -> None:
         """Note that `rank` goes on."""
