@@ -75,18 +75,21 @@ def come_late(rank: int) -> None:
     dist.destroy_process_group(group)
 
 
-def keys(rank: int) -> int:
+def keys(rank: int) -> tuple[int, int]:
+    """Count the group's keys before and after a number of calls."""
     group = dist.new_group(backend="gloo", pg_options={"verify": True})
+    dist.barrier(group)
+    before = len(group.store.list_keys())
     works = [dist.all_reduce(_ones(8), group=group, async_op=True) for _ in range(20)]
     t = _ones(8)
     dist.all_reduce(t, group=group)
     assert t.tolist() == [3.0] * 8
     assert all(w is not None and w.wait() for w in works)
     dist.barrier()
-    keys = [k for k in group.store.list_keys() if "verify/" in k]
+    after = len(group.store.list_keys())
     dist.barrier()
     dist.destroy_process_group(group)
-    return len(keys)
+    return before, after
 
 
 def run_verified(rank: int, n: int, folder: str, subject: str) -> list[str]:

@@ -29,7 +29,7 @@ from dure.store.address import outward_address
 from dure.store.base import Store
 from dure.store.identity import myself
 
-__all__ = ["create_gloo", "create_nccl"]
+__all__ = ["EngineCalls", "create_gloo", "create_nccl"]
 
 Engine = Any  # torch's Backend, whose stub leaves the collectives out
 _POISON = timedelta(milliseconds=1)
@@ -40,54 +40,90 @@ _OPS = {
 }
 
 
-class _Calls:
-    """The calls that all of torch's engines have in common; see `EngineCalls`."""
+class EngineCalls:
+    """What is wanted of an engine. Each call starts its work at once and blocks on no peer.
+
+    Tensors are flat, contiguous, not empty, and of one length on all ranks; `op` is the name of a
+    reduction. RuntimeError is what engines raise; its text is all there is to go by.
+    """
+
+    name: str
+    device_types: frozenset[str]
+    in_stream: bool
+    """It orders its work by CUDA streams: waiting does not block the host."""
+    bitwise: bool
+    """It has BAND, BOR and BXOR."""
+    any_source: bool
+    """It can receive from just anyone."""
 
     def __init__(self, engine: Engine, options: BackendOptions) -> None:
         self._engine = engine
         self._peers = [r for r in range(options.size) if r != options.rank]
 
     def all_reduce(self, wire: torch.Tensor, op: str) -> EngineWork:
+        """Reduce in place."""
         options = c10d.AllreduceOptions()
         options.reduceOp = _OPS[op]
         return self._engine.allreduce([wire], options)
 
     def reduce(self, wire: torch.Tensor, op: str, dst: int) -> EngineWork:
+        """Reduce in place on `dst`; elsewhere `wire` is scratch memory."""
         options = c10d.ReduceOptions()
         options.reduceOp, options.rootRank = _OPS[op], dst
         return self._engine.reduce([wire], options)
 
     def reduce_scatter(self, output: torch.Tensor, wire: torch.Tensor, op: str) -> EngineWork:
+        """Reduce `wire` [n*k]; rank i's part goes to `output` [k]."""
         options = c10d.ReduceScatterOptions()
         options.reduceOp = _OPS[op]
         return self._engine._reduce_scatter_base(output, wire, options)
 
     def broadcast(self, wire: torch.Tensor, src: int) -> EngineWork:
+        """Copy that of `src` to all."""
         options = c10d.BroadcastOptions()
         options.rootRank = src
         return self._engine.broadcast([wire], options)
 
     def all_gather(self, output: torch.Tensor, wire: torch.Tensor) -> EngineWork:
+        """Copy rank i's `wire` [k] to `output` [n*k] at i*k."""
         return self._engine._allgather_base(output, wire)
 
     def exchange(
         self, output: torch.Tensor, wire: torch.Tensor, takes: list[int], gives: list[int]
     ) -> EngineWork:
+        """Send `gives[j]` elements to rank j, take `takes[i]` of rank i; both empty: equal parts.
+
+        Here tensors may be empty, and of different lengths.
+        """
         return self._engine.alltoall_base(output, wire, takes, gives)
 
+    def barrier(self) -> EngineWork:
+        """End when all ranks have called."""
+        raise NotImplementedError
+
     def send(self, wire: torch.Tensor, dst: int, tag: int) -> EngineWork:
+        """Send to `dst`."""
         return self._engine.send([wire], dst, tag)
 
     def recv(self, wire: torch.Tensor, src: int | None, tag: int) -> EngineWork:
+        """Receive from `src`, or from anyone."""
         if src is None:
             return self._engine.recv_anysource([wire], tag)
         return self._engine.recv([wire], src, tag)
 
     def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long work that begins later may take."""
         self._engine._set_default_timeout(timeout)
 
+    def leave(self) -> None:
+        """End in good order; nothing is pending."""
 
-class _Gloo(_Calls):
+    def break_off(self) -> None:
+        """Close the connections to all peers, so that what is pending fails, here and there."""
+        raise NotImplementedError
+
+
+class _Gloo(EngineCalls):
     """Gloo's particulars."""
 
     name = "gloo"
@@ -97,8 +133,7 @@ class _Gloo(_Calls):
     def barrier(self) -> EngineWork:
         return self._engine.barrier()
 
-    def leave(self) -> None:
-        """Connections close when the last reference to the engine is gone."""
+    # To leave in order: connections close when the last reference to the engine is gone.
 
     def break_off(self) -> None:
         """Let a receive time out at once: see the text of this module."""
@@ -111,7 +146,7 @@ class _Gloo(_Calls):
                     return  # else this connection was closed already: try another
 
 
-class _Nccl(_Calls):
+class _Nccl(EngineCalls):
     """NCCL's particulars."""
 
     name = "nccl"
@@ -174,7 +209,8 @@ def create_gloo(options: BackendOptions) -> EngineGroup:
     settings._timeout = options.timeout
     settings._threads = 2
     engine = _connect("gloo", cls, settings, options)
-    _await_all(options)
+    # One that is done may end at once: who still shakes hands with it takes that for a failure.
+    options.tell_all("engine/connected")
     if options.patience is not None:
         engine._set_default_timeout(options.patience)
     return EngineGroup(_Gloo(engine, options), options)
@@ -212,22 +248,7 @@ def _connect(
         raise EngineState(options).translate(e, f"create {name}", began) from e
 
 
-def _await_all(options: BackendOptions) -> None:
-    """Wait until all ranks are connected.
-
-    One that is done may end at once, and one that still shakes hands with it would take that for a
-    failure.
-    """
-    keys = [f"engine/connected/{r}" for r in range(options.size)]
-    options.store.set(keys[options.rank], b"")
-    options.store.wait(keys, options.timeout)
-
-
 def _own_address(options: BackendOptions) -> str:
     """Return the address peers can reach this rank at: loopback if all are on this host."""
-    keys = [f"engine/host/{r}" for r in range(options.size)]
-    options.store.set(keys[options.rank], myself().host_id)  # names of hosts may be the same
-    options.store.wait(keys, options.timeout)
-    if len({*options.store.multi_get(keys)}) == 1:
-        return "127.0.0.1"
-    return outward_address(options.store)
+    hosts = options.tell_all("engine/host", myself().host_id)  # names of hosts may be the same
+    return "127.0.0.1" if len({*hosts}) == 1 else outward_address(options.store)

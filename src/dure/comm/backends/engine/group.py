@@ -18,17 +18,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.engine.wire import WireTensor, as_wire
-from dure.comm.backends.engine.work import EngineCalls, Starter
+from dure.comm.backends.engine.work import Starter
 from dure.comm.backends.request import Request, finished
 from dure.comm.call import Call
 from dure.comm.ops import ReduceOp
 from dure.comm.reduction import as_bytes, reduce_in_order
 from dure.errors import UsageError
+
+if TYPE_CHECKING:
+    from dure.comm.backends.torch_engine import EngineCalls
 
 __all__ = ["EngineGroup"]
 

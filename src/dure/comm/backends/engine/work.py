@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
 
 import torch
@@ -44,7 +44,10 @@ from dure.comm.backends.request import Request
 from dure.errors import DureError
 from dure.store.base import Store
 
-__all__ = ["EngineCalls", "EngineState", "EngineWork", "Starter"]
+if TYPE_CHECKING:
+    from dure.comm.backends.torch_engine import EngineCalls
+
+__all__ = ["EngineState", "EngineWork", "Starter"]
 
 _NOISE = re.compile(r"^\[\S+\.cc:\d+\]|This is typically caused by.*|\n", re.DOTALL)
 _SLICE = timedelta(milliseconds=200)
@@ -69,78 +72,6 @@ class EngineWork(Protocol):
 
     def _source_rank(self) -> int:
         """Return who sent what a finished receive got."""
-        ...
-
-
-class EngineCalls(Protocol):
-    """What is wanted of an engine. Each call starts its work at once and blocks on no peer.
-
-    Tensors are flat, contiguous, not empty, and of one length on all ranks; `op` is the name of a
-    reduction. RuntimeError is what engines raise; its text is all there is to go by.
-    """
-
-    name: str
-    """As users name it."""
-    device_types: frozenset[str]
-    """Types of `torch.device` whose tensors it takes."""
-    in_stream: bool
-    """It orders its work by CUDA streams: waiting does not block the host."""
-    bitwise: bool
-    """It has BAND, BOR and BXOR."""
-    any_source: bool
-    """It can receive from just anyone."""
-
-    def all_reduce(self, wire: torch.Tensor, op: str) -> EngineWork:
-        """Reduce in place."""
-        ...
-
-    def reduce(self, wire: torch.Tensor, op: str, dst: int) -> EngineWork:
-        """Reduce in place on `dst`; elsewhere `wire` is scratch memory."""
-        ...
-
-    def reduce_scatter(self, output: torch.Tensor, wire: torch.Tensor, op: str) -> EngineWork:
-        """Reduce `wire` [n*k]; rank i's part goes to `output` [k]."""
-        ...
-
-    def broadcast(self, wire: torch.Tensor, src: int) -> EngineWork:
-        """Copy that of `src` to all."""
-        ...
-
-    def all_gather(self, output: torch.Tensor, wire: torch.Tensor) -> EngineWork:
-        """Copy rank i's `wire` [k] to `output` [n*k] at i*k."""
-        ...
-
-    def exchange(
-        self, output: torch.Tensor, wire: torch.Tensor, takes: list[int], gives: list[int]
-    ) -> EngineWork:
-        """Send `gives[j]` elements to rank j, take `takes[i]` of rank i; both empty: equal parts.
-
-        Here tensors may be empty, and of different lengths.
-        """
-        ...
-
-    def barrier(self) -> EngineWork:
-        """End when all ranks have called."""
-        ...
-
-    def send(self, wire: torch.Tensor, dst: int, tag: int) -> EngineWork:
-        """Send to `dst`."""
-        ...
-
-    def recv(self, wire: torch.Tensor, src: int | None, tag: int) -> EngineWork:
-        """Receive from `src`, or from anyone."""
-        ...
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Change how long work that begins later may take."""
-        ...
-
-    def leave(self) -> None:
-        """End in good order; nothing is pending."""
-        ...
-
-    def break_off(self) -> None:
-        """Close the connections to all peers, so that what is pending fails, here and there."""
         ...
 
 
@@ -369,7 +300,7 @@ class MessageRequest(Request):
         return super()._await(limit)
 
 
-Start = Callable[[EngineCalls], EngineWork]
+Start = Callable[["EngineCalls"], EngineWork]
 
 
 class Starter:
