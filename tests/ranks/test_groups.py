@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import dure as dist
+from dure.comm import creation
 from dure.comm.backends.registry import register_backend, unregister_backend
 from dure.comm.subgroups import Kind, new_groups
 from dure.comm.world import current_world
@@ -67,6 +68,36 @@ def test_new_group_with_local_synchronization_needs_members_only():
         return t.item()
 
     assert run_ranks(3, body) == [2.0, 2.0, None]
+
+
+def test_members_alone_that_name_different_ranks_are_all_told_3_ranks():
+    """Rank 2 waits for no one who waits for it, and hears of it from those who do."""
+
+    def body(rank):
+        given = [0, 1] if rank == 0 else [0, 1, 2]
+        with pytest.raises(Desync) as info:
+            dist.new_group(given, use_local_synchronization=True)
+        return info.value.calls
+
+    for calls in run_ranks(3, body):
+        assert set(calls) == {0, 1} or set(calls) == {0, 2}
+        assert calls[0].startswith("new_group(ranks [0, 1]) at ")
+        assert calls[max(calls)].startswith("new_group(ranks [0, 1, 2]) at ")
+        assert all("test_groups.py:" in text for text in calls.values())
+
+
+def test_members_alone_may_make_groups_that_overlap_one_after_another_3_ranks(monkeypatch):
+    """However often they look, nobody takes a member that is late for one that will not come."""
+    monkeypatch.setattr(creation, "_LOOK_S", 0.0)
+
+    def body(rank):
+        made = []
+        for ranks in ([0, 1], [0, 1, 2], [1, 2], [0, 2], [0, 1]):
+            if rank in ranks:
+                made.append(dist.new_group(ranks, use_local_synchronization=True).size())
+        return made
+
+    assert run_ranks(3, body) == [[2, 3, 2, 2], [2, 3, 2, 2], [3, 2, 2]]
 
 
 def test_groups_do_not_mix_when_used_in_turn():

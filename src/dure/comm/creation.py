@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -56,6 +56,7 @@ __all__ = [
     "create_groups",
     "default_pg_timeout",
     "forget_keys",
+    "member_keys",
 ]
 
 default_pg_timeout = timedelta(minutes=30)
@@ -87,7 +88,11 @@ def as_timeout(timeout: timedelta | float | None, default: timedelta) -> timedel
 
 
 def create_groups(
-    world: World, store: Store, my_global_rank: int, specs: Sequence[GroupSpec]
+    world: World,
+    store: Store,
+    my_global_rank: int,
+    specs: Sequence[GroupSpec],
+    watcher: Watcher | None = None,
 ) -> list[ProcessGroup]:
     """Build this rank's side of groups that it is a member of, and add them to the world.
 
@@ -96,6 +101,7 @@ def create_groups(
         store: Where the ranks of the job find each other.
         my_global_rank: This rank.
         specs: What they are to be.
+        watcher: Looks, now and then while others are waited for, whether they will come.
 
     Collective:
         All members of each group call, in one call or several, in the same order of groups.
@@ -108,7 +114,7 @@ def create_groups(
     try:
         for birth in births:
             birth.open()
-        _exchange(store, births)
+        _exchange(store, births, watcher)
         for birth in births:
             birth.connect()
         groups = [birth.complete() for birth in births]
@@ -152,7 +158,7 @@ class _Birth:
     @property
     def keys(self) -> list[str]:
         """Where in the store its members write."""
-        return [f"group/{self.spec.name}/member/{r}" for r in range(len(self.spec.global_ranks))]
+        return member_keys(self.spec.name, len(self.spec.global_ranks))
 
     @property
     def says(self) -> str:
@@ -236,14 +242,20 @@ class _Birth:
                 opening.withdraw()
 
 
-def _exchange(store: Store, births: Sequence[_Birth]) -> None:
+def member_keys(name: str, size: int) -> list[str]:
+    """Return where in the store the members of the group `name` write, by group rank."""
+    return [f"group/{name}/member/{r}" for r in range(size)]
+
+
+def _exchange(store: Store, births: Sequence[_Birth], watcher: Watcher | None = None) -> None:
     """Let the members of all groups read each other's words, and compare them."""
     site = call_site()
     limit = min(RENDEZVOUS_LIMIT, *(b.spec.timeout for b in births))
     store.multi_set([b.keys[b.rank] for b in births], [b.word(site) for b in births])
     keys = [key for b in births for key in b.keys]
     try:
-        wait_watching(store, keys, limit, [b.watched for b in births])
+        watchers = [b.watched for b in births]
+        wait_watching(store, keys, limit, watchers if watcher is None else [*watchers, watcher])
     except StoreTimeout:
         for birth in births:
             _name_missing(store, birth, limit)
@@ -274,8 +286,16 @@ def _name_missing(store: Store, birth: _Birth, limit: timedelta) -> None:
     ) from None
 
 
+class Watcher(Protocol):
+    """Who knows that some will not come."""
+
+    def look(self) -> None:
+        """Raise if it is so."""
+        ...
+
+
 def wait_watching(
-    store: Store, keys: Sequence[str], limit: timedelta, groups: Sequence[WatchedStore]
+    store: Store, keys: Sequence[str], limit: timedelta, watchers: Sequence[Watcher]
 ) -> None:
     """Return when all `keys` exist; look at the members now and then, less and less often."""
     deadline = time.monotonic() + limit.total_seconds()
@@ -287,8 +307,8 @@ def wait_watching(
         except StoreTimeout:
             if left_s <= look_s:
                 raise
-        for group in groups:
-            group.look()
+        for watcher in watchers:
+            watcher.look()
         look_s = min(2 * look_s, 1.0)
 
 

@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
+from dure.comm.backends.abort import AbortRecord
 from dure.comm.call import members_code
-from dure.comm.creation import RENDEZVOUS_LIMIT, GroupSpec, as_timeout, check_ranks, create_groups
+from dure.comm.creation import (
+    RENDEZVOUS_LIMIT,
+    GroupSpec,
+    as_timeout,
+    check_ranks,
+    create_groups,
+    member_keys,
+)
 from dure.comm.world import GroupMember, World, current_world, resolve
 from dure.errors import (
     CommError,
     CommTimeout,
     Desync,
     RendezvousTimeout,
+    StoreError,
     StoreLost,
     UsageError,
 )
+from dure.trace.ring import call_site
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -49,6 +61,10 @@ def _next_name(world: World, ranks: tuple[int, ...], local: bool) -> str:
         return f"{world.num_created}"
     number = world.created_locally.get(ranks, 0) + 1
     world.created_locally[ranks] = number
+    return _local_name(ranks, number)
+
+
+def _local_name(ranks: tuple[int, ...], number: int) -> str:
     return f"{'-'.join(map(str, ranks))}/{number}"
 
 
@@ -69,7 +85,8 @@ def new_group(
         timeout: How long its operations wait; the world's timeout where None.
         backend: Its backend; that of the world where None.
         pg_options: Handed to the backend untouched.
-        use_local_synchronization: Only the members call, in place of all ranks of the world.
+        use_local_synchronization: Only the members call, in place of all ranks of the world; one
+            such group at a time.
         group_desc: What the group is for, shown in messages.
         device_id: The device that this rank is bound to.
         sort_ranks: Number the members by their global ranks; else in the order given.
@@ -157,15 +174,19 @@ def _new_groups(
         _announce(default, lists, soon)
     mine = [spec for spec in specs if default.rank() in spec.global_ranks]
     made: list[ProcessGroup] = []
+    watcher = _LocalMembers(world, default, mine[0]) if local and mine else None
     if mine:
         try:
-            made = create_groups(world, rendezvous.store, default.rank(), mine)
+            made = create_groups(world, rendezvous.store, default.rank(), mine, watcher)
         except StoreLost:
             if not rendezvous.replaceable:
                 raise
             # Its holder died while we asked it: then for all members alike.
             rendezvous.secure(default.gone, soon.total_seconds())
-            made = create_groups(world, rendezvous.store, default.rank(), mine)
+            made = create_groups(world, rendezvous.store, default.rank(), mine, watcher)
+        finally:
+            if watcher is not None:
+                watcher.end()
     by_name = {group.group_name: group for group in made}
     return [by_name.get(spec.name, GroupMember.NON_GROUP_MEMBER) for spec in specs]
 
@@ -200,6 +221,81 @@ def _announce(default: ProcessGroup, rank_lists: Sequence[Sequence[int]], limit:
         ) from None
     except CommError:
         pass
+
+
+class _Making(msgspec.Struct, frozen=True):
+    """What a rank says of a group that it makes with its members alone."""
+
+    ranks: tuple[int, ...]
+    number: int
+    site: str
+
+    @property
+    def name(self) -> str:
+        return _local_name(self.ranks, self.number)
+
+    def text(self) -> str:
+        return f"new_group(ranks {list(self.ranks)}) at {self.site}"
+
+
+class _LocalMembers:
+    """Finds, through the store, members of a group that make another one in its place.
+
+    Where only members call, the groups of ranks that name different members have nothing in common
+    but those ranks. Each says what it makes. Two ranks that make different groups, which both are
+    in and neither has come to before, wait for each other for ever: both groups are broken, by an
+    abort record for all of their members.
+    """
+
+    def __init__(self, world: World, default: ProcessGroup, spec: GroupSpec) -> None:
+        assert world.rendezvous is not None
+        self._world, self._default, self._store = world, default, default.store
+        self._births = world.rendezvous.store
+        number = world.created_locally[spec.global_ranks]
+        self._mine = _Making(spec.global_ranks, number, call_site())
+        said = msgspec.msgpack.encode(self._mine)
+        self._store.set(f"making/{default.rank()}", said)
+
+    def look(self) -> None:
+        """Raise `Desync` if a member waits for this rank elsewhere."""
+        mine, me = self._mine, self._default.rank()
+        if self._store.check([f"unmade/{mine.name}"]):
+            self._break(AbortRecord.read(self._store.get(f"unmade/{mine.name}")))
+        for rank in mine.ranks:
+            if rank == me or not self._store.check([f"making/{rank}"]):
+                continue
+            theirs = msgspec.msgpack.decode(self._store.get(f"making/{rank}"), type=_Making)
+            if theirs.ranks != mine.ranks and me in theirs.ranks and self._is_in_vain(rank, theirs):
+                calls = {r: making.text() for r, making in sorted({me: mine, rank: theirs}.items())}
+                record = AbortRecord(
+                    kind="Desync",
+                    what="the members do not agree on the group",
+                    calls=calls,
+                    seen="; ".join(f"rank {r} says {text}" for r, text in calls.items()),
+                    fix="All members must name the same ranks, in the same order of groups.",
+                )
+                for making in (mine, theirs):
+                    self._store.set(f"unmade/{making.name}", record.text())
+                self._break(record)
+
+    def _is_in_vain(self, rank: int, theirs: _Making) -> bool:
+        """Tell whether `rank` waits for us there and we wait for it here."""
+        came = self._world.created_locally.get(theirs.ranks, 0) >= theirs.number
+        here = member_keys(self._mine.name, len(self._mine.ranks))[self._mine.ranks.index(rank)]
+        return not came and not self._births.check([here])
+
+    def _break(self, record: AbortRecord) -> None:
+        raise record.error(
+            group=self._mine.name,
+            op="new_group",
+            rank=self._default.rank(),
+            world_size=self._default.size(),
+        )
+
+    def end(self) -> None:
+        """Say that this rank makes the group no more."""
+        with suppress(StoreError):
+            self._store.delete_key(f"making/{self._default.rank()}")
 
 
 def new_subgroups_by_enumeration(
