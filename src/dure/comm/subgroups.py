@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from dure.comm.backends.abort import AbortRecord
 from dure.comm.call import members_code
 from dure.comm.creation import (
     RENDEZVOUS_LIMIT,
@@ -243,8 +242,8 @@ class _LocalMembers:
 
     Where only members call, the groups of ranks that name different members have nothing in common
     but those ranks. Each says what it makes. Two ranks that make different groups, which both are
-    in and neither has come to before, wait for each other for ever: both groups are broken, by an
-    abort record for all of their members.
+    in and neither has come to before, wait for each other for ever: who finds that tells the
+    members of both groups.
     """
 
     def __init__(self, world: World, default: ProcessGroup, spec: GroupSpec) -> None:
@@ -259,24 +258,19 @@ class _LocalMembers:
     def look(self) -> None:
         """Raise `Desync` if a member waits for this rank elsewhere."""
         mine, me = self._mine, self._default.rank()
-        if self._store.check([f"unmade/{mine.name}"]):
-            self._break(AbortRecord.read(self._store.get(f"unmade/{mine.name}")))
+        unmade = f"unmade/{mine.name}"
+        if self._store.check([unmade]):
+            self._break(msgspec.msgpack.decode(self._store.get(unmade), type=dict[int, _Making]))
         for rank in mine.ranks:
             if rank == me or not self._store.check([f"making/{rank}"]):
                 continue
             theirs = msgspec.msgpack.decode(self._store.get(f"making/{rank}"), type=_Making)
             if theirs.ranks != mine.ranks and me in theirs.ranks and self._is_in_vain(rank, theirs):
-                calls = {r: making.text() for r, making in sorted({me: mine, rank: theirs}.items())}
-                record = AbortRecord(
-                    kind="Desync",
-                    what="the members do not agree on the group",
-                    calls=calls,
-                    seen="; ".join(f"rank {r} says {text}" for r, text in calls.items()),
-                    fix="All members must name the same ranks, in the same order of groups.",
-                )
-                for making in (mine, theirs):
-                    self._store.set(f"unmade/{making.name}", record.text())
-                self._break(record)
+                both = {me: mine, rank: theirs}
+                said = msgspec.msgpack.encode(both)
+                for making in both.values():
+                    self._store.set(f"unmade/{making.name}", said)
+                self._break(both)
 
     def _is_in_vain(self, rank: int, theirs: _Making) -> bool:
         """Tell whether `rank` waits for us there and we wait for it here."""
@@ -284,12 +278,22 @@ class _LocalMembers:
         here = member_keys(self._mine.name, len(self._mine.ranks))[self._mine.ranks.index(rank)]
         return not came and not self._births.check([here])
 
-    def _break(self, record: AbortRecord) -> None:
-        raise record.error(
-            group=self._mine.name,
+    def _break(self, both: dict[int, _Making]) -> None:
+        """Raise what two ranks make; both groups count as made, on all who are in them."""
+        counts, me = self._world.created_locally, self._default.rank()
+        for making in both.values():
+            if me in making.ranks:
+                counts[making.ranks] = max(counts.get(making.ranks, 0), making.number)
+        calls = {rank: both[rank].text() for rank in sorted(both)}
+        raise Desync(
+            "the members do not agree on the group",
             op="new_group",
-            rank=self._default.rank(),
+            group=self._mine.name,
+            rank=me,
             world_size=self._default.size(),
+            calls=calls,
+            seen="; ".join(f"rank {r} says {text}" for r, text in calls.items()),
+            fix="All members must name the same ranks, and make groups in the same order.",
         )
 
     def end(self) -> None:
