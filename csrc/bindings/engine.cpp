@@ -81,9 +81,10 @@ uint64_t Engine::note(int channel, const Channel::Turn& turn, const Call& call, 
                            bytes_of(call), call.site});
 }
 
-uint64_t Engine::note(const Message& message, Block block, DType dtype, bool async) {
+uint64_t Engine::note(const Message& message, Block block, DType dtype, const Site* site,
+                      bool async) {
     return flight_->begin({message.op, dtype, Reduction::none, async, 0, 0, message.peer,
-                           message.tag, block.bytes, call_site()});
+                           message.tag, block.bytes, site});
 }
 
 nb::object Engine::failed(Status status, Op op) { return nb::cast(group_->outcome_of(status, op)); }
@@ -101,12 +102,13 @@ void Engine::raise(const Outcome& outcome) {
 }
 
 // Hand out a Request, and hold on to what it works on, though it be dropped.
-nb::object Engine::started(const std::shared_ptr<Request>& request, nb::object keep) {
+nb::object Engine::started(const std::shared_ptr<Request>& request, const Site* site,
+                           nb::handle one, nb::handle other) {
     if (pending_.size() >= sweep_at_) {
         std::erase_if(pending_, [](const auto& call) { return call->request->done(); });
         sweep_at_ = 2 * pending_.size() + 16;
     }
-    auto call = std::make_shared<PendingCall>(request, std::move(keep));
+    auto call = std::make_shared<PendingCall>(request, site, nb::borrow(one), nb::borrow(other));
     pending_.push_back(call);
     return nb::cast(PythonRequest(std::move(call), *this));
 }
@@ -114,7 +116,7 @@ nb::object Engine::started(const std::shared_ptr<Request>& request, nb::object k
 nb::object Engine::run(int channel, Call call, bool async, nb::handle keep) {
     if (Status s = refusal(); s != Status::ok) return nb::cast(outcome_of(s, call.op));
     if (lacks_memory(call)) return nb::cast(without_memory(call.op));
-    call.site = call_site();
+    const Site* const site = call.site = call_site();
     call.thread = thread_name();
     Channel& on = group_->channel(channel);
     Channel::Turn turn(on);
@@ -123,7 +125,7 @@ nb::object Engine::run(int channel, Call call, bool async, nb::handle keep) {
         const bool brief = bytes_of(call) <= kBriefBytes;
         std::shared_ptr<Request> request = on.start(std::move(call), std::move(turn), brief);
         request->record(flight_, entry);
-        return started(request, nb::borrow(keep));
+        return started(request, site, keep);
     }
     const Status s = call_without_gil(group_.get(), [&] {
         const Status ended = on.run(call, std::move(turn));
@@ -137,12 +139,13 @@ nb::object Engine::send(Block block, DType dtype, int to, int tag, bool async, n
     if (forked()) return nb::cast(outcome_of(Status::forked, Op::send));
     if (lacks_memory(block)) return nb::cast(without_memory(Op::send));
     Mailbox* box = mailbox_.get();
-    const uint64_t entry = note({Op::send, to, tag}, block, dtype, async);
+    const Site* const site = call_site();
+    const uint64_t entry = note({Op::send, to, tag}, block, dtype, site, async);
     if (async) {
         auto request =
             call_without_gil(box, [&] { return box->start_send(block, dtype, to, tag); });
         request->record(flight_, entry);
-        return started(request, nb::borrow(keep));
+        return started(request, site, keep);
     }
     Outcome out = call_without_gil(box, [&] {
         Outcome ended = box->send(block, dtype, to, tag);
@@ -155,19 +158,20 @@ nb::object Engine::send(Block block, DType dtype, int to, int tag, bool async, n
 nb::object Engine::receive(Block block, DType dtype, int from, int tag, bool async,
                            nb::handle keep) {
     Mailbox* box = mailbox_.get();
+    const Site* const site = call_site();
     auto request = std::make_shared<Request>();
     const auto finished = [&](Outcome outcome) {
         request->finish(std::move(outcome));
-        return started(request, nb::none());
+        return started(request, site, nb::none());
     };
     if (forked()) return finished(outcome_of(Status::forked, Op::recv));
     if (lacks_memory(block)) return finished(without_memory(Op::recv));
-    const uint64_t entry = note({Op::recv, from, tag}, block, dtype, async);
+    const uint64_t entry = note({Op::recv, from, tag}, block, dtype, site, async);
     if (async) {
         request =
             call_without_gil(box, [&] { return box->start_receive(block, dtype, from, tag); });
         request->record(flight_, entry);
-        return started(request, nb::borrow(keep));
+        return started(request, site, keep);
     }
     int source = -1;
     Outcome out = call_without_gil(box, [&] {

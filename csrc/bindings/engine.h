@@ -91,10 +91,11 @@ class Engine {
     bool is_rank(int peer) const { return peer >= 0 && peer < group_->size(); }
 
     uint64_t note(int channel, const Channel::Turn& turn, const Call& call, bool async);
-    uint64_t note(const Message& message, Block block, DType dtype, bool async);
+    uint64_t note(const Message& message, Block block, DType dtype, const Site* site, bool async);
     nanobind::object plain(Place on, const Call& call, size_t bytes, nanobind::handle one,
                            nanobind::handle other);
-    nanobind::object started(const std::shared_ptr<Request>& request, nanobind::object keep);
+    nanobind::object started(const std::shared_ptr<Request>& request, const Site* site,
+                             nanobind::handle one, nanobind::handle other = nanobind::none());
     nanobind::object plain_message(const Message& message, nanobind::handle tensor);
     nanobind::object failed(Status status, Op op);
 

@@ -69,49 +69,47 @@ ChannelView channel_of(Engine& e, int index) {
     return {e, index};
 }
 
-ChannelView view_of(Engine& e) { return {e, 0}; }
-ChannelView view_of(ChannelView& v) { return v; }
-
 // The collectives on plain tensors, synchronous or not. Without annotations nanobind takes its
 // quickest dispatch, which takes anything but None.
-template <bool kAsync, typename T>
-void bind_plain(nb::class_<T>& c, const std::string& prefix) {
+template <bool kAsync>
+void bind_plain(nb::class_<ChannelView>& c, const std::string& prefix) {
     using Handle = nb::handle;
-    c.def((prefix + "all_reduce").c_str(), [](T& t, Handle tensor, Handle op) {
-        const ChannelView v = view_of(t);
+    using View = ChannelView;
+    c.def((prefix + "all_reduce").c_str(), [](View& v, Handle tensor, Handle op) {
         return v.engine.plain_all_reduce({v.index, kAsync}, tensor, op);
     });
-    c.def((prefix + "broadcast").c_str(), [](T& t, Handle tensor, Handle root) {
-        const ChannelView v = view_of(t);
+    c.def((prefix + "broadcast").c_str(), [](View& v, Handle tensor, Handle root) {
         return v.engine.plain_broadcast({v.index, kAsync}, tensor, root);
     });
-    c.def((prefix + "all_gather").c_str(), [](T& t, Handle output, Handle input) {
-        const ChannelView v = view_of(t);
+    c.def((prefix + "all_gather").c_str(), [](View& v, Handle output, Handle input) {
         return v.engine.plain_all_gather({v.index, kAsync}, output, input);
     });
-    c.def((prefix + "reduce_scatter").c_str(), [](T& t, Handle output, Handle input, Handle op) {
-        const ChannelView v = view_of(t);
+    c.def((prefix + "reduce_scatter").c_str(), [](View& v, Handle output, Handle input, Handle op) {
         return v.engine.plain_reduce_scatter({v.index, kAsync}, output, input, op);
     });
-    c.def((prefix + "all_to_all").c_str(), [](T& t, Handle output, Handle input) {
-        const ChannelView v = view_of(t);
+    c.def((prefix + "all_to_all").c_str(), [](View& v, Handle output, Handle input) {
         return v.engine.plain_all_to_all({v.index, kAsync}, output, input);
     });
-    c.def((prefix + "barrier").c_str(), [](T& t) {
-        const ChannelView v = view_of(t);
-        return v.engine.plain_barrier({v.index, kAsync});
-    });
+    c.def((prefix + "barrier").c_str(),
+          [](View& v) { return v.engine.plain_barrier({v.index, kAsync}); });
 }
 
-template <typename T>
-void bind_collectives(nb::class_<T>& c) {
-    c.def("run", [](T& t, int op, int dtype, int reduction, int root, const nb::list& inputs,
-                    const nb::list& outputs, int into, double factor, bool async, nb::handle keep) {
-        const ChannelView v = view_of(t);
-        return v.engine.run(v.index,
-                            call_of(op, dtype, reduction, root, inputs, outputs, into, factor),
-                            async, keep);
-    });
+void bind_channel(nb::module_& m) {
+    nb::class_<ChannelView> c(m, "Channel");
+    c.def_ro("index", &ChannelView::index)
+        .def("run",
+             [](ChannelView& v, int op, int dtype, int reduction, int root, const nb::list& inputs,
+                const nb::list& outputs, int into, double factor, bool async, nb::handle keep) {
+                 return v.engine.run(
+                     v.index, call_of(op, dtype, reduction, root, inputs, outputs, into, factor),
+                     async, keep);
+             })
+        .def("plain_send", [](ChannelView& v, nb::handle tensor, nb::handle to,
+                              nb::handle tag) { return v.engine.plain_send(tensor, to, tag); })
+        .def("plain_receive",
+             [](ChannelView& v, nb::handle tensor, nb::handle from, nb::handle tag) {
+                 return v.engine.plain_receive(tensor, from, tag);
+             });
     bind_plain<false>(c, "plain_");
     bind_plain<true>(c, "start_");
 }
@@ -160,18 +158,8 @@ void abort_group(Engine& e, std::string detail) {
 }  // namespace
 
 void bind_group(nb::module_& m) {
-    nb::class_<ChannelView> channel(m, "Channel");
-    channel.def_ro("index", &ChannelView::index)
-        .def("plain_send", [](ChannelView& v, nb::handle tensor, nb::handle to,
-                              nb::handle tag) { return v.engine.plain_send(tensor, to, tag); })
-        .def("plain_receive",
-             [](ChannelView& v, nb::handle tensor, nb::handle from, nb::handle tag) {
-                 return v.engine.plain_receive(tensor, from, tag);
-             });
-    bind_collectives(channel);
-    nb::class_<Engine> group(m, "Group");
-    bind_collectives(group);
-    group
+    bind_channel(m);
+    nb::class_<Engine>(m, "Group")
         .def_static(
             "create",
             [](int rank, int size, double timeout_s, int cores, uint64_t nonce,
@@ -237,8 +225,6 @@ void bind_group(nb::module_& m) {
                  return e.receive(block(data, bytes), static_cast<DType>(dtype), from, tag, async,
                                   keep);
              })
-        .def("plain_send", &Engine::plain_send)
-        .def("plain_receive", &Engine::plain_receive)
         .def("flight", &flight_of)
         .def("sender_of", &Engine::sender_of, nb::call_guard<WithoutGil>())
         .def("host_shared_empty", &Engine::host_shared_empty)

@@ -85,7 +85,7 @@ nb::object Engine::plain(Place where, const Call& call, size_t bytes, nb::handle
     if (where.async) {
         auto request = on.start(call, std::move(turn), brief);
         request->record(flight_, entry);
-        return started(request, nb::make_tuple(one, other));
+        return started(request, call.site, one, other);
     }
     const auto body = [&] {
         const Status s = on.run(call, std::move(turn));
@@ -170,7 +170,7 @@ nb::object Engine::plain_message(const Message& message, nb::handle tensor) {
         return declined();
     }
     Mailbox* box = mailbox_.get();
-    const uint64_t entry = note(message, t.block, t.dtype, false);
+    const uint64_t entry = note(message, t.block, t.dtype, call_site(), false);
     Outcome out;
     const auto body = [&] {
         int source = -1;

@@ -14,7 +14,8 @@ class Engine;
 // An operation and what it works on; the engine knows it until it has ended. Needs the GIL.
 struct PendingCall {
     std::shared_ptr<Request> request;
-    nanobind::object keep;
+    const Site* site;
+    nanobind::object one, other;
 };
 
 // What Python calls "Request"; the same methods as dure.comm.backends.request.Request.
@@ -24,11 +25,17 @@ class PythonRequest {
 
     bool done() const { return call_->request->done(); }
     int source() const { return call_->request->source(); }
+    // Where the program called, as "file:line in function".
+    const std::string& site() const { return call_->site->text; }
     // Wait, at most `seconds` unless None; false if they passed first. Throws the operation's
     // error.
     bool wait(nanobind::handle seconds);
+    // Wait on a thread whose core others of the rank may want: run nothing, and let nobody spin.
+    void wait_aside();
 
   private:
+    bool ended();
+
     std::shared_ptr<PendingCall> call_;
     nanobind::object owner_;  // of the engine
     Engine& engine_;

@@ -1,6 +1,7 @@
 // See the note "Who runs an asynchronous call" in call_queue.h.
 #include "call_queue.h"
 
+#include <algorithm>
 #include <chrono>
 
 #include "quiet_thread.h"
@@ -9,7 +10,7 @@ namespace dure {
 
 namespace {
 
-constexpr std::chrono::microseconds kLinger{50};
+constexpr std::chrono::microseconds kLinger{50}, kSeldom{1600};
 
 }  // namespace
 
@@ -29,42 +30,47 @@ CallQueue::CallQueue(Channel& channel) : subject_(&channel.group_), channel_(&ch
 
 void CallQueue::hurry() {
     std::lock_guard hold(lock_);
-    if (jobs_.empty()) return;
+    if (calls_.empty()) return;
     hurried_ = true;
     changed_.notify_one();
 }
 
-bool CallQueue::push(Job job) {
+bool CallQueue::push(std::shared_ptr<Queued> queued) {
     std::lock_guard hold(lock_);
     if (stopping_) return false;
     // First, as it may fail: then nothing has been started.
     if (!thread_.joinable()) thread_ = start_quietly([this] { work(); }, "dure-progress");
-    const bool brief = job.brief;
+    const bool wake = idle_ || (relied_on_ && !queued->brief);
     // Numbers are taken before we come here, so a later one may come first.
-    auto place = jobs_.end();
-    while (place != jobs_.begin() && job.turn.before(std::prev(place)->turn)) --place;
-    jobs_.insert(place, std::move(job));
+    auto place = calls_.end();
+    while (place != calls_.begin() && queued->turn->before(*(*std::prev(place))->turn)) --place;
+    calls_.insert(place, std::move(queued));
     pushed_++;
-    if (idle_ || !brief) changed_.notify_one();
+    if (wake) changed_.notify_one();
     if (channel_->sleepers_.load(std::memory_order_seq_cst) != 0) channel_->ring();
     return true;
 }
 
 bool CallQueue::has_next() {
     std::lock_guard hold(lock_);
-    return channel_ && !jobs_.empty() && jobs_.front().turn.come();
+    return channel_ && !calls_.empty() && calls_.front()->turn->come();
 }
 
 bool CallQueue::run_next(bool background) {
     std::unique_lock hold(lock_);
-    if (!channel_ || jobs_.empty() || !jobs_.front().turn.come()) return false;
-    Job job = std::move(jobs_.front());
-    jobs_.pop_front();
+    if (!channel_ || calls_.empty() || !calls_.front()->turn->come()) return false;
+    const std::shared_ptr<Queued> queued = std::move(calls_.front());
+    calls_.pop_front();
     inside_++;
+    if (!queued->brief) relied_on_ = background;
     Channel& channel = *channel_;
     hold.unlock();
-    if (!job.brief) channel.group_.about_to_wait();
-    channel.run_queued(job.call, *job.request, std::move(job.turn), background);
+    if (!queued->brief) channel.group_.about_to_wait();
+    const Status status = channel.run_queued(queued->call, *queued->turn, background);
+    Outcome out;
+    if (status != Status::ok) out = channel.group_.outcome_of(status, queued->call.op);
+    queued->finish(std::move(out));
+    queued->turn.reset();
     hold.lock();
     if (--inside_ == 0 && stopping_) changed_.notify_all();
     return true;
@@ -85,28 +91,32 @@ bool CallQueue::complete(const Request& request) {
 void CallQueue::work() {
     std::unique_lock hold(lock_);
     uint64_t looked_after = 0;  // calls pushed when we looked last
-    uint32_t fresh = 0;         // the brief call that was found then
+    std::chrono::nanoseconds pause = kLinger;
+    const auto look_in = [&](std::chrono::nanoseconds time) {
+        looked_after = pushed_;
+        changed_.wait_for(hold, time);
+    };
     for (;;) {
-        if (jobs_.empty()) {
+        if (calls_.empty()) {
             hurried_ = false;
             if (stopping_) return;
             if (looked_after != pushed_) {
-                looked_after = pushed_;
-                changed_.wait_for(hold, kLinger);
+                look_in(pause);
+                pause = std::min<std::chrono::nanoseconds>(2 * pause, kSeldom);
             } else {
                 idle_ = true;
                 changed_.wait(hold);
                 idle_ = false;
+                pause = kLinger;
             }
             continue;
         }
-        const Job& front = jobs_.front();
-        if (front.brief && fresh != front.turn.number() && !hurried_ && !stopping_) {
-            fresh = front.turn.number();
-            looked_after = pushed_;
-            changed_.wait_for(hold, kLinger);
+        const std::chrono::nanoseconds age{now_ns() - calls_.front()->queued_ns};
+        if (age < kLinger && !hurried_ && !stopping_) {
+            look_in(kLinger - age);
             continue;
         }
+        pause = kLinger;
         Channel& channel = *channel_;
         hold.unlock();
         if (!run_next(true)) channel.await_change([this] { return has_next(); });

@@ -3,10 +3,12 @@
 // Note "Who runs an asynchronous call". Handing work over to another thread and hearing of its end
 // costs 13 to 28 us, more than a small collective; so whoever waits without a limit runs what has
 // not begun, in the order of calls, up to what it waits for. So does a synchronous call behind
-// them. The *progress thread* runs what nobody waits for. It is woken at the start of a large call.
-// A *brief* one is mostly waited for at once, so it is left alone for kLinger first; and while such
-// calls follow each other the thread looks after them itself, every kLinger, instead of being woken
-// for each. Without calls it sleeps.
+// them. The *progress thread* runs what nobody waits for. Most calls are waited for at once, so it
+// leaves each alone for kLinger first. While calls follow each other it is not woken for each, but
+// looks after them itself, the more seldom the longer others have run them all: after kLinger at
+// first, every kSeldom in the end, by which a call can be late when the program changes its ways.
+// It is woken, though, for a large call where it had to run the large one before. Without calls it
+// sleeps.
 //
 // The progress thread never spins, nor gives up its core turn by turn, while its rank computes: it
 // sleeps until its peers have come (see `Channel::await_missing`). Where a thread of the rank waits
@@ -17,10 +19,10 @@
 #pragma once
 
 #include <condition_variable>
-#include <functional>
-#include <list>
+#include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 
 #include "channel.h"
@@ -32,14 +34,19 @@ class CallQueue {
   public:
     explicit CallQueue(Channel& channel);
 
-    struct Job {
+    // A call that has not begun; `call` and `turn` are there until then.
+    struct Queued : Request {
+        Queued(std::shared_ptr<CallQueue> queue, Call what, Channel::Turn place, bool is_brief)
+            : Request(std::move(queue)), call(std::move(what)), brief(is_brief) {
+            turn.emplace(std::move(place));
+        }
         Call call;
-        std::shared_ptr<Request> request;
-        Channel::Turn turn;
-        bool brief;
+        std::optional<Channel::Turn> turn;
+        const bool brief;
+        const int64_t queued_ns = now_ns();
     };
     // False once stopped: nothing has happened then.
-    bool push(Job job);
+    bool push(std::shared_ptr<Queued> queued);
     // Run the first call if its turn has come.
     bool run_next(bool background = false);
     bool has_next();
@@ -85,12 +92,13 @@ class CallQueue {
     std::atomic<int> waiting_{0};
     std::mutex lock_;  // of what follows
     std::condition_variable changed_;
-    std::list<Job> jobs_;  // by number
-    Channel* channel_;     // nullptr after `stop`
+    std::deque<std::shared_ptr<Queued>> calls_;  // by number
+    Channel* channel_;                           // nullptr after `stop`
     int inside_ = 0;
     uint64_t pushed_ = 0;
-    bool idle_ = false;     // the progress thread sleeps until it is woken
-    bool hurried_ = false;  // somebody waits with a limit
+    bool relied_on_ = false;  // the progress thread ran the last call that was not brief
+    bool idle_ = false;       // the progress thread sleeps until it is woken
+    bool hurried_ = false;    // somebody waits with a limit
     bool stopping_ = false;
     std::thread thread_;
 };

@@ -81,8 +81,10 @@ std::shared_ptr<HeapMemory> Channel::host_shared_empty(size_t bytes, Status& sta
 // ---- asynchronous calls -------------------------------------------------------------------------
 
 std::shared_ptr<Request> Channel::start(Call call, Turn turn, bool brief) {
-    auto request = std::make_shared<Request>(queue_);
-    if (!queue_->push({std::move(call), request, std::move(turn), brief})) {
+    auto request =
+        std::make_shared<CallQueue::Queued>(queue_, std::move(call), std::move(turn), brief);
+    if (!queue_->push(request)) {
+        request->turn.reset();
         Outcome out;
         out.status = Status::aborted;
         request->finish(std::move(out));
@@ -90,13 +92,13 @@ std::shared_ptr<Request> Channel::start(Call call, Turn turn, bool brief) {
     return request;
 }
 
-void Channel::run_queued(const Call& call, Request& request, Turn turn, bool background) {
-    background_ = background;
-    const Status status = guarded(turn, [&] { return collective(call); });
-    background_ = false;
-    Outcome out;
-    if (status != Status::ok) out = group_.outcome_of(status, call.op);
-    request.finish(std::move(out));
+Status Channel::run_queued(const Call& call, const Turn& turn, bool background) {
+    return guarded(turn, [&] {
+        background_ = background;
+        const Status status = collective(call);
+        background_ = false;
+        return status;
+    });
 }
 
 }  // namespace dure

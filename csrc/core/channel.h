@@ -88,7 +88,7 @@ class Channel {
     template <typename F>
     bool await_change(F ready);
     void ring();
-    void run_queued(const Call& call, Request& request, Turn turn, bool background);
+    Status run_queued(const Call& call, const Turn& turn, bool background);
     template <typename F>
     Status guarded(const Turn& turn, F collective);
 

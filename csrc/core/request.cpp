@@ -8,10 +8,10 @@ namespace dure {
 
 bool Request::complete() { return done() || queue_->complete(*this); }
 
-bool Request::wait(int64_t ns) {
+bool Request::wait(int64_t ns, bool aside) {
     if (done()) return true;
     std::optional<CallQueue::Waiting> waiting;
-    if (queue_) {
+    if (queue_ && !aside) {
         waiting.emplace(*queue_);
         queue_->hurry();
     }

@@ -20,8 +20,9 @@ class Request {
     // Of a collective that is queued in `queue`.
     explicit Request(std::shared_ptr<CallQueue> queue) : queue_(std::move(queue)) {}
     bool done() const { return word_.load(std::memory_order_acquire) != 0; }
-    // Wait at most `ns`; returns done().
-    bool wait(int64_t ns);
+    // Wait at most `ns`; returns done(). `aside`: the core of who waits is not free meanwhile, so
+    // that the progress thread may not spin on it.
+    bool wait(int64_t ns, bool aside = false);
     // Wait without a limit, and run what has not begun. False if the rank was interrupted before.
     bool complete();
     // Nullptr of a message.

@@ -1,5 +1,6 @@
 // Two channels: the order of calls on each, asynchronous ones among them, and the end of a group
 // with work in its queue.
+#include "call_queue.h"
 #include "channel.h"
 #include "harness.h"
 
@@ -170,6 +171,26 @@ TEST(a_brief_call_that_nobody_waits_for_is_run) {
             auto request = g.channel(1).start(all_reduce_of(x), true);
             while (!request->done()) usleep(100);
             CHECK(request->outcome().status == Status::ok && x[2] == 14);
+        }
+    });
+}
+
+// Who waits aside leaves the call to the progress thread, which then may not spin.
+TEST(waiting_aside_neither_runs_the_call_nor_tells_that_a_core_is_free) {
+    on_threads(2, [](Group& g) {
+        Channel& channel = g.channel(0);
+        std::vector<int32_t> x(3, 7);
+        if (g.rank() == 0) {
+            auto request = channel.start(all_reduce_of(x), true);
+            CHECK(!request->wait(20'000'000, true) && !request->queue()->awaited());
+            std::thread waiter([&] { CHECK(request->wait(20'000'000'000)); });
+            while (!request->queue()->awaited()) usleep(100);
+            CHECK(g.channel(1).run({Op::barrier}) == Status::ok);
+            waiter.join();
+            CHECK(request->wait(0, true) && x[2] == 14);
+        } else {
+            CHECK(g.channel(1).run({Op::barrier}) == Status::ok);
+            CHECK(channel.run(all_reduce_of(x)) == Status::ok);
         }
     });
 }

@@ -226,12 +226,13 @@ peer = Group.attach(1, 2, 30.0, 2, os.getpid(), group.file, 1)
 group.ready()
 peer.ready()
 barrier = (1, 0, 8, -1, [], [], 0, 1.0)
+channel = group.channel(0)
 waiting = threading.Event()
 
 def wait():
-    pending = group.run(*barrier, True, ()) if sys.argv[1] == "async" else None
+    pending = channel.run(*barrier, True, ()) if sys.argv[1] == "async" else None
     waiting.set()
-    pending.wait() if pending else group.run(*barrier, False, ())
+    pending.wait() if pending else channel.run(*barrier, False, ())
 
 class Slow:
     def __del__(self, sleep=time.sleep):
@@ -256,7 +257,7 @@ busy = threading.Event()
 
 def meet(rank):
     for k in range(1 << 30):
-        rank.run(1, 0, 8, -1, [], [], 0, 1.0, False, ())
+        rank.channel(0).run(1, 0, 8, -1, [], [], 0, 1.0, False, ())
         if k == 100:
             busy.set()
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import dure as dist
+from dure.comm import work as work_module
 from dure.comm.work import Work, combine
 from dure.errors import Aborted, CommError, CommTimeout, PeerLost, UsageError
 from dure.testing import run_ranks
@@ -169,6 +170,32 @@ def test_absent_ranks_are_named_at_the_timeout():
     run_ranks(3, body)
 
 
+def test_a_future_is_waited_for_aside_on_its_thread():
+    """Whoever waits aside leaves the core to the rank's own threads."""
+
+    class Pending:
+        def __init__(self):
+            self.waited: list[str] = []
+
+        def done(self):
+            return False
+
+        def wait(self, timeout_s=None):
+            self.waited.append("wait")
+            return True
+
+        def wait_aside(self):
+            self.waited.append("wait_aside")
+
+    one, other = Pending(), Pending()
+    Work(one, []).get_future().wait()  # pyright: ignore[reportArgumentType]
+    assert one.waited == ["wait_aside"]
+    both = combine([Work(one, []), Work(other, [])], [], True)  # pyright: ignore[reportArgumentType]
+    assert both is not None
+    both.get_future().wait()
+    assert other.waited == ["wait_aside"]
+
+
 def test_coalesced_operations_end_together():
     def body(rank):
         a, b = torch.ones(2), torch.full((3,), float(rank))
@@ -193,7 +220,10 @@ def test_all_reduce_coalesced_checks_every_tensor_first():
     assert run_ranks(2, body) == [2.0, 2.0]
 
 
-def test_work_that_is_dropped_unwaited_is_told_once_with_its_line():
+@pytest.mark.parametrize("backend", ["threads", "shm"])
+def test_work_that_is_dropped_unwaited_is_told_once_with_its_line(backend, monkeypatch):
+    monkeypatch.setattr(work_module, "_warned", set())
+
     def body(rank):
         for _ in range(3):
             dist.all_reduce(torch.ones(1), async_op=True)
@@ -201,7 +231,7 @@ def test_work_that_is_dropped_unwaited_is_told_once_with_its_line():
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run_ranks(2, body)
+        run_ranks(2, body, backend=backend)
     (told,) = [w for w in caught if issubclass(w.category, RuntimeWarning)]
     assert told.filename == __file__
     assert told.lineno == body.__code__.co_firstlineno + 2

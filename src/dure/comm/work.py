@@ -8,16 +8,18 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from dure.comm.backends.request import Request
-from dure.comm.call import call_site
 from dure.comm.futures import Later, collected, waiters
 from dure.errors import CommTimeout
 
-__all__ = ["PlainWork", "Work", "combine"]
+if TYPE_CHECKING:
+    from dure.comm.group.core import GroupCore
+
+__all__ = ["Work", "combine"]
 
 
 _warned: set[str] = set()
@@ -39,32 +41,36 @@ class Work:
     `RuntimeWarning` names by its line, once.
     """
 
+    site = ""
+    """Where the program called; "" where the request knows."""
+    keep: object = None
+    """What must live until the end."""
+    _error: Exception | None = None
+    _future: torch.futures.Future[list[torch.Tensor]] | None = None
+    _ended = False
+    _asked = False  # whether anybody has asked how it ended, or will
+
     def __init__(
         self,
         request: Request | None,
         outputs: list[torch.Tensor],
+        op: str = "",
+        seq: int = 0,
+        group: GroupCore | None = None,
         *,
         finish: Callable[[], None] | None = None,
-        keep: object = None,
-        fields: dict[str, Any] | None = None,
-        source_of: Callable[[int], int] | None = None,
         settled: Callable[[Exception | None], object] | None = None,
     ) -> None:
-        self._request, self._outputs, self._finish, self._keep = request, outputs, finish, keep
-        self._fields = fields or {}
-        self._source_of, self._settled = source_of, settled
+        self._request, self._outputs = request, outputs
+        self._op, self._seq, self._group = op, seq, group
+        self._finish, self._settled = finish, settled
         self._lock = threading.Lock()
-        self._ended = request is None
-        self._error: Exception | None = None
-        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
-        self._asked = False  # whether anybody has asked how it ended, or will
-        self._site = call_site() if fields else ""
         if request is None:
             self._end(None)
 
     def _end(self, error: Exception | None) -> None:
         """Copy results back, let go of the inputs, and tell who listens; called once."""
-        finish, self._finish, self._keep = self._finish, None, None
+        finish, self._finish, self.keep = self._finish, None, None
         if error is None and finish is not None:
             try:
                 finish()
@@ -74,6 +80,8 @@ class Work:
         self._ended = True
         if self._settled is not None:
             self._settled(error)
+        elif error is not None and self._group is not None:
+            self._group.note_error(error)
 
     def disown(self) -> None:
         """Let it be dropped without a warning: whoever started it needs no answer."""
@@ -81,20 +89,27 @@ class Work:
 
     def __del__(self) -> None:
         """Warn, once for each line of the program, of work that nobody has waited for."""
-        if self._asked or not self._site or self._site in _warned or sys.is_finalizing():
+        if self._asked or self._group is None or sys.is_finalizing():
             return
-        _warned.add(self._site)
-        file, _, line = self._site.partition(" in ")[0].rpartition(":")
+        assert self._request is not None
+        site: str = self.site or self._request.site  # pyright: ignore
+        if site in _warned:
+            return
+        _warned.add(site)
+        file, _, line = site.partition(" in ")[0].rpartition(":")
         warnings.warn_explicit(
-            f"the Work of {self._fields['op']}(..., async_op=True) was dropped before anybody "
+            f"the Work of {self._op}(..., async_op=True) was dropped before anybody "
             "waited for it: nobody knows when the result is there, or whether it failed",
             RuntimeWarning,
             file,
             int(line) if line.isdecimal() else 0,
         )
 
-    def settle(self, timeout_s: float | None) -> bool:
-        """Wait for the end without raising its error; False if `timeout_s` passed first."""
+    def settle(self, timeout_s: float | None, aside: bool = False) -> bool:
+        """Wait for the end without raising its error; False if `timeout_s` passed first.
+
+        `aside`: without a limit, on a thread whose core others of the rank may want.
+        """
         self._asked = True
         if self._ended:
             return True
@@ -102,10 +117,15 @@ class Work:
         assert request is not None
         error: Exception | None = None
         try:
-            if not request.wait(timeout_s):
+            if aside:
+                request.wait_aside()
+            elif not request.wait(timeout_s):
                 return False
         except Exception as e:
             error = e
+        if error is None and self._finish is None and self._settled is None:
+            self._ended, self.keep = True, None
+            return True
         with self._lock:
             if not self._ended:
                 self._end(error)
@@ -128,11 +148,15 @@ class Work:
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         limit = seconds or None
         if not self.settle(limit):
+            group = self._group
             raise CommTimeout(
                 "the operation did not end in the time given to wait()",
                 elapsed_s=limit,
                 fix="Wait again, or give a longer timeout.",
-                **self._fields,
+                op=self._op or None,
+                seq=self._seq or None,
+                group=None if group is None else group.group_name,
+                rank=None if group is None else group.rank(),
             )
         if self._error is not None:
             raise self._error
@@ -165,7 +189,7 @@ class Work:
     def source_rank(self) -> int:
         """Return the global rank that a finished receive came from; -1 for other operations."""
         source = self._request.source if self._request is not None else -1
-        return source if source < 0 or self._source_of is None else self._source_of(source)
+        return source if source < 0 or self._group is None else self._group.global_ranks[source]
 
     _source_rank = source_rank  # the name under which torch has it
 
@@ -195,7 +219,7 @@ class Work:
         if self._ended:
             self._set_future(future)
         else:
-            waiters().run(lambda: (self.settle(None), self._set_future(future)))
+            waiters().run(lambda: (self.settle(None, aside=True), self._set_future(future)))
         return future
 
     def _set_future(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
@@ -203,55 +227,6 @@ class Work:
             future.set_exception(self._error)  # pyright: ignore[reportArgumentType]
         else:
             future.set_result(self._outputs)
-
-
-class Issuer(Protocol):
-    """What a plain work asks of its group, where something goes wrong."""
-
-    group_name: str
-
-    def rank(self) -> int:
-        """Return this rank's number within the group."""
-        ...
-
-    def note_error(self, error: BaseException | None) -> None:
-        """Tell the flight recorder of a failed operation."""
-        ...
-
-
-class PlainWork(Work):
-    """The work of a plain call: nothing is to be copied back, and nobody traces it.
-
-    The engine keeps the tensors. What only errors need is looked up when there is one.
-    """
-
-    _finish = _keep = _source_of = None
-    _ended = False
-    _future = None
-
-    def __init__(  # pyright: ignore[reportMissingSuperCall]
-        self, request: Request, output: torch.Tensor | None, op: str, seq: int, group: Issuer
-    ) -> None:
-        self._request, self._op, self._seq, self._group = request, op, seq, group
-        self._outputs = [] if output is None else [output]
-        self._lock = threading.Lock()
-        self._error: Exception | None = None
-
-    def _end(self, error: Exception | None) -> None:
-        self._error = error
-        self._ended = True
-        if error is not None:
-            self._group.note_error(error)
-
-    @property
-    def _fields(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        group = self._group
-        return {
-            "op": self._op,
-            "seq": self._seq,
-            "group": group.group_name,
-            "rank": group.rank(),
-        }
 
 
 class _AllOf(Request):
@@ -262,6 +237,12 @@ class _AllOf(Request):
     def __init__(self, works: Sequence[Work]) -> None:
         super().__init__()
         self._works = works
+
+    def wait_aside(self) -> None:
+        """See `Request.wait_aside`."""
+        for work in self._works:
+            work.settle(None, aside=True)
+        self.wait()
 
     def _poll(self) -> None:
         if all(w.is_completed() for w in self._works):

@@ -44,10 +44,15 @@ class Request:
     @property
     def source(self) -> int:
         """Sender of a finished receive, or -1."""
+    @property
+    def site(self) -> str:
+        """Where the program called, as "file:line in function"."""
     def done(self) -> bool:
         """Tell whether the operation ended."""
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait, at most `timeout_s`; False if that passed first. Raise the operation's error."""
+    def wait_aside(self) -> None:
+        """Wait on a thread whose core others may want: run nothing, and let nobody spin."""
 
 class HeapMemory:
     """A piece of a symmetric heap; a writable buffer, held for as long as a view of it lives."""
@@ -59,7 +64,7 @@ class HeapMemory:
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class Channel:
-    """One channel of a group: its collectives, as `Group` has them for channel 0."""
+    """One channel of a group: its collectives, and the messages of the group."""
 
     @property
     def index(self) -> int:
@@ -78,13 +83,16 @@ class Channel:
         keep: object,
         /,
     ) -> Outcome | Request | None:
-        """Run any collective; `keep` lives until it has ended."""
+        """Run any collective: a list holds address, length, address, length...
+
+        `keep` lives until it has ended.
+        """
     def plain_all_reduce(self, tensor: object, op: object, /) -> bool | Outcome:
-        """Reduce a plain tensor."""
+        """Reduce a plain tensor; False where it is not plain and nothing was done."""
     def plain_broadcast(self, tensor: object, root: int, /) -> bool | Outcome:
         """Broadcast a plain tensor."""
     def plain_all_gather(self, output: object, tensor: object, /) -> bool | Outcome:
-        """Gather plain tensors."""
+        """Gather plain tensors into one that is n times as long."""
     def plain_reduce_scatter(self, output: object, tensor: object, op: object, /) -> bool | Outcome:
         """Reduce part i of a plain tensor into rank i's."""
     def plain_all_to_all(self, output: object, tensor: object, /) -> bool | Outcome:
@@ -189,21 +197,6 @@ class Group:
         """Change how long an operation may wait for its peers."""
     def channel(self, index: int, /) -> Channel:
         """Return channel 0 or 1; it keeps the group."""
-    def run(
-        self,
-        op: int,
-        dtype: int,
-        reduction: int,
-        root: int,
-        inputs: list[int],
-        outputs: list[int],
-        into: int,
-        factor: float,
-        async_op: bool,
-        keep: object,
-        /,
-    ) -> Outcome | Request | None:
-        """Run any collective on channel 0; a list holds address, length, address, length..."""
     def announce_group(self, members: int, async_op: bool, /) -> Outcome | Request | None:
         """Find out whether all ranks make the same group: a bit for each member, or a digest."""
     def send(
@@ -222,36 +215,6 @@ class Group:
         /,
     ) -> Request:
         """Receive from `source`, -1 for anyone; a finished request where not asynchronous."""
-    def plain_all_reduce(self, tensor: object, op: object, /) -> bool | Outcome:
-        """Reduce a plain tensor; False where it is not plain and nothing was done."""
-    def plain_broadcast(self, tensor: object, root: int, /) -> bool | Outcome:
-        """Broadcast a plain tensor."""
-    def plain_all_gather(self, output: object, tensor: object, /) -> bool | Outcome:
-        """Gather plain tensors into one that is n times as long."""
-    def plain_reduce_scatter(self, output: object, tensor: object, op: object, /) -> bool | Outcome:
-        """Reduce part i of a plain tensor into rank i's."""
-    def plain_all_to_all(self, output: object, tensor: object, /) -> bool | Outcome:
-        """Exchange equal parts of plain tensors."""
-    def plain_barrier(self) -> bool | Outcome:
-        """Wait for all ranks."""
-    def start_all_reduce(self, tensor: object, op: object, /) -> bool | Outcome | Request:
-        """Start `plain_all_reduce`."""
-    def start_broadcast(self, tensor: object, root: int, /) -> bool | Outcome | Request:
-        """Start `plain_broadcast`."""
-    def start_all_gather(self, output: object, tensor: object, /) -> bool | Outcome | Request:
-        """Start `plain_all_gather`."""
-    def start_reduce_scatter(
-        self, output: object, tensor: object, op: object, /
-    ) -> bool | Outcome | Request:
-        """Start `plain_reduce_scatter`."""
-    def start_all_to_all(self, output: object, tensor: object, /) -> bool | Outcome | Request:
-        """Start `plain_all_to_all`."""
-    def start_barrier(self) -> bool | Outcome | Request:
-        """Start `plain_barrier`."""
-    def plain_send(self, tensor: object, to: int, tag: int, /) -> bool | Outcome:
-        """Send a plain tensor."""
-    def plain_receive(self, tensor: object, source: int, tag: int, /) -> bool | Outcome:
-        """Receive into a plain tensor."""
     def flight(
         self,
     ) -> list[tuple[int, str, int, str, int, int, int, bool, int, int, int, str, int, str, int]]:

@@ -167,7 +167,9 @@ class TorchWork(c10d.Work):
                 if self._work.is_completed():
                     done.set_result(None)
                 else:
-                    self._waiters.run(lambda: (self._work.settle(None), done.set_result(None)))
+                    self._waiters.run(
+                        lambda: (self._work.settle(None, aside=True), done.set_result(None))
+                    )
         return self._future
 
     def _outcome(self, done: object) -> object:

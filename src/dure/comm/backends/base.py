@@ -36,6 +36,7 @@ import torch
 from dure.comm.backends.request import Request
 from dure.comm.call import Call
 from dure.errors import DureError
+from dure.native import Channel
 from dure.store.base import Store
 
 __all__ = [
@@ -43,7 +44,6 @@ __all__ = [
     "BackendFactory",
     "BackendOptions",
     "PlainBackend",
-    "PlainCalls",
     "channel_name",
 ]
 
@@ -139,78 +139,14 @@ class Backend(Protocol):
         ...
 
 
-class PlainCalls(Protocol):
-    """Calls on tensors as they come, which the group has not looked at.
-
-    Each returns True when done, False when the tensors are not as simple as they could be (then
-    nothing has happened), or else what went wrong, for `PlainBackend.error`. Those that start an
-    operation return its `Request` in place of True.
-    """
-
-    def plain_all_reduce(self, tensor: object, op: object, /) -> object:
-        """Reduce in place."""
-        ...
-
-    def plain_broadcast(self, tensor: object, root: int, /) -> object:
-        """Copy the root's tensor to all."""
-        ...
-
-    def plain_all_gather(self, output: object, tensor: object, /) -> object:
-        """Gather into one tensor."""
-        ...
-
-    def plain_reduce_scatter(self, output: object, tensor: object, op: object, /) -> object:
-        """Reduce part i of one tensor into rank i's."""
-        ...
-
-    def plain_all_to_all(self, output: object, tensor: object, /) -> object:
-        """Exchange equal parts."""
-        ...
-
-    def plain_barrier(self) -> object:
-        """Wait for all ranks."""
-        ...
-
-    def start_all_reduce(self, tensor: object, op: object, /) -> object:
-        """Start to reduce in place."""
-        ...
-
-    def start_broadcast(self, tensor: object, root: int, /) -> object:
-        """Start to copy the root's tensor to all."""
-        ...
-
-    def start_all_gather(self, output: object, tensor: object, /) -> object:
-        """Start to gather into one tensor."""
-        ...
-
-    def start_reduce_scatter(self, output: object, tensor: object, op: object, /) -> object:
-        """Start to reduce part i of one tensor into rank i's."""
-        ...
-
-    def start_all_to_all(self, output: object, tensor: object, /) -> object:
-        """Start to exchange equal parts."""
-        ...
-
-    def start_barrier(self) -> object:
-        """Start to wait for all ranks."""
-        ...
-
-    def plain_send(self, tensor: object, to: int, tag: int, /) -> object:
-        """Send to group rank `to`."""
-        ...
-
-    def plain_receive(self, tensor: object, source: int, tag: int, /) -> object:
-        """Receive from group rank `source`."""
-        ...
-
-
 class PlainBackend(Protocol):
     """What a backend has besides, if it takes plain calls."""
 
-    plain: PlainCalls
+    plain: Channel
+    """The plain calls of channel 0."""
 
-    def plain_on(self, channel: int) -> PlainCalls:
-        """Return the plain calls of one channel."""
+    def plain_on(self, channel: int) -> Channel:
+        """Return those of one channel."""
         ...
 
     def error(self, outcome: object) -> DureError:

@@ -73,6 +73,10 @@ class Request:
             raise self.error
         return True
 
+    def wait_aside(self) -> None:
+        """As `wait`, on a thread whose core others of the rank may want: let nobody spin on it."""
+        self.wait()
+
     def _poll(self) -> None:
         """Make what progress can be made without blocking."""
 

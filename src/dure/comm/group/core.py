@@ -33,12 +33,12 @@ import torch
 
 from dure import trace
 from dure.comm import checks
-from dure.comm.backends.base import Backend, PlainBackend, PlainCalls, channel_name
+from dure.comm.backends.base import Backend, PlainBackend, channel_name
 from dure.comm.backends.request import Request
-from dure.comm.call import Call
-from dure.comm.work import PlainWork, Work
+from dure.comm.call import Call, call_site
+from dure.comm.work import Work
 from dure.errors import DureError, NotInGroupError, ShapeError, UsageError
-from dure.native import Outcome
+from dure.native import Channel, Outcome
 from dure.store.base import Store
 from dure.store.prefix import PrefixStore
 from dure.trace import flight
@@ -123,7 +123,7 @@ class GroupCore:
     def _use(self, backends: dict[str, Backend]) -> None:
         self._backends = backends
         self._only: Backend | None = next(iter(backends.values())) if len(backends) == 1 else None
-        self._engine: PlainCalls | None = getattr(self._only, "plain", None)
+        self._engine: Channel | None = getattr(self._only, "plain", None)
         self._plain = self._engine
 
     def _open_ring(self) -> tuple[flight.FlightRing | None, frozenset[str]]:
@@ -343,15 +343,8 @@ class GroupCore:
         request, ended = self._start(backend, call, deferred, finish)
         if not deferred:
             return None
-        work = Work(
-            request,
-            outputs,
-            finish=finish,
-            keep=call,
-            fields={"op": call.op, "seq": self.seq, "group": self.group_name, "rank": self._rank},
-            source_of=self.global_ranks.__getitem__,
-            settled=ended,
-        )
+        work = Work(request, outputs, call.op, self.seq, self, finish=finish, settled=ended)
+        work.keep, work.site = call, call_site()
         if coalesced is not None:
             coalesced.append(work)
         return work
@@ -415,7 +408,8 @@ class GroupCore:
         if isinstance(started, Outcome):
             raise self._plain_error(started)
         self.seq += 1
-        return PlainWork(cast(Request, started), output, op, self.seq, self)
+        outputs = [] if output is None else [output]
+        return Work(started, outputs, op, self.seq, self)  # pyright: ignore
 
     def _plain_error(self, outcome: object) -> DureError:
         """Make the exception for a plain call that failed."""

@@ -518,7 +518,7 @@ class Operations(GroupCore):
         request, ended = self._start(backend, call, deferred, finish)
         assert request is not None
         if deferred:
-            Work(request, [tensor], finish=finish, keep=call, settled=ended).wait()
+            Work(request, [tensor], finish=finish, settled=ended).wait()
         return request.source
 
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int = 0) -> Work:

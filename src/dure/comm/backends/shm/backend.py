@@ -74,9 +74,10 @@ class ShmBackend:
     channels = 2
 
     def __init__(self, group: Group, options: BackendOptions) -> None:
-        self._group = self.plain = group
+        self._group = group
         group.set_error(partial(_error, options.name, options.rank, options.size))
         self._channels = group.channel(0), group.channel(1)
+        self.plain = self._channels[0]
         self._size, self._rank = options.size, options.rank
         self._label = options.name
         self._timeout_s = options.timeout.total_seconds()
