@@ -33,9 +33,9 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from dure import native
@@ -74,8 +74,7 @@ _MASK = (1 << 64) - 1
 _OUTPUT_SAYS = frozenset({"reduce_scatter", "scatter", "recv", "irecv"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class Call(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What one rank calls (see the module's text).
 
     Attributes:

@@ -24,11 +24,12 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Self, cast
 
+import msgspec
 import torch
 
 from dure import trace
@@ -337,7 +338,7 @@ class GroupCore:
     ) -> Work | None:
         """Run a checked operation: number it, trace it, and hand out a `Work` if it is wanted."""
         if self._channel:
-            call = replace(call, channel=self._channel)
+            call = msgspec.structs.replace(call, channel=self._channel)
         coalesced = self._coalesced
         deferred = async_op or coalesced is not None
         request, ended = self._start(backend, call, deferred, finish)

@@ -16,10 +16,10 @@ What an engine does differently from the contract is made up for here:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from dure.comm.backends.base import BackendOptions
@@ -94,7 +94,9 @@ class EngineGroup:
         joined = _join(inputs).view(output.dtype)
         lengths = [t.numel() for t in inputs]
         if len(set(lengths)) == 1:
-            return self._reduce_scatter_single(replace(call, inputs=(joined,)), async_op)
+            return self._reduce_scatter_single(
+                msgspec.structs.replace(call, inputs=(joined,)), async_op
+            )
         begin = sum(lengths[: self._rank])
         end = begin + lengths[self._rank]
         wired = self._wire(joined, op)
