@@ -46,7 +46,7 @@ def test_verified_gloo_keeps_the_whole_contract_with_2_ranks(subject, process_po
 
 
 def test_verification_is_asked_for_by_variable_or_option(monkeypatch):
-    def options(pg_options: object = None, **extra: object) -> BackendOptions:
+    def options(pg_options: object = None) -> BackendOptions:
         return BackendOptions(
             store=HashStore(),
             rank=0,
@@ -55,10 +55,9 @@ def test_verification_is_asked_for_by_variable_or_option(monkeypatch):
             timeout=timedelta(seconds=1),
             name="g",
             pg_options=pg_options,
-            extra=extra,
         )
 
     assert not wanted(options())
-    assert wanted(options({"verify": True})) and wanted(options(verify=True))
+    assert wanted(options({"verify": True}))
     monkeypatch.setenv("DURE_VERIFY", "1")
     assert wanted(options()) and not wanted(options({"verify": False}))

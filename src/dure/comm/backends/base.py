@@ -27,7 +27,7 @@ Thread safety: calls on one backend may come from any thread, one at a time; `Re
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
@@ -80,7 +80,6 @@ class BackendOptions:
     threads: int = 1
     eager_bytes: int | None = None
     pg_options: object = None
-    extra: dict[str, object] = field(default_factory=dict)
 
     def tell_all(self, what: str, said: str = "") -> list[bytes]:
         """Tell the other ranks something, and return what each of them has said, by group rank.

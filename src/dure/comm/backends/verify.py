@@ -54,8 +54,7 @@ _SEE_ITS_OUTPUT = "See that rank's own output; then make a new group of the rank
 def wanted(options: BackendOptions) -> bool:
     """Tell whether the user asks for verification: DURE_VERIFY=1 or pg_options={"verify": True}."""
     given = options.pg_options
-    named = given.get("verify") if isinstance(given, Mapping) else None
-    asked = options.extra.get("verify", named)
+    asked = given.get("verify") if isinstance(given, Mapping) else None
     return env.flag("DURE_VERIFY") if asked is None else bool(asked)
 
 
