@@ -329,19 +329,19 @@ class ProgressEngine:
 
     def _help(self) -> None:
         """Poll while there is something to do and nobody else has polled since the last look."""
-        seen = -1
+        seen: int | None = None
         while True:
             with self._lock:
                 while not (self._queue or self._messages or self.state.left.is_set()):
                     self._busy.wait()
-                    seen = self._num_polls
+                    seen = None
                 if self.state.left.is_set():
                     return
-                alone = self._num_polls == seen
-                if alone:
+                others_poll = seen not in (None, self._num_polls)
+                if seen == self._num_polls:
                     self._poll()
                 seen = self._num_polls
-            time.sleep(_NAP_S if alone else _LONG_NAP_S)
+            time.sleep(_LONG_NAP_S if others_poll else _NAP_S)
 
     # ---- failing ---------------------------------------------------------------------------------
 
