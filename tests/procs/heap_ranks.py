@@ -12,6 +12,7 @@ import torch
 
 import dure as dist
 from dure import symmetric_memory
+from dure.comm import functional
 from dure.comm import memory as heap
 from dure.errors import CommTimeout, PeerLost, ShapeError, UsageError
 from procs.shm_ranks import Seat
@@ -236,3 +237,21 @@ def written_after_it_failed(seat: Seat) -> bool | None:
         if not x.eq(7.0).all():
             return False
     return True
+
+
+def functional_results(rank: int, n: int) -> list[bool]:
+    """Which results of functional collectives lie in the heap; all may be changed in place."""
+    large = torch.ones(1 << 18, requires_grad=True)  # 1 MiB
+    results = [
+        functional.all_reduce(large, "sum"),
+        functional.all_gather_tensor(large, 0),
+        functional.reduce_scatter_tensor(large, "sum", 0),
+        functional.all_reduce(torch.ones(1 << 17), "sum"),
+    ]
+    for result in results:
+        result.add_(1)
+    assert results[0][0] == n + 1
+    results[0].sum().backward()
+    assert large.grad is not None
+    assert large.grad[0] == n
+    return [heap.heap_address(result) is not None for result in results]

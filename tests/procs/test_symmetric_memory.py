@@ -89,3 +89,11 @@ def test_a_late_write_does_not_reach_a_tensor_used_again_3_ranks(tmp_path):
         if kept is not None:
             break
     assert kept is True
+
+
+@pytest.mark.parametrize(("backend", "large"), [("shm", True), ("gloo", False)])
+def test_large_functional_results_lie_in_the_heap_where_ranks_share_memory_2_ranks(
+    backend, large, process_pool
+):
+    wanted = [large, large, False, False]  # the part of a reduce_scatter is 512 KiB
+    assert process_pool(2, backend).run(heap_ranks.functional_results, 2) == [wanted] * 2

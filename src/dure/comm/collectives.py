@@ -31,23 +31,6 @@ from dure.comm.work import Work, combine
 from dure.comm.world import resolve
 from dure.errors import ShapeError
 
-__all__ = [
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_single",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "scatter",
-]
-
 Tensors = Sequence[torch.Tensor]
 
 

@@ -23,6 +23,7 @@ run the same backward: inputs require gradients either on all ranks or on none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -30,6 +31,7 @@ from typing import Any, ClassVar
 import torch
 
 from dure.comm.group import ProcessGroup
+from dure.comm.memory import heap_empty
 from dure.comm.ops import ReduceOp, as_reduce_op
 from dure.comm.pending import pending
 from dure.comm.work import Work
@@ -56,6 +58,9 @@ Tensors = tuple[torch.Tensor, ...]
 Shapes = tuple[torch.Size, ...]
 Started = tuple[Tensors, Work | None]
 
+_LARGE_BYTES = 1 << 20
+"""Results from here on gain from lying in the heap; smaller ones lose (docs/log.md, 2026-11-23)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Map:
@@ -74,6 +79,25 @@ class Map:
     def gradients(self, grads: Tensors) -> Tensors:
         """Return the gradients of the inputs; run by all ranks of the group."""
         return apply(self.transposed(), *grads, wait=True)
+
+    def allocate(
+        self, like: torch.Tensor, shape: Sequence[int] | None = None, *, zero: bool = False
+    ) -> torch.Tensor:
+        """Return memory for a result: contiguous, of the dtype and on the device of `like`.
+
+        Large ones lie in the symmetric heap where ranks of the group share memory: this
+        collective, and the next one of the result, need no copy through staging.
+        """
+        shape = tuple(like.shape if shape is None else shape)
+        large = like.device.type == "cpu" and math.prod(shape) * like.itemsize >= _LARGE_BYTES
+        if large and len(self.group.hosts) < self.group.size():
+            return heap_empty(*shape, dtype=like.dtype, zeroed=zero)
+        make = torch.zeros if zero else torch.empty
+        return make(shape, dtype=like.dtype, device=like.device)
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy, in memory for a result."""
+        return self.allocate(tensor).copy_(tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +122,6 @@ class Reduction(Map):
                 seen="only SUM, AVG and premultiplied sums can be differentiated",
                 fix="Detach its input, or write the gradient as an autograd.Function.",
             )
-
-
-def allocate(
-    like: torch.Tensor, shape: Sequence[int] | None = None, *, zero: bool = False
-) -> torch.Tensor:
-    """Return memory for a result: contiguous, of the dtype and on the device of `like`."""
-    shape = like.shape if shape is None else shape
-    make = torch.zeros if zero else torch.empty
-    return make(shape, dtype=like.dtype, device=like.device)
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return allocate(tensor).copy_(tensor)
 
 
 class _Apply(torch.autograd.Function):
@@ -158,7 +169,7 @@ class AllReduce(Reduction):
     name = "all_reduce"
 
     def start(self, inputs: Tensors, async_op: bool) -> Started:
-        output = _copy(inputs[0])
+        output = self.copy(inputs[0])
         return (output,), self.group.all_reduce(output, self.op, async_op)
 
     def gradients(self, grads: Tensors) -> Tensors:
@@ -173,7 +184,7 @@ class Broadcast(Map):
     src: int
 
     def start(self, inputs: Tensors, async_op: bool) -> Started:
-        output = _copy(inputs[0]) if self.group.rank() == self.src else allocate(inputs[0])
+        output = self.copy(inputs[0]) if self.group.rank() == self.src else self.allocate(inputs[0])
         return (output,), self.group.broadcast(output, self.src, async_op)
 
     def transposed(self) -> Map:
@@ -189,10 +200,10 @@ class Reduce(Reduction):
 
     def start(self, inputs: Tensors, async_op: bool) -> Started:
         if self.group.rank() == self.dst:
-            output = _copy(inputs[0])
+            output = self.copy(inputs[0])
             return (output,), self.group.reduce(output, self.dst, self.op, async_op)
         work = self.group.reduce(inputs[0], self.dst, self.op, async_op)
-        return (allocate(inputs[0], zero=True),), work
+        return (self.allocate(inputs[0], zero=True),), work
 
     def transposed(self) -> Map:
         return Broadcast(self.group, self.dst)
@@ -206,7 +217,7 @@ class Gather(Map):
 
     def start(self, inputs: Tensors, async_op: bool) -> Started:
         here = self.group.rank() == self.dst
-        outputs = tuple(allocate(inputs[0], zero=not here) for _ in range(self.group.size()))
+        outputs = tuple(self.allocate(inputs[0], zero=not here) for _ in range(self.group.size()))
         work = self.group.gather(inputs[0], outputs if here else None, self.dst, async_op)
         return outputs, work
 
@@ -228,7 +239,7 @@ class Scatter(Map):
                 group=self.group.group_name,
                 seen=f"shapes {[tuple(t.shape) for t in inputs]} for {self.group.size()} ranks",
             )
-        output = allocate(inputs[0])
+        output = self.allocate(inputs[0])
         given = inputs if self.group.rank() == self.src else None
         return (output,), self.group.scatter(output, given, self.src, async_op)
 
@@ -246,7 +257,7 @@ class AllGather(Map):
         (tensor,), n = inputs, self.group.size()
         shape = list(tensor.shape)
         shape[self.dim] *= n
-        output = allocate(tensor, shape)
+        output = self.allocate(tensor, shape)
         if self.dim == 0:
             return (output,), self.group.all_gather_single(output, tensor, async_op)
         parts = output.chunk(n, self.dim)
@@ -274,7 +285,7 @@ class ReduceScatter(Reduction):
             )
         shape = list(tensor.shape)
         shape[self.dim] //= n
-        output = allocate(tensor, shape)
+        output = self.allocate(tensor, shape)
         if self.dim == 0:
             work = self.group.reduce_scatter_single(output, tensor, self.op, async_op)
         else:
@@ -303,7 +314,7 @@ class AllToAll(Map):
             output = self.into.detach()
         else:
             rows = sum(self.takes) if self.takes else tensor.shape[0]
-            output = allocate(tensor, (rows, *tensor.shape[1:]))
+            output = self.allocate(tensor, (rows, *tensor.shape[1:]))
         work = self.group.all_to_all_single(output, tensor, self.takes, self.gives, async_op)
         return (output,), work
 
@@ -318,7 +329,7 @@ class AllGatherList(Map):
     shapes: Shapes
 
     def start(self, inputs: Tensors, async_op: bool) -> Started:
-        outputs = tuple(allocate(inputs[0], shape) for shape in self.shapes)
+        outputs = tuple(self.allocate(inputs[0], shape) for shape in self.shapes)
         return outputs, self.group.all_gather(outputs, inputs[0], async_op)
 
     def transposed(self) -> Map:
@@ -335,7 +346,7 @@ class ReduceScatterList(Reduction):
 
     def start(self, inputs: Tensors, async_op: bool) -> Started:
         mine = self.shapes[self.group.rank()]
-        output = allocate(inputs[0], mine) if self.into is None else self.into.detach()
+        output = self.allocate(inputs[0], mine) if self.into is None else self.into.detach()
         return (output,), self.group.reduce_scatter(output, inputs, self.op, async_op)
 
     def transposed(self) -> Map:
@@ -356,7 +367,7 @@ class AllToAllList(Map):
 
     def start(self, inputs: Tensors, async_op: bool) -> Started:
         if self.into is None:
-            outputs = tuple(allocate(inputs[0], shape) for shape in self.takes)
+            outputs = tuple(self.allocate(inputs[0], shape) for shape in self.takes)
         else:
             outputs = tuple(t.detach() for t in self.into)
         return outputs, self.group.all_to_all(outputs, inputs, async_op)

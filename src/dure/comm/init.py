@@ -37,14 +37,6 @@ from dure.store.rendezvous import Rendezvous, rendezvous, rendezvous_at
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = [
-    "Backend",
-    "destroy_process_group",
-    "init_process_group",
-    "leave",
-    "process_group",
-]
-
 
 class Backend(str):
     """A backend's name in lower case; `Backend("SHM")` checks that it is a string.

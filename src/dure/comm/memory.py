@@ -43,8 +43,9 @@ def tensor_of(memory: HeapMemory, shape: tuple[int, ...], dtype: torch.dtype) ->
     """Return `memory` as a tensor [shape], which holds it."""
     if len(memory) == 0:
         return torch.empty(shape, dtype=dtype)
-    nbytes = math.prod(shape) * dtype.itemsize
-    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes].view(dtype).view(shape)
+    storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    # No view of anything: autograd lets nobody change views in place that a Function returns.
+    return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # pyright: ignore[reportCallIssue]
 
 
 def heap_empty(

@@ -16,8 +16,6 @@ from dure.errors import CommTimeout, StoreTimeout, UsageError
 if TYPE_CHECKING:
     from dure.comm.group.core import GroupCore
 
-__all__ = ["monitored_barrier"]
-
 
 def monitored_barrier(
     group: GroupCore | None = None,

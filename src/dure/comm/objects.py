@@ -22,15 +22,6 @@ from dure.comm.group import ProcessGroup
 from dure.comm.world import resolve
 from dure.errors import ShapeError, UsageError
 
-__all__ = [
-    "all_gather_object",
-    "broadcast_object_list",
-    "gather_object",
-    "recv_object_list",
-    "scatter_object_list",
-    "send_object_list",
-]
-
 Device = torch.device | str
 
 

@@ -17,8 +17,6 @@ from dure.comm.work import Work
 from dure.comm.world import resolve
 from dure.errors import UsageError
 
-__all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
-
 
 def send(
     tensor: torch.Tensor,

@@ -1,24 +1,24 @@
-"""Questions about groups and ranks that need no communication."""
+"""Questions that need no communication: about groups and ranks, and about what runs here.
+
+Torch's debug levels are here too, which programs ask for. Our checks are always on, whatever the
+level.
+"""
 
 from __future__ import annotations
 
+from enum import Enum
+
+import torch
+
 from dure import env
+from dure.comm.backends.mpi import library as mpi_library
+from dure.comm.backends.registry import known_backends
 from dure.comm.group import ProcessGroup
 from dure.comm.world import GroupMember, current_world, resolve
 from dure.errors import UsageError
+from dure.native import available as native_available
 
-__all__ = [
-    "get_backend",
-    "get_backend_config",
-    "get_global_rank",
-    "get_group_rank",
-    "get_node_local_rank",
-    "get_pg_count",
-    "get_process_group_ranks",
-    "get_rank",
-    "get_world_size",
-    "is_initialized",
-]
+# ---- groups and ranks ----------------------------------------------------------------------------
 
 
 def _outside(group: object) -> bool:
@@ -88,3 +88,99 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
             fix="Start the program with `dure run`, or give fallback_rank.",
         )
     return rank
+
+
+# ---- this installation and this machine ----------------------------------------------------------
+
+
+def is_available() -> bool:
+    """Tell that the package works here."""
+    return True
+
+
+def is_backend_available(backend: str) -> bool:
+    """Tell whether the backend `backend` exists and can run on this machine."""
+    name = backend.lower()
+    if name in {"shm", "hybrid", "hybrid_mpi"} and not native_available()[0]:
+        return False
+    if name in {"mpi", "hybrid_mpi"}:
+        return is_mpi_available()
+    if name == "nccl":
+        return is_nccl_available()
+    if name in {"gloo", "hybrid"}:
+        return is_gloo_available()
+    return name in known_backends()
+
+
+def is_gloo_available() -> bool:
+    """Tell whether torch was built with Gloo."""
+    return hasattr(torch._C, "_distributed_c10d")  # pyright: ignore[reportPrivateUsage]
+
+
+def is_nccl_available() -> bool:
+    """Tell whether torch was built with NCCL, and there is a GPU."""
+    return torch.cuda.is_available() and hasattr(torch._C, "_nccl_version")  # pyright: ignore[reportPrivateUsage]
+
+
+def is_mpi_available() -> bool:
+    """Tell whether the backend `mpi` can run: mpi4py is installed, and finds an MPI library.
+
+    MPI is not started by asking.
+    """
+    return mpi_library.available()
+
+
+def is_ucc_available() -> bool:
+    """Tell whether there is a backend `ucc`."""
+    return "ucc" in known_backends()
+
+
+def is_xccl_available() -> bool:
+    """Tell whether there is a backend `xccl`."""
+    return "xccl" in known_backends()
+
+
+def get_default_backend_for_device(device: str | torch.device) -> str:
+    """Return the backend that suits `device` best on this machine, ranks on one host assumed."""
+    if torch.device(device).type == "cuda":
+        return "nccl"
+    return "shm" if native_available()[0] else "gloo"
+
+
+def is_torchelastic_launched() -> bool:
+    """Tell whether a launcher (`dure run`, torchrun) started this process."""
+    return env.text("TORCHELASTIC_RUN_ID") is not None
+
+
+# ---- debug levels --------------------------------------------------------------------------------
+
+
+class DebugLevel(Enum):
+    """How much torch.distributed would check."""
+
+    OFF = 0
+    """Nothing more than usual."""
+    INFO = 1
+    """Say more in DDP's messages."""
+    DETAIL = 2
+    """Compare the ranks' calls; Dure always does."""
+
+
+_level = DebugLevel.OFF
+
+
+def get_debug_level() -> DebugLevel:
+    """Return the level that was set."""
+    return _level
+
+
+def set_debug_level(level: DebugLevel) -> None:
+    """Set the level."""
+    global _level
+    _level = level
+
+
+def set_debug_level_from_env() -> None:
+    """Set the level from TORCH_DISTRIBUTED_DEBUG (OFF, INFO or DETAIL)."""
+    name = (env.text("TORCH_DISTRIBUTED_DEBUG") or "OFF").upper()
+    set_debug_level(DebugLevel[name] if name in DebugLevel.__members__ else DebugLevel.OFF)

@@ -45,18 +45,6 @@ _SIGNED_TWIN = {
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
 }
-_NATIVE = {
-    torch.float64,
-    torch.float32,
-    torch.complex64,
-    torch.complex128,
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-}
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -110,9 +98,9 @@ def _fold(flats: Sequence[torch.Tensor], name: str, target: torch.Tensor) -> Non
 
 
 def _accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    if dtype in _NATIVE:
-        return dtype
-    return torch.complex64 if dtype.is_complex else torch.float32
+    if dtype == torch.complex32:
+        return torch.complex64
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 def _reduce_unsigned(flats: Sequence[torch.Tensor], op: ReduceOp, target: torch.Tensor) -> None:

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
     from dure.store.rendezvous import Rendezvous
 
-__all__ = ["SHRINK_ABORT", "SHRINK_DEFAULT", "shrink", "shrink_group"]
-
 SHRINK_DEFAULT = 0
 """Pending operations of the old group end before it does, where it is whole."""
 

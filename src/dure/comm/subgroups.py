@@ -36,15 +36,6 @@ from dure.trace.ring import call_site
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = [
-    "Kind",
-    "new_group",
-    "new_groups",
-    "new_subgroups",
-    "new_subgroups_by_enumeration",
-    "split_group",
-]
-
 Group = Any
 """A `ProcessGroup`, or `GroupMember.NON_GROUP_MEMBER` on ranks outside it."""
 

@@ -96,14 +96,17 @@ class _GroupMeta(type):
         return current_world().default
 
 
-class group(metaclass=_GroupMeta):
-    """`group.WORLD` is the default group, None before initialisation."""
-
-
 class GroupMember(metaclass=_GroupMeta):
-    """`GroupMember.NON_GROUP_MEMBER` stands for a group that this rank is not in."""
+    """What torch has for groups that exist without being made.
+
+    `WORLD` is the default group, None before initialisation; `NON_GROUP_MEMBER` stands for a group
+    that this rank is not in.
+    """
 
     NON_GROUP_MEMBER = _NON_MEMBER
+
+
+group = GroupMember
 
 
 def resolve(group: object, op: str) -> ProcessGroup:

@@ -14,9 +14,9 @@ from datetime import timedelta
 from torch._C import _distributed_c10d as c10d
 
 from dure import env
-from dure.comm.availability import is_backend_available
 from dure.comm.creation import RENDEZVOUS_LIMIT, GroupSpec, create_groups
 from dure.comm.group import ProcessGroup
+from dure.comm.queries import is_backend_available
 from dure.comm.recording import begin_recording
 from dure.comm.world import World
 from dure.errors import RendezvousTimeout, StoreTimeout
