@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -43,10 +43,8 @@ from dure.errors import (
 from dure.store.base import Store
 from dure.store.identity import alive
 from dure.store.prefix import PrefixStore
+from dure.store.rendezvous import Member, Rendezvous
 from dure.trace.ring import call_site
-
-if TYPE_CHECKING:
-    from dure.store.rendezvous import Member, Rendezvous
 
 __all__ = [
     "RENDEZVOUS_LIMIT",

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -25,6 +25,7 @@ from dure.comm.creation import (
     forget_keys,
 )
 from dure.comm.futures import waiters
+from dure.comm.group import ProcessGroup
 from dure.comm.recording import begin_recording, end_recording
 from dure.comm.world import GroupMember, World, current_world, resolve
 from dure.errors import DureError, RendezvousError, UsageError
@@ -33,9 +34,6 @@ from dure.placement import System, detect
 from dure.store.base import Store
 from dure.store.lifetime import at_process_end
 from dure.store.rendezvous import Rendezvous, rendezvous, rendezvous_at
-
-if TYPE_CHECKING:
-    from dure.comm.group import ProcessGroup
 
 
 class Backend(str):

@@ -21,11 +21,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from dure.comm.creation import RENDEZVOUS_LIMIT, GroupSpec, as_timeout, check_ranks, create_groups
+from dure.comm.group import ProcessGroup
 from dure.comm.world import World, current_world, resolve
 from dure.errors import (
     DureError,
@@ -38,10 +39,7 @@ from dure.errors import (
 )
 from dure.store.base import Store
 from dure.store.prefix import PrefixStore
-
-if TYPE_CHECKING:
-    from dure.comm.group import ProcessGroup
-    from dure.store.rendezvous import Rendezvous
+from dure.store.rendezvous import Rendezvous
 
 SHRINK_DEFAULT = 0
 """Pending operations of the old group end before it does, where it is whole."""

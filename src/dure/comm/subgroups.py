@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -21,6 +21,7 @@ from dure.comm.creation import (
     create_groups,
     member_keys,
 )
+from dure.comm.group import ProcessGroup
 from dure.comm.world import GroupMember, World, current_world, resolve
 from dure.errors import (
     CommError,
@@ -32,9 +33,6 @@ from dure.errors import (
     UsageError,
 )
 from dure.trace.ring import call_site
-
-if TYPE_CHECKING:
-    from dure.comm.group import ProcessGroup
 
 Group = Any
 """A `ProcessGroup`, or `GroupMember.NON_GROUP_MEMBER` on ranks outside it."""
