@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import threading
 from datetime import timedelta
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ def test_channel_that_cannot_be_opened_leaves_nothing_to_wait_for():
         name="alone",
     )
     with pytest.raises(StoreTimeout) as caught:  # its traceback holds all that the call had
-        open_channel(context, (1, 0), "127.0.0.1", options)
+        open_channel(context, 1, 0, "127.0.0.1", options)
     end = threading.Thread(target=context.term, daemon=True)
     end.start()
     end.join(5)
@@ -40,11 +41,11 @@ class _Busy:
 
     def __init__(self, context: zmq.Context) -> None:
         self.socket, self.monitor = context.socket(zmq.DEALER), context.socket(zmq.PAIR)
-        self.token, self.over, self.left, self.heard = b"", True, -1, 0.0
+        self.lost, self.left, self.heard = 0.0, -1, 0.0
         self.begun, self.go, self.closed = threading.Event(), threading.Event(), threading.Event()
 
     def say(self, message) -> None:
-        self.over = False
+        self.lost = None
 
     def close(self) -> None:
         self.socket.close(0)
@@ -76,3 +77,27 @@ def test_what_the_watch_uses_is_closed_by_the_thread_that_uses_it(monkeypatch):
         os.read(read, 1)
     os.close(read)
     os.close(write)
+
+
+def test_a_channel_that_breaks_after_its_leader_has_left_does_not_keep_the_watch_busy():
+    state = SimpleNamespace(listeners=[], look=lambda: None)
+    hosts = SimpleNamespace(mine=(0,), rank=0)
+    watch = control.Watch(SimpleNamespace(state=state, hosts=hosts), None)  # pyright: ignore
+    socket, monitor, teller = (
+        watch._context.socket(kind) for kind in (zmq.DEALER, zmq.PAIR, zmq.PAIR)
+    )
+    teller.bind("inproc://teller")
+    monitor.connect("inproc://teller")
+    watch._channels.append(control.Channel(1, socket, monitor, left=0, lost=1.0))
+    watch.start(SimpleNamespace(begun=0, opened=0))  # pyright: ignore
+    teller.sndhwm = 1
+    for _ in range(5000):  # more than are kept for a reader that does not read
+        assert teller.poll(10_000, zmq.POLLOUT), (
+            "the watch does not read what would wake it for ever"
+        )
+        teller.send_multipart([struct.pack("=hi", zmq.Event.DISCONNECTED, 0), b""])
+    teller.close(0)
+    watch.stop(0)
+    assert watch._thread is not None
+    watch._thread.join(10)
+    assert not watch._thread.is_alive()

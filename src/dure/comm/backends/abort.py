@@ -35,6 +35,20 @@ _TEXT_BYTES = 15_000
 """What fits into a shared segment, with room to spare."""
 
 
+_KINDS: dict[str, type[DureError]] = {
+    kind.__name__: kind
+    for kind in (CommTimeout, PeerLost, Desync, Aborted, CommError, InternalError)
+}
+"""What a record can become; those that are the most particular come first."""
+_FIELDS = {
+    **dict.fromkeys(_KINDS, ()),
+    "CommTimeout": ("missing", "whereabouts"),
+    "PeerLost": ("pid", "host", "exit"),
+    "Desync": ("calls",),
+}
+"""The fields that an error of each kind has besides those of all errors."""
+
+
 class AbortRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Why a group is broken; the fields are those of the errors it becomes.
 
@@ -58,18 +72,10 @@ class AbortRecord(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, error: DureError, after: int = 0) -> AbortRecord:
         """Return what peers need in order to make the same error."""
-        fields: dict[str, Any] = {"what": error.what, "seen": error.seen, "fix": error.fix}
-        fields |= {"peer": error.peer, "after": after}
-        match error:
-            case CommTimeout():
-                fields |= {"missing": error.missing, "whereabouts": error.whereabouts}
-            case PeerLost():
-                fields |= {"pid": error.pid, "host": error.host, "exit": error.exit}
-            case Desync():
-                fields["calls"] = error.calls
-            case _:
-                pass
-        return cls(kind=_kind_of(error), **fields)
+        kind = next((kind for kind in _FIELDS if isinstance(error, _KINDS[kind])), "InternalError")
+        own = {name: getattr(error, name) for name in _FIELDS[kind]}
+        said: dict[str, Any] = {"what": error.what, "seen": error.seen, "fix": error.fix}
+        return cls(kind=kind, peer=error.peer, after=after, **said, **own)
 
     @classmethod
     def desync(cls, problem: str, calls: dict[int, str]) -> AbortRecord:
@@ -109,27 +115,9 @@ class AbortRecord(msgspec.Struct, frozen=True, kw_only=True):
             fields["elapsed_s"] = self.elapsed_s
         if self.kind == "PeerLost" and self.peer is not None and self.peer == where.get("rank"):
             return Aborted("the group was left while the operation was pending", **where)
-        match self.kind:
-            case "CommTimeout":
-                missing, places = self.missing, self.whereabouts
-                return CommTimeout(self.what, missing=missing, whereabouts=places, **fields)
-            case "PeerLost":
-                return PeerLost(self.what, pid=self.pid, host=self.host, exit=self.exit, **fields)
-            case "Desync":
-                return Desync(self.what, calls=self.calls, **fields)
-            case "Aborted":
-                return Aborted(self.what, **fields)
-            case "InternalError":
-                return InternalError(self.what, **fields)
-            case _:
-                return CommError(self.what, **fields)
-
-
-def _kind_of(error: DureError) -> str:
-    for kind in (CommTimeout, PeerLost, Desync, Aborted, CommError):
-        if isinstance(error, kind):
-            return kind.__name__
-    return "InternalError"
+        kind = self.kind if self.kind in _KINDS else "CommError"
+        own = {name: getattr(self, name) for name in _FIELDS[kind]}
+        return _KINDS[kind](self.what, **own, **fields)
 
 
 class GroupState:
@@ -153,6 +141,10 @@ class GroupState:
     @property
     def record(self) -> AbortRecord | None:
         """What the group is broken by."""
+        return self._record
+
+    def look(self) -> AbortRecord | None:
+        """Return `record`; a backend whose ranks share one looks there first."""
         return self._record
 
     def adopt(self, record: AbortRecord) -> bool:
@@ -184,5 +176,5 @@ class GroupState:
 
     def check(self, op: str, seq: int | None = None) -> None:
         """Raise the error that the group is broken by, if it is."""
-        if self._record is not None:
+        if self.look() is not None:
             raise self.error(op, seq)

@@ -14,11 +14,10 @@ Threads: every method, from any thread.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 
-from dure.comm.backends.request import Request
+from dure.comm.backends.request import Request, seconds_until
 from dure.errors import DureError, InternalError
 
 __all__ = ["OrderedQueue"]
@@ -62,19 +61,13 @@ class _QueuedRequest(Request):
 
     def _poll(self) -> None:
         if self._inner is not None and self._inner.done():
-            self._settle(None)
+            self._await(None)
 
     def _await(self, limit: float | None) -> bool:
-        if not self._begun.wait(None if limit is None else max(0.0, limit - time.monotonic())):
+        if not self._begun.wait(seconds_until(limit)):
             return False
-        return self.ended or self._settle(limit)
-
-    def _settle(self, limit: float | None) -> bool:
-        """Wait for what the action has handed back."""
-        assert self._inner is not None
         try:
-            left_s = None if limit is None else max(0.001, limit - time.monotonic())
-            if not self._inner.wait(left_s):
+            if self._inner is not None and not self._inner.wait(seconds_until(limit)):
                 return False
         except DureError as e:
             self.end(e)

@@ -14,7 +14,12 @@ from __future__ import annotations
 import threading
 import time
 
-__all__ = ["Request", "finished"]
+__all__ = ["Request", "finished", "seconds_until"]
+
+
+def seconds_until(limit: float | None) -> float | None:
+    """Return how long it is until `limit` (`time.monotonic`), 0 where it is over; None for none."""
+    return None if limit is None else max(0.0, limit - time.monotonic())
 
 
 class Request:
@@ -86,7 +91,7 @@ class Request:
             if self.ended:
                 return True
             over = self._over = self._over or threading.Event()
-        over.wait(None if limit is None else max(0.0, limit - time.monotonic()))
+        over.wait(seconds_until(limit))
         return self.ended
 
 

@@ -1,7 +1,8 @@
-"""The large collectives of a hybrid group: shared memory inside hosts, rails between.
+"""The collectives of a hybrid group: headers, then shared memory inside hosts and rails between.
 
-The headers have been exchanged by the caller (all_reduce and reduce: begun), so all ranks call the
-same and lengths agree.
+Every collective begins with the header exchange (header.py). *Small* ones are over with it: every
+rank has the data of all. For the *large* ones, all ranks call the same and lengths agree from then
+on.
 
 **Moves.** Each byte crosses to each host once.
 
@@ -28,6 +29,9 @@ An all_reduce or a reduce goes through in *chunks*, each cut into one *slice* a 
 Chunks overlap: while the network has one, step 1 of the next and step 3 of the one before run.
 Every rank of a host does the same steps in the same order, in a rail or not.
 
+A reduce_scatter is the same in one piece, with an all_to_all on the rails: rail j sees to the parts
+of the ranks with local number j, j + L, ..., and hands them over where a host has more than L.
+
 Cost: between hosts each rail sends 2 (H-1)/H of its slices, so a host sends 2 (H-1)/H S in all,
 where plain Gloo sends that for every rank; a reduce sends S from each host to the root's.
 """
@@ -40,12 +44,14 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from dure.comm import call as calls
+from dure.comm.backends.hybrid.header import Header, HeaderExchange
 from dure.comm.backends.hybrid.subcomms import Hosts, SubComms
 from dure.comm.backends.request import Request
+from dure.comm.call import Call
 from dure.comm.ops import ReduceOp
 from dure.comm.reduction import reduce_in_order
 
-__all__ = ["Moves", "Reductions", "fold_by_host"]
+__all__ = ["Collectives"]
 
 _CHUNK_BYTES = 4 << 20
 REDUCED_CHUNK_BYTES = 8 << 20
@@ -56,25 +62,50 @@ Steps = Iterator[None]
 _ROUNDED = ("SUM", "AVG", "PRODUCT")
 
 
-class Moves:
-    """The large moves of one group.
+class Collectives:
+    """The collectives of one group. Threads: one at a time.
 
     Args:
         comms: The group's sub-communicators.
     """
 
     def __init__(self, comms: SubComms) -> None:
-        self._comms = comms
+        self._comms, self._hosts = comms, comms.hosts
+        self.headers = HeaderExchange(comms)
+        self._scratch: dict[int, torch.Tensor] = {}
 
-    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        """Copy `tensor` of `src` to all."""
-        comms, hosts = self._comms, self._comms.hosts
-        flat = _bytes(tensor)
-        source, at = hosts.place_of(src)
+    def run(self, call: Call, header: Header) -> None:
+        """Do a collective, whose `header` is that of `call`."""
+        getattr(self, f"_{call.kind}")(call, header)
+
+    def _fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Tell whether an operation is small."""
+        return sum(t.nbytes for t in tensors) <= self.headers.room
+
+    def _barrier(self, call: Call, header: Header) -> None:
+        self.headers.run(call.op, header)
+
+    _new_group = _host_shared_empty = _barrier
+
+    # ---- moves -----------------------------------------------------------------------------------
+
+    def _broadcast(self, call: Call, header: Header) -> None:
+        (tensor,), root = call.outputs, call.root
+        if not self._fits([tensor]):
+            self.headers.run(call.op, header)
+            self._broadcast_large(tensor, root)
+            return
+        here = self._hosts.rank == root
+        headers = self.headers.run(call.op, header, [tensor] if here else None)
+        if not here:
+            _fill(tensor, headers[root].data)
+
+    def _broadcast_large(self, tensor: torch.Tensor, root: int) -> None:
+        comms, hosts = self._comms, self._hosts
+        source, at = hosts.places[root]
         pending: deque[tuple[Request | None, list[torch.Tensor]]] = deque()
-        for chunk in flat.split(_CHUNK_BYTES):
-            step = -(-chunk.numel() // hosts.num_rails)
-            slices = [chunk[j * step : (j + 1) * step] for j in range(hosts.num_rails)]
+        for chunk in tensor.detach().reshape(-1).view(torch.uint8).split(_CHUNK_BYTES):
+            slices = _slices(chunk, hosts)
             if source == hosts.here:
                 comms.local.run(calls.broadcast(chunk, at), False)
             request = None
@@ -89,15 +120,22 @@ class Moves:
     def _join_slices(
         self, request: Request | None, slices: list[torch.Tensor], source: int
     ) -> None:
-        comms, hosts = self._comms, self._comms.hosts
-        comms.wait(request, "broadcast")
-        if source != hosts.here:
-            slices = slices + [slices[0][:0]] * (len(hosts.mine) - hosts.num_rails)
-            comms.local.run(calls.all_gather(slices, slices[hosts.local]), False)
+        self._comms.wait(request, "broadcast")
+        if source != self._hosts.here:
+            self._comms.local.run(calls.all_gather(slices, slices[self._hosts.local]), False)
 
-    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
-        """Copy rank r's `tensor` to `outputs[r]` on all ranks."""
-        comms, hosts = self._comms, self._comms.hosts
+    def _all_gather(self, call: Call, header: Header) -> None:
+        (tensor,), outputs = call.inputs, call.takes(self._hosts.size)
+        if not self._fits([max(outputs, key=lambda t: t.nbytes)]):
+            self.headers.run(call.op, header)
+            self._all_gather_large(outputs, tensor)
+            return
+        headers = self.headers.run(call.op, header, [tensor])
+        for output, other in zip(outputs, headers, strict=True):
+            _fill(output, other.data)
+
+    def _all_gather_large(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+        comms, hosts = self._comms, self._hosts
         comms.local.run(calls.all_gather([outputs[r] for r in hosts.mine], tensor), False)
         for first in range(0, max(map(len, hosts.ranks)), hosts.num_rails):
             if comms.rail is not None:
@@ -106,185 +144,130 @@ class Moves:
                     outputs[ranks[at]] if at < len(ranks) else tensor.new_empty(0)
                     for ranks in hosts.ranks
                 ]
-                comms.wait(
-                    comms.rail.run(calls.all_gather(parts, parts[hosts.here]), True), "all_gather"
-                )
+                request = comms.rail.run(calls.all_gather(parts, parts[hosts.here]), True)
+                comms.wait(request, "all_gather")
             for host, ranks in enumerate(hosts.ranks):
                 for place, rank in enumerate(ranks[first : first + hosts.num_rails]):
                     if host != hosts.here and outputs[rank].numel():
                         comms.local.run(calls.broadcast(outputs[rank], place), False)
 
-    def gather(
+    def _gather(self, call: Call, header: Header) -> None:
+        (tensor,), size = call.inputs, self._hosts.size
+        nothing = tensor.new_empty(0)
+        gives = [tensor if r == call.root else nothing for r in range(size)]
+        self._exchange(call, header, gives, call.outputs or [nothing] * size)
+
+    def _scatter(self, call: Call, header: Header) -> None:
+        (tensor,), size = call.outputs, self._hosts.size
+        nothing = tensor.new_empty(0)
+        takes = [tensor if r == call.root else nothing for r in range(size)]
+        self._exchange(call, header, call.inputs or [nothing] * size, takes)
+
+    def _all_to_all(self, call: Call, header: Header) -> None:
+        gives, takes = call.gives(self._hosts.size), call.takes(self._hosts.size)
+        if call.single and call.inputs[0].data_ptr() == call.outputs[0].data_ptr():
+            gives = [t.clone() for t in gives]  # each is read before its place is written
+        self._exchange(call, header, gives, takes)
+
+    def _exchange(
         self,
-        outputs: Sequence[torch.Tensor] | None,
-        tensor: torch.Tensor,
-        dst: int,
-        waiting: Sequence[int],
+        call: Call,
+        header: Header,
+        gives: Sequence[torch.Tensor],
+        takes: Sequence[torch.Tensor],
     ) -> None:
-        """Copy the `tensor` of the ranks `waiting` to `outputs` on `dst`."""
-        comms, hosts, nothing = self._comms, self._comms.hosts, tensor.new_empty(0)
-        source, at = hosts.place_of(dst)
-        if source != hosts.here:
-            if hosts.rank in waiting:
-                request = comms.mesh.send(tensor, dst, comms.mesh_tags[0], True)
-                comms.wait(request, "gather")
+        """Copy `gives[j]` of rank i to `takes[i]` of rank j.
+
+        The data of an all_to_all begin with a table of lengths; those of the others need none.
+        """
+        lengths = [t.nbytes for t in gives] if call.kind == "all_to_all" else []
+        data = [torch.tensor(lengths, dtype=torch.int32), *gives]
+        headers = self.headers.run(call.op, header, data if self._fits(data) else None)
+        if any(other.data is None for other in headers):
+            self._exchange_large(call, gives, takes)
             return
-        requests: list[Request] = []
-        here = [nothing] * len(hosts.mine)
-        for peer in waiting if outputs is not None else ():
-            assert outputs is not None
-            host, place = hosts.place_of(peer)
-            if host == hosts.here:
-                here[place] = outputs[peer]
-            else:
-                requests.append(comms.mesh.recv(outputs[peer], peer, comms.mesh_tags[0], True))
-        if any(rank in waiting for rank in hosts.mine):
-            mine = tensor if hosts.rank in waiting else nothing
-            comms.local.run(calls.gather(None if outputs is None else here, mine, at), False)
+        before = headers[: self._hosts.rank]
+        begin = sum(other.fingerprint.own for other in before) if call.kind == "scatter" else 0
+        begin *= takes[0].element_size()
+        for taken, other in zip(takes, headers, strict=True):
+            if lengths:
+                assert other.data is not None
+                table = _as_tensor(other.data[: 4 * len(before)], torch.int32)
+                begin = data[0].nbytes + int(table.sum())
+            if taken.nbytes and other.data is not None:
+                _fill(taken, other.data[begin : begin + taken.nbytes])
+
+    def _exchange_large(
+        self, call: Call, gives: Sequence[torch.Tensor], takes: Sequence[torch.Tensor]
+    ) -> None:
+        comms, mine, size = self._comms, self._hosts.mine, self._hosts.size
+        far = [r for r in range(size) if r not in mine]
+        requests: list[Request | None] = []
+        if call.kind == "all_to_all":
+            nothing = gives[0].new_empty(0)
+            across = calls.all_to_all(
+                [takes[r] if r in far else nothing for r in range(size)],
+                [gives[r] if r in far else nothing for r in range(size)],
+            )
+            requests.append(comms.mesh.run(across, True))
+        else:  # a root's: the others have nothing for each other
+            tag = comms.mesh_tags[0]
+            requests += [comms.mesh.recv(takes[r], r, tag, True) for r in far if takes[r].nbytes]
+            requests += [comms.mesh.send(gives[r], r, tag, True) for r in far if gives[r].nbytes]
+        if call.root in (-1, *mine):
+            here = calls.all_to_all([takes[r] for r in mine], [gives[r] for r in mine])
+            comms.local.run(here, False)
         for request in requests:
-            comms.wait(request, "gather")
+            comms.wait(request, call.op)
 
-    def scatter(
-        self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int
-    ) -> None:
-        """Copy `inputs[r]` of `src` to rank r's `tensor`."""
-        comms, hosts = self._comms, self._comms.hosts
-        source, at = hosts.place_of(src)
-        if source != hosts.here:
-            if tensor.numel():
-                comms.wait(comms.mesh.recv(tensor, src, comms.mesh_tags[0], True), "scatter")
-            return
-        far = [] if inputs is None else [r for r in range(hosts.size) if r not in hosts.mine]
-        requests = [
-            comms.mesh.send(part, peer, comms.mesh_tags[0], True)
-            for peer, part in ((r, (inputs or ())[r]) for r in far)
-            if part.numel()
-        ]
-        here = None if inputs is None else [inputs[r] for r in hosts.mine]
-        comms.local.run(calls.scatter(tensor, here, at), False)
-        for request in requests:
-            comms.wait(request, "scatter")
+    # ---- reductions ------------------------------------------------------------------------------
 
-    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """Copy `inputs[j]` of rank i to `outputs[i]` of rank j."""
-        comms, mine = self._comms, self._comms.hosts.mine
-        nothing = inputs[0].new_empty(0)
-        far = range(comms.hosts.size)
-        request = comms.mesh.run(
-            calls.all_to_all(
-                [nothing if r in mine else outputs[r] for r in far],
-                [nothing if r in mine else inputs[r] for r in far],
-            ),
-            True,
-        )
-        comms.local.run(
-            calls.all_to_all([outputs[r] for r in mine], [inputs[r] for r in mine]), False
-        )
-        comms.wait(request, "all_to_all")
+    def _all_reduce(self, call: Call, header: Header) -> None:
+        if not self._reduce_small(call, header, call.inputs):
+            self._reduce_chunks(call)
 
+    _reduce = _all_reduce
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    def _reduce_small(self, call: Call, header: Header, inputs: Sequence[torch.Tensor]) -> bool:
+        """Reduce what fits into headers; if it does not, begin to exchange them."""
+        if not self._fits(inputs):
+            self.headers.begin(call.op, header)
+            return False
+        headers, (output,) = self.headers.run(call.op, header, inputs), call.outputs
+        if call.root in (-1, self._hosts.rank):
+            scattered = call.kind == "reduce_scatter"
+            begin = sum(t.numel() for t in inputs[: self._hosts.rank]) if scattered else 0
+            parts = [_as_tensor(other.data, output.dtype) for other in headers]
+            parts = [part[begin : begin + output.numel()] for part in parts]
+            _fold_by_host(self._hosts, parts, _reduction(call), output)
+        return True
 
-
-def _wire_dtype(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
-    """Return the dtype that partial results of `dtype` have."""
-    if op.name not in _ROUNDED or not (dtype.is_floating_point or dtype.is_complex):
-        return dtype
-    if dtype.is_complex:
-        return torch.complex64 if dtype.itemsize < 8 else dtype
-    return torch.float32 if dtype.itemsize < 4 else dtype
-
-
-def _order_matters(dtype: torch.dtype, op: ReduceOp) -> bool:
-    return op.name in _ROUNDED and (dtype.is_floating_point or dtype.is_complex)
-
-
-def _partial(op: ReduceOp) -> ReduceOp:
-    """Return what partial results are folded with."""
-    return ReduceOp.SUM if op.name == "AVG" else op
-
-
-def fold_by_host(
-    hosts: Hosts, parts: Sequence[torch.Tensor], op: ReduceOp, out: torch.Tensor
-) -> None:
-    """Reduce the ranks' `parts` into `out`, in the order that the text of this module tells."""
-    wire, partial = _wire_dtype(out.dtype, op), _partial(op)
-    sums: list[torch.Tensor] = []
-    for ranks in hosts.ranks:
-        total = torch.empty(out.numel(), dtype=wire)
-        reduce_in_order([parts[r].to(wire) for r in ranks], partial, total)
-        sums.append(total)
-    reduce_in_order(sums, partial, sums[0])
-    _copy_back(sums[0], out, op, hosts.size)
-
-
-def _copy_back(total: torch.Tensor, out: torch.Tensor, op: ReduceOp, size: int) -> None:
-    if op.name == "AVG":
-        total.div_(size)
-    if out.data_ptr() != total.data_ptr():
-        out.detach().view(-1).copy_(total)
-
-
-class Reductions:
-    """The large reductions of one group; the opening has been begun or settled by the caller.
-
-    Args:
-        comms: The group's sub-communicators.
-    """
-
-    def __init__(self, comms: SubComms) -> None:
-        self._comms = comms
-        self._scratch: dict[int, torch.Tensor] = {}
-
-    # ---- all_reduce and reduce -------------------------------------------------------------------
-
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, settle: Iterator[object]) -> None:
-        """Reduce `tensor` in place; advance `settle` once before anything crosses the network."""
-        self._in_chunks(tensor, op, None, settle)
-
-    def reduce(
-        self, tensor: torch.Tensor, op: ReduceOp, dst: int, settle: Iterator[object]
-    ) -> None:
-        """Reduce `tensor` into that of `dst`."""
-        self._in_chunks(tensor, op, dst, settle)
-
-    def _in_chunks(
-        self, tensor: torch.Tensor, op: ReduceOp, dst: int | None, settle: Iterator[object]
-    ) -> None:
-        flat = tensor.detach().view(-1)
-        wire = _wire_dtype(flat.dtype, op)
+    def _reduce_chunks(self, call: Call) -> None:
+        flat = call.outputs[0].detach().view(-1)
+        wire = _wire_dtype(flat.dtype, _reduction(call))
         length = max(1, REDUCED_CHUNK_BYTES // wire.itemsize)
         pending: deque[Steps] = deque()
         for number, chunk in enumerate(flat.split(length)):
-            steps = self._chunk(chunk, op, dst, number, settle)
+            steps = self._reduce_chunk(call, chunk, number)
             next(steps)
             _advance(pending)
             pending.append(steps)
         while pending:
             _advance(pending)
 
-    def _chunk(
-        self,
-        chunk: torch.Tensor,
-        op: ReduceOp,
-        dst: int | None,
-        number: int,
-        settle: Iterator[object],
-    ) -> Steps:
+    def _reduce_chunk(self, call: Call, chunk: torch.Tensor, number: int) -> Steps:
         """Do the three steps for one chunk; yields while the network is at work."""
-        comms, hosts = self._comms, self._comms.hosts
+        comms, hosts, op = self._comms, self._hosts, _reduction(call)
         wire = _wire_dtype(chunk.dtype, op)
         slices = _slices(chunk, hosts)
         mine = slices[hosts.local]
         total = self._take_scratch(number, mine.numel(), wire)
         wide = [s if s.dtype is wire else s.to(wire) for s in slices]
         comms.local.run(calls.reduce_scatter(total, wide, _partial(op)), False)
-        next(settle, None)
-        root = None if dst is None else hosts.place_of(dst)
-        for _ in self._across(total, op, None if root is None else root[0]):
-            yield
-        if root is not None and root[0] != hosts.here:
+        self.headers.settle()
+        root_host, root_place = (None, 0) if call.root < 0 else hosts.places[call.root]
+        yield from self._reduce_on_rail(total, op, root_host)
+        if root_host not in (None, hosts.here):
             return
         if hosts.rail is not None:
             out = total if wire is chunk.dtype else torch.empty_like(mine)
@@ -292,30 +275,29 @@ class Reductions:
             total = out
         else:
             total = mine
-        if root is None:
+        if root_host is None:
             comms.local.run(calls.all_gather(slices, total), False)
         else:
-            comms.local.run(
-                calls.gather(slices if hosts.rank == dst else None, total, root[1]), False
-            )
+            taken = slices if hosts.rank == call.root else None
+            comms.local.run(calls.gather(taken, total, root_place), False)
 
-    def _across(self, total: torch.Tensor, op: ReduceOp, root: int | None) -> Steps:
-        """Reduce a slice over the hosts, to `root` or to all; yields once or twice on every rank.
+    def _reduce_on_rail(self, total: torch.Tensor, op: ReduceOp, root: int | None) -> Steps:
+        """Reduce a slice over the hosts, to host `root` or to all; yields once or twice.
 
         All ranks of a host must yield equally often, because their other steps happen between.
         """
-        comms, partial = self._comms, _partial(op)
+        comms, partial, num = self._comms, _partial(op), self._comms.num_hosts
         rail = comms.rail if total.numel() else None
-        if comms.num_hosts == 2 or not _order_matters(total.dtype, op):
-            request = None
-            if rail is not None and root is None:
-                request = rail.run(calls.all_reduce(total, partial), True)
-            elif rail is not None and root is not None:
-                request = rail.run(calls.reduce(total, root, partial), True)
+        request = None
+        if num == 2 or not _order_matters(total.dtype, op):
+            if rail is not None:
+                step = calls.all_reduce(total, partial)
+                if root is not None:
+                    step = calls.reduce(total, root, partial)
+                request = rail.run(step, True)
             yield
             comms.wait(request, "all_reduce")
             return
-        num, request = comms.num_hosts, None
         rows = -(-total.numel() // num)
         padded, taken = total.new_zeros(num * rows), total.new_empty(num * rows)
         if rail is not None:
@@ -344,66 +326,99 @@ class Reductions:
             have = self._scratch[key] = torch.empty(max(nbytes, 4096), dtype=torch.uint8)
         return have[:nbytes].view(dtype)
 
-    # ---- reduce_scatter --------------------------------------------------------------------------
-
-    def reduce_scatter(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp
-    ) -> None:
-        """Reduce `inputs[r]` of all ranks into rank r's `output`; the opening is settled.
-
-        In rounds: in round k rail j sees to the rank with local number j + k L of every host, so
-        that every part crosses the network once for each other host.
-        """
-        hosts, num_rails = self._comms.hosts, self._comms.hosts.num_rails
-        for first in range(0, max(map(len, hosts.ranks)), num_rails):
-            self._round(output, inputs, op, first)
-
-    def _round(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp, first: int
-    ) -> None:
-        comms, hosts = self._comms, self._comms.hosts
-        wire, partial = _wire_dtype(output.dtype, op), _partial(op)
+    def _reduce_scatter(self, call: Call, header: Header) -> None:
+        comms, hosts, op = self._comms, self._hosts, _reduction(call)
+        (output,), inputs = call.outputs, call.gives(hosts.size)
+        if self._reduce_small(call, header, inputs):
+            return
+        wire, partial, rails = _wire_dtype(output.dtype, op), _partial(op), hosts.num_rails
+        parts = [t.detach().view(-1).to(wire) for t in inputs]
         nothing = torch.empty(0, dtype=wire)
-
-        def part(host: int, rail: int) -> torch.Tensor:
-            ranks = hosts.ranks[host]
-            return inputs[ranks[first + rail]] if first + rail < len(ranks) else nothing
-
         wide = [nothing] * len(hosts.mine)
-        for rail in range(hosts.num_rails):
-            pieces = [part(h, rail).detach().view(-1).to(wire) for h in range(comms.num_hosts)]
-            wide[rail] = torch.cat(pieces)
+        for rail in range(rails):
+            wide[rail] = torch.cat([parts[r] for ranks in hosts.ranks for r in ranks[rail::rails]])
         total = torch.empty_like(wide[hosts.local])
         comms.local.run(calls.reduce_scatter(total, wide, partial), False)
-        result = output.new_empty(0)
-        if hosts.rail is not None and comms.rail is not None:
-            lengths = [part(h, hosts.rail).numel() for h in range(comms.num_hosts)]
-            own = lengths[hosts.here]
-            taken = [torch.empty(own, dtype=wire) for _ in lengths]
-            comms.wait(
-                comms.rail.run(calls.all_to_all(taken, list(total.split(lengths))), True), "reduce"
-            )
-            result = torch.empty(own, dtype=output.dtype)
-            if own:
+        self.headers.settle()
+        mine = hosts.mine[hosts.local :: rails] if comms.rail is not None else ()
+        result = torch.empty(sum(parts[r].numel() for r in mine), dtype=output.dtype)
+        if comms.rail is not None:
+            lengths = [
+                sum(parts[r].numel() for r in ranks[hosts.local :: rails]) for ranks in hosts.ranks
+            ]
+            taken = [torch.empty(result.numel(), dtype=wire) for _ in lengths]
+            request = comms.rail.run(calls.all_to_all(taken, total.split(lengths)), True)
+            comms.wait(request, call.op)
+            if result.numel():
                 reduce_in_order(taken, partial, taken[0])
                 _copy_back(taken[0], result, op, hosts.size)
-        if first:
-            self._hand_over(output, result, first)
-        elif hosts.rail is not None:
+        if len(hosts.mine) == rails:
             output.detach().view(-1).copy_(result)
-
-    def _hand_over(self, output: torch.Tensor, result: torch.Tensor, first: int) -> None:
-        """Bring rail j's `result` to the `output` of the rank with local number first + j."""
-        comms, hosts = self._comms, self._comms.hosts
-        num_here, num_rails = len(hosts.mine), hosts.num_rails
-        if num_here <= first:
             return
-        gives, takes = [output.new_empty(0)] * num_here, [output.new_empty(0)] * num_here
-        if hosts.rail is not None and first + hosts.rail < num_here:
-            gives[first + hosts.rail] = result
-        if first <= hosts.local < first + num_rails:
-            takes[hosts.local - first] = output
+        gives, takes = [result[:0]] * len(hosts.mine), [result[:0]] * len(hosts.mine)
+        for rank, part in zip(mine, result.split([parts[r].numel() for r in mine]), strict=True):
+            gives[hosts.mine.index(rank)] = part
+        takes[hosts.local % rails] = output
         comms.local.run(calls.all_to_all(takes, gives), False)
+
+
+def _reduction(call: Call) -> ReduceOp:
+    assert call.reduction is not None
+    return call.reduction
+
+
+def _as_tensor(data: bytes | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return bytes that travelled with a header as a flat tensor of its own."""
+    assert data is not None
+    if not data:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype)
+
+
+def _fill(tensor: torch.Tensor, data: bytes | None) -> None:
+    """Write bytes that travelled with a header into a tensor."""
+    flat = tensor.detach().view(-1)
+    if flat.numel():
+        flat.copy_(_as_tensor(data, flat.dtype))
+
+
+def _wire_dtype(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
+    """Return the dtype that partial results of `dtype` have."""
+    if not _order_matters(dtype, op):
+        return dtype
+    if dtype.is_complex:
+        return torch.complex64 if dtype.itemsize < 8 else dtype
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+def _order_matters(dtype: torch.dtype, op: ReduceOp) -> bool:
+    return op.name in _ROUNDED and (dtype.is_floating_point or dtype.is_complex)
+
+
+def _partial(op: ReduceOp) -> ReduceOp:
+    """Return what partial results are folded with."""
+    return ReduceOp.SUM if op.name == "AVG" else op
+
+
+def _fold_by_host(
+    hosts: Hosts, parts: Sequence[torch.Tensor], op: ReduceOp, out: torch.Tensor
+) -> None:
+    """Reduce the ranks' `parts` into `out`, in the order that the text of this module tells."""
+    wire, partial = _wire_dtype(out.dtype, op), _partial(op)
+    sums: list[torch.Tensor] = []
+    for ranks in hosts.ranks:
+        total = torch.empty(out.numel(), dtype=wire)
+        reduce_in_order([parts[r].to(wire) for r in ranks], partial, total)
+        sums.append(total)
+    reduce_in_order(sums, partial, sums[0])
+    _copy_back(sums[0], out, op, hosts.size)
+
+
+def _copy_back(total: torch.Tensor, out: torch.Tensor, op: ReduceOp, size: int) -> None:
+    if op.name == "AVG":
+        total.div_(size)
+    if out.data_ptr() != total.data_ptr():
+        out.detach().view(-1).copy_(total)
 
 
 def _slices(chunk: torch.Tensor, hosts: Hosts) -> list[torch.Tensor]:

@@ -1,13 +1,12 @@
 """Control channels: how a lost host, link or rank becomes one error on all ranks of a group.
 
 **A channel** joins the leaders of two hosts: a ZeroMQ connection beside the engine's, encrypted
-with CURVE keys that are made for the group and exchanged through its store; who does not know them
-cannot connect. The leader of the lower host listens. As soon as the one leader that it is for has
-come, its port is closed to everybody else. Every message carries the channel's token, so that
-nothing of another channel or group is believed.
+with CURVE keys that are made for the group and exchanged through its store; who does not know the
+listener's key cannot connect. The leader of the lower host listens. As soon as the one leader that
+it is for has come, its port is closed to everybody else.
 
-**The watch.** A thread of each leader sends a *heartbeat* down each channel every second, watches
-the processes of its own host (pidfd), and looks whether a rank of its host broke the group.
+**The watch.** A thread of each leader sends a *heartbeat* down each channel every second, and looks
+whether a rank of its host died or broke the group.
 
 * A channel that breaks: the other leader's process, or its whole host, ended. The kernel says so at
   once, where it still can.
@@ -27,39 +26,39 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import socket as sockets
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import msgspec
 import zmq
 
 from dure.comm.backends.abort import AbortRecord
 from dure.comm.backends.base import BackendOptions
+from dure.comm.backends.hybrid.header import HeaderExchange
 from dure.comm.backends.hybrid.subcomms import SubComms
 from dure.errors import RendezvousTimeout
 from dure.store.address import outward_address, resolve
-from dure.store.identity import myself
 from dure.store.listener import listen
 from dure.store.monitor import read_event
 from dure.store.packets import let_nobody_in
 
-__all__ = ["HEARTBEAT_S", "SILENCE_S", "Channel", "ControlMessage", "Watch", "open_channel"]
+__all__ = ["SILENCE_S", "Channel", "ControlMessage", "Watch", "open_channel"]
 
-HEARTBEAT_S = 1.0
+_HEARTBEAT_S = 1.0
 SILENCE_S = 3.0
 _LINGER_MS = 100
 _LONGEST_MESSAGE = 1 << 18
 _HANDSHAKE_MS = 10_000
 _LOOK_MS = 50
 _ANSWER_S = 0.5
-_PAUSE_S = 0.05
+_PAUSE_S = 0.02
 _END_S = 0.5
 _GOODBYE_S = 2.0
+
+_Context = zmq.Context[zmq.Socket[bytes]]
 
 
 class ControlMessage(msgspec.Struct, array_like=True):
@@ -68,7 +67,6 @@ class ControlMessage(msgspec.Struct, array_like=True):
     `asked` is an operation for which time is up, or 0; `left` is -1 unless the leader leaves.
     """
 
-    token: bytes = b""
     begun: int = 0
     opened: int = 0
     asked: int = 0
@@ -81,128 +79,102 @@ class _Contact(msgspec.Struct, array_like=True):
 
     endpoint: str
     public: bytes
-    token: bytes
 
 
 @dataclass(slots=True, eq=False)
 class Channel:
-    """A connection to the leader of `host`, and what was heard of it."""
+    """A connection to the leader of `host`, and what was heard of it.
+
+    Attributes:
+        host: The other host.
+        socket: The connection.
+        monitor: Tells when it breaks.
+        listener: The listening socket's descriptor, which ZeroMQ closes; -1 where there is none.
+        heard: When something was heard last (`time.monotonic`); 0 before the first time.
+        begun: How many collectives the other leader has begun.
+        opened: How many of them all ranks of its host have begun.
+        left: How many it had ended when it left; -1 while it is there.
+        lost: When it was lost, or left; None while it is there.
+        fell_silent: It was lost, and nothing says that its host has died.
+    """
 
     host: int
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
-    token: bytes = b""
-    listener: int | None = None  # the listening socket's descriptor, which ZeroMQ closes
-    heard: float = field(default_factory=time.monotonic)
-    known: bool = False
+    listener: int = -1
+    heard: float = 0.0
     begun: int = 0
     opened: int = 0
     left: int = -1
-    over: bool = False
-    lost: float | None = None  # when the leader was lost, or left
-    fell_silent: bool = False  # nothing says that its host has died
+    lost: float | None = None
+    fell_silent: bool = False
 
     def say(self, message: ControlMessage) -> None:
         """Send a message, if anybody is there: else silence or the monitor will tell."""
-        message.token = self.token
         with contextlib.suppress(zmq.Again):
             self.socket.send(msgspec.msgpack.encode(message), zmq.NOBLOCK)
 
     def messages(self) -> Iterator[ControlMessage]:
         """Read all that has come."""
-        while True:
-            try:
-                message = msgspec.msgpack.decode(self.socket.recv(zmq.NOBLOCK), type=ControlMessage)
-            except zmq.Again:
-                return
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                continue
-            if secrets.compare_digest(message.token, self.token):
-                yield message
+        with contextlib.suppress(zmq.Again):
+            while True:
+                yield msgspec.msgpack.decode(self.socket.recv(zmq.NOBLOCK), type=ControlMessage)
 
     def close_port(self) -> None:
         """Let nobody else in; where the system cannot, the handshake alone keeps strangers out."""
-        if self.listener is not None:
-            with (
-                contextlib.suppress(OSError),
-                sockets.socket(fileno=os.dup(self.listener)) as listener,
-            ):
-                let_nobody_in(listener)
+        with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(self.listener)) as listener:
+            let_nobody_in(listener)
 
     def close(self) -> None:
         """Close, with a moment for what was said last."""
         self.socket.disable_monitor()
         self.monitor.close(0)
-        self.socket.close(0 if self.over else _LINGER_MS)
+        self.socket.close(_LINGER_MS if self.lost is None else 0)
 
 
 def open_channel(
-    context: zmq.Context[zmq.Socket[bytes]],
-    hosts: tuple[int, int],
-    address: str,
-    options: BackendOptions,
+    context: _Context, here: int, host: int, address: str, options: BackendOptions
 ) -> Channel:
     """Open the channel between two leaders; both call.
 
     Args:
         context: ZeroMQ's.
-        hosts: The number of this host, and that of the other.
+        here: The number of this host.
+        host: That of the other.
         address: Where this host can be reached.
         options: What the group is.
 
     Raises:
         StoreTimeout: The other did not say where it listens.
     """
-    here, host = hosts
-    public, secret = zmq.curve_keypair()
     socket = context.socket(zmq.DEALER)
-    socket.linger = 0
-    socket.ipv6 = ":" in address
-    socket.curve_publickey, socket.curve_secretkey = public, secret
-    socket.heartbeat_ivl = int(1000 * HEARTBEAT_S)
-    socket.heartbeat_timeout = int(1000 * SILENCE_S)
-    socket.maxmsgsize, socket.handshake_ivl = _LONGEST_MESSAGE, _HANDSHAKE_MS
-    channel = Channel(host, socket, context.socket(zmq.PAIR), secrets.token_bytes(16))
-    monitor = f"inproc://channel-{host}"
-    socket.monitor(monitor, zmq.Event.DISCONNECTED)
-    channel.monitor.connect(monitor)
-    key = f"control/{min(host, here)}/{max(host, here)}"
+    channel = Channel(host, socket, context.socket(zmq.PAIR))
     try:
+        public, socket.curve_secretkey = zmq.curve_keypair()
+        socket.curve_publickey = public
+        socket.heartbeat_ivl = int(1000 * _HEARTBEAT_S)
+        socket.heartbeat_timeout = int(1000 * SILENCE_S)
+        socket.maxmsgsize, socket.handshake_ivl = _LONGEST_MESSAGE, _HANDSHAKE_MS
+        socket.monitor(f"inproc://channel-{host}", zmq.Event.DISCONNECTED)
+        channel.monitor.connect(f"inproc://channel-{host}")
+        key = f"control/{min(host, here)}/{max(host, here)}"
         if here < host:
-            _listen(channel, address, public, lambda contact: options.store.set(key, contact))
+            listener = listen(resolve(address, 0, "this host's address"))
+            channel.listener = socket.use_fd = listener.fd
+            socket.curve_server, socket.ipv6 = True, "[" in listener.endpoint
+            socket.bind(listener.endpoint)
+            contact = _Contact(listener.endpoint, public)
+            options.store.set(key, msgspec.msgpack.encode(contact))
         else:
             options.store.wait([key], options.timeout)
-            _call(channel, options.store.get(key))
+            contact = msgspec.msgpack.decode(options.store.get(key), type=_Contact)
+            socket.curve_serverkey, socket.ipv6 = contact.public, "[" in contact.endpoint
+            socket.connect(contact.endpoint)
     except BaseException:
+        channel.lost = 0.0
         channel.close()  # ZeroMQ's context waits for it
         raise
     return channel
-
-
-def _listen(channel: Channel, address: str, public: bytes, tell: Callable[[bytes], None]) -> None:
-    channel.socket.curve_server = True
-    listener = listen(resolve(address, 0, "this host's address"))
-    channel.listener = listener.fd
-    channel.socket.use_fd = listener.fd
-    channel.socket.bind(listener.endpoint)
-    tell(msgspec.msgpack.encode(_Contact(listener.endpoint, public, channel.token)))
-
-
-def _call(channel: Channel, told: bytes) -> None:
-    contact = msgspec.msgpack.decode(told, type=_Contact)
-    channel.socket.ipv6 = "[" in contact.endpoint
-    channel.socket.curve_serverkey = contact.public
-    channel.socket.connect(contact.endpoint)
-    channel.token = contact.token
-
-
-class _Progress(Protocol):
-    """How far this host's operations are."""
-
-    begun: int
-
-    @property
-    def opened(self) -> int: ...
 
 
 class Watch:
@@ -215,20 +187,16 @@ class Watch:
 
     def __init__(self, comms: SubComms, options: BackendOptions) -> None:
         self._comms, self._options = comms, options
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = _Context()
         self._channels: list[Channel] = []
         self._wake, self._wakened = os.pipe()[::-1]
         os.set_blocking(self._wake, False)
         self._waking, self._released = threading.Lock(), False
-        self._pids: dict[int, int] = {}
-        self._progress: _Progress | None = None
+        self._headers: HeaderExchange | None = None
         self._told = False
         self._asking = 0
         self._leaving = -1
-        self._answered = threading.Condition()
         self._thread: threading.Thread | None = None
-
-    # ---- connecting ------------------------------------------------------------------------------
 
     @classmethod
     def connect(cls, comms: SubComms, options: BackendOptions) -> Watch:
@@ -246,26 +214,23 @@ class Watch:
         return watch
 
     def _connect(self) -> None:
-        comms = self._comms
-        here, address = comms.here, outward_address(self._options.store)
+        comms, options = self._comms, self._options
+        here, address = comms.here, outward_address(options.store)
         for host in range(comms.num_hosts):
             if host != here:
-                self._channels.append(
-                    open_channel(self._context, (here, host), address, self._options)
-                )
-        deadline = time.monotonic() + self._options.timeout.total_seconds()
-        while not all(channel.known for channel in self._channels):
+                self._channels.append(open_channel(self._context, here, host, address, options))
+        deadline = time.monotonic() + options.timeout.total_seconds()
+        while silent := [channel.host for channel in self._channels if not channel.heard]:
             for channel in self._channels:
-                self._say(channel, ControlMessage())
+                channel.say(ControlMessage())
                 if channel.socket.poll(_LOOK_MS):
                     self._hear(channel)
             if time.monotonic() > deadline:
-                silent = [channel.host for channel in self._channels if not channel.known]
                 raise RendezvousTimeout(
                     "not all hosts can be reached",
                     missing=tuple(comms.hosts.ranks[h][0] for h in silent),
-                    group=self._options.name,
-                    rank=self._options.rank,
+                    group=options.name,
+                    rank=options.rank,
                     seen=", ".join(map(comms.hosts.describe, silent)),
                     fix="Check that the hosts can reach each other's ports.",
                 )
@@ -273,14 +238,9 @@ class Watch:
             channel.close_port()
         self._tell(ControlMessage())  # what was said before the other was there is lost
 
-    def start(self, progress: _Progress) -> None:
-        """Begin to watch."""
-        self._progress = progress
-        mine = self._comms.hosts.mine
-        for place, rank in enumerate(mine):
-            if rank != self._comms.hosts.rank:
-                with contextlib.suppress(OSError):
-                    self._pids[os.pidfd_open(self._comms.local.pid_of(place))] = place
+    def start(self, headers: HeaderExchange) -> None:
+        """Begin to watch; `headers` tells how far this host's operations are."""
+        self._headers = headers
         for channel in self._channels:
             channel.heard = time.monotonic()
         self._comms.state.listeners.append(self._nudge)
@@ -306,48 +266,41 @@ class Watch:
         for channel in self._channels:
             poller.register(channel.socket, zmq.POLLIN)
             poller.register(channel.monitor, zmq.POLLIN)
-        for pidfd in self._pids:
-            poller.register(pidfd, zmq.POLLIN)
         next_heartbeat = 0.0
         while self._leaving < 0:
             ready = dict(poller.poll(_LOOK_MS))
             if self._wakened in ready:
                 os.read(self._wakened, 64)
-            for pidfd in [fd for fd in self._pids if fd in ready]:
-                poller.unregister(pidfd)
-                self._peer_exit(pidfd)
             for channel in self._channels:
                 if channel.socket in ready:
                     self._hear(channel)
-                if channel.monitor in ready and not channel.over:
+                if channel.monitor in ready:
                     self._broke(channel)
             now = time.monotonic()
             if now >= next_heartbeat:
-                next_heartbeat = now + HEARTBEAT_S
+                next_heartbeat = now + _HEARTBEAT_S
                 self._tell(ControlMessage())
             self._examine(now)
         self._tell(ControlMessage(left=self._leaving))
 
     def _examine(self, now: float) -> None:
-        """Look for silence, for leaders that left, and for what to tell."""
-        state = self._comms.state
+        """Look for silence, for ranks that died or left, and for what to tell."""
+        comms = self._comms
         for channel in self._channels:
-            if not channel.over and now - channel.heard > SILENCE_S:
+            if channel.lost is None and now - channel.heard > SILENCE_S:
                 channel.fell_silent = True
                 self._lose(channel, f"nothing was heard from it for {SILENCE_S:g} s", 0)
             if 0 <= channel.left < self._begun:
-                rank = self._comms.hosts.ranks[channel.host][0]
-                state.settle(
-                    AbortRecord(
-                        kind="PeerLost",
-                        what=f"rank {rank} left the group",
-                        peer=rank,
-                        host=self._comms.hosts.names[channel.host],
-                        fix="Make a new group of the ranks that are left.",
-                        after=channel.left,
-                    )
-                )
-        record = state.look()
+                rank = comms.hosts.ranks[channel.host][0]
+                fix = "Make a new group of the ranks that are left."
+                comms.state.lose(rank, f"rank {rank} left the group", channel.left, fix=fix)
+        for place, rank in list(enumerate(comms.hosts.mine))[1:]:  # this one is there
+            if comms.local.gone(place) and not comms.local.has_left(place):
+                what, pid = f"the process of rank {rank} ended", comms.local.pid_of(place)
+                seen = f"pid {pid}, on {comms.hosts.names[comms.here]}"
+                after = comms.state.completed.of(place)
+                comms.state.lose(rank, what, after, seen=seen, pid=pid)
+        record = comms.state.look()
         if record is not None and not self._told:
             self._told = True
             self._tell(ControlMessage(record=record))
@@ -357,82 +310,52 @@ class Watch:
 
     @property
     def _begun(self) -> int:
-        return 0 if self._progress is None else self._progress.begun
+        return 0 if self._headers is None else self._headers.begun
 
     def _tell(self, message: ControlMessage) -> None:
-        for channel in self._channels:
-            if not channel.over:
-                self._say(channel, message)
-
-    def _say(self, channel: Channel, message: ControlMessage) -> None:
+        """Say something to all who are there, and how far this host is."""
         message.begun = self._begun
-        message.opened = 0 if self._progress is None else self._progress.opened
-        channel.say(message)
+        message.opened = 0 if self._headers is None else self._headers.opened
+        for channel in self._channels:
+            if channel.lost is None:
+                channel.say(message)
 
     def _hear(self, channel: Channel) -> None:
         """Read all that came down a channel."""
         for message in channel.messages():
-            channel.known, channel.heard = True, time.monotonic()
-            with self._answered:
-                channel.begun, channel.opened = message.begun, message.opened
-                self._answered.notify_all()
+            channel.heard = time.monotonic()
+            channel.begun, channel.opened = message.begun, message.opened
             if message.asked:
-                self._say(channel, ControlMessage())
-                progress = self._progress
-                if progress is not None and progress.begun >= message.asked > progress.opened:
+                self._tell(ControlMessage())
+                headers = self._headers
+                if headers is not None and headers.begun >= message.asked > headers.opened:
                     self._comms.local.hurry()  # the group is broken; only we can tell by whom
             if message.record is not None:
                 self._comms.state.settle(message.record)
             if message.left >= 0:
-                channel.left, channel.over, channel.lost = message.left, True, time.monotonic()
+                channel.left, channel.lost = message.left, time.monotonic()
 
     def _broke(self, channel: Channel) -> None:
         """A channel broke: see whether the other leader had said goodbye."""
         with contextlib.suppress(zmq.Again):
             read_event(channel.monitor, zmq.NOBLOCK)
         self._hear(channel)
-        if not channel.over:
+        if channel.lost is None:
             # One that was silent was closed by our own side.
             channel.fell_silent = time.monotonic() - channel.heard >= SILENCE_S
             self._lose(channel, "the connection to it broke", self._begun)
 
     def _lose(self, channel: Channel, how: str, after: int) -> None:
-        channel.over, channel.lost = True, time.monotonic()
-        hosts, host = self._comms.hosts, channel.host
-        self._comms.state.settle(
-            AbortRecord(
-                kind="PeerLost",
-                what=f"{hosts.describe(host)} is lost",
-                peer=hosts.ranks[host][0],
-                host=hosts.names[host],
-                seen=f"{how}, as rank {hosts.rank} noticed",
-                fix="See the output of its ranks, and whether the network is whole; "
-                "then make a new group of the ranks that are left.",
-                after=after,
-            ),
+        channel.lost = time.monotonic()
+        hosts = self._comms.hosts
+        self._comms.state.lose(
+            hosts.ranks[channel.host][0],
+            f"{hosts.describe(channel.host)} is lost",
+            after,
+            seen=f"{how}, as rank {hosts.rank} noticed",
+            fix="See the output of its ranks, and whether the network is whole; "
+            "then make a new group of the ranks that are left.",
             patience_s=_END_S,
-        )
-
-    def _peer_exit(self, pidfd: int) -> None:
-        """A process of this host ended: unless its rank had left, the group is broken."""
-        place = self._pids.pop(pidfd)
-        os.close(pidfd)
-        comms = self._comms
-        if comms.local.has_left(place) or comms.state.look() is not None:
-            return
-        rank, me = comms.hosts.mine[place], myself()
-        pid = comms.local.pid_of(place)
-        comms.state.settle(
-            AbortRecord(
-                kind="PeerLost",
-                what=f"the process of rank {rank} ended",
-                peer=rank,
-                pid=pid,
-                host=me.host,
-                seen=f"pid {pid}, on {me.host}",
-                fix="See that rank's own output; then make a new group of the ranks that are left.",
-                after=comms.state.completed.of(place),
-            )
         )
 
     # ---- questions and the end -------------------------------------------------------------------
@@ -444,34 +367,33 @@ class Watch:
         a record then.
         """
         until = time.monotonic() + _ANSWER_S
-        while True:
-            late = [channel for channel in self._channels if channel.opened < number]
-            if not late or time.monotonic() > until or self._comms.state.look() is not None:
+        while late := [channel for channel in self._channels if channel.opened < number]:
+            if time.monotonic() > until or self._comms.state.look() is not None:
                 break
-            with self._answered:
-                self._asking = number
-                self._nudge()
-                self._answered.wait(_PAUSE_S)
+            self._asking = number
+            self._nudge()
+            time.sleep(_PAUSE_S)
         out: list[int] = []
         for channel in late:
             ranks = self._comms.hosts.ranks[channel.host]
             out.extend(ranks[1:] if channel.begun >= number else ranks[:1])
         return tuple(out)
 
+    def _channel_of(self, rank: int) -> Channel | None:
+        host, _ = self._comms.hosts.places[rank]
+        return next((channel for channel in self._channels if channel.host == host), None)
+
     def lost_for_s(self, rank: int) -> float:
         """Return for how long the leader of a rank's host has been lost; 0 while it is not."""
-        host, _ = self._comms.hosts.place_of(rank)
-        since = [
-            channel.lost
-            for channel in self._channels
-            if channel.host == host and channel.lost is not None
-        ]
-        return max(time.monotonic() - since[0], 1e-9) if since else 0.0
+        channel = self._channel_of(rank)
+        if channel is None or channel.lost is None:
+            return 0.0
+        return max(time.monotonic() - channel.lost, 1e-9)
 
     def fell_silent(self, rank: int) -> bool:
         """Tell whether a rank's host was lost and may live: the link to it may be cut."""
-        host, _ = self._comms.hosts.place_of(rank)
-        return any(channel.host == host and channel.fell_silent for channel in self._channels)
+        channel = self._channel_of(rank)
+        return channel is not None and channel.fell_silent
 
     def stop(self, ended: int) -> None:
         """Say goodbye, after `ended` collectives."""
@@ -489,7 +411,5 @@ class Watch:
         self._context.term()
         with self._waking:  # nobody must write to a descriptor that is somebody else's by then
             self._released = True
-            for fd in (self._wake, self._wakened, *self._pids):
-                with contextlib.suppress(OSError):
-                    os.close(fd)
-        self._pids = {}
+            os.close(self._wake)
+            os.close(self._wakened)

@@ -63,7 +63,10 @@ class HeaderExchange:
         self.room = max(64, min(1024, _ALL_DATA // size // 8 * 8))
         """Bytes of data that fit into a header."""
         self._length = _FIXED + self.room
-        self.begun = self._seq = 0
+        self.begun = 0
+        """How many operations this rank has begun."""
+        self.opened = 0
+        """How many operations all ranks of this host have begun."""
         self._mine = bytearray(self._length)
         self._all = bytearray(len(hosts.ranks) * widest * self._length)
         self._stride = widest * self._length
@@ -76,12 +79,7 @@ class HeaderExchange:
         self._show_hosts = calls.all_gather_single(self._all_wire, self._host_wire)
         self._show_all = calls.broadcast(self._all_wire, 0)
         self._request: Request | None = None
-        self._op = ""
-
-    @property
-    def opened(self) -> int:
-        """How many operations all ranks of this host have begun."""
-        return self._seq
+        self._op, self._settled = "", True
 
     def run(
         self, op: str, header: Header, data: Sequence[torch.Tensor] | None = None
@@ -97,7 +95,7 @@ class HeaderExchange:
             Desync: The calls differ.
         """
         self._send(op, header, data)
-        return self.settle()
+        return self._collect()
 
     def begin(self, op: str, header: Header) -> None:
         """Show this rank's call to its host, and send the host's calls on their way.
@@ -105,27 +103,31 @@ class HeaderExchange:
         The ranks of the host may go on with shared memory: their calls are equal.
         """
         self._send(op, header, None)
+        self._settled = False
         mine = self._mine[_PRINT_AT:_SITE_AT]
         for i in range(len(self._comms.hosts.mine)):
             at = i * self._length
             if self._host[at + _PRINT_AT : at + _SITE_AT] != mine:
                 self.settle()  # which raises
 
-    def settle(self) -> list[Header]:
-        """Wait for the calls of all ranks and compare them; return them by rank.
+    def settle(self) -> None:
+        """Wait for the calls of all ranks and compare them, unless that has been done.
 
         Raises:
             Desync: They differ.
         """
+        if not self._settled:
+            self._settled = True
+            self._collect()
+
+    def _collect(self) -> list[Header]:
         comms = self._comms
         if comms.hosts.is_leader:
             comms.wait(self._request, self._op)
             self._request = None
         comms.local.run(self._show_all, False)
-        headers: list[Header] = [None] * comms.hosts.size  # pyright: ignore[reportAssignmentType]
-        for host, ranks in enumerate(comms.hosts.ranks):
-            for i, rank in enumerate(ranks):
-                headers[rank] = self._unpack(host * self._stride + i * self._length)
+        places = comms.hosts.places
+        headers = [self._unpack(host * self._stride + i * self._length) for host, i in places]
         self._compare(headers)
         return headers
 
@@ -135,7 +137,7 @@ class HeaderExchange:
         self.begun += 1
         self._pack(header, data)
         comms.local.run(self._show_host, False)
-        self._seq = self.begun
+        self.opened = self.begun
         if comms.hosts.is_leader and comms.rail is not None:
             self._request = comms.rail.run(self._show_hosts, True)
 

@@ -169,6 +169,14 @@ class HybridState(GroupState):
             engine.close(True)
         return True
 
+    def lose(
+        self, peer: int, what: str, after: int, patience_s: float = math.inf, **said: Any
+    ) -> None:
+        """Break the group because rank `peer` is lost, as `settle` does; `said` are more fields."""
+        host = self._hosts.names[self._hosts.places[peer][0]]
+        fields: dict[str, Any] = {"peer": peer, "host": host, "fix": _FIX, "after": after} | said
+        self.settle(AbortRecord(kind="PeerLost", what=what, **fields), patience_s)
+
     def interrupt(self) -> None:
         """Break the group because this rank leaves an operation half-way, by a signal."""
         rank, after = self.rank, self.completed.mine
@@ -179,11 +187,6 @@ class HybridState(GroupState):
         """Break the group because a step of an operation has failed on this rank."""
         what, after = f"rank {self.rank} could not go on", self.completed.mine
         self.settle(AbortRecord(kind="CommError", what=what, seen=seen, fix=_FIX, after=after))
-
-    def check(self, op: str, seq: int | None = None) -> None:
-        """Raise the error that the group is broken by, if it is."""
-        if self.look() is not None:
-            raise self.error(op, seq)
 
     def blame(self, error: DureError, op: str, seq: int | None = None) -> DureError:
         """Return the error to raise for one that a part of the backend raised.

@@ -11,7 +11,7 @@ Words used by all files of the hybrid backend:
 Each rank has up to three sub-communicators (`SubComms`): `local` joins the ranks of this host in
 shared memory, `rail` is the engine that joins this rank with its like on the other hosts, if it is
 in a rail, and `mesh` the engine that joins all ranks of all hosts; it carries what goes from one
-rank to one other.
+rank to one other. On hosts of one rank the only rail is the mesh.
 
 The engines' own time limits are out of reach: every wait here ends when the group is broken or
 left, or when the group's time is up.
@@ -21,33 +21,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from dure.comm.backends.base import Backend, BackendOptions
+from dure.comm.backends.base import Backend
 from dure.comm.backends.request import Request
 from dure.comm.backends.shm.backend import ShmBackend
 from dure.errors import CommTimeout
-from dure.store.identity import Identity, myself
 
 if TYPE_CHECKING:
     from dure.comm.backends.hybrid.state import HybridState
 
-__all__ = ["Hosts", "Resident", "SubComms", "find_residents", "group_by_host"]
+__all__ = ["LOCAL_SLACK", "Hosts", "SubComms", "group_by_host"]
+
+LOCAL_SLACK = timedelta(seconds=1)
+"""How much longer the ranks of a host wait for each other: one of them may wait for another host,
+and knows better who is missing."""
 
 _NUM_TAGS = 1 << 30
 """How many tags an engine has, if it does not say."""
 
 _SLICE_S = 0.05
-
-
-class Resident(msgspec.Struct, array_like=True, frozen=True):
-    """A rank's process, and where it says that it lives."""
-
-    process: Identity
-    home: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +56,7 @@ class Hosts:
         here: Number of this rank's host.
         local: This rank's place in its host.
         num_rails: How many ranks of each host speak with other hosts.
+        places: Host and local number of each rank.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -69,6 +65,7 @@ class Hosts:
     here: int
     local: int
     num_rails: int
+    places: tuple[tuple[int, int], ...]
 
     @property
     def mine(self) -> tuple[int, ...]:
@@ -78,7 +75,7 @@ class Hosts:
     @property
     def size(self) -> int:
         """Ranks of all hosts."""
-        return sum(map(len, self.ranks))
+        return len(self.places)
 
     @property
     def is_leader(self) -> bool:
@@ -89,13 +86,6 @@ class Hosts:
     def rail(self) -> int | None:
         """The rail that this rank is in, if it is in one."""
         return self.local if self.local < self.num_rails else None
-
-    def place_of(self, rank: int) -> tuple[int, int]:
-        """Return host and local number of `rank`."""
-        for host, ranks in enumerate(self.ranks):
-            if rank in ranks:
-                return host, ranks.index(rank)
-        raise ValueError(f"rank {rank} is on no host")
 
     def describe(self, host: int) -> str:
         """Name a host and its ranks."""
@@ -115,37 +105,16 @@ def group_by_host(homes: Sequence[tuple[str, str]], rank: int) -> Hosts:
     for r, (home, _) in enumerate(homes):
         by_home.setdefault(home, []).append(r)
     ranks = tuple(map(tuple, by_home.values()))
-    here = next(h for h, members in enumerate(ranks) if rank in members)
+    place_of = {r: (h, i) for h, members in enumerate(ranks) for i, r in enumerate(members)}
     return Hosts(
         ranks=ranks,
         names=tuple(homes[members[0]][1] for members in ranks),
         rank=rank,
-        here=here,
-        local=ranks[here].index(rank),
+        here=place_of[rank][0],
+        local=place_of[rank][1],
         num_rails=min(map(len, ranks)),
+        places=tuple(place_of[r] for r in range(len(homes))),
     )
-
-
-def find_residents(options: BackendOptions, home: str, what: str) -> list[Resident]:
-    """Tell the others where this rank lives, and learn where they do.
-
-    Args:
-        options: What the group is; its store is where they meet.
-        home: Equal for ranks that share a host.
-        what: Sets one such question of a group apart from the next.
-
-    Collective:
-        All ranks of the group call.
-    """
-    keys = [f"hosts/{what}/{rank}" for rank in range(options.size)]
-    mine = msgspec.msgpack.encode(Resident(myself(), home))
-    options.store.set(keys[options.rank], mine)
-    options.store.wait(keys, options.timeout)
-    return [msgspec.msgpack.decode(x, type=Resident) for x in options.store.multi_get(keys)]
-
-
-def _nobody_known() -> tuple[int, ...]:
-    return ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -166,7 +135,7 @@ class SubComms:
     rail: Backend | None
     mesh: Backend
     state: HybridState
-    absent: Callable[[], tuple[int, ...]] = field(default=_nobody_known)
+    absent: Callable[[], tuple[int, ...]] = tuple
 
     @property
     def here(self) -> int:
@@ -213,3 +182,9 @@ class SubComms:
                     fix="Look what the missing ranks are doing (py-spy dump --pid), "
                     "or give the group a longer timeout.",
                 )
+
+    def close(self, abort: bool) -> None:
+        """Leave all of them."""
+        self.state.left.set()
+        for backend in [self.local, *self.state.engines]:
+            backend.close(abort)

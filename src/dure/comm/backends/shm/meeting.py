@@ -159,5 +159,6 @@ def _refused(options: BackendOptions, reason: str) -> RendezvousError:
         rank=options.rank,
         world_size=options.size,
         seen=reason,
-        fix="Run all ranks on one host, in one container, as one user; or use backend='gloo'.",
+        fix="Run all ranks on one host, in one container, as one user; or give each rank a "
+        "DURE_HOST_ID of its own, and it counts as a host; or use backend='gloo'.",
     )
