@@ -117,14 +117,12 @@ void bind_channel(nb::module_& m) {
 // What is known of copies, for comm/backends/shm/copying.py.
 nb::tuple copies_of(Engine& e) {
     const CopyPlan& plan = e.group().copies();
-    const auto threshold = [](uint64_t bytes) {
-        return bytes == kNeverCopiedOnce ? int64_t{-1} : static_cast<int64_t>(bytes);
+    const auto threshold = [](uint64_t bytes) -> nb::object {
+        return bytes == kNeverCopiedOnce ? nb::none() : nb::object(nb::int_(bytes));
     };
-    const auto times = [](const CopyTimes& t) { return nb::make_tuple(t.short_us, t.long_us); };
-    return nb::make_tuple(
-        plan.permitted != 0, plan.measured != 0, plan.line_us, threshold(plan.message_bytes),
-        threshold(plan.shared_bytes), threshold(plan.block_bytes), times(plan.staged_message),
-        times(plan.single_message), times(plan.staged_exchange), times(plan.single_exchange));
+    return nb::make_tuple(plan.permitted != 0, plan.measured != 0, plan.line_us,
+                          threshold(plan.message_bytes), threshold(plan.shared_bytes),
+                          threshold(plan.block_bytes));
 }
 
 Options options(int rank, int size, double timeout_s, int cores) {

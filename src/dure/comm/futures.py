@@ -41,6 +41,10 @@ class Waiters:
 
     def __init__(self, name: str = "dure-future") -> None:
         self._name = name
+        self.renew()
+
+    def renew(self) -> None:
+        """Start anew, as in a forked child, where the parent's threads do not exist."""
         self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._idle = threading.Semaphore(0)
 
@@ -168,21 +172,6 @@ def collected(make: Callable[[], Later]) -> Later | None:
     return future
 
 
-class _Shared:
-    """The process's waiters: threads belong to the process, not to a rank of it."""
-
-    def __init__(self) -> None:
-        self.waiters = Waiters()
-
-    def renew(self) -> None:
-        """Start anew in a forked child, where the parent's threads do not exist."""
-        self.waiters = Waiters()
-
-
-_shared = _Shared()
-os.register_at_fork(after_in_child=_shared.renew)
-
-
-def waiters() -> Waiters:
-    """Return the process's waiters."""
-    return _shared.waiters
+waiters = Waiters()
+"""The process's: threads belong to the process, not to a rank of it."""
+os.register_at_fork(after_in_child=waiters.renew)

@@ -238,7 +238,7 @@ def leave(world: World, abort: bool = False) -> None:
     if rendezvous is not None:
         rendezvous.close()
     end_recording()
-    waiters().close()
+    waiters.close()
     if first is not None and not abort:
         raise first
 

@@ -219,7 +219,7 @@ class Work:
         if self._ended:
             self._set_future(future)
         else:
-            waiters().run(lambda: (self.settle(None, aside=True), self._set_future(future)))
+            waiters.run(lambda: (self.settle(None, aside=True), self._set_future(future)))
         return future
 
     def _set_future(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:

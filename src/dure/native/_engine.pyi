@@ -167,23 +167,11 @@ class Group:
     @property
     def copies(
         self,
-    ) -> tuple[
-        bool,
-        bool,
-        float,
-        int,
-        int,
-        int,
-        tuple[float, float],
-        tuple[float, float],
-        tuple[float, float],
-        tuple[float, float],
-    ]:
+    ) -> tuple[bool, bool, float, int | None, int | None, int | None]:
         """How memory is copied between ranks, known after `ready`.
 
         Single copies permitted; measured; us a cache line takes; bytes from which on messages,
-        blocks for all, and blocks for each rank are copied once (-1: never); us for a short and
-        a long message staged, copied once; the same for blocks that two ranks exchange.
+        blocks for all, and blocks for each rank are copied once (None: never).
         """
     def set_eager_bytes(self, nbytes: int, /) -> None:
         """Let longer messages wait for their receive; 0: all; negative: those that must."""

@@ -15,26 +15,42 @@ What an engine does differently from the contract is made up for here:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import msgspec
 import torch
 
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.engine.wire import WireTensor, as_wire
-from dure.comm.backends.engine.work import Starter
+from dure.comm.backends.engine.work import (
+    CollectiveRequest,
+    EngineState,
+    EngineWork,
+    ExitRecords,
+    MessageRequest,
+    keep_engine,
+)
 from dure.comm.backends.request import Request, finished
 from dure.comm.call import Call
 from dure.comm.ops import ReduceOp
 from dure.comm.reduction import as_bytes, reduce_in_order
-from dure.errors import UsageError
+from dure.errors import DureError, UsageError
 
 if TYPE_CHECKING:
     from dure.comm.backends.torch_engine import EngineCalls
 
 __all__ = ["EngineGroup"]
+
+Start = Callable[["EngineCalls"], EngineWork]
+_KNOWN_LENGTHS = frozenset(
+    {"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single", "broadcast"}
+    | {"all_gather", "all_gather_single", "all_to_all_single"}
+)
+"""Where every rank knows how long all ranks' tensors are."""
 
 
 class EngineGroup:
@@ -50,38 +66,81 @@ class EngineGroup:
         self._rank, self._size = options.rank, options.size
         self._in_stream, self._bitwise = engine.in_stream, engine.bitwise
         self._any_source = engine.any_source
-        self._starter = Starter(engine, options)
-        self._start, self._message = self._starter.run, self._starter.message
+        self._engine: EngineCalls | None = engine
+        self._patience = options.patience
+        self._exits: ExitRecords | None = None
+        if options.patience is None:
+            self._exits = ExitRecords(options.store, options.rank, options.size)
+        self._state = EngineState(options, self._exits, self._break_off)
+        self._collectives: set[CollectiveRequest] = set()
+        self._messages: WeakSet[MessageRequest] = WeakSet()
 
     def run(self, call: Call, async_op: bool) -> Request | None:
         """See `Backend.run`."""
-        return getattr(self, f"_{call.op}" if call.single else f"_{call.kind}")(call, async_op)
+        name = call.op if call.single else call.kind
+        if name in _KNOWN_LENGTHS and not any(t.numel() for t in (*call.inputs, *call.outputs)):
+            name = "barrier"
+        return getattr(self, f"_{name}")(call, async_op)
 
-    def _wire(self, tensor: torch.Tensor, op: ReduceOp) -> WireTensor | None:
-        return as_wire(tensor, op, self._size, bitwise=self._bitwise)
+    # ---- the engine's work -----------------------------------------------------------------------
+
+    def _start(
+        self,
+        op: str,
+        start: Start,
+        async_op: bool,
+        copy_back: Callable[[], object] | None = None,
+    ) -> Request | None:
+        """Start the engine's work and, unless asynchronous, wait for it.
+
+        `copy_back` brings the result to the user's tensors when the engine is done.
+        """
+        work = self._begin(op, start)
+        request = CollectiveRequest(self._state, op, work, copy_back, self._in_stream)
+        self._collectives = {r for r in self._collectives if not r.engine_done}
+        self._collectives.add(request)
+        if async_op:
+            return request
+        request.wait()
+        return None
+
+    def _message(self, op: str, start: Start, peer: int | None) -> MessageRequest:
+        """Start to send to a rank, or to receive from one; None: from anyone."""
+        work = self._begin(op, start, peer)
+        request = MessageRequest(self._state, op, work, peer, self._patience)
+        self._messages.add(request)
+        return request
+
+    def _begin(self, op: str, start: Start, peer: int | None = None) -> EngineWork:
+        began = time.monotonic()
+        try:
+            if self._engine is None:
+                raise RuntimeError("the group was left")
+            return start(self._engine)
+        except RuntimeError as e:
+            if isinstance(e, DureError):
+                raise
+            raise self._state.translate(e, op, began, peer) from e
+
+    def _break_off(self) -> None:
+        if self._engine is not None:
+            self._engine.break_off()
+
+    def _wire(self, tensor: torch.Tensor, call: Call) -> WireTensor | None:
+        return as_wire(tensor, _reduction(call), self._size, bitwise=self._bitwise)
 
     # ---- reductions ------------------------------------------------------------------------------
 
     def _all_reduce(self, call: Call, async_op: bool) -> Request | None:
-        (tensor,), op = call.inputs, _reduction(call)
-        if not tensor.numel():
-            return self._barrier(call, async_op)
-        wired = self._wire(tensor, op)
-        if wired is None:
-            return self._gather_and_reduce(call, tensor, tensor, (0, tensor.numel()), async_op)
-        wire = wired.wire
-        copy_back = _copying_back(wired, wire, tensor)
-        return self._start(call.op, lambda e: e.all_reduce(wire, wired.op), async_op, copy_back)
+        (tensor,) = call.inputs
+        return self._reduce_all(call, tensor, tensor, 0, async_op)
 
     def _reduce(self, call: Call, async_op: bool) -> Request | None:
-        (tensor,), op, dst = call.inputs, _reduction(call), call.root
-        if not tensor.numel():
-            return self._barrier(call, async_op)
-        here = self._rank == dst
-        wired = self._wire(tensor, op)
+        (tensor,), dst = call.inputs, call.root
+        wired, here = self._wire(tensor, call), self._rank == dst
         if wired is None:
             out = tensor if here else torch.empty_like(tensor)
-            return self._gather_and_reduce(call, out, tensor, (0, tensor.numel()), async_op)
+            return self._gather_and_reduce(call, out, tensor, 0, async_op)
         wire = wired.wire
         if not here and wire.data_ptr() == tensor.data_ptr():
             wire = wire.clone()  # the engine uses it as scratch memory
@@ -90,55 +149,47 @@ class EngineGroup:
 
     def _reduce_scatter(self, call: Call, async_op: bool) -> Request | None:
         """Uneven lengths cost an all_reduce of everything."""
-        output, inputs, op = call.outputs[0], call.inputs, _reduction(call)
-        joined = _join(inputs).view(output.dtype)
-        lengths = [t.numel() for t in inputs]
+        (output,), lengths = call.outputs, [t.numel() for t in call.inputs]
+        joined = _join(call.inputs).view(output.dtype)
         if len(set(lengths)) == 1:
             return self._reduce_scatter_single(
                 msgspec.structs.replace(call, inputs=(joined,)), async_op
             )
-        begin = sum(lengths[: self._rank])
-        end = begin + lengths[self._rank]
-        wired = self._wire(joined, op)
-        if wired is None:
-            return self._gather_and_reduce(call, output, joined, (begin, end), async_op)
-        ratio = wired.wire.numel() // joined.numel()
-        copy_back = _copying_back(wired, wired.wire[begin * ratio : end * ratio], output)
-        start = lambda e: e.all_reduce(wired.wire, wired.op)  # noqa: E731
-        return self._start(call.op, start, async_op, copy_back)
+        return self._reduce_all(call, output, joined, sum(lengths[: self._rank]), async_op)
 
     def _reduce_scatter_single(self, call: Call, async_op: bool) -> Request | None:
-        (output,), (tensor,), op = call.outputs, call.inputs, _reduction(call)
-        if not tensor.numel():
-            return self._barrier(call, async_op)
-        wired = self._wire(tensor, op)
+        (output,), (tensor,) = call.outputs, call.inputs
+        wired = self._wire(tensor, call)
         if wired is None:
-            k = output.numel()
-            part = (self._rank * k, self._rank * k + k)
-            return self._gather_and_reduce(call, output, tensor, part, async_op)
+            begin = self._rank * output.numel()
+            return self._gather_and_reduce(call, output, tensor, begin, async_op)
         wire = wired.wire
         result = wire.new_empty(wire.numel() // self._size)
-        return self._start(
-            call.op,
-            lambda e: e.reduce_scatter(result, wire, wired.op),
-            async_op,
-            _copying_back(wired, result, output),
-        )
+        start = lambda e: e.reduce_scatter(result, wire, wired.op)  # noqa: E731
+        return self._start(call.op, start, async_op, _copying_back(wired, result, output))
+
+    def _reduce_all(
+        self, call: Call, output: torch.Tensor, tensor: torch.Tensor, begin: int, async_op: bool
+    ) -> Request | None:
+        """Reduce all ranks' `tensor` [k]; `output` gets the part from element `begin` on."""
+        wired = self._wire(tensor, call)
+        if wired is None:
+            return self._gather_and_reduce(call, output, tensor, begin, async_op)
+        wire = wired.wire
+        ratio = wire.numel() // tensor.numel()
+        part = wire[begin * ratio : (begin + output.numel()) * ratio]
+        start = lambda e: e.all_reduce(wire, wired.op)  # noqa: E731
+        return self._start(call.op, start, async_op, _copying_back(wired, part, output))
 
     def _gather_and_reduce(
-        self,
-        call: Call,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        part: tuple[int, int],
-        async_op: bool,
+        self, call: Call, output: torch.Tensor, tensor: torch.Tensor, begin: int, async_op: bool
     ) -> Request | None:
-        """Reduce elements `part` of all ranks' `tensor` [k] into `output`; sends (n-1)*k."""
+        """As `_reduce_all`, for what has no wire dtype; sends (n-1)*k."""
         gathered = tensor.new_empty((self._size, tensor.numel()))
         start = lambda e: e.all_gather(as_bytes(gathered), as_bytes(tensor))  # noqa: E731
 
         def copy_back() -> None:
-            rows = [row[part[0] : part[1]] for row in gathered]
+            rows = [row[begin : begin + output.numel()] for row in gathered]
             reduce_in_order(rows, _reduction(call), output)
 
         return self._start(call.op, start, async_op, copy_back)
@@ -147,16 +198,12 @@ class EngineGroup:
 
     def _broadcast(self, call: Call, async_op: bool) -> Request | None:
         wire, src = as_bytes(call.inputs[0]), call.root
-        if not len(wire):
-            return self._barrier(call, async_op)
         return self._start(call.op, lambda e: e.broadcast(wire, src), async_op)
 
     def _all_gather(self, call: Call, async_op: bool) -> Request | None:
         """Shorter tensors are padded to the longest."""
         outputs, (tensor,) = call.outputs, call.inputs
         longest = max(t.numel() for t in outputs) * tensor.element_size()
-        if not longest:
-            return self._barrier(call, async_op)
         source = as_bytes(tensor)
         if len(source) < longest:
             source = torch.cat([source, source.new_zeros(longest - len(source))])
@@ -172,8 +219,6 @@ class EngineGroup:
 
     def _all_gather_single(self, call: Call, async_op: bool) -> Request | None:
         output, source = as_bytes(call.outputs[0]), as_bytes(call.inputs[0])
-        if not len(source):
-            return self._barrier(call, async_op)
         return self._start(call.op, lambda e: e.all_gather(output, source), async_op)
 
     def _gather(self, call: Call, async_op: bool) -> Request | None:
@@ -214,8 +259,6 @@ class EngineGroup:
 
     def _all_to_all_single(self, call: Call, async_op: bool) -> Request | None:
         output, source = as_bytes(call.outputs[0]), as_bytes(call.inputs[0])
-        if not len(source):
-            return self._barrier(call, async_op)
         if source.data_ptr() == output.data_ptr():
             source = source.clone()
         return self._start(call.op, lambda e: e.exchange(output, source, [], []), async_op)
@@ -225,7 +268,7 @@ class EngineGroup:
         return finished() if async_op else None
 
     def _barrier(self, call: Call, async_op: bool) -> Request | None:
-        """Whatever has no elements is a barrier, too."""
+        """What has no elements, as all ranks know, is a barrier, too."""
         copy_back = torch.cuda.synchronize if self._in_stream else None
         return self._start(call.op, lambda e: e.barrier(), async_op, copy_back)
 
@@ -260,11 +303,25 @@ class EngineGroup:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long an operation may wait for its peers."""
-        self._starter.set_timeout(timeout)
+        self._patience = timeout  # of messages, which engines otherwise give what they began with
+        if self._engine is not None:
+            self._engine.set_timeout(timeout)
 
     def close(self, abort: bool) -> None:
-        """See `Backend.close`."""
-        self._starter.close(abort)
+        """See `Backend.close`: what is pending is broken off."""
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        works = [r.work for r in self._collectives if r.work is not None and not r.engine_done]
+        pending = works or not all(r.ended for r in self._messages)
+        self._state.left.set()
+        if self._exits is not None:
+            self._exits.say("left")
+        if abort or pending:
+            engine.break_off()
+            keep_engine(engine, works)
+        else:
+            engine.leave()
 
 
 def _join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -33,8 +33,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
-from weakref import WeakSet
+from typing import Protocol
 
 import torch
 
@@ -44,10 +43,14 @@ from dure.comm.backends.request import Request
 from dure.errors import DureError
 from dure.store.base import Store
 
-if TYPE_CHECKING:
-    from dure.comm.backends.torch_engine import EngineCalls
-
-__all__ = ["EngineState", "EngineWork", "Starter"]
+__all__ = [
+    "CollectiveRequest",
+    "EngineState",
+    "EngineWork",
+    "ExitRecords",
+    "MessageRequest",
+    "keep_engine",
+]
 
 _NOISE = re.compile(r"^\[\S+\.cc:\d+\]|This is typically caused by.*|\n", re.DOTALL)
 _SLICE = timedelta(milliseconds=200)
@@ -141,23 +144,6 @@ class EngineState(GroupState):
             self._break_off()
 
 
-class _Over:
-    """Stands for work that has ended: torch's own object would keep the connections open."""
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self, timeout: timedelta = _SLICE) -> bool:
-        del timeout
-        return True
-
-    def _source_rank(self) -> int:
-        return -1
-
-
-_OVER = _Over()
-
-
 class CollectiveRequest(Request):
     """A pending collective; `copy_back`, if given, runs once when the engine is done.
 
@@ -181,7 +167,8 @@ class CollectiveRequest(Request):
     ) -> None:
         super().__init__()
         self._state, self._op, self._copy_back = state, op, copy_back
-        self.work: EngineWork = work
+        # None at the end: torch's own object would keep the connections open.
+        self.work: EngineWork | None = work
         self._in_stream = in_stream
         self._began = time.monotonic()
         self._settling = threading.Lock()
@@ -189,11 +176,12 @@ class CollectiveRequest(Request):
     @property
     def engine_done(self) -> bool:
         """Whether the engine is done with it."""
-        return self.work.is_completed()
+        work = self.work
+        return work is None or work.is_completed()
 
     def done(self) -> bool:
         """See `Request.done`; what was copied back is in place once somebody has waited."""
-        return self.ended or self.work.is_completed() or self._state.left.is_set()
+        return self.ended or self.engine_done or self._state.left.is_set()
 
     def _await(self, limit: float | None) -> bool:
         while not self.ended:
@@ -218,18 +206,18 @@ class CollectiveRequest(Request):
                 where = self._state.where(self._op, began=self._began)
                 error = AbortRecord(kind="InternalError", what=what, seen=seen).error(**where)
             self.end(error)
-            self.work = _OVER
+            self.work = None
 
     def _wait_slice(self, limit: float | None) -> tuple[bool, DureError | None]:
         """Wait a little; return whether the work ended, and how."""
-        piece = _SLICE
+        work, piece = self.work, _SLICE
         if limit is not None:
             piece = min(piece, timedelta(seconds=max(0.001, limit - time.monotonic())))
         try:
-            if self._in_stream:
-                self.work.wait()
-            else:
-                self.work.wait(piece)
+            if work is not None and self._in_stream:
+                work.wait()
+            elif work is not None:
+                work.wait(piece)
             return True, None
         except RuntimeError as e:
             if str(e).startswith(_SLICE_OVER) and not self._state.left.is_set():
@@ -263,23 +251,24 @@ class MessageRequest(Request):
     ) -> None:
         super().__init__()
         self._state, self._op, self._peer, self._patience = state, op, peer, patience
-        self._work: EngineWork = work
+        self._work: EngineWork | None = work
         self._began = time.monotonic()
         self._waiting = False
 
     def _wait_engine(self) -> None:
-        error, source = None, -1
+        work, error, source = self._work, None, -1
+        assert work is not None
         try:
             if self._patience is None:
-                self._work.wait()
+                work.wait()
             else:
-                self._work.wait(self._patience)
+                work.wait(self._patience)
             if self._op == "recv":
-                source = self._work._source_rank()  # pyright: ignore[reportPrivateUsage]
+                source = work._source_rank()  # pyright: ignore[reportPrivateUsage]
         except RuntimeError as e:
             error = self._state.translate(e, self._op, self._began, self._peer)
         finally:  # whatever comes, nobody waits for good
-            self._work = _OVER
+            self._work = None
             self.end(error, source)
 
     def _claim(self) -> bool:
@@ -300,103 +289,12 @@ class MessageRequest(Request):
         return super()._await(limit)
 
 
-Start = Callable[["EngineCalls"], EngineWork]
-
-
-class Starter:
-    """Starts one rank's operations on an engine, until the group is left.
-
-    Args:
-        engine: The engine's calls.
-        options: What the group is.
-    """
-
-    def __init__(self, engine: EngineCalls, options: BackendOptions) -> None:
-        self._engine: EngineCalls | None = engine
-        self._in_stream = engine.in_stream
-        self._patience = options.patience
-        self._exits: ExitRecords | None = None
-        if options.patience is None:
-            self._exits = ExitRecords(options.store, options.rank, options.size)
-        self._state = EngineState(options, self._exits, self._break_off)
-        self._collectives: set[CollectiveRequest] = set()
-        self._messages: WeakSet[MessageRequest] = WeakSet()
-
-    def run(
-        self,
-        op: str,
-        start: Start,
-        async_op: bool,
-        copy_back: Callable[[], object] | None = None,
-    ) -> Request | None:
-        """Start the engine's work and, unless asynchronous, wait for it.
-
-        Args:
-            op: The operation's name.
-            start: Starts it.
-            async_op: Return a request at once.
-            copy_back: Brings the result to the user's tensors when the engine is done.
-        """
-        work = self._begin(op, start)
-        request = CollectiveRequest(self._state, op, work, copy_back, self._in_stream)
-        self._collectives = {r for r in self._collectives if not r.engine_done}
-        self._collectives.add(request)
-        if async_op:
-            return request
-        request.wait()
-        return None
-
-    def message(self, op: str, start: Start, peer: int | None) -> MessageRequest:
-        """Start to send to a rank, or to receive from one; None: from anyone."""
-        work = self._begin(op, start, peer)
-        request = MessageRequest(self._state, op, work, peer, self._patience)
-        self._messages.add(request)
-        return request
-
-    def _begin(self, op: str, start: Start, peer: int | None = None) -> EngineWork:
-        began = time.monotonic()
-        try:
-            if self._engine is None:
-                raise RuntimeError("the group was left")
-            return start(self._engine)
-        except RuntimeError as e:
-            if isinstance(e, DureError):
-                raise
-            raise self._state.translate(e, op, began, peer) from e
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Change how long an operation may wait for its peers."""
-        self._patience = timeout  # of messages, which engines otherwise give what they began with
-        if self._engine is not None:
-            self._engine.set_timeout(timeout)
-
-    def _break_off(self) -> None:
-        if self._engine is not None:
-            self._engine.break_off()
-
-    def close(self, abort: bool) -> None:
-        """Leave the group, and break off what is pending; later calls do nothing."""
-        engine, self._engine = self._engine, None
-        if engine is None:
-            return
-        works = [r.work for r in self._collectives if not r.engine_done]
-        pending = works or not all(r.ended for r in self._messages)
-        self._state.left.set()
-        if self._exits is not None:
-            self._exits.say("left")
-        if abort or pending:
-            engine.break_off()
-            _keep(engine, works)
-        else:
-            engine.leave()
-
-
-_kept: list[tuple[EngineCalls, list[EngineWork]]] = []
+_kept: list[tuple[object, list[EngineWork]]] = []
 """Engines that were broken off, and what they were at (see "Leaving")."""
 _keeping = threading.Lock()
 
 
-def _keep(engine: EngineCalls, works: list[EngineWork]) -> None:
+def keep_engine(engine: object, works: list[EngineWork]) -> None:
     """Keep `engine`, also when this interpreter ends; drop those kept whose work has ended."""
     with _keeping:
         if works:

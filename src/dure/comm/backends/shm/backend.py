@@ -20,7 +20,7 @@ import torch
 
 from dure.comm.backends.base import BackendOptions, channel_name
 from dure.comm.backends.request import Request
-from dure.comm.backends.shm.copying import CopyPlan, copy_plan
+from dure.comm.backends.shm.copying import CopyPlan
 from dure.comm.backends.shm.flight import EngineFlight
 from dure.comm.backends.shm.meeting import SegmentOpening, open_segment
 from dure.comm.call import Call
@@ -89,7 +89,7 @@ class ShmBackend:
     @property
     def copies(self) -> CopyPlan:
         """How the ranks copy memory."""
-        return copy_plan(self._group)
+        return CopyPlan(*self._group.copies)
 
     def error(self, outcome: Outcome) -> DureError:
         """Make the exception for what the engine says."""

@@ -7,23 +7,21 @@ depends on how far apart the cores are, so the first group of a host measures it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from dure import env
 from dure.errors import UsageError
-from dure.native import Group
 
-__all__ = ["CopyPlan", "copy_plan", "single_copies_wanted"]
+__all__ = ["CopyPlan", "single_copies_wanted"]
 
 _MEASURE, _NEVER = -1, -2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyPlan:
-    """How the ranks of a group copy; equal on all of them.
+class CopyPlan(NamedTuple):
+    """How the ranks of a group copy (the engine's `Group.copies`); equal on all of them.
 
     `line_us` is a cache line's way from core to core, 0 where nothing was measured. The thresholds
-    are in bytes, None for never. Each pair of times is in us, for 32 KiB and 512 KiB.
+    are in bytes, None for never.
     """
 
     permitted: bool
@@ -32,10 +30,6 @@ class CopyPlan:
     message_bytes: int | None
     shared_bytes: int | None
     block_bytes: int | None
-    staged_message_us: tuple[float, float]
-    single_message_us: tuple[float, float]
-    staged_exchange_us: tuple[float, float]
-    single_exchange_us: tuple[float, float]
 
     def __str__(self) -> str:
         line = f"a cache line takes {self.line_us:.2f} us" if self.measured else "not measured"
@@ -51,23 +45,6 @@ def _from(threshold: int | None) -> str:
     if threshold is None:
         return "never"
     return f"from {threshold / 1024:.0f} KiB" if threshold >= 1024 else f"from {threshold} B"
-
-
-def copy_plan(group: Group) -> CopyPlan:
-    """Read how `group` copies; call it after `ready`."""
-    permitted, measured, line_us, message, shared, block, *times = group.copies
-    return CopyPlan(
-        permitted=permitted,
-        measured=measured,
-        line_us=line_us,
-        message_bytes=None if message < 0 else message,
-        shared_bytes=None if shared < 0 else shared,
-        block_bytes=None if block < 0 else block,
-        staged_message_us=times[0],
-        single_message_us=times[1],
-        staged_exchange_us=times[2],
-        single_exchange_us=times[3],
-    )
 
 
 def single_copies_wanted() -> int:
