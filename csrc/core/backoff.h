@@ -1,10 +1,16 @@
 // How a rank passes the time between two looks, before it sleeps: the first two stages of
 // "Waiting" (barrier.cpp).
 //
-// Where no rank that is waited for shares the core, yielding has no point: it would only lend the
-// core to another program, which keeps it for milliseconds. Where one does, and another program is
-// there too, the program gets what both give up: a yield that took that long is followed by a time
-// in which this rank rather sleeps, because whoever wakes goes first.
+// Where each rank has a core and no rank that is waited for shares this one, yielding has no point:
+// it would only lend the core to another program, which keeps it for milliseconds. Where one does,
+// and another program is there too, the program gets what both give up: a yield that took that long
+// is followed by a time in which this rank rather sleeps, because whoever wakes goes first.
+//
+// Where ranks outnumber cores, a rank gives up its core after kStretchNs of spinning although
+// nobody who is waited for seems to share it. What is known of the others' cores is where they last
+// ran: one that the kernel has moved here, or woken here, has not run yet, and waits for us to go.
+// A needless yield costs less than half a microsecond; a stretch of 20 us made an operation of 8
+// ranks on 2 cores take three times as long (docs/log.md, "8 ranks on 2 cores").
 //
 // The clock is read once in kLooks looks, and once a yield.
 #pragma once
@@ -52,7 +58,7 @@ class Backoff {
     static constexpr uint32_t kLooks = 32;
     static constexpr int64_t kBriefNs = 3'000;
     static constexpr int64_t kAwakeNs = 200'000;      // then sleeping is cheap by comparison
-    static constexpr int64_t kStretchNs = 20'000;     // of spinning where ranks share cores
+    static constexpr int64_t kStretchNs = 2'000;      // of spinning where ranks outnumber cores
     static constexpr int64_t kContendedNs = 500'000;  // a yield that long met no rank of ours
     static constexpr int64_t kContentionNs = 5'000'000;
 

@@ -4,16 +4,21 @@
 // every peer's has reached the same number. Ticks count the barriers of the channel, so one
 // comparison tells "has come this far, or further". Cost: one store, and n-1 cache lines read.
 //
-// Note "Waiting". Three stages. First look a while without giving up the core, but only if nobody
-// who is waited for was last seen on it: a spinning rank keeps its neighbour away. Where ranks
-// outnumber cores, this makes one switch a core and rank of every barrier: who comes last on a core
-// spins until the other cores are through, goes on into the next barrier, and gives way to a
-// neighbour there. Or else give up the core between looks, which costs 1.3 us. (These two stages
-// are in backoff.h; a progress thread leaves them out while its rank computes.) Then sleep in the
-// kernel until the peer's word changes. A sleeper counts itself in `waiters` of the block whose
-// word it watches; the arriving rank makes a system call only if that counter is not 0. Both sides
-// use sequentially consistent operations: either the sleeper sees the new tick, or the arriving
-// rank sees the sleeper.
+// Note "Waiting". A rank that waits goes through three stages. The first two are in backoff.h; a
+// progress thread leaves them out while its rank computes.
+//
+// 1. Spin: look again and again, but only if nobody who is waited for was last seen on this core,
+//    because a spinning rank keeps its neighbour away; and only for a short stretch where ranks
+//    outnumber cores.
+// 2. Yield: give up the core between looks. A switch to a neighbour costs about 1 us.
+// 3. Sleep in the kernel until the peer's word changes. A sleeper counts itself in `waiters` of the
+//    block whose word it watches; the arriving rank makes a system call only if that counter is not
+//    0. Both sides use sequentially consistent operations: either the sleeper sees the new tick, or
+//    the arriving rank sees the sleeper.
+//
+// Where k ranks share each core, an operation takes at least k-1 switches a core: the rank that
+// comes last on a core spins until the other cores are through, goes on into the next operation at
+// once, and gives way to a neighbour there.
 //
 // Sleeps are cut into slices of kSlice. After each the waiter examines the world (watching.cpp);
 // the fast stages never look at any of it.

@@ -8,6 +8,14 @@
 // it moves: it forbids itself all cores but those with the fewest ranks, and at once allows itself
 // again what was allowed before. It moves again after 5 ms at the earliest, and after twice the
 // time of before if it met contention where it went.
+//
+// Meanwhile somebody else may say which cores the thread is to use (taskset, a batch system). The
+// kernel cannot be asked to change that only if it is what it was. So the thread looks, before it
+// allows itself again what was allowed before, whether its own word still holds, and otherwise
+// leaves what it finds. What remains is a change within the microsecond between that look and the
+// call that follows, at most once in 5 ms of a rank that shares its core: such a change is lost.
+// And what is allowed again is what the kernel said: where the cores of a container grow later,
+// this thread keeps to those it had.
 #include <sched.h>
 
 #include <algorithm>
@@ -56,12 +64,13 @@ void Group::migrate(int64_t now) {
         if (CPU_ISSET(c, &allowed)) fewest = std::min(fewest, ranks_on[c]);
     }
     if (here >= CPU_SETSIZE || ranks_on[here] < fewest + 2) return;
-    cpu_set_t better;
+    cpu_set_t better, found;
     CPU_ZERO(&better);
     for (int c = 0; c < CPU_SETSIZE; c++) {
         if (CPU_ISSET(c, &allowed) && ranks_on[c] == fewest) CPU_SET(c, &better);
     }
-    if (sched_setaffinity(0, sizeof better, &better) == 0) {
+    if (sched_setaffinity(0, sizeof better, &better) == 0 &&
+        sched_getaffinity(0, sizeof found, &found) == 0 && CPU_EQUAL(&found, &better)) {
         sched_setaffinity(0, sizeof allowed, &allowed);
     }
     show_core();

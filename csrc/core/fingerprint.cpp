@@ -6,6 +6,11 @@
 // everything with its own, so that all ranks come to the same result, and none has touched user
 // data yet. In the usual case (all blocks alike) that is 16 bytes a rank, in the line that was read
 // for the tick anyway; the tables are read only if some rank says that its blocks differ.
+//
+// The peers have read the line of the next operation's slot, so to write it is to call it back from
+// their cores first, which takes as long as a peer takes to see what was written. It is called back
+// as soon as all have arrived here: then nobody reads it any more (layout.h tells why), and it
+// comes while the program prepares its next call.
 #include <algorithm>
 #include <cstdio>
 
@@ -135,6 +140,7 @@ Status Channel::exchange_headers() {
     } else if (same) {
         same = check_blocks() == Status::ok;
     }
+    fetch_to_write(&block(rank_).slot[(seq_ + 1) & 1]);
     return same ? Status::ok : report_desync();
 }
 

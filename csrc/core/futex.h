@@ -1,4 +1,4 @@
-// Sleeping on a word of memory, and telling time.
+// Sleeping on a word of memory, telling time, and hints to the processor.
 #pragma once
 
 #include <linux/futex.h>
@@ -29,6 +29,16 @@ inline void futex_wait(Word& word, uint32_t seen, int64_t ns) {
 
 inline void futex_wake_all(Word& word) {
     syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+// Fetch the line at `address` to write to it soon, without waiting for it.
+inline void fetch_to_write(const void* address) {
+#if defined(__x86_64__)
+    // Without -mprfchw, the builtin fetches to read. A processor that lacks it does nothing.
+    asm volatile("prefetchw %0" ::"m"(*static_cast<const char*>(address)));
+#else
+    __builtin_prefetch(address, 1);
+#endif
 }
 
 inline void relax() {

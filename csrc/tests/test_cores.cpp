@@ -1,7 +1,38 @@
 // Ranks that share a core although another is free to them.
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
 
 #include "harness.h"
+
+namespace {
+
+// While it is true, somebody else restricts this thread to one core just after the thread has
+// restricted itself, and then leaves it alone.
+std::atomic<bool> meddles{false};
+
+long set_affinity(pid_t thread, size_t bytes, const cpu_set_t* set) {
+    return syscall(SYS_sched_setaffinity, thread, bytes, set);
+}
+
+}  // namespace
+
+// In place of the C library's, so that something can happen between two calls of the engine.
+extern "C" int sched_setaffinity(pid_t thread, size_t bytes, const cpu_set_t* set) noexcept {
+    const long result = set_affinity(thread, bytes, set);
+    if (result == 0 && CPU_COUNT(set) == 1 && meddles.exchange(false)) {
+        cpu_set_t other;
+        CPU_ZERO(&other);
+        const auto here = static_cast<size_t>(sched_getcpu());
+        for (size_t c = 0; c < CPU_SETSIZE && CPU_COUNT(&other) == 0; c++) {
+            if (c != here) CPU_SET(c, &other);
+        }
+        return static_cast<int>(set_affinity(thread, sizeof other, &other));
+    }
+    return static_cast<int>(result);
+}
 
 namespace dure {
 namespace {
@@ -14,28 +45,53 @@ cpu_set_t allowed_cores() {
     return set;
 }
 
+cpu_set_t first_of(const cpu_set_t& set) {
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    for (size_t c = 0; c < CPU_SETSIZE && CPU_COUNT(&one) == 0; c++) {
+        if (CPU_ISSET(c, &set)) CPU_SET(c, &one);
+    }
+    return one;
+}
+
+// Bring both ranks to one core again and again, and let them wait for each other there, until
+// `done` is true on one.
+template <typename F>
+void share_a_core_until(Group& g, const cpu_set_t& allowed, F done) {
+    const cpu_set_t one = first_of(allowed);
+    const int64_t began = now_ns();
+    for (float ends = 0; ends == 0;) {
+        CHECK(now_ns() - began < 10'000'000'000);
+        CHECK(set_affinity(0, sizeof one, &one) == 0);
+        CHECK(g.run({Op::barrier}) == Status::ok);
+        CHECK(set_affinity(0, sizeof allowed, &allowed) == 0);
+        for (int k = 0; k < 500; k++) CHECK(g.run({Op::barrier}) == Status::ok);
+        ends = done() ? 1.0f : 0.0f;
+        const Block value{reinterpret_cast<std::byte*>(&ends), sizeof ends};
+        CHECK(g.all_reduce(value, DType::f32, Reduction::max) == Status::ok);
+    }
+}
+
 TEST(two_ranks_on_one_core_part_and_keep_what_they_are_allowed) {
     const cpu_set_t before = allowed_cores();
     if (CPU_COUNT(&before) < 2) return;  // there is no other core
     const auto statuses = on_processes(2, [&before](Group& g) {
-        cpu_set_t one;
-        CPU_ZERO(&one);
-        for (int c = 0; c < CPU_SETSIZE && CPU_COUNT(&one) == 0; c++) {
-            if (CPU_ISSET(c, &before)) CPU_SET(c, &one);
-        }
-        CHECK(sched_setaffinity(0, sizeof one, &one) == 0);
-        CHECK(g.run({Op::barrier}) == Status::ok);
-        CHECK(sched_setaffinity(0, sizeof before, &before) == 0);
-        const int64_t began = now_ns();
-        for (float apart = 0; apart == 0;) {
-            CHECK(now_ns() - began < 10'000'000'000);
-            for (int k = 0; k < 500; k++) CHECK(g.run({Op::barrier}) == Status::ok);
-            apart = g.shares_core(1 - g.rank()) ? 0.0f : 1.0f;
-            const Block value{reinterpret_cast<std::byte*>(&apart), sizeof apart};
-            CHECK(g.all_reduce(value, DType::f32, Reduction::min) == Status::ok);
-        }
+        share_a_core_until(g, before, [&] { return !g.shares_core(1 - g.rank()); });
         const cpu_set_t after = allowed_cores();
         CHECK(CPU_EQUAL(&after, &before));
+    });
+    for (int status : statuses) CHECK(status == 0);
+}
+
+TEST(a_rank_that_moves_leaves_what_somebody_else_allows_it_meanwhile) {
+    const cpu_set_t before = allowed_cores();
+    if (CPU_COUNT(&before) != 2) return;  // else the rank may move without a set of one core
+    const auto statuses = on_processes(2, [&before](Group& g) {
+        meddles = true;
+        share_a_core_until(g, before, [&] { return !meddles; });
+        const cpu_set_t after = allowed_cores();
+        CHECK(CPU_EQUAL(&after, &before) == meddles.load());
+        CHECK(meddles || CPU_COUNT(&after) == 1);
     });
     for (int status : statuses) CHECK(status == 0);
 }
