@@ -4,7 +4,8 @@
 // Where each rank has a core and no rank that is waited for shares this one, yielding has no point:
 // it would only lend the core to another program, which keeps it for milliseconds. Where one does,
 // and another program is there too, the program gets what both give up: a yield that took that long
-// is followed by a time in which this rank rather sleeps, because whoever wakes goes first.
+// is followed by a time in which this rank rather sleeps, because whoever wakes goes first
+// (Group::meet_contention).
 //
 // Where ranks outnumber cores, a rank gives up its core after kStretchNs of spinning although
 // nobody who is waited for seems to share it. What is known of the others' cores is where they last
@@ -60,7 +61,6 @@ class Backoff {
     static constexpr int64_t kAwakeNs = 200'000;      // then sleeping is cheap by comparison
     static constexpr int64_t kStretchNs = 2'000;      // of spinning where ranks outnumber cores
     static constexpr int64_t kContendedNs = 500'000;  // a yield that long met no rank of ours
-    static constexpr int64_t kContentionNs = 5'000'000;
 
     void read_clock() {
         now_ns_ = now_ns();
@@ -89,7 +89,7 @@ class Backoff {
         sched_yield();
         group_.show_core();
         read_clock();
-        if (now_ns_ - before > kContendedNs) group_.set_contended_until(now_ns_ + kContentionNs);
+        if (now_ns_ - before > kContendedNs) group_.meet_contention(now_ns_);
         yielded_ns_ = now_ns_;
         looks_ = 0;
         if (shares_) group_.migrate(now_ns_);

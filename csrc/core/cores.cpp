@@ -1,4 +1,5 @@
-// On which cores the ranks run, and how two of them part that share one for no reason.
+// On which cores the ranks run, how two of them part that share one for no reason, and for how long
+// a rank rather sleeps that shares one with another program.
 //
 // Note "Core migration". Two ranks that wait for each other by turns look idle by turns, and where
 // even a little else runs on the other cores, the kernel may leave both on one core for seconds:
@@ -16,6 +17,11 @@
 // call that follows, at most once in 5 ms of a rank that shares its core: such a change is lost.
 // And what is allowed again is what the kernel said: where the cores of a container grow later,
 // this thread keeps to those it had.
+//
+// Note "Contention". A yield that took long met another program. If that program computes, the next
+// yield takes as long, and sleeping is better for as long as it computes; if it was there for a
+// moment, sleeping makes every operation some five times slower for nothing. So the first time is
+// short, and it doubles while contention is met again soon after.
 #include <sched.h>
 
 #include <algorithm>
@@ -29,6 +35,8 @@ namespace {
 constexpr uint32_t kSharedYields = 64;
 constexpr int64_t kShortestPauseNs = 5'000'000;
 constexpr int64_t kLongestPauseNs = 500'000'000;
+constexpr int64_t kShortestContentionNs = 500'000;
+constexpr int64_t kLongestContentionNs = 5'000'000;
 
 }  // namespace
 
@@ -43,6 +51,13 @@ void Group::show_asleep() const { block(rank_).cpu.store(kNoCore, std::memory_or
 
 bool Group::shares_core(int rank) const {
     return block(rank).cpu.load(std::memory_order_relaxed) == static_cast<uint32_t>(sched_getcpu());
+}
+
+void Group::meet_contention(int64_t now) {
+    const bool again = now < contended_until_ns_.load() + kLongestContentionNs;
+    const int64_t longer = again ? 2 * contention_ns_.load() : 0;
+    contention_ns_.store(std::clamp(longer, kShortestContentionNs, kLongestContentionNs));
+    contended_until_ns_.store(now + contention_ns_.load());
 }
 
 // Called after each yield, which showed our core.

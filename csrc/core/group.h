@@ -143,7 +143,7 @@ class Group {
     // For waiting (see "Waiting" in barrier.cpp, "Core migration" in cores.cpp).
     bool oversubscribed() const { return oversubscribed_; }
     int64_t contended_until_ns() const { return contended_until_ns_.load(); }
-    void set_contended_until(int64_t ns) { contended_until_ns_.store(ns); }
+    void meet_contention(int64_t now);
     void show_core() const;
     void show_asleep() const;
     bool shares_core(int rank) const;  // was last seen on this thread's core
@@ -187,7 +187,8 @@ class Group {
     void (*about_to_wait_)() = [] {};
     std::array<std::unique_ptr<Channel>, kChannels> channels_;
 
-    std::atomic<int64_t> contended_until_ns_{0};  // someone else computes on our cores
+    // Someone else computes on our cores: until when this rank rather sleeps, and for how long.
+    std::atomic<int64_t> contended_until_ns_{0}, contention_ns_{0};
     std::atomic<uint32_t> shared_yields_{0};
     std::atomic<int64_t> moved_ns_{0}, move_pause_ns_{0};
     std::atomic<bool> closing_{false};
