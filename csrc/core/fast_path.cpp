@@ -1,15 +1,18 @@
 // Messages that need no request.
 //
 // Note "Fast path". Most messages are simple: nothing else is under way between the two ranks,
-// the sender finds room for the whole message, the receiver finds it complete at the head of the
-// ring, or waits for it a moment. Then the sender writes its line or lines and raises `head`, and
-// the receiver reads `head` and copies the data to where they belong. No request is made, nothing
-// is queued, no memory is allocated. Everything else takes the slow
-// path (mailbox.cpp).
+// the sender finds room for the whole message, the receiver finds it in the next frame, or waits
+// for it a moment. Then the sender writes its line or lines, and the receiver copies the data to
+// where they belong. No request is made, nothing is queued, no memory is allocated. Everything else
+// takes the slow path (mailbox.cpp).
 //
 // The receiver waits without the lock. It must not while other requests of this rank need someone
 // to drive them, or an earlier receive could want the same message: then it takes the slow path
 // too.
+//
+// Before a core may write a line that another has read, it must be told that the other has dropped
+// it, which takes as long as fetching it. A receiver that waits has the time for that: it fetches,
+// for writing, the lines where the next message would go if it were as long as the last.
 #include <algorithm>
 
 #include "backoff.h"
@@ -17,22 +20,29 @@
 
 namespace dure {
 
+namespace {
+
+constexpr size_t kLinesALook = 4;
+constexpr size_t kMostAhead = 64 * 1024;
+
+}  // namespace
+
 // Send what fits into the ring as a whole. False: the slow path.
 bool Mailbox::send_at_once(Block data, DType dtype, int to, int tag) {
     const auto hold = locked();
     const auto at = static_cast<size_t>(to);
     if (stopping_ || to == group_.rank() || group_.broken() || !sends_[at].empty()) return false;
     if (offers(data)) return false;
-    uint64_t head = group_.ring(group_.rank(), to).head.load(std::memory_order_relaxed);
-    const size_t wanted = sizeof(Envelope) + data.bytes;
-    if (room(to, head, wanted + kPad) < wanted + kPad) return false;
-    const Envelope envelope{data.bytes, tag, dtype, Kind::whole, 0};
     const size_t step = piece(data.bytes);
-    size_t done = std::min(step, data.bytes);
-    write(to, head, &envelope, data.data, done);
-    for (head += sizeof envelope + round_up(done, kPad); done < data.bytes;
-         done += step, head += step) {
-        write(to, head, nullptr, data.data + done, std::min(step, data.bytes - done));
+    if (data.bytes <= step) {
+        if (!has_room(to, in_one(data.bytes))) return false;
+        write(to, {data.bytes, tag, dtype, Kind::whole, 0}, data.data, data.bytes);
+        return true;
+    }
+    if (!has_room(to, in_pieces(data.bytes))) return false;
+    write(to, {data.bytes, tag, dtype, Kind::pieces, 0}, nullptr, 0);
+    for (size_t done = 0; done < data.bytes; done += step) {
+        write_piece(to, data.data + done, std::min(step, data.bytes - done));
     }
     return true;
 }
@@ -40,11 +50,10 @@ bool Mailbox::send_at_once(Block data, DType dtype, int to, int tag) {
 // Receive a message that is complete, or comes soon. False: the slow path.
 bool Mailbox::receive_at_once(Block data, DType dtype, int from, int tag) {
     if (from == kAnySource || from == group_.rank()) return false;
-    const std::atomic<uint64_t>& read = ends_[static_cast<size_t>(from)].read;
-    const std::atomic<uint64_t>& head = group_.ring(from, group_.rank()).head;
     group_.show_core();
+    Block lines;
     for (Backoff backoff(group_);;) {
-        switch (look(data, dtype, from, tag)) {
+        switch (look(data, dtype, from, tag, lines)) {
             case Look::taken:
                 return true;
             case Look::otherwise:
@@ -52,7 +61,8 @@ bool Mailbox::receive_at_once(Block data, DType dtype, int from, int tag) {
             case Look::nothing:
                 break;
         }
-        while (head.load(std::memory_order_acquire) == read.load(std::memory_order_relaxed)) {
+        while (!next_frame(from)) {
+            own_some(lines);
             if (!backoff.pause([&] { return group_.shares_core(from); })) {
                 return false;
             }
@@ -72,21 +82,42 @@ bool Mailbox::undisturbed(int from) const {
     return true;
 }
 
-Mailbox::Look Mailbox::look(Block data, DType dtype, int from, int tag) {
+// Where the next message that resembles the last one would be written.
+Block Mailbox::lines_ahead() {
+    if (last_to_ < 0) return {};
+    const Ends& e = ends(last_to_);
+    const size_t capacity = group_.ring_bytes(), at = e.written.bytes % capacity;
+    const size_t known = e.taken.bytes + capacity - e.written.bytes;
+    return {group_.ring_data(group_.rank(), last_to_) + at,
+            std::min({round_up(last_bytes_, kLine), known, capacity - at, kMostAhead})};
+}
+
+// Fetch some of `lines` for writing.
+void Mailbox::own_some(Block& lines) {
+    const size_t now = std::min(kLinesALook * kLine, lines.bytes);
+    for (size_t i = 0; i < now; i += kLine) __builtin_prefetch(lines.data + i, 1);
+    lines.data += now;
+    lines.bytes -= now;
+}
+
+Mailbox::Look Mailbox::look(Block data, DType dtype, int from, int tag, Block& lines) {
     const auto hold = locked();
     if (!undisturbed(from)) return Look::otherwise;
-    const Ring& ring = group_.ring(from, group_.rank());
-    const uint64_t at = ends_[static_cast<size_t>(from)].read.load(std::memory_order_relaxed);
-    const uint64_t head = ring.head.load(std::memory_order_acquire);
-    if (head == at) return Look::nothing;
-    Envelope envelope;
-    std::memcpy(&envelope, ring.data + at % group_.ring_bytes(), sizeof envelope);
-    const bool expected = envelope.tag == tag && envelope.bytes == data.bytes &&
-                          envelope.dtype == dtype && envelope.kind == Kind::whole;
-    if (!expected || head - at < sizeof envelope + data.bytes) return Look::otherwise;
-    read(from, at + sizeof envelope, data.data, data.bytes);
-    advance(from, sizeof envelope + data.bytes);
-    show_read(from);
+    const Frame* frame = next_frame(from);
+    if (!frame) {
+        lines = lines_ahead();
+        return Look::nothing;
+    }
+    const Envelope& e = frame->envelope;
+    if (e.tag != tag || e.bytes != data.bytes || e.dtype != dtype || e.kind != Kind::whole) {
+        return Look::otherwise;
+    }
+    if (data.bytes > kFrameBytes) {
+        read(from, data.data, data.bytes);
+    } else if (data.bytes > 0) {
+        std::memcpy(data.data, frame->inlined, data.bytes);
+    }
+    consume(from, in_one(data.bytes));
     return Look::taken;
 }
 

@@ -133,6 +133,11 @@ class Group {
     }
     Ring& ring(int from, int to) const;
     size_t ring_bytes() const { return layout_.ring_bytes; }
+    size_t ring_frames() const { return layout_.ring_frames; }
+    // Where the data lie that do not fit into the frames.
+    std::byte* ring_data(int from, int to) const {
+        return reinterpret_cast<std::byte*>(ring(from, to).frames + layout_.ring_frames);
+    }
     bool lost(int rank) const { return !process(rank) || process(rank)->dead(); }
     // Where each of `ranks` is, by what it published and by what it answers within 100 ms.
     std::vector<std::string> whereabouts(const std::vector<int>& ranks);

@@ -27,7 +27,7 @@
 namespace dure {
 
 constexpr uint64_t kMagic = 0x6472645f65727564;  // "dure_drd"
-constexpr uint32_t kProtocol = 5;
+constexpr uint32_t kProtocol = 6;
 constexpr int kMaxRanks = 256;
 constexpr int kChannels = 2;
 constexpr size_t kLine = 64;
@@ -134,12 +134,33 @@ struct Offer {
 };
 constexpr size_t kOffers = 8;
 
-// A byte stream from one rank to another. Positions only grow; the offset is position mod capacity.
+// How a message's data come (see "Frames" in ring.cpp).
+enum class Kind : uint8_t { whole, pieces, piece, offer, payload };
+
+struct Envelope {
+    uint64_t bytes;  // of the message; of a piece: its own
+    int32_t tag;
+    DType dtype;
+    Kind kind;
+    uint16_t offer;  // of the last two kinds: its place
+};
+
+// One line of a ring: it announces a message, or more of one, and has the data if they fit.
+constexpr size_t kFrameBytes = 40;
+struct alignas(kLine) Frame {
+    Word number;  // of the frame in its ring, from 1, modulo 2^32; written last
+    Envelope envelope;
+    std::byte inlined[kFrameBytes];
+};
+static_assert(offsetof(Frame, inlined) + kFrameBytes == kLine);
+
+// A stream from one rank to another: frames, and the data that do not fit into them. Counts only
+// grow; where a frame or a byte lies is its count modulo the capacity.
 struct Ring {
-    alignas(128) std::atomic<uint64_t> head;  // bytes written
-    alignas(128) std::atomic<uint64_t> tail;  // bytes read
+    alignas(128) std::atomic<uint64_t> frames_read;
+    std::atomic<uint64_t> bytes_read;
     Offer offers[kOffers];
-    alignas(128) std::byte data[1];
+    alignas(kPage) Frame frames[1];  // the data lie behind them
 };
 
 // Where everything lies for `n` ranks.
@@ -149,15 +170,17 @@ struct Layout {
           ring_bytes(n <= 8    ? 256 * 1024
                      : n <= 32 ? 64 * 1024
                                : 16 * 1024),
+          ring_frames(ring_bytes / 128),
           ranks(round_up(sizeof(Header), kPage)),
           tables(round_up(ranks + size * sizeof(RankBlock), kPage)),
           table_stride(round_up(2 * size * sizeof(uint64_t), 128)),
           staging(round_up(tables + size * kChannels * 2 * table_stride, kPage)),
           rings(staging + size * kChannels * kStages * kStageBytes),
-          ring_stride(round_up(offsetof(Ring, data) + ring_bytes, kPage)),
+          ring_stride(offsetof(Ring, frames) + round_up(ring_frames * sizeof(Frame), kPage) +
+                      ring_bytes),
           total(rings + size * size * ring_stride) {}
 
-    size_t size, ring_bytes;
+    size_t size, ring_bytes, ring_frames;
     size_t ranks, tables, table_stride, staging, rings, ring_stride, total;
 };
 

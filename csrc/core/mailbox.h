@@ -26,7 +26,6 @@
 namespace dure {
 
 constexpr int kAnySource = -1;
-constexpr size_t kPad = 16;  // messages lie at multiples of it in a ring
 constexpr size_t kBufferAll = SIZE_MAX;
 
 class Mailbox {
@@ -64,35 +63,30 @@ class Mailbox {
         int64_t posted_ns = 0, deadline_ns = 0;
     };
     using PostedPtr = std::shared_ptr<Posted>;
-    // How a message's data come (see "Frames" in ring.cpp).
-    enum class Kind : uint8_t { whole, pieces, offer, payload };
-    // What precedes each message in a ring.
-    struct Envelope {
-        uint64_t bytes;
-        int32_t tag;
-        DType dtype;
-        Kind kind;
-        uint16_t offer;  // of the last two kinds: its place
-    };
-    static_assert(sizeof(Envelope) == kPad);
     // A message under way, or one that came before its receive was posted.
     struct Message {
         Envelope envelope;
         int source;
         int offer = -1;  // its place, until its data go through the ring
         size_t got = 0;
-        size_t piece = 0;             // what of the current piece is still to come
+        size_t ahead = 0;             // of its bytes, those that come next in the ring
         PostedPtr request;            // who receives it; may come later
         PostedPtr sender;             // of a message to oneself that waits to be taken
         std::vector<std::byte> kept;  // the bytes, if nobody had asked for them on arrival
         bool complete() const { return offer < 0 && got == envelope.bytes; }
     };
     using MessagePtr = std::shared_ptr<Message>;
+    // A place in a ring, or an amount of it.
+    struct Stretch {
+        uint64_t frames = 0, bytes = 0;
+    };
     // What this rank remembers of the two rings that join it with a peer.
     struct Ends {
-        uint64_t seen_tail = 0;                   // how far the peer is known to have read ours
-        std::atomic<uint64_t> read{0};            // how far we have read its
-        uint64_t shown = 0;                       // of that, what the peer has been told
+        Stretch written;                          // how far we have written ours
+        Stretch taken;                            // how far the peer is known to have read it
+        std::atomic<uint64_t> frames_read{0};     // how far we have read its
+        uint64_t bytes_read = 0;                  // likewise
+        Stretch shown;                            // of that, what the peer has been told
         std::array<PostedPtr, kOffers> given;     // our sends by the place of their offer
         std::array<MessagePtr, kOffers> offered;  // its messages that are, or were, on offer
     };
@@ -105,7 +99,9 @@ class Mailbox {
     // fast_path.cpp
     bool send_at_once(Block data, DType dtype, int to, int tag);
     bool receive_at_once(Block data, DType dtype, int from, int tag);
-    Look look(Block data, DType dtype, int from, int tag);
+    Look look(Block data, DType dtype, int from, int tag, Block& lines);
+    Block lines_ahead();
+    static void own_some(Block& lines);
     bool undisturbed(int from) const;
     // mailbox.cpp: requests
     Outcome drive(const PostedPtr& request);
@@ -136,15 +132,19 @@ class Mailbox {
     // ring.cpp: bytes
     bool push(int to);
     bool pull(int from);
-    bool pull_piece(int from, Message& message, uint64_t head);
-    uint64_t room(int to, uint64_t head, size_t wanted);
-    void write(int to, uint64_t head, const void* frame, const std::byte* data, size_t n);
-    void read(int from, uint64_t at, std::byte* data, size_t n);
-    void advance(int from, size_t bytes);
-    void show_read(int from);
+    bool pull_piece(int from, Message& message);
+    bool has_room(int to, Stretch wanted);
+    static Stretch in_one(size_t bytes);
+    Stretch in_pieces(size_t bytes) const;
+    void write(int to, const Envelope& envelope, const std::byte* data, size_t n);
+    void write_piece(int to, const std::byte* data, size_t n);
+    const Frame* next_frame(int from) const;
+    void read(int from, std::byte* data, size_t n);
+    void consume(int from, Stretch what);
     size_t piece(size_t bytes) const;
-    bool begin(int from, uint64_t at);
+    bool begin(int from, const Frame& frame);
     bool make_room(int from, Message& message);
+    static std::byte* memory_of(Message& message);
     void cut_short(Posted& request);
     void notify(int rank);
     // rendezvous.cpp: offers
@@ -177,6 +177,8 @@ class Mailbox {
     int following_ = 0;                         // offers to us that have a receive
     uint64_t posted_ = 0;                       // requests so far
     std::atomic<size_t> eager_bytes_{kBufferAll};
+    int last_to_ = -1;  // where the last data went that lay in a ring
+    size_t last_bytes_ = 0;
 
     std::condition_variable work_;   // for the thread: there are requests
     std::vector<PostedPtr> handed_;  // requests that nobody waits for, yet

@@ -145,8 +145,7 @@ bool Mailbox::copy_piece(int peer, uint64_t address, uint64_t place, size_t at, 
 // Make an offer of the message. False: there is no place for it now.
 bool Mailbox::offer(int to, const PostedPtr& request) {
     auto& given = ends(to).given;
-    const uint64_t head = group_.ring(group_.rank(), to).head.load(std::memory_order_relaxed);
-    if (room(to, head, 2 * kPad) < 2 * kPad) return false;
+    if (!has_room(to, {1, 0})) return false;
     for (size_t k = 0; k < kOffers; k++) {
         Offer& o = offer_at(group_.rank(), to, static_cast<int>(k));
         if (given[k] || claims_of(o).state != State::free) continue;
@@ -158,7 +157,7 @@ bool Mailbox::offer(int to, const PostedPtr& request) {
         o.claims.store(Claims{State::offered}.word(), std::memory_order_release);
         const Envelope envelope{request->data.bytes, request->tag, request->dtype, Kind::offer,
                                 static_cast<uint16_t>(k)};
-        write(to, head, &envelope, nullptr, 0);
+        write(to, envelope, nullptr, 0);
         request->offer = static_cast<int>(k);
         given[k] = request;
         given_++;
@@ -229,12 +228,9 @@ void Mailbox::buffer_offers(int64_t now) {
         for (size_t k = 0; k < kOffers; k++) {
             const PostedPtr& r = ends(to).given[k];
             if (!r || must_wait(r->data.bytes) || now - r->posted_ns < kOfferNs) continue;
-            const size_t wanted = r->data.bytes + 4 * kPad;
-            const uint64_t head =
-                group_.ring(group_.rank(), to).head.load(std::memory_order_relaxed);
             const auto& queue = sends_[static_cast<size_t>(to)];
             const bool begun = !queue.empty() && queue.front()->begun;
-            if (begun || room(to, head, wanted) < wanted) continue;
+            if (begun || !has_room(to, in_pieces(r->data.bytes))) continue;
             Offer& o = offer_at(group_.rank(), to, static_cast<int>(k));
             if (!change_state(o, {State::offered}, State::streamed)) continue;
             send_payload(to, k);

@@ -1,29 +1,39 @@
 // The bytes of point-to-point messages.
 //
-// Note "Frames". Each ordered pair of ranks has a ring in the segment: a byte stream of messages,
-// each an envelope (length, tag, dtype, kind) and what its kind says, padded to 16 bytes:
+// Note "Frames". Each ordered pair of ranks has a ring in the segment: frames of one cache line
+// each, and bytes. A frame announces a message (length, tag, dtype, kind), and what its kind says
+// comes with it, or follows:
 //
-//     whole    its data; the sender found room for all of them before it began
-//     pieces   pieces, each a word with its length and that many of its data; a length of 0 in
-//              place of the next piece means that the sender has given up: there was no message
+//     whole    its data
+//     pieces   nothing; frames of the kind `piece` follow
+//     piece    that many of the data of the message before; a length of 0 means that the sender has
+//              given up: there was no message
 //     offer    nothing; the data are where the offer tells (rendezvous.cpp)
-//     payload  pieces, of a message that was an offer before
+//     payload  nothing; pieces follow, of a message that was an offer before
+//
+// Data of up to kFrameBytes lie in their frame, so that a small message is one line that goes from
+// one core to the other; longer ones lie among the ring's bytes, at multiples of a line.
+//
+// A frame is there when its number is: the sender writes all else first. Numbers count the frames
+// of a ring, so what an earlier round has left is never taken for a frame to come. The receiver
+// looks at the one frame that is next, and at nothing else.
 //
 // The sender writes as much as there is room for and goes on when the receiver has made more; so a
 // message may be larger than the ring, and one of up to three quarters of it is sent whether or not
-// anybody waits for it. Room for one more word is always left, so that who has begun can give up.
+// anybody waits for it. Room for one more frame is always left, so that who has begun can give up.
 //
-// The receiver takes bytes only while some receive could match that sender. When an envelope
-// arrives, the first posted receive for its sender and tag gets the data, straight into its tensor;
-// without one they go to private memory ("unexpected") until a receive asks (matching.cpp).
+// The receiver takes bytes only while some receive could match that sender. When a message is
+// announced, the first posted receive for its sender and tag gets the data, straight into its
+// tensor; without one they go to private memory ("unexpected") until a receive asks
+// (matching.cpp).
 //
 // Neither side reads or writes more of the other's lines than it must. The sender asks how far the
 // receiver is only when the room that it knows of has been used up; the receiver says so only after
-// each quarter of the ring. A sender waits for room for a whole piece, which is at most a quarter,
-// and so always comes.
+// each quarter of the frames or of the bytes. A sender waits for room for a whole piece, which is
+// at most a quarter, and so always comes.
 //
-// Cost of S bytes: S written and S read by each side; pieces of at most 64 KiB keep both busy at
-// once.
+// Cost of S bytes: S written and S read by each side, and one line a frame; pieces of at most
+// 64 KiB keep both busy at once.
 #include <algorithm>
 #include <new>
 
@@ -36,13 +46,6 @@ namespace {
 constexpr size_t kLeastPiece = 16 * 1024;
 constexpr size_t kPieces = 4;   // of a message that is not large
 constexpr size_t kQuarter = 4;  // of the ring: the receiver's step
-
-// What precedes a piece.
-struct PieceWord {
-    uint64_t bytes;  // 0: the sender has given up
-    uint64_t unused = 0;
-};
-static_assert(sizeof(PieceWord) == kPad);
 
 }  // namespace
 
@@ -59,60 +62,94 @@ void Mailbox::notify(int rank) {
 
 // ---- bytes to and from a ring -------------------------------------------------------------------
 
-// The room in the ring to `to`; exact only if it is less than `wanted`.
-uint64_t Mailbox::room(int to, uint64_t head, size_t wanted) {
-    uint64_t& tail = ends(to).seen_tail;
-    const size_t capacity = group_.ring_bytes();
-    if (capacity - (head - tail) < wanted) {
-        tail = group_.ring(group_.rank(), to).tail.load(std::memory_order_acquire);
-    }
-    return capacity - (head - tail);
+// Whether there is room for `wanted`, and for one more frame.
+bool Mailbox::has_room(int to, Stretch wanted) {
+    Ends& e = ends(to);
+    const auto fits = [&] {
+        return e.written.frames + wanted.frames + 1 <= e.taken.frames + group_.ring_frames() &&
+               e.written.bytes + wanted.bytes <= e.taken.bytes + group_.ring_bytes();
+    };
+    if (fits()) return true;
+    const Ring& ring = group_.ring(group_.rank(), to);
+    e.taken = {ring.frames_read.load(std::memory_order_acquire),
+               ring.bytes_read.load(std::memory_order_acquire)};
+    return fits();
 }
 
-// Write a frame of kPad bytes, if there is one, and data, for which there is room.
-void Mailbox::write(int to, uint64_t head, const void* frame, const std::byte* data, size_t n) {
-    Ring& ring = group_.ring(group_.rank(), to);
-    const size_t capacity = group_.ring_bytes();
-    if (frame) {
-        std::memcpy(ring.data + head % capacity, frame, kPad);
-        head += kPad;
+// What data of `bytes` take with one frame.
+Mailbox::Stretch Mailbox::in_one(size_t bytes) {
+    return {1, bytes <= kFrameBytes ? 0 : round_up(bytes, kLine)};
+}
+
+// What a message of `bytes` takes in pieces, at most.
+Mailbox::Stretch Mailbox::in_pieces(size_t bytes) const {
+    return {2 + bytes / piece(bytes), round_up(bytes, kLine)};
+}
+
+// Write a frame with `n` bytes of data, for which there is room.
+void Mailbox::write(int to, const Envelope& envelope, const std::byte* data, size_t n) {
+    Ends& e = ends(to);
+    Frame& frame = group_.ring(group_.rank(), to).frames[e.written.frames % group_.ring_frames()];
+    if (n > kFrameBytes) {
+        const size_t capacity = group_.ring_bytes();
+        const size_t at = e.written.bytes % capacity, first = std::min(n, capacity - at);
+        std::byte* bytes = group_.ring_data(group_.rank(), to);
+        std::memcpy(bytes + at, data, first);
+        if (n > first) std::memcpy(bytes, data + first, n - first);
+        e.written.bytes += round_up(n, kLine);
+        last_to_ = to;
+        last_bytes_ = n;
+    } else if (n > 0) {
+        std::memcpy(frame.inlined, data, n);
     }
-    const size_t begin = head % capacity, first = std::min(n, capacity - begin);
-    if (first) std::memcpy(ring.data + begin, data, first);
-    if (n > first) std::memcpy(ring.data, data + first, n - first);
-    ring.head.store(head + round_up(n, kPad), std::memory_order_release);
+    frame.envelope = envelope;
+    frame.number.store(static_cast<uint32_t>(++e.written.frames), std::memory_order_release);
     notify(to);
 }
 
-// Read data that have come, without their padding.
-void Mailbox::read(int from, uint64_t at, std::byte* data, size_t n) {
-    const Ring& ring = group_.ring(from, group_.rank());
+void Mailbox::write_piece(int to, const std::byte* data, size_t n) {
+    write(to, {n, 0, DType::opaque, Kind::piece, 0}, data, n);
+}
+
+// The frame that comes next from `from`; null if it has not come.
+const Frame* Mailbox::next_frame(int from) const {
+    const uint64_t at =
+        ends_[static_cast<size_t>(from)].frames_read.load(std::memory_order_relaxed);
+    const Frame& frame = group_.ring(from, group_.rank()).frames[at % group_.ring_frames()];
+    const bool here = frame.number.load(std::memory_order_acquire) == static_cast<uint32_t>(at + 1);
+    return here ? &frame : nullptr;
+}
+
+// Read bytes that have come.
+void Mailbox::read(int from, std::byte* data, size_t n) {
     const size_t capacity = group_.ring_bytes();
-    const size_t begin = at % capacity, first = std::min(n, capacity - begin);
-    if (first) std::memcpy(data, ring.data + begin, first);
-    if (n > first) std::memcpy(data + first, ring.data, n - first);
+    const size_t at = ends(from).bytes_read % capacity, first = std::min(n, capacity - at);
+    const std::byte* bytes = group_.ring_data(from, group_.rank());
+    std::memcpy(data, bytes + at, first);
+    if (n > first) std::memcpy(data + first, bytes, n - first);
 }
 
-// We have read `bytes` more of the ring from `from`.
-void Mailbox::advance(int from, size_t bytes) {
-    std::atomic<uint64_t>& read = ends(from).read;
-    read.store(read.load(std::memory_order_relaxed) + round_up(bytes, kPad),
-               std::memory_order_relaxed);
-}
-
-// Tell the sender how far we have read, if it is worth it.
-void Mailbox::show_read(int from) {
-    const uint64_t read = ends(from).read.load(std::memory_order_relaxed);
-    if (read - ends(from).shown < group_.ring_bytes() / kQuarter) return;
-    ends(from).shown = read;
-    group_.ring(from, group_.rank()).tail.store(read, std::memory_order_release);
+// We are through with more of the ring from `from`; tell the sender, if it is worth it.
+void Mailbox::consume(int from, Stretch what) {
+    Ends& e = ends(from);
+    const uint64_t frames = e.frames_read.load(std::memory_order_relaxed) + what.frames;
+    e.frames_read.store(frames, std::memory_order_relaxed);
+    e.bytes_read += what.bytes;
+    if (frames - e.shown.frames < group_.ring_frames() / kQuarter &&
+        e.bytes_read - e.shown.bytes < group_.ring_bytes() / kQuarter) {
+        return;
+    }
+    e.shown = {frames, e.bytes_read};
+    Ring& ring = group_.ring(from, group_.rank());
+    ring.frames_read.store(frames, std::memory_order_release);
+    ring.bytes_read.store(e.bytes_read, std::memory_order_release);
     notify(from);
 }
 
 // How much of a message goes at once: little enough that both sides soon work at the same time.
 size_t Mailbox::piece(size_t bytes) const {
     const size_t most = group_.ring_bytes() / kQuarter;
-    return std::clamp(round_up(bytes / kPieces, kPad), std::min(kLeastPiece, most), most);
+    return std::clamp(round_up(bytes / kPieces, kLine), std::min(kLeastPiece, most), most);
 }
 
 // ---- sending ------------------------------------------------------------------------------------
@@ -120,7 +157,6 @@ size_t Mailbox::piece(size_t bytes) const {
 // Offer the queued messages for `to`, or write them, as far as there is room.
 bool Mailbox::push(int to) {
     auto& queue = sends_[static_cast<size_t>(to)];
-    const Ring& ring = group_.ring(group_.rank(), to);
     bool moved = false;
     while (!queue.empty()) {
         const PostedPtr& first = queue.front();
@@ -131,25 +167,21 @@ bool Mailbox::push(int to) {
             moved = true;
             continue;
         }
-        const uint64_t head = ring.head.load(std::memory_order_relaxed);
         if (!r.begun) {
-            if (room(to, head, 2 * kPad) < 2 * kPad) break;
-            const Envelope envelope{r.data.bytes, r.tag, r.dtype,
-                                    r.payload ? Kind::payload : Kind::pieces,
-                                    static_cast<uint16_t>(std::max(r.offer, 0))};
-            write(to, head, &envelope, nullptr, 0);
+            if (!has_room(to, {1, 0})) break;
+            const Kind kind = r.payload ? Kind::payload : Kind::pieces;
+            const auto place = static_cast<uint16_t>(std::max(r.offer, 0));
+            write(to, {r.data.bytes, r.tag, r.dtype, kind, place}, nullptr, 0);
             r.begun = moved = true;
             if (r.data.bytes != 0) continue;
         }
         const size_t left = r.data.bytes - r.moved;
         // What nobody waits for goes as a whole, if there is room.
-        const bool whole = r.payload && room(to, head, left + 2 * kPad) >= left + 2 * kPad;
+        const bool whole = r.payload && has_room(to, in_one(left));
         const size_t n = whole ? left : std::min(left, piece(r.data.bytes));
-        const size_t wanted = kPad + round_up(n, kPad) + kPad;
         if (n > 0) {
-            if (room(to, head, wanted) < wanted) break;
-            const PieceWord word{n};
-            write(to, head, &word, r.data.data + r.moved, n);
+            if (!has_room(to, in_one(n))) break;
+            write_piece(to, r.data.data + r.moved, n);
             r.moved += n;
             moved = true;
         }
@@ -161,27 +193,19 @@ bool Mailbox::push(int to) {
 }
 
 // End a message of which some is in the ring: the receiver forgets it.
-void Mailbox::cut_short(Posted& request) {
-    const PieceWord none{0};
-    const uint64_t head =
-        group_.ring(group_.rank(), request.peer).head.load(std::memory_order_relaxed);
-    write(request.peer, head, &none, nullptr, 0);
-}
+void Mailbox::cut_short(Posted& request) { write_piece(request.peer, nullptr, 0); }
 
 // ---- receiving ----------------------------------------------------------------------------------
 
 // Read what has come from `from`.
 bool Mailbox::pull(int from) {
     MessagePtr& current = arriving_[static_cast<size_t>(from)];
-    const Ring& ring = group_.ring(from, group_.rank());
     for (bool moved = false;; moved = true) {
-        const uint64_t at = ends(from).read.load(std::memory_order_relaxed);
-        const uint64_t head = ring.head.load(std::memory_order_acquire);
         if (!current) {
-            if (head == at) return moved;
-            if (!begin(from, at)) return true;
-            show_read(from);
-        } else if (!pull_piece(from, *current, head)) {
+            const Frame* frame = next_frame(from);
+            if (!frame) return moved;
+            if (!begin(from, *frame)) return true;
+        } else if (!pull_piece(from, *current)) {
             return moved;
         }
         if (current && current->complete()) {
@@ -194,42 +218,42 @@ bool Mailbox::pull(int from) {
 
 // Read more of a message, or that there is none any more. False: nothing has come, or there is no
 // memory for it.
-bool Mailbox::pull_piece(int from, Message& m, uint64_t head) {
-    const uint64_t at = ends(from).read.load(std::memory_order_relaxed);
-    if (head == at) return false;
-    if (m.piece == 0) {
-        PieceWord word;
-        read(from, at, reinterpret_cast<std::byte*>(&word), sizeof word);
-        advance(from, sizeof word);
-        m.piece = word.bytes;
-        if (word.bytes == 0) drop(arriving_[static_cast<size_t>(from)]);
-        show_read(from);
+bool Mailbox::pull_piece(int from, Message& m) {
+    if (m.ahead == 0) {
+        const Frame* frame = next_frame(from);
+        if (!frame) return false;
+        const size_t n = frame->envelope.bytes;
+        if (n == 0) {
+            drop(arriving_[static_cast<size_t>(from)]);
+        } else if (n > kFrameBytes) {
+            m.ahead = n;
+        } else {
+            if (!make_room(from, m)) return false;
+            std::memcpy(memory_of(m) + m.got, frame->inlined, n);
+            m.got += n;
+        }
+        consume(from, {1, 0});
         return true;
     }
-    const size_t n =
-        std::min({m.piece, static_cast<size_t>(head - at), group_.ring_bytes() / kQuarter});
-    if (!m.request && !make_room(from, m)) return false;
-    read(from, at, (m.request && m.kept.empty() ? m.request->data.data : m.kept.data()) + m.got, n);
-    advance(from, n);
-    m.got += n;
-    m.piece -= n;
-    if (m.request) m.request->begun = true;
-    show_read(from);
+    if (!make_room(from, m)) return false;
+    read(from, memory_of(m) + m.got, m.ahead);
+    m.got += m.ahead;
+    consume(from, {0, round_up(m.ahead, kLine)});
+    m.ahead = 0;
     return true;
 }
 
-// An envelope is here: find its receive, or the message that it belongs to. False: there is no
+// A message is announced: find its receive, or the message that it belongs to. False: there is no
 // memory for it.
-bool Mailbox::begin(int from, uint64_t at) {
-    Envelope envelope;
-    read(from, at, reinterpret_cast<std::byte*>(&envelope), sizeof envelope);
+bool Mailbox::begin(int from, const Frame& frame) {
+    const Envelope envelope = frame.envelope;
     MessagePtr& current = arriving_[static_cast<size_t>(from)];
     if (envelope.kind == Kind::payload) {
         current = std::move(ends(from).offered[envelope.offer]);
         following_--;
         current->offer = -1;
         offer_at(from, group_.rank(), envelope.offer).claims.store(0, std::memory_order_release);
-        advance(from, sizeof envelope);
+        consume(from, {1, 0});
         return true;
     }
     MessagePtr message;
@@ -237,14 +261,21 @@ bool Mailbox::begin(int from, uint64_t at) {
         message = std::make_shared<Message>();
         message->envelope = envelope;
         message->source = from;
-        if (envelope.kind == Kind::whole) message->piece = envelope.bytes;
         if (envelope.kind == Kind::offer) message->offer = envelope.offer;
+        if (envelope.kind == Kind::whole) {
+            if (envelope.bytes > kFrameBytes) {
+                message->ahead = envelope.bytes;
+            } else {
+                message->kept.assign(frame.inlined, frame.inlined + envelope.bytes);
+                message->got = envelope.bytes;
+            }
+        }
         accept(message);
     } catch (const std::bad_alloc&) {
         refuse_all(from);
         return false;
     }
-    advance(from, sizeof envelope);
+    consume(from, {1, 0});
     if (envelope.kind != Kind::offer) {
         current = std::move(message);
         return true;
@@ -255,8 +286,16 @@ bool Mailbox::begin(int from, uint64_t at) {
     return true;
 }
 
-// Private memory for a message that nobody has asked for. False: there is none.
+// Where the bytes of a message go.
+std::byte* Mailbox::memory_of(Message& m) {
+    if (!m.request || !m.kept.empty()) return m.kept.data();
+    m.request->begun = true;
+    return m.request->data.data;
+}
+
+// Memory for a message, private if nobody has asked for it. False: there is none.
 bool Mailbox::make_room(int from, Message& message) {
+    if (message.request) return true;
     if (message.kept.size() == message.envelope.bytes) return true;
     try {
         message.kept.resize(message.envelope.bytes);
