@@ -92,6 +92,7 @@ class GroupCore:
         global_ranks: Global rank of each group rank.
         timeout: How long an operation waits for its peers.
         store: The group's own key space.
+        group_rank_of: Group rank of each global rank.
         device_types: Kinds of device whose tensors it takes.
         desc: What the group is for, as the user described it.
         num_monitored: How many monitored barriers this rank has begun.
@@ -111,7 +112,7 @@ class GroupCore:
         self.seq = 0
         self.num_monitored = self.num_attempts = 0
         self._size = len(self.global_ranks)
-        self._group_rank_of = {g: r for r, g in enumerate(self.global_ranks)}
+        self.group_rank_of = {g: r for r, g in enumerate(self.global_ranks)}
         self.device_types = frozenset(backends)
         self._use(backends)
         self._coalesced: list[Work] | None = None
@@ -229,7 +230,7 @@ class GroupCore:
     def group_rank(self, global_rank: int) -> int:
         """Return the group rank of `global_rank`."""
         try:
-            rank = self._group_rank_of.get(global_rank)
+            rank = self.group_rank_of.get(global_rank)
         except TypeError:  # a list, say
             rank = None
         if rank is None:
@@ -243,7 +244,7 @@ class GroupCore:
     def peer(self, global_rank: int | None, group_rank: int | None, op: str, what: str) -> int:
         """Return the group rank meant by a pair of arguments such as `src` and `group_src`."""
         if group_rank is None and type(global_rank) is int:
-            rank = self._group_rank_of.get(global_rank)
+            rank = self.group_rank_of.get(global_rank)
             if rank is not None:
                 return rank
         if (global_rank is None) == (group_rank is None):
@@ -281,7 +282,7 @@ class GroupCore:
         for group in self._channels:
             flight.renumber(group.group_name, group.global_ranks[self._rank], global_ranks)
             group.global_ranks = global_ranks
-            group._group_rank_of = {g: r for r, g in enumerate(global_ranks)}
+            group.group_rank_of = {g: r for r, g in enumerate(global_ranks)}
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long operations wait for their peers, where the backend can change it."""
