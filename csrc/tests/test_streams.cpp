@@ -72,6 +72,50 @@ TEST(three_quarters_of_a_ring_are_sent_to_nobody) {
     });
 }
 
+TEST(lengths_around_what_a_frame_holds_arrive) {
+    between_two([](Group& g, Mailbox& box) {
+        for (size_t bytes : {1, 39, 40, 41, 63, 64, 65, 104}) {
+            for (uint8_t k = 1; k < 5; k++) {
+                std::vector<uint8_t> x(bytes + 1, g.rank() == 0 ? k : 0);
+                const Block block{reinterpret_cast<std::byte*>(x.data()), bytes};
+                int source = -1;
+                if (g.rank() == 0) {
+                    CHECK(box.send(block, DType::u8, 1, 0).status == Status::ok);
+                } else {
+                    CHECK(box.receive(block, DType::u8, 0, 0, &source).status == Status::ok);
+                    std::vector<uint8_t> expected(bytes, k);
+                    expected.push_back(0);  // nothing beyond the message has been touched
+                    CHECK(x == expected);
+                }
+            }
+        }
+    });
+}
+
+// Small messages use up the frames while there is room for bytes.
+TEST(as_many_small_messages_as_there_are_frames_are_sent_to_nobody) {
+    between_two([](Group& g, Mailbox& box) {
+        const auto frames = static_cast<int32_t>(g.ring_frames());
+        std::vector<std::vector<int32_t>> later;
+        std::vector<std::shared_ptr<Request>> sent;
+        if (g.rank() == 0) {
+            for (int32_t k = 0; k < frames - 1; k++) CHECK(send(box, {k}, 1, 0) == Status::ok);
+            for (int32_t k = frames - 1; k < 3 * frames; k++) later.push_back({k});
+            for (auto& x : later) sent.push_back(box.start_send(block_of(x), DType::i32, 1, 0));
+            CHECK(!sent.back()->done());
+        }
+        CHECK(g.run({Op::barrier}) == Status::ok);
+        if (g.rank() == 1) {
+            for (int32_t k = 0; k < 3 * frames; k++) {
+                CHECK(receive(box, 1, 0, 0) == counted(1, k));
+            }
+        }
+        for (auto& request : sent) {
+            CHECK(request->wait(20'000'000'000) && request->outcome().status == Status::ok);
+        }
+    });
+}
+
 TEST(an_earlier_request_gets_the_earlier_message) {
     between_two([](Group& g, Mailbox& box) {
         for (int k = 0; k < 200; k++) {
