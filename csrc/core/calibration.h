@@ -47,6 +47,8 @@ struct CopyPlan {
     // Blocks of collectives: one for all (broadcast, all_gather, gather), one for each (the
     // others).
     uint64_t shared_bytes = kNeverCopiedOnce, block_bytes = kNeverCopiedOnce;
+    // 1: the thresholds were not asked for, and what exceeds the cache is staged (move.cpp).
+    uint32_t within_cache = 0;
 };
 
 // Memory of the segment that two processes measure with.

@@ -10,7 +10,7 @@ Channel::Channel(Group& group, int index)
       size_(group.size()),
       ranks_(&group.block(0)),
       staging_(group.base() + group.layout().staging +
-               static_cast<size_t>(index * group.size()) * kStages * kStageBytes),
+               static_cast<size_t>(index * group.size()) * kBuffers * kStageBytes),
       tables_(group.base() + group.layout().tables +
               static_cast<size_t>(index * group.size()) * 2 * group.layout().table_stride),
       chunk_(group.chunk()),

@@ -167,6 +167,7 @@ class Channel {
     void copy_out(const Staged& staged, size_t chunk);
     Status move(const Call& call);
     Status move_staged(const Transfer& transfer);
+    Status move_swapped(const Transfer& transfer, size_t rounds);
     Status reduce_scatter_zero_copy(const Transfer& transfer);
     struct Address;
     void tell_address(const Transfer& transfer);
@@ -182,6 +183,7 @@ class Channel {
     Status report_lost(int rank);
     bool inlined(const Transfer& transfer, int sender) const;
     void put(const Transfer& transfer, size_t round);
+    std::byte* place(const Transfer& transfer, int sender, size_t round) const;
     const std::byte* source(const Transfer& transfer, int peer, size_t round) const;
     void take(const Transfer& transfer, size_t round);
     uint64_t place_of(const Transfer& transfer) const;
@@ -192,7 +194,13 @@ class Channel {
     // The buffer that `rank` uses after the next `ahead` ones.
     std::byte* stage(int rank, size_t ahead = 0) const {
         return staging_ +
-               (static_cast<size_t>(rank) * kStages + (use_ + ahead) % kStages) * kStageBytes;
+               (static_cast<size_t>(rank) * kBuffers + (use_ + ahead) % kStages) * kStageBytes;
+    }
+    // Where `writer`, one of two ranks, puts the piece that it swaps after the next `ahead` ones.
+    std::byte* swap_buffer(int writer, size_t ahead) const {
+        const uint64_t number = swapped_ + ahead;
+        const size_t home = static_cast<size_t>(writer) ^ (number / kSwaps % 2);
+        return staging_ + (home * kBuffers + kStages + number % kSwaps) * kStageBytes;
     }
     void next_stage(size_t used = 1) { use_ += used; }
 
@@ -204,9 +212,10 @@ class Channel {
     const size_t chunk_;  // bytes of a staging buffer that are used
 
     // Of whose turn it is; the next one's may change them.
-    uint32_t seq_ = 0;   // collectives begun
-    uint32_t tick_ = 0;  // arrivals made; equal on all ranks at equal places of the program
-    uint64_t use_ = 0;   // stages used
+    uint32_t seq_ = 0;      // collectives begun
+    uint32_t tick_ = 0;     // arrivals made; equal on all ranks at equal places of the program
+    uint64_t use_ = 0;      // stages used
+    uint64_t swapped_ = 0;  // pieces swapped
     Op op_ = Op::none;
     const Site* shown_[2] = {};                // what `site` of the own block tells
     const std::string* shown_thread_[2] = {};  // and `thread`

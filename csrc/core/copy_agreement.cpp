@@ -97,7 +97,7 @@ void Group::measure_copy_ways(CopyPlan& plan) {
     const int side = rank_ == 0 ? 0 : 1;
     std::byte* const staging = base_ + layout_.staging;
     std::byte* const stages[2] = {staging,
-                                  staging + static_cast<size_t>(partner) * kStages * kStageBytes};
+                                  staging + static_cast<size_t>(partner) * kBuffers * kStageBytes};
     const int peer_pid = block(side == 0 ? partner : 0).pid;
     measure_copies(header().copies.trial, side, peer_pid, stages, plan);
 }

@@ -13,10 +13,11 @@
 
 namespace dure {
 
+// A large last cache is shared with others: a virtual machine reports that of the whole processor.
 bool exceeds_cache(size_t bytes) {
+    constexpr size_t kMost = 32 * 1024 * 1024;
     static const long known = sysconf(_SC_LEVEL3_CACHE_SIZE);
-    constexpr size_t kGuess = 32 * 1024 * 1024;
-    return bytes > (known > 0 ? static_cast<size_t>(known) : kGuess);
+    return bytes > (known > 0 ? std::min(static_cast<size_t>(known), kMost) : kMost);
 }
 
 #if defined(DURE_STREAMS)
@@ -24,28 +25,35 @@ bool exceeds_cache(size_t bytes) {
 namespace {
 
 constexpr size_t kLineBytes = 64;
-constexpr size_t kAhead = 1024;  // bytes read ahead; the hardware stops at the end of a page
+constexpr size_t kAhead = 1024;  // bytes read ahead
+constexpr size_t kPageBytes = 4096;
+constexpr size_t kPages = 4;  // that are copied side by side
 
-// Whole lines to an aligned place.
-__attribute__((target("avx512f"))) void stream_lines_avx512(std::byte* to, const std::byte* from,
-                                                            size_t lines) {
-    for (size_t i = 0; i < lines; i++, to += kLineBytes, from += kLineBytes) {
-        _mm_prefetch(reinterpret_cast<const char*>(from + kAhead), _MM_HINT_T0);
-        _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_loadu_si512(from));
-    }
+// One line to an aligned place. (Wider stores gain nothing: they meet in the same buffer.)
+inline void stream_line(std::byte* to, const std::byte* from) {
+    const auto* in = reinterpret_cast<const __m128i*>(from);
+    auto* out = reinterpret_cast<__m128i*>(to);
+    for (int k = 0; k < 4; k++) _mm_stream_si128(out + k, _mm_loadu_si128(in + k));
 }
 
-void stream_lines_sse2(std::byte* to, const std::byte* from, size_t lines) {
-    for (size_t i = 0; i < lines; i++, to += kLineBytes, from += kLineBytes) {
+// Whole lines. What the processor reads ahead by itself ends with the page, so several pages are
+// copied side by side, two lines of each in turn; what is left goes line by line.
+void stream_lines(std::byte* to, const std::byte* from, size_t lines) {
+    constexpr size_t kBlock = kPages * kPageBytes;
+    for (; lines >= kBlock / kLineBytes;
+         lines -= kBlock / kLineBytes, to += kBlock, from += kBlock) {
+        for (size_t at = 0; at < kPageBytes; at += 2 * kLineBytes) {
+            for (size_t k = at; k < kBlock; k += kPageBytes) {
+                stream_line(to + k, from + k);
+                stream_line(to + k + kLineBytes, from + k + kLineBytes);
+            }
+        }
+    }
+    for (; lines > 0; lines--, to += kLineBytes, from += kLineBytes) {
         _mm_prefetch(reinterpret_cast<const char*>(from + kAhead), _MM_HINT_T0);
-        const auto* in = reinterpret_cast<const __m128i*>(from);
-        auto* out = reinterpret_cast<__m128i*>(to);
-        for (int k = 0; k < 4; k++) _mm_stream_si128(out + k, _mm_loadu_si128(in + k));
+        stream_line(to, from);
     }
 }
-
-const auto stream_lines =
-    __builtin_cpu_supports("avx512f") ? stream_lines_avx512 : stream_lines_sse2;
 
 }  // namespace
 

@@ -35,7 +35,9 @@ constexpr size_t kPage = 4096;
 
 constexpr size_t kInlineBytes = 32;         // payload inside an OpSlot
 constexpr size_t kStageBytes = 512 * 1024;  // one staging buffer
-constexpr size_t kStages = 4;               // used in turn
+constexpr size_t kStages = 4;               // a rank's, used in turn
+constexpr size_t kSwaps = 2;                // and those that two ranks swap (move.cpp)
+constexpr size_t kBuffers = kStages + kSwaps;
 // How much of a buffer is used at a time where each rank has a core: what several chunks occupy
 // stays in its second-level cache. Where ranks share cores barriers cost more: all of it.
 constexpr size_t kSmallChunkBytes = 128 * 1024;
@@ -175,7 +177,7 @@ struct Layout {
           tables(round_up(ranks + size * sizeof(RankBlock), kPage)),
           table_stride(round_up(2 * size * sizeof(uint64_t), 128)),
           staging(round_up(tables + size * kChannels * 2 * table_stride, kPage)),
-          rings(staging + size * kChannels * kStages * kStageBytes),
+          rings(staging + size * kChannels * kBuffers * kStageBytes),
           ring_stride(offsetof(Ring, frames) + round_up(ring_frames * sizeof(Frame), kPage) +
                       ring_bytes),
           total(rings + size * size * ring_stride) {}

@@ -14,6 +14,12 @@
 // arrived with those of round k, and takes them. The slowest rank of a round can catch up in the
 // next. Four buffers used in turn suffice, as in all_reduce.cpp, note "Chunks overlap".
 //
+// Note "Swapped". Two ranks that both send swap buffers: each puts its next piece but one into the
+// buffer out of which it has just taken the peer's, whose lines are in its own cache then; those of
+// a buffer that the peer has read would have to be called back. A buffer belongs to who has taken
+// from it, until he has put and arrived. So nobody waits before he puts, from one operation to the
+// next neither.
+//
 // Cost for blocks of B bytes and a buffer of C: ceil(B parts / C) barriers; a rank writes B parts
 // into staging and reads what is meant for it, once. A lone block of at most 32 bytes travels in
 // the line of the tick instead.
@@ -23,9 +29,11 @@
 //
 // Copied once: blocks of at least CopyPlan::block_bytes are read straight out of the others' memory
 // (single_copy.h), whose addresses stand where small data would: one barrier before, one after, no
-// staging. Between two ranks the root of a broadcast has nothing to read; it writes the second half
-// into the other's memory meanwhile (in the heap likewise). Where a copy fails, all ranks begin
-// anew through staging.
+// staging. Not where more goes between the ranks than a cache holds: the kernel looks up every
+// page, and writes results through the cache, where staging streams them past it (copying.h).
+// Between two ranks the root of a broadcast has nothing to read; it writes the second half into the
+// other's memory meanwhile (in the heap likewise). Where a copy fails, all ranks begin anew through
+// staging.
 //
 // In place: a piece is read before anything is written at its place, as long as a rank's block from
 // itself lies where its block to itself lies. A rank whose results lie where others read
@@ -46,6 +54,7 @@ struct Channel::Transfer {
     const size_t piece;         // bytes of a part
     ReduceFn kernel = nullptr;  // of reduce_scatter
     const double* factors = nullptr;
+    const bool swaps;      // two ranks, each with something for the other
     bool streams = false;  // see copying.h
 
     Transfer(const Call& c, int rank, int size, size_t chunk)
@@ -54,11 +63,23 @@ struct Channel::Transfer {
           size(size),
           shared(c.op == Op::broadcast || c.op == Op::all_gather),
           parts(shared || c.op == Op::gather || size < 3 ? 1 : static_cast<size_t>(size) - 1),
-          piece(chunk / parts / kLine * kLine) {
+          piece(chunk / parts / kLine * kLine),
+          swaps(size == 2 &&
+                (c.op == Op::all_gather || c.op == Op::all_to_all || c.op == Op::reduce_scatter)) {
         size_t touched = 0;
         for (const Block& sent : c.inputs) touched += sent.bytes;
         for (const Block& result : c.outputs) touched += result.bytes;
         streams = c.op != Op::reduce_scatter && exceeds_cache(touched * Transfer::at(size));
+    }
+
+    bool may_once(const CopyPlan& plan) const { return plan.permitted && !kernel && size > 1; }
+    // Whether blocks of at most `longest` bytes are to be copied once.
+    bool once(const CopyPlan& plan, size_t longest) const {
+        if (!may_once(plan) || longest < least_copied_once(plan)) return false;
+        const size_t others = Transfer::at(size) - 1;
+        const bool from_all = call.op == Op::all_gather || call.op == Op::all_to_all;
+        const size_t sent = longest * others * (from_all ? others + 1 : 1);
+        return !plan.within_cache || !exceeds_cache(sent);
     }
 
     Block to(int peer) const {
@@ -88,9 +109,10 @@ struct Channel::Transfer {
                 return call.outputs[at(peer)];
         }
     }
-    uint64_t least_copied_once(const CopyPlan& plan) const {
-        if (call.op == Op::broadcast && size == 2) return plan.message_bytes;  // both copy
-        return shared || call.op == Op::gather ? plan.shared_bytes : plan.block_bytes;
+    size_t least_copied_once(const CopyPlan& plan) const {
+        uint64_t least = shared || call.op == Op::gather ? plan.shared_bytes : plan.block_bytes;
+        if (call.op == Op::broadcast && size == 2) least = plan.message_bytes;  // both copy
+        return std::max<uint64_t>(least, kInlineBytes + 1);
     }
     // Where in `sender`'s buffer the piece for `receiver` begins.
     size_t offset(int sender, int receiver) const {
@@ -147,9 +169,14 @@ bool Channel::inlined(const Transfer& t, int sender) const {
     return t.parts == 1 && s.even && s.bytes <= kInlineBytes;
 }
 
-// Put this round's pieces into this rank's buffer.
+// Where `sender` puts the round's pieces.
+std::byte* Channel::place(const Transfer& t, int sender, size_t round) const {
+    if (inlined(t, sender)) return slot(sender).inlined;
+    return t.swaps ? swap_buffer(sender, round) : stage(sender, round);
+}
+
 void Channel::put(const Transfer& t, size_t round) {
-    std::byte* buffer = inlined(t, rank_) ? slot(rank_).inlined : stage(rank_, round);
+    std::byte* buffer = place(t, rank_, round);
     for (int peer = 0; peer < size_; peer++) {
         if (peer == rank_) continue;
         const Block piece = t.cut(t.to(peer), round);
@@ -160,7 +187,7 @@ void Channel::put(const Transfer& t, size_t round) {
 
 // Where the round's piece from `peer` to this rank lies.
 const std::byte* Channel::source(const Transfer& t, int peer, size_t round) const {
-    return (inlined(t, peer) ? slot(peer).inlined : stage(peer, round)) + t.offset(peer, rank_);
+    return place(t, peer, round) + t.offset(peer, rank_);
 }
 
 void Channel::take(const Transfer& t, size_t round) {
@@ -182,6 +209,7 @@ void Channel::take(const Transfer& t, size_t round) {
 // The first round's pieces have been put and met for.
 Status Channel::move_staged(const Transfer& t) {
     const size_t rounds = std::max(most_bytes() + t.piece - 1, t.piece) / t.piece;
+    if (t.swaps) return move_swapped(t, rounds);
     for (size_t k = 0; k < rounds; k++) {
         const bool more = k + 1 < rounds;
         if (more) {
@@ -194,6 +222,26 @@ Status Channel::move_staged(const Transfer& t) {
         take(t, k);
     }
     next_stage(rounds);
+    return Status::ok;
+}
+
+Status Channel::move_swapped(const Transfer& t, size_t rounds) {
+    for (size_t k = 0; k < rounds; k++) {
+        if (k == 0 && rounds > 1) {
+            put(t, 1);
+            arrive();
+        }
+        if (k > 0) {
+            const uint32_t lag = k + 1 < rounds ? 1 : 0;
+            if (Status s = await_all_but(lag); s != Status::ok) return s;
+        }
+        take(t, k);
+        if (k + 2 < rounds) {
+            put(t, k + 2);
+            arrive();
+        }
+    }
+    swapped_ += rounds;
     return Status::ok;
 }
 
@@ -399,26 +447,27 @@ Status Channel::move(const Call& call) {
     else
         write_block_header(call, place);
     const CopyPlan& plan = group_.copies();
-    const size_t least = std::max<uint64_t>(t.least_copied_once(plan), kInlineBytes + 1);
-    const bool may_once = plan.permitted && !t.kernel && size_ > 1;
-    const bool large = may_once && longest_block(rank_) >= least;
-    const bool puts = place == 0 && !large;  // expects to need the stage
-    if (large || (may_once && !slot(rank_).even)) tell_address(t);
+    const size_t least = t.least_copied_once(plan);
+    const bool once = t.once(plan, longest_block(rank_));
+    const bool puts = place == 0 && !once;  // expects to need the stage
+    if (once || (t.may_once(plan) && !slot(rank_).even)) tell_address(t);
     if (puts) put(t, 0);
     if (Status s = exchange_headers(); s != Status::ok) return s;
     if (call.reduction == Reduction::premul_sum) t.factors = factors();
     const InHeap tensors = t.kernel ? in_heap() : senders_in_heap(t);
     if (tensors == InHeap::all && t.kernel) return reduce_scatter_zero_copy(t);
-    const bool any_large = may_once && most_bytes() >= least;
-    if (tensors == InHeap::all || (any_large && all_readable(t, least))) {
+    const bool all_once = t.once(plan, most_bytes());
+    if (tensors == InHeap::all || (all_once && all_readable(t, least))) {
         bool shares = call.op == Op::broadcast && size_ == 2;
         if (shares && slot(1 - call.root).heap == 0) {
-            shares = may_once && told_address(1 - call.root, least);
+            shares = all_once && told_address(1 - call.root, least);
         }
         return move_once(t, shares);
     }
     // Some rank may not have put its first pieces yet.
-    if (tensors == InHeap::some || any_large) {
+    bool some_once = false;
+    for (int r = 0; r < size_; r++) some_once = some_once || t.once(plan, longest_block(r));
+    if (tensors == InHeap::some || some_once) {
         if (!puts) put(t, 0);
         if (Status s = barrier(); s != Status::ok) return s;
     }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "copying.h"
 #include "harness.h"
 
 namespace dure {
@@ -190,6 +191,65 @@ TEST(where_the_kernel_refuses_later_all_begin_anew_through_staging) {
             g.close();
         });
     });
+}
+
+// Rank 1 keeps a block for itself that is too long to be copied once; rank 0 learns that only when
+// it has told where its own block lies.
+TEST(a_long_block_of_one_rank_has_all_blocks_staged) {
+    single_copies = kMeasureCopies;
+    on_threads(2, [](Group& g) {
+        const CopyPlan& plan = g.copies();
+        CHECK(plan.permitted && plan.within_cache);
+        constexpr size_t kShort = 70'000, kLong = 10'000'000;  // 280 KB, 40 MB
+        const size_t own = g.rank() == 0 ? kShort : kLong;
+        CHECK(kShort * 4 > plan.block_bytes);
+        const auto me = static_cast<size_t>(g.rank()), peer = 1 - me;
+        std::vector<std::vector<int32_t>> in(2), out(2);
+        in[me].assign(own, 10 * g.rank());
+        in[peer].assign(kShort, 10 * g.rank() + 1);
+        out[me].assign(own, -1);
+        out[peer].assign(kShort, -1);
+        CHECK(g.run({Op::all_to_all,
+                     DType::i32,
+                     Reduction::none,
+                     -1,
+                     {block_of(in[0]), block_of(in[1])},
+                     {block_of(out[0]), block_of(out[1])}}) == Status::ok);
+        CHECK(out[me] == std::vector<int32_t>(own, 10 * g.rank()));
+        CHECK(out[peer] == std::vector<int32_t>(kShort, 10 * static_cast<int>(peer) + 1));
+        g.close();
+    });
+}
+
+// Blocks that are copied once as long as a cache holds them, and streamed from there on.
+TEST(blocks_of_all_lengths_arrive_whichever_way_they_take) {
+    single_copies = kMeasureCopies;
+    for (int n : {2, 3}) {
+        on_processes(n, [](Group& g) {
+            for (size_t count : {5'000, 500'000, 5'000'003}) move_everything(g, count);
+            g.close();
+        });
+    }
+}
+
+// Around the blocks that are copied page by page, from and to odd addresses; nothing beside is
+// touched.
+TEST(streamed_copies_are_whole_and_touch_nothing_else) {
+    constexpr size_t kBlock = 4 * kPage, kRoom = 3 * kBlock;
+    std::vector<uint8_t> from(kRoom), to;
+    for (size_t i = 0; i < kRoom; i++) from[i] = static_cast<uint8_t>(i * 7 + i / 256);
+    for (size_t bytes : {size_t{0}, size_t{1}, size_t{63}, size_t{200}, kBlock - 1, kBlock,
+                         kBlock + 64, kBlock + 65, 2 * kBlock + 127}) {
+        for (size_t skew : {0, 1, 64, 100}) {
+            to.assign(kRoom, 255);
+            auto* out = reinterpret_cast<std::byte*>(to.data()) + skew;
+            stream_copy(out, reinterpret_cast<std::byte*>(from.data()) + 3, bytes);
+            for (size_t i = 0; i < kRoom; i++) {
+                const bool inside = i >= skew && i < skew + bytes;
+                CHECK(to[i] == (inside ? from[i - skew + 3] : 255));
+            }
+        }
+    }
 }
 
 // ---- ends in between ----------------------------------------------------------------------------
