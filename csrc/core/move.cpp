@@ -175,6 +175,7 @@ std::byte* Channel::place(const Transfer& t, int sender, size_t round) const {
     return t.swaps ? swap_buffer(sender, round) : stage(sender, round);
 }
 
+// Put this round's pieces into this rank's buffer.
 void Channel::put(const Transfer& t, size_t round) {
     std::byte* buffer = place(t, rank_, round);
     for (int peer = 0; peer < size_; peer++) {
@@ -225,6 +226,7 @@ Status Channel::move_staged(const Transfer& t) {
     return Status::ok;
 }
 
+// As above; what follows a piece but one goes where that piece was taken.
 Status Channel::move_swapped(const Transfer& t, size_t rounds) {
     for (size_t k = 0; k < rounds; k++) {
         if (k == 0 && rounds > 1) {
