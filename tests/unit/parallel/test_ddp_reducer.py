@@ -301,7 +301,7 @@ class BrokenGroup(FakeGroup):
             def wait(self, timeout: object = None) -> bool:
                 raise PeerLost("rank 1 is gone", peer=1)
 
-        return Failed(None, [tensor], fields={"op": "all_reduce"})
+        return Failed(None, [tensor], op="all_reduce")
 
 
 def test_reductions_behind_one_that_failed_are_dropped_without_a_word():
