@@ -4,7 +4,7 @@
 //
 //   inline     S <= 32      one barrier; data travel in the line of the tick
 //   one-shot   S <= 16 KiB  one barrier: every rank publishes S bytes, reads (n-1) S, and reduces
-//                           everything itself
+//                           everything itself; two ranks swap buffers (move.cpp, "Swapped")
 //   pairwise   n = 2        "Pairwise exchange" below: ceil(S / C) + 1 barriers; writes S, of
 //                           others too
 //   two-shot   larger       ceil(S / C) + 1 barriers. A chunk is cut into n slices, one a rank.
@@ -115,16 +115,21 @@ Status Channel::reduce_inline(Block tensor, int root, ReduceFn kernel) {
 }
 
 Status Channel::reduce_one_shot(Block tensor, int root, ReduceFn kernel) {
-    std::memcpy(stage(rank_), tensor.data, tensor.bytes);
+    const auto published = [&](int r) { return size_ == 2 ? swap_buffer(r, 0) : stage(r); };
+    std::memcpy(published(rank_), tensor.data, tensor.bytes);
     const size_t count = tensor.bytes / item_bytes(slot(rank_).dtype);
     if (Status s = exchange_headers(); s != Status::ok) return s;
     if (root < 0 || root == rank_) {
         Places places;
-        for (int r = 0; r < size_; r++) places.from[r] = r == rank_ ? tensor.data : stage(r);
+        for (int r = 0; r < size_; r++) places.from[r] = r == rank_ ? tensor.data : published(r);
         places.to[0] = tensor.data;
         combine(kernel, places.to, 1, places.from, count);
     }
-    next_stage();
+    if (size_ == 2) {
+        swapped_++;
+    } else {
+        next_stage();
+    }
     return Status::ok;
 }
 
