@@ -127,6 +127,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "reduce_scatter_tensor",
     ),
     "dure.comm.backends.registry": ("known_backends", "register_backend"),
+    "dure.mesh": ("DeviceMesh", "init_device_mesh"),
     "dure.data.loader": ("DataLoader",),
     "dure.data.partition": ("DataPartitioner", "Partition"),
     "dure.data.sampler": ("DistributedSampler",),
@@ -175,7 +176,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "dure.trace.line": ("progress",),
     "dure.parallel.metrics": ("StepMeter", "StepReport", "StepSplit", "TensorBoardWriter"),
 }
-_MODULES = frozenset({"checkpoint", "elastic", "trace"})
+_MODULES = frozenset({"checkpoint", "device_mesh", "elastic", "trace"})
 """Modules that are used under their own name, as `dure.trace.dump()`."""
 
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -62,7 +62,7 @@ class Axis:
     @property
     def stride(self) -> int | tuple[int, ...]:
         """Distance of neighbours; one for each digit where neighbours are not evenly apart."""
-        strides = tuple(stride for _, stride in self.digits)
+        strides = tuple(stride for _, stride in self.digits) or (1,)
         return strides[0] if len(strides) == 1 else strides
 
     def positions(self) -> list[int]:
@@ -163,7 +163,9 @@ class Layout:
         """
         joined = Layout(tuple(axis for layout in layouts for axis in layout.axes))
         if not joined.is_nested():
-            raise MeshError("the axes overlap", seen=f"sizes {joined.shape}, strides {joined.stride}")
+            raise MeshError(
+                "the axes overlap", seen=f"sizes {joined.shape}, strides {joined.stride}"
+            )
         return joined
 
     def is_nested(self) -> bool:
@@ -200,8 +202,8 @@ class Layout:
 
     def copies(self, size: int) -> list[list[int]]:
         """Return the positions of each copy of the layout in an array of `size`."""
-        own = self.positions()
-        return [[first + position for position in own] for first in self.complement(size).positions()]
+        own, firsts = self.positions(), self.complement(size).positions()
+        return [[first + position for position in own] for first in firsts]
 
     def coordinate(self, position: int) -> tuple[int, ...]:
         """Return where a position stands on each axis of the copy that it is in."""

@@ -365,7 +365,7 @@ def test_new_groups_makes_all_axes_of_a_mesh_at_once():
 def test_new_groups_that_disagree_raise_desync_with_both_lines():
     def body(rank):
         with pytest.raises(Desync) as caught:
-            new_groups([[0, 1], [0, 1]], Kind(backend=("threads", "gloo")[rank]))
+            new_groups([[0, 1], [0, 1]], [Kind(backend=("threads", "gloo")[rank])] * 2)
         return caught.value.calls
 
     said = run_ranks(2, body)[0]

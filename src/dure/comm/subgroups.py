@@ -98,7 +98,7 @@ def new_group(
         A barrier of the world, and some round trips to the store: milliseconds.
     """
     kind = Kind(timeout, backend, pg_options, group_desc, device_id)
-    return _new_groups([ranks], kind, use_local_synchronization, sort_ranks, "new_group")[0]
+    return _new_groups([ranks], [kind], use_local_synchronization, sort_ranks, "new_group")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +112,14 @@ class Kind:
     device_id: torch.device | None = None
 
 
-def new_groups(rank_lists: Sequence[Sequence[int]], kind: Kind | None = None) -> list[Group]:
+def new_groups(
+    rank_lists: Sequence[Sequence[int]], kinds: Sequence[Kind] | None = None
+) -> list[Group]:
     """Create several groups at once, which may overlap: all axes of a mesh, say.
 
     Args:
         rank_lists: The global ranks of each group, in the order of their ranks in it.
-        kind: What the groups are to be.
+        kinds: What each group is to be.
 
     Returns:
         The groups, `GroupMember.NON_GROUP_MEMBER` for those that this rank is not in.
@@ -128,15 +130,20 @@ def new_groups(rank_lists: Sequence[Sequence[int]], kind: Kind | None = None) ->
     Cost:
         That of one group (comm/creation.py).
     """
-    return _new_groups(rank_lists, kind or Kind(), False, False, "new_groups")
+    kinds = [Kind()] * len(rank_lists) if kinds is None else kinds
+    return _new_groups(rank_lists, kinds, False, False, "new_groups")
 
 
 def _new_groups(
-    rank_lists: Sequence[Sequence[int] | None], kind: Kind, local: bool, sort: bool, op: str
+    rank_lists: Sequence[Sequence[int] | None],
+    kinds: Sequence[Kind],
+    local: bool,
+    sort: bool,
+    op: str,
 ) -> list[Group]:
     world = current_world()
     default = world.need_default()
-    limit = as_timeout(kind.timeout, default.timeout)
+    limits = [as_timeout(kind.timeout, default.timeout) for kind in kinds]
     lists = [
         check_ranks(range(default.size()) if ranks is None else ranks, default.size(), op)
         for ranks in rank_lists
@@ -152,11 +159,11 @@ def _new_groups(
             pg_options=kind.pg_options,
             device_id=kind.device_id,
         )
-        for ranks in lists
+        for ranks, kind, limit in zip(lists, kinds, limits, strict=True)
     ]
     rendezvous = world.rendezvous
     assert rendezvous is not None
-    soon = min(limit, RENDEZVOUS_LIMIT)
+    soon = min(*limits, RENDEZVOUS_LIMIT)
     rendezvous.secure(default.gone, soon.total_seconds())
     if not local:
         _announce(default, lists, soon)
@@ -325,7 +332,8 @@ def new_subgroups_by_enumeration(
                 )
             owner[r] = i
     kind = Kind(timeout, backend, pg_options, group_desc)
-    groups = _new_groups(ranks_per_subgroup_list, kind, False, True, op)
+    kinds = [kind] * len(ranks_per_subgroup_list)
+    groups = _new_groups(ranks_per_subgroup_list, kinds, False, True, op)
     own = [g for g in groups if g is not GroupMember.NON_GROUP_MEMBER]
     return (own[0] if own else GroupMember.NON_GROUP_MEMBER), groups
 

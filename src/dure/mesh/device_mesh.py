@@ -1,0 +1,677 @@
+"""`DeviceMesh`: the ranks of a job as an array with named axes.
+
+A mesh is a layout (layout.py) over the ranks of its *root*, the mesh that it was cut from, and one
+group for each of its axes. Slicing, flattening, splitting and joining change the layout alone; the
+groups belong to the root, which has at most one for the same axis. So sub-meshes cost nothing, and
+asking for one twice gives the same object.
+
+A root's groups are its own, even where another root has groups of the same ranks: programs that
+use two meshes at once cannot get into each other's order of calls. The one exception is torch's: an
+axis that is the whole world, in order, uses the default group.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from dure import env
+from dure.comm.group import ProcessGroup
+from dure.comm.init import init_process_group
+from dure.comm.subgroups import Kind, new_groups
+from dure.comm.world import GroupMember, World, current_world
+from dure.errors import MeshError, NotInGroupError
+from dure.layout import Axis, Layout
+from dure.mesh.picture import draw
+
+__all__ = ["DeviceMesh", "current_mesh", "init_device_mesh"]
+
+BackendOverride = str | object | tuple[str, object]
+"""A backend's name, its options, or both."""
+
+_current: contextvars.ContextVar[tuple[DeviceMesh, ...]] = contextvars.ContextVar(
+    "dure_meshes", default=()
+)
+_roots: weakref.WeakKeyDictionary[World, weakref.WeakSet[_Root]] = weakref.WeakKeyDictionary()
+_numbers = itertools.count()
+
+
+def current_mesh() -> DeviceMesh | None:
+    """Return the mesh of the innermost ``with mesh:`` block; None outside of one."""
+    entered = _current.get()
+    return entered[-1] if entered else None
+
+
+class _Root:
+    """What all meshes that are cut from one have in common: the ranks and the groups."""
+
+    def __init__(self, device_type: str, ranks: tuple[int, ...], rank: int) -> None:
+        self.device_type = device_type
+        self.ranks = ranks
+        self.rank = rank
+        self.position = ranks.index(rank) if rank in ranks else None
+        self.groups: dict[Axis, ProcessGroup | None] = {}
+        self.flattened: dict[str, Axis] = {}
+        self.meshes: dict[tuple[Layout, tuple[str, ...] | None], DeviceMesh] = {}
+        self.first: DeviceMesh
+
+    def open_groups(self, axes: Sequence[Axis], kinds: Sequence[Kind]) -> None:
+        """Make the groups along these axes, those of all ranks, in one exchange."""
+        default = current_world().need_default()
+        lists: list[list[int]] = []
+        kind_of: list[Kind] = []
+        for axis, kind in zip(axes, kinds, strict=True):
+            copies = Layout((axis,)).copies(len(self.ranks))
+            ranks = [[self.ranks[position] for position in copy] for copy in copies]
+            plain = kind.backend is None and kind.pg_options is None
+            if plain and ranks == [list(default.global_ranks)] and self._fits(default):
+                self.groups[axis] = default
+                continue
+            lists += ranks
+            kind_of += [kind] * len(ranks)
+        groups = new_groups(lists, kind_of) if lists else []
+        mine = [g for g in groups if g is not GroupMember.NON_GROUP_MEMBER]
+        left = [axis for axis in axes if axis not in self.groups]
+        self.groups |= zip(left, mine or [None] * len(left), strict=True)
+
+    def _fits(self, group: ProcessGroup) -> bool:
+        """Tell whether a group can reach tensors of the mesh's device."""
+        return self.device_type in group.device_types
+
+
+class DeviceMesh:
+    """The ranks of a job as an array, with a process group along each axis.
+
+    Args:
+        device_type: Where tensors of the mesh are: "cpu" or "cuda".
+        mesh: Global ranks, as nested lists or an integer tensor. They may be a part of the world:
+            on the other ranks the coordinate is None.
+        mesh_dim_names: A name for each axis.
+        backend_override: For each axis (backend, options), None for what the world has.
+        _init_backend: Whether to make the groups.
+        _rank: The global rank to look from; that of the world's default group where None.
+
+    Raises:
+        MeshError: A rank is out of range or there twice; names that are no names, twice, or of
+            another number; a device type with an index.
+        Desync: Ranks gave different meshes (see `new_group`).
+
+    Collective:
+        All ranks of the world make a mesh, whether they are in it or not; with
+        ``_init_backend=False`` nothing is sent.
+
+    Cost:
+        That of one group, however many axes: see `new_group`.
+
+    Threads:
+        From any. A mesh never changes, except that `_flatten` adds a name to its root.
+    """
+
+    _root: _Root
+    _layout: Layout
+    _names: tuple[str, ...] | None
+    _shape: tuple[int, ...]
+    _coordinate: tuple[int, ...] | None
+    _ranks: tuple[int, ...]
+    number: int
+    """Tells meshes apart that live at once in one process; equal meshes may have different ones."""
+
+    def __init__(
+        self,
+        device_type: str,
+        mesh: object = None,
+        *,
+        mesh_dim_names: Sequence[str] | None = None,
+        backend_override: Sequence[tuple[str | None, object]] | None = None,
+        _init_backend: bool = True,
+        _rank: int | None = None,
+    ) -> None:
+        _check_device_type(device_type)
+        if mesh is None:
+            raise MeshError("a mesh is made of ranks", fix="Pass mesh=[[0, 1], [2, 3]], say.")
+        array = _as_array(mesh)
+        names = _check_names(mesh_dim_names, array.ndim)
+        if _init_backend and current_world().default is None:
+            init_process_group()
+        rank = current_world().need_default().rank() if _rank is None else _rank
+        root = _Root(device_type, tuple(array.flatten().tolist()), rank)
+        if _init_backend:
+            _check_ranks(root.ranks, current_world().need_default().size(), tuple(array.shape))
+            _choose_device(device_type)
+        else:
+            _check_ranks(root.ranks, None, tuple(array.shape))
+        self._settle(root, Layout.row_major(tuple(array.shape)), names)
+        root.first = self
+        if _init_backend:
+            root.open_groups(self._layout.axes, self._kinds(backend_override))
+            _roots.setdefault(current_world(), weakref.WeakSet()).add(root)
+
+    @staticmethod
+    def _cut(root: _Root, layout: Layout, names: tuple[str, ...] | None) -> DeviceMesh:
+        """Return the mesh of a root that has this layout and these names, always the same."""
+        mesh = root.meshes.get((layout, names))
+        if mesh is None:
+            mesh = DeviceMesh.__new__(DeviceMesh)
+            mesh._settle(root, layout, names)
+        return mesh
+
+    def _settle(self, root: _Root, layout: Layout, names: tuple[str, ...] | None) -> None:
+        self._root, self._layout, self._names = root, layout, names
+        self._shape = layout.shape
+        position = root.position
+        first = 0 if position is None else layout.first(position)
+        self._ranks = tuple(root.ranks[first + step] for step in layout.positions())
+        self._coordinate = None if position is None else layout.coordinate(position)
+        self.number = next(_numbers)
+        root.meshes[layout, names] = self
+
+    def _kinds(self, overrides: Sequence[tuple[str | None, object]] | None) -> list[Kind]:
+        overrides = [(None, None)] * self.ndim if overrides is None else overrides
+        if len(overrides) != self.ndim:
+            raise MeshError(
+                "backend_override has one entry for each axis",
+                seen=f"{len(overrides)} for {self.ndim} axes",
+            )
+        return [
+            Kind(backend=backend, pg_options=options, group_desc=f"mesh_{name}")
+            for name, (backend, options) in zip(self._axis_names(), overrides, strict=True)
+        ]
+
+    @staticmethod
+    def from_group(
+        group: ProcessGroup | Sequence[ProcessGroup],
+        device_type: str,
+        mesh: object = None,
+        *,
+        mesh_dim_names: Sequence[str] | None = None,
+    ) -> DeviceMesh:
+        """Make a mesh over groups that exist.
+
+        Args:
+            group: One group for a mesh of one axis, or this rank's group along each axis.
+            device_type: As for `DeviceMesh`.
+            mesh: The global ranks; required with a list of groups.
+            mesh_dim_names: Required with a list of groups.
+
+        Raises:
+            MeshError: A group's ranks are not those along its axis of `mesh`.
+
+        Collective:
+            Sends nothing.
+        """
+        if isinstance(group, ProcessGroup):
+            groups = [group]
+            mesh = list(group.global_ranks) if mesh is None else mesh
+        else:
+            groups = list(group)
+            if not groups or mesh is None or mesh_dim_names is None:
+                raise MeshError("a list of groups needs a group, mesh and mesh_dim_names")
+        made = DeviceMesh(device_type, mesh, mesh_dim_names=mesh_dim_names, _init_backend=False)
+        if made.ndim != len(groups):
+            raise MeshError(
+                "the mesh has one axis for each group",
+                seen=f"{made.ndim} axes and {len(groups)} groups",
+            )
+        for number, (axis, one) in enumerate(zip(made._layout.axes, groups, strict=True)):
+            expected = made._along(axis)
+            if one.global_ranks != expected:
+                raise MeshError(
+                    f"the group of axis {number} has other ranks than the mesh",
+                    seen=f"the group has {list(one.global_ranks)}, the mesh "
+                    f"{None if expected is None else list(expected)}",
+                )
+            made._root.groups[axis] = one
+        _roots.setdefault(current_world(), weakref.WeakSet()).add(made._root)
+        return made
+
+    # ---------------------------------------------------------------- what it is
+
+    @property
+    def device_type(self) -> str:
+        """Where tensors of the mesh are: "cpu", "cuda"."""
+        return self._root.device_type
+
+    @property
+    def mesh(self) -> torch.Tensor:
+        """The global ranks, an int tensor of the mesh's shape; of a sub-mesh, this rank's."""
+        if self._coordinate is None and self is not self._root.first:
+            raise MeshError(
+                "a rank outside the mesh has no sub-mesh of it",
+                seen=f"rank {self._root.rank} is none of {list(self._root.ranks)}",
+            )
+        return torch.tensor(self._ranks, dtype=torch.int, device="cpu").reshape(self._shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Size of each axis."""
+        return self._shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self._shape)
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...] | None:
+        """Name of each axis; None where it has none."""
+        return self._names
+
+    def size(self, mesh_dim: int | str | None = None) -> int:
+        """Return the number of ranks along an axis, or of the mesh."""
+        return self._layout.size if mesh_dim is None else self._shape[self._axis(mesh_dim)]
+
+    def get_rank(self) -> int:
+        """Return this rank's global rank."""
+        return self._root.rank
+
+    def get_coordinate(self) -> tuple[int, ...] | None:
+        """Return where this rank stands on each axis; None if it is not in the mesh."""
+        return self._coordinate
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """Return where this rank stands on an axis, which a mesh of one axis need not be told.
+
+        Raises:
+            NotInGroupError: This rank is not in the mesh.
+        """
+        axis = self._only_axis("get_local_rank") if mesh_dim is None else self._axis(mesh_dim)
+        return self._inside()[axis]
+
+    def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
+        """Return this rank's group along an axis, which a mesh of one axis need not be told.
+
+        Args:
+            mesh_dim: Number or name of an axis, or a name made by `_flatten`.
+
+        Raises:
+            MeshError: No such axis; the mesh was made without groups.
+            NotInGroupError: This rank is not in the mesh.
+        """
+        if isinstance(mesh_dim, str) and mesh_dim in self._flat_names():
+            axis = self._root.flattened[mesh_dim]
+        elif mesh_dim is None:
+            axis = self._layout.axes[self._only_axis("get_group")]
+        else:
+            axis = self._layout.axes[self._axis(mesh_dim)]
+        self._inside()
+        group = self._root.groups.get(axis)
+        if group is None:
+            raise MeshError(
+                "this mesh has no process groups",
+                seen=f"{self!r}",
+                fix="Make it with init_device_mesh(), on all ranks. Unpickled, a mesh has the "
+                "groups of an equal one that was made before.",
+            )
+        return group
+
+    def get_all_groups(self) -> list[ProcessGroup]:
+        """Return this rank's group along each axis."""
+        return [self.get_group(axis) for axis in range(self.ndim)]
+
+    def _inside(self) -> tuple[int, ...]:
+        if self._coordinate is None:
+            raise NotInGroupError(
+                "this rank is not in the mesh",
+                rank=self._root.rank,
+                seen=f"its ranks are {list(self._root.ranks)}",
+                fix="Ask get_coordinate(), which is None outside.",
+            )
+        return self._coordinate
+
+    def _along(self, axis: Axis) -> tuple[int, ...] | None:
+        """Return the global ranks on this rank's copy of an axis."""
+        root = self._root
+        if root.position is None:
+            return None
+        first = Layout((axis,)).first(root.position)
+        return tuple(root.ranks[first + step] for step in axis.positions())
+
+    # ---------------------------------------------------------------- its axes
+
+    def _axis_names(self) -> tuple[str, ...]:
+        return self._names or tuple(f"dim_{axis}" for axis in range(self.ndim))
+
+    def _only_axis(self, op: str) -> int:
+        if self.ndim != 1:
+            raise MeshError(
+                f"{op} needs to know which axis, where there is not one alone",
+                seen=f"{self!r}",
+                fix=f"Pass mesh_dim: a number below {self.ndim}"
+                + (f", or one of {', '.join(self._names)}." if self._names else "."),
+            )
+        return 0
+
+    def _axis(self, mesh_dim: int | str) -> int:
+        """Return the number of an axis that is given by name or number."""
+        if isinstance(mesh_dim, str):
+            if self._names is not None and mesh_dim in self._names:
+                return self._names.index(mesh_dim)
+        elif -self.ndim <= mesh_dim < self.ndim:
+            return mesh_dim % self.ndim
+        raise MeshError(f"the mesh has no axis {mesh_dim!r}", seen=f"{self!r}")
+
+    def _flat_names(self) -> list[str]:
+        """Return names made by `_flatten` whose ranks are all in this mesh."""
+        own = set(self._layout.positions())
+        return [n for n, axis in self._root.flattened.items() if own.issuperset(axis.positions())]
+
+    def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
+        """Return the sub-mesh of the axes named, in that order, that this rank is in.
+
+        Names made by `_flatten` are names too. The same names give the same object.
+
+        Raises:
+            MeshError: No such name; two of them share ranks.
+        """
+        names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
+        if self._names is None:
+            raise MeshError("a mesh without names cannot be sliced", fix="Pass mesh_dim_names.")
+        own = dict(zip(self._names, self._layout.axes, strict=True))
+        flat = {name: self._root.flattened[name] for name in self._flat_names()}
+        unknown = [name for name in names if name not in own and name not in flat]
+        if unknown or not names:
+            raise MeshError(
+                "the mesh has no such axis",
+                seen=f"{mesh_dim_names!r}; it has {', '.join([*own, *flat])}",
+            )
+        axes = Layout.concatenate(Layout((own.get(name) or flat[name],)) for name in names)
+        return self._cut(self._root, axes, _check_names(names, None))
+
+    def _flatten(
+        self, mesh_dim_name: str | None = None, backend_override: BackendOverride | None = None
+    ) -> DeviceMesh:
+        """Return the mesh of one axis with all ranks of this one, and name it in the root.
+
+        Args:
+            mesh_dim_name: Its name; those of this mesh's axes joined by "_" where None.
+            backend_override: Backend, options, or both, of its group.
+
+        Raises:
+            MeshError: The name is taken by other ranks; this mesh has no names.
+
+        Collective:
+            All ranks of the world, unless the root has a group along these ranks already.
+        """
+        if self._names is None:
+            raise MeshError("a mesh without names cannot be flattened", fix="Pass mesh_dim_names.")
+        name = mesh_dim_name or "_".join(self._names)
+        root, axis = self._root, self._layout.flatten()
+        if self.ndim == 1 and name in self._names:
+            return self
+        taken = dict(zip(root.first._names or (), root.first._layout.axes, strict=False))
+        if name in taken or root.flattened.get(name, axis) != axis:
+            raise MeshError(
+                f"the name {name!r} is taken",
+                seen=f"the root has {', '.join([*taken, *root.flattened])}",
+                fix="Pass another mesh_dim_name.",
+            )
+        flat = self._cut(root, Layout((axis,)), (name,))
+        self._open(
+            [axis],
+            flat._kinds(
+                _overrides({} if backend_override is None else {0: backend_override}, (name,))
+            ),
+        )
+        root.flattened[name] = axis
+        return flat
+
+    def _unflatten(
+        self,
+        dim: int | str,
+        mesh_sizes: Sequence[int],
+        mesh_dim_names: Sequence[str],
+        backend_override: Mapping[int | str, BackendOverride] | None = None,
+    ) -> DeviceMesh:
+        """Return this mesh with one axis split into several, the last running fastest.
+
+        Args:
+            dim: The axis, by number or name.
+            mesh_sizes: Sizes of the parts; their product is that of the axis.
+            mesh_dim_names: Names of the parts.
+            backend_override: By name or number of a part, its group's backend, options, or both.
+
+        Raises:
+            MeshError: The sizes do not fit; a name is there already.
+
+        Collective:
+            All ranks of the world, unless the root has groups along the parts already.
+        """
+        axis, parts = self._axis(dim), tuple(mesh_dim_names)
+        if self._names is None or len(parts) != len(mesh_sizes):
+            raise MeshError(
+                "each part of an axis has a name, as the other axes have",
+                seen=f"sizes {tuple(mesh_sizes)}, names {parts}, in {self!r}",
+            )
+        names = _check_names((*self._names[:axis], *parts, *self._names[axis + 1 :]), None)
+        split = self._cut(self._root, self._layout.split(axis, mesh_sizes), names)
+        made = slice(axis, axis + len(parts))
+        overrides = [(None, None)] * axis + _overrides(backend_override or {}, parts)
+        kinds = split._kinds(overrides + [(None, None)] * (split.ndim - len(overrides)))
+        self._open(split._layout.axes[made], kinds[made])
+        return split
+
+    def _open(self, axes: Iterable[Axis], kinds: Iterable[Kind]) -> None:
+        """Make the groups along axes that have none, if the mesh has groups at all."""
+        root = self._root
+        wanted = {a: k for a, k in zip(axes, kinds, strict=True) if a not in root.groups}
+        if wanted and root.groups:
+            root.open_groups(list(wanted), list(wanted.values()))
+
+    @staticmethod
+    def _concatenate(device_mesh_list: Sequence[DeviceMesh]) -> DeviceMesh:
+        """Join meshes of one root into one that has the axes of all, one after another.
+
+        Raises:
+            MeshError: They are of several roots; they share ranks; a name is there twice.
+        """
+        root = device_mesh_list[0]._root
+        if any(mesh._root is not root for mesh in device_mesh_list):
+            raise MeshError(
+                "meshes can be joined that were cut from one", seen=f"{device_mesh_list}"
+            )
+        names = tuple(name for mesh in device_mesh_list for name in mesh._names or ())
+        layout = Layout.concatenate(mesh._layout for mesh in device_mesh_list)
+        return DeviceMesh._cut(root, layout, _check_names(names or None, len(layout.axes)))
+
+    def _get_all_submeshes(self, mesh_dim_name: str) -> list[DeviceMesh]:
+        """Return the meshes along an axis, of all ranks; those without this rank have no group."""
+        axis = self._layout.axes[self._axis(mesh_dim_name)]
+        found: list[DeviceMesh] = []
+        for copy in Layout((axis,)).copies(len(self._root.ranks)):
+            ranks = tuple(self._root.ranks[position] for position in copy)
+            root = _Root(self.device_type, ranks, self._root.rank)
+            if root.position is None:
+                root.first = DeviceMesh._cut(
+                    root, Layout.row_major((len(ranks),)), (mesh_dim_name,)
+                )
+                found.append(root.first)
+            else:
+                found.append(self[mesh_dim_name])
+        return found
+
+    def _get_root_mesh(self) -> DeviceMesh:
+        """Return the mesh that this one was cut from; itself if it was not."""
+        return self._root.first
+
+    # ---------------------------------------------------------------- as a value
+
+    def __enter__(self) -> Self:
+        """Make this the mesh that functions take which are given none."""
+        _current.set((*_current.get(), self))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _current.set(_current.get()[:-1])
+
+    def _value(self) -> tuple[object, ...]:
+        return (self._root.ranks, self._layout, self._root.device_type, self._names)
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether both have the same ranks, shape, names and kind of device."""
+        return self is other or (isinstance(other, DeviceMesh) and self._value() == other._value())
+
+    def __hash__(self) -> int:
+        return hash(self._value())
+
+    def __repr__(self) -> str:
+        named = (f"{n}={s}" for n, s in zip(self._names or (), self._shape, strict=False))
+        shape = f"({', '.join(named)})" if self._names else f"{self._shape}"
+        return f"DeviceMesh({shape}, {self.device_type!r}, stride={self._layout.stride})"
+
+    def __str__(self) -> str:
+        """Draw the ranks in the grid, with the axes' names; this rank has a star."""
+        return f"{self!r}\n" + draw(self._ranks, self._shape, self._axis_names(), self._root.rank)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Return the mesh itself: its groups cannot be copied."""
+        return self
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        root, first = self._root, self._root.first
+        whole = (root.device_type, root.ranks, first._shape, first._names)
+        digits = tuple(axis.digits for axis in self._layout.axes)
+        return DeviceMesh._restore, (*whole, digits, self._names)
+
+    @staticmethod
+    def _restore(
+        device_type: str,
+        ranks: tuple[int, ...],
+        shape: tuple[int, ...],
+        names: tuple[str, ...] | None,
+        digits: tuple[tuple[tuple[int, int], ...], ...],
+        own_names: tuple[str, ...] | None,
+    ) -> DeviceMesh:
+        """Unpickle a mesh: with the groups of this rank's oldest equal root, if there is one."""
+        array = torch.tensor(ranks, dtype=torch.int).reshape(shape)
+        default = current_world().default
+        alone = DeviceMesh(
+            device_type, array, mesh_dim_names=names, _init_backend=False,
+            _rank=-1 if default is None else default.rank(),
+        )  # fmt: skip
+        live = [root for root in _roots.get(current_world(), ()) if root.first == alone]
+        root = min(live, key=lambda root: root.first.number, default=alone._root)
+        return DeviceMesh._cut(root, Layout(tuple(Axis(axis) for axis in digits)), own_names)
+
+
+def init_device_mesh(
+    device_type: str,
+    mesh_shape: Sequence[int],
+    *,
+    mesh_dim_names: Sequence[str] | None = None,
+    backend_override: Mapping[int | str, BackendOverride] | None = None,
+) -> DeviceMesh:
+    """Make a mesh of the ranks from 0, in row-major order; and the default group if there is none.
+
+    Args:
+        device_type: "cpu" or "cuda", without an index.
+        mesh_shape: Size of each axis; as many ranks as the world has, or fewer.
+        mesh_dim_names: A name for each axis.
+        backend_override: By number or name of an axis: a backend's name, its options, or both.
+
+    Raises:
+        MeshError: The mesh is larger than the world; names are twice, or of another number.
+        Desync: Ranks gave different shapes.
+
+    Collective:
+        All ranks of the world, in the mesh or not.
+
+    Cost:
+        That of one group, however many axes.
+    """
+    _check_device_type(device_type)
+    shape = tuple(mesh_shape)
+    if not all(isinstance(size, int) and size > 0 for size in shape):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise MeshError("the axes of a mesh have at least one rank each", seen=f"shape {shape}")
+    names = _check_names(mesh_dim_names, len(shape))
+    overrides = None
+    if backend_override is not None:
+        overrides = _overrides(backend_override, names or range(len(shape)))
+    ranks = torch.arange(Layout.row_major(shape).size, device="cpu").reshape(shape)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=names, backend_override=overrides)
+
+
+def _as_array(mesh: object) -> torch.Tensor:
+    try:
+        array = torch.as_tensor(mesh, device="cpu").detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise MeshError("a mesh is an array of ranks", seen=f"{mesh!r}: {error}") from None
+    if array.is_floating_point() or array.is_complex() or array.numel() == 0:
+        raise MeshError("a mesh is an array of ranks, at least one", seen=f"{mesh!r}")
+    return array
+
+
+def _check_ranks(ranks: tuple[int, ...], world_size: int | None, shape: tuple[int, ...]) -> None:
+    if world_size is not None and len(ranks) > world_size:
+        raise MeshError(
+            "the mesh is larger than the world",
+            seen=f"shape {shape} has {len(ranks)} ranks, the world {world_size}",
+            fix=f"Start {len(ranks)} ranks, or make the mesh smaller.",
+        )
+    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+    if twice:
+        raise MeshError("a rank is in the mesh twice", seen=f"ranks {twice}")
+    beyond = [r for r in ranks if r < 0 or (world_size is not None and r >= world_size)]
+    if beyond:
+        raise MeshError("no such rank", seen=f"ranks {beyond} in a world of {world_size}")
+
+
+def _check_names(names: Sequence[str] | None, ndim: int | None) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    if isinstance(names, str) or not all(isinstance(n, str) and n for n in names):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise MeshError("mesh_dim_names is a tuple of names", seen=f"{names!r}")
+    if len(set(names)) != len(names):
+        raise MeshError("each axis has a name of its own", seen=f"{tuple(names)}")
+    if ndim is not None and len(names) != ndim:
+        raise MeshError("each axis has a name", seen=f"{tuple(names)} for {ndim} axes")
+    return tuple(names)
+
+
+def _check_device_type(device_type: object) -> None:
+    if not isinstance(device_type, str) or not device_type.isalpha():
+        raise MeshError(
+            "the kind of device is a word such as 'cpu' or 'cuda', without an index",
+            seen=f"{device_type!r}",
+        )
+
+
+def _overrides(
+    given: Mapping[int | str, BackendOverride], names: Sequence[str] | Sequence[int]
+) -> list[tuple[str | None, object]]:
+    """Return (backend, options) for each axis."""
+    left: dict[int | str, Any] = dict(given)
+    found: list[tuple[str | None, object]] = []
+    for number, name in enumerate(names):
+        chosen = [left.pop(key) for key in dict.fromkeys((number, name)) if key in left]
+        if len(chosen) > 1:
+            raise MeshError(f"backend_override names axis {number} twice", seen=f"{name!r} too")
+        one = chosen[0] if chosen else None
+        pair = (
+            one if isinstance(one, tuple) else (one, None) if isinstance(one, str) else (None, one)
+        )
+        found.append(pair)
+    if left:
+        raise MeshError("backend_override names no axis", seen=f"{list(left)}, of {list(names)}")
+    return found
+
+
+def _choose_device(device_type: str) -> None:
+    """Bind this process to the GPU of its number on the host, unless the program has chosen one."""
+    if device_type == "cuda" and torch.cuda.is_available() and not torch.cuda.is_initialized():
+        local_rank = env.text("LOCAL_RANK")
+        if local_rank is not None:
+            torch.cuda.set_device(int(local_rank) % torch.cuda.device_count())

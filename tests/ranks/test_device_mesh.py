@@ -1,0 +1,342 @@
+"""Device meshes: what their axes are, whose groups they have, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import socket
+
+import pytest
+import torch
+
+import dure as dist
+from dure.comm import functional
+from dure.comm.world import new_world
+from dure.device_mesh import DeviceMesh, init_device_mesh
+from dure.errors import Desync, MeshError, NotInGroupError
+from dure.mesh import current_mesh
+from dure.testing import run_ranks
+
+NAMES = ("dp", "cp", "tp")
+
+
+def cube() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=NAMES)
+
+
+# ---- what it is ----------------------------------------------------------------------------------
+
+
+def test_a_mesh_is_the_ranks_in_row_major_order():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
+        assert mesh.mesh.tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert mesh.mesh.dtype == torch.int
+        assert (mesh.shape, mesh.ndim, mesh.device_type) == ((2, 3), 2, "cpu")
+        assert (mesh.size(), mesh.size(0), mesh.size("tp"), mesh.size(-1)) == (6, 2, 3, 3)
+        assert mesh.mesh_dim_names == ("dp", "tp")
+        assert mesh.get_rank() == rank
+        assert mesh.get_coordinate() == (rank // 3, rank % 3)
+        assert (mesh.get_local_rank("dp"), mesh.get_local_rank(1)) == (rank // 3, rank % 3)
+        return [group.global_ranks for group in mesh.get_all_groups()]
+
+    found = run_ranks(6, body)
+    assert found[0] == [(0, 3), (0, 1, 2)]
+    assert found[4] == [(1, 4), (3, 4, 5)]
+
+
+def test_an_explicit_array_may_be_part_of_the_world():
+    def body(rank):
+        mesh = DeviceMesh("cpu", [[3, 1], [0, 2]])
+        if rank == 4:
+            with pytest.raises(NotInGroupError):
+                mesh.get_group(0)
+            with pytest.raises(NotInGroupError):
+                mesh.get_local_rank(0)
+            return mesh.get_coordinate(), mesh.mesh.tolist()
+        return mesh.get_coordinate(), [g.global_ranks for g in mesh.get_all_groups()]
+
+    assert run_ranks(5, body) == [
+        ((1, 0), [(3, 0), (0, 2)]),
+        ((0, 1), [(1, 2), (3, 1)]),
+        ((1, 1), [(1, 2), (0, 2)]),
+        ((0, 0), [(3, 0), (3, 1)]),
+        (None, [[3, 1], [0, 2]]),
+    ]
+
+
+def test_a_mesh_makes_the_default_group_where_there_is_none(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(s.getsockname()[1]))
+    with new_world():
+        mesh = init_device_mesh("cpu", (1,))
+        try:
+            assert dist.get_world_size() == 1
+            assert mesh.get_group() is dist.group.WORLD
+        finally:
+            dist.destroy_process_group()
+
+
+def test_an_axis_that_is_the_world_uses_the_default_group_and_others_have_their_own():
+    def body(rank):
+        first, second = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (4,))
+        assert first.get_group() is second.get_group() is dist.group.WORLD
+        assert DeviceMesh("cpu", [3, 2, 1, 0]).get_group() is not dist.group.WORLD
+        grids = [init_device_mesh("cpu", (2, 2)) for _ in range(2)]
+        assert grids[0] == grids[1]
+        assert grids[0].get_group(1) is not grids[1].get_group(1)
+        assert grids[0].number != grids[1].number
+        assert dist.group.WORLD is not grids[0].get_group(0)
+
+    run_ranks(4, body)
+
+
+def test_collectives_run_along_an_axis():
+    def body(rank):
+        mesh = cube()
+        x = torch.tensor([rank])
+        sums = [functional.all_reduce(x, "sum", (mesh, name)).item() for name in NAMES]
+        return [*sums, functional.all_reduce(x, "sum", mesh["dp", "tp"]._flatten()).item()]
+
+    found = run_ranks(8, body)
+    assert found[0] == [0 + 4, 0 + 2, 0 + 1, 0 + 1 + 4 + 5]
+    assert found[7] == [3 + 7, 5 + 7, 6 + 7, 2 + 3 + 6 + 7]
+
+
+def test_a_backend_can_be_named_for_an_axis():
+    def body(rank):
+        mesh = init_device_mesh(
+            "cpu",
+            (2, 2),
+            mesh_dim_names=("a", "b"),
+            backend_override={"b": "gloo", 0: ("threads", None)},
+        )
+        return [group.backend_name for group in mesh.get_all_groups()]
+
+    assert run_ranks(4, body) == [["threads", "gloo"]] * 4
+
+
+# ---- its axes ------------------------------------------------------------------------------------
+
+
+def test_sub_meshes_take_axes_in_any_order_and_share_groups():
+    def body(rank):
+        mesh = cube()
+        sub = mesh["tp", "dp"]
+        assert sub.get_group("tp") is mesh.get_group("tp")
+        assert sub["dp"] is mesh["dp"]
+        assert mesh[NAMES] is mesh
+        assert sub._get_root_mesh() is mesh
+        assert mesh["cp"].get_local_rank() == rank // 2 % 2
+        return sub.mesh.tolist(), sub.get_coordinate()
+
+    found = run_ranks(8, body)
+    assert found[0] == ([[0, 4], [1, 5]], (0, 0))
+    assert found[7] == ([[2, 6], [3, 7]], (1, 1))
+
+
+def test_flattened_axes_are_named_in_the_root():
+    def body(rank):
+        mesh = cube()
+        flat = mesh["dp", "tp"]._flatten()
+        assert mesh["dp_tp"] is flat is mesh["dp", "tp"]._flatten()
+        assert mesh.get_group("dp_tp") is flat.get_group()
+        assert mesh["dp_tp", "cp"].shape == (4, 2)
+        assert mesh["dp", "tp"]["dp_tp"] is flat
+        with pytest.raises(MeshError):
+            mesh["cp"]["dp_tp"]  # ranks beyond the sub-mesh
+        with pytest.raises(MeshError):
+            mesh["dp_tp", "dp"]  # ranks twice
+        with pytest.raises(MeshError):
+            mesh["dp", "cp"]._flatten("dp_tp")  # the name means other ranks
+        with pytest.raises(MeshError):
+            mesh["dp", "cp"]._flatten("tp")
+        return flat.mesh.tolist()
+
+    found = run_ranks(8, body)
+    assert found[0] == found[5] == [0, 1, 4, 5]
+    assert found[2] == [2, 3, 6, 7]
+
+
+def test_an_axis_is_split_and_meshes_are_joined():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("world",))
+        split = mesh._unflatten("world", (2, 2, 2), NAMES)
+        assert split.mesh.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+        assert split._unflatten("dp", (2, 1), ("a", "b")).shape == (2, 1, 2, 2)
+        joined = DeviceMesh._concatenate([split["tp"], split["dp"]])
+        assert joined is split["tp", "dp"]
+        with pytest.raises(MeshError):
+            DeviceMesh._concatenate([split["dp"], split["dp"]])
+        with pytest.raises(MeshError):
+            DeviceMesh._concatenate([split["dp"], init_device_mesh("cpu", (8,))])
+        with pytest.raises(MeshError):
+            mesh._unflatten(0, (3, 2), ("a", "b"))
+        with pytest.raises(MeshError):
+            mesh._unflatten(0, (4, 2), ("a",))
+        return [split.get_group(name).global_ranks for name in NAMES]
+
+    assert run_ranks(8, body)[5] == [(1, 5), (5, 7), (4, 5)]
+
+
+def test_all_sub_meshes_along_an_axis():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        subs = mesh._get_all_submeshes("dp")
+        assert [sub.get_coordinate() is None for sub in subs] == [rank % 2 == 1, rank % 2 == 0]
+        assert subs[rank % 2] is mesh["dp"]
+        return [sub.mesh.tolist() for sub in subs]
+
+    assert run_ranks(4, body) == [[[0, 2], [1, 3]]] * 4
+
+
+def test_a_mesh_over_groups_that_exist():
+    def body(rank):
+        world = DeviceMesh.from_group(dist.group.WORLD, "cpu", mesh_dim_names=("x",))
+        assert world.get_group("x") is dist.group.WORLD
+        mesh = init_device_mesh("cpu", (2, 2))
+        groups = mesh.get_all_groups()
+        again = DeviceMesh.from_group(groups, "cpu", mesh.mesh, mesh_dim_names=("a", "b"))
+        assert again.get_all_groups() == groups
+        with pytest.raises(MeshError):
+            DeviceMesh.from_group(groups[::-1], "cpu", mesh.mesh, mesh_dim_names=("a", "b"))
+        with pytest.raises(MeshError):
+            DeviceMesh.from_group(groups, "cpu")
+        with pytest.raises(MeshError):
+            DeviceMesh.from_group(groups[0], "cpu", [0, 1, 2, 3])
+
+    run_ranks(4, body)
+
+
+# ---- as a value ----------------------------------------------------------------------------------
+
+
+def test_equality_is_of_ranks_shape_names_and_device():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        same = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "b"))
+        others = [
+            DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "c")),
+            DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("a", "b")),
+            DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("a", "b")),
+            DeviceMesh("meta", [[0, 1], [2, 3]], mesh_dim_names=("a", "b"), _init_backend=False),
+        ]
+        assert mesh == same
+        assert hash(mesh) == hash(same)
+        assert all(mesh != other for other in others)
+        assert mesh != "a mesh"
+        assert len({mesh, same, *others}) == 5
+
+    run_ranks(4, body)
+
+
+def test_pickled_meshes_find_their_groups_again():
+    def body(rank):
+        mesh = cube()
+        flat = mesh["dp", "cp"]._flatten()
+        for one in (mesh, mesh["tp"], mesh["cp", "dp"], flat):
+            assert pickle.loads(pickle.dumps(one)) is one
+        assert copy.deepcopy(mesh) is mesh
+        alone = DeviceMesh("cpu", [[7, 0]], _init_backend=False)
+        found = pickle.loads(pickle.dumps(alone))
+        assert found == alone
+        with pytest.raises((MeshError, NotInGroupError)):
+            found.get_group(1)
+
+    run_ranks(8, body)
+
+
+def test_the_mesh_that_was_entered_last_is_the_current_one():
+    def body(rank):
+        a, b = init_device_mesh("cpu", (2,)), DeviceMesh("cpu", [1, 0])
+        assert current_mesh() is None
+        with a:
+            with b as entered:
+                assert entered is b
+                assert current_mesh() is b
+            with pytest.raises(KeyError), b:
+                raise KeyError
+            assert current_mesh() is a
+        assert current_mesh() is None
+
+    run_ranks(2, body)
+
+
+def test_a_mesh_prints_its_ranks_in_the_grid():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        cut = DeviceMesh("cpu", [[[10 - 9, 0]], [[3, 2]]], _rank=3, _init_backend=False)
+        return str(mesh), repr(mesh["dp"]), str(cut)
+
+    whole, sub, cut = run_ranks(4, body)[2]
+    assert whole.splitlines() == [
+        "DeviceMesh((dp=2, tp=2), 'cpu', stride=(2, 1))",
+        "      tp 0  tp 1",
+        "dp 0    0     1",
+        "dp 1    2*    3",
+    ]
+    assert sub == "DeviceMesh((dp=2), 'cpu', stride=(2,))"
+    assert cut.splitlines() == [
+        "DeviceMesh((2, 1, 2), 'cpu', stride=(2, 1, 1))",
+        "dim_0 0",
+        "         dim_2 0  dim_2 1",
+        "dim_1 0       1        0",
+        "dim_0 1",
+        "         dim_2 0  dim_2 1",
+        "dim_1 0       3*       2",
+    ]
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: init_device_mesh("cpu", (3,)),
+        lambda: init_device_mesh("cpu", (2, 0)),
+        lambda: init_device_mesh("cpu:0", (2,)),
+        lambda: init_device_mesh(torch.device("cpu"), (2,)),
+        lambda: init_device_mesh("cpu", (2,), mesh_dim_names=("a", "b")),
+        lambda: init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "a")),
+        lambda: init_device_mesh("cpu", (2,), mesh_dim_names="a"),
+        lambda: init_device_mesh("cpu", (2,), backend_override={1: "gloo"}),
+        lambda: init_device_mesh(
+            "cpu", (2,), mesh_dim_names=("a",), backend_override={0: "gloo", "a": "gloo"}
+        ),
+        lambda: DeviceMesh("cpu"),
+        lambda: DeviceMesh("cpu", [[0, 1], [1]]),
+        lambda: DeviceMesh("cpu", [0, 0]),
+        lambda: DeviceMesh("cpu", [0, 2]),
+        lambda: DeviceMesh("cpu", [-1]),
+        lambda: DeviceMesh("cpu", [0.0, 1.0]),
+        lambda: DeviceMesh("cpu", []),
+        lambda: init_device_mesh("cpu", (2,)).get_group("dp"),
+        lambda: init_device_mesh("cpu", (2,)).get_group(1),
+        lambda: init_device_mesh("cpu", (2, 1)).get_group(),
+        lambda: init_device_mesh("cpu", (2, 1)).get_local_rank(),
+        lambda: init_device_mesh("cpu", (2,))["dp"],
+        lambda: init_device_mesh("cpu", (2,))._flatten(),
+        lambda: init_device_mesh("cpu", (2,), mesh_dim_names=("a",))["b"],
+    ],
+)
+def test_what_one_rank_can_see_is_refused_on_each(make):
+    def body(rank):
+        with pytest.raises(MeshError):
+            make()
+
+    run_ranks(2, body)
+
+
+def test_ranks_that_give_different_meshes_are_told_apart():
+    def body(rank):
+        with pytest.raises(Desync) as caught:
+            init_device_mesh("cpu", (2, 2) if rank else (4, 1))
+        return caught.value.calls
+
+    for calls in run_ranks(4, body):
+        assert set(calls) == {0, 1, 2, 3}
+        assert "test_device_mesh.py" in calls[0]
