@@ -27,9 +27,10 @@ import torch
 import torch.distributed as peer
 
 from dure import native
-from dure.comm import call as calls
 from dure.comm.backends.base import BackendOptions
-from dure.comm.backends.shm import backend as shm
+from dure.comm.backends.shm.backend import ShmBackend
+from dure.comm.backends.shm.opening import create
+from dure.comm.call import Call
 from dure.comm.ops import ReduceOp
 from dure.store.file import FileStore
 
@@ -40,30 +41,34 @@ SAMPLE_S = 0.02
 
 
 def _contestants(
-    backend: shm.ShmBackend, size: int
+    backend: ShmBackend, size: int
 ) -> dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], object]]]:
     shared = backend.allocate(size, False).view(torch.float32)
     plain, other = torch.empty(size // 4), torch.empty(size // 4)
     return {
-        "shm": (plain, lambda x: backend.run(calls.all_reduce(x, ReduceOp.SUM), False)),
-        "arena": (shared, lambda x: backend.run(calls.all_reduce(x, ReduceOp.SUM), False)),
+        "shm": (plain, lambda x: backend.run(_all_reduce(x), False)),
+        "arena": (shared, lambda x: backend.run(_all_reduce(x), False)),
         "gloo": (other, peer.all_reduce),
     }
 
 
-def _sample(backend: shm.ShmBackend, call: Callable[[], object], k: int) -> float:
-    backend.run(calls.barrier(), False)
+def _all_reduce(tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> Call:
+    return Call(op="all_reduce", inputs=(tensor,), outputs=(tensor,), reduction=op)
+
+
+def _sample(backend: ShmBackend, call: Callable[[], object], k: int) -> float:
+    backend.run(Call(op="barrier"), False)
     began = time.perf_counter()
     for _ in range(k):
         call()
     slowest = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-    backend.run(calls.all_reduce(slowest, ReduceOp.MAX), False)
+    backend.run(_all_reduce(slowest, ReduceOp.MAX), False)
     return float(slowest) / k
 
 
 def _rank(rank: int, n: int, folder: str, samples: int, out: Queue[dict[str, list[float]]]) -> None:
     torch.set_num_threads(1)
-    backend = shm.create(
+    backend = create(
         BackendOptions(
             store=FileStore(f"{folder}/ours", -1),
             rank=rank,

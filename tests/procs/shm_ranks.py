@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from dure.comm import call as calls
+import calls
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.request import Request
-from dure.comm.backends.shm import backend as shm
+from dure.comm.backends.shm.backend import ShmBackend
+from dure.comm.backends.shm.opening import create
 from dure.store.base import Store
 from dure.store.file import FileStore
 
@@ -58,7 +59,7 @@ class Ranks:
         self, n: int, folder: Path, fn: Callable[..., object], *args: object, timeout_s: float = 60
     ) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "dure.comm.backends.shm.backend"])
+        context.set_forkserver_preload(["torch", "dure.comm.backends.shm.opening"])
         self._ends: list[Connection] = []
         self.processes = []
         for rank in range(n):
@@ -112,13 +113,13 @@ def descriptors() -> int:
 class Named:
     """A backend whose collectives can be called by name, with ``async_op`` last."""
 
-    def __init__(self, backend: shm.ShmBackend) -> None:
+    def __init__(self, backend: ShmBackend) -> None:
         self.backend = backend
 
     def __getattr__(self, name: str) -> Any:
-        if name not in calls.__all__:
+        make = getattr(calls, name, None)
+        if make is None:
             return getattr(self.backend, name)
-        make = getattr(calls, name)
 
         def call(*args: Any, async_op: bool | None = None) -> Request | None:
             *rest, last = (*args, async_op) if async_op is not None else args
@@ -129,4 +130,4 @@ class Named:
 
 def join(seat: Seat, store: Store | None = None) -> Named:
     """Join the group."""
-    return Named(shm.create(seat.options(store)))
+    return Named(create(seat.options(store)))

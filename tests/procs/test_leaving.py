@@ -42,7 +42,7 @@ class _HeldUp:
         while not self._path.exists() and time.monotonic() < until:
             time.sleep(0.005)
         until = time.monotonic() + NEWS_S
-        while time.monotonic() < until and self._local.failure() is None:
+        while time.monotonic() < until and self._local.group.failure() is None:
             time.sleep(0.005)
         return self._local.run(call, async_op)
 

@@ -186,9 +186,9 @@ def test_absent_rank_tells_its_line_at_the_timeout_of_3_ranks(tmp_path, calls):
 def _receives_nothing(seat: Seat):
     backend = join(seat)
     if seat.rank == 0:
-        backend.set_timeout(backend.timeout / 100)
+        backend.set_timeout(timedelta(seconds=seat.timeout_s / 100))
         error = _caught(lambda: backend.recv(torch.zeros(3), 1, 0, False))[0]
-        backend.set_timeout(backend.timeout * 100)
+        backend.set_timeout(timedelta(seconds=seat.timeout_s))
         backend.barrier(False)
         return error
     backend.barrier(False)

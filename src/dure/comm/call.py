@@ -46,23 +46,11 @@ from dure.trace import ring
 __all__ = [
     "Call",
     "Fingerprint",
-    "all_gather",
-    "all_gather_single",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
     "call_site",
     "compare",
     "even_parts",
     "fingerprint",
-    "gather",
     "members_code",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "scatter",
 ]
 
 _KINDS = (
@@ -71,6 +59,7 @@ _KINDS = (
 )
 _CODE_OF = {kind: code for code, kind in enumerate(_KINDS)}
 _MASK = (1 << 64) - 1
+_AT_ROOT = frozenset({"gather", "scatter"})
 _OUTPUT_SAYS = frozenset({"reduce_scatter", "scatter", "recv", "irecv"})
 
 
@@ -123,11 +112,22 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def gives(self, n: int) -> Sequence[torch.Tensor]:
         """Return what this rank gives to each of `n` ranks, where it gives each its own."""
-        return even_parts(self.inputs[0], n) if self.single else self.inputs
+        return self._of_each(self.inputs, n, self.op == "gather")
 
     def takes(self, n: int) -> Sequence[torch.Tensor]:
         """Return where goes what this rank takes from each of `n` ranks."""
-        return even_parts(self.outputs[0], n) if self.single else self.outputs
+        return self._of_each(self.outputs, n, self.op == "scatter")
+
+    def _of_each(
+        self, tensors: Sequence[torch.Tensor], n: int, root_only: bool
+    ) -> Sequence[torch.Tensor]:
+        """Return one tensor a rank; a root's operation has empty ones for the other ranks."""
+        if self.op not in _AT_ROOT:
+            return even_parts(tensors[0], n) if self.single else tensors
+        nothing = (self.inputs or self.outputs)[0].new_empty(0)
+        if root_only:
+            return [tensors[0] if rank == self.root else nothing for rank in range(n)]
+        return tensors or [nothing] * n
 
 
 def even_parts(tensor: torch.Tensor, n: int) -> list[torch.Tensor]:
@@ -135,72 +135,6 @@ def even_parts(tensor: torch.Tensor, n: int) -> list[torch.Tensor]:
     flat = tensor.detach().view(-1)
     k = flat.numel() // n
     return [flat[i * k : (i + 1) * k] for i in range(n)]
-
-
-# ---- making calls --------------------------------------------------------------------------------
-
-
-def all_reduce(tensor: torch.Tensor, op: ReduceOp) -> Call:
-    """Reduce `tensor` [*] of all ranks, in place, on all ranks."""
-    both = (tensor,)
-    return Call(op="all_reduce", inputs=both, outputs=both, reduction=op)
-
-
-def reduce(tensor: torch.Tensor, dst: int, op: ReduceOp) -> Call:
-    """Reduce `tensor` [*] of all ranks into that of `dst`; the others' stay as they are."""
-    both = (tensor,)
-    return Call(op="reduce", inputs=both, outputs=both, reduction=op, root=dst)
-
-
-def reduce_scatter(output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp) -> Call:
-    """Reduce `inputs[i]` of all ranks into rank i's `output`; lengths may differ with i."""
-    return Call(op="reduce_scatter", inputs=inputs, outputs=(output,), reduction=op)
-
-
-def reduce_scatter_single(output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> Call:
-    """Reduce part i [k] of `tensor` [n*k] of all ranks into rank i's `output` [k]."""
-    return Call(op="reduce_scatter_single", inputs=(tensor,), outputs=(output,), reduction=op)
-
-
-def broadcast(tensor: torch.Tensor, src: int) -> Call:
-    """Copy `tensor` [*] of `src` to all."""
-    both = (tensor,)
-    return Call(op="broadcast", inputs=both, outputs=both, root=src)
-
-
-def all_gather(outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Call:
-    """Copy rank i's `tensor` to `outputs[i]` on all ranks; lengths may differ between ranks."""
-    return Call(op="all_gather", inputs=(tensor,), outputs=outputs)
-
-
-def all_gather_single(output: torch.Tensor, tensor: torch.Tensor) -> Call:
-    """Copy rank i's `tensor` [k] to `output` [n*k] at i*k on all ranks."""
-    return Call(op="all_gather_single", inputs=(tensor,), outputs=(output,))
-
-
-def gather(outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, dst: int) -> Call:
-    """Copy rank i's `tensor` to `outputs[i]` on `dst` (None elsewhere)."""
-    return Call(op="gather", inputs=(tensor,), outputs=outputs or (), root=dst)
-
-
-def scatter(tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int) -> Call:
-    """Copy `inputs[i]` of `src` (None elsewhere) to rank i's `tensor`."""
-    return Call(op="scatter", inputs=inputs or (), outputs=(tensor,), root=src)
-
-
-def all_to_all(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Call:
-    """Copy `inputs[j]` of rank i to `outputs[i]` of rank j."""
-    return Call(op="all_to_all", inputs=inputs, outputs=outputs)
-
-
-def all_to_all_single(output: torch.Tensor, tensor: torch.Tensor) -> Call:
-    """Copy part j [k] of rank i's `tensor` [n*k] to part i of rank j's `output` [n*k]."""
-    return Call(op="all_to_all_single", inputs=(tensor,), outputs=(output,))
-
-
-def barrier() -> Call:
-    """Return when all ranks have called."""
-    return Call(op="barrier")
 
 
 _DIGEST = 1 << 63

@@ -9,9 +9,9 @@ from datetime import timedelta
 
 import torch
 
-from dure.comm import call as calls
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.torch_engine import create_gloo
+from dure.comm.call import Call
 from dure.store import FileStore
 
 
@@ -28,16 +28,21 @@ def options(rank: int) -> BackendOptions:
     )
 
 
+def broadcast(tensor: torch.Tensor) -> Call:
+    """Return the call of rank 1's broadcast."""
+    return Call(op="broadcast", inputs=(tensor,), outputs=(tensor,), root=1)
+
+
 def main() -> None:
     """Be the receiver, and start the sender."""
     numel = 64 << 20  # more than a kernel's buffers hold
     sender = os.fork()
     if not sender:
-        create_gloo(options(1)).run(calls.broadcast(torch.ones(numel), 1), False)
+        create_gloo(options(1)).run(broadcast(torch.ones(numel)), False)
         signal.pause()
     tensor = torch.zeros(numel)
     engine = create_gloo(options(0))
-    request = engine.run(calls.broadcast(tensor, 1), True)
+    request = engine.run(broadcast(tensor), True)
     assert request is not None
     while not tensor[0]:
         pass

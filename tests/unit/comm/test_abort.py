@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+import torch
 
 from dure.comm.backends.abort import AbortRecord, GroupState
 from dure.comm.backends.hybrid.state import HybridState
@@ -75,8 +76,8 @@ class _Segment:
 
 def _state(segment: _Segment, rank: int) -> HybridState:
     hosts = group_by_host([("a", "a"), ("a", "a"), ("b", "b"), ("b", "b")], rank)
-    completed = SimpleNamespace(mine=0, of=lambda place: 0)
-    return HybridState(segment, hosts, completed, "g", 10.0)  # pyright: ignore
+    local = SimpleNamespace(group=segment, allocate=lambda n, _: torch.zeros(n, dtype=torch.uint8))
+    return HybridState(local, hosts, "g", 10.0)  # pyright: ignore
 
 
 def test_after_two_deaths_a_leader_adopts_what_its_host_holds_as_its_ranks_do():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dure.comm import call as calls
+import calls
 from dure.comm.call import SIZE, Call, Fingerprint, compare, fingerprint
 from dure.comm.ops import ReduceOp
 
@@ -92,3 +92,15 @@ def test_parts_of_a_single_tensor_are_even():
     uneven = Call(op="all_to_all_single", inputs=_tensors(1, 2), outputs=_tensors(3, 4))
     assert not uneven.single
     assert uneven.gives(2) is uneven.inputs
+
+
+def test_a_roots_operation_has_empty_tensors_for_the_other_ranks():
+    (one,), parts = _tensors(2), _tensors(2, 2, 2)
+    root, other = calls.gather(parts, one, 1), calls.gather(None, one, 1)
+    assert [t.numel() for t in other.gives(3)] == [0, 2, 0]
+    assert [t.numel() for t in other.takes(3)] == [0, 0, 0]
+    assert root.takes(3) is parts
+    root, other = calls.scatter(one, parts, 1), calls.scatter(one, None, 1)
+    assert [t.numel() for t in other.takes(3)] == [0, 2, 0]
+    assert [t.numel() for t in other.gives(3)] == [0, 0, 0]
+    assert root.gives(3) is parts

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from dure.comm import call as calls
+import calls
 from dure.comm.backends.request import Request
 from dure.comm.backends.threads.rendezvous import Arrival, MessageEnd, Rendezvous
 from dure.comm.call import Call

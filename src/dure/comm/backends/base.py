@@ -81,7 +81,7 @@ class BackendOptions:
     eager_bytes: int | None = None
     pg_options: object = None
 
-    def tell_all(self, what: str, said: str = "") -> list[bytes]:
+    def tell_all(self, what: str, said: str | bytes = "") -> list[bytes]:
         """Tell the other ranks something, and return what each of them has said, by group rank.
 
         Raises:

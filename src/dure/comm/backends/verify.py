@@ -29,7 +29,6 @@ import msgspec
 import torch
 
 from dure import env
-from dure.comm import call as calls
 from dure.comm.backends.abort import AbortRecord, GroupState
 from dure.comm.backends.base import Backend, BackendOptions
 from dure.comm.backends.queue import OrderedQueue
@@ -114,7 +113,8 @@ class VerifyingBackend:
         mine = torch.frombuffer(bytearray(said.ljust(SIZE + _SITE_BYTES)), dtype=torch.uint8)
         gathered = mine.new_empty((self._size, mine.numel()))
         try:
-            self._headers.run(calls.all_gather_single(gathered, mine), False)
+            gather = Call(op="all_gather_single", inputs=(mine,), outputs=(gathered,))
+            self._headers.run(gather, False)
         except DureError as error:
             return self._explain(error)
         headers = [bytes(row.tolist()) for row in gathered]

@@ -221,27 +221,9 @@ class EngineGroup:
         output, source = as_bytes(call.outputs[0]), as_bytes(call.inputs[0])
         return self._start(call.op, lambda e: e.all_gather(output, source), async_op)
 
-    def _gather(self, call: Call, async_op: bool) -> Request | None:
-        nothing = call.inputs[0].new_empty(0)
-        gives = [call.inputs[0] if r == call.root else nothing for r in range(self._size)]
-        return self._exchange(call.op, call.outputs or [nothing] * self._size, gives, async_op)
-
-    def _scatter(self, call: Call, async_op: bool) -> Request | None:
-        nothing = call.outputs[0].new_empty(0)
-        takes = [call.outputs[0] if r == call.root else nothing for r in range(self._size)]
-        return self._exchange(call.op, takes, call.inputs or [nothing] * self._size, async_op)
-
     def _all_to_all(self, call: Call, async_op: bool) -> Request | None:
-        return self._exchange(call.op, call.outputs, call.inputs, async_op)
-
-    def _exchange(
-        self,
-        name: str,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        async_op: bool,
-    ) -> Request | None:
-        """Send `inputs[j]` to rank j and receive `outputs[i]` from rank i; empty ones are free."""
+        """Send to each rank and receive from each; empty tensors are free."""
+        inputs, outputs = call.gives(self._size), call.takes(self._size)
         takes = [t.numel() * t.element_size() for t in outputs]
         gives = [t.numel() * t.element_size() for t in inputs]
         source = _join(inputs)
@@ -255,7 +237,9 @@ class EngineGroup:
                     as_bytes(target).copy_(result[begin:end])
 
         start = lambda e: e.exchange(result, source, takes, gives)  # noqa: E731
-        return self._start(name, start, async_op, copy_back)
+        return self._start(call.op, start, async_op, copy_back)
+
+    _gather = _scatter = _all_to_all
 
     def _all_to_all_single(self, call: Call, async_op: bool) -> Request | None:
         output, source = as_bytes(call.outputs[0]), as_bytes(call.inputs[0])

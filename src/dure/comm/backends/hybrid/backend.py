@@ -104,7 +104,7 @@ class HybridBackend:
             try:
                 with torch.inference_mode():  # the user's tensors may be inference tensors
                     do(call, header)
-                state.completed.add()
+                state.complete()
             except DureError as e:
                 raise state.blame(e, call.op) from e
             except Exception as e:  # no memory for scratch, say: peers must not wait for the rest
@@ -145,6 +145,6 @@ class HybridBackend:
         abort = abort or self._queue.busy
         state.left.set()
         if self._watch is not None:
-            self._watch.stop(state.completed.mine)
+            self._watch.stop(state.num_completed)
         comms.close(abort)  # which ends the thread that receives, too
         self._queue.stop()

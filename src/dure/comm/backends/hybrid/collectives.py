@@ -43,7 +43,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from dure.comm import call as calls
 from dure.comm.backends.hybrid.header import Header, HeaderExchange
 from dure.comm.backends.hybrid.subcomms import Hosts, SubComms
 from dure.comm.backends.request import Request
@@ -107,10 +106,10 @@ class Collectives:
         for chunk in tensor.detach().reshape(-1).view(torch.uint8).split(_CHUNK_BYTES):
             slices = _slices(chunk, hosts)
             if source == hosts.here:
-                comms.local.run(calls.broadcast(chunk, at), False)
+                comms.local.run(_broadcast(chunk, at), False)
             request = None
             if comms.rail is not None and slices[hosts.local].numel():
-                request = comms.rail.run(calls.broadcast(slices[hosts.local], source), True)
+                request = comms.rail.run(_broadcast(slices[hosts.local], source), True)
             pending.append((request, slices))
             if len(pending) == 2:
                 self._join_slices(*pending.popleft(), source)
@@ -122,7 +121,7 @@ class Collectives:
     ) -> None:
         self._comms.wait(request, "broadcast")
         if source != self._hosts.here:
-            self._comms.local.run(calls.all_gather(slices, slices[self._hosts.local]), False)
+            self._comms.local.run(_all_gather(slices, slices[self._hosts.local]), False)
 
     def _all_gather(self, call: Call, header: Header) -> None:
         (tensor,), outputs = call.inputs, call.takes(self._hosts.size)
@@ -136,7 +135,7 @@ class Collectives:
 
     def _all_gather_large(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         comms, hosts = self._comms, self._hosts
-        comms.local.run(calls.all_gather([outputs[r] for r in hosts.mine], tensor), False)
+        comms.local.run(_all_gather([outputs[r] for r in hosts.mine], tensor), False)
         for first in range(0, max(map(len, hosts.ranks)), hosts.num_rails):
             if comms.rail is not None:
                 at = first + hosts.local
@@ -144,42 +143,18 @@ class Collectives:
                     outputs[ranks[at]] if at < len(ranks) else tensor.new_empty(0)
                     for ranks in hosts.ranks
                 ]
-                request = comms.rail.run(calls.all_gather(parts, parts[hosts.here]), True)
+                request = comms.rail.run(_all_gather(parts, parts[hosts.here]), True)
                 comms.wait(request, "all_gather")
             for host, ranks in enumerate(hosts.ranks):
                 for place, rank in enumerate(ranks[first : first + hosts.num_rails]):
                     if host != hosts.here and outputs[rank].numel():
-                        comms.local.run(calls.broadcast(outputs[rank], place), False)
-
-    def _gather(self, call: Call, header: Header) -> None:
-        (tensor,), size = call.inputs, self._hosts.size
-        nothing = tensor.new_empty(0)
-        gives = [tensor if r == call.root else nothing for r in range(size)]
-        self._exchange(call, header, gives, call.outputs or [nothing] * size)
-
-    def _scatter(self, call: Call, header: Header) -> None:
-        (tensor,), size = call.outputs, self._hosts.size
-        nothing = tensor.new_empty(0)
-        takes = [tensor if r == call.root else nothing for r in range(size)]
-        self._exchange(call, header, call.inputs or [nothing] * size, takes)
+                        comms.local.run(_broadcast(outputs[rank], place), False)
 
     def _all_to_all(self, call: Call, header: Header) -> None:
         gives, takes = call.gives(self._hosts.size), call.takes(self._hosts.size)
         if call.single and call.inputs[0].data_ptr() == call.outputs[0].data_ptr():
             gives = [t.clone() for t in gives]  # each is read before its place is written
-        self._exchange(call, header, gives, takes)
-
-    def _exchange(
-        self,
-        call: Call,
-        header: Header,
-        gives: Sequence[torch.Tensor],
-        takes: Sequence[torch.Tensor],
-    ) -> None:
-        """Copy `gives[j]` of rank i to `takes[i]` of rank j.
-
-        The data of an all_to_all begin with a table of lengths; those of the others need none.
-        """
+        # The data of an all_to_all begin with a table of lengths; a root's operation needs none.
         lengths = [t.nbytes for t in gives] if call.kind == "all_to_all" else []
         data = [torch.tensor(lengths, dtype=torch.int32), *gives]
         headers = self.headers.run(call.op, header, data if self._fits(data) else None)
@@ -197,6 +172,8 @@ class Collectives:
             if taken.nbytes and other.data is not None:
                 _fill(taken, other.data[begin : begin + taken.nbytes])
 
+    _gather = _scatter = _all_to_all
+
     def _exchange_large(
         self, call: Call, gives: Sequence[torch.Tensor], takes: Sequence[torch.Tensor]
     ) -> None:
@@ -205,17 +182,15 @@ class Collectives:
         requests: list[Request | None] = []
         if call.kind == "all_to_all":
             nothing = gives[0].new_empty(0)
-            across = calls.all_to_all(
-                [takes[r] if r in far else nothing for r in range(size)],
-                [gives[r] if r in far else nothing for r in range(size)],
-            )
-            requests.append(comms.mesh.run(across, True))
+            sent = [gives[r] if r in far else nothing for r in range(size)]
+            taken = [takes[r] if r in far else nothing for r in range(size)]
+            requests.append(comms.mesh.run(_all_to_all(taken, sent), True))
         else:  # a root's: the others have nothing for each other
             tag = comms.mesh_tags[0]
             requests += [comms.mesh.recv(takes[r], r, tag, True) for r in far if takes[r].nbytes]
             requests += [comms.mesh.send(gives[r], r, tag, True) for r in far if gives[r].nbytes]
         if call.root in (-1, *mine):
-            here = calls.all_to_all([takes[r] for r in mine], [gives[r] for r in mine])
+            here = _all_to_all([takes[r] for r in mine], [gives[r] for r in mine])
             comms.local.run(here, False)
         for request in requests:
             comms.wait(request, call.op)
@@ -263,7 +238,7 @@ class Collectives:
         mine = slices[hosts.local]
         total = self._take_scratch(number, mine.numel(), wire)
         wide = [s if s.dtype is wire else s.to(wire) for s in slices]
-        comms.local.run(calls.reduce_scatter(total, wide, _partial(op)), False)
+        comms.local.run(_reduce_scatter(total, wide, _partial(op)), False)
         self.headers.settle()
         root_host, root_place = (None, 0) if call.root < 0 else hosts.places[call.root]
         yield from self._reduce_on_rail(total, op, root_host)
@@ -276,10 +251,10 @@ class Collectives:
         else:
             total = mine
         if root_host is None:
-            comms.local.run(calls.all_gather(slices, total), False)
+            comms.local.run(_all_gather(slices, total), False)
         else:
-            taken = slices if hosts.rank == call.root else None
-            comms.local.run(calls.gather(taken, total, root_place), False)
+            taken = slices if hosts.rank == call.root else ()
+            comms.local.run(_gather(taken, total, root_place), False)
 
     def _reduce_on_rail(self, total: torch.Tensor, op: ReduceOp, root: int | None) -> Steps:
         """Reduce a slice over the hosts, to host `root` or to all; yields once or twice.
@@ -291,9 +266,9 @@ class Collectives:
         request = None
         if num == 2 or not _order_matters(total.dtype, op):
             if rail is not None:
-                step = calls.all_reduce(total, partial)
-                if root is not None:
-                    step = calls.reduce(total, root, partial)
+                name, both = "all_reduce" if root is None else "reduce", (total,)
+                dst = -1 if root is None else root
+                step = Call(op=name, inputs=both, outputs=both, reduction=partial, root=dst)
                 request = rail.run(step, True)
             yield
             comms.wait(request, "all_reduce")
@@ -302,17 +277,21 @@ class Collectives:
         padded, taken = total.new_zeros(num * rows), total.new_empty(num * rows)
         if rail is not None:
             padded[: total.numel()] = total
-            request = rail.run(calls.all_to_all_single(taken, padded), True)
+            request = rail.run(
+                Call(op="all_to_all_single", inputs=(padded,), outputs=(taken,)), True
+            )
         yield
         comms.wait(request, "all_reduce")
         if rail is not None:
             row = total.new_empty(rows)
             reduce_in_order(list(taken.view(num, rows)), partial, row)
             if root is None:
-                request = rail.run(calls.all_gather_single(padded, row), True)
+                request = rail.run(
+                    Call(op="all_gather_single", inputs=(row,), outputs=(padded,)), True
+                )
             else:
-                out = list(padded.view(num, rows)) if root == comms.here else None
-                request = rail.run(calls.gather(out, row, root), True)
+                out = list(padded.view(num, rows)) if root == comms.here else ()
+                request = rail.run(_gather(out, row, root), True)
         yield
         comms.wait(request, "all_reduce")
         total.copy_(padded[: total.numel()])
@@ -338,7 +317,7 @@ class Collectives:
         for rail in range(rails):
             wide[rail] = torch.cat([parts[r] for ranks in hosts.ranks for r in ranks[rail::rails]])
         total = torch.empty_like(wide[hosts.local])
-        comms.local.run(calls.reduce_scatter(total, wide, partial), False)
+        comms.local.run(_reduce_scatter(total, wide, partial), False)
         self.headers.settle()
         mine = hosts.mine[hosts.local :: rails] if comms.rail is not None else ()
         result = torch.empty(sum(parts[r].numel() for r in mine), dtype=output.dtype)
@@ -347,7 +326,7 @@ class Collectives:
                 sum(parts[r].numel() for r in ranks[hosts.local :: rails]) for ranks in hosts.ranks
             ]
             taken = [torch.empty(result.numel(), dtype=wire) for _ in lengths]
-            request = comms.rail.run(calls.all_to_all(taken, total.split(lengths)), True)
+            request = comms.rail.run(_all_to_all(taken, total.split(lengths)), True)
             comms.wait(request, call.op)
             if result.numel():
                 reduce_in_order(taken, partial, taken[0])
@@ -359,7 +338,30 @@ class Collectives:
         for rank, part in zip(mine, result.split([parts[r].numel() for r in mine]), strict=True):
             gives[hosts.mine.index(rank)] = part
         takes[hosts.local % rails] = output
-        comms.local.run(calls.all_to_all(takes, gives), False)
+        comms.local.run(_all_to_all(takes, gives), False)
+
+
+# ---- steps ---------------------------------------------------------------------------------------
+
+
+def _broadcast(tensor: torch.Tensor, src: int) -> Call:
+    return Call(op="broadcast", inputs=(tensor,), outputs=(tensor,), root=src)
+
+
+def _all_gather(outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Call:
+    return Call(op="all_gather", inputs=(tensor,), outputs=outputs)
+
+
+def _gather(outputs: Sequence[torch.Tensor], tensor: torch.Tensor, dst: int) -> Call:
+    return Call(op="gather", inputs=(tensor,), outputs=outputs, root=dst)
+
+
+def _reduce_scatter(output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp) -> Call:
+    return Call(op="reduce_scatter", inputs=inputs, outputs=(output,), reduction=op)
+
+
+def _all_to_all(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Call:
+    return Call(op="all_to_all", inputs=inputs, outputs=outputs)
 
 
 def _reduction(call: Call) -> ReduceOp:

@@ -295,10 +295,10 @@ class Watch:
                 fix = "Make a new group of the ranks that are left."
                 comms.state.lose(rank, f"rank {rank} left the group", channel.left, fix=fix)
         for place, rank in list(enumerate(comms.hosts.mine))[1:]:  # this one is there
-            if comms.local.gone(place) and not comms.local.has_left(place):
-                what, pid = f"the process of rank {rank} ended", comms.local.pid_of(place)
+            if comms.local.gone(place) and not comms.local.group.has_left(place):
+                what, pid = f"the process of rank {rank} ended", comms.local.group.pid_of(place)
                 seen = f"pid {pid}, on {comms.hosts.names[comms.here]}"
-                after = comms.state.completed.of(place)
+                after = comms.state.completed[place]
                 comms.state.lose(rank, what, after, seen=seen, pid=pid)
         record = comms.state.look()
         if record is not None and not self._told:
@@ -329,7 +329,8 @@ class Watch:
                 self._tell(ControlMessage())
                 headers = self._headers
                 if headers is not None and headers.begun >= message.asked > headers.opened:
-                    self._comms.local.hurry()  # the group is broken; only we can tell by whom
+                    # The group is broken, and only we can tell by whom: who waits runs out of time.
+                    self._comms.local.group.set_timeout(0.0)
             if message.record is not None:
                 self._comms.state.settle(message.record)
             if message.left >= 0:

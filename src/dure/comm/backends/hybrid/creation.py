@@ -21,10 +21,9 @@ import msgspec
 from dure.comm.backends.base import Backend, BackendOptions
 from dure.comm.backends.hybrid.backend import HybridBackend
 from dure.comm.backends.hybrid.control import Watch
-from dure.comm.backends.hybrid.state import CompletedCounts, HybridState
+from dure.comm.backends.hybrid.state import HybridState
 from dure.comm.backends.hybrid.subcomms import LOCAL_SLACK, Hosts, SubComms, group_by_host
-from dure.comm.backends.shm.backend import ShmBackend
-from dure.comm.backends.shm.backend import create as create_shm
+from dure.comm.backends.shm.opening import create as create_shm
 from dure.store.identity import Identity, myself
 from dure.store.prefix import PrefixStore
 
@@ -38,21 +37,9 @@ _THREADS = 2
 Factory = Callable[[BackendOptions], Backend]
 
 
-def _tell_all(options: BackendOptions, what: str, said: str | bytes = "") -> list[bytes]:
-    """Wait until all ranks have come here; return what each one said.
-
-    Collective:
-        All ranks of the group call.
-    """
-    keys = [f"hybrid/{what}/{rank}" for rank in range(options.size)]
-    options.store.set(keys[options.rank], said)
-    options.store.wait(keys, options.timeout)
-    return options.store.multi_get(keys)
-
-
 def _find_hosts(options: BackendOptions) -> Hosts:
     """Ask all ranks where they live."""
-    told = _tell_all(options, "home", msgspec.msgpack.encode(myself()))
+    told = options.tell_all("hybrid/home", msgspec.msgpack.encode(myself()))
     processes = [msgspec.msgpack.decode(x, type=Identity) for x in told]
     homes = [(process.host_id, process.host) for process in processes]
     return group_by_host(homes, options.rank)
@@ -73,44 +60,6 @@ def _options_of(
     )
 
 
-def _create_local(options: BackendOptions, hosts: Hosts) -> ShmBackend:
-    """Make the shared segment of this host."""
-    part = _options_of(options, "local", hosts.mine, hosts.here)
-    if len(hosts.mine) == options.size:  # then it is the group itself
-        return create_shm(replace(part, name=options.name))
-    timeout = part.timeout + LOCAL_SLACK
-    return create_shm(replace(part, timeout=timeout, threads=_THREADS, eager_bytes=None))
-
-
-def _connect(engine: Factory, options: BackendOptions, hosts: Hosts, local: ShmBackend) -> SubComms:
-    """Make the engine groups: this rank's rail, and the mesh."""
-    completed = CompletedCounts(local, hosts.local, len(hosts.mine))
-    timeout_s = options.timeout.total_seconds()
-    state = HybridState(local, hosts, completed, options.name, timeout_s)
-
-    def between(what: str, ranks: Sequence[int], number: int) -> Backend:
-        part = _options_of(options, what, ranks, number)
-        made = engine(replace(part, patience=_PATIENCE))
-        state.engines.append(made)
-        change = getattr(made, "set_timeout", None)
-        if change is not None:
-            change(_PATIENCE)
-        return made
-
-    try:
-        mesh = between("mesh", range(hosts.size), 0)
-        rail = None
-        if len(hosts.ranks) == hosts.size:  # one rank a host: the only rail has the mesh's ranks
-            rail = mesh
-        elif hosts.rail is not None:
-            rail = between("rail", [ranks[hosts.rail] for ranks in hosts.ranks], hosts.rail)
-    except BaseException:
-        for backend in state.engines:
-            backend.close(True)
-        raise
-    return SubComms(hosts=hosts, local=local, rail=rail, mesh=mesh, state=state)
-
-
 def _create_with(name: str, engine: Factory, options: BackendOptions) -> Backend:
     """Make this rank's part of a hybrid group; every rank of the group must do so.
 
@@ -126,20 +75,36 @@ def _create_with(name: str, engine: Factory, options: BackendOptions) -> Backend
         CommError: A host cannot be connected to.
     """
     hosts = _find_hosts(options)
-    local = _create_local(options, hosts)
     if len(hosts.ranks) == 1:
+        local = create_shm(options)
         local.name = name
         return local
+    part = _options_of(options, "local", hosts.mine, hosts.here)
+    timeout = part.timeout + LOCAL_SLACK
     with ExitStack() as undo:
+        local = create_shm(replace(part, timeout=timeout, threads=_THREADS, eager_bytes=None))
         undo.callback(local.close, True)
         local.leave_unrecorded()
-        comms = _connect(engine, options, hosts, local)
-        undo.callback(comms.close, True)
+        state = HybridState(local, hosts, options.name, options.timeout.total_seconds())
+
+        def between(what: str, ranks: Sequence[int], number: int) -> Backend:
+            made = engine(replace(_options_of(options, what, ranks, number), patience=_PATIENCE))
+            undo.callback(made.close, True)
+            state.engines.append(made)
+            return made
+
+        mesh = between("mesh", range(hosts.size), 0)
+        rail = None
+        if len(hosts.ranks) == hosts.size:  # one rank a host: the only rail has the mesh's ranks
+            rail = mesh
+        elif hosts.rail is not None:
+            rail = between("rail", [ranks[hosts.rail] for ranks in hosts.ranks], hosts.rail)
+        comms = SubComms(hosts=hosts, local=local, rail=rail, mesh=mesh, state=state)
         watch = None
         if hosts.is_leader:
             watch = Watch.connect(comms, options)
             undo.callback(watch.stop, 0)
-        _tell_all(options, "ready")
+        options.tell_all("hybrid/ready")
         undo.pop_all()
     return HybridBackend(name, comms, watch, options)
 

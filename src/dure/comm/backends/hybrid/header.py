@@ -23,11 +23,10 @@ from dataclasses import dataclass
 
 import torch
 
-from dure.comm import call as calls
 from dure.comm.backends.abort import AbortRecord
 from dure.comm.backends.hybrid.subcomms import SubComms
 from dure.comm.backends.request import Request
-from dure.comm.call import SIZE, Fingerprint, compare
+from dure.comm.call import SIZE, Call, Fingerprint, compare
 
 __all__ = ["Header", "HeaderExchange"]
 
@@ -75,9 +74,10 @@ class HeaderExchange:
         self._host = bytearray(self._stride)
         self._host_wire = torch.frombuffer(self._host, dtype=torch.uint8)
         here = self._host_wire[: len(hosts.mine) * self._length]
-        self._show_host = calls.all_gather_single(here, self._mine_wire)
-        self._show_hosts = calls.all_gather_single(self._all_wire, self._host_wire)
-        self._show_all = calls.broadcast(self._all_wire, 0)
+        mine, host, everything = (self._mine_wire,), (self._host_wire,), (self._all_wire,)
+        self._show_host = Call(op="all_gather_single", inputs=mine, outputs=(here,))
+        self._show_hosts = Call(op="all_gather_single", inputs=host, outputs=everything)
+        self._show_all = Call(op="broadcast", inputs=everything, outputs=everything, root=0)
         self._request: Request | None = None
         self._op, self._settled = "", True
 

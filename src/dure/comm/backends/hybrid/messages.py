@@ -264,7 +264,7 @@ class Messages:
         with self._lock:
             if message not in self._posted:
                 return
-            place = comms.local.sender_of(message.tag) if peer is None else -1
+            place = comms.local.group.sender_of(message.tag) if peer is None else -1
             if place < 0 and waited_s <= comms.timeout_s:
                 return
             self._posted.remove(message)

@@ -38,46 +38,12 @@ from dure.comm.backends.shm.backend import ShmBackend
 from dure.errors import CommTimeout, Desync, DureError, PeerLost
 from dure.native.status import Status
 
-__all__ = ["CompletedCounts", "HybridState"]
+__all__ = ["HybridState"]
 
 _GRACE_S = 1.0
 """How long an engine's error waits for a record that knows more than it does."""
 _LOOK_S = 0.002
 _FIX = "See that rank's own output; then make a new group of the ranks that are left."
-_WORD = ctypes.sizeof(ctypes.c_int64)
-
-
-class CompletedCounts:
-    """How many collectives each rank of this host has ended, seen from one rank.
-
-    Threads: reading, any; `add`, one at a time.
-
-    Args:
-        local: The ranks of this host.
-        place: This rank's number among them.
-        size: How many they are.
-
-    Collective:
-        All ranks of the host make it.
-    """
-
-    def __init__(self, local: ShmBackend, place: int, size: int) -> None:
-        self._memory = local.allocate(size * _WORD, True)
-        self._cells = (ctypes.c_int64 * size).from_address(self._memory.data_ptr())
-        self._place = place
-
-    @property
-    def mine(self) -> int:
-        """How many collectives this rank has ended."""
-        return self._cells[self._place]
-
-    def of(self, place: int) -> int:
-        """Return how many collectives the rank with local number `place` has ended."""
-        return self._cells[place]
-
-    def add(self) -> None:
-        """Note that this rank has ended one more."""
-        self._cells[self._place] += 1
 
 
 class HybridState(GroupState):
@@ -86,31 +52,39 @@ class HybridState(GroupState):
     Args:
         local: The ranks of this host.
         hosts: Who is where.
-        completed: How many collectives the ranks of this host have ended.
         name: The group's name.
         timeout_s: How long an operation may wait.
+
+    Collective:
+        All ranks of the host make it.
     """
 
-    def __init__(
-        self,
-        local: ShmBackend,
-        hosts: Hosts,
-        completed: CompletedCounts,
-        name: str,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, local: ShmBackend, hosts: Hosts, name: str, timeout_s: float) -> None:
         super().__init__(name, hosts.rank, hosts.size)
-        self._local, self._hosts, self.completed = local, hosts, completed
+        self._local, self._hosts = local, hosts
+        self._memory = local.allocate(8 * len(hosts.mine), True)
+        words = ctypes.c_int64 * len(hosts.mine)
+        self.completed = words.from_address(self._memory.data_ptr())
+        """How many collectives each rank of this host has ended, by local number."""
         self.timeout_s = timeout_s
         self._kept: tuple[AbortRecord, float] | None = None  # and until when, at most
         self.engines: list[Backend] = []
         self.listeners: list[Callable[[], object]] = []
 
+    @property
+    def num_completed(self) -> int:
+        """How many collectives this rank has ended."""
+        return self.completed[self._hosts.local]
+
+    def complete(self) -> None:
+        """Note that this rank has ended one more. Threads: one at a time."""
+        self.completed[self._hosts.local] += 1
+
     def look(self) -> AbortRecord | None:
         """Return `record`, after a look at whether there is one that this rank must mind by now."""
         if self._record is None and not self.left.is_set():
             found = self._find()
-            if found is not None and found.after <= self.completed.mine:
+            if found is not None and found.after <= self.num_completed:
                 self._break(found)
         return self._record
 
@@ -125,10 +99,10 @@ class HybridState(GroupState):
 
     def _cut(self, record: AbortRecord) -> AbortRecord:
         """Return a record that leaves nothing whole but what this rank has ended."""
-        return msgspec.structs.replace(record, after=min(record.after, self.completed.mine))
+        return msgspec.structs.replace(record, after=min(record.after, self.num_completed))
 
     def _in_segment(self) -> AbortRecord | None:
-        outcome = self._local.failure()
+        outcome = self._local.group.failure()
         if outcome is None:
             return None
         if outcome.status == Status.OUTSIDE:
@@ -144,14 +118,14 @@ class HybridState(GroupState):
         """
         if self._record is not None:
             return
-        if record.after <= self.completed.mine:
+        if record.after <= self.num_completed:
             self._break(record)
         elif self._kept is None:
             self._kept = record, time.monotonic() + patience_s
 
     def _break(self, record: AbortRecord) -> None:
         """Offer `record` to the host's segment, and adopt what that holds then."""
-        self._local.abort(record.text())
+        self._local.group.abort(record.text())
         found = self._in_segment()
         if found is None or found == AbortRecord.read(record.text()):
             found = record  # which may say more than there is room for
@@ -179,13 +153,13 @@ class HybridState(GroupState):
 
     def interrupt(self) -> None:
         """Break the group because this rank leaves an operation half-way, by a signal."""
-        rank, after = self.rank, self.completed.mine
+        rank, after = self.rank, self.num_completed
         what = f"rank {rank} was interrupted"
         self.settle(AbortRecord(kind="PeerLost", what=what, peer=rank, fix=_FIX, after=after))
 
     def fail(self, seen: str) -> None:
         """Break the group because a step of an operation has failed on this rank."""
-        what, after = f"rank {self.rank} could not go on", self.completed.mine
+        what, after = f"rank {self.rank} could not go on", self.num_completed
         self.settle(AbortRecord(kind="CommError", what=what, seen=seen, fix=_FIX, after=after))
 
     def blame(self, error: DureError, op: str, seq: int | None = None) -> DureError:
@@ -207,7 +181,7 @@ class HybridState(GroupState):
     def _translate(self, error: DureError, engine: bool = False) -> AbortRecord:
         """Turn an error with numbers of this host's ranks into a record with the group's."""
         mine, here = self._hosts.mine, self._hosts.names[self._hosts.here]
-        fields: dict[str, Any] = {"peer": None, "after": self.completed.mine}
+        fields: dict[str, Any] = {"peer": None, "after": self.num_completed}
         if not engine:
             fields = {"peer": None if error.peer is None else mine[error.peer]}
         match error:
@@ -217,7 +191,7 @@ class HybridState(GroupState):
                 fields["what"] = f"{who} left the group" if left else f"the process of {who} ended"
                 fields |= {"host": here, "seen": f"{error.seen}, on {here}"}
                 if error.peer is not None:
-                    fields["after"] = self.completed.of(error.peer)
+                    fields["after"] = self.completed[error.peer]
             case PeerLost():
                 others = [r for r in range(self._hosts.size) if r not in mine]
                 fields |= {"peer": others[0], "what": "the connection to another host broke"}

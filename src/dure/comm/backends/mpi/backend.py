@@ -90,7 +90,7 @@ class MpiBackend:
         self.num_tags = highest - _RESERVED_TAGS + 1
         """A message's tag must be less."""
         self._headers = Headers(self._mpi, comm, highest - 2)
-        seconds = options.timeout.total_seconds()
+        seconds = (options.patience or options.timeout).total_seconds()
         self._engine = ProgressEngine(library, comm, options.name, seconds, highest, oversubscribed)
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -232,20 +232,6 @@ class MpiBackend:
         gives = [piece_of(call.inputs[0])] * self._size
         return self._open(gives, self._pieces(call.outputs, call.single))
 
-    def _gather(self, call: Call) -> Steps:
-        gives, takes = self._nothing[:], self._nothing[:]
-        gives[call.root] = piece_of(call.inputs[0])
-        if call.outputs:
-            takes = [piece_of(t) for t in call.outputs]
-        return self._open(gives, takes)
-
-    def _scatter(self, call: Call) -> Steps:
-        gives, takes = self._nothing[:], self._nothing[:]
-        takes[call.root] = piece_of(call.outputs[0])
-        if call.inputs:
-            gives = [piece_of(t) for t in call.inputs]
-        return self._open(gives, takes)
-
     def _all_to_all(self, call: Call) -> Steps:
         sources = call.inputs
         if call.single and sources[0].data_ptr() == call.outputs[0].data_ptr():
@@ -253,6 +239,12 @@ class MpiBackend:
         gives, takes = (self._pieces(t, call.single) for t in (sources, call.outputs))
         yield from self._open(gives, takes)
         del sources  # whose memory was needed until now
+
+    def _gather(self, call: Call) -> Steps:
+        gives, takes = call.gives(self._size), call.takes(self._size)
+        return self._open(self._pieces(gives, False), self._pieces(takes, False))
+
+    _scatter = _gather
 
     def _barrier(self, call: Call) -> Steps:
         del call

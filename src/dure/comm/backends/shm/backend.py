@@ -22,18 +22,16 @@ from dure.comm.backends.base import BackendOptions, channel_name
 from dure.comm.backends.request import Request
 from dure.comm.backends.shm.copying import CopyPlan
 from dure.comm.backends.shm.flight import EngineFlight
-from dure.comm.backends.shm.meeting import SegmentOpening, open_segment
 from dure.comm.call import Call
 from dure.comm.codes import dtype_code
 from dure.comm.memory import heap_empty, tensor_of
 from dure.errors import DureError
-from dure.native import Channel, Group, HeapMemory, Outcome, available
+from dure.native import Channel, Group, HeapMemory, Outcome
 from dure.native import Request as EngineRequest
 from dure.native.status import error_of
 from dure.trace import flight
-from dure.trace.record import Record
 
-__all__ = ["ShmBackend", "ShmOpening", "available", "create"]
+__all__ = ["ShmBackend"]
 
 _NO_REDUCTION = 8
 _KINDS = (
@@ -49,7 +47,7 @@ def _error(
     group: str, rank: int, size: int, outcome: Outcome, pid: int, timeout_s: float
 ) -> DureError:
     """Make the exception for what the engine says; without the backend, which has the engine."""
-    label = group if outcome.channel == 0 else channel_name(group, outcome.channel)
+    label = channel_name(group, outcome.channel)
     return error_of(outcome, group=label, rank=rank, size=size, pid=pid, timeout_s=timeout_s)
 
 
@@ -66,6 +64,9 @@ class ShmBackend:
     """The ranks of a group on one host (see `backends.base.Backend` for the contract).
 
     Cost and Numerics of each operation are told where it is implemented, in csrc/core.
+
+    Attributes:
+        group: The engine's part, for who builds on it (backends/hybrid).
     """
 
     name = "shm"
@@ -74,12 +75,12 @@ class ShmBackend:
     channels = 2
 
     def __init__(self, group: Group, options: BackendOptions) -> None:
-        self._group = group
-        group.set_error(partial(_error, options.name, options.rank, options.size))
+        self.group = group
+        self._error = partial(_error, options.name, options.rank, options.size)
+        group.set_error(self._error)
         self._channels = group.channel(0), group.channel(1)
         self.plain = self._channels[0]
-        self._size, self._rank = options.size, options.rank
-        self._label = options.name
+        self._size = options.size
         self._timeout_s = options.timeout.total_seconds()
         if options.eager_bytes is not None:
             group.set_eager_bytes(options.eager_bytes)
@@ -89,12 +90,12 @@ class ShmBackend:
     @property
     def copies(self) -> CopyPlan:
         """How the ranks copy memory."""
-        return CopyPlan(*self._group.copies)
+        return CopyPlan(*self.group.copies)
 
     def error(self, outcome: Outcome) -> DureError:
         """Make the exception for what the engine says."""
-        pid = self._group.pid_of(outcome.peer) if outcome.peer >= 0 else 0
-        return _error(self._label, self._rank, self._size, outcome, pid, self._timeout_s)
+        pid = self.group.pid_of(outcome.peer) if outcome.peer >= 0 else 0
+        return self._error(outcome, pid, self._timeout_s)
 
     @property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
@@ -103,17 +104,12 @@ class ShmBackend:
 
     def gone(self, rank: int) -> bool:
         """Tell whether `rank` has died, or left."""
-        return self._group.gone(rank)
-
-    @property
-    def timeout(self) -> timedelta:
-        """How long an operation may wait for its peers."""
-        return timedelta(seconds=self._timeout_s)
+        return self.group.gone(rank)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long an operation may wait for its peers."""
         self._timeout_s = timeout.total_seconds()
-        self._group.set_timeout(self._timeout_s)
+        self.group.set_timeout(self._timeout_s)
 
     def _request(self, result: Outcome | EngineRequest | None) -> Request | None:
         """Return the engine's own request, which has the methods of `Request`."""
@@ -128,7 +124,7 @@ class ShmBackend:
     def run(self, call: Call, async_op: bool) -> Request | None:
         """See `Backend.run`."""
         if call.op == "new_group":
-            return self._request(self._group.announce_group(call.nbytes, async_op))
+            return self._request(self.group.announce_group(call.nbytes, async_op))
         dtype, reduction = call.dtype, call.reduction
         into = call.outputs[0].dtype if call.outputs else dtype
         inputs, outputs = self._blocks(call)
@@ -165,14 +161,14 @@ class ShmBackend:
         """Send `tensor` [*] to `dst`; messages of one pair and tag arrive in order."""
         code = dtype_code(tensor.dtype)
         memory = tensor.data_ptr(), tensor.nbytes, code
-        return self._request(self._group.send(*memory, dst, tag, async_op, tensor))
+        return self._request(self.group.send(*memory, dst, tag, async_op, tensor))
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Request:
         """Receive into `tensor` from `src`, or from anyone; a finished request where not async."""
         code = dtype_code(tensor.dtype)
         source = -1 if src is None else src
         memory = tensor.data_ptr(), tensor.nbytes, code
-        request = self._request(self._group.receive(*memory, source, tag, async_op, tensor))
+        request = self._request(self.group.receive(*memory, source, tag, async_op, tensor))
         assert request is not None
         if not async_op:
             request.wait()
@@ -184,42 +180,14 @@ class ShmBackend:
         """See `Backend.allocate`; what is not node-shared, this rank allocates alone."""
         if not node_shared:
             return heap_empty(nbytes, dtype=torch.uint8, zeroed=True)
-        made = self._group.host_shared_empty(nbytes)
+        made = self.group.host_shared_empty(nbytes)
         if not isinstance(made, HeapMemory):
             raise self.error(made)
         return tensor_of(made, (nbytes,), torch.uint8)
 
-    def records(self) -> list[Record]:
-        """Return the last operations, as the engine has kept them."""
-        return self._flight.records()
-
     def leave_unrecorded(self) -> None:
         """Leave these operations out of flight records: they are steps of another group's."""
         flight.forget(self._flight)
-
-    def hurry(self) -> None:
-        """Let whoever waits here run out of time now, and so find out who is missing."""
-        self._group.set_timeout(0.0)
-
-    def sender_of(self, tag: int) -> int:
-        """Return who sent the first message with `tag` that awaits its receive; -1 if none did."""
-        return self._group.sender_of(tag)
-
-    def abort(self, detail: str) -> None:
-        """Break the group on all ranks, for a reason that lies outside it."""
-        self._group.abort(detail)
-
-    def failure(self) -> Outcome | None:
-        """Return what the group is broken by."""
-        return self._group.failure()
-
-    def pid_of(self, rank: int) -> int:
-        """Return the process of `rank`; 0 once this rank has left."""
-        return self._group.pid_of(rank)
-
-    def has_left(self, rank: int) -> bool:
-        """Tell whether `rank` left the group; True once this rank has."""
-        return self._group.has_left(rank)
 
     def close(self, abort: bool) -> None:
         """Leave: pending operations end with `Aborted`; peers see that this rank left.
@@ -229,17 +197,4 @@ class ShmBackend:
         """
         del abort
         flight.retire(self._flight)
-        self._group.close()
-
-
-def create(options: BackendOptions) -> ShmBackend:
-    """Make the group's segment, or map it (`shm.meeting.open_segment`, also for the errors)."""
-    return ShmBackend(open_segment(options), options)
-
-
-class ShmOpening(SegmentOpening):
-    """One rank's part of a group that is coming about (see `backends.opening.Opening`)."""
-
-    def complete(self) -> ShmBackend:
-        """Return the backend when all ranks have mapped the segment."""
-        return ShmBackend(self.segment(), self._options)
+        self.group.close()

@@ -80,17 +80,6 @@ def _all_gather(calls: Sequence[Call]) -> None:
         _deal(gathered, call.outputs)
 
 
-def _gather(calls: Sequence[Call]) -> None:
-    for target, call in zip(calls[calls[0].root].outputs, calls, strict=True):
-        _copy(target, call.inputs[0])
-
-
-def _scatter(calls: Sequence[Call]) -> None:
-    sources = calls[calls[0].root].inputs
-    dealt = _joined(sources)  # the root's output may be one of its inputs
-    _deal(dealt, [c.outputs[0] for c in calls])
-
-
 def _reduce_scatter(calls: Sequence[Call]) -> None:
     """Reduce whole inputs (lists joined first), then deal the parts."""
     op = calls[0].reduction
@@ -114,7 +103,8 @@ def _all_to_all(calls: Sequence[Call]) -> None:
     sent = [_cut(_joined(parts), parts) for parts in gives]
     for r, call in enumerate(calls):
         for target, parts in zip(call.takes(n), sent, strict=True):
-            as_bytes(target).copy_(parts[r])
+            if target.numel():
+                as_bytes(target).copy_(parts[r])
 
 
 def _host_shared_empty(calls: Sequence[Call]) -> None:
@@ -133,8 +123,8 @@ _MOVES: dict[str, Callable[[Sequence[Call]], None]] = {
     "reduce": _reduce,
     "broadcast": _broadcast,
     "all_gather": _all_gather,
-    "gather": _gather,
-    "scatter": _scatter,
+    "gather": _all_to_all,
+    "scatter": _all_to_all,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
     "barrier": _barrier,

@@ -4,8 +4,8 @@ Rank 0 makes the segment and offers "pid:fd:nonce", or "!" and why it could not.
 and all wait, in the segment itself, until everyone has. A rank that cannot map it says so under
 "shm/refused" in the group's store, so that all ranks raise the same error at once.
 
-The offers are exchanged with all else that the ranks of a group tell each other; `open_segment`
-does it alone, through the store.
+The offers are exchanged with all else that the ranks of a group tell each other; `create` exchanges
+them alone, through the store.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import time
 from collections.abc import Sequence
 
 from dure.comm.backends.base import BackendOptions
+from dure.comm.backends.shm.backend import ShmBackend
 from dure.comm.backends.shm.copying import single_copies_wanted
 from dure.errors import DureError, RendezvousError, RendezvousTimeout, UsageError
 from dure.native import Group, require
 
-__all__ = ["MAX_RANKS", "SegmentOpening", "open_segment"]
+__all__ = ["MAX_RANKS", "ShmOpening", "create"]
 
 MAX_RANKS = 256
 _SEGMENT_KEY = "shm/segment"
@@ -29,8 +30,8 @@ _LOOK_S = 0.05
 """How long a rank waits for the others before it looks whether one of them could not."""
 
 
-class SegmentOpening:
-    """One rank's part of a segment that is coming about (see `backends.opening.Opening`).
+class ShmOpening:
+    """One rank's part of a group that is coming about (see `backends.opening.Opening`).
 
     Raises:
         UsageError: The engine is not built, this is not Linux, there are too many ranks, or
@@ -90,8 +91,8 @@ class SegmentOpening:
             first = options.store.compare_set(_REFUSED_KEY, "", self._reason(error))
             raise _refused(options, first.decode()) from None
 
-    def segment(self) -> Group:
-        """Return the segment when all ranks have mapped it.
+    def complete(self) -> ShmBackend:
+        """Return the backend when all ranks have mapped the segment.
 
         Raises:
             RendezvousError: A rank cannot map it; the same on all ranks.
@@ -121,7 +122,7 @@ class SegmentOpening:
         except RuntimeError as error:  # a peer's symmetric heap cannot be mapped
             raise _refused(options, f"rank {options.rank}: {error}") from None
         self._group = None
-        return group
+        return ShmBackend(group, options)
 
     def withdraw(self) -> None:
         """Close the segment, unless it has been handed out."""
@@ -130,23 +131,21 @@ class SegmentOpening:
             group.close()
 
 
-def open_segment(options: BackendOptions) -> Group:
-    """Make the group's segment, or map it; return when all ranks have.
+def create(options: BackendOptions) -> ShmBackend:
+    """Make a group whose ranks tell each other their offers in the group's store.
 
     Raises:
         UsageError: The engine is not built, this is not Linux, or there are too many ranks.
         RendezvousError: A rank cannot map the segment; the same on all ranks.
         RendezvousTimeout: Not all ranks came within the group's timeout.
     """
-    opening = SegmentOpening(options)
+    opening = ShmOpening(options)
     try:
         if options.rank == 0:
             options.store.set(_SEGMENT_KEY, opening.offer)
-        else:
-            options.store.wait([_SEGMENT_KEY], options.timeout)
-        offer = opening.offer or options.store.get(_SEGMENT_KEY)
-        opening.connect([offer])
-        return opening.segment()
+        options.store.wait([_SEGMENT_KEY], options.timeout)
+        opening.connect([options.store.get(_SEGMENT_KEY)])
+        return opening.complete()
     except BaseException:
         opening.withdraw()
         raise
