@@ -1,0 +1,142 @@
+"""An operator's call, as the rules see it: what it is given, without values and without ranks.
+
+A call's *operands* are its DTensors in the order in which they appear among the arguments, those in
+lists included. Rules name placements for operands and for results by these numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+
+from dure.tensor.spec import DTensorSpec, TensorMeta
+
+__all__ = ["Op", "OpCall", "Place", "Strategy", "fill", "schema_of"]
+
+Op = torch._ops.OpOverload  # pyright: ignore[reportPrivateUsage]
+Place = tuple[int | str, int | None]
+"""Where an operand stands: number or name of its argument, and its number in that list, or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """What an operator's schema says of it.
+
+    Attributes:
+        names: Of its arguments.
+        defaults: Of those that have one.
+        mutated: Names of arguments that it writes.
+        is_view: Whether a result shares memory with an argument that is not written.
+        returned: For each result the name of the argument that it is, None for a new one.
+    """
+
+    names: tuple[str, ...]
+    defaults: dict[str, object]
+    mutated: frozenset[str]
+    is_view: bool
+    returned: tuple[str | None, ...]
+
+
+@cache
+def schema_of(op: Op) -> Schema:
+    """Return what an operator's schema says of it."""
+    schema = op._schema  # pyright: ignore[reportPrivateUsage]
+    alias = {a.name: a.alias_info for a in schema.arguments}
+    by_set = {
+        min(info.before_set): n for n, info in alias.items() if info is not None and info.is_write
+    }
+    written = frozenset(by_set.values())
+    returned = [r.alias_info for r in schema.returns]
+    return Schema(
+        names=tuple(a.name for a in schema.arguments),
+        defaults={a.name: a.default_value for a in schema.arguments if a.has_default_value()},
+        mutated=written,
+        is_view=not written and any(info is not None for info in alias.values()),
+        returned=tuple(
+            by_set.get(min(info.before_set)) if info is not None and info.is_write else None
+            for info in returned
+        ),
+    )
+
+
+@dataclass(slots=True)
+class OpCall:
+    """A call of an operator.
+
+    Attributes:
+        op: The operator.
+        args, kwargs: As given, each DTensor replaced by its spec.
+        operands: The specs, in order.
+        places: Where each operand stands.
+        outputs: Shape, strides and dtype of each result that is a tensor, None for others.
+    """
+
+    op: Op
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operands: tuple[DTensorSpec, ...]
+    places: tuple[Place, ...]
+    outputs: tuple[TensorMeta | None, ...] = ()
+    _bound: dict[str, Any] = field(default_factory=dict)
+
+    def arg(self, name: str) -> Any:
+        """Return an argument by its name in the schema, its default where it is not given.
+
+        Any: what the operator takes.
+        """
+        if not self._bound:
+            schema = schema_of(self.op)
+            self._bound = {
+                **schema.defaults,
+                **dict(zip(schema.names, self.args, strict=False)),
+                **self.kwargs,
+            }
+        return self._bound[name]
+
+    def operand(self, name: str) -> int | None:
+        """Return the number of the operand that is the argument `name`; None where it is none."""
+        names = schema_of(self.op).names
+        for number, (where, inside) in enumerate(self.places):
+            if inside is None and name == (names[where] if isinstance(where, int) else where):
+                return number
+        return None
+
+    @property
+    def name(self) -> str:
+        """The operator's name, such as "aten.add.Tensor"."""
+        return str(self.op)
+
+
+def fill(
+    args: Sequence[Any], kwargs: dict[str, Any], places: Sequence[Place], values: Sequence[Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return arguments with the operands replaced by `values`."""
+    filled, named = list(args), dict(kwargs)
+    copied: set[int | str] = set()
+    for (where, inside), value in zip(places, values, strict=True):
+        holder: Any = filled if isinstance(where, int) else named
+        if inside is None:
+            holder[where] = value
+            continue
+        if where not in copied:
+            copied.add(where)
+            holder[where] = list(holder[where])
+        holder[where][inside] = value
+    return filled, named
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """What is legal on one mesh axis.
+
+    Attributes:
+        inputs: A placement for each operand.
+        outputs: A placement for each result that is a tensor.
+    """
+
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]

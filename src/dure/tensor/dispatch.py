@@ -1,0 +1,407 @@
+"""How an operator on DTensors is run: look up, move, compute on the parts, wrap.
+
+The first call of an operator with certain specs asks the rules (*miss*): which placements its
+operands must have, and which its results get. The answer is kept as a `Plan` under the operator,
+the specs and the other arguments; every later call of that kind (*hit*) costs one dictionary
+look-up besides the operator on the parts and the wrapping of its result.
+
+What has no rule is decomposed; what has no decomposition is computed by every rank on whole
+tensors, with one warning that names the operator. An operator that draws random numbers, writes its
+operands or returns views of them is not: that would be silently wrong.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dure.errors import MeshError, PlacementError, UsageError
+from dure.tensor import state
+from dure.tensor.call import Op, OpCall, Place, fill, schema_of
+from dure.tensor.expand import choose
+from dure.tensor.placement_types import Replicate
+from dure.tensor.redistribute import redistribute
+from dure.tensor.rules import Rule, ViewRule, by_value, rule_of
+from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
+
+if TYPE_CHECKING:
+    from dure.tensor.dtensor import DTensor
+
+__all__ = ["Plan", "bind", "decomposition_of", "dispatch", "special"]
+
+_MOST_PLANS = 1 << 16
+_plans: dict[Any, Plan] = {}
+_special: dict[Op, Callable[..., Any]] = {}
+"""Operators that are run in a way of their own: called with (op, args, kwargs)."""
+_warned: set[Op] = set()
+_DTensor: type[DTensor]
+_wrap: Callable[[torch.Tensor, DTensorSpec], DTensor]
+
+
+def bind(cls: type[DTensor], wrap: Callable[[torch.Tensor, DTensorSpec], DTensor]) -> None:
+    """Hand over the class, which is defined above this file."""
+    global _DTensor, _wrap
+    _DTensor, _wrap = cls, wrap
+
+
+def special(*ops: Op) -> Callable[..., Any]:
+    """Register the decorated function as the way to run these operators."""
+
+    def register(run: Callable[..., Any]) -> Any:
+        for op in ops:
+            _special[op] = run
+        return run
+
+    return register
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is done for one kind of call.
+
+    Attributes:
+        places: Where each operand stands among the arguments.
+        moves: For each operand its spec and the one that it must have, None if it has it.
+        local: Runs in the operator's place, on the parts.
+        outputs: The spec of each result, None for what is no tensor.
+        output: The spec of the only result, if nothing is moved or written, every operand is an
+            argument by itself, and the rank is in the mesh.
+        returns: For each result where the argument stands that it is; None for new ones.
+        copied_view: Whether results ought to share memory with an operand that is moved.
+    """
+
+    places: tuple[Place, ...]
+    moves: tuple[tuple[DTensorSpec, DTensorSpec] | None, ...]
+    local: Callable[..., Any]
+    outputs: tuple[DTensorSpec | None, ...]
+    output: DTensorSpec | None
+    returns: tuple[Place | None, ...]
+    copied_view: bool
+
+
+def dispatch(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Run an operator, some of whose arguments are DTensors."""
+    dtensor = _DTensor
+    key: list[Any] = [op]
+    for arg in args:
+        kind = type(arg)
+        if kind is dtensor:
+            key.append(arg.spec)
+        elif kind is float:
+            key.append(arg if op in by_value else kind)
+        else:
+            key.append(_key_of(arg, kind))
+    if kwargs:
+        for name, arg in kwargs.items():
+            key.append(name)
+            key.append(_key_of(arg, type(arg)))
+    try:
+        plan = _plans[tuple(key)]
+    except (KeyError, TypeError):
+        return _miss(op, args, kwargs or {}, key)
+    if plan.output is not None:
+        values = [a.part if type(a) is dtensor else a for a in args]
+        return _wrap(plan.local(*values, **kwargs) if kwargs else plan.local(*values), plan.output)
+    return _run(plan, args, kwargs or {})
+
+
+def _key_of(arg: Any, kind: type) -> Any:
+    """Return what stands for an argument in a key; plain tensors have a key that hits never."""
+    if kind is _DTensor:
+        return arg.spec
+    if kind is list or kind is tuple:
+        return tuple([_key_of(a, type(a)) for a in arg])
+    return (kind, arg.shape, []) if isinstance(arg, torch.Tensor) else (kind, arg)
+
+
+# ---- the first call of a kind --------------------------------------------------------------------
+
+
+def _miss(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], key: list[Any]) -> Any:
+    operands, places = _operands(args, kwargs)
+    plain = [t for t in operands if type(t) is not _DTensor]
+    if plain:
+        args, kwargs = _without_plain(op, args, kwargs, operands, places)
+        return dispatch(op, args, kwargs)
+    _check_copies(op, operands, places)
+    run = _special.get(op)
+    if run is not None:
+        return run(op, args, kwargs)
+    specs = tuple(t.spec for t in operands)
+    _check_meshes(op, specs)
+    bare, named = fill(args, kwargs, places, specs)
+    call = OpCall(op, tuple(bare), named, specs, places)
+    found = rule_of(op)
+    if found is None:
+        return _without_rule(call, args, kwargs)
+    call.outputs = _results(call)
+    plan = _plan(call, found)
+    if len(_plans) >= _MOST_PLANS:
+        _plans.clear()
+    with suppress(TypeError):
+        _plans[tuple(key)] = plan
+    return _run(plan, args, kwargs)
+
+
+def _operands(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], tuple[Place, ...]]:
+    """Return all tensors among the arguments, and where they stand."""
+    found: list[Any] = []
+    places: list[Place] = []
+    for where, arg in (*enumerate(args), *kwargs.items()):
+        if isinstance(arg, torch.Tensor):
+            found.append(arg)
+            places.append((where, None))
+        elif isinstance(arg, (list, tuple)):
+            for inside, one in enumerate(arg):
+                if isinstance(one, torch.Tensor):
+                    found.append(one)
+                    places.append((where, inside))
+    return found, tuple(places)
+
+
+def _without_plain(
+    op: Op,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    operands: Sequence[Any],
+    places: Sequence[Place],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Take plain tensors as replicated where that is meant; raise where it may not be."""
+    specs = [t.spec for t in operands if type(t) is _DTensor]
+    implicit = state.implicit_replication.get()
+    replaced: list[Any] = []
+    for tensor, (where, _) in zip(operands, places, strict=True):
+        if type(tensor) is _DTensor:
+            replaced.append(tensor)
+        elif tensor.ndim == 0 or implicit:
+            mesh = specs[0].mesh
+            whole = (Replicate(),) * mesh.ndim
+            replaced.append(_wrap(tensor, spec_of(mesh, whole, TensorMeta.of(tensor))))
+        else:
+            name = schema_of(op).names[where] if isinstance(where, int) else where
+            raise UsageError(
+                f"{op} is given a plain tensor beside DTensors",
+                op=str(op),
+                seen=f"argument {name!r}, {tensor.dtype} {list(tensor.shape)}, beside "
+                + ", ".join(map(str, specs)),
+                fix="Make it a DTensor: distribute_tensor(t, mesh, placements) if all ranks have "
+                "the whole, DTensor.from_local if each has its part. Within "
+                "dure.tensor.experimental.implicit_replication() it is taken as replicated.",
+            )
+    filled, named = fill(args, kwargs, places, replaced)
+    return tuple(filled), named
+
+
+def _check_meshes(op: Op, specs: Sequence[DTensorSpec]) -> None:
+    mesh = specs[0].mesh
+    for spec in specs:
+        if spec.mesh is not mesh and spec.mesh != mesh:
+            raise MeshError(
+                f"{op} is given tensors of different meshes",
+                op=str(op),
+                seen=f"{mesh!r} and {spec.mesh!r}",
+                fix="Redistribute one of them to the other's mesh, or use sub-meshes of one.",
+            )
+
+
+def _check_copies(op: Op, operands: Sequence[Any], places: Sequence[Place]) -> None:
+    """Refuse to write views that are copies, and to read them once their source was written.
+
+    A view of a sharded tensor that had to be moved shares no memory with it.
+    """
+    mutated = schema_of(op).mutated
+    for tensor, (where, _) in zip(operands, places, strict=True):
+        version = tensor.copied_at
+        if version is None:
+            continue
+        name = schema_of(op).names[where] if isinstance(where, int) else where
+        if name in mutated or tensor._version != version:
+            raise PlacementError(
+                f"{op} meets a view that is a copy",
+                op=str(op),
+                seen=f"{tensor.spec}: its source had to be moved between ranks to take the view",
+                fix="Redistribute the source first so that the view needs no communication, or "
+                "clone() the view to work on a copy.",
+            )
+
+
+def _results(call: OpCall) -> tuple[TensorMeta | None, ...]:
+    """Return what each result is, found by running on tensors without memory."""
+    metas = [spec.meta.empty() for spec in call.operands]
+    args, kwargs = fill(call.args, call.kwargs, call.places, metas)
+    if "device" in kwargs:
+        kwargs["device"] = "meta"
+    return tuple(None if t is None else TensorMeta.of(t) for t in _leaves(call.op(*args, **kwargs)))
+
+
+def _leaves(result: Any) -> list[Any]:
+    """Return the results of an operator as a list; None for what is no tensor."""
+    if isinstance(result, (list, tuple)):
+        return [leaf for one in result for leaf in _leaves(one)]
+    return [result if isinstance(result, torch.Tensor) else None]
+
+
+def _plan(call: OpCall, found: Rule | ViewRule) -> Plan:
+    if isinstance(found, ViewRule):
+        before, after = found.placements(call)
+        wanted, given = (tuple(before),), (tuple(after),) * len(call.outputs)
+    else:
+        wanted, given = choose(call, found.strategies(call))
+    targets = [
+        spec.with_placements(placements)
+        for spec, placements in zip(call.operands, wanted, strict=True)
+    ]
+    mesh = call.operands[0].mesh
+    outputs = tuple(
+        None if meta is None else spec_of(mesh, placements, meta)
+        for meta, placements in zip(call.outputs, given, strict=True)
+    )
+    local = found.local(call, targets, outputs) if found.local is not None else None
+    moves = tuple(
+        None if spec is target else (spec, target)
+        for spec, target in zip(call.operands, targets, strict=True)
+    )
+    schema = schema_of(call.op)
+    moved, inside = any(moves), mesh.get_coordinate() is not None
+    simple = not moved and inside and not schema.mutated and len(outputs) == 1
+    alone = simple and all(i is None and isinstance(w, int) for w, i in call.places)
+    returned = (_place_of(call, name) for name in schema.returned)
+    return Plan(
+        places=call.places,
+        moves=moves,
+        local=(local or call.op) if inside else _nothing(len(outputs)),
+        outputs=outputs,
+        output=outputs[0] if alone else None,
+        returns=tuple(returned),
+        copied_view=schema.is_view and moved,
+    )
+
+
+def _place_of(call: OpCall, name: str | None) -> Place | None:
+    number = None if name is None else call.operand(name)
+    return None if number is None else call.places[number]
+
+
+def _nothing(count: int) -> Callable[..., Any]:
+    """Return what a rank outside the mesh runs."""
+    return lambda *args, **kwargs: tuple(torch.empty(0) for _ in range(count))
+
+
+# ---- every call ----------------------------------------------------------------------------------
+
+
+def _run(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    values: list[torch.Tensor] = []
+    for (where, inside), move in zip(plan.places, plan.moves, strict=True):
+        holder = args[where] if isinstance(where, int) else kwargs[where]
+        tensor = holder if inside is None else holder[inside]
+        local = tensor.part
+        values.append(local if move is None else redistribute(local, *move))
+    filled, named = fill(args, kwargs, plan.places, values)
+    result = plan.local(*filled, **named)
+    sources = (args, kwargs)
+    return _wrapped(plan, result, sources, values)
+
+
+def _wrapped(plan: Plan, result: Any, sources: tuple[Any, Any], values: Sequence[Any]) -> Any:
+    """Return the results as DTensors; what the operator wrote, as the arguments that they are."""
+    if len(plan.returns) == 1 and plan.returns[0] is not None:
+        return _at(sources, plan.returns[0])
+    specs = iter(plan.outputs)
+    returns = iter(plan.returns)
+    version = None
+    if plan.copied_view:
+        where, inside = plan.places[0]
+        version = _at(sources, (where, inside))._version
+
+    def wrap(one: Any) -> Any:
+        if isinstance(one, (list, tuple)):
+            return type(one)(map(wrap, one)) if type(one) in (list, tuple) else [*map(wrap, one)]
+        spec, place = next(specs), next(returns, None)
+        if spec is None or not isinstance(one, torch.Tensor):
+            return one
+        if place is not None:
+            return _at(sources, place)
+        made = _wrap(one, spec)
+        made.copied_at = version
+        return made
+
+    return wrap(result)
+
+
+def _at(sources: tuple[Any, Any], place: Place) -> Any:
+    where, inside = place
+    holder = sources[0][where] if isinstance(where, int) else sources[1][where]
+    return holder if inside is None else holder[inside]
+
+
+# ---- operators without a rule --------------------------------------------------------------------
+
+
+def _without_rule(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    op = call.op
+    decomposed = decomposition_of(op)
+    if decomposed is not None:
+        with state.replicating():
+            result = decomposed(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    return _replicated(call, args, kwargs)
+
+
+def decomposition_of(op: Op) -> Callable[..., Any] | None:
+    """Return a function that computes an operator by others; None if torch has none."""
+    table = torch._decomp.decomposition_table  # pyright: ignore
+    return table.get(op)
+
+
+def _replicated(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Let every rank compute on whole tensors, where nothing else is known."""
+    op, schema = call.op, schema_of(call.op)
+    moved = not all(spec.is_replicated() for spec in call.operands)
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        raise _refused(call, "draws random numbers, and no rule says which")
+    if moved and (schema.mutated or schema.is_view):
+        raise _refused(call, "writes its operand" if schema.mutated else "returns a view")
+    if moved:
+        if state.strict.get():
+            raise _refused(call, "would be computed replicated, which strict() forbids")
+        if op not in _warned:
+            _warned.add(op)
+            warnings.warn(
+                f"{op} has no sharding rule: every rank gathers {call.operands} and computes the "
+                "whole. Redistribute by hand where that is too much, or register a rule with "
+                "dure.tensor.experimental.register_sharding. (Said once.)",
+                stacklevel=4,
+            )
+    mesh = call.operands[0].mesh
+    whole = (Replicate(),) * mesh.ndim
+    values = [
+        redistribute(_at((args, kwargs), place).part, spec, spec.with_placements(whole))
+        for place, spec in zip(call.places, call.operands, strict=True)
+    ]
+    filled, named = fill(args, kwargs, call.places, values)
+    result = op(*filled, **named)
+    outputs = [
+        None if t is None else spec_of(mesh, whole, TensorMeta.of(t)) for t in _leaves(result)
+    ]
+    returns = tuple(_place_of(call, name) for name in schema.returned)
+    plan = Plan(call.places, (), op, tuple(outputs), None, returns, copied_view=False)
+    return _wrapped(plan, result, (args, kwargs), values)
+
+
+def _refused(call: OpCall, why: str) -> PlacementError:
+    return PlacementError(
+        f"{call.name} has no sharding rule, and {why}",
+        op=call.name,
+        seen=", ".join(map(str, call.operands)),
+        fix="Redistribute its operands to Replicate() first, or register a rule with "
+        "dure.tensor.experimental.register_sharding.",
+    )

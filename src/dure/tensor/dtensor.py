@@ -1,0 +1,455 @@
+"""`DTensor`: a tensor of which each rank of a mesh holds a part.
+
+It is a `torch.Tensor` without memory of its own, below autograd: autograd sees one tensor of the
+whole shape, and every operator that it runs, forward or backward, arrives at `dispatch` with the
+specs of its operands. So gradients are DTensors too, and get their placements as results do.
+
+A gradient that autograd leaves as terms of a sum (`Partial`), where its tensor is not, is reduced
+when `.grad` is first read, once: several backward passes add their terms before.
+
+Threads: as any tensor. Collective: an operator that has to move an operand, and reading a value
+(`item`, `print`, a reduced `.grad`), are collectives of the mesh: all its ranks run the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+
+from dure.comm.pending import wait_tensor
+from dure.errors import MeshError, PlacementError, ShapeError
+from dure.mesh import DeviceMesh, current_mesh
+from dure.tensor import dispatch
+from dure.tensor.checking import check_parts
+from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
+from dure.tensor.redistribute import redistribute
+from dure.tensor.spec import DTensorSpec, TensorMeta, as_placements, spec_of
+
+__all__ = ["DTensor", "mesh_or_current"]
+
+_make = torch.Tensor._make_wrapper_subclass  # pyright: ignore
+_grad: Any = torch.Tensor.grad  # pyright: ignore
+
+
+def mesh_or_current(mesh: DeviceMesh | None, op: str) -> DeviceMesh:
+    """Return a mesh that was given, or the one of the innermost ``with mesh:``."""
+    mesh = current_mesh() if mesh is None else mesh
+    if mesh is None:
+        raise MeshError(
+            "no mesh was given", op=op, fix="Pass device_mesh, or call within `with mesh:`."
+        )
+    if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise MeshError("device_mesh is not a DeviceMesh of Dure", op=op, seen=f"{mesh!r}")
+    return mesh
+
+
+class DTensor(torch.Tensor):
+    """A tensor of which each rank of a mesh holds a part; see the head of this file.
+
+    Made by `distribute_tensor`, `DTensor.from_local`, the factories of `dure.tensor`, and by
+    operators on DTensors. Its shape is that of the whole.
+    """
+
+    __slots__ = ("copied_at", "part", "spec")
+    part: torch.Tensor
+    """What this rank has."""
+    spec: DTensorSpec
+    copied_at: int | None
+    """Version of the tensor that this is a moved copy of, where torch would give a view."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+
+    def __new__(
+        cls, local_tensor: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False
+    ) -> Self:
+        """Wrap a part; for the inside of this package: users call `from_local`."""
+        made = wrap(local_tensor.detach() if local_tensor.requires_grad else local_tensor, spec)
+        return made.requires_grad_(requires_grad)  # pyright: ignore[reportReturnType]
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operator on the parts (dispatch.py). Any: what the operator takes and gives."""
+        return dispatch.dispatch(func, args, kwargs)
+
+    # ---------------------------------------------------------------- in and out
+
+    @staticmethod
+    def from_local(
+        local_tensor: torch.Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool = False,
+        shape: torch.Size | None = None,
+        stride: tuple[int, ...] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
+    ) -> DTensor:
+        """Make a DTensor of the parts that the ranks have.
+
+        Args:
+            local_tensor: This rank's part. It is not copied.
+            device_mesh: The mesh; that of ``with mesh:`` where None.
+            placements: One for each mesh axis; replicated where None.
+            run_check: Compare shapes and dtypes of all ranks' parts, and copy replicated ones from
+                the first rank of each axis.
+            shape, stride: Of the whole; both are needed where parts are uneven. Else the parts
+                are taken to be of one shape.
+            grad_placements: What the gradient is brought to before it is handed to `local_tensor`;
+                where None, these placements, with terms replicated.
+
+        Raises:
+            PlacementError: Placements do not fit the tensor or the mesh.
+            ShapeError: The part's shape is not the one that `shape` leaves for this rank.
+            Desync: With `run_check`: parts do not fit together.
+
+        Collective:
+            None without `run_check`.
+
+        Cost:
+            A few microseconds.
+        """
+        mesh = mesh_or_current(device_mesh, "DTensor.from_local")
+        given = as_placements(placements, mesh, local_tensor.ndim, "DTensor.from_local")
+        if (shape is None) != (stride is None):
+            raise ShapeError("shape and stride are given together", op="DTensor.from_local")
+        if shape is None or stride is None:
+            meta = _whole(local_tensor, mesh, given)
+        else:
+            meta = TensorMeta(torch.Size(shape), tuple(stride), local_tensor.dtype)
+        spec = spec_of(mesh, given, meta)
+        grads = None
+        if grad_placements is not None:
+            grads = as_placements(grad_placements, mesh, local_tensor.ndim, "DTensor.from_local")
+        if shape is not None and local_tensor.shape != spec.local_shape and spec.coordinate:
+            raise ShapeError(
+                "the part has another shape than the whole leaves for this rank",
+                op="DTensor.from_local",
+                rank=mesh.get_rank(),
+                seen=f"{list(local_tensor.shape)}, expected {list(spec.local_shape)} of {spec}",
+            )
+        if run_check:
+            local_tensor = check_parts(local_tensor, spec)
+        if not (local_tensor.requires_grad and torch.is_grad_enabled()):
+            return wrap(local_tensor.detach(), spec)
+        return _FromLocal.apply(local_tensor, spec, grads)  # pyright: ignore
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Return this rank's part, which shares memory with the DTensor.
+
+        Args:
+            grad_placements: What the gradient of the part is: where None, that of these placements,
+                a Partial's being whole on each rank. A replicated tensor that ranks use
+                differently gets a gradient of terms: ``[Partial()]``.
+
+        Cost:
+            None; a moved tensor is waited for.
+        """
+        if not (self.requires_grad and torch.is_grad_enabled()):
+            return wait_tensor(self.part)
+        grads = None
+        if grad_placements is not None:
+            grads = as_placements(grad_placements, self.spec.mesh, self.ndim, "to_local")
+        return _ToLocal.apply(self, grads)  # pyright: ignore
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Return the whole tensor, on every rank.
+
+        Collective:
+            All ranks of the mesh.
+        """
+        whole = (Replicate(),) * self.spec.mesh.ndim
+        return self.redistribute(placements=whole).to_local(grad_placements=grad_placements)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """Return this tensor with other placements.
+
+        Args:
+            device_mesh: The tensor's own; another is refused.
+            placements: One for each mesh axis.
+            async_op: Return while the last collective runs; who uses the values waits.
+            forward_dtype: What the values are cast to before they are moved.
+            backward_dtype: What the gradient is cast to before it is moved.
+
+        Raises:
+            PlacementError: `Partial` is asked for where it is not; placements do not fit.
+            MeshError: Another mesh.
+
+        Collective:
+            All ranks of the mesh.
+
+        Cost:
+            That of the plan's steps (redistribute.py): S to R gathers, R to S costs nothing,
+            P to R reduces, P to S reduces and scatters, S to S exchanges.
+        """
+        spec = self.spec
+        if device_mesh is not None and device_mesh != spec.mesh:
+            raise MeshError(
+                "a DTensor stays on its mesh",
+                op="redistribute",
+                seen=f"{spec.mesh!r}, asked for {device_mesh!r}",
+            )
+        if placements is None:
+            raise PlacementError("redistribute needs placements", op="redistribute")
+        target = spec.with_placements(
+            as_placements(placements, spec.mesh, self.ndim, "redistribute")
+        )
+        for old, new in zip(spec.placements, target.placements, strict=True):
+            if isinstance(new, Partial) and old != new:
+                raise PlacementError(
+                    "nothing is redistributed to Partial",
+                    op="redistribute",
+                    seen=f"{spec} to {list(target.placements)}",
+                    fix="DTensor.from_local(t, mesh, [Partial()]) makes one of terms.",
+                )
+        dtypes = forward_dtype, backward_dtype
+        return _Redistribute.apply(self, target, async_op, *dtypes)  # pyright: ignore
+
+    # ---------------------------------------------------------------- what it is
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh."""
+        return self.spec.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """How it lies along each axis of the mesh."""
+        return self.spec.placements
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:
+        """This rank's part, under torch's name."""
+        return self.part
+
+    @property
+    def _spec(self) -> DTensorSpec:
+        """What is known without values, under torch's name."""
+        return self.spec
+
+    @property
+    def grad(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self,
+    ) -> torch.Tensor | None:
+        """The gradient, with this tensor's placements where it would be terms of a sum.
+
+        Collective:
+            The first read after backward, where autograd left terms: all ranks of the mesh.
+        """
+        grad = _grad.__get__(self)
+        if type(grad) is DTensor and grad.spec.has_partial():
+            spec = grad.spec
+            placements = tuple(
+                here if there.is_partial() and not here.is_partial() else there
+                for here, there in zip(self.spec.placements, spec.placements, strict=True)
+            )
+            target = spec.with_placements(placements)
+            if target is not spec:
+                grad = wrap(redistribute(grad.part, spec, target), target)
+                _grad.__set__(self, grad)
+        return grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        _grad.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _grad.__delete__(self)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        """Return this rank's part, mesh and placements; sends nothing (`print` shows the whole)."""
+        return (
+            f"DTensor(local_tensor={self.part}, device_mesh={self.spec.mesh!r}, "
+            f"placements={self.spec.placements})"
+        )
+
+    def __str__(self) -> str:
+        """Return the whole tensor's values and the placements: a collective of the mesh."""
+        with torch.no_grad():
+            whole = wrap(self.part, self.spec).full_tensor()
+        return f"DTensor({whole}, placements={self.spec.placements})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["part"], (self.spec, self.requires_grad)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, torch.Tensor], context: Any, size: torch.Size, stride: tuple[int, ...]
+    ) -> DTensor:
+        spec, requires_grad = context
+        meta = TensorMeta(torch.Size(size), tuple(stride), spec.meta.dtype)
+        made = wrap(inner["part"], spec_of(spec.mesh, spec.placements, meta))
+        return made.requires_grad_(requires_grad)  # pyright: ignore[reportReturnType]
+
+    def __coerce_same_metadata_as_tangent__(self, context: Any, kind: Any = None) -> DTensor | None:
+        if kind is not None:
+            return None
+        target, _ = context
+        return self.redistribute(placements=target.placements)
+
+    def __coerce_tangent_metadata__(self) -> DTensor:
+        if not self.spec.has_partial():
+            return self
+        whole = [Replicate() if p.is_partial() else p for p in self.spec.placements]
+        return self.redistribute(placements=whole)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        part = self.part.detach()
+        parameter = isinstance(self, torch.nn.Parameter)
+        return _rebuild, (part, self.spec, self.requires_grad, parameter)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        if not self.is_leaf:
+            raise RuntimeError("only tensors that the program made support deepcopy, no results")
+        if id(self) in memo:
+            return memo[id(self)]
+        part = self.part.detach().clone()
+        made = _rebuild(part, self.spec, self.requires_grad, isinstance(self, torch.nn.Parameter))
+        grad = _grad.__get__(self)
+        if grad is not None:
+            made.grad = grad.__deepcopy__(memo) if type(grad) is DTensor else grad.clone()
+        memo[id(self)] = made
+        return made
+
+
+def wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """Return a DTensor over a part that needs no gradient."""
+    meta = spec.meta
+    made = _make(DTensor, meta.shape, strides=meta.stride, dtype=meta.dtype, device=local.device)
+    made.part = local
+    made.spec = spec
+    made.copied_at = None
+    return made
+
+
+dispatch.bind(DTensor, wrap)
+
+
+def _rebuild(
+    part: torch.Tensor, spec: DTensorSpec, requires_grad: bool, parameter: bool
+) -> DTensor:
+    made = wrap(part, spec)
+    if parameter:
+        return torch.nn.Parameter(made, requires_grad)  # pyright: ignore[reportReturnType]
+    return made.requires_grad_(requires_grad)  # pyright: ignore[reportReturnType]
+
+
+def _whole(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> TensorMeta:
+    """Return the whole tensor's shape and strides, if all parts are like this one."""
+    shape = list(local.shape)
+    for size, placement in zip(mesh.shape, placements, strict=True):
+        if isinstance(placement, Shard):
+            shape[placement.dim] *= size
+    stride, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda d: (local.stride(d), -d)):
+        stride[dim] = step
+        step *= max(shape[dim], 1)
+    return TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
+
+
+def _gradient_of(spec: DTensorSpec) -> DTensorSpec:
+    """Return where the gradient of such a tensor belongs: terms have a gradient that is whole."""
+    placements = [Replicate() if p.is_partial() else p for p in spec.placements]
+    return spec.with_placements(placements)
+
+
+def _moved(grad: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """Return a gradient with other placements."""
+    spec = grad.spec
+    target = spec.with_placements(placements)
+    return grad if spec is target else wrap(redistribute(grad.part, spec, target), target)
+
+
+class _FromLocal(torch.autograd.Function):
+    """Wraps a part; its gradient is the part of the DTensor's gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        local: torch.Tensor,
+        spec: DTensorSpec,
+        grads: tuple[Placement, ...] | None,
+    ) -> DTensor:
+        ctx.placements = _gradient_of(spec).placements if grads is None else grads
+        return wrap(local.view_as(local), spec)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        (grad,) = grad_outputs
+        return wait_tensor(_moved(grad, ctx.placements).part), None, None
+
+
+class _ToLocal(torch.autograd.Function):
+    """Unwraps a part; its gradient becomes the DTensor's."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, grads: tuple[Placement, ...] | None) -> torch.Tensor:
+        spec = tensor.spec
+        ctx.spec = _gradient_of(spec) if grads is None else spec.with_placements(grads)
+        local = wait_tensor(tensor.part)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        (grad,) = grad_outputs
+        spec = ctx.spec
+        if grad.dtype != spec.meta.dtype:
+            meta = TensorMeta(spec.meta.shape, spec.meta.stride, grad.dtype)
+            spec = spec_of(spec.mesh, spec.placements, meta)
+        return wrap(grad, spec), None
+
+
+class _Redistribute(torch.autograd.Function):
+    """Moves; the gradient moves back, but not to terms: theirs is whole on each rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: DTensor,
+        target: DTensorSpec,
+        async_op: bool,
+        forward_dtype: torch.dtype | None,
+        backward_dtype: torch.dtype | None,
+    ) -> DTensor:
+        spec, local = tensor.spec, tensor.part
+        ctx.placements = _gradient_of(spec).placements
+        ctx.dtypes = local.dtype, backward_dtype
+        if forward_dtype is not None and forward_dtype != local.dtype:
+            local = local.to(forward_dtype)
+            spec, target = (_cast(s, forward_dtype) for s in (spec, target))
+        moved = redistribute(local, spec, target, async_op)
+        return wrap(moved.view_as(moved) if moved is local and not async_op else moved, target)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        (grad,) = grad_outputs
+        dtype, backward_dtype = ctx.dtypes
+        if backward_dtype is not None and grad.dtype != backward_dtype:
+            grad = grad.to(backward_dtype)
+        placements = tuple(
+            there if there.is_partial() and here.is_replicate() else here
+            for here, there in zip(ctx.placements, grad.spec.placements, strict=True)
+        )
+        grad = _moved(grad, placements)
+        return (grad if grad.dtype == dtype else grad.to(dtype)), None, None, None, None
+
+
+def _cast(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    meta = TensorMeta(spec.meta.shape, spec.meta.stride, dtype)
+    return spec_of(spec.mesh, spec.placements, meta)

@@ -1,0 +1,106 @@
+"""From what is legal on one axis to what is done on all of them.
+
+For each mesh axis the strategy is chosen that costs least: the redistribution of the operands on
+that axis. Among equals the one wins that leaves the most operands as they are, then the one that
+comes first in the rule. Axes are chosen one after another, from the first; what has been chosen for
+earlier ones is what later ones see.
+
+An operator that writes one of its operands cannot move it: only strategies that keep its placement,
+and give the result the same, are considered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from dure.errors import PlacementError
+from dure.tensor.call import OpCall, Strategy, schema_of
+from dure.tensor.placement_types import Placement, Replicate
+from dure.tensor.redistribute import cost_of
+from dure.tensor.spec import DTensorSpec
+
+__all__ = ["Choice", "choose"]
+
+Choice = tuple[tuple[tuple[Placement, ...], ...], tuple[tuple[Placement, ...], ...]]
+"""For each operand its placements, and for each result."""
+
+
+def choose(call: OpCall, strategies: Sequence[Strategy]) -> Choice:
+    """Choose a strategy for each axis.
+
+    Raises:
+        PlacementError: An operand that is written would have to be moved.
+    """
+    operands = [list(spec.placements) for spec in call.operands]
+    results: list[list[Placement]] = [[] for _ in call.outputs]
+    fixed = written(call)
+    whole = Strategy((Replicate(),) * len(operands), (Replicate(),) * len(results))
+    options = [*strategies, whole]
+    for axis in range(len(operands[0])):
+        best: tuple[float, int, int] | None = None
+        chosen = whole
+        for number, option in enumerate(options):
+            if not _keeps(call, option, axis, fixed):
+                continue
+            moved = sum(
+                call.operands[i].placements[axis] != wanted
+                for i, wanted in enumerate(option.inputs)
+            )
+            price = (_cost(call.operands, operands, axis, option), moved, number)
+            if price[0] < math.inf and (best is None or price < best):
+                best, chosen = price, option
+        if best is None:
+            raise _unmovable(call, axis, fixed)
+        for i, wanted in enumerate(chosen.inputs):
+            operands[i][axis] = wanted
+        for i, given in enumerate(chosen.outputs):
+            results[i].append(given)
+    return tuple(map(tuple, operands)), tuple(map(tuple, results))
+
+
+def written(call: OpCall) -> list[int]:
+    """Return the numbers of the operands that the operator writes."""
+    schema = schema_of(call.op)
+    names = [schema.names[where] if isinstance(where, int) else where for where, _ in call.places]
+    return [number for number, name in enumerate(names) if name in schema.mutated]
+
+
+def _keeps(call: OpCall, option: Strategy, axis: int, fixed: Sequence[int]) -> bool:
+    """Tell whether an option leaves what is written where it is, results alike."""
+    for place, number in enumerate(fixed):
+        here = call.operands[number].placements[axis]
+        if option.inputs[number] != here:
+            return False
+        if place < len(option.outputs) and option.outputs[place] != here:
+            return False
+    return True
+
+
+def _cost(
+    specs: Sequence[DTensorSpec],
+    chosen: Sequence[Sequence[Placement]],
+    axis: int,
+    option: Strategy,
+) -> float:
+    """Return what it costs to bring the operands to an option's placements on one axis."""
+    total = 0.0
+    for spec, placements, wanted in zip(specs, chosen, option.inputs, strict=True):
+        if placements[axis] == wanted:
+            continue
+        if wanted.is_shard() and wanted.dim >= spec.ndim:
+            return math.inf
+        target = [*placements[:axis], wanted, *placements[axis + 1 :]]
+        total += cost_of(spec.with_placements(placements), spec.with_placements(target))
+    return total
+
+
+def _unmovable(call: OpCall, axis: int, fixed: Sequence[int]) -> PlacementError:
+    names = ", ".join(str(call.operands[number]) for number in fixed)
+    return PlacementError(
+        f"{call.name} would have to move what it writes",
+        op=call.name,
+        seen=f"on mesh axis {axis}; it writes {names}, and is given "
+        + ", ".join(map(str, call.operands)),
+        fix="Use the operator that returns a new tensor, or redistribute() first.",
+    )

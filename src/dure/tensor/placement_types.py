@@ -1,0 +1,147 @@
+"""Placements: how a tensor lies along one axis of a mesh.
+
+A DTensor has one placement for each mesh axis. They apply from left to right: axis 0 divides the
+tensor, axis 1 divides what each of its ranks has, and so on.
+
+    Shard(dim)       the axis's ranks have consecutive parts of dimension `dim`, as torch.chunk cuts
+    Replicate()      each has the whole
+    Partial(op)      each has a term; the value is their sum (average, minimum, maximum, product)
+
+Two placements come out of operators and are not written by users: `StridedShard`, where a rank has
+a part of each of several runs, and `MaskPartial`, the terms of a lookup in a sharded table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dure.errors import PlacementError
+
+__all__ = [
+    "MaskPartial",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "StridedShard",
+    "chunk",
+]
+
+REDUCTIONS = ("sum", "avg", "min", "max", "product")
+
+
+def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Return (size, offset) of a part as torch.chunk cuts: full ones first, then short, empty."""
+    full = -(-size // parts)
+    offset = min(full * index, size)
+    return min(full, size - offset), offset
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a tensor lies along one axis of a mesh; see the head of this file."""
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """Tell whether the axis cuts a dimension of the tensor: any, or `dim`."""
+        return isinstance(self, Shard) and (dim is None or self.dim == dim)
+
+    def is_replicate(self) -> bool:
+        """Tell whether each rank has the whole."""
+        return isinstance(self, Replicate)
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        """Tell whether each rank has a term of a reduction: any, or `reduce_op`."""
+        return isinstance(self, Partial) and (reduce_op is None or self.reduce_op == reduce_op)
+
+
+@dataclass(frozen=True, repr=False)
+class Shard(Placement):
+    """Ranks have consecutive parts of a dimension, which may be uneven or empty.
+
+    Args:
+        dim: The dimension; negative ones count from the end, and are resolved when used.
+    """
+
+    dim: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dim, int) or isinstance(self.dim, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise PlacementError("Shard takes the number of a dimension", seen=f"{self.dim!r}")
+
+    @staticmethod
+    def local_shard_size_and_offset(
+        curr_local_size: int, num_chunks: int, rank: int
+    ) -> tuple[int, int]:
+        """Return the size of part `rank` of `num_chunks`, and where it begins."""
+        return chunk(curr_local_size, num_chunks, rank)
+
+    def __repr__(self) -> str:
+        return f"Shard(dim={self.dim})"
+
+    def __str__(self) -> str:
+        return f"S({self.dim})"
+
+
+@dataclass(frozen=True, repr=False)
+class StridedShard(Shard):
+    """Ranks have a part of each of `split_factor` runs of a dimension.
+
+    It comes of flattening dimensions of which an inner one is cut, and of cutting a dimension by a
+    later axis first: FSDP over tensor parallelism is ``(StridedShard(0, split_factor=tp),
+    Shard(0))``.
+    """
+
+    split_factor: int
+
+    def __init__(self, dim: int, *, split_factor: int) -> None:
+        object.__setattr__(self, "dim", dim)
+        object.__setattr__(self, "split_factor", split_factor)
+        self.__post_init__()
+
+    def __repr__(self) -> str:
+        return f"_StridedShard(dim={self.dim}, sf={self.split_factor})"
+
+    def __str__(self) -> str:
+        return f"_S({self.dim}, {self.split_factor})"
+
+
+@dataclass(frozen=True, repr=False)
+class Replicate(Placement):
+    """Each rank has the whole tensor."""
+
+    def __repr__(self) -> str:
+        return "Replicate()"
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, repr=False)
+class Partial(Placement):
+    """Each rank has a term of the same shape; the value is their reduction.
+
+    Args:
+        reduce_op: "sum", "avg", "min", "max" or "product".
+    """
+
+    reduce_op: str = "sum"
+
+    def __post_init__(self) -> None:
+        if self.reduce_op not in REDUCTIONS:
+            raise PlacementError(
+                "no such reduction", seen=f"{self.reduce_op!r}; there are {', '.join(REDUCTIONS)}"
+            )
+
+    def __repr__(self) -> str:
+        return f"Partial({self.reduce_op})"
+
+    def __str__(self) -> str:
+        return f"P({self.reduce_op})"
+
+
+class MaskPartial(Partial):
+    """Terms of a lookup in a table whose rows are sharded: zeros where another rank has the row."""
+
+
+# Torch's names.
+_StridedShard, _MaskPartial = StridedShard, MaskPartial  # pyright: ignore[reportUnusedVariable]

@@ -1,0 +1,413 @@
+"""From one list of placements to another: a plan of steps, each along one axis.
+
+A step is one collective of the axis's group, or none:
+
+    slice            R    -> S(d)    each keeps its part
+    all_gather       S(d) -> R
+    all_to_all       S(d) -> S(e)
+    all_reduce       P    -> R
+    reduce_scatter   P    -> S(d)
+
+A cut can be undone only while it is the last one through its dimension (note "Order of cuts" in
+spec.py): what an axis gathers are the parts that it made. The plan is the cheapest way through the
+states that such steps reach, found by Dijkstra's algorithm; a step costs the bytes that a rank
+receives, and what a collective costs however short it is. Plans depend on nothing but the two
+lists, the mesh and the shape, so all ranks make the same one; they are made once and kept.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+
+import torch
+
+from dure.comm import differentiable as maps
+from dure.comm.group import ProcessGroup
+from dure.comm.ops import ReduceOp
+from dure.comm.pending import pending
+from dure.errors import InternalError, PlacementError
+from dure.tensor.placement_types import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    chunk,
+)
+from dure.tensor.recording import recorders
+from dure.tensor.spec import Cut, DTensorSpec, cuts_of
+
+__all__ = ["Plan", "Step", "cost_of", "plan_of", "redistribute"]
+
+_LATENCY_BYTES = 30_000
+"""What a collective costs however short it is, as bytes: some 3 us at 10 GB/s."""
+_SLICE_BYTES = 1
+"""Slicing costs a little, so that it is not done for nothing."""
+
+_OPS = {
+    "sum": ReduceOp.SUM,
+    "avg": ReduceOp.AVG,
+    "min": ReduceOp.MIN,
+    "max": ReduceOp.MAX,
+    "product": ReduceOp.PRODUCT,
+}
+
+
+class Move(Enum):
+    """The kinds of steps."""
+
+    SLICE = "slice"
+    ALL_GATHER = "all_gather"
+    ALL_TO_ALL = "all_to_all"
+    ALL_REDUCE = "all_reduce"
+    REDUCE_SCATTER = "reduce_scatter"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a plan.
+
+    Attributes:
+        move: What is done.
+        axis: Along which axis.
+        before, after: The specs around it.
+        nbytes: What this rank receives.
+    """
+
+    move: Move
+    axis: int
+    before: DTensorSpec
+    after: DTensorSpec
+    nbytes: int
+
+    def __str__(self) -> str:
+        mesh = self.before.mesh
+        axis = mesh.mesh_dim_names[self.axis] if mesh.mesh_dim_names else f"axis {self.axis}"
+        way = f"{self.before.placements[self.axis]} -> {self.after.placements[self.axis]}"
+        return f"{self.move.value} along {axis}: {way}, {self.nbytes} bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Steps in their order, and what they cost."""
+
+    steps: tuple[Step, ...]
+    cost: float
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.steps)) or "nothing to do"
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """Placements, with the cuts of each dimension in their order.
+
+    Attributes:
+        terms: For each axis its Partial, or None.
+        cuts: For each dimension.
+    """
+
+    terms: tuple[Partial | None, ...]
+    cuts: tuple[tuple[Cut, ...], ...]
+
+    @staticmethod
+    def of(spec: DTensorSpec) -> _State:
+        terms = tuple(p if isinstance(p, Partial) else None for p in spec.placements)
+        return _State(terms, tuple(spec.cuts(dim) for dim in range(spec.ndim)))
+
+    def placements(self, sizes: Sequence[int]) -> tuple[Placement, ...]:
+        found: list[Placement] = [term or Replicate() for term in self.terms]
+        for dim, cuts in enumerate(self.cuts):
+            for place, cut in enumerate(cuts):
+                earlier = [c.axis for c in cuts[:place] if c.axis > cut.axis]
+                runs = math.prod(sizes[axis] for axis in earlier) * cut.runs
+                found[cut.axis] = Shard(dim) if runs == 1 else StridedShard(dim, split_factor=runs)
+        return tuple(found)
+
+    def with_cut(self, dim: int, cut: Cut) -> _State:
+        """Cut a dimension once more; the axis's term, if it had one, is gone."""
+        cuts = list(self.cuts)
+        cuts[dim] = (*cuts[dim], cut)
+        terms = list(self.terms)
+        terms[cut.axis] = None
+        return _State(tuple(terms), tuple(cuts))
+
+    def without_cut(self, dim: int) -> _State:
+        """Undo the last cut through a dimension."""
+        cuts = list(self.cuts)
+        cuts[dim] = cuts[dim][:-1]
+        return _State(self.terms, tuple(cuts))
+
+    def without_term(self, axis: int) -> _State:
+        return _State((*self.terms[:axis], None, *self.terms[axis + 1 :]), self.cuts)
+
+    def local_numel(self, shape: Sequence[int], sizes: Sequence[int]) -> int:
+        """Return how many elements the first rank has, who has most."""
+        total = 1
+        for size, cuts in zip(shape, self.cuts, strict=True):
+            left = size
+            for cut in cuts:
+                left = cut.runs * chunk(-(-left // cut.runs), sizes[cut.axis], 0)[0]
+            total *= left
+        return total
+
+
+Found = tuple[Move, int, "_State", float]
+
+
+def _next_states(
+    state: _State, target: _State, shape: Sequence[int], sizes: Sequence[int], itemsize: int
+) -> Iterator[Found]:
+    """Yield what can be done next: the step, its axis, the state after it, and its cost."""
+    wanted = {cut.axis: (dim, cut) for dim, cuts in enumerate(target.cuts) for cut in cuts}
+    cut_axes = {cut.axis for cuts in state.cuts for cut in cuts}
+    here = state.local_numel(shape, sizes) * itemsize
+    for axis, n in enumerate(sizes):
+        if axis in cut_axes or target.terms[axis] is not None:
+            continue
+        share = (n - 1) / n
+        term = state.terms[axis]
+        if term is not None:
+            yield Move.ALL_REDUCE, axis, state.without_term(axis), _LATENCY_BYTES + 2 * share * here
+        if axis in wanted:
+            dim, cut = wanted[axis]
+            after = state.with_cut(dim, cut)
+            if term is None:
+                yield Move.SLICE, axis, after, _SLICE_BYTES
+            elif cut.runs == 1:
+                yield Move.REDUCE_SCATTER, axis, after, _LATENCY_BYTES + share * here
+    for dim, cuts in enumerate(state.cuts):
+        if not cuts:
+            continue
+        last = cuts[-1]
+        axis, n = last.axis, sizes[last.axis]
+        whole = state.without_cut(dim)
+        gathered = whole.local_numel(shape, sizes) * itemsize
+        yield Move.ALL_GATHER, axis, whole, _LATENCY_BYTES + (n - 1) / n * gathered
+        if axis in wanted and last.runs == 1:
+            to, cut = wanted[axis]
+            if to != dim and cut.runs == 1:
+                moved = whole.with_cut(to, cut)
+                yield Move.ALL_TO_ALL, axis, moved, _LATENCY_BYTES + (n - 1) / n * here
+
+
+@lru_cache(maxsize=1 << 14)
+def plan_of(source: DTensorSpec, target: DTensorSpec) -> Plan:
+    """Return the cheapest way from one spec to another of the same tensor and mesh.
+
+    Raises:
+        PlacementError: The target has terms of a reduction where the source has none.
+    """
+    mesh = source.mesh
+    sizes, shape = mesh.shape, source.shape
+    for axis, (old, new) in enumerate(zip(source.placements, target.placements, strict=True)):
+        if isinstance(new, Partial) and old != new:
+            raise PlacementError(
+                "nothing is redistributed to Partial",
+                op="redistribute",
+                seen=f"{old} -> {new} on axis {axis}",
+                fix="Redistribute to Replicate or Shard; DTensor.from_local makes Partial ones.",
+            )
+    start, end = _State.of(source), _State.of(target)
+    itemsize = source.meta.dtype.itemsize
+    best: dict[_State, float] = {start: 0.0}
+    came: dict[_State, tuple[_State, Move, int]] = {}
+    ticket = itertools.count()
+    queue: list[tuple[float, int, _State]] = [(0.0, next(ticket), start)]
+    while queue:
+        cost, _, state = heapq.heappop(queue)
+        if state == end:
+            break
+        if cost > best[state]:
+            continue
+        for move, axis, after, step_cost in _next_states(state, end, shape, sizes, itemsize):
+            if cost + step_cost < best.get(after, math.inf):
+                best[after] = cost + step_cost
+                came[after] = (state, move, axis)
+                heapq.heappush(queue, (cost + step_cost, next(ticket), after))
+    if end not in best:
+        raise InternalError("no way was found", seen=f"{source} -> {target}")
+    return Plan(tuple(_steps_back(came, start, end, source)), best[end])
+
+
+def _steps_back(
+    came: dict[_State, tuple[_State, Move, int]], start: _State, end: _State, spec: DTensorSpec
+) -> list[Step]:
+    steps: list[Step] = []
+    state = end
+    sizes = spec.mesh.shape
+    while state != start:
+        previous, move, axis = came[state]
+        before = spec.with_placements(previous.placements(sizes))
+        after = spec.with_placements(state.placements(sizes))
+        n, itemsize = sizes[axis], spec.meta.dtype.itemsize
+        whole = max(math.prod(before.local_shape), math.prod(after.local_shape)) * itemsize
+        nbytes = 0 if move is Move.SLICE else whole * (n - 1) // n
+        nbytes = nbytes // n if move is Move.ALL_TO_ALL else nbytes
+        nbytes = 2 * nbytes if move is Move.ALL_REDUCE else nbytes
+        steps.append(Step(move, axis, before, after, nbytes))
+        state = previous
+    return steps[::-1]
+
+
+def cost_of(source: DTensorSpec, target: DTensorSpec) -> float:
+    """Return what a redistribution costs, in bytes; infinite where there is none."""
+    if source is target:
+        return 0.0
+    try:
+        return plan_of(source, target).cost
+    except PlacementError:
+        return math.inf
+
+
+# ---- doing it ------------------------------------------------------------------------------------
+
+
+def redistribute(
+    local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, async_op: bool = False
+) -> torch.Tensor:
+    """Return this rank's part after a redistribution; `local` itself where nothing is to be done.
+
+    Args:
+        local: This rank's part before.
+        source, target: Specs of the same tensor, on one mesh.
+        async_op: Whether the last step may be under way when this returns; who uses its values
+            waits (comm/pending.py).
+
+    Collective:
+        All ranks of the mesh, in the same order.
+    """
+    if source is target or source.coordinate is None:
+        return local
+    steps = plan_of(source, target).steps
+    for number, step in enumerate(steps):
+        local = _run(step, local, async_op and number == len(steps) - 1)
+    return local
+
+
+def _run(step: Step, local: torch.Tensor, async_op: bool) -> torch.Tensor:
+    if step.move is Move.SLICE:
+        return _own_part(step, local)
+    group = step.before.mesh.get_group(step.axis)
+    for record in recorders:
+        record(step.move.value, local, group, step)
+    match step.move:
+        case Move.ALL_REDUCE:
+            what, inputs = maps.AllReduce(group, _op(step)), (local.contiguous(),)
+        case Move.REDUCE_SCATTER:
+            return _reduce_scatter(step, local, group, async_op)
+        case Move.ALL_GATHER:
+            return _all_gather(step, local, group, async_op)
+        case _:
+            return _all_to_all(step, local, group, async_op)
+    (output,), work = what.start(inputs, async_op)
+    return output if work is None else pending(output, work)
+
+
+def _op(step: Step) -> ReduceOp:
+    term = step.before.placements[step.axis]
+    assert isinstance(term, Partial)
+    return _OPS[term.reduce_op]
+
+
+def _last_cut(spec: DTensorSpec, axis: int) -> tuple[int, Cut]:
+    """Return the dimension that an axis cuts, and the cut, which is the last through it."""
+    placement = spec.placements[axis]
+    assert isinstance(placement, Shard)
+    cut = cuts_of(spec.placements, spec.mesh.shape, placement.dim)[-1]
+    assert cut.axis == axis
+    return placement.dim, cut
+
+
+def _parts(size: int, cut: Cut, n: int) -> list[list[tuple[int, int]]]:
+    """Return for each rank of an axis its runs of a dimension, as (length, offset)."""
+    found: list[list[tuple[int, int]]] = []
+    for index in range(n):
+        runs: list[tuple[int, int]] = []
+        for number in range(cut.runs):
+            length, offset = chunk(size, cut.runs, number)
+            part, inside = chunk(length, n, index)
+            runs.append((part, offset + inside))
+        found.append(runs)
+    return found
+
+
+def _own_part(step: Step, local: torch.Tensor) -> torch.Tensor:
+    dim, cut = _last_cut(step.after, step.axis)
+    n = step.after.mesh.shape[step.axis]
+    coordinate = step.after.coordinate
+    assert coordinate is not None
+    runs = _parts(local.shape[dim], cut, n)[coordinate[step.axis]]
+    pieces = [local.narrow(dim, offset, length) for length, offset in runs]
+    part = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+    return part.contiguous()
+
+
+def _split(tensor: torch.Tensor, dim: int, n: int) -> list[torch.Tensor]:
+    """Return views of `n` parts, as torch.chunk cuts, but always `n`."""
+    cuts = (chunk(tensor.shape[dim], n, index) for index in range(n))
+    return [tensor.narrow(dim, offset, length) for length, offset in cuts]
+
+
+def _all_gather(
+    step: Step, local: torch.Tensor, group: ProcessGroup, async_op: bool
+) -> torch.Tensor:
+    dim, cut = _last_cut(step.before, step.axis)
+    n, size = group.size(), step.after.local_shape[dim]
+    shape = list(local.shape)
+    shape[dim] = size
+    what = maps.AllGather(group, dim)
+    local = local.contiguous()
+    if cut.runs == 1 and size % n == 0 and size:
+        (output,), work = what.start((local,), async_op)
+        return output if work is None else pending(output, work)
+    runs = _parts(size, cut, n)
+    if cut.runs == 1:
+        output = what.allocate(local, shape)
+        work = group.all_gather(_split(output, dim, n), local, async_op)
+        return output if work is None else pending(output, work)
+    shapes = [[*shape[:dim], sum(length for length, _ in r), *shape[dim + 1 :]] for r in runs]
+    gathered = [what.allocate(local, part) for part in shapes]
+    group.all_gather(gathered, local)
+    output = what.allocate(local, shape)
+    for part, places in zip(gathered, runs, strict=True):
+        begin = 0
+        for length, offset in places:
+            output.narrow(dim, offset, length).copy_(part.narrow(dim, begin, length))
+            begin += length
+    return output
+
+
+def _reduce_scatter(
+    step: Step, local: torch.Tensor, group: ProcessGroup, async_op: bool
+) -> torch.Tensor:
+    dim, _ = _last_cut(step.after, step.axis)
+    local = local.contiguous()
+    what = maps.ReduceScatter(group, _op(step), dim)
+    if local.shape[dim] % group.size() == 0 and local.numel():
+        (output,), work = what.start((local,), async_op)
+    else:
+        parts = _split(local, dim, group.size())
+        output = what.allocate(local, parts[group.rank()].shape)
+        work = group.reduce_scatter(output, parts, _op(step), async_op)
+    return output if work is None else pending(output, work)
+
+
+def _all_to_all(
+    step: Step, local: torch.Tensor, group: ProcessGroup, async_op: bool
+) -> torch.Tensor:
+    was, _ = _last_cut(step.before, step.axis)
+    now, _ = _last_cut(step.after, step.axis)
+    n = group.size()
+    gives = [part.contiguous() for part in _split(local, now, n)]
+    shape = list(gives[group.rank()].shape)
+    shape[was] = step.after.local_shape[was]
+    output = maps.AllGather(group, was).allocate(local, shape)
+    work = group.all_to_all(_split(output, was, n), gives, async_op)
+    return output if work is None else pending(output, work)

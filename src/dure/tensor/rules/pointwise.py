@@ -1,0 +1,98 @@
+"""Pointwise operators: each element of the result needs the elements at its place.
+
+A dimension of the result may be sharded if every operand that has it (operands are aligned at their
+last dimension, sizes of 1 are repeated) is sharded alike. Terms of a sum go through what is linear:
+all operands of an addition as terms, or one factor of a product while the other is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dure.tensor.call import OpCall, Strategy
+from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
+from dure.tensor.rules import rule, set_pointwise
+from dure.tensor.spec import DTensorSpec
+
+__all__ = ["aligned", "pointwise"]
+
+aten = torch.ops.aten
+R = Replicate()
+LINEAR = (Partial("sum"), Partial("avg"))
+ORDERED = (Partial("min"), Partial("max"))
+
+
+def aligned(spec: DTensorSpec, shape: Sequence[int], dim: int) -> Placement:
+    """Return how an operand must lie where the result is sharded on `dim`."""
+    own = dim - (len(shape) - spec.ndim)
+    return Shard(own) if own >= 0 and spec.shape[own] == shape[dim] else R
+
+
+def pointwise(call: OpCall) -> list[Strategy]:
+    """Return what is legal for every pointwise operator: shards of the result's dimensions."""
+    found: list[Strategy] = []
+    shape = next(meta.shape for meta in call.outputs if meta is not None)
+    for dim in range(len(shape)):
+        inputs = tuple(aligned(spec, shape, dim) for spec in call.operands)
+        found.append(Strategy(inputs, (Shard(dim),) * len(call.outputs)))
+    return found
+
+
+set_pointwise(pointwise)
+
+
+def _alike(call: OpCall, terms: Sequence[Placement]) -> list[Strategy]:
+    """All operands as terms, and so the result."""
+    return [Strategy((p,) * len(call.operands), (p,) * len(call.outputs)) for p in terms]
+
+
+@rule(
+    aten.neg.default, aten.clone.default, aten.neg_.default, aten.positive.default,
+    aten.zeros_like.default, aten.zero_.default,
+)  # fmt: skip
+def _unary_linear(call: OpCall) -> list[Strategy]:
+    terms = LINEAR if "neg" in call.name else (*LINEAR, *ORDERED)
+    return pointwise(call) + _alike(call, terms)
+
+
+@rule(
+    aten.add.Tensor, aten.sub.Tensor, aten.add_.Tensor, aten.sub_.Tensor, aten.add.out,
+)  # fmt: skip
+def _sum(call: OpCall) -> list[Strategy]:
+    both = len(call.operands) == len([n for n in ("self", "other") if call.operand(n) is not None])
+    return pointwise(call) + (_alike(call, LINEAR) if both and len(call.operands) > 1 else [])
+
+
+@rule(aten.mul.Tensor, aten.mul_.Tensor, aten.mul.Scalar, aten.mul_.Scalar)
+def _product(call: OpCall) -> list[Strategy]:
+    found = pointwise(call)
+    for term in LINEAR:
+        for number in range(len(call.operands)):
+            inputs = tuple(term if i == number else R for i in range(len(call.operands)))
+            found.append(Strategy(inputs, (term,)))
+    return found
+
+
+@rule(aten.div.Tensor, aten.div_.Tensor, aten.div.Scalar, aten.div_.Scalar)
+def _quotient(call: OpCall) -> list[Strategy]:
+    found = pointwise(call)
+    if call.operand("self") == 0:
+        rest = (R,) * (len(call.operands) - 1)
+        found += [Strategy((term, *rest), (term,)) for term in LINEAR]
+    return found
+
+
+@rule(aten._to_copy.default)
+def _cast(call: OpCall) -> list[Strategy]:
+    found, dtype = pointwise(call), call.arg("dtype")
+    if dtype is None or (dtype.is_floating_point and call.operands[0].meta.dtype.is_floating_point):
+        found += _alike(call, LINEAR)
+    return found
+
+
+@rule(aten.copy_.default)
+def _copy(call: OpCall) -> list[Strategy]:
+    same = call.operands[0].shape == call.operands[-1].shape
+    return pointwise(call) + (_alike(call, (*LINEAR, *ORDERED)) if same else [])

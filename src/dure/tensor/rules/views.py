@@ -1,0 +1,203 @@
+"""Views: results whose elements are those of the operand, in other dimensions.
+
+A view is a map of dimensions (*groups*): each run of consecutive dimensions of the operand becomes
+a run of the result, with as many elements. Where a group is one dimension for one, its cuts go
+along. Where dimensions are flattened or split, a cut goes along if the parts stay what the cut
+makes of the result: the outermost dimension of a group, if it divides evenly; an inner one as
+`StridedShard`. What cannot go along is gathered first. Terms go through every view.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dure.tensor.call import OpCall, Strategy
+from dure.tensor.placement_types import Partial, Placement, Replicate, Shard, StridedShard
+from dure.tensor.rules import rule, view_rule
+from dure.tensor.spec import DTensorSpec
+
+aten = torch.ops.aten
+R = Replicate()
+TERMS = tuple(Partial(op) for op in ("sum", "avg", "min", "max", "product"))
+
+
+def _moved_dims(call: OpCall, to: Sequence[int | None]) -> list[Strategy]:
+    """Return strategies of a view that puts dimension d of the operand at `to[d]`."""
+    count = len(call.outputs)
+    found = [
+        Strategy((Shard(dim),), (Shard(there),) * count)
+        for dim, there in enumerate(to)
+        if there is not None
+    ]
+    return found + [Strategy((term,), (term,) * count) for term in TERMS]
+
+
+@rule(
+    aten.detach.default, aten.alias.default, aten.lift_fresh.default,
+    aten._conj.default, aten._neg_view.default, aten.view.dtype,
+)  # fmt: skip
+def _same_dims(call: OpCall) -> list[Strategy]:
+    return _moved_dims(call, range(call.operands[0].ndim))
+
+
+@rule(aten.t.default, aten.transpose.int, aten.permute.default)
+def _permuted(call: OpCall) -> list[Strategy]:
+    ndim = call.operands[0].ndim
+    order = list(range(ndim))
+    if call.op is aten.permute.default:
+        order = [dim % ndim for dim in call.arg("dims")]
+    elif ndim > 1:
+        a, b = (call.arg("dim0"), call.arg("dim1")) if call.op is aten.transpose.int else (0, 1)
+        order[a], order[b] = order[b], order[a]
+    return _moved_dims(call, [order.index(dim) for dim in range(ndim)])
+
+
+@rule(aten.unsqueeze.default)
+def _unsqueezed(call: OpCall) -> list[Strategy]:
+    ndim = call.operands[0].ndim
+    new = call.arg("dim") % (ndim + 1)
+    return _moved_dims(call, [dim + (dim >= new) for dim in range(ndim)])
+
+
+def _squeezed_local(
+    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
+) -> Callable[..., Any]:
+    """Remove the dimensions that have one element in the whole, not those of one in a part."""
+    spec = operands[0]
+    dims = [dim for dim in _squeezed_dims(call) if spec.shape[dim] == 1]
+    return lambda tensor, *args, **kwargs: aten.squeeze.dims(tensor, dims)
+
+
+def _squeezed_dims(call: OpCall) -> list[int]:
+    spec = call.operands[0]
+    if call.op is aten.squeeze.default:
+        return list(range(spec.ndim))
+    dims = call.arg("dim")
+    dims = [dims] if isinstance(dims, int) else list(dims)
+    return [dim % spec.ndim for dim in dims] if spec.ndim else []
+
+
+@rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, local=_squeezed_local)
+def _squeezed(call: OpCall) -> list[Strategy]:
+    spec, dims = call.operands[0], _squeezed_dims(call)
+    to: list[int | None] = []
+    kept = 0
+    for dim, size in enumerate(spec.shape):
+        gone = dim in dims and size == 1
+        to.append(None if gone else kept)
+        kept += not gone
+    return _moved_dims(call, to)
+
+
+def _sized_local(
+    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
+) -> Callable[..., Any]:
+    """Give the operator the size of this rank's part in place of the whole's."""
+    result = results[0]
+    assert result is not None
+    shape, op = result.local_shape, call.op
+    return lambda tensor, size, *args, **kwargs: op(tensor, shape, *args, **kwargs)
+
+
+@rule(aten.expand.default, local=_sized_local)
+def _expanded(call: OpCall) -> list[Strategy]:
+    spec, (result,) = call.operands[0], call.outputs
+    assert result is not None
+    added = len(result.shape) - spec.ndim
+    kept = [spec.shape[dim] == result.shape[dim + added] for dim in range(spec.ndim)]
+    found = _moved_dims(call, [d + added if keep else None for d, keep in enumerate(kept)])
+    grown = [d for d in range(len(result.shape)) if d < added or not kept[d - added]]
+    return found + [Strategy((R,), (Shard(dim),)) for dim in grown]
+
+
+# ---- flattening and splitting --------------------------------------------------------------------
+
+
+def groups_of(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Return which dimensions of one shape become which of the other, in runs of equal size."""
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        left, right = [i] if i < len(before) else [], [j] if j < len(after) else []
+        a = before[i] if left else 1
+        b = after[j] if right else 1
+        i, j = i + len(left), j + len(right)
+        while a != b:
+            if a < b:
+                left.append(i)
+                a *= before[i]
+                i += 1
+            else:
+                right.append(j)
+                b *= after[j]
+                j += 1
+        groups.append((left, right))
+    return groups
+
+
+@view_rule(
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, local=_sized_local
+)  # fmt: skip
+def _reshaped(call: OpCall) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
+    spec, (result,) = call.operands[0], call.outputs
+    assert result is not None
+    before, after = spec.shape, result.shape
+    mesh = spec.mesh
+    if 0 in before:
+        keep = tuple(p if p.is_partial() else R for p in spec.placements)
+        return keep, keep
+    group_of = {d: group for group in groups_of(before, after) for d in group[0]}
+    given: list[Placement] = []
+    results: list[Placement] = []
+    left = list(before)  # what this dimension has on each rank, by the axes so far
+    for axis, placement in enumerate(spec.placements):
+        if not isinstance(placement, Shard):
+            given.append(placement)
+            results.append(placement)
+            continue
+        n = mesh.shape[axis]
+        there = _through(placement, group_of[placement.dim], before, after, left, n)
+        if (
+            there is not None
+            and len(group_of[placement.dim][0]) + len(group_of[placement.dim][1]) > 2
+        ):
+            left[placement.dim] //= n
+        given.append(placement if there is not None else R)
+        results.append(there or R)
+    return tuple(given), tuple(results)
+
+
+def _through(
+    placement: Shard,
+    group: tuple[list[int], list[int]],
+    before: Sequence[int],
+    after: Sequence[int],
+    left: Sequence[int],
+    n: int,
+) -> Placement | None:
+    """Return what a cut of one dimension becomes in a group; None if it cannot go along."""
+    dims, made = group
+    if len(dims) == 1 and len(made) == 1:
+        if isinstance(placement, StridedShard):
+            return StridedShard(made[0], split_factor=placement.split_factor)
+        return Shard(made[0])
+    dim = placement.dim
+    runs = placement.split_factor if isinstance(placement, StridedShard) else 1
+    if left[dim] % (n * runs):
+        return None
+    outer = math.prod(left[d] for d in dims if d < dim) * runs
+    # The dimension of the result in which each of `outer` runs is cut.
+    inside = 1
+    for there in made:
+        size = after[there]
+        if outer % inside == 0 and outer // inside < size and size % (outer // inside) == 0:
+            factor = outer // inside
+            if (size // factor) % n == 0:
+                return Shard(there) if factor == 1 else StridedShard(there, split_factor=factor)
+            return None
+        inside *= size
+    return None

@@ -1,0 +1,266 @@
+"""What is known of a DTensor without its values: mesh, placements, and the whole tensor's shape.
+
+*Order of cuts.* Where several axes cut one dimension, they cut one after another. The left one cuts
+first, unless its placement is a `StridedShard` whose `split_factor` is the number of parts that
+later axes make: then it cuts what those have left. So ``(StridedShard(0, split_factor=2),
+Shard(0))`` on a mesh of 3 x 2 cuts rows into 2 parts, and each of them into 3. With any other
+factor, a `StridedShard` cuts each of that many runs where it stands.
+
+Specs are interned: equal ones are the same object, so that caches compare them by identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dure.errors import PlacementError
+from dure.mesh import DeviceMesh
+from dure.tensor.placement_types import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    chunk,
+)
+
+__all__ = ["DTensorSpec", "TensorMeta", "as_placements", "cuts_of", "spec_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """Shape, strides and dtype of a whole tensor."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorMeta:
+        """Describe a tensor."""
+        return TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+
+    def empty(self) -> torch.Tensor:
+        """Return a tensor without memory that is like this."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One axis's cut through a dimension."""
+
+    axis: int
+    runs: int = 1
+    """The dimension is cut in each of so many runs."""
+
+
+def cuts_of(placements: Sequence[Placement], sizes: Sequence[int], dim: int) -> tuple[Cut, ...]:
+    """Return the cuts through a dimension, in the order in which they are made.
+
+    Args:
+        placements: One for each axis.
+        sizes: Size of each axis.
+        dim: The dimension.
+    """
+    order: list[Cut] = []
+    for axis in reversed(range(len(placements))):
+        placement = placements[axis]
+        if not placement.is_shard(dim):
+            continue
+        before, made = 0, 1
+        runs = placement.split_factor if isinstance(placement, StridedShard) else 1
+        while before < len(order) and made < runs:
+            made *= sizes[order[before].axis]
+            before += 1
+        if made == runs:
+            order.insert(before, Cut(axis))
+        else:
+            order.insert(0, Cut(axis, runs))
+    return tuple(order)
+
+
+def runs_of(
+    size: int, cuts: Sequence[Cut], sizes: Sequence[int], coordinate: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Return which indices of a dimension a rank has, as (size, offset) of consecutive runs."""
+    runs = [(size, 0)]
+    for cut in cuts:
+        total = sum(length for length, _ in runs)
+        taken: list[tuple[int, int]] = []
+        for number in range(cut.runs):
+            length, offset = chunk(total, cut.runs, number)
+            part, inside = chunk(length, sizes[cut.axis], coordinate[cut.axis])
+            taken += _slice_runs(runs, offset + inside, part)
+        runs = taken
+    return [run for run in runs if run[0]] or [(0, runs[0][1] if runs else size)]
+
+
+def _slice_runs(runs: list[tuple[int, int]], begin: int, length: int) -> list[tuple[int, int]]:
+    """Return `length` indices from the `begin`-th on of those in `runs`."""
+    taken: list[tuple[int, int]] = []
+    for size, offset in runs:
+        low, high = max(begin, 0), min(begin + length, size)
+        if low < high:
+            if taken and sum(taken[-1]) == offset + low:
+                taken[-1] = (taken[-1][0] + high - low, taken[-1][1])
+            else:
+                taken.append((high - low, offset + low))
+        begin -= size
+    return taken or [(0, sum(runs[-1]) if runs else 0)]
+
+
+class DTensorSpec:
+    """What is known of a DTensor without its values. Made by `spec_of`, never changed."""
+
+    __slots__ = ("_local_shape", "coordinate", "mesh", "meta", "placements")
+
+    def __init__(
+        self, mesh: DeviceMesh, placements: tuple[Placement, ...], meta: TensorMeta
+    ) -> None:
+        self.mesh, self.placements, self.meta = mesh, placements, meta
+        self.coordinate = mesh.get_coordinate()
+        self._local_shape: torch.Size | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the whole tensor."""
+        return self.meta.shape
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions of the tensor."""
+        return len(self.meta.shape)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh, under torch's name."""
+        return self.mesh
+
+    @property
+    def local_shape(self) -> torch.Size:
+        """Shape of this rank's part; of a rank outside the mesh, empty."""
+        if self._local_shape is None:
+            if self.coordinate is None:
+                self._local_shape = torch.Size([0])
+            else:
+                sizes = [sum(n for n, _ in self.runs(dim)) for dim in range(self.ndim)]
+                self._local_shape = torch.Size(sizes)
+        return self._local_shape
+
+    def cuts(self, dim: int) -> tuple[Cut, ...]:
+        """Return the cuts through a dimension, in their order."""
+        return cuts_of(self.placements, self.mesh.shape, dim)
+
+    def runs(self, dim: int, coordinate: Sequence[int] | None = None) -> list[tuple[int, int]]:
+        """Return which indices of a dimension a rank has, as (size, offset) of runs.
+
+        Args:
+            dim: The dimension.
+            coordinate: The rank's, in the mesh; this rank's where None.
+        """
+        at = self.coordinate if coordinate is None else coordinate
+        assert at is not None
+        return runs_of(self.shape[dim], self.cuts(dim), self.mesh.shape, at)
+
+    def is_even(self, dim: int) -> bool:
+        """Tell whether all ranks have equally many indices of a dimension."""
+        size = self.shape[dim]
+        for cut in self.cuts(dim):
+            parts = self.mesh.shape[cut.axis] * cut.runs
+            if size % parts:
+                return False
+            size //= self.mesh.shape[cut.axis]
+        return True
+
+    def with_placements(self, placements: Sequence[Placement]) -> DTensorSpec:
+        """Return the spec of the same tensor with other placements."""
+        return spec_of(self.mesh, tuple(placements), self.meta)
+
+    def is_replicated(self) -> bool:
+        """Tell whether each rank has the whole."""
+        return all(placement.is_replicate() for placement in self.placements)
+
+    def has_partial(self) -> bool:
+        """Tell whether ranks have terms of a reduction."""
+        return any(placement.is_partial() for placement in self.placements)
+
+    def __repr__(self) -> str:
+        return f"Spec({self})"
+
+    def __str__(self) -> str:
+        """Return as torch does: dtype, shape, and placements, such as ``f32[8, 4](S(0), R)``."""
+        dtype = str(self.meta.dtype).removeprefix("torch.")
+        placements = ", ".join(map(str, self.placements))
+        return f"{dtype}{list(self.shape)}({placements})"
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return spec_of, (self.mesh, self.placements, self.meta)
+
+    def __copy__(self) -> DTensorSpec:
+        return self
+
+    def __deepcopy__(self, memo: object) -> DTensorSpec:
+        return self
+
+
+_specs: dict[tuple[int, tuple[Placement, ...], TensorMeta], DTensorSpec] = {}
+_MOST_SPECS = 1 << 16
+
+
+def spec_of(mesh: DeviceMesh, placements: tuple[Placement, ...], meta: TensorMeta) -> DTensorSpec:
+    """Return the spec of these values, always the same object.
+
+    The table is emptied when it is full: then equal specs can be two, and caches miss once more.
+    """
+    key = (mesh.number, placements, meta)
+    spec = _specs.get(key)
+    if spec is None:
+        if len(_specs) >= _MOST_SPECS:
+            _specs.clear()
+        spec = _specs[key] = DTensorSpec(mesh, placements, meta)
+    return spec
+
+
+def as_placements(
+    placements: Sequence[Placement] | None, mesh: DeviceMesh, ndim: int, op: str
+) -> tuple[Placement, ...]:
+    """Check placements that a user gave; None means replicated.
+
+    Raises:
+        PlacementError: Not one for each axis; a dimension that the tensor does not have.
+    """
+    if placements is None:
+        return (Replicate(),) * mesh.ndim
+    if isinstance(placements, Placement):
+        raise PlacementError(
+            "placements are a list, one for each mesh axis", op=op, seen=f"{placements!r}"
+        )
+    found = tuple(placements)
+    if len(found) != mesh.ndim or not all(isinstance(p, Placement) for p in found):
+        raise PlacementError(
+            "there is one placement for each mesh axis",
+            op=op,
+            seen=f"{list(found)} for a mesh of {mesh.ndim} axes",
+        )
+    return tuple(_resolved(placement, ndim, op) for placement in found)
+
+
+def _resolved(placement: Placement, ndim: int, op: str) -> Placement:
+    if not isinstance(placement, Shard):
+        assert isinstance(placement, (Replicate, Partial))
+        return placement
+    if not -ndim <= placement.dim < ndim:
+        raise PlacementError(
+            "the tensor has no such dimension to shard",
+            op=op,
+            seen=f"{placement!r} of a tensor of {ndim} dimensions",
+        )
+    if placement.dim >= 0:
+        return placement
+    dim = placement.dim % ndim
+    if isinstance(placement, StridedShard):
+        return StridedShard(dim, split_factor=placement.split_factor)
+    return Shard(dim)

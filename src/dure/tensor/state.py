@@ -1,0 +1,32 @@
+"""Switches that a `with` block sets for the code in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+__all__ = ["implicit_replication", "replicating", "strict", "strictly"]
+
+implicit_replication: ContextVar[bool] = ContextVar("dure_implicit_replication", default=False)
+strict: ContextVar[bool] = ContextVar("dure_strict", default=False)
+
+
+@contextmanager
+def replicating() -> Iterator[None]:
+    """Take plain tensors beside DTensors as replicated, for the length of a `with` block."""
+    token = implicit_replication.set(True)
+    try:
+        yield
+    finally:
+        implicit_replication.reset(token)
+
+
+@contextmanager
+def strictly() -> Iterator[None]:
+    """Refuse operators that would be computed replicated, for the length of a `with` block."""
+    token = strict.set(True)
+    try:
+        yield
+    finally:
+        strict.reset(token)
