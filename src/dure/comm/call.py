@@ -44,6 +44,7 @@ from dure.comm.ops import REDUCTIONS, ReduceOp
 from dure.trace import ring
 
 __all__ = [
+    "KIND_CODES",
     "Call",
     "Fingerprint",
     "call_site",
@@ -57,7 +58,8 @@ _KINDS = (
     *("none", "barrier", "broadcast", "all_reduce", "reduce", "all_gather", "gather", "scatter"),
     *("reduce_scatter", "all_to_all", "host_shared_empty", "new_group"),
 )
-_CODE_OF = {kind: code for code, kind in enumerate(_KINDS)}
+KIND_CODES = {kind: code for code, kind in enumerate(_KINDS)}
+"""Those of csrc/core/types.h, as far as the engine has them."""
 _MASK = (1 << 64) - 1
 _AT_ROOT = frozenset({"gather", "scatter"})
 _OUTPUT_SAYS = frozenset({"reduce_scatter", "scatter", "recv", "irecv"})
@@ -239,7 +241,7 @@ def fingerprint(call: Call, rank: int, size: int) -> Fingerprint:
     else:
         equal = numel
     return Fingerprint(
-        _CODE_OF[kind],
+        KIND_CODES[kind],
         -1 if dtype is None else dtype_code(dtype),
         -1 if reduction is None else reduction.code,
         call.root,

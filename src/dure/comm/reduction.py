@@ -25,7 +25,7 @@ import torch
 
 from dure.comm.ops import ReduceOp
 
-__all__ = ["as_bytes", "reduce_in_order"]
+__all__ = ["accumulator_dtype", "as_bytes", "reduce_in_order"]
 
 _Fold = Callable[[torch.Tensor, torch.Tensor], object]
 
@@ -87,7 +87,7 @@ def reduce_in_order(tensors: Sequence[torch.Tensor], op: ReduceOp, out: torch.Te
 
 def _fold(flats: Sequence[torch.Tensor], name: str, target: torch.Tensor) -> None:
     """Fold `flats` from left to right, in the accumulator's dtype, and round into `target`."""
-    wide = _accumulator_dtype(target.dtype)
+    wide = accumulator_dtype(target.dtype)
     acc = flats[0].to(wide, copy=True)
     fold = _FOLDS[name]
     for t in flats[1:]:
@@ -97,7 +97,8 @@ def _fold(flats: Sequence[torch.Tensor], name: str, target: torch.Tensor) -> Non
     target.copy_(acc)
 
 
-def _accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which tensors of `dtype` are folded."""
     if dtype == torch.complex32:
         return torch.complex64
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype

@@ -14,6 +14,7 @@ import zmq
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.hybrid import control
 from dure.comm.backends.hybrid.control import open_channel
+from dure.comm.backends.hybrid.subcomms import group_by_host
 from dure.errors import StoreTimeout
 from dure.store import HashStore
 
@@ -53,15 +54,22 @@ class _Busy:
         self.closed.set()
 
 
+def _watch(state: SimpleNamespace) -> control.Watch:
+    """Return the watch of a leader whose host is the only one."""
+    comms = SimpleNamespace(state=state, hosts=group_by_host([("a", "a")], 0), absent=tuple)
+    headers = SimpleNamespace(begun=0, opened=0)
+    options = SimpleNamespace(store=HashStore(), timeout=timedelta(seconds=1))
+    return control.Watch(comms, headers, options)  # pyright: ignore
+
+
 def test_what_the_watch_uses_is_closed_by_the_thread_that_uses_it(monkeypatch):
     monkeypatch.setattr(control, "_GOODBYE_S", 0.01)
     in_use, go = threading.Event(), threading.Event()
     state = SimpleNamespace(listeners=[], look=lambda: (in_use.set(), go.wait(10))[0])
-    hosts = SimpleNamespace(mine=(0,), rank=0)
-    watch = control.Watch(SimpleNamespace(state=state, hosts=hosts), None)  # pyright: ignore
+    watch = _watch(state)
     channel = _Busy(watch._context)
     watch._channels.append(channel)  # pyright: ignore
-    watch.start(SimpleNamespace(begun=0, opened=0))  # pyright: ignore
+    watch.start()
     assert in_use.wait(10)
     watch.stop(0)
     assert not channel.closed.is_set()
@@ -81,15 +89,14 @@ def test_what_the_watch_uses_is_closed_by_the_thread_that_uses_it(monkeypatch):
 
 def test_a_channel_that_breaks_after_its_leader_has_left_does_not_keep_the_watch_busy():
     state = SimpleNamespace(listeners=[], look=lambda: None)
-    hosts = SimpleNamespace(mine=(0,), rank=0)
-    watch = control.Watch(SimpleNamespace(state=state, hosts=hosts), None)  # pyright: ignore
+    watch = _watch(state)
     socket, monitor, teller = (
         watch._context.socket(kind) for kind in (zmq.DEALER, zmq.PAIR, zmq.PAIR)
     )
     teller.bind("inproc://teller")
     monitor.connect("inproc://teller")
     watch._channels.append(control.Channel(1, socket, monitor, left=0, lost=1.0))
-    watch.start(SimpleNamespace(begun=0, opened=0))  # pyright: ignore
+    watch.start()
     teller.sndhwm = 1
     for _ in range(5000):  # more than are kept for a reader that does not read
         assert teller.poll(10_000, zmq.POLLOUT), (

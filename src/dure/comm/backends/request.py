@@ -19,7 +19,9 @@ __all__ = ["Request", "finished", "seconds_until"]
 
 def seconds_until(limit: float | None) -> float | None:
     """Return how long it is until `limit` (`time.monotonic`), 0 where it is over; None for none."""
-    return None if limit is None else max(0.0, limit - time.monotonic())
+    if limit is None:
+        return None
+    return min(max(0.0, limit - time.monotonic()), threading.TIMEOUT_MAX)
 
 
 class Request:

@@ -18,8 +18,8 @@ import torch
 
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.hybrid.collectives import Collectives
-from dure.comm.backends.hybrid.control import SILENCE_S, Watch
-from dure.comm.backends.hybrid.header import Header
+from dure.comm.backends.hybrid.control import SILENCE_S, Channel, Watch
+from dure.comm.backends.hybrid.header import Header, HeaderExchange
 from dure.comm.backends.hybrid.messages import Messages
 from dure.comm.backends.hybrid.subcomms import LOCAL_SLACK, SubComms
 from dure.comm.backends.queue import OrderedQueue
@@ -36,6 +36,7 @@ class HybridBackend:
     Args:
         name: The backend's name, which says what joins the hosts.
         comms: The group's sub-communicators.
+        headers: How its collectives begin.
         watch: On a leader, who watches the other hosts.
         options: What the group is.
     """
@@ -43,19 +44,22 @@ class HybridBackend:
     device_types = frozenset({"cpu"})
 
     def __init__(
-        self, name: str, comms: SubComms, watch: Watch | None, options: BackendOptions
+        self,
+        name: str,
+        comms: SubComms,
+        headers: HeaderExchange,
+        watch: Watch | None,
+        options: BackendOptions,
     ) -> None:
         self.name = name
         self._comms, self._watch, self._hosts = comms, watch, comms.hosts
         self._rank, self._size = options.rank, options.size
-        self._collectives, self._messages = Collectives(comms), Messages(comms)
+        self._collectives, self._messages = Collectives(comms, headers), Messages(comms)
         self._queue = OrderedQueue(
             f"dure-{options.name}", lambda: comms.state.error("a collective")
         )
         if watch is not None:
-            headers = self._collectives.headers
-            comms.absent = lambda: watch.absent(headers.begun)
-            watch.start(headers)
+            watch.start()
 
     @property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
@@ -78,10 +82,15 @@ class HybridBackend:
 
     def severed(self, rank: int) -> bool:
         """Tell whether the host of `rank` fell silent: it may live, and the link may be cut."""
-        return self._watch is not None and self._watch.fell_silent(rank)
+        channel = self._channel_to(rank)
+        return channel is not None and channel.fell_silent
+
+    def _channel_to(self, rank: int) -> Channel | None:
+        return None if self._watch is None else self._watch.channel_to(rank)
 
     def _lost_for_s(self, rank: int) -> float:
-        return 0.0 if self._watch is None else self._watch.lost_for_s(rank)
+        channel = self._channel_to(rank)
+        return 0.0 if channel is None else channel.lost_for_s
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long an operation may wait for its peers."""

@@ -14,8 +14,8 @@ on.
 * all_to_all: one in shared memory, and one of the engine's for what goes to other hosts.
 
 **Reductions.** The ranks of a host are folded in the order of ranks, then the hosts' partial
-results in the order of hosts. Sums and products of 16 and 8 bit floats stay float32 until the end
-(their *wire dtype*), between hosts too, and are rounded once. That is the same on all ranks, and in
+results in the order of hosts. 16 and 8 bit floats are float32 until the end (their *wire dtype*),
+between hosts too, and are rounded once. That is the same on all ranks, and in
 every run; on ranks that are numbered host by host it differs from the order of one host only in
 where the brackets are.
 
@@ -44,11 +44,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from dure.comm.backends.hybrid.header import Header, HeaderExchange
-from dure.comm.backends.hybrid.subcomms import Hosts, SubComms
+from dure.comm.backends.hybrid.subcomms import COLLECTIVE_TAG, Hosts, SubComms
 from dure.comm.backends.request import Request
 from dure.comm.call import Call
 from dure.comm.ops import ReduceOp
-from dure.comm.reduction import reduce_in_order
+from dure.comm.reduction import accumulator_dtype, reduce_in_order
 
 __all__ = ["Collectives"]
 
@@ -66,11 +66,11 @@ class Collectives:
 
     Args:
         comms: The group's sub-communicators.
+        headers: How they begin.
     """
 
-    def __init__(self, comms: SubComms) -> None:
-        self._comms, self._hosts = comms, comms.hosts
-        self.headers = HeaderExchange(comms)
+    def __init__(self, comms: SubComms, headers: HeaderExchange) -> None:
+        self._comms, self._hosts, self._headers = comms, comms.hosts, headers
         self._scratch: dict[int, torch.Tensor] = {}
 
     def run(self, call: Call, header: Header) -> None:
@@ -79,10 +79,10 @@ class Collectives:
 
     def _fits(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Tell whether an operation is small."""
-        return sum(t.nbytes for t in tensors) <= self.headers.room
+        return sum(t.nbytes for t in tensors) <= self._headers.room
 
     def _barrier(self, call: Call, header: Header) -> None:
-        self.headers.run(call.op, header)
+        self._headers.run(call.op, header)
 
     _new_group = _host_shared_empty = _barrier
 
@@ -91,11 +91,11 @@ class Collectives:
     def _broadcast(self, call: Call, header: Header) -> None:
         (tensor,), root = call.outputs, call.root
         if not self._fits([tensor]):
-            self.headers.run(call.op, header)
+            self._headers.run(call.op, header)
             self._broadcast_large(tensor, root)
             return
         here = self._hosts.rank == root
-        headers = self.headers.run(call.op, header, [tensor] if here else None)
+        headers = self._headers.run(call.op, header, [tensor] if here else None)
         if not here:
             _fill(tensor, headers[root].data)
 
@@ -126,10 +126,10 @@ class Collectives:
     def _all_gather(self, call: Call, header: Header) -> None:
         (tensor,), outputs = call.inputs, call.takes(self._hosts.size)
         if not self._fits([max(outputs, key=lambda t: t.nbytes)]):
-            self.headers.run(call.op, header)
+            self._headers.run(call.op, header)
             self._all_gather_large(outputs, tensor)
             return
-        headers = self.headers.run(call.op, header, [tensor])
+        headers = self._headers.run(call.op, header, [tensor])
         for output, other in zip(outputs, headers, strict=True):
             _fill(output, other.data)
 
@@ -157,7 +157,7 @@ class Collectives:
         # The data of an all_to_all begin with a table of lengths; a root's operation needs none.
         lengths = [t.nbytes for t in gives] if call.kind == "all_to_all" else []
         data = [torch.tensor(lengths, dtype=torch.int32), *gives]
-        headers = self.headers.run(call.op, header, data if self._fits(data) else None)
+        headers = self._headers.run(call.op, header, data if self._fits(data) else None)
         if any(other.data is None for other in headers):
             self._exchange_large(call, gives, takes)
             return
@@ -186,7 +186,7 @@ class Collectives:
             taken = [takes[r] if r in far else nothing for r in range(size)]
             requests.append(comms.mesh.run(_all_to_all(taken, sent), True))
         else:  # a root's: the others have nothing for each other
-            tag = comms.mesh_tags[0]
+            tag = COLLECTIVE_TAG
             requests += [comms.mesh.recv(takes[r], r, tag, True) for r in far if takes[r].nbytes]
             requests += [comms.mesh.send(gives[r], r, tag, True) for r in far if gives[r].nbytes]
         if call.root in (-1, *mine):
@@ -206,9 +206,9 @@ class Collectives:
     def _reduce_small(self, call: Call, header: Header, inputs: Sequence[torch.Tensor]) -> bool:
         """Reduce what fits into headers; if it does not, begin to exchange them."""
         if not self._fits(inputs):
-            self.headers.begin(call.op, header)
+            self._headers.begin(call.op, header)
             return False
-        headers, (output,) = self.headers.run(call.op, header, inputs), call.outputs
+        headers, (output,) = self._headers.run(call.op, header, inputs), call.outputs
         if call.root in (-1, self._hosts.rank):
             scattered = call.kind == "reduce_scatter"
             begin = sum(t.numel() for t in inputs[: self._hosts.rank]) if scattered else 0
@@ -219,7 +219,7 @@ class Collectives:
 
     def _reduce_chunks(self, call: Call) -> None:
         flat = call.outputs[0].detach().view(-1)
-        wire = _wire_dtype(flat.dtype, _reduction(call))
+        wire = accumulator_dtype(flat.dtype)
         length = max(1, REDUCED_CHUNK_BYTES // wire.itemsize)
         pending: deque[Steps] = deque()
         for number, chunk in enumerate(flat.split(length)):
@@ -233,13 +233,13 @@ class Collectives:
     def _reduce_chunk(self, call: Call, chunk: torch.Tensor, number: int) -> Steps:
         """Do the three steps for one chunk; yields while the network is at work."""
         comms, hosts, op = self._comms, self._hosts, _reduction(call)
-        wire = _wire_dtype(chunk.dtype, op)
+        wire = accumulator_dtype(chunk.dtype)
         slices = _slices(chunk, hosts)
         mine = slices[hosts.local]
         total = self._take_scratch(number, mine.numel(), wire)
         wide = [s if s.dtype is wire else s.to(wire) for s in slices]
         comms.local.run(_reduce_scatter(total, wide, _partial(op)), False)
-        self.headers.settle()
+        self._headers.settle()
         root_host, root_place = (None, 0) if call.root < 0 else hosts.places[call.root]
         yield from self._reduce_on_rail(total, op, root_host)
         if root_host not in (None, hosts.here):
@@ -261,7 +261,7 @@ class Collectives:
 
         All ranks of a host must yield equally often, because their other steps happen between.
         """
-        comms, partial, num = self._comms, _partial(op), self._comms.num_hosts
+        comms, partial, num = self._comms, _partial(op), len(self._hosts.ranks)
         rail = comms.rail if total.numel() else None
         request = None
         if num == 2 or not _order_matters(total.dtype, op):
@@ -290,7 +290,7 @@ class Collectives:
                     Call(op="all_gather_single", inputs=(row,), outputs=(padded,)), True
                 )
             else:
-                out = list(padded.view(num, rows)) if root == comms.here else ()
+                out = list(padded.view(num, rows)) if root == self._hosts.here else ()
                 request = rail.run(_gather(out, row, root), True)
         yield
         comms.wait(request, "all_reduce")
@@ -310,7 +310,7 @@ class Collectives:
         (output,), inputs = call.outputs, call.gives(hosts.size)
         if self._reduce_small(call, header, inputs):
             return
-        wire, partial, rails = _wire_dtype(output.dtype, op), _partial(op), hosts.num_rails
+        wire, partial, rails = accumulator_dtype(output.dtype), _partial(op), hosts.num_rails
         parts = [t.detach().view(-1).to(wire) for t in inputs]
         nothing = torch.empty(0, dtype=wire)
         wide = [nothing] * len(hosts.mine)
@@ -318,7 +318,7 @@ class Collectives:
             wide[rail] = torch.cat([parts[r] for ranks in hosts.ranks for r in ranks[rail::rails]])
         total = torch.empty_like(wide[hosts.local])
         comms.local.run(_reduce_scatter(total, wide, partial), False)
-        self.headers.settle()
+        self._headers.settle()
         mine = hosts.mine[hosts.local :: rails] if comms.rail is not None else ()
         result = torch.empty(sum(parts[r].numel() for r in mine), dtype=output.dtype)
         if comms.rail is not None:
@@ -384,15 +384,6 @@ def _fill(tensor: torch.Tensor, data: bytes | None) -> None:
         flat.copy_(_as_tensor(data, flat.dtype))
 
 
-def _wire_dtype(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
-    """Return the dtype that partial results of `dtype` have."""
-    if not _order_matters(dtype, op):
-        return dtype
-    if dtype.is_complex:
-        return torch.complex64 if dtype.itemsize < 8 else dtype
-    return torch.float32 if dtype.itemsize < 4 else dtype
-
-
 def _order_matters(dtype: torch.dtype, op: ReduceOp) -> bool:
     return op.name in _ROUNDED and (dtype.is_floating_point or dtype.is_complex)
 
@@ -406,7 +397,7 @@ def _fold_by_host(
     hosts: Hosts, parts: Sequence[torch.Tensor], op: ReduceOp, out: torch.Tensor
 ) -> None:
     """Reduce the ranks' `parts` into `out`, in the order that the text of this module tells."""
-    wire, partial = _wire_dtype(out.dtype, op), _partial(op)
+    wire, partial = accumulator_dtype(out.dtype), _partial(op)
     sums: list[torch.Tensor] = []
     for ranks in hosts.ranks:
         total = torch.empty(out.numel(), dtype=wire)

@@ -109,6 +109,11 @@ class Channel:
     lost: float | None = None
     fell_silent: bool = False
 
+    @property
+    def lost_for_s(self) -> float:
+        """For how long it has been lost; 0 while it is not."""
+        return 0.0 if self.lost is None else max(time.monotonic() - self.lost, 1e-9)
+
     def say(self, message: ControlMessage) -> None:
         """Send a message, if anybody is there: else silence or the monitor will tell."""
         with contextlib.suppress(zmq.Again):
@@ -152,8 +157,6 @@ def open_channel(
     try:
         public, socket.curve_secretkey = zmq.curve_keypair()
         socket.curve_publickey = public
-        socket.heartbeat_ivl = int(1000 * _HEARTBEAT_S)
-        socket.heartbeat_timeout = int(1000 * SILENCE_S)
         socket.maxmsgsize, socket.handshake_ivl = _LONGEST_MESSAGE, _HANDSHAKE_MS
         socket.monitor(f"inproc://channel-{host}", zmq.Event.DISCONNECTED)
         channel.monitor.connect(f"inproc://channel-{host}")
@@ -182,41 +185,37 @@ class Watch:
 
     Args:
         comms: The group's sub-communicators.
+        headers: How far this host's operations are.
         options: What the group is.
+
+    Raises:
+        RendezvousTimeout: A leader cannot be reached.
+
+    Collective:
+        Every leader makes one: it opens the channels to all others.
     """
 
-    def __init__(self, comms: SubComms, options: BackendOptions) -> None:
-        self._comms, self._options = comms, options
+    def __init__(self, comms: SubComms, headers: HeaderExchange, options: BackendOptions) -> None:
+        self._comms, self._headers, self._options = comms, headers, options
         self._context = _Context()
         self._channels: list[Channel] = []
         self._wake, self._wakened = os.pipe()[::-1]
         os.set_blocking(self._wake, False)
         self._waking, self._released = threading.Lock(), False
-        self._headers: HeaderExchange | None = None
         self._told = False
         self._asking = 0
         self._leaving = -1
         self._thread: threading.Thread | None = None
-
-    @classmethod
-    def connect(cls, comms: SubComms, options: BackendOptions) -> Watch:
-        """Open the channels to all other leaders; every leader calls.
-
-        Raises:
-            RendezvousTimeout: A leader cannot be reached.
-        """
-        watch = cls(comms, options)
         try:
-            watch._connect()
+            self._connect()
         except BaseException:
-            watch._release()
+            self._release()
             raise
-        return watch
 
     def _connect(self) -> None:
         comms, options = self._comms, self._options
-        here, address = comms.here, outward_address(options.store)
-        for host in range(comms.num_hosts):
+        here, address = comms.hosts.here, outward_address(options.store)
+        for host in range(len(comms.hosts.ranks)):
             if host != here:
                 self._channels.append(open_channel(self._context, here, host, address, options))
         deadline = time.monotonic() + options.timeout.total_seconds()
@@ -238,12 +237,12 @@ class Watch:
             channel.close_port()
         self._tell(ControlMessage())  # what was said before the other was there is lost
 
-    def start(self, headers: HeaderExchange) -> None:
-        """Begin to watch; `headers` tells how far this host's operations are."""
-        self._headers = headers
+    def start(self) -> None:
+        """Begin to watch."""
         for channel in self._channels:
             channel.heard = time.monotonic()
         self._comms.state.listeners.append(self._nudge)
+        self._comms.absent = self._absent
         self._thread = threading.Thread(target=self._serve, name="dure-watch", daemon=True)
         self._thread.start()
 
@@ -290,14 +289,14 @@ class Watch:
             if channel.lost is None and now - channel.heard > SILENCE_S:
                 channel.fell_silent = True
                 self._lose(channel, f"nothing was heard from it for {SILENCE_S:g} s", 0)
-            if 0 <= channel.left < self._begun:
+            if 0 <= channel.left < self._headers.begun:
                 rank = comms.hosts.ranks[channel.host][0]
                 fix = "Make a new group of the ranks that are left."
                 comms.state.lose(rank, f"rank {rank} left the group", channel.left, fix=fix)
         for place, rank in list(enumerate(comms.hosts.mine))[1:]:  # this one is there
             if comms.local.gone(place) and not comms.local.group.has_left(place):
                 what, pid = f"the process of rank {rank} ended", comms.local.group.pid_of(place)
-                seen = f"pid {pid}, on {comms.hosts.names[comms.here]}"
+                seen = f"pid {pid}, on {comms.hosts.names[comms.hosts.here]}"
                 after = comms.state.completed[place]
                 comms.state.lose(rank, what, after, seen=seen, pid=pid)
         record = comms.state.look()
@@ -308,14 +307,10 @@ class Watch:
             self._asking, number = 0, self._asking
             self._tell(ControlMessage(asked=number))
 
-    @property
-    def _begun(self) -> int:
-        return 0 if self._headers is None else self._headers.begun
-
     def _tell(self, message: ControlMessage) -> None:
         """Say something to all who are there, and how far this host is."""
-        message.begun = self._begun
-        message.opened = 0 if self._headers is None else self._headers.opened
+        message.begun = self._headers.begun
+        message.opened = self._headers.opened
         for channel in self._channels:
             if channel.lost is None:
                 channel.say(message)
@@ -328,7 +323,7 @@ class Watch:
             if message.asked:
                 self._tell(ControlMessage())
                 headers = self._headers
-                if headers is not None and headers.begun >= message.asked > headers.opened:
+                if headers.begun >= message.asked > headers.opened:
                     # The group is broken, and only we can tell by whom: who waits runs out of time.
                     self._comms.local.group.set_timeout(0.0)
             if message.record is not None:
@@ -342,9 +337,7 @@ class Watch:
             read_event(channel.monitor, zmq.NOBLOCK)
         self._hear(channel)
         if channel.lost is None:
-            # One that was silent was closed by our own side.
-            channel.fell_silent = time.monotonic() - channel.heard >= SILENCE_S
-            self._lose(channel, "the connection to it broke", self._begun)
+            self._lose(channel, "the connection to it broke", self._headers.begun)
 
     def _lose(self, channel: Channel, how: str, after: int) -> None:
         channel.lost = time.monotonic()
@@ -361,13 +354,13 @@ class Watch:
 
     # ---- questions and the end -------------------------------------------------------------------
 
-    def absent(self, number: int) -> tuple[int, ...]:
-        """Return the ranks of other hosts that have not come to operation `number`.
+    def _absent(self) -> tuple[int, ...]:
+        """Return the ranks of other hosts that have not come to the operation that this one is in.
 
         A host that is in it, but not with all its ranks, finds out itself who is missing; there is
         a record then.
         """
-        until = time.monotonic() + _ANSWER_S
+        number, until = self._headers.begun, time.monotonic() + _ANSWER_S
         while late := [channel for channel in self._channels if channel.opened < number]:
             if time.monotonic() > until or self._comms.state.look() is not None:
                 break
@@ -380,21 +373,10 @@ class Watch:
             out.extend(ranks[1:] if channel.begun >= number else ranks[:1])
         return tuple(out)
 
-    def _channel_of(self, rank: int) -> Channel | None:
+    def channel_to(self, rank: int) -> Channel | None:
+        """Return the channel to the host of `rank`; None for this one's."""
         host, _ = self._comms.hosts.places[rank]
         return next((channel for channel in self._channels if channel.host == host), None)
-
-    def lost_for_s(self, rank: int) -> float:
-        """Return for how long the leader of a rank's host has been lost; 0 while it is not."""
-        channel = self._channel_of(rank)
-        if channel is None or channel.lost is None:
-            return 0.0
-        return max(time.monotonic() - channel.lost, 1e-9)
-
-    def fell_silent(self, rank: int) -> bool:
-        """Tell whether a rank's host was lost and may live: the link to it may be cut."""
-        channel = self._channel_of(rank)
-        return channel is not None and channel.fell_silent
 
     def stop(self, ended: int) -> None:
         """Say goodbye, after `ended` collectives."""

@@ -21,6 +21,7 @@ import msgspec
 from dure.comm.backends.base import Backend, BackendOptions
 from dure.comm.backends.hybrid.backend import HybridBackend
 from dure.comm.backends.hybrid.control import Watch
+from dure.comm.backends.hybrid.header import HeaderExchange
 from dure.comm.backends.hybrid.state import HybridState
 from dure.comm.backends.hybrid.subcomms import LOCAL_SLACK, Hosts, SubComms, group_by_host
 from dure.comm.backends.shm.opening import create as create_shm
@@ -100,13 +101,13 @@ def _create_with(name: str, engine: Factory, options: BackendOptions) -> Backend
         elif hosts.rail is not None:
             rail = between("rail", [ranks[hosts.rail] for ranks in hosts.ranks], hosts.rail)
         comms = SubComms(hosts=hosts, local=local, rail=rail, mesh=mesh, state=state)
-        watch = None
+        headers, watch = HeaderExchange(comms), None
         if hosts.is_leader:
-            watch = Watch.connect(comms, options)
+            watch = Watch(comms, headers, options)
             undo.callback(watch.stop, 0)
         options.tell_all("hybrid/ready")
         undo.pop_all()
-    return HybridBackend(name, comms, watch, options)
+    return HybridBackend(name, comms, headers, watch, options)
 
 
 def create_over_gloo(options: BackendOptions) -> Backend:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dure.comm.backends.hybrid.subcomms import SubComms
+from dure.comm.backends.hybrid.subcomms import ANNOUNCING_TAG, NUM_NUMBERS, SubComms
 from dure.comm.backends.request import Request
 from dure.comm.codes import dtype_code
 from dure.errors import CommTimeout, Desync, DureError
@@ -130,7 +130,6 @@ class Messages:
     def __init__(self, comms: SubComms) -> None:
         self.comms = comms
         self._lock = threading.Lock()  # of all that follows
-        _, self._envelope_tag, self._num_numbers = comms.mesh_tags
         self._sent: defaultdict[int, int] = defaultdict(int)
         self._envelopes: list[Envelope] = []  # nobody has asked for them
         self._posted: list[Message] = []  # receives that nobody has answered
@@ -141,14 +140,14 @@ class Messages:
         comms = self.comms
         comms.state.check("send")
         host, place = comms.hosts.places[dst]
-        if host == comms.here:
+        if host == comms.hosts.here:
             return self._inside("send", lambda: comms.local.send(tensor, place, tag, async_op))
         message = Message(self, "send", dst, tag, tensor)
         with self._lock:
-            number = self._sent[dst] = (self._sent[dst] + 1) % self._num_numbers
+            number = self._sent[dst] = (self._sent[dst] + 1) % NUM_NUMBERS
             head = _ENVELOPE.pack(number, tag, tensor.nbytes, dtype_code(tensor.dtype))
             envelope = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-            carriers = [comms.mesh.send(envelope, dst, self._envelope_tag, True)]
+            carriers = [comms.mesh.send(envelope, dst, ANNOUNCING_TAG, True)]
             if tensor.numel():
                 carriers.append(comms.mesh.send(tensor, dst, number, True))
         message.carry(-1, [c for c in carriers if c is not None])
@@ -163,7 +162,7 @@ class Messages:
         comms.state.check("recv")
         message = Message(self, "recv", src, tag, tensor)
         host, place = (None, 0) if src is None else comms.hosts.places[src]
-        if src is not None and host == comms.here:
+        if src is not None and host == comms.hosts.here:
             carrier = self._inside("recv", lambda: comms.local.recv(tensor, place, tag, async_op))
             message.carry(src, [carrier] if async_op and carrier is not None else [])
             return message
@@ -206,7 +205,7 @@ class Messages:
         memory = torch.frombuffer(head, dtype=torch.uint8)
         with suppress(DureError):  # the group was left or is broken: whoever waits looks himself
             while not self.comms.state.left.is_set():
-                request = self.comms.mesh.recv(memory, None, self._envelope_tag, True)
+                request = self.comms.mesh.recv(memory, None, ANNOUNCING_TAG, True)
                 request.wait()
                 envelope = Envelope(request.source, *_ENVELOPE.unpack(head))
                 with self._lock:
@@ -265,7 +264,7 @@ class Messages:
             if message not in self._posted:
                 return
             place = comms.local.group.sender_of(message.tag) if peer is None else -1
-            if place < 0 and waited_s <= comms.timeout_s:
+            if place < 0 and waited_s <= comms.state.timeout_s:
                 return
             self._posted.remove(message)
             if place >= 0:
@@ -279,7 +278,7 @@ class Messages:
                 **comms.state.where("recv", began=message.began),
                 peer=peer,
                 missing=() if peer is None else (peer,),
-                seen=f"the timeout of {comms.timeout_s:g} s passed",
+                seen=f"the timeout of {comms.state.timeout_s:g} s passed",
                 fix="See what the sender does, or raise the group's timeout.",
             ),
         )

@@ -33,14 +33,26 @@ from dure.errors import CommTimeout
 if TYPE_CHECKING:
     from dure.comm.backends.hybrid.state import HybridState
 
-__all__ = ["LOCAL_SLACK", "Hosts", "SubComms", "group_by_host"]
+__all__ = [
+    "ANNOUNCING_TAG",
+    "COLLECTIVE_TAG",
+    "LOCAL_SLACK",
+    "NUM_NUMBERS",
+    "Hosts",
+    "SubComms",
+    "group_by_host",
+]
 
 LOCAL_SLACK = timedelta(seconds=1)
 """How much longer the ranks of a host wait for each other: one of them may wait for another host,
 and knows better who is missing."""
 
-_NUM_TAGS = 1 << 30
-"""How many tags an engine has, if it does not say."""
+NUM_NUMBERS = 1 << 19
+"""How many numbers messages between hosts have, which are their tags at the engine: Gloo and the
+usual MPIs have as many, and no two ranks as many messages on their way."""
+
+ANNOUNCING_TAG, COLLECTIVE_TAG = NUM_NUMBERS, NUM_NUMBERS + 1
+"""Tags of what announces a message, and of messages that are part of a collective."""
 
 _SLICE_S = 0.05
 
@@ -137,31 +149,6 @@ class SubComms:
     state: HybridState
     absent: Callable[[], tuple[int, ...]] = tuple
 
-    @property
-    def here(self) -> int:
-        """Number of this rank's host."""
-        return self.hosts.here
-
-    @property
-    def num_hosts(self) -> int:
-        """How many hosts there are."""
-        return len(self.hosts.ranks)
-
-    @property
-    def mesh_tags(self) -> tuple[int, int, int]:
-        """Tags between hosts, of which some engines have few.
-
-        That of messages that are part of a collective, that of what announces a message, and how
-        many are left to number the messages.
-        """
-        num_tags = min(_NUM_TAGS, getattr(self.mesh, "num_tags", _NUM_TAGS))
-        return num_tags - 1, num_tags - 2, num_tags - 2
-
-    @property
-    def timeout_s(self) -> float:
-        """How long an operation may wait."""
-        return self.state.timeout_s
-
     def wait(self, request: Request | None, op: str) -> None:
         """Wait for an engine's work.
 
@@ -170,15 +157,15 @@ class SubComms:
         """
         if request is None:
             return
-        until = time.monotonic() + self.timeout_s
+        until = time.monotonic() + self.state.timeout_s
         while not request.wait(_SLICE_S):
             self.state.check(op)
             if time.monotonic() > until:
                 raise CommTimeout(
                     "not all ranks called in time",
                     missing=self.absent(),
-                    elapsed_s=self.timeout_s,
-                    seen=f"the timeout of {self.timeout_s:g} s passed",
+                    elapsed_s=self.state.timeout_s,
+                    seen=f"the timeout of {self.state.timeout_s:g} s passed",
                     fix="Look what the missing ranks are doing (py-spy dump --pid), "
                     "or give the group a longer timeout.",
                 )

@@ -22,7 +22,7 @@ from dure.comm.backends.base import BackendOptions, channel_name
 from dure.comm.backends.request import Request
 from dure.comm.backends.shm.copying import CopyPlan
 from dure.comm.backends.shm.flight import EngineFlight
-from dure.comm.call import Call
+from dure.comm.call import KIND_CODES, Call
 from dure.comm.codes import dtype_code
 from dure.comm.memory import heap_empty, tensor_of
 from dure.errors import DureError
@@ -34,12 +34,6 @@ from dure.trace import flight
 __all__ = ["ShmBackend"]
 
 _NO_REDUCTION = 8
-_KINDS = (
-    *("barrier", "broadcast", "all_reduce", "reduce", "all_gather", "gather", "scatter"),
-    *("reduce_scatter", "all_to_all"),
-)
-_CODES = {kind: code for code, kind in enumerate(_KINDS, start=1)}
-"""Those of csrc/core/types.h."""
 _IN_PLACE = frozenset({"broadcast", "all_reduce", "reduce"})
 
 
@@ -129,7 +123,7 @@ class ShmBackend:
         into = call.outputs[0].dtype if call.outputs else dtype
         inputs, outputs = self._blocks(call)
         result = self._channels[call.channel].run(
-            _CODES[call.kind],
+            KIND_CODES[call.kind],
             0 if dtype is None else dtype_code(dtype),
             _NO_REDUCTION if reduction is None else reduction.code,
             call.root,

@@ -51,7 +51,7 @@ def create_threads(options: BackendOptions) -> ThreadBackend:
             seen=f"rank 0 is in process {pid}, this rank in {os.getpid()}",
             fix="Use the shm or gloo backend for ranks that are processes.",
         )
-    if rendezvous.join(options.rank):
+    if rendezvous.join():
         del _coming_about[name]
     return ThreadBackend(options, rendezvous)
 

@@ -15,8 +15,8 @@ test wants sends to wait (`BackendOptions.eager_bytes`) it leaves the tensor its
 good: pending and later ones raise what one abort record says. Messages go on as long as both ends
 are there; what was sent by a rank before it left in order can still be received.
 
-Threads: `lock` guards every field. Data are moved outside it. A wait polls twice a second
-whether a rank's threads have all ended without a word, which nothing else would report.
+Threads: `lock` guards every field. Data are moved outside it. A thread that ends without leaving
+is a rank that does not come: its peers' time runs out.
 """
 
 from __future__ import annotations
@@ -38,11 +38,9 @@ from dure.errors import Aborted, DureError
 
 __all__ = ["Arrival", "MessageEnd", "Pending", "Rendezvous"]
 
-_POLL_S = 0.5
-
 
 class Pending(Request):
-    """What one rank does in a pending operation; it has a deadline, and looks for dead ranks.
+    """What one rank does in a pending operation; it has a deadline.
 
     Args:
         room: Where it takes place.
@@ -89,14 +87,12 @@ class Pending(Request):
 
     def _sleep(self, limit: float | None) -> bool:
         until = self.deadline if limit is None else min(limit, self.deadline)
-        while not super()._await(min(until, time.monotonic() + _POLL_S)):
-            if time.monotonic() >= until:
-                if until < self.deadline:
-                    return False
-                self.expire()
-                return super()._await(None)  # it has ended, or its data are being moved
-            self.room.lose_ended_threads()
-        return True
+        if super()._await(until):
+            return True
+        if until < self.deadline:
+            return False
+        self.expire()
+        return super()._await(None)  # it has ended, or its data are being moved
 
 
 class Arrival(Pending):
@@ -194,9 +190,8 @@ class MessageEnd(Pending):
 
 @dataclass(slots=True)
 class _Member:
-    """What is known about one rank: its threads, how far it got, its mailbox, how it left."""
+    """What is known about one rank: how far it got, its mailbox, how it left."""
 
-    threads: tuple[threading.Thread, ...] = ()
     num_collectives: int = 0
     mailbox: list[MessageEnd] = field(default_factory=list[MessageEnd])
     left: str = ""
@@ -209,7 +204,7 @@ class Rendezvous:
         self.name, self.size = name, size
         self.lock = threading.Lock()
         self._members = [_Member() for _ in range(size)]
-        self._joined: set[int] = set()
+        self._num_joined = 0
         self._collectives: dict[int, dict[int, Arrival]] = {}
         self._record: AbortRecord | None = None
 
@@ -224,12 +219,11 @@ class Rendezvous:
 
     # ---- coming and going ------------------------------------------------------------------------
 
-    def join(self, rank: int) -> bool:
-        """Come in as `rank`; tell whether all are here now."""
+    def join(self) -> bool:
+        """Come in; tell whether all are here now."""
         with self.lock:
-            self._members[rank].threads = (threading.current_thread(),)
-            self._joined.add(rank)
-            return len(self._joined) == self.size
+            self._num_joined += 1
+            return self._num_joined == self.size
 
     def leave(self, rank: int, abort: bool, how: str = "left the group") -> None:
         """Go; pending operations of `rank` end with `Aborted`, what needs it with `PeerLost`."""
@@ -237,18 +231,9 @@ class Rendezvous:
             self._leave(rank, abort, how)
 
     def has_left(self, rank: int) -> bool:
-        """Tell whether `rank` has gone, or its threads have ended."""
-        self.lose_ended_threads()
+        """Tell whether `rank` has gone."""
         with self.lock:
             return bool(self._members[rank].left)
-
-    def lose_ended_threads(self) -> None:
-        """Let ranks go whose threads have all ended without leaving."""
-        with self.lock:
-            for rank in self._joined:
-                member = self._members[rank]
-                if not member.left and not any(t.is_alive() for t in member.threads):
-                    self._leave(rank, True, "ended without leaving the group")
 
     def _leave(self, rank: int, abort: bool, how: str) -> None:
         member = self._members[rank]
@@ -281,13 +266,10 @@ class Rendezvous:
                     arrival.fail(record)
 
     def _enter(self, rank: int, op: str) -> _Member:
-        """Note that the calling thread acts for `rank`, which must be here."""
+        """Return what is known of `rank`, which must be here."""
         member = self._members[rank]
         if member.left:
             raise Aborted("this rank has left the group", group=self.name, op=op, rank=rank)
-        thread = threading.current_thread()
-        if member.threads[-1] is not thread:
-            member.threads = (member.threads[0], thread)
         return member
 
     # ---- collectives -----------------------------------------------------------------------------
