@@ -119,6 +119,11 @@ class DureError(Exception):
         self.fix = f"{fix} {self.fix}".rstrip()
         self.args = (_message(self.what, self._where(), self.seen, self.fix),)
 
+    def locate(self, group: str, rank: int, world_size: int) -> None:
+        """Say in which group it happened, to which rank."""
+        self.group, self.rank, self.world_size = group, rank, world_size
+        self.args = (_message(self.what, self._where(), self.seen, self.fix),)
+
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.args, self.__dict__)
 

@@ -1,35 +1,35 @@
 """What one rank alone can know to be wrong, and how odd tensors are made plain.
 
-Backends see dense contiguous tensors only. `readable` and `writable` turn any other tensor into
-one: a contiguous tensor passes through as it is; anything else is copied, and `writable` also
-returns what copies the result back once the operation has ended.
+Backends see dense contiguous tensors only. `plain_call` turns any others into such: a contiguous
+tensor passes through as it is; anything else is copied, and results are copied back once the
+operation has ended.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
+from dure.comm.call import Call
+from dure.comm.ops import CONVERSIONS, ReduceOp, check_reducible
 from dure.errors import DeviceError, DtypeError, ShapeError, UsageError
-
-__all__ = [
-    "Finish",
-    "as_splits",
-    "check_list",
-    "check_same_dtype",
-    "check_tensor",
-    "copy_back",
-    "readable",
-    "run_all",
-    "split_bounds",
-    "writable",
-]
 
 Finish = Callable[[], None]
 
-_BYTE_ADDRESSABLE = "every dtype of torch but the quantized ones"
+_NUM_TAGS = 0x7FFFFFF0
+"""What every backend has; those above, of 31 bits, are the backends' own."""
+_ONE_A_RANK: dict[str, tuple[str, ...]] = {
+    "all_gather": ("outputs",),
+    "gather": ("outputs",),
+    "scatter": ("inputs",),
+    "reduce_scatter": ("inputs",),
+    "all_to_all": ("inputs", "outputs"),
+}
+"""Which tensors there is one of for each rank, or a part of one where the name ends in _single."""
+_IN_PLACE = ("all_reduce", "reduce", "broadcast")
 
 
 def check_tensor(tensor: object, op: str, device_types: frozenset[str]) -> None:
@@ -58,7 +58,7 @@ def check_tensor(tensor: object, op: str, device_types: frozenset[str]) -> None:
         raise DtypeError(
             f"cannot move {tensor.dtype}",
             op=op,
-            seen=f"allowed: {_BYTE_ADDRESSABLE}",
+            seen="allowed: every dtype of torch but the quantized ones",
             fix="Send .int_repr() with its scale and zero point.",
         )
 
@@ -79,25 +79,170 @@ def check_list(tensors: object, size: int, op: str, what: str) -> Sequence[torch
     return tensors  # pyright: ignore[reportUnknownVariableType]
 
 
-def check_same_dtype(tensors: Sequence[torch.Tensor], dtype: torch.dtype, op: str) -> None:
-    """Raise unless all `tensors` have `dtype`."""
-    for i, t in enumerate(tensors):
-        if t.dtype is not dtype:
-            raise DtypeError(
-                "the tensors of one call must have one dtype",
-                op=op,
-                seen=f"tensor {i} is {t.dtype}, the other side {dtype}",
+def check_lists(call: Call, rank: int, size: int) -> None:
+    """Raise unless there is a list of one tensor a rank where one is wanted, and only there."""
+    for side in _ONE_A_RANK.get(call.op, ()):
+        tensors = getattr(call, side)
+        if call.root in (-1, rank):
+            check_list(tensors, size, call.op, f"the list of {side}")
+        elif not isinstance(tensors, (list, tuple)) or tensors:
+            raise UsageError(
+                f"the list of {side} is given on a rank that is not the root",
+                op=call.op,
+                seen=f"the root is rank {call.root} of the group",
+                fix="Pass None (or an empty list) there.",
             )
+
+
+def check_call(call: Call, rank: int, size: int) -> None:
+    """Raise unless all of a call fits together, as far as this rank alone can know.
+
+    All tensors have one dtype, but where a reduce_scatter converts; the reduction has a meaning for
+    it; what this rank gives itself is as long as what it takes from itself.
+    """
+    inputs, outputs, reduction = call.inputs, call.outputs, call.reduction
+    if call.peer == rank:
+        raise UsageError(
+            "a rank cannot send to or receive from itself",
+            op=call.op,
+            fix="Copy the tensor instead.",
+        )
+    if not 0 <= call.tag < _NUM_TAGS:
+        raise UsageError(
+            f"a tag must lie between 0 and {_NUM_TAGS - 1}", op=call.op, seen=f"{call.tag}"
+        )
+    if reduction is not None:
+        check_reducible(inputs[0].dtype, reduction, call.op)
+    if inputs is outputs:  # in place
+        return
+    dtypes = {t.dtype for t in inputs}
+    dtypes.update([t.dtype for t in outputs])
+    if len(dtypes) > 1 and not _converts(call):
+        raise DtypeError(
+            "the tensors of one call must have one dtype",
+            op=call.op,
+            seen=f"inputs {[t.dtype for t in inputs]}, outputs {[t.dtype for t in outputs]}",
+        )
+    sides = _ONE_A_RANK.get(call.kind)
+    if sides is None or not (inputs and outputs):
+        return
+    gives = _own(inputs, "inputs" in sides, call, rank, size)
+    takes = _own(outputs, "outputs" in sides, call, rank, size)
+    if gives != takes:
+        raise ShapeError(
+            "input and output do not fit together",
+            op=call.op,
+            seen=f"inputs of {[t.numel() for t in inputs]} elements, outputs of "
+            f"{[t.numel() for t in outputs]}, for {size} ranks: this rank gives itself "
+            f"{gives / size:g} and takes {takes / size:g}",
+        )
+
+
+def _own(
+    tensors: Sequence[torch.Tensor], one_a_rank: bool, call: Call, rank: int, size: int
+) -> int:
+    """Return how long this rank's own part is, in n-ths of an element: so nothing is rounded."""
+    if one_a_rank and call.single:
+        return tensors[0].numel()
+    return size * tensors[rank if one_a_rank else 0].numel()
+
+
+def _converts(call: Call) -> bool:
+    """Tell whether a call may reduce into another dtype than that of its input."""
+    return (
+        call.op == "reduce_scatter_single"
+        and call.reduction is not None
+        and call.reduction.name in ("SUM", "AVG", "PREMUL_SUM")
+        and (call.inputs[0].dtype, call.outputs[0].dtype) in CONVERSIONS
+    )
+
+
+def plain_call(call: Call, rank: int, channel: int, fuses: bool) -> tuple[Call, Finish | None]:
+    """Return a checked call on plain memory, and what copies its results to the user's tensors.
+
+    Args:
+        call: On the user's tensors.
+        rank: This rank.
+        channel: What carries it.
+        fuses: Whether the backend takes premultiplied sums and conversions as they are. Else sums
+            are of scaled copies, and those that convert are taken in float32.
+    """
+    reduction, factor = call.reduction, None
+    if reduction is not None and reduction.name == "PREMUL_SUM":
+        factor = reduction.checked_factor(call.op)
+        if fuses and not isinstance(factor, torch.Tensor):
+            factor = None
+        else:
+            reduction = ReduceOp.SUM
+    if call.op in _IN_PLACE:
+        memory, finish = _in_place(call, rank, factor)
+        inputs = outputs = (memory,)
+    else:
+        inputs, outputs, finish = _apart(call, factor, fuses)
+    plain = Call(
+        op=call.op,
+        inputs=inputs,
+        outputs=outputs,
+        reduction=reduction,
+        root=call.root,
+        peer=call.peer,
+        tag=call.tag,
+        nbytes=call.nbytes,
+        channel=channel,
+    )
+    return plain, finish
+
+
+def _in_place(
+    call: Call, rank: int, factor: float | torch.Tensor | None
+) -> tuple[torch.Tensor, Finish | None]:
+    (tensor,), reduces = call.outputs, call.reduction is not None
+    if call.root >= 0 and (rank == call.root) != reduces:
+        return readable(_scaled(tensor, factor)), None  # it is others who write
+    memory, finish = writable(tensor, load=reduces, op=call.op)
+    if factor is None:
+        return memory, finish
+    memory = _scaled(memory, factor)
+    return memory, copy_back(tensor, memory)
+
+
+def _apart(
+    call: Call, factor: float | torch.Tensor | None, fuses: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor], Finish | None]:
+    inputs, outputs = call.inputs, call.outputs
+    memory: list[torch.Tensor] = []
+    finishes: list[Finish] = []
+    for t in outputs:
+        plain, finish = writable(t, load=False, op=call.op)
+        memory.append(plain)
+        if finish is not None:
+            finishes.append(finish)
+    if inputs and outputs and inputs[0].dtype is not outputs[0].dtype and not fuses:
+        inputs = [t.detach().float() for t in inputs]
+        memory = [torch.empty(outputs[0].shape, dtype=torch.float32, device=outputs[0].device)]
+        finishes = [copy_back(outputs[0], memory[0])]
+    sources = [readable(_scaled(t, factor)) for t in inputs]
+    return sources, memory, partial(_run_all, finishes) if finishes else None
+
+
+def _scaled(tensor: torch.Tensor, factor: float | torch.Tensor | None) -> torch.Tensor:
+    return tensor if factor is None else (tensor.detach() * factor).to(tensor.dtype)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same memory, of which autograd knows nothing."""
+    ordinary = type(tensor) is torch.Tensor and not tensor.requires_grad
+    return tensor if ordinary else tensor.detach()
+
+
 def readable(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor`, or a contiguous copy of it."""
     if _is_plain(tensor):
-        return tensor.detach()
+        return _without_graph(tensor)
     return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor.detach())
 
 
@@ -110,7 +255,7 @@ def writable(tensor: torch.Tensor, *, load: bool, op: str) -> tuple[torch.Tensor
         op: Name of the operation, for errors.
     """
     if _is_plain(tensor):
-        return tensor.detach(), None
+        return _without_graph(tensor), None
     target = tensor.detach()
     if any(n > 1 and s == 0 for n, s in zip(target.shape, target.stride(), strict=True)):
         raise ShapeError(
@@ -135,17 +280,9 @@ def copy_back(target: torch.Tensor, memory: torch.Tensor) -> Finish:
     return copy
 
 
-def run_all(finishes: Sequence[Finish | None]) -> Finish | None:
-    """Chain what is not None."""
-    todo = [f for f in finishes if f is not None]
-    if not todo:
-        return None
-
-    def run() -> None:
-        for f in todo:
-            f()
-
-    return run
+def _run_all(finishes: Sequence[Finish]) -> None:
+    for finish in finishes:
+        finish()
 
 
 def as_splits(splits: Sequence[int] | None, op: str, what: str) -> list[int]:
@@ -158,20 +295,11 @@ def as_splits(splits: Sequence[int] | None, op: str, what: str) -> list[int]:
         ) from None
 
 
-def split_bounds(
-    tensor: torch.Tensor, splits: Sequence[int], size: int, op: str, what: str
+def split_rows(
+    tensor: torch.Tensor, given: Sequence[int] | None, size: int, op: str, what: str
 ) -> list[int]:
-    """Return how many elements of `tensor` belong to each rank.
-
-    Args:
-        tensor: Split along dimension 0.
-        splits: Rows for each rank; empty for equal parts.
-        size: Ranks.
-        op: Name of the operation, for errors.
-        what: Name of the argument, for errors.
-    """
-    rows = tensor.shape[0] if tensor.dim() else 1
-    per_row = tensor.numel() // rows if rows else 0
+    """Return how many rows (of dimension 0) of `tensor` belong to each rank; see `as_splits`."""
+    splits, rows = as_splits(given, op, what), tensor.shape[0] if tensor.dim() else 1
     if not splits:
         if rows % size:
             raise ShapeError(
@@ -180,12 +308,12 @@ def split_bounds(
                 seen=f"{rows} rows for {size} ranks",
                 fix=f"Give {what}_split_sizes.",
             )
-        return [rows // size * per_row] * size
+        return [rows // size] * size
     if len(splits) != size or any(s < 0 for s in splits) or sum(splits) != rows:
         raise ShapeError(
             f"{what}_split_sizes do not fit the {what} tensor",
             op=op,
-            seen=f"{list(splits)} for {rows} rows and {size} ranks",
+            seen=f"{splits} for {rows} rows and {size} ranks",
             fix="One number of rows for each rank; they must add up to dimension 0.",
         )
-    return [s * per_row for s in splits]
+    return splits

@@ -5,7 +5,8 @@ does it again: this rank is a member; tensors are dense, contiguous, on a device
 of the right number and length as far as this rank alone can know; the reduction has a meaning for
 the dtype; complex numbers are passed as they are; PREMUL_SUM has been turned into SUM, and a
 reduce_scatter into another dtype into one of float32, unless the backend has a true attribute
-`fuses`: then it takes premultiplied sums by a number, and `ops.CONVERSIONS`, as they are.
+`fuses`: then it takes premultiplied sums by a number, and `ops.CONVERSIONS`, as they are. One that
+compares the ranks' calls before data move says so by a true attribute `compares_calls`.
 Ranks are group ranks. In-place use (an output the very memory of an input, or the right part of it)
 is allowed wherever MPI allows MPI_IN_PLACE.
 

@@ -37,10 +37,7 @@ from dure.comm.call import SIZE, Call, Fingerprint, call_site, compare, fingerpr
 from dure.errors import DureError, PeerLost, StoreError
 from dure.store.prefix import PrefixStore
 
-__all__ = ["CHECK_THEMSELVES", "VerifyingBackend", "wanted"]
-
-CHECK_THEMSELVES = frozenset({"shm", "threads", "mpi", "hybrid", "hybrid_mpi"})
-"""Backends that compare calls anyway."""
+__all__ = ["VerifyingBackend", "wanted"]
 
 _SITE_BYTES = 256 - SIZE
 _RECORD = "verify/record"
@@ -67,6 +64,8 @@ class VerifyingBackend:
     Collective:
         All ranks of the group make one.
     """
+
+    compares_calls = True
 
     def __init__(self, inner: Backend, options: BackendOptions) -> None:
         from dure.comm.backends.torch_engine import create_gloo  # lazy: only where it is wanted

@@ -29,7 +29,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Self, cast
 
-import msgspec
 import torch
 
 from dure import trace
@@ -38,7 +37,7 @@ from dure.comm.backends.base import Backend, PlainBackend, channel_name
 from dure.comm.backends.request import Request
 from dure.comm.call import Call, call_site
 from dure.comm.work import Work
-from dure.errors import DureError, NotInGroupError, ShapeError, UsageError
+from dure.errors import DureError, NotInGroupError, UsageError
 from dure.native import Channel, Outcome
 from dure.store.base import Store
 from dure.store.prefix import PrefixStore
@@ -318,7 +317,6 @@ class GroupCore:
                 "the process group has been destroyed",
                 op=op,
                 group=self.group_name,
-                rank=self._rank,
                 fix="Create a new group; do not keep one across destroy_process_group().",
             )
         for t in tensors:
@@ -328,25 +326,35 @@ class GroupCore:
         kind = tensors[0].device.type if tensors else min(self._backends)
         return self._backends[kind]
 
-    def _issue(
-        self,
-        backend: Backend,
-        call: Call,
-        outputs: list[torch.Tensor],
-        *,
-        finish: checks.Finish | None = None,
-        async_op: bool = False,
-    ) -> Work | None:
-        """Run a checked operation: number it, trace it, and hand out a `Work` if it is wanted."""
-        if self._channel:
-            call = msgspec.structs.replace(call, channel=self._channel)
+    def _prepare(self, call: Call) -> tuple[Backend, Call, checks.Finish | None]:
+        """Check a call on the user's tensors.
+
+        Returns:
+            Its backend, the call on plain memory, and what copies the results back.
+        """
+        try:
+            checks.check_lists(call, self._rank, self._size)
+            inputs, outputs = call.inputs, call.outputs
+            tensors = inputs if inputs is outputs else (*inputs, *outputs)
+            backend = self._backend(call.op, *tensors)
+            checks.check_call(call, self._rank, self._size)
+            fuses = getattr(backend, "fuses", False)
+            return backend, *checks.plain_call(call, self._rank, self._channel, fuses)
+        except UsageError as error:
+            error.locate(self.group_name, self._rank, self._size)
+            raise
+
+    def _issue(self, call: Call, async_op: bool = False) -> Work | None:
+        """Run a call on the user's tensors: hand out a `Work` if it is wanted."""
+        backend, plain, finish = self._prepare(call)
         coalesced = self._coalesced
         deferred = async_op or coalesced is not None
-        request, ended = self._start(backend, call, deferred, finish)
+        request, ended = self._start(backend, plain, deferred, finish)
         if not deferred:
             return None
+        outputs = list(call.outputs or call.inputs)
         work = Work(request, outputs, call.op, self.seq, self, finish=finish, settled=ended)
-        work.keep, work.site = call, call_site()
+        work.keep, work.site = plain, call_site()
         if coalesced is not None:
             coalesced.append(work)
         return work
@@ -457,16 +465,6 @@ class GroupCore:
                 peer=_peer(call),
                 async_op=async_op,
             )
-        )
-
-    def _wrong_size(self, op: str, seen: str) -> ShapeError:
-        return ShapeError(
-            "input and output do not fit together",
-            op=op,
-            group=self.group_name,
-            rank=self._rank,
-            world_size=self._size,
-            seen=seen,
         )
 
     def close(self, abort: bool = False) -> None:

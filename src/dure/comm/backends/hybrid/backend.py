@@ -42,6 +42,7 @@ class HybridBackend:
     """
 
     device_types = frozenset({"cpu"})
+    compares_calls = True
 
     def __init__(
         self,

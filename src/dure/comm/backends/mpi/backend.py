@@ -77,6 +77,7 @@ class MpiBackend:
 
     name = "mpi"
     device_types = frozenset({"cpu"})
+    compares_calls = True
 
     def __init__(
         self, library: Library, comm: MPI.Intracomm, options: BackendOptions, oversubscribed: bool

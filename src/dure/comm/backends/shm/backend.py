@@ -65,6 +65,7 @@ class ShmBackend:
 
     name = "shm"
     device_types = frozenset({"cpu"})
+    compares_calls = True
     fuses = True
     channels = 2
 

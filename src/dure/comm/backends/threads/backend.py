@@ -61,6 +61,7 @@ class ThreadBackend:
 
     name = "threads"
     device_types = frozenset({"cpu"})
+    compares_calls = True
 
     def __init__(self, options: BackendOptions, rendezvous: Rendezvous) -> None:
         self._rendezvous, self._rank, self._size = rendezvous, options.rank, options.size
