@@ -30,6 +30,7 @@ namespace dure {
 namespace {
 
 constexpr int64_t kSliceNs = 4'000'000;
+constexpr int64_t kGivesWayNs = 20'000;
 
 }  // namespace
 
@@ -63,26 +64,41 @@ bool Channel::neighbour_missing(int r) const {
     return false;
 }
 
-// Wait for all from `r` on; those before have arrived.
+// Wait for all from `r` on; those before have arrived. See "Large operations" in core_lock.h.
 Status Channel::await_missing(int r) {
+    const auto all_here = [&] {
+        if (core_ && !holds_core_) take_core();
+        return Status::ok;
+    };
+    // Peers that have begun come soon, so a slice is slept with the lock.
+    bool gives_up = !all_begun_;
     if (background_ && !queue_->awaited()) {
         group_.about_to_wait();
+        give_up_core();
         sleep_for(r);  // before we look for reasons not to
     } else {
         Backoff backoff(group_);
         do {
             if (r = first_missing(r); r == size_) return Status::ok;
+            if (gives_way(backoff.waited_ns())) break;
         } while (backoff.pause([&] { return neighbour_missing(r); }));
     }
     const int64_t now = now_ns();
     if (started_ns_ == 0) started_ns_ = now;
     for (Wait wait{started_ns_, now};;) {
-        if (r = first_missing(r); r == size_) return Status::ok;
+        if (r = first_missing(r); r == size_) return all_here();
         if (Status s = examine(wait); s != Status::ok) {
-            return first_missing(r) == size_ ? Status::ok : s;
+            return first_missing(r) == size_ ? all_here() : s;
         }
+        if (gives_up) give_up_core();
         sleep_for(r);
+        gives_up = true;
     }
+}
+
+// Whether to let the other channel go first, although this one's peers may come any moment.
+bool Channel::gives_way(int64_t waited_ns) const {
+    return index_ > 0 && holds_core_ && !all_begun_ && waited_ns > kGivesWayNs && core_->wanted();
 }
 
 // Sleep until `rank` arrives, at most a slice.

@@ -11,6 +11,7 @@ namespace dure {
 namespace {
 
 constexpr std::chrono::microseconds kLinger{50}, kSeldom{1600};
+constexpr std::chrono::milliseconds kLongestDefer{100};
 
 }  // namespace
 
@@ -116,8 +117,16 @@ void CallQueue::work() {
             look_in(kLinger - age);
             continue;
         }
-        pause = kLinger;
         Channel& channel = *channel_;
+        CoreLock* const core = channel.lock_for(calls_.front()->call);
+        if (core && core->held() && age < kLongestDefer && !hurried_ && !stopping_) {
+            hold.unlock();
+            core->await_change();
+            hold.lock();
+            look_in(kLinger);
+            continue;
+        }
+        pause = kLinger;
         hold.unlock();
         if (!run_next(true)) channel.await_change([this] { return has_next(); });
         hold.lock();

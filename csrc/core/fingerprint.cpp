@@ -129,7 +129,9 @@ bool Channel::same_call(int rank) const {
 
 // Arrive, wait for all, and compare. User data must not have changed before.
 Status Channel::exchange_headers() {
+    all_begun_ = false;
     if (Status s = barrier(); s != Status::ok) return s;
+    all_begun_ = true;
     bool same = true, even = true;
     for (int r = 0; r < size_; r++) {
         same = same && same_call(r);

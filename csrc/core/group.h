@@ -18,6 +18,7 @@
 #include <optional>
 #include <vector>
 
+#include "core_lock.h"
 #include "layout.h"
 #include "process.h"
 #include "segment.h"
@@ -153,6 +154,8 @@ class Group {
     void show_asleep() const;
     bool shares_core(int rank) const;  // was last seen on this thread's core
     void migrate(int64_t now);
+    // Null where the channels have cores enough (core_lock.h).
+    CoreLock* core_lock() { return core_lock_ ? &*core_lock_ : nullptr; }
     bool interrupted() { return interrupt_ && interrupt_(); }
     void about_to_wait() const { about_to_wait_(); }
     // Break the group for all ranks, unless it is broken already; returns the record's status.
@@ -177,6 +180,7 @@ class Group {
     const int rank_, size_;
     std::atomic<int64_t> timeout_ns_;
     const bool oversubscribed_;  // fewer cores than ranks
+    std::optional<CoreLock> core_lock_;
     const int64_t single_copies_;
     uint64_t proof_ = 0;  // what peers read from our memory to see whether they may
     CopyPlan copies_;

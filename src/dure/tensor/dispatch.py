@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dure.errors import MeshError, PlacementError, UsageError
+from dure.errors import CommError, MeshError, PlacementError, UsageError
 from dure.tensor import state
 from dure.tensor.call import Op, OpCall, Place, fill, schema_of
 from dure.tensor.expand import choose
@@ -39,6 +39,8 @@ _plans: dict[Any, Plan] = {}
 _special: dict[Op, Callable[..., Any]] = {}
 """Operators that are run in a way of their own: called with (op, args, kwargs)."""
 _warned: set[Op] = set()
+_undecomposed: set[Op] = set()
+"""Operators whose decomposition was tried, and needs what has no rule."""
 _DTensor: type[DTensor]
 _wrap: Callable[[torch.Tensor, DTensorSpec], DTensor]
 
@@ -345,14 +347,27 @@ def _at(sources: tuple[Any, Any], place: Place) -> Any:
 # ---- operators without a rule --------------------------------------------------------------------
 
 
+class _NoWay(Exception):
+    """Within a decomposition an operator has no rule: the decomposed one is replicated instead."""
+
+
 def _without_rule(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     op = call.op
-    decomposed = decomposition_of(op)
+    inside = state.decomposing.get()
+    decomposed = None if op in _undecomposed else decomposition_of(op)
     if decomposed is not None:
-        with state.replicating():
-            result = decomposed(*args, **kwargs)
+        try:
+            with state.replicating(), state.within_decomposition():
+                result = decomposed(*args, **kwargs)
+        except CommError:
+            raise
+        except Exception:
+            result = NotImplemented
         if result is not NotImplemented:
             return result
+        _undecomposed.add(op)
+    if inside:
+        raise _NoWay(str(op))
     return _replicated(call, args, kwargs)
 
 
@@ -376,7 +391,7 @@ def _replicated(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         if op not in _warned:
             _warned.add(op)
             warnings.warn(
-                f"{op} has no sharding rule: every rank gathers {call.operands} and computes the "
+                f"{op} has no sharding rule: every rank gathers {_listed(call)} and computes the "
                 "whole. Redistribute by hand where that is too much, or register a rule with "
                 "dure.tensor.experimental.register_sharding. (Said once.)",
                 stacklevel=4,
@@ -397,11 +412,15 @@ def _replicated(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return _wrapped(plan, result, (args, kwargs), values)
 
 
+def _listed(call: OpCall) -> str:
+    return ", ".join(map(str, call.operands))
+
+
 def _refused(call: OpCall, why: str) -> PlacementError:
     return PlacementError(
         f"{call.name} has no sharding rule, and {why}",
         op=call.name,
-        seen=", ".join(map(str, call.operands)),
+        seen=_listed(call),
         fix="Redistribute its operands to Replicate() first, or register a rule with "
         "dure.tensor.experimental.register_sharding.",
     )

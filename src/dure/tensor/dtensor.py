@@ -242,10 +242,7 @@ class DTensor(torch.Tensor):
         """What is known without values, under torch's name."""
         return self.spec
 
-    @property
-    def grad(  # pyright: ignore[reportIncompatibleVariableOverride]
-        self,
-    ) -> torch.Tensor | None:
+    def _read_grad(self) -> torch.Tensor | None:
         """The gradient, with this tensor's placements where it would be terms of a sum.
 
         Collective:
@@ -264,13 +261,13 @@ class DTensor(torch.Tensor):
                 _grad.__set__(self, grad)
         return grad
 
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
+    def _set_grad(self, value: torch.Tensor | None) -> None:
         _grad.__set__(self, value)
 
-    @grad.deleter
-    def grad(self) -> None:
+    def _delete_grad(self) -> None:
         _grad.__delete__(self)
+
+    grad = property(_read_grad, _set_grad, _delete_grad)  # pyright: ignore
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         """Return this rank's part, mesh and placements; sends nothing (`print` shows the whole)."""

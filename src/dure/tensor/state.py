@@ -6,9 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-__all__ = ["implicit_replication", "replicating", "strict", "strictly"]
+__all__ = [
+    "decomposing",
+    "implicit_replication",
+    "replicating",
+    "strict",
+    "strictly",
+    "within_decomposition",
+]
 
 implicit_replication: ContextVar[bool] = ContextVar("dure_implicit_replication", default=False)
+decomposing: ContextVar[bool] = ContextVar("dure_decomposing", default=False)
 strict: ContextVar[bool] = ContextVar("dure_strict", default=False)
 
 
@@ -30,3 +38,13 @@ def strictly() -> Iterator[None]:
         yield
     finally:
         strict.reset(token)
+
+
+@contextmanager
+def within_decomposition() -> Iterator[None]:
+    """Tell that operators are run to compute another one, for the length of a `with` block."""
+    token = decomposing.set(True)
+    try:
+        yield
+    finally:
+        decomposing.reset(token)
