@@ -31,15 +31,15 @@ import torch
 from dure import env
 from dure.comm.backends.abort import AbortRecord, GroupState
 from dure.comm.backends.base import Backend, BackendOptions
+from dure.comm.backends.header import Header, difference
 from dure.comm.backends.queue import OrderedQueue
 from dure.comm.backends.request import Request
-from dure.comm.call import SIZE, Call, Fingerprint, call_site, compare, fingerprint
+from dure.comm.call import Call, call_site, fingerprint
 from dure.errors import DureError, PeerLost, StoreError
 from dure.store.prefix import PrefixStore
 
 __all__ = ["VerifyingBackend", "wanted"]
 
-_SITE_BYTES = 256 - SIZE
 _RECORD = "verify/record"
 _DEATH_S = 0.3
 """How long after an engine has lost a process the store may take to know that it ended."""
@@ -75,7 +75,7 @@ class VerifyingBackend:
         self._rank, self._size = options.rank, options.size
         self._state = GroupState(options.name, options.rank, options.size)
         self._headers = create_gloo(replace(options, store=PrefixStore("verify", options.store)))
-        self._last: list[bytes] = []  # the headers of the call before
+        self._last: list[Header] = []  # the headers of the call before
         self._num = 0  # of the call
         self._engine = threading.Lock()  # the engine sees one call at a time
         self._queue = OrderedQueue("dure-verify", lambda: self._state.error("a collective"))
@@ -108,27 +108,26 @@ class VerifyingBackend:
 
     def _compare(self, call: Call, site: str) -> AbortRecord | None:
         """Compare `call` with those of the others; return what breaks the group, if anything."""
-        said = fingerprint(call, self._rank, self._size).pack() + site.encode()[-_SITE_BYTES:]
-        mine = torch.frombuffer(bytearray(said.ljust(SIZE + _SITE_BYTES)), dtype=torch.uint8)
+        said = Header(fingerprint(call, self._rank, self._size), site, self._num)
+        mine = torch.frombuffer(bytearray(said.pack()), dtype=torch.uint8)
         gathered = mine.new_empty((self._size, mine.numel()))
         try:
             gather = Call(op="all_gather_single", inputs=(mine,), outputs=(gathered,))
             self._headers.run(gather, False)
         except DureError as error:
             return self._explain(error)
-        headers = [bytes(row.tolist()) for row in gathered]
-        problem = compare([Fingerprint.unpack(header) for header in headers])
-        if problem:
-            return AbortRecord.desync(problem, {r: _text(h) for r, h in enumerate(headers)})
-        self._last = headers
-        return None
+        headers = [Header.unpack(bytes(row.tolist())) for row in gathered]
+        record = difference(headers)
+        if record is None:
+            self._last = headers
+        return record
 
     def _explain(self, error: DureError) -> AbortRecord:
         """Return why headers did not come, with what is known beyond what the engine says."""
         record = AbortRecord.of(error)
         if record.missing:
             called = record.missing if self._last else ()
-            last = {r: f"#{self._num - 1} {_text(self._last[r])}" for r in called}
+            last = {r: f"#{self._num - 1} {self._last[r].text()}" for r in called}
             said = "; ".join(f"the last call of rank {r} was {text}" for r, text in last.items())
             said = said or "they have called nothing"
             record = msgspec.structs.replace(record, whereabouts=last, seen=said)
@@ -180,8 +179,3 @@ class VerifyingBackend:
         self._headers.close(abort)
         self._queue.stop()
         self._inner.close(abort)
-
-
-def _text(header: bytes) -> str:
-    """Say a header in words."""
-    return Fingerprint.unpack(header).text(header[SIZE:].decode(errors="replace").rstrip())

@@ -17,9 +17,10 @@ from datetime import timedelta
 import torch
 
 from dure.comm.backends.base import BackendOptions
+from dure.comm.backends.header import Header
 from dure.comm.backends.hybrid.collectives import Collectives
 from dure.comm.backends.hybrid.control import SILENCE_S, Channel, Watch
-from dure.comm.backends.hybrid.header import Header, HeaderExchange
+from dure.comm.backends.hybrid.header import HeaderExchange
 from dure.comm.backends.hybrid.messages import Messages
 from dure.comm.backends.hybrid.subcomms import LOCAL_SLACK, SubComms
 from dure.comm.backends.queue import OrderedQueue

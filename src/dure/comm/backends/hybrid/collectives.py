@@ -43,7 +43,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from dure.comm.backends.hybrid.header import Header, HeaderExchange
+from dure.comm.backends.header import Header
+from dure.comm.backends.hybrid.header import HeaderExchange
 from dure.comm.backends.hybrid.subcomms import COLLECTIVE_TAG, Hosts, SubComms
 from dure.comm.backends.request import Request
 from dure.comm.call import Call
@@ -75,27 +76,28 @@ class Collectives:
 
     def run(self, call: Call, header: Header) -> None:
         """Do a collective, whose `header` is that of `call`."""
-        getattr(self, f"_{call.kind}")(call, header)
+        self._headers.next(call.op, header)
+        getattr(self, f"_{call.kind}")(call)
 
     def _fits(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Tell whether an operation is small."""
         return sum(t.nbytes for t in tensors) <= self._headers.room
 
-    def _barrier(self, call: Call, header: Header) -> None:
-        self._headers.run(call.op, header)
+    def _barrier(self, call: Call) -> None:
+        self._headers.run()
 
     _new_group = _host_shared_empty = _barrier
 
     # ---- moves -----------------------------------------------------------------------------------
 
-    def _broadcast(self, call: Call, header: Header) -> None:
+    def _broadcast(self, call: Call) -> None:
         (tensor,), root = call.outputs, call.root
         if not self._fits([tensor]):
-            self._headers.run(call.op, header)
+            self._headers.run()
             self._broadcast_large(tensor, root)
             return
         here = self._hosts.rank == root
-        headers = self._headers.run(call.op, header, [tensor] if here else None)
+        headers = self._headers.run([tensor] if here else None)
         if not here:
             _fill(tensor, headers[root].data)
 
@@ -123,13 +125,13 @@ class Collectives:
         if source != self._hosts.here:
             self._comms.local.run(_all_gather(slices, slices[self._hosts.local]), False)
 
-    def _all_gather(self, call: Call, header: Header) -> None:
+    def _all_gather(self, call: Call) -> None:
         (tensor,), outputs = call.inputs, call.takes(self._hosts.size)
         if not self._fits([max(outputs, key=lambda t: t.nbytes)]):
-            self._headers.run(call.op, header)
+            self._headers.run()
             self._all_gather_large(outputs, tensor)
             return
-        headers = self._headers.run(call.op, header, [tensor])
+        headers = self._headers.run([tensor])
         for output, other in zip(outputs, headers, strict=True):
             _fill(output, other.data)
 
@@ -150,14 +152,14 @@ class Collectives:
                     if host != hosts.here and outputs[rank].numel():
                         comms.local.run(_broadcast(outputs[rank], place), False)
 
-    def _all_to_all(self, call: Call, header: Header) -> None:
+    def _all_to_all(self, call: Call) -> None:
         gives, takes = call.gives(self._hosts.size), call.takes(self._hosts.size)
         if call.single and call.inputs[0].data_ptr() == call.outputs[0].data_ptr():
             gives = [t.clone() for t in gives]  # each is read before its place is written
         # The data of an all_to_all begin with a table of lengths; a root's operation needs none.
         lengths = [t.nbytes for t in gives] if call.kind == "all_to_all" else []
         data = [torch.tensor(lengths, dtype=torch.int32), *gives]
-        headers = self._headers.run(call.op, header, data if self._fits(data) else None)
+        headers = self._headers.run(data if self._fits(data) else None)
         if any(other.data is None for other in headers):
             self._exchange_large(call, gives, takes)
             return
@@ -197,18 +199,18 @@ class Collectives:
 
     # ---- reductions ------------------------------------------------------------------------------
 
-    def _all_reduce(self, call: Call, header: Header) -> None:
-        if not self._reduce_small(call, header, call.inputs):
+    def _all_reduce(self, call: Call) -> None:
+        if not self._reduce_small(call, call.inputs):
             self._reduce_chunks(call)
 
     _reduce = _all_reduce
 
-    def _reduce_small(self, call: Call, header: Header, inputs: Sequence[torch.Tensor]) -> bool:
+    def _reduce_small(self, call: Call, inputs: Sequence[torch.Tensor]) -> bool:
         """Reduce what fits into headers; if it does not, begin to exchange them."""
         if not self._fits(inputs):
-            self._headers.begin(call.op, header)
+            self._headers.begin()
             return False
-        headers, (output,) = self._headers.run(call.op, header, inputs), call.outputs
+        headers, (output,) = self._headers.run(inputs), call.outputs
         if call.root in (-1, self._hosts.rank):
             scattered = call.kind == "reduce_scatter"
             begin = sum(t.numel() for t in inputs[: self._hosts.rank]) if scattered else 0
@@ -305,10 +307,10 @@ class Collectives:
             have = self._scratch[key] = torch.empty(max(nbytes, 4096), dtype=torch.uint8)
         return have[:nbytes].view(dtype)
 
-    def _reduce_scatter(self, call: Call, header: Header) -> None:
+    def _reduce_scatter(self, call: Call) -> None:
         comms, hosts, op = self._comms, self._hosts, _reduction(call)
         (output,), inputs = call.outputs, call.gives(hosts.size)
-        if self._reduce_small(call, header, inputs):
+        if self._reduce_small(call, inputs):
             return
         wire, partial, rails = accumulator_dtype(output.dtype), _partial(op), hosts.num_rails
         parts = [t.detach().view(-1).to(wire) for t in inputs]

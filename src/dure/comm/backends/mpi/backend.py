@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dure.comm.backends.base import BackendOptions
+from dure.comm.backends.header import Header
 from dure.comm.backends.mpi.header import INLINE, Headers, Stage
 from dure.comm.backends.mpi.library import Library, load
 from dure.comm.backends.mpi.memory import (
@@ -51,7 +52,7 @@ from dure.comm.backends.mpi.memory import (
 )
 from dure.comm.backends.mpi.progress import Operation, ProgressEngine, Steps
 from dure.comm.backends.request import Request
-from dure.comm.call import Call, fingerprint
+from dure.comm.call import Call, call_site, fingerprint
 from dure.comm.ops import ReduceOp
 from dure.errors import Desync, UsageError
 
@@ -114,8 +115,8 @@ class MpiBackend:
     ) -> Steps:
         """Exchange headers, then what they say; few bytes come with the headers themselves."""
         head, nothing = self._engine.head, self._nothing
-        assert head.fingerprint is not None
-        yield self._headers.start(head.fingerprint, head.seq or 0, head.site, gives or nothing)
+        assert head.header is not None
+        yield self._headers.start(head.header._replace(seq=head.seq or 0), gives or nothing)
         self._headers.check()
         if gives is None or takes is None:
             return
@@ -128,8 +129,8 @@ class MpiBackend:
     def run(self, call: Call, async_op: bool) -> Request | None:
         """See `Backend.run`."""
         steps: Steps = getattr(self, f"_{call.kind}")(call)
-        said = fingerprint(call, self._rank, self._size)
-        operation = Operation(self._engine, call.op, steps, fingerprint=said)
+        header = Header(fingerprint(call, self._rank, self._size), call_site())
+        operation = Operation(self._engine, call.op, steps, header=header)
         return self._engine.collective(operation, async_op)
 
     # ---- reductions ------------------------------------------------------------------------------

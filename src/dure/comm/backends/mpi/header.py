@@ -1,9 +1,7 @@
 """Headers: the short messages with which every collective over MPI begins.
 
-Each rank sends every other rank one *header* of fixed size. It holds the call's fingerprint
-(comm/call.py), the line of the program that made it, and, where this rank gives the receiver few
-bytes, these bytes themselves (*inline*), so that a small collective needs nothing but headers. All
-ranks see all fingerprints before any data are touched, so all of them find the same mismatch.
+Each rank sends every other rank its *header* (backends/header.py) and, where it gives the receiver
+few bytes, these bytes with it (*inline*), so that a small collective needs nothing but headers.
 
 The headers of all operations are sent and received in the same memory by the same persistent
 requests. That is safe because a group's collectives run one after another, and MPI keeps the order
@@ -14,27 +12,22 @@ Cost: n - 1 messages of `HEADER` bytes a rank; one step.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from dure.comm.backends.abort import AbortRecord
+from dure.comm.backends.header import CALL_BYTES, HEADER_BYTES, Header, difference
 from dure.comm.backends.mpi.memory import Piece
-from dure.comm.call import SIZE, Fingerprint, compare
+from dure.comm.call import Fingerprint
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = ["HEADER", "INLINE", "Headers", "Stage"]
 
-HEADER = 512
 INLINE = 256
-_SEQ = struct.Struct("<Q")
-_SITE_AT = _SEQ.size + SIZE
-_INLINE_AT = HEADER - INLINE
-_SITE_BYTES = _INLINE_AT - _SITE_AT
+HEADER = HEADER_BYTES + INLINE
 
 
 class Stage(NamedTuple):
@@ -78,24 +71,20 @@ class Headers:
         self._mine = b""
         self._fingerprint = Fingerprint(0)
 
-    def start(self, fingerprint: Fingerprint, seq: int, site: str, gives: Sequence[Piece]) -> Stage:
+    def start(self, header: Header, gives: Sequence[Piece]) -> Stage:
         """Send the headers of a call.
 
         Args:
-            fingerprint: What is called.
-            seq: Its number.
-            site: File and line of the program.
+            header: What is called.
             gives: What this rank is about to send to each; few bytes are sent at once.
         """
-        self._fingerprint = fingerprint
-        where = site.encode()[-_SITE_BYTES:].ljust(_SITE_BYTES, b"\0")
-        self._mine = _SEQ.pack(seq) + fingerprint.pack() + where
+        self._fingerprint, self._mine = header.fingerprint, header.pack()
         for r in self._peers:
             out, (address, nbytes) = self._out[r], gives[r]
-            out[:_INLINE_AT] = self._mine
+            out[:HEADER_BYTES] = self._mine
             if 0 < nbytes <= INLINE:
                 there = self._mpi.memory.fromaddress(address, nbytes)
-                out[_INLINE_AT : _INLINE_AT + nbytes] = there
+                out[HEADER_BYTES : HEADER_BYTES + nbytes] = there
         if self._peers:
             self._mpi.Prequest.Startall(self._stage.requests)
         return self._stage
@@ -106,22 +95,15 @@ class Headers:
         Raises:
             Desync: `calls` says what each rank called.
         """
-        mine, said = self._mine[:_SITE_AT], self._fingerprint
-        same = all(bytes(self._in[r][:_SITE_AT]) == mine for r in self._peers)
+        mine, said = self._mine[:CALL_BYTES], self._fingerprint
+        same = all(bytes(self._in[r][:CALL_BYTES]) == mine for r in self._peers)
         if same and not (said.own or said.expected or said.sends):
             return
-        headers = [bytes(self._in[r][:_INLINE_AT]) for r in range(self._size)]
-        headers[self._rank] = self._mine
-        prints = [Fingerprint.unpack(header, _SEQ.size) for header in headers]
-        problem = compare(prints)
-        if len({header[: _SEQ.size] for header in headers}) > 1:
-            problem = problem or "the ranks are at different operations"
-        if problem:
-            texts = {
-                r: _text(header, f)
-                for r, (header, f) in enumerate(zip(headers, prints, strict=True))
-            }
-            raise AbortRecord.desync(problem, texts).error()
+        headers = [Header.unpack(self._in[r]) for r in range(self._size)]
+        headers[self._rank] = Header.unpack(self._mine)
+        record = difference(headers)
+        if record is not None:
+            raise record.error()
 
     def copy_back(self, takes: Sequence[Piece]) -> None:
         """Copy what came with the headers to its place."""
@@ -129,15 +111,8 @@ class Headers:
             address, nbytes = takes[r]
             if 0 < nbytes <= INLINE and address != self.inline_address(r):
                 there = memoryview(self._mpi.memory.fromaddress(address, nbytes))
-                there[:] = self._in[r][_INLINE_AT : _INLINE_AT + nbytes]
+                there[:] = self._in[r][HEADER_BYTES : HEADER_BYTES + nbytes]
 
     def inline_address(self, rank: int) -> int:
         """Return where the bytes are that came with the header of `rank`."""
-        return self._in_address + rank * HEADER + _INLINE_AT
-
-
-def _text(header: bytes, fingerprint: Fingerprint) -> str:
-    """Say a header in words."""
-    (seq,) = _SEQ.unpack_from(header)
-    site = header[_SITE_AT:].rstrip(b"\0").decode(errors="replace")
-    return f"#{seq} {fingerprint.text(site)}"
+        return self._in_address + rank * HEADER + HEADER_BYTES

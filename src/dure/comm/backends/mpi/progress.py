@@ -38,10 +38,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dure.comm.backends.abort import AbortRecord, GroupState
+from dure.comm.backends.header import Header
 from dure.comm.backends.mpi.header import Stage
 from dure.comm.backends.mpi.library import Library
 from dure.comm.backends.request import Request
-from dure.comm.call import Fingerprint, call_site
 from dure.errors import Aborted, DureError
 
 if TYPE_CHECKING:
@@ -75,10 +75,10 @@ class Operation(Request):
         name: As users call it.
         steps: Its stages; None where they are yet to be set.
         peer: The rank at the other end of a message; None for a collective, or for anyone.
-        fingerprint: Of a collective.
+        header: Of a collective.
     """
 
-    __slots__ = ("began", "engine", "fingerprint", "name", "peer", "seq", "site", "stage", "steps")
+    __slots__ = ("began", "engine", "header", "name", "peer", "seq", "stage", "steps")
 
     def __init__(
         self,
@@ -86,15 +86,14 @@ class Operation(Request):
         name: str,
         steps: Steps | None,
         peer: int | None = None,
-        fingerprint: Fingerprint | None = None,
+        header: Header | None = None,
     ) -> None:
         super().__init__()
         self.engine, self.name, self.peer = engine, name, peer
-        self.steps, self.fingerprint = steps, fingerprint
+        self.steps, self.header = steps, header
         self.stage = Stage([], [])
         self.began = time.monotonic()
         self.seq: int | None = None
-        self.site = "" if fingerprint is None else call_site()
 
     def error_of(self, record: AbortRecord) -> DureError:
         """Make what it raises of a record."""
@@ -110,13 +109,6 @@ class Operation(Request):
 
     def _await(self, limit: float | None) -> bool:
         return self.engine.wait(self, limit)
-
-
-class _Told(msgspec.Struct, array_like=True):
-    """What ranks tell each other: the record, and whether its sender leaves with it."""
-
-    record: AbortRecord
-    left: bool = False
 
 
 class ProgressEngine:
@@ -353,7 +345,7 @@ class ProgressEngine:
             return
         record = msgspec.structs.replace(record, after=self._num_completed)
         if self.state.adopt(record):
-            self._tell(_Told(record))
+            self._tell(record)
         for later in self._queue:
             if not later.ended:
                 later.finish(self.state.record)
@@ -380,9 +372,9 @@ class ProgressEngine:
         seen = error.Get_error_string()
         return AbortRecord(kind="InternalError", what="MPI failed", seen=seen)
 
-    def _tell(self, told: _Told) -> None:
+    def _tell(self, record: AbortRecord) -> None:
         """Send all peers what happened here."""
-        text = msgspec.msgpack.encode(told)
+        text = record.text().encode()
         rank, size = self.state.rank, self.state.size
         sent = [self._comm.Isend(text, r, self._tag) for r in range(size) if r != rank]
         if sent and not self._library.MPI.Request.Testall(sent):
@@ -397,10 +389,10 @@ class ProgressEngine:
             peer = status.Get_source()
             text = bytearray(status.Get_count(self._library.MPI.BYTE))
             self._comm.Recv(text, peer, self._tag)
-            told = msgspec.msgpack.decode(text, type=_Told)
-            if told.left:
+            record = AbortRecord.read(bytes(text))
+            if record.kind == "PeerLost" and record.peer == peer:  # it left, or was interrupted
                 self._left[peer] = time.monotonic()
-            self.state.adopt(told.record)
+            self.state.adopt(record)
 
     # ---- leaving ---------------------------------------------------------------------------------
 
@@ -417,7 +409,7 @@ class ProgressEngine:
                     operation.finish(left)
             self._queue.clear()
             self._messages.clear()
-            self._tell(_Told(left, left=True))
+            self._tell(left)
             self._library.kept.append(self._comm)
             self._busy.notify_all()
             helper = self._helper

@@ -30,10 +30,11 @@ from typing import cast
 import torch
 
 from dure.comm.backends.abort import AbortRecord
+from dure.comm.backends.header import Header, difference
 from dure.comm.backends.request import Request
 from dure.comm.backends.threads.moves import move
 from dure.comm.backends.threads.waiting import Waiting
-from dure.comm.call import Call, compare, fingerprint
+from dure.comm.call import Call, fingerprint
 from dure.errors import Aborted, DureError
 
 __all__ = ["Arrival", "MessageEnd", "Pending", "Rendezvous"]
@@ -98,11 +99,11 @@ class Pending(Request):
 class Arrival(Pending):
     """What one rank calls at a collective."""
 
-    __slots__ = ("fingerprint", "number")
+    __slots__ = ("header", "number")
 
     def __init__(self, room: Rendezvous, rank: int, call: Call, site: str = "") -> None:
         super().__init__(room, rank, call.op, site, call)
-        self.fingerprint = fingerprint(call, rank, room.size)
+        self.header = Header(fingerprint(call, rank, room.size), site)
         self.number = -1
 
     @property
@@ -112,7 +113,7 @@ class Arrival(Pending):
 
     def text(self) -> str:
         """Say the call in words."""
-        return self.fingerprint.text(self.site)
+        return self.header.text()
 
     def expire(self, why: AbortRecord | None = None) -> None:
         """See `Pending.expire`."""
@@ -292,10 +293,8 @@ class Rendezvous:
         """Compare the calls, move the data, end the requests."""
         record: AbortRecord | None = None
         try:
-            problem = compare([a.fingerprint for a in arrivals])
-            if problem:
-                record = AbortRecord.desync(problem, {a.rank: a.text() for a in arrivals})
-            else:
+            record = difference([a.header for a in arrivals])
+            if record is None:
                 move([a.call for a in arrivals])
         except Exception as e:
             what, seen = "moving the data failed", f"{type(e).__name__}: {e}"
