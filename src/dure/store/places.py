@@ -93,6 +93,8 @@ class TcpPlace:
     Attributes:
         hosted: Another process than rank 0, the launcher, serves there.
         purpose: What to call the host's name if it cannot be resolved.
+        key: The job's, where the ranks have it from each other; None: it is found (store/key.py).
+        server: Where rank 0 serves already.
     """
 
     host: str
@@ -100,6 +102,8 @@ class TcpPlace:
     name: str
     hosted: bool = False
     purpose: str = "the host of init_method"
+    key: JobKey | None = None
+    server: StoreServer | None = None
 
     @property
     def held_by_rank_0(self) -> bool:
@@ -112,9 +116,9 @@ class TcpPlace:
         _await_pod(self.host, timeout_s)
         timeout_s = max(0.1, timeout_s - (time.monotonic() - began))
         address = resolve(self.host, self.port, self.purpose)
-        key = job_key(self.host)
-        server = None
-        if rank == 0 and not self.hosted:
+        key = self.key or job_key(self.host)
+        server = self.server
+        if rank == 0 and not self.hosted and (server is None or server.retired):
             bind = env.text("DURE_STORE_BIND")
             at = resolve(bind, self.port, "DURE_STORE_BIND") if bind else address
             server = adopt(at.endpoint) or StoreServer(listen(at), key)

@@ -89,6 +89,11 @@ class AbortRecord(msgspec.Struct, frozen=True, kw_only=True):
             fix="No data were changed. Make all ranks call the same operations in the same order.",
         )
 
+    @classmethod
+    def gone(cls, rank: int, after: int = 0) -> AbortRecord:
+        """Return the record of a rank that left."""
+        return cls(kind="PeerLost", what=f"rank {rank} left the group", peer=rank, after=after)
+
     def text(self) -> str:
         """Encode it, without the longest parts if it is too long."""
         whole = msgspec.json.encode(self)

@@ -83,14 +83,16 @@ class Message(Request):
         self._await(time.monotonic())
 
     def _await(self, limit: float | None) -> bool:
+        comms = self._messages.comms
         try:
             if not self.await_source(limit):
                 return False
             for carrier in self.carriers or ():
-                if not self._await_carrier(carrier, limit):
+                if not comms.wait_until(carrier, self.op, limit):
                     return False
         except DureError as e:
-            self.end(e)
+            own = isinstance(e, (CommTimeout, Desync)) and comms.state.look() is None
+            self.end(e if own or self.carriers is None else comms.state.blame(e, self.op))
         self.end(None)
         return True
 
@@ -103,21 +105,6 @@ class Message(Request):
             if not self.known.wait(max(0.0, left_s)) and left_s <= 0:
                 return False
         return True
-
-    def _await_carrier(self, carrier: Request, limit: float | None) -> bool:
-        state = self._messages.comms.state
-        while True:
-            left_s = _LOOK_S if limit is None else min(_LOOK_S, limit - time.monotonic())
-            try:
-                if carrier.wait(max(0.0, left_s)):
-                    return True
-            except DureError as e:
-                if isinstance(e, (CommTimeout, Desync)) and state.look() is None:
-                    raise
-                raise state.blame(e, self.op) from e
-            state.check(self.op)
-            if left_s <= 0:
-                return False
 
 
 class Messages:

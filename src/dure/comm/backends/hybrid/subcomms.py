@@ -157,18 +157,29 @@ class SubComms:
         """
         if request is None:
             return
-        until = time.monotonic() + self.state.timeout_s
-        while not request.wait(_SLICE_S):
+        if not self.wait_until(request, op, time.monotonic() + self.state.timeout_s):
+            raise CommTimeout(
+                "not all ranks called in time",
+                missing=self.absent(),
+                elapsed_s=self.state.timeout_s,
+                seen=f"the timeout of {self.state.timeout_s:g} s passed",
+                fix="Look what the missing ranks are doing (py-spy dump --pid), "
+                "or give the group a longer timeout.",
+            )
+
+    def wait_until(self, request: Request, op: str, limit: float | None) -> bool:
+        """Wait for an engine's work, or shared memory's; False when it is `limit` first.
+
+        Raises:
+            CommError: The group was broken or left, or the work failed.
+        """
+        while True:
+            left_s = _SLICE_S if limit is None else min(_SLICE_S, limit - time.monotonic())
+            if request.wait(max(0.0, left_s)):
+                return True
             self.state.check(op)
-            if time.monotonic() > until:
-                raise CommTimeout(
-                    "not all ranks called in time",
-                    missing=self.absent(),
-                    elapsed_s=self.state.timeout_s,
-                    seen=f"the timeout of {self.state.timeout_s:g} s passed",
-                    fix="Look what the missing ranks are doing (py-spy dump --pid), "
-                    "or give the group a longer timeout.",
-                )
+            if left_s <= 0:
+                return False
 
     def close(self, abort: bool) -> None:
         """Leave all of them."""

@@ -14,51 +14,24 @@ from __future__ import annotations
 import json
 import platform
 import time
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 from dure import env
 from dure.comm.backends.mpi.library import Library, load
 from dure.errors import RendezvousTimeout, StoreError
-from dure.store.address import Address, interface_to, resolve
-from dure.store.base import Store
+from dure.store.address import interface_to, resolve
 from dure.store.key import JobKey, mint
 from dure.store.listener import listen
-from dure.store.network import NetworkStore
-from dure.store.places import Spot
-from dure.store.server import StoreServer, adopt
+from dure.store.places import Spot, TcpPlace
+from dure.store.server import StoreServer
 
-__all__ = ["MpiPlace", "find_mpi_place"]
+__all__ = ["find_mpi_place"]
 
 _MESSAGE = 1024
 _TAG = 29_500
 _POLL_S = 1e-3
 _REPLY_S = 2.0
 """How much longer a rank waits for rank 0 than rank 0 for the ranks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MpiPlace:
-    """A store whose place and key the ranks know from each other."""
-
-    address: Address
-    key: JobKey
-    server: StoreServer | None = None
-    name: str = "mpi"
-
-    @property
-    def held_by_rank_0(self) -> bool:
-        """Always."""
-        return True
-
-    def open(self, rank: int, world_size: int, timeout_s: float) -> Store:
-        """Connect; rank 0 is the one that serves."""
-        del world_size
-        server, endpoint = self.server, self.address.endpoint
-        if rank == 0 and (server is None or server.retired):
-            server = adopt(endpoint) or StoreServer(listen(self.address), self.key)
-        return NetworkStore(endpoint, self.key, timedelta(seconds=timeout_s), server)
 
 
 def find_mpi_place(timeout_s: float) -> Spot:
@@ -92,8 +65,8 @@ def find_mpi_place(timeout_s: float) -> Spot:
         )
     if "failed" in told:
         raise StoreError("rank 0 cannot serve the store", rank=rank, seen=told["failed"])
-    address = resolve(told["ip"], told["port"], "rank 0's address")
-    place = MpiPlace(address=address, key=JobKey(bytes.fromhex(told["key"])), server=server)
+    key = JobKey(bytes.fromhex(told["key"]))
+    place = TcpPlace(host=told["ip"], port=told["port"], name="mpi", key=key, server=server)
     return Spot(place=place, rank=rank, world_size=size)
 
 

@@ -177,8 +177,9 @@ class ProgressEngine:
         with self._lock:
             self._check_open(operation)
             self._hear()
-            if operation.name == "send" and operation.peer in self._left:
-                raise operation.error_of(_gone(operation.peer))
+            peer = operation.peer
+            if operation.name == "send" and peer is not None and peer in self._left:
+                raise operation.error_of(AbortRecord.gone(peer))
             if not self._advance(operation):
                 self._messages.append(operation)
                 if async_op:
@@ -305,10 +306,10 @@ class ProgressEngine:
         """End a message whose other end has left, a moment after we heard of it."""
         heard_of = time.monotonic() - _GRACE_S
         gone = [rank for rank, heard in self._left.items() if heard < heard_of]
-        if operation.peer in gone:
-            self._fail(operation, _gone(operation.peer))
-        elif operation.peer is None and len(gone) == self.state.size - 1:
-            self._fail(operation, _gone(gone[0]))
+        awaited = range(self.state.size) if operation.peer is None else [operation.peer]
+        awaited = [rank for rank in awaited if rank != self.state.rank]
+        if awaited and all(rank in gone for rank in awaited):
+            self._fail(operation, AbortRecord.gone(awaited[0]))
 
     def _wake_helper(self) -> None:
         if not self._library.threads:
@@ -402,7 +403,7 @@ class ProgressEngine:
             if self.state.left.is_set():
                 return
             self.state.left.set()
-            left = msgspec.structs.replace(_gone(self.state.rank), after=self._num_completed)
+            left = AbortRecord.gone(self.state.rank, self._num_completed)
             for operation in [*self._queue, *self._messages]:
                 if not operation.ended:
                     self._abandon(operation)
@@ -415,8 +416,3 @@ class ProgressEngine:
             helper = self._helper
         if helper is not None and helper is not threading.current_thread():
             helper.join()
-
-
-def _gone(rank: int | None) -> AbortRecord:
-    """Return the record of a rank that left."""
-    return AbortRecord(kind="PeerLost", what=f"rank {rank} left the group", peer=rank)

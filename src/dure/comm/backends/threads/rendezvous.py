@@ -191,11 +191,11 @@ class MessageEnd(Pending):
 
 @dataclass(slots=True)
 class _Member:
-    """What is known about one rank: how far it got, its mailbox, how it left."""
+    """What is known about one rank: how far it got, its mailbox, whether it left."""
 
     num_collectives: int = 0
     mailbox: list[MessageEnd] = field(default_factory=list[MessageEnd])
-    left: str = ""
+    left: bool = False
 
 
 class Rendezvous:
@@ -226,36 +226,28 @@ class Rendezvous:
             self._num_joined += 1
             return self._num_joined == self.size
 
-    def leave(self, rank: int, abort: bool, how: str = "left the group") -> None:
+    def leave(self, rank: int, abort: bool) -> None:
         """Go; pending operations of `rank` end with `Aborted`, what needs it with `PeerLost`."""
         with self.lock:
-            self._leave(rank, abort, how)
+            member = self._members[rank]
+            if member.left:
+                return
+            member.left, record = True, AbortRecord.gone(rank)
+            self._abort(record)
+            alone = sum(not m.left for m in self._members) <= 1
+            for other, m in enumerate(self._members):
+                nobody_sends = abort or (alone and not m.left)
+                for end in list(m.mailbox):
+                    lost = end.peer == rank or (end.peer is None and nobody_sends)
+                    if not end.eager and (lost or rank in (other, end.rank)):
+                        m.mailbox.remove(end)
+                        end.fail(record)
+            member.mailbox.clear()
 
     def has_left(self, rank: int) -> bool:
         """Tell whether `rank` has gone."""
         with self.lock:
-            return bool(self._members[rank].left)
-
-    def _leave(self, rank: int, abort: bool, how: str) -> None:
-        member = self._members[rank]
-        if member.left:
-            return
-        member.left = how
-        record = self._gone(rank)
-        self._abort(record)
-        alone = sum(not m.left for m in self._members) <= 1
-        for other, m in enumerate(self._members):
-            nobody_sends = abort or (alone and not m.left)
-            for end in list(m.mailbox):
-                lost = end.peer == rank or (end.peer is None and nobody_sends)
-                if not end.eager and (lost or rank in (other, end.rank)):
-                    m.mailbox.remove(end)
-                    end.fail(record)
-        member.mailbox.clear()
-
-    def _gone(self, rank: int) -> AbortRecord:
-        what = f"rank {rank} {self._members[rank].left}"
-        return AbortRecord(kind="PeerLost", what=what, peer=rank)
+            return self._members[rank].left
 
     def _abort(self, record: AbortRecord) -> None:
         """End all open collectives; the first record is the one later calls will see."""
@@ -336,7 +328,7 @@ class Rendezvous:
             self._enter(end.rank, end.op)
             mailbox = self._members[end.receiver].mailbox
             if end.op == "send" and self._members[end.receiver].left:
-                raise self.error(self._gone(end.receiver), end.rank, "send")
+                raise self.error(AbortRecord.gone(end.receiver), end.rank, "send")
             other = self._find(end, mailbox)
             if other is None:
                 if end.ended:
@@ -378,7 +370,7 @@ class Rendezvous:
         others = [r for r in range(self.size) if r != receive.rank]
         sources = others if receive.peer is None else [receive.peer]
         if sources and all(self._members[r].left for r in sources):
-            raise self.error(self._gone(sources[0]), receive.rank, "recv")
+            raise self.error(AbortRecord.gone(sources[0]), receive.rank, "recv")
 
     def expire_message(self, end: MessageEnd, why: AbortRecord | None) -> None:
         """Fail an end whose time is up, unless its data are being copied."""
