@@ -1,6 +1,6 @@
 """Older and other names of the same functions, accepted because programs in the field use them.
 
-Nothing of ours calls them. Those of methods are in group/__init__.py.
+Nothing of ours calls them. Those of methods are in group/operations.py.
 """
 
 from __future__ import annotations

@@ -43,17 +43,6 @@ from dure.comm.codes import dtype_code, dtype_name
 from dure.comm.ops import REDUCTIONS, ReduceOp
 from dure.trace import ring
 
-__all__ = [
-    "KIND_CODES",
-    "Call",
-    "Fingerprint",
-    "call_site",
-    "compare",
-    "even_parts",
-    "fingerprint",
-    "members_code",
-]
-
 _KINDS = (
     *("none", "barrier", "broadcast", "all_reduce", "reduce", "all_gather", "gather", "scatter"),
     *("reduce_scatter", "all_to_all", "host_shared_empty", "new_group"),

@@ -233,16 +233,10 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory, of which autograd knows nothing."""
-    ordinary = type(tensor) is torch.Tensor and not tensor.requires_grad
-    return tensor if ordinary else tensor.detach()
-
-
 def readable(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor`, or a contiguous copy of it."""
     if _is_plain(tensor):
-        return _without_graph(tensor)
+        return tensor.detach()  # not the user's own object, which may become a pending tensor
     return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor.detach())
 
 
@@ -255,7 +249,7 @@ def writable(tensor: torch.Tensor, *, load: bool, op: str) -> tuple[torch.Tensor
         op: Name of the operation, for errors.
     """
     if _is_plain(tensor):
-        return _without_graph(tensor), None
+        return tensor.detach(), None
     target = tensor.detach()
     if any(n > 1 and s == 0 for n, s in zip(target.shape, target.stride(), strict=True)):
         raise ShapeError(

@@ -15,8 +15,6 @@ from dure.errors import UsageError
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["Coalesced", "coalescing_manager"]
-
 
 class Coalesced:
     """What `coalescing_manager` yields: the operations started in it."""

@@ -12,8 +12,6 @@ import torch
 from dure.comm.ops import REDUCTIONS, ReduceOp
 from dure.native import know_torch, set_library_folders
 
-__all__ = ["dtype_code", "dtype_name", "dtype_of"]
-
 _REDUCIBLE = (
     *("float64", "float32", "float16", "bfloat16"),
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),

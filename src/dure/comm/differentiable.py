@@ -37,23 +37,6 @@ from dure.comm.pending import pending
 from dure.comm.work import Work
 from dure.errors import ShapeError, UsageError
 
-__all__ = [
-    "AllGather",
-    "AllGatherList",
-    "AllReduce",
-    "AllToAll",
-    "AllToAllList",
-    "Broadcast",
-    "Gather",
-    "Map",
-    "Reduce",
-    "ReduceScatter",
-    "ReduceScatterList",
-    "Scatter",
-    "apply",
-    "summed",
-]
-
 Tensors = tuple[torch.Tensor, ...]
 Shapes = tuple[torch.Size, ...]
 Started = tuple[Tensors, Work | None]

@@ -24,8 +24,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Later", "Waiters", "collected", "driven", "waiters"]
-
 _IDLE_S = 10.0
 
 

@@ -13,24 +13,11 @@ import torch
 
 from dure import native
 from dure.comm.world import resolve
-from dure.errors import CommError
+from dure.errors import CommError, UsageError
 from dure.native import HeapMemory, Process
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
-
-__all__ = [
-    "HeapAddress",
-    "Process",
-    "change_word",
-    "heap_address",
-    "heap_empty",
-    "heap_trim",
-    "host_shared_empty",
-    "process_of",
-    "shared_empty",
-    "tensor_of",
-]
 
 HeapAddress = tuple[int, int, int, int]
 """Where a peer finds memory: pid, start time and heap descriptor of its owner, offset in bytes."""
@@ -146,7 +133,9 @@ def shared_empty(
     Raises:
         CommError: The host has no memory left.
     """
-    return resolve(group, "shared_empty").shared_empty(*shape, dtype=dtype)
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = resolve(group, "shared_empty").allocate("shared_empty", nbytes, False)
+    return torch.zeros(shape, dtype=dtype) if memory is None else memory.view(dtype).view(shape)
 
 
 def host_shared_empty(
@@ -177,4 +166,16 @@ def host_shared_empty(
         UsageError: The backend has no memory that ranks share (gloo, nccl, mpi).
         CommError: The host has no memory left; the same on all ranks.
     """
-    return resolve(group, "host_shared_empty").host_shared_empty(*shape, dtype=dtype)
+    op, pg = "host_shared_empty", resolve(group, "host_shared_empty")
+    memory = pg.allocate(op, math.prod(shape) * dtype.itemsize, True)
+    if memory is None:
+        raise UsageError(
+            "the ranks of this group share no memory",
+            op=op,
+            group=pg.group_name,
+            rank=pg.rank(),
+            world_size=pg.size(),
+            seen=f"the backend is {pg.backend_name}, where ranks only exchange messages",
+            fix='Use the backend "shm" on one host, or "hybrid" on several.',
+        )
+    return memory.view(dtype).view(shape)

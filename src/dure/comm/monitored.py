@@ -46,29 +46,35 @@ def monitored_barrier(
     if limit_s < 0:
         raise UsageError("the timeout is negative", op="monitored_barrier", seen=f"{limit_s} s")
     group.num_monitored += 1
-    number = group.num_monitored
-    end = time.monotonic() + limit_s
+    prefix = f"monitored/{group.num_monitored}"
     if group.rank() == 0:
-        _lead(group, f"monitored/{number}", end, limit_s, wait_all_ranks)
+        missing = _lead(group, prefix, limit_s, wait_all_ranks)
+        named = f"Rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        what = (
+            f"Rank 0 timed out in monitoredBarrier: {named} failed to pass monitoredBarrier in time"
+        )
     else:
-        _follow(group, f"monitored/{number}", end, limit_s)
+        missing = _follow(group, prefix, limit_s)
+        what = (
+            f"Rank {group.rank()} successfully reached monitoredBarrier, but received errors while "
+            "waiting for send/recv from rank 0"
+        )
+    if missing:
+        raise CommTimeout(
+            what,
+            op="monitored_barrier",
+            group=group.group_name,
+            rank=group.rank(),
+            world_size=group.size(),
+            elapsed_s=limit_s,
+            missing=missing,
+            peer=missing[0],
+            fix="Look at what those ranks do instead (py-spy, their last lines of output).",
+        )
 
 
-def _error(group: GroupCore, what: str, missing: tuple[int, ...], limit_s: float) -> CommTimeout:
-    return CommTimeout(
-        what,
-        op="monitored_barrier",
-        group=group.group_name,
-        rank=group.rank(),
-        world_size=group.size(),
-        elapsed_s=limit_s,
-        missing=missing,
-        peer=missing[0] if missing else None,
-        fix="Look at what those ranks do instead (py-spy, their last lines of output).",
-    )
-
-
-def _lead(group: GroupCore, prefix: str, end: float, limit_s: float, wait_all: bool) -> None:
+def _lead(group: GroupCore, prefix: str, limit_s: float, wait_all: bool) -> tuple[int, ...]:
+    end = time.monotonic() + limit_s
     missing: list[int] = []
     for r in range(1, group.size()):
         left = max(end - time.monotonic(), 0.001)  # time is up: one look at each of the others
@@ -78,32 +84,15 @@ def _lead(group: GroupCore, prefix: str, end: float, limit_s: float, wait_all: b
             missing.append(r)
             if not wait_all:
                 break
-    if missing:
-        names = ", ".join(map(str, missing))
-        one = f"Rank {names}" if len(missing) == 1 else f"Ranks {names}"
-        what = (
-            f"Rank {group.rank()} timed out in monitoredBarrier: "
-            f"{one} failed to pass monitoredBarrier in time"
-        )
-        group.store.set(f"{prefix}/answer", ",".join(map(str, missing)))
-        raise _error(group, what, tuple(missing), limit_s)
-    group.store.set(f"{prefix}/answer", "")
+    group.store.set(f"{prefix}/answer", ",".join(map(str, missing)))
+    return tuple(missing)
 
 
-def _follow(group: GroupCore, prefix: str, end: float, limit_s: float) -> None:
+def _follow(group: GroupCore, prefix: str, limit_s: float) -> tuple[int, ...]:
     group.store.set(f"{prefix}/{group.rank()}", "came")
-    left = max(end - time.monotonic(), 0.001) + 0.5
     try:
-        group.store.wait([f"{prefix}/answer"], timedelta(seconds=left))
-        answer = group.store.get(f"{prefix}/answer").decode()
+        group.store.wait([f"{prefix}/answer"], timedelta(seconds=limit_s + 0.5))
     except StoreTimeout:
-        raise _error(group, _REACHED.format(group.rank()), (0,), limit_s) from None
-    if answer:
-        missing = tuple(int(r) for r in answer.split(","))
-        raise _error(group, _REACHED.format(group.rank()), missing, limit_s)
-
-
-_REACHED = (
-    "Rank {} successfully reached monitoredBarrier, but received errors while waiting for "
-    "send/recv from rank 0"
-)
+        return (0,)
+    answer = group.store.get(f"{prefix}/answer").decode()
+    return tuple(int(r) for r in answer.split(",") if r)

@@ -8,15 +8,6 @@ import torch
 
 from dure.errors import DtypeError, UsageError
 
-__all__ = [
-    "CONVERSIONS",
-    "REDUCTIONS",
-    "ReduceOp",
-    "as_reduce_op",
-    "check_reducible",
-    "reducible_dtypes",
-]
-
 
 class ReduceOp:
     """A reduction: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, or a premultiplied sum.

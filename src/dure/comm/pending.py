@@ -24,8 +24,6 @@ import torch
 from dure.comm.untraced import untraced, untraced_here
 from dure.comm.work import Work
 
-__all__ = ["AsyncCollectiveTensor", "pending", "wait_tensor"]
-
 
 class AsyncCollectiveTensor(torch.Tensor):
     """A tensor that a collective is writing; it becomes a `torch.Tensor` when it is first used.

@@ -13,8 +13,6 @@ from dure import env
 from dure.store.base import Store
 from dure.trace import flight, line, signals
 
-__all__ = ["begin_recording", "end_recording"]
-
 _KEY = "trace/job"
 
 

@@ -25,8 +25,6 @@ import torch
 
 from dure.comm.ops import ReduceOp
 
-__all__ = ["accumulator_dtype", "as_bytes", "reduce_in_order"]
-
 _Fold = Callable[[torch.Tensor, torch.Tensor], object]
 
 _FOLDS: dict[str, _Fold] = {

@@ -13,8 +13,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["COMPILER", "called_by_compiled", "untraced", "untraced_here"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -19,8 +19,6 @@ from dure.errors import CommTimeout
 if TYPE_CHECKING:
     from dure.comm.group.core import GroupCore
 
-__all__ = ["Work", "combine"]
-
 
 _warned: set[str] = set()
 """Lines that have dropped work, and been told."""

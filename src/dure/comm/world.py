@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
     from dure.store.rendezvous import Rendezvous
 
-__all__ = ["GroupMember", "World", "current_world", "group", "new_world", "resolve"]
-
 
 class World:
     """All groups of one rank.

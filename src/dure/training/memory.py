@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dure.comm.memory import host_shared_empty, shared_empty
+
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
@@ -25,7 +27,7 @@ def own_zeros(
     Collective: all ranks of the group, where it is shared memory (on the CPU).
     """
     if device.type == "cpu":
-        return group.shared_empty(numel, dtype=dtype)
+        return shared_empty(numel, dtype=dtype, group=group)
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
@@ -37,4 +39,4 @@ def node_shared_zeros(group: ProcessGroup, num_bytes: int) -> torch.Tensor:
     Raises:
         UsageError: The group's backend has no memory that ranks share.
     """
-    return group.host_shared_empty(num_bytes, dtype=torch.uint8)
+    return host_shared_empty(num_bytes, dtype=torch.uint8, group=group)

@@ -37,8 +37,10 @@ class FakeGroup:
     def size(self) -> int:
         return 1
 
-    def shared_empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype)
+    global_ranks = (0,)
+
+    def allocate(self, op: str, nbytes: int, node_shared: bool) -> None:
+        return None
 
     def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> None:
         outputs[0].copy_(tensor)

@@ -29,8 +29,6 @@ from dure.errors import (
     PeerLost,
 )
 
-__all__ = ["AbortRecord", "GroupState"]
-
 _TEXT_BYTES = 15_000
 """What fits into a shared segment, with room to spare."""
 

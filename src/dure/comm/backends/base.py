@@ -40,14 +40,6 @@ from dure.errors import DureError
 from dure.native import Channel
 from dure.store.base import Store
 
-__all__ = [
-    "Backend",
-    "BackendFactory",
-    "BackendOptions",
-    "PlainBackend",
-    "channel_name",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendOptions:

@@ -20,8 +20,6 @@ from collections.abc import Callable
 from dure.comm.backends.request import Request, seconds_until
 from dure.errors import DureError, InternalError
 
-__all__ = ["OrderedQueue"]
-
 Action = Callable[[], Request | None]
 _END_S = 5.0
 

@@ -14,8 +14,6 @@ from __future__ import annotations
 import threading
 import time
 
-__all__ = ["Request", "finished", "seconds_until"]
-
 
 def seconds_until(limit: float | None) -> float | None:
     """Return how long it is until `limit` (`time.monotonic`), 0 where it is over; None for none."""

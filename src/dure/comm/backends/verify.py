@@ -38,8 +38,6 @@ from dure.comm.call import Call, call_site, fingerprint
 from dure.errors import DureError, PeerLost, StoreError
 from dure.store.prefix import PrefixStore
 
-__all__ = ["VerifyingBackend", "wanted"]
-
 _RECORD = "verify/record"
 _DEATH_S = 0.3
 """How long after an engine has lost a process the store may take to know that it ended."""

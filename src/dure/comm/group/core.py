@@ -44,8 +44,6 @@ from dure.store.prefix import PrefixStore
 from dure.trace import flight
 from dure.trace.record import MESSAGES
 
-__all__ = ["GroupCore", "GroupSpec", "started"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSpec:
@@ -78,13 +76,6 @@ def started(work: Work | None) -> Work:
 
 class GroupCore:
     """Who is in a group, and how an operation of it is checked, numbered, traced and run.
-
-    All ranks must call the collectives of a group in the same order. Groups are independent of
-    each other, and point-to-point messages are independent of collectives. A group has a second
-    order of calls: see `channel`.
-
-    Threads: `Work` objects may be used from any thread. Tensors belong to an operation until it has
-    ended.
 
     Attributes:
         group_name: The same on all ranks.

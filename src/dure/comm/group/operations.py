@@ -21,9 +21,9 @@ without a source takes the first message with its tag, whoever sent it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 
@@ -31,16 +31,25 @@ from dure.comm import checks
 from dure.comm.call import Call
 from dure.comm.group.core import GroupCore, started
 from dure.comm.group.sparse import sparse_all_reduce
+from dure.comm.monitored import monitored_barrier
 from dure.comm.ops import ReduceOp, as_reduce_op, check_reducible
 from dure.comm.work import Work, combine
 from dure.errors import UsageError
 from dure.trace import hooks
 
-__all__ = ["Operations"]
 
+class ProcessGroup(GroupCore):
+    """The ranks of one group, seen from one of them.
 
-class Operations(GroupCore):
-    """What the ranks of a group can do."""
+    All ranks must call the collectives of a group in the same order. Groups are independent of
+    each other, and point-to-point messages are independent of collectives. A group has a second
+    order of calls: see `channel`. Ranks given to methods are group ranks; those of the public
+    functions (`dure.broadcast`, ...) are global ranks. What an operation does, its shapes and its
+    cost are told there.
+
+    Threads: `Work` objects may be used from any thread. Tensors belong to an operation until it has
+    ended.
+    """
 
     # ---- reductions ------------------------------------------------------------------------------
 
@@ -261,34 +270,12 @@ class Operations(GroupCore):
 
     # ---- memory ----------------------------------------------------------------------------------
 
-    def shared_empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Allocate as `dure.shared_empty` does, where this group's backend has such memory."""
-        memory = self._allocate("shared_empty", shape, dtype, node_shared=False)
-        return torch.zeros(shape, dtype=dtype) if memory is None else memory
-
-    def host_shared_empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Allocate as `dure.host_shared_empty` does; a group of one has a tensor of its own."""
-        memory = self._allocate("host_shared_empty", shape, dtype, node_shared=True)
-        if memory is None:
-            raise UsageError(
-                "the ranks of this group share no memory",
-                op="host_shared_empty",
-                group=self.group_name,
-                rank=self._rank,
-                world_size=self._size,
-                seen=f"the backend is {self.backend_name}, where ranks only exchange messages",
-                fix='Use the backend "shm" on one host, or "hybrid" on several.',
-            )
-        return memory
-
-    def _allocate(
-        self, op: str, shape: tuple[int, ...], dtype: torch.dtype, *, node_shared: bool
-    ) -> torch.Tensor | None:
-        backend, numel = self._backend(op), math.prod(shape)
-        if numel == 0 or (node_shared and self._size == 1):
-            return torch.zeros(shape, dtype=dtype)
-        memory = backend.allocate(numel * dtype.itemsize, node_shared)
-        return None if memory is None else memory.view(dtype).view(shape)
+    def allocate(self, op: str, nbytes: int, node_shared: bool) -> torch.Tensor | None:
+        """Allocate as `Backend.allocate` does; a group of one shares a tensor of its own."""
+        backend = self._backend(op)
+        if nbytes == 0 or (node_shared and self._size == 1):
+            return torch.zeros(nbytes, dtype=torch.uint8)
+        return backend.allocate(nbytes, node_shared)
 
     @property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
@@ -334,3 +321,43 @@ class Operations(GroupCore):
         """Begin to receive into `tensor` from group rank `src`, or anyone."""
         call = Call(op="irecv", outputs=(tensor,), peer=src, tag=tag)
         return started(self._issue(call, True))
+
+    # ---- the names of torch's C++ groups, which start a `Work`; nothing of ours calls them ------
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Work:
+        """Start `all_reduce`; `opts` is a reduction or an object with `reduceOp`."""
+        return started(self.all_reduce(_one(tensors, "allreduce"), _reduction(opts), async_op=True))
+
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
+        """Start `all_reduce_coalesced`."""
+        return started(self.all_reduce_coalesced(tensors, _reduction(opts), async_op=True))
+
+    def allgather(self, outputs: Any, tensors: Any, opts: object = None) -> Work:
+        """Start `all_gather`."""
+        lists = outputs[0] if outputs and isinstance(outputs[0], (list, tuple)) else outputs
+        return started(self.all_gather(lists, _one(tensors, "allgather"), async_op=True))
+
+    def alltoall(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: object = None
+    ) -> Work:
+        """Start `all_to_all`."""
+        return started(self.all_to_all(outputs, inputs, async_op=True))
+
+    def monitored_barrier(
+        self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait for all ranks, and name who does not come."""
+        monitored_barrier(self, timeout, wait_all_ranks)
+
+
+def _reduction(opts: Any) -> object:
+    return ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
+
+
+def _one(tensors: Sequence[torch.Tensor] | torch.Tensor, op: str) -> torch.Tensor:
+    """Return the tensor of a list of one, the form in which C++ groups take it."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise UsageError("expected a list of one tensor", op=op, seen=f"{len(tensors)} tensors")
+    return tensors[0]

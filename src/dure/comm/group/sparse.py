@@ -18,13 +18,11 @@ from dure.comm.work import Work, combine
 from dure.errors import DeviceError
 
 if TYPE_CHECKING:
-    from dure.comm.group.operations import Operations
-
-__all__ = ["sparse_all_reduce"]
+    from dure.comm.group.operations import ProcessGroup
 
 
 def sparse_all_reduce(
-    group: Operations, tensor: torch.Tensor, op: ReduceOp, async_op: bool
+    group: ProcessGroup, tensor: torch.Tensor, op: ReduceOp, async_op: bool
 ) -> Work | None:
     """Sum the sparse `tensor` of all ranks, in place, on all ranks.
 
