@@ -13,7 +13,7 @@ import dure as dist
 from dure.comm import functional
 from dure.comm.world import new_world
 from dure.device_mesh import DeviceMesh, init_device_mesh
-from dure.errors import Desync, MeshError, NotInGroupError
+from dure.errors import Desync, MeshError, NotInGroupError, UsageError
 from dure.mesh import current_mesh
 from dure.testing import run_ranks
 
@@ -288,6 +288,48 @@ def test_a_mesh_prints_its_ranks_in_the_grid():
         "         dim_2 0  dim_2 1",
         "dim_1 0       3*       2",
     ]
+
+
+# ---- who takes a mesh ----------------------------------------------------------------------------
+
+
+def test_groups_and_samplers_take_a_mesh():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        group = dist.new_group(mesh=mesh["tp"])
+        assert group.global_ranks == mesh["tp"].get_group().global_ranks
+        assert group is not mesh["tp"].get_group()
+        assert dist.new_group(mesh=mesh).global_ranks == (0, 1, 2, 3)
+        with pytest.raises(UsageError):
+            dist.new_group([0], mesh=mesh)
+        data = range(6)
+        with pytest.raises(UsageError):
+            dist.DistributedSampler(data, mesh=init_device_mesh("cpu", (2, 2)))
+        with pytest.raises(UsageError):
+            dist.DistributedSampler(data, num_replicas=2, rank=0, mesh=mesh)
+        alone = dist.DistributedSampler(data, shuffle=False, mesh=mesh["tp"])
+        assert list(alone) == [[0, 2, 4], [1, 3, 5]][rank % 2]
+        return list(dist.DistributedSampler(data, shuffle=False, mesh=mesh))
+
+    assert run_ranks(4, body) == [[0, 2, 4], [0, 2, 4], [1, 3, 5], [1, 3, 5]]
+
+
+def test_ddp_and_zero_average_along_a_mesh_axis():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        layer = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.constant_(layer.weight, float(rank))
+        model = dist.DistributedDataParallel(layer, mesh=mesh["dp"])
+        zero = dist.ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.SGD, mesh=mesh["dp"], lr=1.0
+        )
+        model(torch.tensor([[float(rank)]])).sum().backward()
+        zero.step()
+        assert zero.process_group is mesh["dp"].get_group()
+        return layer.weight.item()
+
+    # Ranks 0 and 2 begin with rank 0's weight, 1 and 3 with rank 1's; gradients are 1 and 2.
+    assert run_ranks(4, body) == [0 - 1, 1 - 2, 0 - 1, 1 - 2]
 
 
 # ---- what is refused -----------------------------------------------------------------------------

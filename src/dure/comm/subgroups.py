@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -33,6 +33,15 @@ from dure.errors import (
     UsageError,
 )
 from dure.trace.ring import call_site
+
+
+class HasRankLists(Protocol):
+    """What a mesh is to `new_group`."""
+
+    def rank_lists(self) -> list[list[int]]:
+        """Return the global ranks of this mesh, and of all others that are cut alike."""
+        ...
+
 
 Group = Any
 """A `ProcessGroup`, or `GroupMember.NON_GROUP_MEMBER` on ranks outside it."""
@@ -65,6 +74,7 @@ def new_group(
     group_desc: str | None = None,
     device_id: torch.device | None = None,
     sort_ranks: bool = True,
+    mesh: HasRankLists | None = None,
 ) -> Group:
     """Create a group of some of the world's ranks.
 
@@ -78,6 +88,8 @@ def new_group(
         group_desc: What the group is for, shown in messages.
         device_id: The device that this rank is bound to.
         sort_ranks: Number the members by their global ranks; else in the order given.
+        mesh: In place of `ranks`: a group of this rank's (sub-)mesh, in the mesh's order, apart
+            from the groups that the mesh has. All sub-meshes get theirs in one call.
 
     Returns:
         The group, or `GroupMember.NON_GROUP_MEMBER` on a rank that is not in it.
@@ -98,6 +110,17 @@ def new_group(
         A barrier of the world, and some round trips to the store: milliseconds.
     """
     kind = Kind(timeout, backend, pg_options, group_desc, device_id)
+    if mesh is not None:
+        if ranks is not None or use_local_synchronization:
+            raise UsageError(
+                "mesh stands in place of ranks, and all ranks call",
+                op="new_group",
+                seen=f"ranks={ranks}, use_local_synchronization={use_local_synchronization}",
+            )
+        lists = mesh.rank_lists()
+        groups = _new_groups(lists, [kind] * len(lists), False, False, "new_group")
+        own = [g for g in groups if g is not GroupMember.NON_GROUP_MEMBER]
+        return own[0] if own else GroupMember.NON_GROUP_MEMBER
     return _new_groups([ranks], [kind], use_local_synchronization, sort_ranks, "new_group")[0]
 
 

@@ -20,10 +20,11 @@ Order, padding and cutting are those of torch.utils.data.DistributedSampler for 
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch.utils.data import Sampler
@@ -32,6 +33,34 @@ from dure import env
 from dure.errors import UsageError
 
 __all__ = ["DistributedSampler"]
+
+
+DATA_AXES = frozenset(
+    {"data", "dp", "ddp", "fsdp", "dp_replicate", "dp_shard", "hsdp", "replicate", "shard"}
+)
+"""Names of mesh axes along which ranks see different samples."""
+
+
+class HasAxes(Protocol):
+    """What a mesh is to a sampler."""
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        ...
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...] | None:
+        """Name of each axis."""
+        ...
+
+    def size(self, mesh_dim: int | None = None) -> int:
+        """Return the number of ranks along an axis."""
+        ...
+
+    def get_local_rank(self, mesh_dim: int | None = None) -> int:
+        """Return where this rank stands on an axis."""
+        ...
 
 
 @dataclass(slots=True)
@@ -61,9 +90,13 @@ class DistributedSampler(Sampler[int]):
         drop_last: Drop the tail that the ranks do not divide, instead of padding.
         pad: Repeat the first samples where the ranks do not divide the rest; False: ranks may
             have one sample fewer than others. Without meaning under `drop_last`.
+        mesh: In place of `num_replicas` and `rank`: ranks that stand alike on its data axes see the
+            same samples. These are the axis that it has, if it is one, or those that are called
+            data, dp, ddp, fsdp, hsdp, replicate, shard, dp_replicate or dp_shard.
 
     Raises:
-        UsageError: `num_replicas` is not positive, or `rank` is not within it.
+        UsageError: `num_replicas` is not positive, or `rank` is not within it; no axis of the mesh
+            is known to be one of data.
 
     Cost: no communication; each rank holds the whole order, 8 bytes a sample and more in Python.
     """
@@ -77,7 +110,12 @@ class DistributedSampler(Sampler[int]):
         seed: int = 0,
         drop_last: bool = False,
         pad: bool = True,
+        mesh: HasAxes | None = None,
     ) -> None:
+        if mesh is not None:
+            if num_replicas is not None or rank is not None:
+                raise UsageError("mesh stands in place of num_replicas and rank")
+            num_replicas, rank = _place_in_mesh(mesh)
         self._of_world = num_replicas is None and rank is None
         if num_replicas is None or rank is None:
             world_size, world_rank = _place_in_world()
@@ -232,6 +270,26 @@ def _whole(consumed: int) -> int:
             "the number of consumed samples cannot be negative", seen=f"consumed is {consumed}"
         )
     return consumed
+
+
+def _place_in_mesh(mesh: HasAxes) -> tuple[int, int]:
+    """Return how many ranks see different samples, and which of them this one is."""
+    names = mesh.mesh_dim_names or ()
+    axes = [axis for axis, name in enumerate(names) if name in DATA_AXES]
+    if mesh.ndim == 1:
+        axes = [0]
+    if not axes:
+        raise UsageError(
+            "no axis of the mesh is known to be one of data",
+            op="DistributedSampler",
+            seen=f"{mesh!r}",
+            fix='Pass the sub-mesh, as mesh["batch"]; names that are known to be are '
+            + ", ".join(sorted(DATA_AXES)),
+        )
+    place = 0
+    for axis in axes:
+        place = place * mesh.size(axis) + mesh.get_local_rank(axis)
+    return math.prod(mesh.size(axis) for axis in axes), place
 
 
 def _place_in_world() -> tuple[int, int]:

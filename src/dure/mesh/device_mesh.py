@@ -61,14 +61,18 @@ class _Root:
         self.meshes: dict[tuple[Layout, tuple[str, ...] | None], DeviceMesh] = {}
         self.first: DeviceMesh
 
+    def rank_lists(self, layout: Layout) -> list[list[int]]:
+        """Return the global ranks of each copy of a layout."""
+        copies = layout.copies(len(self.ranks))
+        return [[self.ranks[position] for position in copy] for copy in copies]
+
     def open_groups(self, axes: Sequence[Axis], kinds: Sequence[Kind]) -> None:
         """Make the groups along these axes, those of all ranks, in one exchange."""
         default = current_world().need_default()
         lists: list[list[int]] = []
         kind_of: list[Kind] = []
         for axis, kind in zip(axes, kinds, strict=True):
-            copies = Layout((axis,)).copies(len(self.ranks))
-            ranks = [[self.ranks[position] for position in copy] for copy in copies]
+            ranks = self.rank_lists(Layout((axis,)))
             plain = kind.backend is None and kind.pg_options is None
             if plain and ranks == [list(default.global_ranks)] and self._fits(default):
                 self.groups[axis] = default
@@ -314,6 +318,10 @@ class DeviceMesh:
         """Return this rank's group along each axis."""
         return [self.get_group(axis) for axis in range(self.ndim)]
 
+    def rank_lists(self) -> list[list[int]]:
+        """Return the global ranks of this mesh, and of all others that are cut alike."""
+        return self._root.rank_lists(self._layout)
+
     def _inside(self) -> tuple[int, ...]:
         if self._coordinate is None:
             raise NotInGroupError(
@@ -483,8 +491,7 @@ class DeviceMesh:
         """Return the meshes along an axis, of all ranks; those without this rank have no group."""
         axis = self._layout.axes[self._axis(mesh_dim_name)]
         found: list[DeviceMesh] = []
-        for copy in Layout((axis,)).copies(len(self._root.ranks)):
-            ranks = tuple(self._root.ranks[position] for position in copy)
+        for ranks in map(tuple, self._root.rank_lists(Layout((axis,)))):
             root = _Root(self.device_type, ranks, self._root.rank)
             if root.position is None:
                 root.first = DeviceMesh._cut(

@@ -88,6 +88,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         param_to_hook_all_reduce: Refused; see docs/ddp.md.
         mixed_precision: Compute and reduce in fewer bits than the parameters are kept in.
         device_mesh: A mesh of one axis whose group takes part, instead of `process_group`.
+        mesh: The same, under Dure's name.
         skip_all_reduce_unused_params: With `find_unused_parameters`: those that no rank used in the
             first step are never used, and not reduced.
         bucket_cap_mb_list: Sizes of the first, the second, ... bucket; the last one holds for all
@@ -124,6 +125,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        mesh: Any = None,
     ) -> None:
         super().__init__()
         refuse_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
@@ -134,7 +136,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         refuse_foreign_batch_norm(module)
         trained = trained_parameters(module, self.parameters_to_ignore)
         self.module = module
-        self.process_group = chosen_group(process_group, device_mesh)
+        self.process_group = chosen_group(process_group, device_mesh if mesh is None else mesh)
         self.device_ids = checked_device_ids(device_ids, trained)
         self.output_device, self.dim = output_device, dim
         self.forward_sync_buffers = buffers.in_forward

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dure.comm.world import resolve
+from dure.comm.functional import HasGroup, group_of
 from dure.errors import CommError, NotInGroupError, OptimizerError
 from dure.parallel.optim.parameter_all_gather import ParameterAllGather, explain
 from dure.parallel.optim.partition import Partition
@@ -52,6 +52,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             the same on all ranks.
         optimizer_class: What updates a shard, such as `torch.optim.AdamW`.
         process_group: The ranks; all by default.
+        mesh: A mesh of one axis whose group takes part, instead of `process_group`.
         parameters_as_bucket_view: Keep the parameters side by side in flat tensors, of which
             `p.data` are views: fewer collectives.
         overlap_with_ddp: The update happens inside DDP's backward, by a communication hook from
@@ -90,10 +91,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
         host_shared_parameters: bool = False,
+        mesh: HasGroup | None = None,
         **defaults: Any,
     ) -> None:
         self._ready = False
-        self.process_group = resolve(process_group, "ZeroRedundancyOptimizer")
+        chosen = process_group if mesh is None else mesh
+        self.process_group = group_of(chosen, "ZeroRedundancyOptimizer")
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.overlap_with_ddp = overlap_with_ddp
