@@ -9,7 +9,7 @@ ones. That makes them operations like any other of torch:
 The program is a linear layer whose weight is divided among the ranks, by columns and then by rows:
 the smallest form of tensor parallelism. It computes what one process would, and the same gradients.
 
-    dure run --nproc 2 examples/18_functional.py            (any number of ranks)
+    dure run --nproc 2 examples/20_functional.py            (any number of ranks)
 """
 
 import torch
