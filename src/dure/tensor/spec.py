@@ -191,10 +191,10 @@ class DTensorSpec:
         return f"Spec({self})"
 
     def __str__(self) -> str:
-        """Return as torch does: dtype, shape, and placements, such as ``f32[8, 4](S(0), R)``."""
+        """Return dtype, shape, and placements, such as ``float32[8, 4] (S(0), R)``."""
         dtype = str(self.meta.dtype).removeprefix("torch.")
         placements = ", ".join(map(str, self.placements))
-        return f"{dtype}{list(self.shape)}({placements})"
+        return f"{dtype}{list(self.shape)} ({placements})"
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         return spec_of, (self.mesh, self.placements, self.meta)
