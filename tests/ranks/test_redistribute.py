@@ -205,3 +205,13 @@ def test_what_does_not_fit_is_refused():
             DTensor.from_local(torch.ones(2))
 
     run_ranks(2, body)
+
+
+def test_reductions_that_do_not_commute_are_refused():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2, 1))
+        assert DTensor.from_local(torch.ones(2), mesh, [SUM, Partial("avg")]).full_tensor()[0] == 2
+        with pytest.raises(PlacementError, match="commute"):
+            DTensor.from_local(torch.ones(2), mesh, [SUM, Partial("max")])
+
+    run_ranks(2, body)

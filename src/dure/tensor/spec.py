@@ -230,7 +230,8 @@ def as_placements(
     """Check placements that a user gave; None means replicated.
 
     Raises:
-        PlacementError: Not one for each axis; a dimension that the tensor does not have.
+        PlacementError: Not one for each axis; a dimension that the tensor does not have; terms of
+            reductions that do not commute.
     """
     if placements is None:
         return (Replicate(),) * mesh.ndim
@@ -244,6 +245,11 @@ def as_placements(
             "there is one placement for each mesh axis",
             op=op,
             seen=f"{list(found)} for a mesh of {mesh.ndim} axes",
+        )
+    reductions = {p.reduce_op for p in found if isinstance(p, Partial)}
+    if len(reductions) > 1 and reductions != {"sum", "avg"}:
+        raise PlacementError(
+            "these reductions do not commute, so their order would matter", op=op, seen=f"{found}"
         )
     return tuple(_resolved(placement, ndim, op) for placement in found)
 

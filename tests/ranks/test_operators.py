@@ -1,0 +1,62 @@
+"""Operators on DTensors by brute force; `benchmarks/operators.py` runs all of torch's database."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from dure.errors import PlacementError
+from dure.tensor import Partial, Replicate, Shard
+from ranks.operators import CRASHED, REFUSED, RIGHT, WRONG, Sample, check, database, ways
+
+FAMILIES = {
+    "views": "view reshape flatten ravel unflatten permute transpose t movedim squeeze unsqueeze "
+    "expand broadcast_to swapaxes view_as mT adjoint",
+    "pointwise": "add sub mul div neg exp sigmoid where clamp pow maximum masked_fill",
+    "products": "mm bmm addmm baddbmm matmul mv dot",
+}
+
+
+def failures(names, sizes, most, drawn, terms=False):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        samples = [sample for _, sample in database(names, most)]
+    assert samples
+    tries = [(s, way) for s in samples for way in ways(s, len(sizes), drawn, terms)]
+    return [str(result) for result in check(tries, sizes) if result.outcome != RIGHT]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sizes", [(3,), (2, 2)], ids=["3", "2x2"])
+def test_families(family, sizes):
+    assert failures(FAMILIES[family].split(), sizes, most=3, drawn=10, terms=True) == []
+
+
+def test_the_checker_tells_apart():
+    """What it says of operators that are right, wrong, refused, and broken on one rank."""
+
+    def wrong(x):
+        return x * (1 + x.to_local().shape[0]) if hasattr(x, "to_local") else x * 5
+
+    def refused(x):
+        if hasattr(x, "to_local"):
+            raise PlacementError("no")
+        return x
+
+    def broken(x):
+        if hasattr(x, "to_local") and x.to_local().shape[0] == 1:
+            raise ValueError("not here")
+        return x.full_tensor() if hasattr(x, "to_local") else x
+
+    def run(fn, placement):
+        sample = Sample("sample", fn, (torch.arange(5.0) + 1,))
+        assert sample.expect()
+        return [r.outcome for r in check([(sample, ((placement,),))], (3,))]
+
+    assert run(torch.exp, Shard(0)) == [RIGHT]
+    assert run(torch.relu, Partial("sum")) == [RIGHT]
+    assert run(wrong, Shard(0)) == [WRONG]
+    assert run(refused, Replicate()) == [REFUSED]
+    assert run(broken, Shard(0)) == [CRASHED]
