@@ -91,6 +91,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "all_to_all_single",
         "barrier",
         "broadcast",
+        "coalescing_manager",
         "gather",
         "reduce",
         "reduce_scatter",
@@ -99,7 +100,6 @@ _HOMES: dict[str, tuple[str, ...]] = {
     ),
     "dure.comm.memory": ("host_shared_empty", "shared_empty"),
     "dure.comm.monitored": ("monitored_barrier",),
-    "dure.comm.coalescing": ("coalescing_manager",),
     "dure.comm.point_to_point": ("P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"),
     "dure.comm.objects": (
         "all_gather_object",

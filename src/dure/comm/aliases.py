@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from dure.comm.coalescing import coalescing_manager
-from dure.comm.collectives import all_gather_single, reduce_scatter_single
+from dure.comm.collectives import (
+    all_gather_single,
+    coalescing_manager,
+    reduce_scatter_single,
+)
 from dure.comm.group import ProcessGroup
 from dure.comm.ops import ReduceOp
 from dure.comm.world import GroupMember, current_world

@@ -110,7 +110,7 @@ class GroupCore:
         self._second = second
         self._channel, self._channels = 0, [self]
         self._channel_lock = threading.Lock()
-        self._ring, self._ring_devices = self._open_ring()
+        self._ring = self._open_ring()
 
     def _use(self, backends: dict[str, Backend]) -> None:
         self._backends = backends
@@ -118,22 +118,21 @@ class GroupCore:
         self._engine: Channel | None = getattr(self._only, "plain", None)
         self._plain = self._engine
 
-    def _open_ring(self) -> tuple[flight.FlightRing | None, frozenset[str]]:
-        """Make a flight recorder for the devices whose backend has none of its own."""
-        without = {d: b for d, b in self._backends.items() if not hasattr(b, "records")}
+    def _open_ring(self) -> flight.FlightRing | None:
+        """Make a flight recorder for backends that have none of their own."""
+        without = dict.fromkeys(b.name for b in self._backends.values() if not _records(b))
         if not without:
-            return None, frozenset()
-        names = ",".join(dict.fromkeys(b.name for b in without.values()))
+            return None
         ring = flight.FlightRing(
             flight.Origin(
                 group=self.group_name,
                 rank=self._rank,
                 global_ranks=self.global_ranks,
-                backend=names,
+                backend=",".join(without),
             )
         )
         flight.add_source(ring)
-        return ring, frozenset(without)
+        return ring
 
     def __repr__(self) -> str:
         return (
@@ -189,7 +188,7 @@ class GroupCore:
             view._use(self._second(view.group_name))
         elif view._engine is not None:
             view._engine = view._plain = cast(PlainBackend, view._only).plain_on(index)
-        view._ring, view._ring_devices = view._open_ring()
+        view._ring = view._open_ring()
         return view
 
     # ---------------------------------------------------------------- who is in it
@@ -361,7 +360,7 @@ class GroupCore:
         self.seq += 1
         event = self._begin(call, deferred) if trace.hooks else None
         noted = None
-        if self._ring is not None and (self._only or self._kind(call.data) in self._ring_devices):
+        if self._ring is not None and not _records(backend):
             noted = self._ring.begin(call.op, call.data, _peer(call), _detail(call), deferred)
         ended = partial(self._ended, event, noted)
         try:
@@ -416,12 +415,8 @@ class GroupCore:
         """Make the exception for a plain call that failed."""
         self.seq += 1
         error = cast(PlainBackend, self._only).error(outcome)
-        flight.on_error(error, self.global_ranks[self._rank])
+        self.note_error(error)
         return error
-
-    def _kind(self, data: torch.Tensor | None) -> str:
-        """Return the device whose backend runs an operation on `data`."""
-        return min(self._backends) if data is None else data.device.type
 
     def _ended(
         self,
@@ -476,6 +471,11 @@ class GroupCore:
                 first = first or e
         if first is not None and not abort:
             raise first
+
+
+def _records(backend: Backend) -> bool:
+    """Tell whether a backend keeps its last operations itself."""
+    return hasattr(backend, "records")
 
 
 def _run(backend: Backend, call: Call, async_op: bool) -> Request | None:
