@@ -325,7 +325,7 @@ class SymmetricMemory:
         """Wait until a word of `holder` is ``step[0]``, and make it ``step[1]``."""
         timeout_s = timeout_ms / 1000 or self._group.timeout.total_seconds()
         process = self._peers[peer]
-        ended = heap.change_word(self._pads[holder], word, step, process, timeout_s)
+        ended = heap.change_word(self._pads[holder], word, *step, process, timeout_s)
         if ended == _DEAD:
             raise self._lost(peer, process.pid, process.fate())
         if ended == _LATE:

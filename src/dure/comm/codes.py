@@ -25,18 +25,12 @@ _OTHERS = sorted(
     {d for d in vars(torch).values() if isinstance(d, torch.dtype)} - _DTYPE.keys(), key=str
 )
 _DTYPE.update({dtype: len(_REDUCIBLE) + i for i, dtype in enumerate(_OTHERS)})
-_DTYPES = list(_DTYPE)
-_NAMES = [str(dtype).removeprefix("torch.") for dtype in _DTYPES]
+_NAMES = [str(dtype).removeprefix("torch.") for dtype in _DTYPE]
 
 
 def dtype_code(dtype: torch.dtype) -> int:
     """Return the engine's code of `dtype`."""
     return _DTYPE[dtype]
-
-
-def dtype_of(code: int) -> torch.dtype:
-    """Return the dtype that the engine calls `code`."""
-    return _DTYPES[code]
 
 
 def dtype_name(code: int) -> str:

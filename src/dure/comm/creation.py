@@ -4,7 +4,7 @@ A group is a name, a key space of its own in the store (a prefix made of the nam
 for each kind of device. Any number of groups is made in one exchange:
 
 1. each rank writes, for each group that it is a member of, what it thinks the group is, where in
-   the program it says so, and what its backends offer (backends/opening.py): one visit;
+   the program it says so, and what its backends offer (backends/registry.py): one visit;
 2. it waits until all members of these groups have, and reads: two visits, however many groups;
 3. members that do not agree all raise the same `Desync`, with everybody's words and lines;
 4. the backends of all groups are connected, and then completed, in the order given.
@@ -27,8 +27,7 @@ import msgspec
 
 from dure.comm.backends import verify
 from dure.comm.backends.base import Backend, BackendOptions
-from dure.comm.backends.opening import Opening
-from dure.comm.backends.registry import open_backend, parse_backend
+from dure.comm.backends.registry import Opening, open_backend, parse_backend
 from dure.comm.group import GroupSpec, ProcessGroup
 from dure.comm.world import World
 from dure.errors import (

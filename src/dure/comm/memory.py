@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 HeapAddress = tuple[int, int, int, int]
 """Where a peer finds memory: pid, start time and heap descriptor of its owner, offset in bytes."""
-
+change_word = native.change_word
+"""Wait until a 32-bit word has one value, and give it another (csrc/bindings/symmetric_heap.cpp)."""
 
 _HAS_HEAP = native.available()[0]
 
@@ -95,13 +96,6 @@ def process_of(pid: int, start_time: int, descriptor: int) -> Process | None:
             seen=str(error),
             fix="Run all ranks on one host, in one container, as one user.",
         ) from None
-
-
-def change_word(
-    memory: HeapMemory, index: int, step: tuple[int, int], peer: Process, timeout_s: float
-) -> int:
-    """Wait until a 32-bit word is ``step[0]``, and make it ``step[1]`` (native.change_word)."""
-    return native.change_word(memory, index, *step, peer, timeout_s)
 
 
 def heap_trim() -> int:

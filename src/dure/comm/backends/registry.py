@@ -3,26 +3,63 @@
 Our own are imported on first use, so that a program that never names `nccl` never loads what it
 needs; others are added by `register_backend`. A backend may also be chosen for each type of
 device: "cpu:gloo,cuda:nccl" (`parse_backend`).
+
+The ranks of a group exchange what they think the group is, once, through the store. A backend whose
+ranks have to tell each other something before they can talk may put it into that exchange: its
+`Opening` says what this rank *offers*, *connects* with what the others offer, and is *complete*
+when all have connected. So any number of groups costs one exchange. Nothing waits before
+`complete`; several groups are first all connected and then all completed, in the same order on
+every rank. Other backends are made by their factory and find each other through the group's store.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from dure.comm.backends.base import BackendFactory, BackendOptions
-from dure.comm.backends.opening import FactoryOpening, Opening
+from dure.comm.backends.base import Backend, BackendFactory, BackendOptions
 from dure.errors import UsageError
 
-__all__ = [
-    "device_types_of",
-    "known_backends",
-    "open_backend",
-    "parse_backend",
-    "register_backend",
-    "unregister_backend",
-]
+
+class Opening(Protocol):
+    """This rank's part of a backend that is coming about."""
+
+    @property
+    def offer(self) -> bytes:
+        """What the other ranks have to know."""
+        ...
+
+    def connect(self, offers: Sequence[bytes]) -> None:
+        """Connect to the others, who offer `offers`, by group rank; do not wait for them."""
+        ...
+
+    def complete(self) -> Backend:
+        """Return the backend when all ranks have connected."""
+        ...
+
+    def withdraw(self) -> None:
+        """Let go of what was made; safe to call at any time, also twice."""
+        ...
+
+
+class FactoryOpening:
+    """The opening of a backend that its factory makes whole, in `complete`."""
+
+    offer = b""
+
+    def __init__(self, factory: BackendFactory, options: BackendOptions) -> None:
+        self._factory, self._options = factory, options
+
+    def connect(self, offers: Sequence[bytes]) -> None:
+        pass
+
+    def complete(self) -> Backend:
+        return self._factory(self._options)
+
+    def withdraw(self) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True)

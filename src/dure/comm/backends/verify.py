@@ -86,7 +86,6 @@ class VerifyingBackend:
                 change(timeout)
 
     def run(self, call: Call, async_op: bool) -> Request | None:
-        """See `Backend.run`."""
         site = call_site()
 
         def verified() -> Request | None:
@@ -151,7 +150,7 @@ class VerifyingBackend:
             time.sleep(_DEATH_S / 10)
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Request | None:
-        """See `Backend.send`; messages are not compared: their two ends need not come together."""
+        """Pass it on: messages are not compared, for their two ends need not come together."""
         with self._engine:
             request = self._inner.send(tensor, dst, tag, True)
         if async_op or request is None:
@@ -160,7 +159,6 @@ class VerifyingBackend:
         return None
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Request:
-        """See `Backend.recv`."""
         with self._engine:
             request = self._inner.recv(tensor, src, tag, True)
         if not async_op:
@@ -168,11 +166,9 @@ class VerifyingBackend:
         return request
 
     def allocate(self, nbytes: int, node_shared: bool) -> torch.Tensor | None:
-        """See `Backend.allocate`."""
         return self._inner.allocate(nbytes, node_shared)
 
     def close(self, abort: bool) -> None:
-        """See `Backend.close`."""
         self._state.left.set()
         self._headers.close(abort)
         self._queue.stop()

@@ -76,7 +76,6 @@ class EngineGroup:
         self._messages: WeakSet[MessageRequest] = WeakSet()
 
     def run(self, call: Call, async_op: bool) -> Request | None:
-        """See `Backend.run`."""
         name = call.op if call.single else call.kind
         if name in _KNOWN_LENGTHS and not any(t.numel() for t in (*call.inputs, *call.outputs)):
             name = "barrier"
@@ -259,7 +258,6 @@ class EngineGroup:
     # ---- messages --------------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Request | None:
-        """See `Backend.send`."""
         request = self._message("send", lambda e: e.send(as_bytes(tensor), dst, tag), dst)
         if async_op:
             return request
@@ -267,7 +265,6 @@ class EngineGroup:
         return None
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Request:
-        """See `Backend.recv`."""
         if src is None and not self._any_source:
             raise UsageError(
                 f"{self.name} cannot receive from just anyone", op="recv", fix="Name `src`."

@@ -100,7 +100,6 @@ class HybridBackend:
         self._comms.local.set_timeout(timeout + LOCAL_SLACK)
 
     def run(self, call: Call, async_op: bool) -> Request | None:
-        """See `Backend.run`."""
         return self._start(call, self._collectives.run, async_op)
 
     def _start(
@@ -128,11 +127,9 @@ class HybridBackend:
         return self._queue.run(guarded, async_op)
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Request | None:
-        """See `Backend.send`."""
         return self._messages.send(tensor, dst, tag, async_op)
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Request:
-        """See `Backend.recv`."""
         return self._messages.recv(tensor, src, tag, async_op)
 
     def allocate(self, nbytes: int, node_shared: bool) -> torch.Tensor | None:
@@ -149,7 +146,6 @@ class HybridBackend:
         return made[0]
 
     def close(self, abort: bool) -> None:
-        """See `Backend.close`."""
         comms, state = self._comms, self._comms.state
         if state.left.is_set():
             return

@@ -123,7 +123,6 @@ class Messages:
         self._receive_thread: threading.Thread | None = None
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Request | None:
-        """See `Backend.send`."""
         comms = self.comms
         comms.state.check("send")
         host, place = comms.hosts.places[dst]
@@ -144,7 +143,6 @@ class Messages:
         return None
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Request:
-        """See `Backend.recv`."""
         comms = self.comms
         comms.state.check("recv")
         message = Message(self, "recv", src, tag, tensor)

@@ -127,7 +127,6 @@ class MpiBackend:
         copy_piece(self._mpi, gives[self._rank], takes[self._rank])
 
     def run(self, call: Call, async_op: bool) -> Request | None:
-        """See `Backend.run`."""
         steps: Steps = getattr(self, f"_{call.kind}")(call)
         header = Header(fingerprint(call, self._rank, self._size), call_site())
         operation = Operation(self._engine, call.op, steps, header=header)
@@ -257,7 +256,6 @@ class MpiBackend:
     # ---- messages --------------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Request | None:
-        """See `Backend.send`."""
         self._check_tag(tag)
         steps = self._send(tensor, dst, tag)
         request = self._engine.message(Operation(self._engine, "send", steps, dst), async_op)
@@ -270,7 +268,6 @@ class MpiBackend:
         yield Stage(requests, [dst] * len(requests))
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Request:
-        """See `Backend.recv`."""
         self._check_tag(tag)
         operation = Operation(self._engine, "recv", None, src)
         operation.steps = self._recv(operation, tensor, src, tag)
@@ -306,7 +303,6 @@ class MpiBackend:
         return None
 
     def close(self, abort: bool) -> None:
-        """See `Backend.close`."""
         del abort
         self._engine.close()
 

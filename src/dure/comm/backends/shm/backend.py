@@ -117,7 +117,6 @@ class ShmBackend:
         return self._channels[channel]
 
     def run(self, call: Call, async_op: bool) -> Request | None:
-        """See `Backend.run`."""
         if call.op == "new_group":
             return self._request(self.group.announce_group(call.nbytes, async_op))
         dtype, reduction = call.dtype, call.reduction

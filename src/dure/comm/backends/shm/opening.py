@@ -31,7 +31,7 @@ _LOOK_S = 0.05
 
 
 class ShmOpening:
-    """One rank's part of a group that is coming about (see `backends.opening.Opening`).
+    """One rank's part of a group that is coming about (see `backends.registry.Opening`).
 
     Raises:
         UsageError: The engine is not built, this is not Linux, there are too many ranks, or

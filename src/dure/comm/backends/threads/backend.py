@@ -85,7 +85,6 @@ class ThreadBackend:
         self._timeout_s = timeout.total_seconds()
 
     def run(self, call: Call, async_op: bool) -> Request | None:
-        """See `Backend.run`."""
         arrival = Arrival(self._rendezvous, self._rank, call, call_site())
         self._limit(arrival)
         self._rendezvous.arrive(arrival)
@@ -112,7 +111,6 @@ class ThreadBackend:
         return None
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Request:
-        """See `Backend.recv`."""
         end = MessageEnd(self._rendezvous, self._rank, "recv", tensor, src, tag, call_site())
         self._limit(end)
         self._rendezvous.post(end)
@@ -128,7 +126,6 @@ class ThreadBackend:
         return memory
 
     def close(self, abort: bool) -> None:
-        """See `Backend.close`."""
         self._rendezvous.leave(self._rank, abort)
         table, self._table = self._table, None
         if table is not None:

@@ -116,7 +116,6 @@ class Arrival(Pending):
         return self.header.text()
 
     def expire(self, why: AbortRecord | None = None) -> None:
-        """See `Pending.expire`."""
         self.room.expire_collective(self, why)
 
 
@@ -185,7 +184,6 @@ class MessageEnd(Pending):
         return what + (f" at {self.site}" if self.site else "")
 
     def expire(self, why: AbortRecord | None = None) -> None:
-        """See `Pending.expire`."""
         self.room.expire_message(self, why)
 
 
