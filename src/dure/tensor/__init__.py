@@ -5,7 +5,7 @@ from __future__ import annotations
 from dure.mesh import DeviceMesh, init_device_mesh
 from dure.tensor.dtensor import DTensor
 from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
-from dure.tensor.rules import matmul, pointwise, views
+from dure.tensor.rules import matmul, pointwise, reductions, views
 
 __all__ = [
     "DTensor",
@@ -17,5 +17,6 @@ __all__ = [
     "init_device_mesh",
     "matmul",
     "pointwise",
+    "reductions",
     "views",
 ]

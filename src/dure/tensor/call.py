@@ -97,6 +97,10 @@ class OpCall:
             }
         return self._bound[name]
 
+    def has(self, name: str) -> bool:
+        """Tell whether the operator has an argument of this name."""
+        return name in schema_of(self.op).names
+
     def operand(self, name: str) -> int | None:
         """Return the number of the operand that is the argument `name`; None where it is none."""
         names = schema_of(self.op).names

@@ -8,10 +8,15 @@ look-up besides the operator on the parts and the wrapping of its result.
 What has no rule is decomposed; what has no decomposition is computed by every rank on whole
 tensors, with one warning that names the operator. An operator that draws random numbers, writes its
 operands or returns views of them is not: that would be silently wrong.
+
+What an operator writes stays where it is, or a typed error is raised. But torch's own formulas, of
+composite operators and of gradients, write tensors that no program has ever seen: these are moved
+first (`_moves_unseen`).
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,8 +27,8 @@ import torch
 
 from dure.errors import CommError, MeshError, PlacementError, UsageError
 from dure.tensor import state
-from dure.tensor.call import Op, OpCall, Place, fill, schema_of
-from dure.tensor.expand import choose
+from dure.tensor.call import Op, OpCall, Place, Strategy, fill, schema_of
+from dure.tensor.expand import choose, written
 from dure.tensor.placement_types import Replicate
 from dure.tensor.redistribute import redistribute
 from dure.tensor.rules import Rule, ViewRule, by_value, rule_of
@@ -86,8 +91,19 @@ class Plan:
     copied_view: bool
 
 
-def dispatch(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Run an operator, some of whose arguments are DTensors."""
+def dispatch(
+    op: Op,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    unseen: frozenset[int | str] | None = None,
+) -> Any:
+    """Run an operator, some of whose arguments are DTensors.
+
+    Args:
+        op: The operator.
+        args, kwargs: Its arguments.
+        unseen: Those among them that no program has, if that is known already.
+    """
     dtensor = _DTensor
     key: list[Any] = [op]
     for arg in args:
@@ -105,7 +121,7 @@ def dispatch(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> An
     try:
         plan = _plans[tuple(key)]
     except (KeyError, TypeError):
-        return _miss(op, args, kwargs or {}, key)
+        return _miss(op, args, kwargs or {}, key, unseen)
     if plan.output is not None:
         values = [a.part if type(a) is dtensor else a for a in args]
         return _wrap(plan.local(*values, **kwargs) if kwargs else plan.local(*values), plan.output)
@@ -124,12 +140,25 @@ def _key_of(arg: Any, kind: type) -> Any:
 # ---- the first call of a kind --------------------------------------------------------------------
 
 
-def _miss(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], key: list[Any]) -> Any:
+_REFERENCES = 3
+"""To a tensor that only C++ code has: its own, that in `args`, and getrefcount's argument."""
+
+
+def _miss(
+    op: Op,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    key: list[Any],
+    unseen: frozenset[int | str] | None,
+) -> Any:
+    if unseen is None:
+        held = [sys.getrefcount(args[where]) for where in range(len(args))]
+        unseen = frozenset(where for where, count in enumerate(held) if count <= _REFERENCES)
     operands, places = _operands(args, kwargs)
     plain = [t for t in operands if type(t) is not _DTensor]
     if plain:
         args, kwargs = _without_plain(op, args, kwargs, operands, places)
-        return dispatch(op, args, kwargs)
+        return dispatch(op, args, kwargs, unseen)
     _check_copies(op, operands, places)
     run = _special.get(op)
     if run is not None:
@@ -140,9 +169,15 @@ def _miss(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], key: list[Any])
     call = OpCall(op, tuple(bare), named, specs, places)
     found = rule_of(op)
     if found is None:
-        return _without_rule(call, args, kwargs)
+        return _without_rule(call, args, kwargs, unseen)
     call.outputs = _results(call)
-    plan = _plan(call, found)
+    try:
+        plan = _plan(call, found)
+    except PlacementError:
+        strategies = found.strategies(call) if isinstance(found, Rule) else []
+        if not _moves_unseen(call, args, strategies, unseen):
+            raise
+        return dispatch(op, args, kwargs)
     if len(_plans) >= _MOST_PLANS:
         _plans.clear()
     with suppress(TypeError):
@@ -232,6 +267,41 @@ def _check_copies(op: Op, operands: Sequence[Any], places: Sequence[Place]) -> N
                 fix="Redistribute the source first so that the view needs no communication, or "
                 "clone() the view to work on a copy.",
             )
+
+
+def _moves_unseen(
+    call: OpCall,
+    args: tuple[Any, ...],
+    strategies: Sequence[Strategy],
+    unseen: frozenset[int | str],
+) -> bool:
+    """Move what an operator writes, if only torch's C++ code has it; tell whether it was moved.
+
+    A tensor that a program holds, or that shares its memory with another one, is not moved: the
+    program would find it with other placements, or the other would not be written.
+    """
+    numbers = written(call)
+    for number in numbers:
+        where, inside = call.places[number]
+        if (
+            inside is not None
+            or where not in unseen
+            or _is_shared(_at((args, {}), (where, None)).part)
+        ):
+            return False
+    placements, _ = choose(call, strategies, movable=True)
+    for number in numbers:
+        tensor = _at((args, {}), call.places[number])
+        target = tensor.spec.with_placements(placements[number])
+        tensor.part, tensor.spec = redistribute(tensor.part, tensor.spec, target), target
+    return bool(numbers)
+
+
+def _is_shared(part: torch.Tensor) -> bool:
+    """Tell whether another tensor shares this one's memory."""
+    storage = part.untyped_storage()
+    uses: int = torch._C._storage_Use_Count(storage._cdata)  # pyright: ignore
+    return uses > 2  # the tensor's and this function's
 
 
 def _results(call: OpCall) -> tuple[TensorMeta | None, ...]:
@@ -351,7 +421,9 @@ class _NoWay(Exception):
     """Within a decomposition an operator has no rule: the decomposed one is replicated instead."""
 
 
-def _without_rule(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _without_rule(
+    call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any], unseen: frozenset[int | str]
+) -> Any:
     op = call.op
     inside = state.decomposing.get()
     decomposed = None if op in _undecomposed else decomposition_of(op)
@@ -368,22 +440,34 @@ def _without_rule(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         _undecomposed.add(op)
     if inside:
         raise _NoWay(str(op))
-    return _replicated(call, args, kwargs)
+    return _replicated(call, args, kwargs, unseen)
 
 
 def decomposition_of(op: Op) -> Callable[..., Any] | None:
-    """Return a function that computes an operator by others; None if torch has none."""
+    """Return a function that computes an operator by others; None if torch has none.
+
+    Operators that torch itself runs as others arrive here undivided in inference mode, and when
+    they are called from inside a rule.
+    """
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # pyright: ignore
+    if has_kernel(op.name(), "CompositeImplicitAutograd"):
+        return op.decompose
     table = torch._decomp.decomposition_table  # pyright: ignore
     return table.get(op)
 
 
-def _replicated(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _replicated(
+    call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any], unseen: frozenset[int | str]
+) -> Any:
     """Let every rank compute on whole tensors, where nothing else is known."""
     op, schema = call.op, schema_of(call.op)
     moved = not all(spec.is_replicated() for spec in call.operands)
+    if moved and schema.mutated and _moves_unseen(call, args, [], unseen):
+        return dispatch(op, args, kwargs)
     if torch.Tag.nondeterministic_seeded in op.tags:
         raise _refused(call, "draws random numbers, and no rule says which")
-    if moved and (schema.mutated or schema.is_view):
+    stuck = not all(call.operands[number].is_replicated() for number in written(call))
+    if stuck or (moved and schema.is_view):
         raise _refused(call, "writes its operand" if schema.mutated else "returns a view")
     if moved:
         if state.strict.get():

@@ -6,7 +6,8 @@ comes first in the rule. Axes are chosen one after another, from the first; what
 earlier ones is what later ones see.
 
 An operator that writes one of its operands cannot move it: only strategies that keep its placement,
-and give the result the same, are considered.
+and give the result the same, are considered; unless nobody else has it (`movable`): then it must
+only come out as it goes in.
 """
 
 from __future__ import annotations
@@ -20,14 +21,19 @@ from dure.tensor.placement_types import Placement, Replicate
 from dure.tensor.redistribute import cost_of
 from dure.tensor.spec import DTensorSpec
 
-__all__ = ["Choice", "choose"]
+__all__ = ["Choice", "choose", "written"]
 
 Choice = tuple[tuple[tuple[Placement, ...], ...], tuple[tuple[Placement, ...], ...]]
 """For each operand its placements, and for each result."""
 
 
-def choose(call: OpCall, strategies: Sequence[Strategy]) -> Choice:
+def choose(call: OpCall, strategies: Sequence[Strategy], movable: bool = False) -> Choice:
     """Choose a strategy for each axis.
+
+    Args:
+        call: The call.
+        strategies: What is legal on one axis, besides that all is replicated.
+        movable: Whether operands that are written may be moved before.
 
     Raises:
         PlacementError: An operand that is written would have to be moved.
@@ -41,7 +47,7 @@ def choose(call: OpCall, strategies: Sequence[Strategy]) -> Choice:
         best: tuple[float, int, int] | None = None
         chosen = whole
         for number, option in enumerate(options):
-            if not _keeps(call, option, axis, fixed):
+            if not _keeps(call, option, axis, fixed, movable):
                 continue
             moved = sum(
                 call.operands[i].placements[axis] != wanted
@@ -66,11 +72,13 @@ def written(call: OpCall) -> list[int]:
     return [number for number, name in enumerate(names) if name in schema.mutated]
 
 
-def _keeps(call: OpCall, option: Strategy, axis: int, fixed: Sequence[int]) -> bool:
+def _keeps(call: OpCall, option: Strategy, axis: int, fixed: Sequence[int], movable: bool) -> bool:
     """Tell whether an option leaves what is written where it is, results alike."""
     for place, number in enumerate(fixed):
         here = call.operands[number].placements[axis]
-        if option.inputs[number] != here:
+        if movable:
+            here = option.inputs[number]
+        elif option.inputs[number] != here:
             return False
         if place < len(option.outputs) and option.outputs[place] != here:
             return False

@@ -34,6 +34,7 @@ __all__ = [
     "rule_of",
     "set_pointwise",
     "view_rule",
+    "zeros_where_empty",
 ]
 
 Local = Callable[..., Any]
@@ -92,6 +93,24 @@ def view_rule(*ops: Op, local: MakeLocal | None = None) -> Callable[..., Any]:
         return placements
 
     return register
+
+
+def zeros_where_empty(
+    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
+) -> Local | None:
+    """Return zeros on ranks with an empty part, where kernels refuse or warn: a `MakeLocal`.
+
+    For operators whose results are then empty, or terms of a sum.
+    """
+    if all(0 in s.shape or 0 not in s.local_shape for s in operands):
+        return None
+    made = [None if r is None else (r.local_shape, r.meta.dtype) for r in results]
+
+    def zeros(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        parts = [None if m is None else first.new_zeros(m[0], dtype=m[1]) for m in made]
+        return parts[0] if len(parts) == 1 else tuple(parts)
+
+    return zeros
 
 
 _pointwise: list[Rule] = []

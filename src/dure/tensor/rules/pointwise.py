@@ -41,6 +41,11 @@ def pointwise(call: OpCall) -> list[Strategy]:
 
 
 set_pointwise(pointwise)
+# Those that torch does not tag.
+rule(
+    aten.masked_fill.Scalar, aten.masked_fill.Tensor,
+    aten.masked_fill_.Scalar, aten.masked_fill_.Tensor, aten.fill_.Scalar, aten.fill_.Tensor,
+)(pointwise)  # fmt: skip
 
 
 def _alike(call: OpCall, terms: Sequence[Placement]) -> list[Strategy]:

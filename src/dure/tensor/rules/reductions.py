@@ -1,0 +1,303 @@
+"""Reductions: sums, means, products, extremes, norms, and the values that a program reads.
+
+A dimension that is not reduced may be sharded, and is in the result. One that is reduced may be
+sharded where the ranks' results are terms of the whole one: of a sum, a product, a minimum, a
+maximum. What needs all elements at once (a variance, an index) has none of its reduced dimensions
+sharded.
+
+A norm is no sum, but a root of one: its ranks add the powers of their norms, and take the root.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dure.tensor.call import Op, OpCall, Strategy
+from dure.tensor.dispatch import special
+from dure.tensor.dtensor import DTensor
+from dure.tensor.placement_types import Partial, Placement, Replicate, Shard, StridedShard
+from dure.tensor.redistribute import redistribute
+from dure.tensor.rules import by_value, rule, zeros_where_empty
+from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
+
+__all__ = ["cuts_through", "reduced_dims", "reduction", "shifted"]
+
+aten = torch.ops.aten
+R = Replicate()
+SUM, AVG = Partial("sum"), Partial("avg")
+MIN, MAX, PRODUCT = Partial("min"), Partial("max"), Partial("product")
+
+
+def cuts_through(spec: DTensorSpec) -> list[Shard]:
+    """Return the ways in which an axis may cut a tensor: each dimension, and as it is cut now."""
+    strided = [p for p in dict.fromkeys(spec.placements) if isinstance(p, StridedShard)]
+    return [*map(Shard, range(spec.ndim)), *strided]
+
+
+def shifted(placement: Shard, dim: int) -> Shard:
+    """Return the same cut through another dimension."""
+    if isinstance(placement, StridedShard):
+        return StridedShard(dim, split_factor=placement.split_factor)
+    return Shard(dim)
+
+
+_NONE_WHEN_EMPTY = {aten.any.dims, aten.all.dims}
+"""Operators that an empty list of dimensions tells to reduce none; others reduce all."""
+
+
+def reduced_dims(call: OpCall) -> set[int]:
+    """Return which dimensions of operand 0 are reduced."""
+    ndim = call.operands[0].ndim
+    dims = call.arg("dim") if call.has("dim") else None
+    if dims is None or (isinstance(dims, (list, tuple)) and not dims):
+        return set() if dims is not None and call.op in _NONE_WHEN_EMPTY else set(range(ndim))
+    dims = [dims] if isinstance(dims, int) else dims
+    return {dim % ndim for dim in dims} if ndim else set()
+
+
+def reduction(
+    call: OpCall, terms: Sequence[Partial] | None, linear: Sequence[Partial] = ()
+) -> list[Strategy]:
+    """Return what is legal for a reduction of operand 0.
+
+    Args:
+        call: The call.
+        terms: What the results are if a reduced dimension is sharded, one for each result; None if
+            it may not be.
+        linear: Terms that go through the operator.
+    """
+    spec, count, dims = call.operands[0], len(call.outputs), reduced_dims(call)
+    keeps = bool(call.has("keepdim") and call.arg("keepdim"))
+    found: list[Strategy] = []
+    for cut in cuts_through(spec):
+        if cut.dim in dims:
+            if terms is not None:
+                found.append(Strategy((cut,), tuple(terms)))
+            continue
+        there = cut.dim if keeps else cut.dim - sum(d < cut.dim for d in dims)
+        found.append(Strategy((cut,), (shifted(cut, there),) * count))
+    return found + [Strategy((term,), (term,) * count) for term in linear]
+
+
+def _linear_terms(call: OpCall) -> list[Partial]:
+    """Return the terms that a sum or mean lets through: those of numbers that it does not cast."""
+    given, (made,) = call.operands[0].meta.dtype, call.outputs
+    assert made is not None
+    if not (given.is_floating_point or given.is_complex):
+        return [SUM] if given == made.dtype and given != torch.bool else []
+    return [SUM, AVG] if given.is_complex == made.dtype.is_complex else []
+
+
+@rule(aten.sum.default, aten.sum.dim_IntList)
+def _sum(call: OpCall) -> list[Strategy]:
+    return reduction(call, [SUM], _linear_terms(call))
+
+
+@rule(aten.nansum.default, aten.count_nonzero.default, aten.count_nonzero.dim_IntList)
+def _count(call: OpCall) -> list[Strategy]:
+    return reduction(call, [SUM])
+
+
+def _local_count(spec: DTensorSpec, dims: set[int]) -> int:
+    """Return how many elements this rank reduces to one."""
+    return math.prod(spec.local_shape[dim] for dim in dims)
+
+
+def _filled(spec: DTensorSpec | None, value: float | bool) -> Callable[..., torch.Tensor]:
+    """Return a function that gives this rank's part of a result, all of one value."""
+    assert spec is not None
+    shape, dtype = spec.local_shape, spec.meta.dtype
+    return lambda tensor, *args, **kwargs: tensor.new_full(shape, value, dtype=dtype)
+
+
+def _mean_local(
+    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
+) -> Callable[..., Any] | None:
+    """Weigh this rank's mean by its share of the elements."""
+    dims, op = reduced_dims(call), call.op
+    mine, all_of_them = (
+        _local_count(operands[0], dims),
+        math.prod(operands[0].shape[dim] for dim in dims),
+    )
+    if mine == all_of_them:
+        return None
+    if mine == 0:
+        return _filled(results[0], 0)
+    share = mine / all_of_them
+    return lambda *args, **kwargs: op(*args, **kwargs) * share
+
+
+@rule(aten.mean.default, aten.mean.dim, local=_mean_local)
+def _mean(call: OpCall) -> list[Strategy]:
+    return reduction(call, [SUM], _linear_terms(call))
+
+
+@rule(aten.prod.default, aten.prod.dim_int)
+def _product(call: OpCall) -> list[Strategy]:
+    (made,) = call.outputs
+    assert made is not None
+    if made.dtype.is_complex:
+        return reduction(call, None)
+    same = call.operands[0].meta.dtype == made.dtype
+    return reduction(call, [PRODUCT], [PRODUCT] if same else [])
+
+
+# ---- extremes ------------------------------------------------------------------------------------
+
+_LEAST = {aten.amin.default, aten.min.default, aten.all.default, aten.all.dim, aten.all.dims}
+
+
+def _worst(dtype: torch.dtype, least: bool) -> float | bool:
+    """Return the value that no other one loses to: where there is nothing to reduce."""
+    if dtype == torch.bool:
+        return least
+    if dtype.is_floating_point:
+        return math.inf if least else -math.inf
+    limits = torch.iinfo(dtype)
+    return limits.max if least else limits.min
+
+
+def _extreme_local(
+    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
+) -> Callable[..., Any] | None:
+    """Give the value that loses to every other where this rank has nothing to reduce."""
+    result = results[0]
+    assert result is not None
+    if _local_count(operands[0], reduced_dims(call)):
+        return None
+    return _filled(result, _worst(result.meta.dtype, call.op in _LEAST))
+
+
+@rule(
+    aten.amax.default, aten.amin.default, aten.max.default, aten.min.default,
+    local=_extreme_local,
+)  # fmt: skip
+def _extreme(call: OpCall) -> list[Strategy]:
+    term = MIN if call.op in _LEAST else MAX
+    return reduction(call, [term], [term])
+
+
+@rule(
+    aten.any.default, aten.any.dim, aten.any.dims,
+    aten.all.default, aten.all.dim, aten.all.dims,
+)  # fmt: skip
+def _truth(call: OpCall) -> list[Strategy]:
+    (made,) = call.outputs
+    assert made is not None
+    return reduction(call, [MIN if call.op in _LEAST else MAX])
+
+
+def _both_local(
+    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
+) -> Callable[..., Any] | None:
+    if _local_count(operands[0], reduced_dims(call)):
+        return None
+    dtype = operands[0].meta.dtype
+    least, most = (
+        _filled(results[0], _worst(dtype, True)),
+        _filled(results[1], _worst(dtype, False)),
+    )
+    return lambda tensor, **kwargs: (least(tensor), most(tensor))
+
+
+@rule(aten.aminmax.default, local=_both_local)
+def _both(call: OpCall) -> list[Strategy]:
+    return reduction(call, [MIN, MAX])
+
+
+@rule(
+    aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default,
+    aten.median.dim, aten.nanmedian.dim, aten.kthvalue.default, aten.mode.default,
+    aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction,
+    aten.logsumexp.default,
+    local=zeros_where_empty,
+)  # fmt: skip
+def _all_at_once(call: OpCall) -> list[Strategy]:
+    return reduction(call, None)
+
+
+# ---- norms ---------------------------------------------------------------------------------------
+
+_TERMS_OF_NORMS = {math.inf: MAX, -math.inf: MIN, 0.0: SUM, 1.0: SUM}
+"""Norms whose terms are reduced as they are."""
+
+
+def _norm_local(
+    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
+) -> Callable[..., Any] | None:
+    """Add the powers of the ranks' norms and take the root, where a reduced dimension is cut.
+
+    Powers are float64, so that a norm which fits its dtype does not overflow on the way.
+    """
+    order, dims = float(call.arg("ord")), reduced_dims(call)
+    spec, result, op = operands[0], results[0], call.op
+    assert result is not None
+    empty = not _local_count(spec, dims) and all(spec.shape[dim] for dim in dims)
+    own = _filled(result, math.inf if order < 0 else 0.0) if empty else op
+    if order in _TERMS_OF_NORMS:
+        return own
+    axes = [
+        axis for axis, p in enumerate(spec.placements) if isinstance(p, Shard) and p.dim in dims
+    ]
+    if not axes:
+        return None
+    wide = TensorMeta(result.shape, result.meta.stride, torch.float64)
+    terms = [SUM if axis in axes else p for axis, p in enumerate(result.placements)]
+    before = spec_of(result.mesh, tuple(terms), wide)
+    after = before.with_placements(result.placements)
+
+    def norm(*args: Any, **kwargs: Any) -> torch.Tensor:
+        part = own(*args, **kwargs)
+        powers = redistribute(part.double().pow(order), before, after)
+        return powers.pow(1 / order).to(part.dtype)
+
+    return norm
+
+
+by_value.add(aten.linalg_vector_norm.default)
+
+
+@rule(aten.linalg_vector_norm.default, local=_norm_local)
+def _norm(call: OpCall) -> list[Strategy]:
+    term: Placement = _TERMS_OF_NORMS.get(float(call.arg("ord")), R)
+    dims = reduced_dims(call)
+    found = reduction(call, [SUM])
+    return [Strategy(s.inputs, (term,)) if s.inputs[0].dim in dims else s for s in found]
+
+
+# ---- values that a program reads -----------------------------------------------------------------
+
+
+def _whole(tensor: DTensor) -> torch.Tensor:
+    """Return the whole of a tensor, on every rank."""
+    spec = tensor.spec
+    return redistribute(tensor.part, spec, spec.with_placements((R,) * spec.mesh.ndim))
+
+
+@special(aten._local_scalar_dense.default)
+def _read(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return op(_whole(args[0]))
+
+
+@special(aten.equal.default)
+def _equal(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Compare part by part, then whether all ranks found theirs equal."""
+    left, right = args
+    if left.shape != right.shape:
+        return False
+    spec = left.spec
+    where = [R if p.is_partial() else p for p in spec.placements]
+    a, b = (redistribute(t.part, t.spec, t.spec.with_placements(where)) for t in (left, right))
+    scalar = TensorMeta(torch.Size([]), (), torch.bool)
+    flag = spec_of(spec.mesh, (MIN,) * spec.mesh.ndim, scalar)
+    same = torch.tensor(op(a, b))
+    return bool(redistribute(same, flag, flag.with_placements((R,) * spec.mesh.ndim)))
+
+
+@special(aten.allclose.default)
+def _allclose(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return bool(aten.isclose.default(*args, **kwargs).all().item())

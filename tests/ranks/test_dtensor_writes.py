@@ -1,0 +1,56 @@
+"""What an operator writes stays where it is, unless only torch's own formulas have it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dure.errors import PlacementError
+from dure.tensor import Partial, Shard, init_device_mesh
+from dure.testing import run_ranks
+from ranks.rule_checks import check, made
+
+X = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+
+
+def test_composite_operators_write_their_temporaries():
+    # The mean over a sharded dimension is terms of a sum; eps is added to it in place.
+    check(lambda x: F.rms_norm(x, (6,)), X, terms=["sum"])
+
+    def infer(x):
+        with torch.inference_mode():
+            return F.rms_norm(x.detach().clone(), (6,))
+
+    check(infer, X.detach(), terms=["sum"])
+
+
+def test_a_gradient_that_is_written_is_moved():
+    # The second gradient is whole where the first one is terms of a sum.
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        x = made(mesh, torch.ones(2, requires_grad=True), [Shard(0)])
+        whole = x.redistribute(placements=[Shard(0)])
+        (whole.sum() * 3).backward()
+        (whole.sum() * 4).backward()
+        assert x.grad.full_tensor().tolist() == [7, 7]
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("how", ["name", "result", "view"])
+def test_what_a_program_has_is_not_moved(how):
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        x = made(mesh, torch.ones(4), [Partial()])
+        write = {
+            "name": lambda: x.add_(1),
+            "result": lambda: (x + x).add_(1),
+            "view": lambda: x.view(2, 2).add_(1),
+        }
+        with pytest.raises(PlacementError):
+            write[how]()
+        assert x.placements == (Partial(),)
+        assert x.full_tensor().tolist() == [1, 1, 1, 1]
+
+    run_ranks(2, body)

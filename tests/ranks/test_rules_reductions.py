@@ -1,0 +1,140 @@
+"""Rules of reductions against the unsharded operators."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from dure.tensor import Partial, Replicate, Shard
+from dure.testing import run_ranks
+from ranks.rule_checks import check, made, placed
+
+torch.manual_seed(0)
+X = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+FEW = torch.randn(3, 1, 2, dtype=torch.float64, requires_grad=True)  # empty shards on 4 ranks
+INTEGERS = torch.randint(-9, 9, (5, 6))
+TRUTH = torch.tensor([[True, False, True], [True, True, True], [False, False, False]])
+
+
+@pytest.mark.parametrize("x", [X, FEW, torch.tensor(2.5, dtype=torch.float64, requires_grad=True)])
+@pytest.mark.parametrize("name", ["sum", "mean"])
+def test_sums_and_means(name, x):
+    check(lambda x: getattr(x, name)(), x, terms=["sum", "avg"])
+    check(lambda x: getattr(x, name)(dim=0), x, terms=["sum"])
+    check(lambda x: getattr(x, name)(dim=-1, keepdim=True), x)
+    check(lambda x: getattr(x, name)(dim=(0, -1)) if x.ndim > 1 else x.sum(), x, terms=["avg"])
+
+
+def test_sums_that_cast():
+    check(lambda x: x.sum(), INTEGERS)
+    check(lambda x: x.sum(0), INTEGERS.to(torch.int8))
+    check(lambda x: x.sum(1, dtype=torch.float64), INTEGERS)
+    check(lambda x: x.sum(0), TRUTH)
+    check(lambda x: x.sum(0, dtype=torch.float64), X.detach().float(), terms=["sum"])
+    check(lambda x: x.nansum(0), torch.tensor([[1.0, math.nan], [math.nan, 3.0], [2.0, 2.0]]))
+    check(lambda x: (x.count_nonzero(), x.count_nonzero(0)), INTEGERS)
+
+
+@pytest.mark.parametrize("x", [X, FEW])
+def test_products(x):
+    check(lambda x: (x.prod(), x.prod(0), x.prod(-1, keepdim=True)), x.detach(), terms=["product"])
+
+
+@pytest.mark.parametrize("x", [X.detach(), FEW.detach(), INTEGERS, TRUTH])
+def test_extremes(x):
+    def extremes(x):
+        return x.amax(0), x.amin(-1, keepdim=True), x.amax(), x.max(), x.min(), x.amin((0, 1))
+
+    check(extremes, x)
+    if x.is_floating_point():
+        check(lambda x: (x.amax(0), x.amax(), x.max()), x, terms=["max"])
+        check(lambda x: (x.amin(0), x.amin(), x.min()), x, terms=["min"])
+        check(lambda x: (x.amin(0), x.max()), x, terms=["sum"])
+    if x.dtype != torch.bool:
+        check(lambda x: (*x.aminmax(), *x.aminmax(dim=0)), x)
+
+
+def test_extremes_keep_what_is_not_a_number():
+    check(lambda x: (x.amax(0), x.min()), torch.tensor([[1.0, math.nan], [2.0, 0.0], [3.0, 4.0]]))
+
+
+@pytest.mark.parametrize("x", [X, FEW])
+def test_extremes_gradients(x):
+    check(lambda x: (x.amax(0), x.amin((0, 1))), x, most=20)
+
+
+@pytest.mark.parametrize("x", [X.detach(), FEW.detach(), INTEGERS])
+def test_indices_of_extremes(x):
+    def indices(x):
+        return [*x.max(0), *x.min(-1, keepdim=True), x.argmax(), x.argmin(1), x.argmax(0)]
+
+    check(indices, x)
+    check(lambda x: [*x.kthvalue(1, 0), *x.median(1), *x.mode(0)], x)
+
+
+@pytest.mark.parametrize("x", [TRUTH, INTEGERS, X.detach()])
+def test_truth(x):
+    check(lambda x: (x.any(), x.all(), x.any(0), x.all(1, keepdim=True)), x)
+    check(lambda x: (torch.any(x, (0, 1)), torch.all(x, (0,)), torch.any(x, ())), x)
+
+
+@pytest.mark.parametrize("x", [X, FEW])
+def test_variances(x):
+    check(lambda x: (x.var(0), x.std(), x.std(-1, correction=0, keepdim=True)), x, most=20)
+    check(lambda x: [*torch.var_mean(x, 0), *torch.std_mean(x)], x, most=20)
+    check(lambda x: (x.logsumexp(0), x.logsumexp((0, 1), keepdim=True)), x, most=20)
+
+
+@pytest.mark.parametrize("order", [2, 1, 3.5, 0.5, 0, -1, math.inf, -math.inf])
+@pytest.mark.parametrize("x", [X, FEW])
+def test_norms(x, order):
+    check(lambda x: torch.linalg.vector_norm(x, order), x, terms=["sum"], most=20)
+    check(lambda x: torch.linalg.vector_norm(x, order, 0), x, most=20)
+    check(lambda x: torch.linalg.vector_norm(x, order, (0, 1), keepdim=True), x, most=20)
+
+
+def test_norms_of_large_and_small_values():
+    check(lambda x: x.norm(), torch.tensor([1e18, 2e18, 2e18]), meshes=[(2,)])
+    check(lambda x: x.norm(), torch.tensor([1e-18, 2e-18, 2e-18]), meshes=[(2,)])
+
+
+def test_read_values_are_those_of_the_whole():
+    one = torch.tensor([4.5])
+    check(lambda x: x.item(), one, terms=["sum", "avg", "max"])
+    check(lambda x: bool(x.sum() > 0), X.detach())
+
+    def compared(x, y):
+        return x.equal(y), x.equal(x), x.equal(y + 1), x.allclose(y), x.allclose(y + 1)
+
+    check(compared, INTEGERS.double(), INTEGERS.double(), terms=["sum"])
+
+    def body(rank):
+        from dure.tensor import init_device_mesh
+
+        mesh = init_device_mesh("cpu", (2,))
+        x = made(mesh, torch.ones(4), [Shard(0)])
+        y = torch.ones(4)
+        y[3] = 2
+        other = made(mesh, y, [Shard(0)])  # the ranks' parts differ only on rank 1
+        assert not x.equal(other)
+        assert not x.allclose(other)
+        assert not x.equal(made(mesh, torch.ones(5), [Shard(0)]))
+
+    run_ranks(2, body)
+
+
+def test_what_is_not_gathered():
+    x, rows, columns = X.detach(), [Shard(0)], [Shard(1)]
+    total = Partial("sum")
+    assert placed(lambda x: (x.sum(), x.sum(1), x.sum(0)), (x, rows)) == [
+        [total], [Shard(0)], [total],
+    ]  # fmt: skip
+    assert placed(lambda x: (x.mean(), x.mean(0)), (x, columns)) == [[total], [Shard(0)]]
+    assert placed(lambda x: (x.amax(0), x.any(), x.all()), (x, rows)) == [
+        [Partial("max")], [Partial("max")], [Partial("min")],
+    ]  # fmt: skip
+    assert placed(lambda x: x.max(1), (x, rows)) == [[Shard(0)], [Shard(0)]]
+    assert placed(lambda x: x.norm(), (x, rows)) == [[Replicate()]]
+    assert placed(lambda x: x.norm(1), (x, rows)) == [[total]]
