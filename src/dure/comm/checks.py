@@ -115,14 +115,14 @@ def check_call(call: Call, rank: int, size: int) -> None:
         check_reducible(inputs[0].dtype, reduction, call.op)
     if inputs is outputs:  # in place
         return
-    dtypes = {t.dtype for t in inputs}
-    dtypes.update([t.dtype for t in outputs])
-    if len(dtypes) > 1 and not _converts(call):
-        raise DtypeError(
-            "the tensors of one call must have one dtype",
-            op=call.op,
-            seen=f"inputs {[t.dtype for t in inputs]}, outputs {[t.dtype for t in outputs]}",
-        )
+    dtype = call.dtype
+    for t in (*inputs, *outputs):
+        if t.dtype is not dtype and not _converts(call):
+            raise DtypeError(
+                "the tensors of one call must have one dtype",
+                op=call.op,
+                seen=f"inputs {[t.dtype for t in inputs]}, outputs {[t.dtype for t in outputs]}",
+            )
     sides = _ONE_A_RANK.get(call.kind)
     if sides is None or not (inputs and outputs):
         return
@@ -217,11 +217,13 @@ def _apart(
         memory.append(plain)
         if finish is not None:
             finishes.append(finish)
-    if inputs and outputs and inputs[0].dtype is not outputs[0].dtype and not fuses:
+    if not fuses and inputs and outputs and inputs[0].dtype is not outputs[0].dtype:
         inputs = [t.detach().float() for t in inputs]
         memory = [torch.empty(outputs[0].shape, dtype=torch.float32, device=outputs[0].device)]
         finishes = [copy_back(outputs[0], memory[0])]
-    sources = [readable(_scaled(t, factor)) for t in inputs]
+    if factor is not None:
+        inputs = [_scaled(t, factor) for t in inputs]
+    sources = [readable(t) for t in inputs]
     return sources, memory, partial(_run_all, finishes) if finishes else None
 
 

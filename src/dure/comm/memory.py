@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 HeapAddress = tuple[int, int, int, int]
 """Where a peer finds memory: pid, start time and heap descriptor of its owner, offset in bytes."""
 change_word = native.change_word
-"""Wait until a 32-bit word has one value, and give it another (csrc/bindings/symmetric_heap.cpp)."""
+"""Wait until a 32-bit word has one value, and give it another (`native.change_word`)."""
 
 _HAS_HEAP = native.available()[0]
 

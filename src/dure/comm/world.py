@@ -54,13 +54,14 @@ class World:
 
 
 _process_world = World()
-_current: contextvars.ContextVar[World | None] = contextvars.ContextVar("dure_world", default=None)
+_current: contextvars.ContextVar[World]
+_current = contextvars.ContextVar("dure_world", default=_process_world)
 os.register_at_fork(after_in_child=_process_world.clear)
 
 
 def current_world() -> World:
     """Return the world of the calling rank."""
-    return _current.get() or _process_world
+    return _current.get()
 
 
 @contextmanager
@@ -110,8 +111,7 @@ group = GroupMember
 def resolve(group: object, op: str) -> ProcessGroup:
     """Return `group`, or the default group for None; raise for anything that is not a group."""
     if group is None:
-        world = _current.get() or _process_world
-        return world.default or world.need_default()
+        return _current.get().default or current_world().need_default()
     if group is _NON_MEMBER:
         raise NotInGroupError(
             "Invalid process group specified: this rank is not a member of it",
