@@ -5,7 +5,7 @@ from __future__ import annotations
 from dure.mesh import DeviceMesh, init_device_mesh
 from dure.tensor.dtensor import DTensor
 from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
-from dure.tensor.rules import matmul, pointwise, reductions, views
+from dure.tensor.rules import creation, foreach, matmul, pointwise, reductions, views
 
 __all__ = [
     "DTensor",
@@ -15,8 +15,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "init_device_mesh",
-    "matmul",
-    "pointwise",
-    "reductions",
-    "views",
 ]
+
+_FAMILIES = (creation, foreach, matmul, pointwise, reductions, views)
+"""Their rules are registered when they are imported."""

@@ -47,7 +47,9 @@ def schema_of(op: Op) -> Schema:
     schema = op._schema  # pyright: ignore[reportPrivateUsage]
     alias = {a.name: a.alias_info for a in schema.arguments}
     by_set = {
-        min(info.before_set): n for n, info in alias.items() if info is not None and info.is_write
+        min(info.before_set, default=n): n  # lists have none
+        for n, info in alias.items()
+        if info is not None and info.is_write
     }
     written = frozenset(by_set.values())
     returned = [r.alias_info for r in schema.returns]
@@ -57,7 +59,9 @@ def schema_of(op: Op) -> Schema:
         mutated=written,
         is_view=not written and any(info is not None for info in alias.values()),
         returned=tuple(
-            by_set.get(min(info.before_set)) if info is not None and info.is_write else None
+            by_set.get(min(info.before_set, default=""))
+            if info is not None and info.is_write
+            else None
             for info in returned
         ),
     )

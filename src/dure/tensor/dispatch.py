@@ -37,12 +37,14 @@ from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
 if TYPE_CHECKING:
     from dure.tensor.dtensor import DTensor
 
-__all__ = ["Plan", "bind", "decomposition_of", "dispatch", "special"]
+__all__ = ["Plan", "bind", "decomposition_of", "dispatch", "list_operator", "special"]
 
 _MOST_PLANS = 1 << 16
 _plans: dict[Any, Plan] = {}
 _special: dict[Op, Callable[..., Any]] = {}
 """Operators that are run in a way of their own: called with (op, args, kwargs)."""
+_lists: dict[Op, Callable[..., Any]] = {}
+"""The same for operators on lists, which may have plain tensors too; nothing is looked up first."""
 _warned: set[Op] = set()
 _undecomposed: set[Op] = set()
 """Operators whose decomposition was tried, and needs what has no rule."""
@@ -62,6 +64,17 @@ def special(*ops: Op) -> Callable[..., Any]:
     def register(run: Callable[..., Any]) -> Any:
         for op in ops:
             _special[op] = run
+        return run
+
+    return register
+
+
+def list_operator(*ops: Op) -> Callable[..., Any]:
+    """Register the decorated function as the way to run these operators on lists of tensors."""
+
+    def register(run: Callable[..., Any]) -> Any:
+        for op in ops:
+            _lists[op] = run
         return run
 
     return register
@@ -104,6 +117,8 @@ def dispatch(
         args, kwargs: Its arguments.
         unseen: Those among them that no program has, if that is known already.
     """
+    if op in _lists:
+        return _lists[op](op, args, kwargs or {})
     dtensor = _DTensor
     key: list[Any] = [op]
     for arg in args:
@@ -116,8 +131,9 @@ def dispatch(
             key.append(_key_of(arg, kind))
     if kwargs:
         for name, arg in kwargs.items():
+            kind = type(arg)
             key.append(name)
-            key.append(_key_of(arg, type(arg)))
+            key.append(kind if kind is float and op not in by_value else _key_of(arg, kind))
     try:
         plan = _plans[tuple(key)]
     except (KeyError, TypeError):

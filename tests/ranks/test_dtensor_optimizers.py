@@ -1,0 +1,135 @@
+"""Optimizers over DTensors of several meshes and plain tensors, beside the same unsharded."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dure.errors import PlacementError, UsageError
+from dure.tensor import DTensor, Partial, Placement, Replicate, Shard, init_device_mesh
+from dure.tensor.rules.foreach import norm_of, norms_of
+from dure.testing import run_ranks
+
+WEIGHT = torch.linspace(-1, 1, 24).reshape(6, 4)
+FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
+FORMS = [
+    (name, form)
+    for name in ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam", "RAdam",
+                 "Adamax", "ASGD")
+    for form in ("loop", "foreach", "fused")
+    if form != "fused" or name in FUSED
+]  # fmt: skip
+
+
+def placed(whole: torch.Tensor, mesh: Any, *placements: Placement) -> DTensor:
+    made = DTensor.from_local(whole.clone(), mesh, [Replicate()] * mesh.ndim)
+    return made.redistribute(placements=placements)
+
+
+@pytest.mark.parametrize(("name", "form"), FORMS)
+def test_an_optimizer_over_several_meshes_steps_as_over_whole_tensors(name: str, form: str) -> None:
+    options: dict[str, Any] = {"foreach": form == "foreach"}
+    if form == "fused":
+        options = {"fused": True}
+    if name == "SGD":
+        options |= {"momentum": 0.9, "weight_decay": 0.1}
+
+    def body(rank: int) -> None:
+        line, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+        wholes = [WEIGHT, WEIGHT * 2, WEIGHT * 3, WEIGHT * 4]
+        ours: list[Any] = [
+            nn.Parameter(placed(WEIGHT, line, Shard(0))),
+            nn.Parameter(placed(WEIGHT * 2, grid, Shard(0), Shard(1))),
+            nn.Parameter(WEIGHT * 3),
+            nn.Parameter(placed(WEIGHT * 4, line, Replicate())),
+        ]
+        theirs = [nn.Parameter(whole.clone()) for whole in wholes]
+        make = getattr(torch.optim, name)
+        optimizers = make(ours, lr=0.1, **options), make(theirs, lr=0.1, **options)
+        for step in range(3):
+            grad = torch.sin(torch.arange(24.0) + step).reshape(6, 4)
+            for own, other in zip(ours, theirs, strict=True):
+                other.grad = own.grad = grad
+                if not isinstance(own, DTensor):
+                    continue
+                mesh = own.device_mesh
+                if step == 1:  # terms, as a replicated weight of sharded inputs gets them
+                    terms = grad / mesh.size()
+                    own.grad = DTensor.from_local(terms, mesh, [Partial()] * mesh.ndim)
+                else:
+                    own.grad = placed(grad, mesh, *own.placements)
+            for optimizer in optimizers:
+                optimizer.step()
+        for own, other in zip(ours, theirs, strict=True):
+            seen = own.full_tensor() if isinstance(own, DTensor) else own
+            torch.testing.assert_close(seen, other)
+
+    run_ranks(4, body)
+
+
+def test_lists_bring_the_others_to_the_first() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (4,))
+        first = placed(WEIGHT, mesh, Shard(0))
+        second = placed(WEIGHT, mesh, Shard(1))
+        torch._foreach_add_([first], [second], alpha=2)
+        assert first.placements == (Shard(0),)
+        assert torch.equal(first.full_tensor(), WEIGHT * 3)
+        terms = DTensor.from_local(WEIGHT.clone(), mesh, [Partial()])
+        (root,) = torch._foreach_abs([terms])
+        assert torch.equal(root.full_tensor(), (WEIGHT * 4).abs())
+        torch._foreach_mul_([terms], 0.5)
+        assert torch.equal(terms.full_tensor(), WEIGHT * 2)
+        row = placed(torch.arange(4.0), mesh, Shard(0))
+        (made,) = torch._foreach_mul([placed(WEIGHT, mesh, Shard(1))], [row])
+        assert torch.equal(made.full_tensor(), WEIGHT * torch.arange(4.0))
+        with pytest.raises(PlacementError, match="terms of a reduction"):
+            torch._foreach_add_([terms], 1.0)
+        with pytest.raises(UsageError, match="plain tensor and a DTensor"):
+            torch._foreach_add_([first], [WEIGHT])
+
+    run_ranks(4, body)
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, 0.0, math.inf, -math.inf])
+def test_norms_of_dtensors_and_plain_ones(p: float) -> None:
+    def body(rank: int) -> None:
+        line, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+        wholes = [WEIGHT, WEIGHT * 2, WEIGHT * 3, WEIGHT * 4, WEIGHT * 5, torch.ones(2)]
+        tensors = [
+            placed(WEIGHT, line, Shard(0)),
+            placed(WEIGHT * 2, grid, Replicate(), Shard(1)),
+            WEIGHT * 3,
+            placed(WEIGHT * 4, line, Replicate()),
+            DTensor.from_local(WEIGHT * 5 / 4, grid, [Partial(), Partial()]),
+            placed(torch.ones(2), line, Shard(0)),  # two ranks have nothing
+        ]
+        for norm, whole in zip(norms_of(tensors, p), wholes, strict=True):
+            seen = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            torch.testing.assert_close(seen, torch.linalg.vector_norm(whole, p))
+        flat = torch.cat([whole.flatten() for whole in wholes])
+        torch.testing.assert_close(norm_of(tensors, p).float(), torch.linalg.vector_norm(flat, p))
+        norms = torch._foreach_norm([tensors[0], tensors[3]], p)
+        torch.testing.assert_close(norms[0].full_tensor(), torch.linalg.vector_norm(WEIGHT, p))
+
+    run_ranks(4, body)
+
+
+def test_what_one_rank_finds_not_finite_all_ranks_have_found() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (4,))
+        bad = torch.ones(8)
+        bad[7] = math.inf  # on the last rank
+        for whole, expected in ((torch.ones(8), 0.0), (bad, 1.0)):
+            grads = [placed(whole, mesh, Shard(0)), torch.ones(3)]
+            found = torch.zeros(1)
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.full((1,), 0.5))
+            assert found.item() == expected
+            assert torch.equal(grads[0].full_tensor(), whole * 0.5)
+            assert torch.equal(grads[1], torch.full((3,), 0.5))
+
+    run_ranks(4, body)
