@@ -1,0 +1,489 @@
+"""Context parallelism: the sequence divided over the ranks of an axis, attention around a ring.
+
+*Order of the sequence.* Under a causal mask later positions attend to more than earlier ones. So a
+rank has two parts: of 2n equal chunks, rank r has chunk r and chunk 2n - 1 - r. What it attends to
+of rank j's chunks is then half of all pairs, whatever r and j are:
+
+    j == r    causal, as if the two chunks were all there is
+    j <  r    both own chunks attend to the first of j's, none to the second
+    j >  r    the second own chunk attends to both of j's, the first to none
+
+*Ring.* Keys and values go from rank to rank, n - 1 times; while a rank computes on one block, the
+next is on its way. The outputs of blocks are joined by the logarithms of their sums (*lse*), so the
+result is that of whole attention. In backward the blocks go around once more, and the gradients of
+keys and values travel with them to their owner.
+
+Cost: a rank sends its keys and values n - 1 times forward; backward as often, and their gradients n
+times. Memory: two blocks besides its own.
+
+Source: ring attention, https://arxiv.org/abs/2310.01889; its load balance,
+https://arxiv.org/abs/2311.09431.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from dure.comm.group import ProcessGroup
+from dure.comm.work import Work
+from dure.errors import MeshError, ShapeError, UsageError
+from dure.mesh import DeviceMesh
+
+__all__ = [
+    "context_parallel",
+    "context_parallel_batch",
+    "context_parallel_unshard",
+    "positions_of",
+    "ring_attention",
+]
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def positions_of(length: int, n: int, rank: int) -> torch.Tensor:
+    """Return which positions of a sequence a rank has: int64 [length / n].
+
+    Args:
+        length: Of the sequence; a multiple of 2n.
+        n: Ranks.
+        rank: Which of them.
+    """
+    if length % (2 * n):
+        raise ShapeError(
+            "the sequence does not divide into two chunks for each rank",
+            op="context_parallel",
+            seen=f"length {length}, {n} ranks",
+            fix=f"Pad it to a multiple of {2 * n}; context_parallel_batch does, and masks.",
+        )
+    chunks = torch.arange(length).chunk(2 * n)
+    return torch.cat([chunks[rank], chunks[2 * n - 1 - rank]])
+
+
+def _group_of(mesh: DeviceMesh) -> ProcessGroup:
+    if mesh.ndim != 1:
+        raise MeshError(
+            "context parallelism takes one axis of a mesh",
+            op="context_parallel",
+            seen=f"{mesh!r}",
+            fix='Pass mesh["cp"], or however the axis is called.',
+        )
+    return mesh.get_group()
+
+
+# ---- one block -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Which queries attend to which keys of the rank whose block is here.
+
+    Attributes:
+        queries, keys: Slices of the sequence.
+        causal: Whether a query attends to no later key.
+    """
+
+    queries: slice
+    keys: slice
+    causal: bool
+
+
+def _block_of(rank: int, owner: int, length: int, causal: bool) -> _Block:
+    whole, half = slice(0, length), length // 2
+    if not causal or owner == rank:
+        return _Block(whole, whole, causal)
+    if owner < rank:
+        return _Block(whole, slice(0, half), False)
+    return _Block(slice(half, length), whole, False)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return what sums are kept in: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> torch.Tensor:
+    scores = (q @ k.transpose(-2, -1)).to(_wide(q.dtype)) * scale
+    if causal:
+        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(ahead, -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    return scores
+
+
+def _uses_kernel(q: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Tell whether torch's kernel, which tells the lse, can be used."""
+    return q.device.type == "cpu" and mask is None and q.is_floating_point()
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return output [.., S, D] and lse [.., S] of attention within a block."""
+    if _uses_kernel(q, mask):
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        output, lse = kernel(q, k, v, 0.0, causal, scale=scale)
+        return output, lse
+    scores = _scores(q, k, mask, causal, scale)
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1))
+    return weights.to(v.dtype) @ v, lse
+
+
+def _backward(
+    grad: torch.Tensor, saved: Tensors, mask: torch.Tensor | None, causal: bool, scale: float
+) -> Tensors:
+    """Return the gradients of q, k and v of a block, given output and lse of all blocks."""
+    q, k, v, output, lse = saved
+    if _uses_kernel(q, mask):
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return kernel(grad, q, k, v, output, lse, 0.0, causal, scale=scale)
+    scores = _scores(q, k, mask, causal, scale)
+    weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1))
+    grad_v = weights.to(grad.dtype).transpose(-2, -1) @ grad
+    wide = _wide(q.dtype)
+    inner = (grad.to(wide) * output.to(wide)).sum(-1, keepdim=True)
+    grad_scores = weights * ((grad @ v.transpose(-2, -1)).to(wide) - inner) * scale
+    grad_scores = grad_scores.to(q.dtype)
+    return grad_scores @ k, grad_scores.transpose(-2, -1) @ q, grad_v
+
+
+# ---- the ring ------------------------------------------------------------------------------------
+
+
+class _Turn:
+    """Tensors on their way to the next rank of the ring, and others on theirs to this one."""
+
+    def __init__(self, group: ProcessGroup, tensors: Sequence[torch.Tensor | None]) -> None:
+        rank, n = group.rank(), group.size()
+        self._sent = [t if t is None else t.contiguous() for t in tensors]
+        self._came = [t if t is None else torch.empty_like(t) for t in self._sent]
+        self._works: list[Work | None] = []
+        for tag, (out, into) in enumerate(zip(self._sent, self._came, strict=True)):
+            if out is not None and into is not None:
+                self._works.append(group.irecv(into, (rank - 1) % n, tag))
+                self._works.append(group.send(out, (rank + 1) % n, tag, async_op=True))
+
+    def wait(self) -> list[torch.Tensor | None]:
+        """Return what has come, when all has."""
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        return self._came
+
+
+class _Ring(torch.autograd.Function):
+    """Attention of this rank's queries to all ranks' keys."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        group: ProcessGroup,
+        causal: bool,
+        scale: float,
+    ) -> torch.Tensor:
+        n, rank, length = group.size(), group.rank(), q.shape[-2]
+        wide = _wide(q.dtype)
+        output = torch.zeros_like(q, dtype=wide)
+        lse = torch.full(q.shape[:-1], -math.inf, dtype=wide, device=q.device)
+        block: list[torch.Tensor | None] = [k, v, mask]
+        for step in range(n):
+            turn = _Turn(group, block) if step < n - 1 else None
+            part = _block_of(rank, (rank - step) % n, length, causal)
+            keys, values, seen = _cut(block, part)
+            new, new_lse = _forward(q[..., part.queries, :], keys, values, seen, part.causal, scale)
+            _join(output[..., part.queries, :], lse[..., part.queries], new, new_lse)
+            block = turn.wait() if turn is not None else block
+        result = output.to(q.dtype)
+        ctx.save_for_backward(q, k, v, mask, result, lse)
+        ctx.group, ctx.causal, ctx.scale = group, causal, scale
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        q, k, v, mask, output, lse = ctx.saved_tensors
+        (grad,), group, causal = grads, ctx.group, ctx.causal
+        n, rank, length = group.size(), group.rank(), q.shape[-2]
+        wide = _wide(q.dtype)
+        grad_q = torch.zeros_like(q, dtype=wide)
+        travelling: list[torch.Tensor | None] = [
+            torch.zeros_like(k, dtype=wide),
+            torch.zeros_like(v, dtype=wide),
+        ]
+        block: list[torch.Tensor | None] = [k, v, mask]
+        for step in range(n):
+            turn = _Turn(group, block) if step < n - 1 else None
+            part = _block_of(rank, (rank - step) % n, length, causal)
+            keys, values, seen = _cut(block, part)
+            rows = part.queries
+            own = (q[..., rows, :], keys, values, output[..., rows, :], lse[..., rows])
+            found = _backward(grad[..., rows, :], own, seen, part.causal, ctx.scale)
+            grad_q[..., rows, :] += found[0]
+            for total, one in zip(travelling, found[1:], strict=True):
+                assert total is not None
+                total[..., part.keys, :] += one
+            block = turn.wait() if turn is not None else block
+            travelling = _Turn(group, travelling).wait() if n > 1 else travelling
+        grad_k, grad_v = (t.to(k.dtype) for t in travelling if t is not None)
+        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None, None
+
+
+def _cut(
+    block: Sequence[torch.Tensor | None], part: _Block
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    k, v, mask = block
+    assert k is not None
+    assert v is not None
+    cut = None if mask is None else mask[..., part.keys]
+    return k[..., part.keys, :], v[..., part.keys, :], cut
+
+
+def _join(
+    output: torch.Tensor, lse: torch.Tensor, new: torch.Tensor, new_lse: torch.Tensor
+) -> None:
+    """Add a block's output to that of the blocks before, in place."""
+    total = torch.logaddexp(lse, new_lse)
+    safe = total.masked_fill(total == -math.inf, 0.0)
+    output.mul_(torch.exp(lse - safe).unsqueeze(-1))
+    output.add_(new * torch.exp(new_lse - safe).unsqueeze(-1))
+    lse.copy_(total)
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: ProcessGroup,
+    key_mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Return this rank's part of attention over a sequence that is divided over a group.
+
+    Args:
+        q: Queries [B, H, S, D] of this rank's positions (`positions_of`).
+        k, v: Keys and values [B, G, S, D], G dividing H.
+        group: The ranks.
+        key_mask: Bool, broadcasting to [B, 1, 1, S]: which of this rank's keys may be attended to.
+        is_causal: Whether a position attends to no later one.
+        scale: Of the scores; 1 / sqrt(D) where None.
+
+    Shapes:
+        The result is [B, H, S, D].
+
+    Collective:
+        All ranks of the group, with parts of one shape.
+    """
+    if q.shape[1] != k.shape[1]:
+        if q.shape[1] % k.shape[1]:
+            raise ShapeError(
+                "the heads of the keys must divide those of the queries",
+                op="ring_attention",
+                seen=f"{q.shape[1]} and {k.shape[1]}",
+            )
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    mask = None
+    if key_mask is not None:
+        mask = key_mask.expand(*[max(n, 1) for n in key_mask.shape[:-1]], k.shape[-2])
+    return _Ring.apply(q, k, v, mask, group, is_causal, scale)  # pyright: ignore
+
+
+# ---- what a program sees -------------------------------------------------------------------------
+
+
+class _RingMode(TorchFunctionMode):
+    """Runs `scaled_dot_product_attention` around the ring."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__()
+        self._group = group
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        return self._attend(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        op = "scaled_dot_product_attention"
+        if dropout_p:
+            raise UsageError(
+                "attention around a ring drops nothing out", op=op, seen=f"dropout_p={dropout_p}"
+            )
+        if attn_mask is not None and (
+            attn_mask.dtype != torch.bool or attn_mask.shape[-2:-1] not in ((), (1,))
+        ):
+            raise UsageError(
+                "attention around a ring takes masks of keys alone",
+                op=op,
+                seen=f"{attn_mask.dtype} {list(attn_mask.shape)}",
+                fix="Pass a bool mask [B, 1, 1, S] of this rank's keys, and is_causal.",
+            )
+        if key.shape[1] != query.shape[1] and not enable_gqa:
+            raise ShapeError(
+                "keys and queries have different numbers of heads",
+                op=op,
+                seen=f"{key.shape[1]} and {query.shape[1]}",
+                fix="Pass enable_gqa=True.",
+            )
+        return ring_attention(
+            query, key, value,
+            group=self._group, key_mask=attn_mask, is_causal=is_causal, scale=scale,
+        )  # fmt: skip
+
+
+@contextmanager
+def context_parallel(
+    mesh: DeviceMesh,
+    *,
+    buffers: Sequence[torch.Tensor] | None = None,
+    buffer_seq_dims: Sequence[int] | None = None,
+    no_restore_buffers: set[torch.Tensor] | None = None,
+) -> Iterator[None]:
+    """Divide sequences over the ranks of a mesh, for the length of a `with` block.
+
+    Within the block the buffers hold this rank's positions (`positions_of`), and
+    `torch.nn.functional.scaled_dot_product_attention` attends to all ranks' keys. Backward may run
+    after it.
+
+    Args:
+        mesh: Of one axis.
+        buffers: Tensors that have the whole sequence on every rank: inputs, labels, positions.
+        buffer_seq_dims: The dimension of the sequence of each.
+        no_restore_buffers: Those that need not be whole again after the block.
+
+    Raises:
+        ShapeError: A length is no multiple of two chunks a rank.
+        UsageError: Buffers and dimensions differ in number; within: dropout, or a mask that is not
+            of keys alone.
+
+    Collective:
+        All ranks of the mesh.
+    """
+    group = _group_of(mesh)
+    tensors, dims = list(buffers or ()), list(buffer_seq_dims or ())
+    if len(tensors) != len(dims):
+        raise UsageError(
+            "each buffer has a dimension of the sequence",
+            op="context_parallel",
+            seen=f"{len(tensors)} buffers, {len(dims)} buffer_seq_dims",
+        )
+    kept = {id(tensor) for tensor in no_restore_buffers or ()}
+    whole: list[torch.Tensor | None] = []
+    parts = [_part(t, dim, group) for t, dim in zip(tensors, dims, strict=True)]
+    for tensor, part in zip(tensors, parts, strict=True):
+        whole.append(None if id(tensor) in kept else tensor.detach().clone())
+        _replace(tensor, part)
+    try:
+        with _RingMode(group):
+            yield
+    finally:
+        for tensor, before in zip(tensors, whole, strict=True):
+            if before is not None:
+                _replace(tensor, before)
+
+
+def _part(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
+    positions = positions_of(tensor.shape[dim], group.size(), group.rank())
+    return tensor.detach().index_select(dim, positions.to(tensor.device))
+
+
+def _replace(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.resize_(values.shape)
+        tensor.copy_(values)
+
+
+def context_parallel_unshard(
+    mesh: DeviceMesh, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]
+) -> list[torch.Tensor]:
+    """Return the whole of tensors of which each rank has its positions, such as outputs.
+
+    Collective:
+        All ranks of the mesh, with parts of one shape.
+    """
+    group = _group_of(mesh)
+    n = group.size()
+    found: list[torch.Tensor] = []
+    for tensor, dim in zip(buffers, seq_dims, strict=True):
+        parts = [torch.empty_like(tensor) for _ in range(n)]
+        group.all_gather(parts, tensor.detach().contiguous())
+        length = tensor.shape[dim] * n
+        order = torch.cat([positions_of(length, n, rank) for rank in range(n)])
+        joined = torch.cat(parts, dim)
+        found.append(joined.index_select(dim, order.argsort().to(tensor.device)))
+    return found
+
+
+def context_parallel_batch(
+    mesh: DeviceMesh,
+    batch: Mapping[str, torch.Tensor],
+    *,
+    pad_token_id: int = 0,
+    ignore_index: int = -100,
+) -> dict[str, torch.Tensor]:
+    """Return this rank's part of a batch for a causal language model, ready for the model.
+
+    Labels are shifted *before* the sequence is cut, so that a loss of the parts, without any shift,
+    is the loss of the whole; positions are those of the whole sequence; what does not divide is
+    padded, masked for attention, and ignored by the loss.
+
+    Args:
+        mesh: Of one axis.
+        batch: ``input_ids`` [B, S]; optionally ``labels`` [B, S], not shifted (input_ids where
+            they are not given), ``attention_mask`` [B, S], True or 1 where a token counts, and
+            ``position_ids`` [B, S].
+        pad_token_id: What inputs are padded with.
+        ignore_index: What labels are where there is no next token.
+
+    Returns:
+        ``input_ids``, ``labels`` (of the next token), ``position_ids``, all [B, S / n], and
+        ``attention_mask`` bool [B, 1, 1, S / n], to be given to attention as it is.
+
+    Cost:
+        No communication: each rank cuts from the batch that all have.
+    """
+    group = _group_of(mesh)
+    ids = batch["input_ids"]
+    size, length = ids.shape
+    labels = batch.get("labels", ids)
+    mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
+    positions = batch.get("position_ids", torch.arange(length, device=ids.device).expand_as(ids))
+    shifted = torch.full_like(labels, ignore_index)
+    shifted[:, :-1] = labels[:, 1:].masked_fill(~mask[:, 1:], ignore_index)
+    missing = -length % (2 * group.size())
+    padded = {
+        "input_ids": F.pad(ids, (0, missing), value=pad_token_id),
+        "labels": F.pad(shifted, (0, missing), value=ignore_index),
+        "position_ids": F.pad(positions, (0, missing)),
+        "attention_mask": F.pad(mask, (0, missing)).view(size, 1, 1, length + missing),
+    }
+    return {name: _part(tensor, tensor.ndim - 1, group) for name, tensor in padded.items()}

@@ -1,0 +1,25 @@
+"""Tensor parallelism: plans of styles, under the names of torch.distributed.tensor.parallel."""
+
+from __future__ import annotations
+
+from dure.tensor.parallel.plan import parallelize_module
+from dure.tensor.parallel.styles import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+__all__ = [
+    "ColwiseParallel",
+    "ParallelStyle",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "parallelize_module",
+]

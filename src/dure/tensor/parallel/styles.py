@@ -1,0 +1,417 @@
+"""Styles: how a module is made tensor parallel on an axis of a mesh.
+
+A style distributes the module's parameters, and puts hooks before and after its forward that bring
+what comes in and goes out to the placements that the computation wants:
+
+    ColwiseParallel    Linear: output features on the ranks    R        -> S(-1)
+                       Embedding: columns of the table         R        -> S(-1)
+    RowwiseParallel    Linear: input features on the ranks     S(-1)    -> terms -> R
+                       Embedding: rows of the table            R        -> terms -> R
+    SequenceParallel   norms, dropout: whole parameters        S(seq)   -> S(seq)
+
+A column-wise layer followed by a row-wise one costs one all_reduce forward and one backward; with
+the activations between such pairs sharded over the sequence, an all_gather and a reduce_scatter in
+its place, and 1/n of the memory (https://arxiv.org/abs/1909.08053, https://arxiv.org/abs/2205.05198).
+
+Tensors that come in as plain ones are taken as this rank's part under `input_layouts`; what goes
+out is a plain tensor again where `use_local_output` says so.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from dure.errors import PlacementError, UsageError
+from dure.mesh import DeviceMesh
+from dure.tensor.distribute import distribute_tensor
+from dure.tensor.dtensor import DTensor
+from dure.tensor.placement_types import Placement, Replicate, Shard
+
+__all__ = [
+    "ColwiseParallel",
+    "ParallelStyle",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "RowwiseParallel",
+    "SequenceParallel",
+]
+
+Layouts = Placement | Sequence[Placement | None] | None
+
+
+class ParallelStyle(ABC):
+    """How a module is made parallel; base for one's own styles.
+
+    Attributes:
+        src_data_rank: Which rank's parameters are distributed; None: each rank's own. Set by
+            `parallelize_module`.
+    """
+
+    src_data_rank: int | None = 0
+
+    @abstractmethod
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Make a module parallel, in place; return it."""
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({fields})"
+
+
+def moved(
+    tensor: torch.Tensor, mesh: DeviceMesh, given: Placement, wanted: Placement | None
+) -> DTensor:
+    """Return a tensor as a DTensor with the placement wanted.
+
+    Args:
+        tensor: A DTensor, or this rank's part of one.
+        mesh: Of one axis.
+        given: What `tensor` is a part under, if it is a plain one.
+        wanted: What it is brought to; as it is where None.
+    """
+    if not isinstance(tensor, DTensor):
+        tensor = DTensor.from_local(tensor, mesh, [given])
+    if wanted is None or tensor.placements == (_positive(wanted, tensor.ndim),):
+        return tensor
+    return tensor.redistribute(placements=[wanted], async_op=True)
+
+
+def _positive(placement: Placement, ndim: int) -> Placement:
+    if type(placement) is Shard and placement.dim < 0:
+        return Shard(placement.dim + ndim)
+    return placement
+
+
+def distribute(
+    module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, src: int | None
+) -> None:
+    """Make a parameter of a module a DTensor; one that several modules share stays shared.
+
+    Raises:
+        PlacementError: Another module shares it, and wants another placement.
+    """
+    parameter = module._parameters.get(name)
+    if parameter is None or isinstance(parameter, DTensor):
+        return
+    known: tuple[Placement, nn.Parameter] | None = getattr(parameter, "_dure_tied", None)
+    if known is None:
+        made = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=src)
+        tied = nn.Parameter(made, parameter.requires_grad)
+        parameter._dure_tied = (placement, tied)  # pyright: ignore[reportAttributeAccessIssue]
+    elif known[0] != placement:
+        raise PlacementError(
+            "a parameter that two modules share has one placement",
+            seen=f"{name} of {type(module).__name__} is to be {placement!r}, and is {known[0]!r} "
+            "for the module that it is shared with",
+            fix="Choose styles that agree: RowwiseParallel for an embedding and ColwiseParallel "
+            "for an output layer tied to it both shard the vocabulary.",
+        )
+    else:
+        tied = known[1]
+    module.register_parameter(name, tied)
+
+
+class _LayerParallel(ParallelStyle):
+    """What the two ways of cutting a Linear or an Embedding share."""
+
+    _cuts: Mapping[type[nn.Module], Mapping[str, Placement]]
+    """For each kind of module the placement of its parameters."""
+    _wants: Mapping[type[nn.Module], Placement]
+    """For each kind of module what its input must be."""
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        """See the class.
+
+        Args:
+            input_layouts: What a plain input is a part under.
+            output_layouts: What the output is brought to.
+            use_local_output: Whether the output is this rank's part, a plain tensor.
+        """
+        self.input_layouts = input_layouts
+        self.output_layouts = output_layouts
+        self.use_local_output = use_local_output
+
+    def _default_input(self, kind: type[nn.Module]) -> Placement:
+        return self._wants[kind]
+
+    def _default_output(self) -> Placement:
+        raise NotImplementedError
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        kind = next((kind for kind in self._cuts if isinstance(module, kind)), None)
+        if kind is None:
+            raise UsageError(
+                f"{type(self).__name__} does not fit this module",
+                seen=f"{type(module).__name__}",
+                fix="It cuts nn.Linear and nn.Embedding. SequenceParallel fits norms and dropout; "
+                "PrepareModuleInput and PrepareModuleOutput fit every module.",
+            )
+        cut = self._cuts[kind]
+        for name in list(module._parameters):
+            distribute(module, name, device_mesh, cut[name], self.src_data_rank)
+        given = self.input_layouts or self._default_input(kind)
+        wanted = self._wants[kind]
+        out = self.output_layouts or self._default_output()
+
+        def before(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return moved(inputs[0], device_mesh, given, wanted), *inputs[1:]
+
+        def after(_: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
+            result = moved(output, device_mesh, out, out)
+            return result.to_local() if self.use_local_output else result
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+        return module
+
+
+class ColwiseParallel(_LayerParallel):
+    """Output features of a Linear, or columns of an Embedding, on the ranks.
+
+    Args:
+        input_layouts: What a plain input is a part under; replicated where None.
+        output_layouts: What the output is brought to; sharded on the last dimension where None.
+        use_local_output: Whether the output is this rank's part, a plain tensor.
+    """
+
+    _cuts = {
+        nn.Linear: {"weight": Shard(0), "bias": Shard(0)},
+        nn.Embedding: {"weight": Shard(1)},
+    }
+    _wants = {nn.Linear: Replicate(), nn.Embedding: Replicate()}
+
+    def _default_output(self) -> Placement:
+        return Shard(-1)
+
+
+class RowwiseParallel(_LayerParallel):
+    """Input features of a Linear, or rows of an Embedding, on the ranks.
+
+    Args:
+        input_layouts: What a plain input is a part under; where None, sharded on the last dimension
+            for a Linear, replicated for an Embedding.
+        output_layouts: What the output, terms of a sum, is brought to; replicated where None.
+        use_local_output: Whether the output is this rank's part, a plain tensor.
+    """
+
+    _cuts = {
+        nn.Linear: {"weight": Shard(1), "bias": Replicate()},
+        nn.Embedding: {"weight": Shard(0)},
+    }
+    _wants = {nn.Linear: Shard(-1), nn.Embedding: Replicate()}
+
+    def _default_output(self) -> Placement:
+        return Replicate()
+
+
+class SequenceParallel(ParallelStyle):
+    """Activations sharded over the sequence, parameters whole: LayerNorm, RMSNorm, Dropout.
+
+    Args:
+        sequence_dim: The dimension of the sequence.
+        use_local_output: Whether the output is this rank's part, a plain tensor.
+    """
+
+    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
+        self.sequence_dim = sequence_dim
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name in list(module._parameters):
+            distribute(module, name, device_mesh, Replicate(), self.src_data_rank)
+        sharded = Shard(self.sequence_dim)
+
+        def before(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            if not isinstance(inputs[0], torch.Tensor):
+                raise UsageError(
+                    f"the input of {type(module).__name__} is no tensor", seen=f"{inputs[0]!r}"
+                )
+            return moved(inputs[0], device_mesh, sharded, sharded), *inputs[1:]
+
+        def after(_: nn.Module, inputs: object, output: DTensor) -> torch.Tensor:
+            return output.to_local() if self.use_local_output else output
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+        return module
+
+
+def _as_layouts(layouts: Layouts) -> tuple[Placement | None, ...] | None:
+    if layouts is None:
+        return None
+    return (layouts,) if isinstance(layouts, Placement) else tuple(layouts)
+
+
+def _check_pair(given: Sequence[object] | None, wanted: Sequence[object] | None, what: str) -> None:
+    if given is not None and (wanted is None or len(given) != len(wanted)):
+        raise PlacementError(
+            f"{what}_layouts and desired_{what}_layouts have one entry for each tensor",
+            seen=f"{given} and {wanted}",
+        )
+
+
+class PrepareModuleInput(ParallelStyle):
+    """Bring the tensors that a module is given to the placements that it wants.
+
+    Args:
+        input_layouts: For each positional input what a plain tensor is a part under; None for what
+            is to be left as it is.
+        desired_input_layouts: What each is brought to.
+        input_kwarg_layouts, desired_input_kwarg_layouts: The same, by keyword.
+        use_local_output: Whether the module gets this rank's parts, plain tensors.
+
+    Raises:
+        PlacementError: The numbers of layouts differ; at the call, that of the inputs.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts = None,
+        desired_input_layouts: Layouts = None,
+        input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        use_local_output: bool = False,
+    ) -> None:
+        self.input_layouts = _as_layouts(input_layouts)
+        self.desired_input_layouts = _as_layouts(desired_input_layouts)
+        self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
+        self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
+        self.use_local_output = use_local_output
+        _check_pair(self.input_layouts, self.desired_input_layouts, "input")
+        _check_pair(
+            sorted(self.input_kwarg_layouts), sorted(self.desired_input_kwarg_layouts), "input_kwarg"
+        )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def prepared(value: Any, given: Placement | None, wanted: Placement | None) -> Any:
+            if given is None:
+                return value
+            if not isinstance(value, torch.Tensor):
+                raise PlacementError(
+                    f"an input of {type(module).__name__} with a layout is no tensor",
+                    seen=f"{value!r}",
+                    fix="Give None as its layout.",
+                )
+            result = moved(value, device_mesh, given, wanted)
+            return result.to_local() if self.use_local_output else result
+
+        def before(
+            _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            given, wanted = self.input_layouts, self.desired_input_layouts
+            if given is not None and wanted is not None:
+                if len(inputs) != len(given):
+                    raise PlacementError(
+                        f"{type(module).__name__} has another number of inputs than layouts",
+                        seen=f"{len(inputs)} inputs, {len(given)} input_layouts",
+                        fix="Give None for those that are no tensors.",
+                    )
+                inputs = tuple(map(prepared, inputs, given, wanted))
+            by_name, desired = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
+            named = {k: prepared(v, by_name.get(k), desired.get(k)) for k, v in named.items()}
+            return inputs, named
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        return module
+
+
+class PrepareModuleOutput(ParallelStyle):
+    """Bring the tensors that a module returns to the placements that its user wants.
+
+    Args:
+        output_layouts: For each output what a plain tensor is a part under; None for what is to be
+            left as it is.
+        desired_output_layouts: What each is brought to.
+        use_local_output: Whether the outputs are this rank's parts, plain tensors.
+
+    Raises:
+        PlacementError: The numbers of layouts differ; at the call, that of the outputs.
+    """
+
+    def __init__(
+        self,
+        *,
+        output_layouts: Layouts,
+        desired_output_layouts: Layouts,
+        use_local_output: bool = True,
+    ) -> None:
+        self.output_layouts = _as_layouts(output_layouts)
+        self.desired_output_layouts = _as_layouts(desired_output_layouts)
+        self.use_local_output = use_local_output
+        _check_pair(self.output_layouts, self.desired_output_layouts, "output")
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        given = self.output_layouts or ()
+        wanted = self.desired_output_layouts or ()
+
+        def prepared(value: Any, have: Placement | None, want: Placement | None) -> Any:
+            if have is None:
+                return value
+            result = moved(value, device_mesh, have, want)
+            return result.to_local() if self.use_local_output else result
+
+        def after(_: nn.Module, inputs: object, outputs: Any) -> Any:
+            found = cast("tuple[Any, ...]", outputs if isinstance(outputs, tuple) else (outputs,))
+            if len(found) != len(given):
+                raise PlacementError(
+                    f"{type(module).__name__} has another number of outputs than layouts",
+                    seen=f"{len(found)} outputs, {len(given)} output_layouts",
+                )
+            results = tuple(map(prepared, found, given, wanted))
+            return results if len(results) > 1 else results[0]
+
+        module.register_forward_hook(after)
+        return module
+
+
+class PrepareModuleInputOutput(ParallelStyle):
+    """`PrepareModuleInput` and `PrepareModuleOutput` in one, with the arguments of both.
+
+    Args:
+        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts: As
+            there.
+        use_local_input: Whether the module gets this rank's parts, plain tensors.
+        output_layouts, desired_output_layouts, use_local_output: As there.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts = None,
+        desired_input_layouts: Layouts = None,
+        input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        use_local_input: bool = False,
+        output_layouts: Layouts,
+        desired_output_layouts: Layouts,
+        use_local_output: bool = True,
+    ) -> None:
+        self.prepare_input = PrepareModuleInput(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_input,
+        )
+        self.prepare_output = PrepareModuleOutput(
+            output_layouts=output_layouts,
+            desired_output_layouts=desired_output_layouts,
+            use_local_output=use_local_output,
+        )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.prepare_input._apply(module, device_mesh)
+        return self.prepare_output._apply(module, device_mesh)
