@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import dure as dist
+from dure.comm.backends.torch_engine import GlooOpening
 from dure.comm.subgroups import new_groups
 from dure.comm.world import current_world
-from dure.errors import Desync
+from dure.errors import Desync, LaunchError, PeerLost
 from dure.store.prefix import PrefixStore
 from dure.testing import ProcessPool
 
@@ -68,11 +73,54 @@ def count(rank: int, lists: list[list[int]]) -> dict[str, int]:
     return asked
 
 
-def test_twelve_groups_ask_as_little_of_the_store_as_one_8_ranks(process_pool):
-    pool = process_pool(8, "shm")
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_twelve_groups_ask_as_little_of_the_store_as_one_8_ranks(backend, process_pool):
+    pool = process_pool(8, backend)
     asked = {"multi_set": 1, "multi_get": 1}
     assert pool.run(count, [list(range(8))]) == [asked] * 8
     assert pool.run(count, AXES) == [asked] * 8
+
+
+def open_sockets(rank: int) -> tuple[int, int, int]:
+    """Return how many sockets there are before a group of all is made, with it, and after it."""
+
+    def count() -> int:
+        links = Path("/proc/self/fd").glob("*")
+        return sum(os.readlink(link).startswith("socket:") for link in links if link.is_symlink())
+
+    dist.barrier()
+    before = count()
+    group = dist.new_group()
+    dist.barrier(group)
+    made = count()
+    dist.destroy_process_group(group)
+    return before, made, count()
+
+
+def test_a_gloo_group_is_connected_when_made_and_leaves_no_socket_3_ranks(process_pool):
+    for before, made, after in process_pool(3, "gloo").run(open_sockets):
+        assert (made - before, after - before) == (3, 0), "a listening socket, and one a peer"
+
+
+def die_when_connecting(rank: int, folder: str) -> None:
+    connect = GlooOpening.connect
+
+    def connect_or_die(opening: GlooOpening, offers: Sequence[bytes]) -> None:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        connect(opening, offers)
+
+    GlooOpening.connect = connect_or_die
+    try:
+        dist.new_group()
+    except PeerLost as error:
+        Path(folder, str(rank)).write_text(str(error.peer))
+
+
+def test_a_rank_that_dies_before_gloo_is_connected_is_named_3_ranks(tmp_path):
+    with ProcessPool(3, "gloo", timeout=20) as pool, pytest.raises(LaunchError):
+        pool.run(die_when_connecting, str(tmp_path))
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "1", "2": "1"}
 
 
 def one_makes_a_group(rank: int) -> None:

@@ -170,6 +170,9 @@ class _Birth:
                 global_ranks=self.spec.global_ranks,
                 timeout=self.spec.timeout,
                 name=self.spec.name,
+                hosts=tuple(self._members[r].host_id for r in self.spec.global_ranks)
+                if self._members
+                else (),
                 device_id=self.spec.device_id,
                 eager_bytes=self._eager_bytes,
                 pg_options=self.spec.pg_options,

@@ -52,6 +52,7 @@ class BackendOptions:
         global_ranks: Global rank of each group rank.
         timeout: How long an operation may wait for its peers.
         name: The group's name, the same on all ranks.
+        hosts: Where each rank lives, equal for ranks that can share memory; empty: not known.
         device_id: The device the rank is bound to, if it said so.
         patience: How long an operation may take whose time somebody else keeps, who also says who
             left; None: the group keeps its time, and its ranks tell each other.
@@ -68,6 +69,7 @@ class BackendOptions:
     global_ranks: tuple[int, ...]
     timeout: timedelta
     name: str
+    hosts: tuple[str, ...] = ()
     device_id: torch.device | None = None
     patience: timedelta | None = None
     threads: int = 1

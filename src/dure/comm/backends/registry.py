@@ -85,7 +85,7 @@ class _Entry:
 _OURS: Mapping[str, _Entry] = {
     "threads": _Entry(("cpu",), "threads.backend:create_threads"),
     "shm": _Entry(("cpu",), "shm.opening:ShmOpening", opens=True),
-    "gloo": _Entry(("cpu",), "torch_engine:create_gloo"),
+    "gloo": _Entry(("cpu",), "torch_engine:GlooOpening", opens=True),
     "mpi": _Entry(("cpu",), "mpi.backend:create_mpi"),
     "hybrid": _Entry(("cpu",), "hybrid.creation:create_over_gloo"),
     "hybrid_mpi": _Entry(("cpu",), "hybrid.creation:create_over_mpi"),

@@ -7,14 +7,21 @@ Gloo cannot abort. But a receive that times out makes it close all connections o
 ends what is pending here and shows the peers that this rank has gone; so that is how a group is
 left in haste, with a receive that times out at once.
 
-Ranks find each other through our store, which torch's classes see as one of theirs. All ranks of
-one host: loopback; otherwise the interface that routes to the store (store/address.py).
+Gloo takes its peers' addresses from a store, of torch's kind, and waits there for them. It gets one
+that is not shared: the addresses travel with what else the ranks tell each other about the group
+(`GlooOpening`). All ranks of one host: loopback; otherwise the interface that routes to the store
+(store/address.py). NCCL finds its peers through our store, which it sees as one of torch's.
+
+All ranks of a group are connected when it is made. Not at its first use: what a rank that is not
+connected cannot see is that a peer has died (docs/log.md, "Connections on first use").
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -27,13 +34,15 @@ from dure.comm.backends.engine.work import EngineState, EngineWork
 from dure.errors import DureError, UsageError
 from dure.store.address import outward_address
 from dure.store.base import Store
-from dure.store.identity import myself
+from dure.store.values import encode
 
-__all__ = ["EngineCalls", "create_gloo", "create_nccl"]
+__all__ = ["EngineCalls", "GlooOpening", "create_gloo", "create_nccl"]
 
 Engine = Any  # torch's Backend, whose stub leaves the collectives out
 _POISON = timedelta(milliseconds=1)
 _POISON_TAG = 0x7FFFFFF0
+_LOOK_S = 0.05
+_ADDRESS = "engine/address"
 _OPS = {
     name: getattr(c10d.ReduceOp, name)
     for name in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
@@ -192,28 +201,111 @@ class _StoreBridge(c10d.Store):
         return False
 
 
+class _Addresses(c10d.Store):
+    """What Gloo takes for a store: its own address goes out, and those of all ranks come in."""
+
+    def __init__(self) -> None:
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
+        self.own: Future[bytes] = Future()
+        self.all: Future[Sequence[bytes]] = Future()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.own.set_result(encode(value))
+
+    def get(self, key: str) -> bytes:
+        return self.all.result()[int(key.rpartition("/")[2])]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self.all.result()
+
+    def has_extended_api(self) -> bool:
+        return False
+
+
+class GlooOpening:
+    """This rank's part of a Gloo group that is coming about (see `opening.Opening`).
+
+    Torch's class returns when it is connected, and asks for the addresses in between: so it is made
+    on a thread, which ends when it is connected or the opening withdrawn.
+
+    Raises:
+        UsageError: Torch was built without Gloo.
+    """
+
+    def __init__(self, options: BackendOptions) -> None:
+        cls = getattr(c10d, "ProcessGroupGloo", None)
+        if cls is None:
+            raise UsageError(
+                "this torch was built without Gloo", fix="Use the shm backend, or another torch."
+            )
+        settings = cls._Options()
+        settings._devices = [cls.create_device(hostname=_own_address(options))]
+        settings._timeout = options.timeout
+        settings._threads = 2
+        addresses = _Addresses()
+
+        def make() -> Engine:
+            engine = cls(addresses, options.rank, options.size, settings)
+            # Who is done may end at once: a rank still shaking hands takes that for a failure.
+            engine.barrier().wait()
+            return engine
+
+        self._options, self._addresses, self._engine = options, addresses, Future[Engine]()
+        threading.Thread(target=self._make, args=(make,), name="dure-gloo", daemon=True).start()
+
+    def _make(self, make: Callable[[], Engine]) -> None:
+        try:
+            self._engine.set_result(_connect("gloo", make, self._options))
+        except BaseException as error:
+            self._engine.set_exception(error)
+            if not self._addresses.own.done():
+                self._addresses.own.set_exception(error)
+
+    @property
+    def offer(self) -> bytes:
+        """See `Opening.offer`: this rank's address."""
+        return self._addresses.own.result()
+
+    def connect(self, offers: Sequence[bytes]) -> None:
+        """See `Opening.connect`."""
+        self._addresses.all.set_result(offers)
+
+    def complete(self) -> EngineGroup:
+        """See `Opening.complete`.
+
+        Raises:
+            CommError: A rank could not be connected to.
+        """
+        options = self._options
+        while not wait([self._engine], _LOOK_S).done:
+            options.store.check([_ADDRESS])  # which looks whether the members live
+        if self._engine.exception() is not None:
+            time.sleep(_LOOK_S)  # connections close before a process counts as ended
+            options.store.check([_ADDRESS])
+        engine, self._engine = self._engine.result(), Future()  # the backend's alone from now on
+        if options.patience is not None:
+            engine._set_default_timeout(options.patience)
+        return EngineGroup(_Gloo(engine, options), options)
+
+    def withdraw(self) -> None:
+        """See `Opening.withdraw`."""
+        self._addresses.all.cancel()
+
+
 def create_gloo(options: BackendOptions) -> EngineGroup:
-    """Make this rank's part of a Gloo group; every rank must do so.
+    """Make this rank's part of a Gloo group by itself; every rank must do so.
 
     Raises:
         UsageError: Torch was built without Gloo.
         CommError: A rank did not come, or could not be connected to.
     """
-    cls = getattr(c10d, "ProcessGroupGloo", None)
-    if cls is None:
-        raise UsageError(
-            "this torch was built without Gloo", fix="Use the shm backend, or another torch."
-        )
-    settings = cls._Options()
-    settings._devices = [cls.create_device(hostname=_own_address(options))]
-    settings._timeout = options.timeout
-    settings._threads = 2
-    engine = _connect("gloo", cls, settings, options)
-    # One that is done may end at once: who still shakes hands with it takes that for a failure.
-    options.tell_all("engine/connected")
-    if options.patience is not None:
-        engine._set_default_timeout(options.patience)
-    return EngineGroup(_Gloo(engine, options), options)
+    opening = GlooOpening(options)
+    try:
+        opening.connect(options.tell_all(_ADDRESS, opening.offer))
+        return opening.complete()
+    except BaseException:
+        opening.withdraw()
+        raise
 
 
 def create_nccl(options: BackendOptions) -> EngineGroup:
@@ -233,15 +325,15 @@ def create_nccl(options: BackendOptions) -> EngineGroup:
         torch.cuda.set_device(options.device_id)
     settings = cls.Options()
     settings._timeout = options.timeout
-    return EngineGroup(_Nccl(_connect("nccl", cls, settings, options), options), options)
+    store = _StoreBridge(options.store)
+    make = lambda: cls(store, options.rank, options.size, settings)  # noqa: E731
+    return EngineGroup(_Nccl(_connect("nccl", make, options), options), options)
 
 
-def _connect(
-    name: str, cls: Callable[..., Engine], settings: object, options: BackendOptions
-) -> Engine:
+def _connect(name: str, make: Callable[[], Engine], options: BackendOptions) -> Engine:
     began = time.monotonic()
     try:
-        return cls(_StoreBridge(options.store), options.rank, options.size, settings)
+        return make()
     except DureError:
         raise
     except RuntimeError as e:
@@ -250,5 +342,4 @@ def _connect(
 
 def _own_address(options: BackendOptions) -> str:
     """Return the address peers can reach this rank at: loopback if all are on this host."""
-    hosts = options.tell_all("engine/host", myself().host_id)  # names of hosts may be the same
-    return "127.0.0.1" if len({*hosts}) == 1 else outward_address(options.store)
+    return "127.0.0.1" if len({*options.hosts}) == 1 else outward_address(options.store)

@@ -57,6 +57,7 @@ def _options_of(
         size=len(ranks),
         global_ranks=tuple(options.global_ranks[r] for r in ranks),
         name=f"{options.name}/{what}{number}",
+        hosts=tuple(options.hosts[r] for r in ranks) if options.hosts else (),
         pg_options=None,
     )
 
