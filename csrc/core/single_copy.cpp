@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -95,9 +96,14 @@ void admit_peers(const std::vector<int>& pids) {
     constexpr int kRestricted = 1;  // 2 and 3 know no exceptions
     const std::string scope = text_of("/proc/sys/kernel/yama/ptrace_scope");
     if (std::atoi(scope.c_str()) != kRestricted) return;
-    if (const int ancestor = common_ancestor(pids)) {
-        prctl(PR_SET_PTRACER, static_cast<unsigned long>(ancestor), 0, 0, 0);
-    }
+    int ancestor = common_ancestor(pids);
+    if (ancestor == 0) return;
+    // There is room for one. Of two ancestors of ours the farther one has the nearer one's
+    // descendants, too; of one that has ended, nothing is known.
+    static std::atomic<int> named = 0;
+    if (common_ancestor({ancestor, named}) == named && named != 0) ancestor = named;
+    named = ancestor;
+    prctl(PR_SET_PTRACER, static_cast<unsigned long>(ancestor), 0, 0, 0);
 }
 
 }  // namespace dure

@@ -36,7 +36,8 @@ struct Remote {
 bool read_from(Remote from, void* to, size_t bytes);
 bool write_to(Remote to, const void* from, size_t bytes);
 
-// Let the processes `pids`, ours among them, copy from and to our memory, where that takes a word.
+// Let the processes `pids`, ours among them, copy from and to our memory, where that takes a word;
+// those of earlier calls still may.
 void admit_peers(const std::vector<int>& pids);
 
 // The nearest process that has all `pids` among its descendants or is one of them; 0 if there is

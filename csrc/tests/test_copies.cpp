@@ -106,6 +106,43 @@ TEST(the_nearest_common_ancestor_is_found) {
     close(ends[1]);
 }
 
+// Can fail only where Yama restricts ptrace to descendants (kernel.yama.ptrace_scope = 1).
+TEST(a_peer_stays_admitted_when_nearer_ones_come) {
+    static int word = 1;
+    int ends[2];
+    CHECK(pipe(ends) == 0);
+    const pid_t reader = fork();
+    if (reader == 0) {
+        pid_t owner = 0;
+        CHECK(read(ends[0], &owner, sizeof owner) == sizeof owner);
+        int got = 0;
+        const bool may = read_from({owner, reinterpret_cast<uint64_t>(&word)}, &got, sizeof got);
+        kill(owner, SIGKILL);
+        CHECK(may && got == 2);
+        std::_Exit(0);
+    }
+    const pid_t launcher = fork();
+    if (launcher == 0) {
+        const pid_t owner = fork();
+        if (owner == 0) {
+            const pid_t me = getpid();
+            word = 2;
+            admit_peers({me, reader});
+            admit_peers({me, getppid()});
+            CHECK(write(ends[1], &me, sizeof me) == sizeof me);
+            pause();
+        }
+        waitpid(owner, nullptr, 0);
+        std::_Exit(0);
+    }
+    int status = 0;
+    waitpid(reader, &status, 0);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    waitpid(launcher, nullptr, 0);
+    close(ends[0]);
+    close(ends[1]);
+}
+
 // All collectives that move blocks of `count` numbers, with right results.
 void move_everything(Group& g, size_t count) {
     const auto n = static_cast<size_t>(g.size()), me = static_cast<size_t>(g.rank());
