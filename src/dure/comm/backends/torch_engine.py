@@ -223,7 +223,7 @@ class _Addresses(c10d.Store):
 
 
 class GlooOpening:
-    """This rank's part of a Gloo group that is coming about (see `opening.Opening`).
+    """This rank's part of a Gloo group that is coming about (see `registry.Opening`).
 
     Torch's class returns when it is connected, and asks for the addresses in between: so it is made
     on a thread, which ends when it is connected or the opening withdrawn.
