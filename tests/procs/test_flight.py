@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import dure
 from dure.launch import JobSpec, Line, run_job
 from dure.native import available as native_available
+from dure.trace import flight
 from dure.trace.findings import study
 from dure.trace.merging import read
 from procs import flight_ranks
@@ -18,6 +21,14 @@ NEEDS_ENGINE = pytest.mark.skipif(
     not native_available()[0], reason=native_available()[1] or "no engine"
 )
 BACKENDS = [pytest.param("shm", marks=NEEDS_ENGINE), "gloo"]
+
+
+@NEEDS_ENGINE
+def test_an_operation_is_recorded_once(tmp_path):
+    with dure.process_group("shm", init_method=f"file://{tmp_path}/store", rank=0, world_size=1):
+        dure.all_reduce(torch.ones(2, 2).t())  # the slow path, and the fast one
+        dure.all_reduce(torch.ones(2))
+        assert [r.op for r in flight.recorded() if r.op != "barrier"] == ["all_reduce"] * 2
 
 
 @NEEDS_ENGINE
@@ -34,13 +45,13 @@ def test_sigusr2_shows_a_rank_of_2_that_waits_in_gloo(process_pool, tmp_path):
 def test_the_records_of_3_ranks_match(backend, process_pool, tmp_path):
     paths = process_pool(3, backend).run(flight_ranks.dump_now, str(tmp_path))
     assert [Path(p).name for p in paths] == [f"rank{r}.json" for r in range(3)]
-    flight = read(tmp_path)
-    found = study(flight)
-    assert flight.problems == () and found.sentences == []
-    assert {r.site.rpartition(":")[0] for f in flight.ranks.values() for r in f.records} == {
+    files = read(tmp_path)
+    found = study(files)
+    assert files.problems == () and found.sentences == []
+    assert {r.site.rpartition(":")[0] for f in files.ranks.values() for r in f.records} == {
         flight_ranks.__file__
     }
-    for rank, file in flight.ranks.items():
+    for rank, file in files.ranks.items():
         world = [r for r in file.records if len(r.group) and not r.is_message and r.world_size == 3]
         asynchronous = [r.async_op for r in world if r.op == "all_reduce"]
         assert asynchronous[-2:] == [False, True]

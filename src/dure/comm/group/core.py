@@ -13,7 +13,7 @@ goes straight to the engine, which makes the same checks in one look at the tens
 (csrc/bindings/plain.cpp).
 
 Every operation is noted by the flight recorder (`trace.flight`): by the backend where it keeps a
-ring of its own (it has a method `records`), else here.
+ring of its own (a true attribute `keeps_records`), else here.
 
 Ranks are group ranks here; the public functions of `collectives` and `point_to_point` translate
 global ranks on one line each.
@@ -474,8 +474,8 @@ class GroupCore:
 
 
 def _records(backend: Backend) -> bool:
-    """Tell whether a backend keeps its last operations itself."""
-    return hasattr(backend, "records")
+    """Tell whether a backend notes its operations for the flight recorder itself."""
+    return getattr(backend, "keeps_records", False)
 
 
 def _run(backend: Backend, call: Call, async_op: bool) -> Request | None:

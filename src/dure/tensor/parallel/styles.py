@@ -292,7 +292,9 @@ class PrepareModuleInput(ParallelStyle):
         self.use_local_output = use_local_output
         _check_pair(self.input_layouts, self.desired_input_layouts, "input")
         _check_pair(
-            sorted(self.input_kwarg_layouts), sorted(self.desired_input_kwarg_layouts), "input_kwarg"
+            sorted(self.input_kwarg_layouts),
+            sorted(self.desired_input_kwarg_layouts),
+            "input_kwarg",
         )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -66,6 +66,7 @@ class ShmBackend:
     name = "shm"
     device_types = frozenset({"cpu"})
     compares_calls = True
+    keeps_records = True
     fuses = True
     channels = 2
 
