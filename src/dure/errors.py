@@ -7,6 +7,7 @@
     ├── CommError             the job is in trouble; the group must be rebuilt
     │   ├── CommTimeout, PeerLost, Desync, Aborted
     ├── StoreError (StoreTimeout, StoreLost, StoreRefused), RendezvousError (RendezvousTimeout)
+    ├── ReplicasDiffer        ranks that ought to have the same parameter have not
     ├── UnevenInputs          some ranks ran out of inputs before the others
     ├── LaunchError           carries the first failing worker's report
     ├── RpcError              carries the remote traceback
@@ -44,6 +45,7 @@ __all__ = [
     "PlacementError",
     "RendezvousError",
     "RendezvousTimeout",
+    "ReplicasDiffer",
     "RpcError",
     "ShapeError",
     "StoreError",
@@ -229,6 +231,25 @@ class Desync(CommError):
 
     def __init__(self, what: str, *, calls: dict[int, str] | None = None, **fields: object) -> None:
         self.calls = calls or {}
+        super().__init__(what, **fields)  # pyright: ignore[reportArgumentType]
+
+
+class ReplicasDiffer(DureError, RuntimeError):
+    """Ranks that ought to have the same value of a parameter have not.
+
+    `parameter` is its name; `ranks` are the sets of global ranks that agree, the largest first.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        parameter: str = "",
+        step: int | None = None,
+        ranks: tuple[tuple[int, ...], ...] = (),
+        **fields: object,
+    ) -> None:
+        self.parameter, self.step, self.ranks = parameter, step, ranks
         super().__init__(what, **fields)  # pyright: ignore[reportArgumentType]
 
 
