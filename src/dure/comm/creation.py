@@ -45,17 +45,6 @@ from dure.store.prefix import PrefixStore
 from dure.store.rendezvous import Member, Rendezvous
 from dure.trace.ring import call_site
 
-__all__ = [
-    "RENDEZVOUS_LIMIT",
-    "GroupSpec",
-    "as_timeout",
-    "check_ranks",
-    "create_groups",
-    "default_pg_timeout",
-    "forget_keys",
-    "member_keys",
-]
-
 default_pg_timeout = timedelta(minutes=30)
 """How long an operation waits for its peers where the program does not say."""
 
