@@ -1,6 +1,7 @@
 #include "tensor.h"
 
 #include <array>
+#include <utility>
 
 #include "bindings.h"
 #include "dlpack.h"
@@ -62,12 +63,55 @@ size_t contiguous_bytes(const dlpack::Tensor& t) {
     return static_cast<size_t>(items) * t.dtype.bits / 8;
 }
 
-bool negated(PyObject* tensor) {
+bool ask_whether_negated(PyObject* tensor) {
     PyObject* answer = PyObject_Vectorcall(torch().is_neg, &tensor, 1, nullptr);
     if (!answer) PyErr_Clear();
     const bool no = answer == Py_False;
     Py_XDECREF(answer);
     return !no;
+}
+
+// Whether `reference`, a weak one, is to `tensor`, which is alive.
+bool refers_to(PyObject* reference, PyObject* tensor) {
+#if PY_VERSION_HEX >= 0x030D0000
+    PyObject* object = nullptr;
+    if (PyWeakref_GetRef(reference, &object) < 0) PyErr_Clear();
+    Py_XDECREF(object);
+    return object == tensor;
+#else
+    return PyWeakref_GetObject(reference) == tensor;
+#endif
+}
+
+// Whether a tensor's values are the negatives of what is in its memory at `data` (the imaginary
+// part of a conjugate).
+//
+// torch gives the GIL away to answer, which takes as long as the rest of a small call in Python. A
+// tensor keeps the answer for life, unless it is given other memory. So "no" is remembered of
+// tensors that are seen again, each with a weak reference, since another tensor may take the place
+// of one that has gone. Where that happens again and again, nothing is remembered.
+bool negated(PyObject* tensor, const std::byte* data) {
+    struct Known {
+        PyObject* tensor = nullptr;  // seen last; may be gone
+        const std::byte* data = nullptr;
+        PyObject* reference = nullptr;  // to it; owned
+        int gone = 0;                   // how often another one had taken its place
+    };
+    constexpr int kMostGone = 3;
+    static std::array<Known, 256> known;
+    Known& k = known[reinterpret_cast<uintptr_t>(tensor) / 16 % known.size()];
+    const bool again = k.tensor == tensor && k.data == data;
+    if (again && k.reference && refers_to(k.reference, tensor)) return false;
+    const bool answer = ask_whether_negated(tensor);  // another thread may use `k` meanwhile
+    Known now{tensor, data};
+    if (again) now.gone = k.gone + (k.reference ? 1 : 0);
+    if (again && !answer && now.gone <= kMostGone) {
+        now.reference = PyWeakref_NewRef(tensor, nullptr);
+        if (!now.reference) PyErr_Clear();
+    }
+    std::swap(k, now);
+    Py_XDECREF(now.reference);
+    return answer;
 }
 
 }  // namespace
@@ -85,7 +129,8 @@ bool read_plain(nb::handle tensor, PlainTensor& out) {
     out.dtype = dtype_of(t.dtype.code, t.dtype.bits);
     out.rows = t.ndim > 0 ? t.shape[0] : 1;
     out.block = {static_cast<std::byte*>(t.data) + t.byte_offset, contiguous_bytes(t)};
-    return out.dtype != DType::opaque && out.block.bytes != 0 && !negated(tensor.ptr());
+    return out.dtype != DType::opaque && out.block.bytes != 0 &&
+           !negated(tensor.ptr(), out.block.data);
 }
 
 Reduction reduction_of(nb::handle op) {

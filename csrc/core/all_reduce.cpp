@@ -35,6 +35,7 @@
 // is the same bit for bit, on all ranks, in all ways. `reduce` is the same but that only the root
 // keeps the result.
 #include "channel.h"
+#include "copying.h"
 
 namespace dure {
 
@@ -183,7 +184,10 @@ void Channel::swap(const Staged& staged, size_t k) {
     std::byte* out = piece.data + slices.begin(peer);
     const size_t length = slices.length(peer);
     for (size_t at = 0; at < length; at += kStep) {
-        if (staged.keeps) std::memcpy(out + at, buffer + at, std::min(kStep, length - at));
+        if (staged.keeps) {
+            const size_t now = std::min(kStep, length - at);
+            fetch_copy(out + at, buffer + at, now, length - at - now);
+        }
         if (at < next.bytes) {
             std::memcpy(buffer + at, next.data + at, std::min(kStep, next.bytes - at));
         }

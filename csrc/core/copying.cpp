@@ -36,8 +36,17 @@ inline void stream_line(std::byte* to, const std::byte* from) {
     for (int k = 0; k < 4; k++) _mm_stream_si128(out + k, _mm_loadu_si128(in + k));
 }
 
-// Whole lines. What the processor reads ahead by itself ends with the page, so several pages are
-// copied side by side, two lines of each in turn; what is left goes line by line.
+inline void copy_line(std::byte* to, const std::byte* from) {
+    const auto* in = reinterpret_cast<const __m128i*>(from);
+    auto* out = reinterpret_cast<__m128i*>(to);
+    for (int k = 0; k < 4; k++) _mm_storeu_si128(out + k, _mm_loadu_si128(in + k));
+}
+
+inline void fetch_line(const std::byte* from) {
+    _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T1);
+}
+
+// Whole lines: pages side by side, two lines of each in turn; what is left goes line by line.
 void stream_lines(std::byte* to, const std::byte* from, size_t lines) {
     constexpr size_t kBlock = kPages * kPageBytes;
     for (; lines >= kBlock / kLineBytes;
@@ -67,9 +76,31 @@ void stream_copy(std::byte* to, const std::byte* from, size_t bytes) {
     std::memcpy(to + head + middle, from + head + middle, bytes - head - middle);
 }
 
+void fetch_copy(std::byte* to, const std::byte* from, size_t bytes, size_t more) {
+    constexpr size_t kBlock = kPages * kPageBytes;
+    for (; bytes >= kBlock; bytes -= kBlock, to += kBlock, from += kBlock) {
+        const bool ahead = bytes + more >= 2 * kBlock;
+        for (size_t at = 0; at < kPageBytes; at += 2 * kLineBytes) {
+            for (size_t k = at; k < kBlock; k += kPageBytes) {
+                if (ahead) {
+                    fetch_line(from + kBlock + k);
+                    fetch_line(from + kBlock + k + kLineBytes);
+                }
+                copy_line(to + k, from + k);
+                copy_line(to + k + kLineBytes, from + k + kLineBytes);
+            }
+        }
+    }
+    std::memcpy(to, from, bytes);
+}
+
 #else
 
 void stream_copy(std::byte* to, const std::byte* from, size_t bytes) {
+    std::memcpy(to, from, bytes);
+}
+
+void fetch_copy(std::byte* to, const std::byte* from, size_t bytes, size_t) {
     std::memcpy(to, from, bytes);
 }
 

@@ -5,6 +5,10 @@
 // cache before anyone reads it, both are waste: non-temporal stores write whole lines past the
 // cache. They lose where the lines are in the cache already, or will be read soon; so staging
 // buffers and tensors that are reduced in place are never streamed into.
+//
+// Note "Side by side". What the processor reads ahead by itself ends with the page. So long copies
+// take several pages at a time, some lines of each in turn, and ask for those of the next pages
+// meanwhile: more lines are under way from another core's cache, or from memory, at once.
 #pragma once
 
 #include <cstddef>
@@ -17,5 +21,9 @@ bool exceeds_cache(size_t bytes);
 // Copy with non-temporal stores where the machine has them; complete for other ranks at the
 // caller's next release, as any copy. The ranges do not overlap.
 void stream_copy(std::byte* to, const std::byte* from, size_t bytes);
+
+// Copy what is not in this core's cache. `more` bytes behind it will be copied next. The ranges do
+// not overlap.
+void fetch_copy(std::byte* to, const std::byte* from, size_t bytes, size_t more = 0);
 
 }  // namespace dure

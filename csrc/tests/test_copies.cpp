@@ -271,19 +271,22 @@ TEST(blocks_of_all_lengths_arrive_whichever_way_they_take) {
 
 // Around the blocks that are copied page by page, from and to odd addresses; nothing beside is
 // touched.
-TEST(streamed_copies_are_whole_and_touch_nothing_else) {
+TEST(long_copies_are_whole_and_touch_nothing_else) {
     constexpr size_t kBlock = 4 * kPage, kRoom = 3 * kBlock;
     std::vector<uint8_t> from(kRoom), to;
     for (size_t i = 0; i < kRoom; i++) from[i] = static_cast<uint8_t>(i * 7 + i / 256);
     for (size_t bytes : {size_t{0}, size_t{1}, size_t{63}, size_t{200}, kBlock - 1, kBlock,
                          kBlock + 64, kBlock + 65, 2 * kBlock + 127}) {
         for (size_t skew : {0, 1, 64, 100}) {
-            to.assign(kRoom, 255);
-            auto* out = reinterpret_cast<std::byte*>(to.data()) + skew;
-            stream_copy(out, reinterpret_cast<std::byte*>(from.data()) + 3, bytes);
-            for (size_t i = 0; i < kRoom; i++) {
-                const bool inside = i >= skew && i < skew + bytes;
-                CHECK(to[i] == (inside ? from[i - skew + 3] : 255));
+            for (const bool streams : {true, false}) {
+                to.assign(kRoom, 255);
+                auto* out = reinterpret_cast<std::byte*>(to.data()) + skew;
+                auto* in = reinterpret_cast<std::byte*>(from.data()) + 3;
+                streams ? stream_copy(out, in, bytes) : fetch_copy(out, in, bytes);
+                for (size_t i = 0; i < kRoom; i++) {
+                    const bool inside = i >= skew && i < skew + bytes;
+                    CHECK(to[i] == (inside ? from[i - skew + 3] : 255));
+                }
             }
         }
     }

@@ -63,6 +63,25 @@ def _declined(rank: int) -> list[str]:
     return [k for k, make in NOT_PLAIN.items() if _plain().plain_broadcast(make(), 0) is not False]
 
 
+def _one_where_another_was(rank: int) -> None:
+    """A negated tensor at the address of one that was seen before, with the same memory."""
+    del rank
+    plain, pair = _plain(), torch.tensor([1 + 2j])
+    conjugate = pair.conj()
+    in_its_place = 0
+    for _ in range(20):
+        tensor = pair.imag
+        address = id(tensor)
+        for _ in range(3):
+            assert plain.plain_broadcast(tensor, 0) is True
+        del tensor
+        tensor = conjugate.imag
+        in_its_place += id(tensor) == address
+        assert plain.plain_broadcast(tensor, 0) is False
+        del tensor
+    assert in_its_place > 0
+
+
 def _wrong_calls(rank: int) -> None:
     plain, ones = _plain(), torch.ones
     for done in (
@@ -172,7 +191,9 @@ def _ring_wraps(rank: int) -> None:
     assert starts == sorted(starts)
 
 
-@pytest.mark.parametrize("program", [_wrong_calls, _both_roads, _noted, _ring_wraps])
+@pytest.mark.parametrize(
+    "program", [_wrong_calls, _one_where_another_was, _both_roads, _noted, _ring_wraps]
+)
 def test_two_ranks(process_pool, program):
     process_pool(2, "shm").run(program)
 
