@@ -106,7 +106,7 @@ TEST(the_nearest_common_ancestor_is_found) {
     close(ends[1]);
 }
 
-// Can fail only where Yama restricts ptrace to descendants (kernel.yama.ptrace_scope = 1).
+// Can fail only where Yama restricts ptrace to descendants (scripts/yama-test).
 TEST(a_peer_stays_admitted_when_nearer_ones_come) {
     static int word = 1;
     int ends[2];
