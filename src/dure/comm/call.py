@@ -101,6 +101,12 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         tensors = self.inputs or self.outputs
         return tensors[0].dtype if tensors else None
 
+    @property
+    def needed_reduction(self) -> ReduceOp:
+        """How it reduces; it must."""
+        assert self.reduction is not None
+        return self.reduction
+
     def gives(self, n: int) -> Sequence[torch.Tensor]:
         """Return what this rank gives to each of `n` ranks, where it gives each its own."""
         return self._of_each(self.inputs, n, self.op == "gather")

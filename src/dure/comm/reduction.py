@@ -52,6 +52,11 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the bytes of `tensors`, one after another, as a new tensor."""
+    return torch.cat([as_bytes(t) for t in tensors])
+
+
 def reduce_in_order(tensors: Sequence[torch.Tensor], op: ReduceOp, out: torch.Tensor) -> None:
     """Reduce `tensors`, in their order, into `out`.
 

@@ -28,6 +28,11 @@ def test_reduce_in_order_equals_plain_python(name, dtype):
         assert same(out, reduced(n, 24, dtype, name))
 
 
+INTEGERS = {torch.int8, torch.uint8, torch.int32, torch.int64}
+WIRED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+WIRED |= {torch.complex64, torch.complex128}
+
+
 @pytest.mark.parametrize(("name", "dtype"), PAIRS, ids=IDS)
 def test_wire_form_reduced_by_a_simple_engine_comes_back_right(name, dtype):
     """An engine that knows the plain dtypes only reduces the wire forms, part by part."""
@@ -35,8 +40,10 @@ def test_wire_form_reduced_by_a_simple_engine_comes_back_right(name, dtype):
     op = getattr(ReduceOp, name)
     tensors = [contribution(r, 24, dtype, name) for r in range(n)]
     wired = [as_wire(t, op, n) for t in tensors]
-    if dtype.is_complex and name == "PRODUCT":
+    if wired[0] is None:
         assert wired == [None] * n
+        folded = dtype in INTEGERS or (dtype in WIRED and name in ("SUM", "AVG", "PRODUCT"))
+        assert not folded or (dtype.is_complex and name == "PRODUCT")
         return
     out = torch.empty_like(tensors[0])
     wires = [c.wire.clone() for c in wired if c is not None]
@@ -64,9 +71,7 @@ def test_wire_form_reduced_by_a_simple_engine_comes_back_right(name, dtype):
 
 def test_engine_without_bit_operations_has_no_wire_form_for_them():
     assert as_wire(torch.zeros(3, dtype=torch.int64), ReduceOp.BXOR, 2, bitwise=False) is None
-    either = as_wire(torch.zeros(3, dtype=torch.bool), ReduceOp.BOR, 2, bitwise=False)
-    assert either is not None
-    assert either.op == "MAX"
+    assert as_wire(torch.zeros(3, dtype=torch.int64), ReduceOp.SUM, 2, bitwise=False) is not None
 
 
 def test_out_may_be_one_of_the_inputs():
@@ -84,14 +89,7 @@ def test_nan_wins_min_and_max(dtype):
         reduce_in_order([a, b], getattr(ReduceOp, name), out)
         assert out.isnan().tolist() == [True, True, False]
         assert out[2] == last
-        wired = [as_wire(t, getattr(ReduceOp, name), 2) for t in (a, b)]
-        wires = [c.wire for c in wired if c is not None]
-        keys = torch.minimum(*wires) if name == "MIN" else torch.maximum(*wires)
-        assert wired[0] is not None
-        assert wired[0].copy_back is not None
-        wired[0].copy_back(keys, out)
-        assert out.isnan().tolist() == [True, True, False]
-        assert out[2] == last
+        assert as_wire(a, getattr(ReduceOp, name), 2) is None  # engines lose NaN
 
 
 def test_sixteen_bit_floats_are_rounded_once():

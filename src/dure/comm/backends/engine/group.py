@@ -16,7 +16,7 @@ What an engine does differently from the contract is made up for here:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 from weakref import WeakSet
@@ -36,8 +36,7 @@ from dure.comm.backends.engine.work import (
 )
 from dure.comm.backends.request import Request, finished
 from dure.comm.call import Call
-from dure.comm.ops import ReduceOp
-from dure.comm.reduction import as_bytes, reduce_in_order
+from dure.comm.reduction import as_bytes, joined, reduce_in_order
 from dure.errors import DureError, UsageError
 
 if TYPE_CHECKING:
@@ -126,7 +125,7 @@ class EngineGroup:
             self._engine.break_off()
 
     def _wire(self, tensor: torch.Tensor, call: Call) -> WireTensor | None:
-        return as_wire(tensor, _reduction(call), self._size, bitwise=self._bitwise)
+        return as_wire(tensor, call.needed_reduction, self._size, bitwise=self._bitwise)
 
     # ---- reductions ------------------------------------------------------------------------------
 
@@ -149,12 +148,12 @@ class EngineGroup:
     def _reduce_scatter(self, call: Call, async_op: bool) -> Request | None:
         """Uneven lengths cost an all_reduce of everything."""
         (output,), lengths = call.outputs, [t.numel() for t in call.inputs]
-        joined = _join(call.inputs).view(output.dtype)
+        whole = joined(call.inputs).view(output.dtype)
         if len(set(lengths)) == 1:
             return self._reduce_scatter_single(
-                msgspec.structs.replace(call, inputs=(joined,)), async_op
+                msgspec.structs.replace(call, inputs=(whole,)), async_op
             )
-        return self._reduce_all(call, output, joined, sum(lengths[: self._rank]), async_op)
+        return self._reduce_all(call, output, whole, sum(lengths[: self._rank]), async_op)
 
     def _reduce_scatter_single(self, call: Call, async_op: bool) -> Request | None:
         (output,), (tensor,) = call.outputs, call.inputs
@@ -189,7 +188,7 @@ class EngineGroup:
 
         def copy_back() -> None:
             rows = [row[begin : begin + output.numel()] for row in gathered]
-            reduce_in_order(rows, _reduction(call), output)
+            reduce_in_order(rows, call.needed_reduction, output)
 
         return self._start(call.op, start, async_op, copy_back)
 
@@ -225,7 +224,7 @@ class EngineGroup:
         inputs, outputs = call.gives(self._size), call.takes(self._size)
         takes = [t.numel() * t.element_size() for t in outputs]
         gives = [t.numel() * t.element_size() for t in inputs]
-        source = _join(inputs)
+        source = joined(inputs)
         result = source.new_empty(sum(takes))
 
         def copy_back() -> None:
@@ -303,16 +302,6 @@ class EngineGroup:
             keep_engine(engine, works)
         else:
             engine.leave()
-
-
-def _join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the bytes of `tensors`, one after another, as a new tensor."""
-    return torch.cat([as_bytes(t) for t in tensors])
-
-
-def _reduction(call: Call) -> ReduceOp:
-    assert call.reduction is not None
-    return call.reduction
 
 
 def _copying_back(

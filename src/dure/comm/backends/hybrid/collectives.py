@@ -216,7 +216,7 @@ class Collectives:
             begin = sum(t.numel() for t in inputs[: self._hosts.rank]) if scattered else 0
             parts = [_as_tensor(other.data, output.dtype) for other in headers]
             parts = [part[begin : begin + output.numel()] for part in parts]
-            _fold_by_host(self._hosts, parts, _reduction(call), output)
+            _fold_by_host(self._hosts, parts, call.needed_reduction, output)
         return True
 
     def _reduce_chunks(self, call: Call) -> None:
@@ -234,7 +234,7 @@ class Collectives:
 
     def _reduce_chunk(self, call: Call, chunk: torch.Tensor, number: int) -> Steps:
         """Do the three steps for one chunk; yields while the network is at work."""
-        comms, hosts, op = self._comms, self._hosts, _reduction(call)
+        comms, hosts, op = self._comms, self._hosts, call.needed_reduction
         wire = accumulator_dtype(chunk.dtype)
         slices = _slices(chunk, hosts)
         mine = slices[hosts.local]
@@ -308,7 +308,7 @@ class Collectives:
         return have[:nbytes].view(dtype)
 
     def _reduce_scatter(self, call: Call) -> None:
-        comms, hosts, op = self._comms, self._hosts, _reduction(call)
+        comms, hosts, op = self._comms, self._hosts, call.needed_reduction
         (output,), inputs = call.outputs, call.gives(hosts.size)
         if self._reduce_small(call, inputs):
             return
@@ -364,11 +364,6 @@ def _reduce_scatter(output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Re
 
 def _all_to_all(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Call:
     return Call(op="all_to_all", inputs=inputs, outputs=outputs)
-
-
-def _reduction(call: Call) -> ReduceOp:
-    assert call.reduction is not None
-    return call.reduction
 
 
 def _as_tensor(data: bytes | None, dtype: torch.dtype) -> torch.Tensor:

@@ -135,7 +135,7 @@ class MpiBackend:
     # ---- reductions ------------------------------------------------------------------------------
 
     def _all_reduce(self, call: Call) -> Steps:
-        (tensor,), op = call.outputs, _reduction(call)
+        (tensor,), op = call.outputs, call.needed_reduction
         many = tensor.nbytes > _FEW
         return self._all_reduce_many(tensor, op) if many else self._all_reduce_few(tensor, op)
 
@@ -160,7 +160,7 @@ class MpiBackend:
             yield self._exchange([mine] * self._size, slices)
 
     def _reduce(self, call: Call) -> Steps:
-        (tensor,), op, dst = call.outputs, _reduction(call), call.root
+        (tensor,), op, dst = call.outputs, call.needed_reduction, call.root
         yield from self._open()
         nothing, here = self._nothing, self._rank == dst
         for slices in self._segments(tensor):
@@ -172,7 +172,7 @@ class MpiBackend:
             yield self._exchange(nothing if here else gives, slices if here else nothing)
 
     def _reduce_scatter(self, call: Call) -> Steps:
-        (output,), op = call.outputs, _reduction(call)
+        (output,), op = call.outputs, call.needed_reduction
         parts = self._pieces(call.inputs, call.single)
         yield from self._open()
         out = piece_of(output)
@@ -305,11 +305,6 @@ class MpiBackend:
     def close(self, abort: bool) -> None:
         del abort
         self._engine.close()
-
-
-def _reduction(call: Call) -> ReduceOp:
-    assert call.reduction is not None
-    return call.reduction
 
 
 def create_mpi(options: BackendOptions) -> MpiBackend:

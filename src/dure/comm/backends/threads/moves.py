@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dure.comm.call import Call
-from dure.comm.reduction import as_bytes, reduce_in_order
+from dure.comm.reduction import as_bytes, joined, reduce_in_order
 
 __all__ = ["move"]
 
@@ -32,11 +32,6 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy elements, whatever the shapes, where the two are not the same memory already."""
     if target.data_ptr() != source.data_ptr():
         target.detach().view(-1).copy_(source.detach().view(-1))
-
-
-def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the bytes of `tensors`, one after another, as a new tensor."""
-    return torch.cat([as_bytes(t) for t in tensors])
 
 
 def _cut(source: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -59,8 +54,7 @@ def _all_reduce(calls: Sequence[Call]) -> None:
 
 
 def _reduce_inputs(calls: Sequence[Call], out: torch.Tensor) -> None:
-    op = calls[0].reduction
-    assert op is not None
+    op = calls[0].needed_reduction
     reduce_in_order([c.inputs[0] for c in calls], op, out)
 
 
@@ -75,17 +69,16 @@ def _broadcast(calls: Sequence[Call]) -> None:
 
 
 def _all_gather(calls: Sequence[Call]) -> None:
-    gathered = _joined([c.inputs[0] for c in calls])
+    gathered = joined([c.inputs[0] for c in calls])
     for call in calls:
         _deal(gathered, call.outputs)
 
 
 def _reduce_scatter(calls: Sequence[Call]) -> None:
     """Reduce whole inputs (lists joined first), then deal the parts."""
-    op = calls[0].reduction
-    assert op is not None
+    op = calls[0].needed_reduction
     dtype = calls[0].inputs[0].dtype
-    whole = [c.inputs[0] if len(c.inputs) == 1 else _joined(c.inputs).view(dtype) for c in calls]
+    whole = [c.inputs[0] if len(c.inputs) == 1 else joined(c.inputs).view(dtype) for c in calls]
     result = torch.empty_like(whole[0])
     reduce_in_order(whole, op, result)
     _deal(as_bytes(result), [c.outputs[0] for c in calls])
@@ -100,7 +93,7 @@ def _all_to_all(calls: Sequence[Call]) -> None:
             as_bytes(call.outputs[0]).view(shape).copy_(rows[:, r])
         return
     gives = [call.gives(n) for call in calls]
-    sent = [_cut(_joined(parts), parts) for parts in gives]
+    sent = [_cut(joined(parts), parts) for parts in gives]
     for r, call in enumerate(calls):
         for target, parts in zip(call.takes(n), sent, strict=True):
             if target.numel():
