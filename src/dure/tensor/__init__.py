@@ -1,11 +1,21 @@
-"""Distributed tensors: one tensor of which each rank of a mesh holds a part."""
+"""Distributed tensors: one tensor of which each rank of a mesh holds a part.
+
+The names, arguments and meaning are those of `torch.distributed.tensor`; besides, `explain` prints
+what a function communicates and why, and within `strict()` an operator that no rule knows raises
+where it would gather.
+"""
 
 from __future__ import annotations
 
 from dure.mesh import DeviceMesh, init_device_mesh
+from dure.tensor import debug, experimental
+from dure.tensor.distribute import distribute_module, distribute_tensor
 from dure.tensor.dtensor import DTensor
+from dure.tensor.factories import empty, full, ones, rand, randn, zeros
 from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
 from dure.tensor.rules import creation, foreach, matmul, pointwise, reductions, views
+from dure.tensor.state import strictly as strict
+from dure.tensor.watching import explain
 
 __all__ = [
     "DTensor",
@@ -14,7 +24,19 @@ __all__ = [
     "Placement",
     "Replicate",
     "Shard",
+    "debug",
+    "distribute_module",
+    "distribute_tensor",
+    "empty",
+    "experimental",
+    "explain",
+    "full",
     "init_device_mesh",
+    "ones",
+    "rand",
+    "randn",
+    "strict",
+    "zeros",
 ]
 
 _FAMILIES = (creation, foreach, matmul, pointwise, reductions, views)

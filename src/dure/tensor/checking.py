@@ -1,15 +1,18 @@
-"""What `DTensor.from_local(run_check=True)` compares between ranks."""
+"""What ranks compare: the tensors that they mean, and the parts that they have."""
 
 from __future__ import annotations
 
+import zlib
+
 import torch
 
+from dure.comm.call import call_site
 from dure.comm.objects import all_gather_object
 from dure.errors import Desync
 from dure.tensor.placement_types import Replicate
 from dure.tensor.spec import DTensorSpec
 
-__all__ = ["check_parts"]
+__all__ = ["check_parts", "check_same"]
 
 
 def check_parts(part: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
@@ -48,3 +51,34 @@ def check_parts(part: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
                 if isinstance(placement, Replicate):
                     spec.mesh.get_group(axis).broadcast(part, 0)
     return part
+
+
+def check_same(spec: DTensorSpec, op: str) -> None:
+    """Raise unless all ranks mean the same shape, dtype and placements.
+
+    Raises:
+        Desync: On every rank that shares an axis with one that means another.
+
+    Collective:
+        All ranks of the mesh. A comparison of 8 bytes an axis.
+    """
+    mine = f"{spec} on {spec.mesh!r}"
+    digest = torch.tensor([zlib.crc32(mine.encode())], device=spec.mesh.device_type)
+    for axis in range(spec.mesh.ndim):
+        group = spec.mesh.get_group(axis)
+        digests = digest.new_empty(group.size())
+        group.all_gather_single(digests, digest)
+        if bool((digests == digest).all()):
+            continue
+        said: list[str | None] = [None] * group.size()
+        all_gather_object(said, f"{mine} at {call_site()}", group)
+        calls = {r: str(text) for r, text in zip(group.global_ranks, said, strict=True)}
+        raise Desync(
+            "the ranks mean different tensors",
+            op=op,
+            group=group.group_name,
+            rank=spec.mesh.get_rank(),
+            calls=calls,
+            seen="; ".join(f"rank {rank}: {text}" for rank, text in calls.items()),
+            fix="Give the same shape, dtype and placements on all ranks.",
+        )

@@ -37,7 +37,15 @@ from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
 if TYPE_CHECKING:
     from dure.tensor.dtensor import DTensor
 
-__all__ = ["Plan", "bind", "decomposition_of", "dispatch", "list_operator", "special"]
+__all__ = [
+    "Plan",
+    "bind",
+    "decomposition_of",
+    "dispatch",
+    "forget_plans",
+    "list_operator",
+    "special",
+]
 
 _MOST_PLANS = 1 << 16
 _plans: dict[Any, Plan] = {}
@@ -67,6 +75,11 @@ def special(*ops: Op) -> Callable[..., Any]:
         return run
 
     return register
+
+
+def forget_plans() -> None:
+    """Ask the rules anew for every kind of call: a rule has changed."""
+    _plans.clear()
 
 
 def list_operator(*ops: Op) -> Callable[..., Any]:

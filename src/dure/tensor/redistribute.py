@@ -40,10 +40,10 @@ from dure.tensor.placement_types import (
     StridedShard,
     chunk,
 )
-from dure.tensor.recording import recorders
+from dure.tensor.recording import announced, recorders
 from dure.tensor.spec import Cut, DTensorSpec, cuts_of
 
-__all__ = ["Plan", "Step", "cost_of", "plan_of", "redistribute"]
+__all__ = ["Plan", "Step", "cost_of", "parts_along", "plan_of", "redistribute"]
 
 _LATENCY_BYTES = 30_000
 """What a collective costs however short it is, as bytes: some 3 us at 10 GB/s."""
@@ -249,7 +249,6 @@ def _steps_back(
         n, itemsize = sizes[axis], spec.meta.dtype.itemsize
         whole = max(math.prod(before.local_shape), math.prod(after.local_shape)) * itemsize
         nbytes = 0 if move is Move.SLICE else whole * (n - 1) // n
-        nbytes = nbytes // n if move is Move.ALL_TO_ALL else nbytes
         nbytes = 2 * nbytes if move is Move.ALL_REDUCE else nbytes
         steps.append(Step(move, axis, before, after, nbytes))
         state = previous
@@ -294,9 +293,14 @@ def redistribute(
 def _run(step: Step, local: torch.Tensor, async_op: bool) -> torch.Tensor:
     if step.move is Move.SLICE:
         return _own_part(step, local)
+    if recorders:
+        with announced(step):
+            return _move(step, local, async_op)
+    return _move(step, local, async_op)
+
+
+def _move(step: Step, local: torch.Tensor, async_op: bool) -> torch.Tensor:
     group = step.before.mesh.get_group(step.axis)
-    for record in recorders:
-        record(step.move.value, local, group, step)
     match step.move:
         case Move.ALL_REDUCE:
             what, inputs = maps.AllReduce(group, _op(step)), (local.contiguous(),)
@@ -325,7 +329,7 @@ def _last_cut(spec: DTensorSpec, axis: int) -> tuple[int, Cut]:
     return placement.dim, cut
 
 
-def _parts(size: int, cut: Cut, n: int) -> list[list[tuple[int, int]]]:
+def parts_along(size: int, cut: Cut, n: int) -> list[list[tuple[int, int]]]:
     """Return for each rank of an axis its runs of a dimension, as (length, offset)."""
     found: list[list[tuple[int, int]]] = []
     for index in range(n):
@@ -343,7 +347,7 @@ def _own_part(step: Step, local: torch.Tensor) -> torch.Tensor:
     n = step.after.mesh.shape[step.axis]
     coordinate = step.after.coordinate
     assert coordinate is not None
-    runs = _parts(local.shape[dim], cut, n)[coordinate[step.axis]]
+    runs = parts_along(local.shape[dim], cut, n)[coordinate[step.axis]]
     pieces = [local.narrow(dim, offset, length) for length, offset in runs]
     part = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
     return part.contiguous()
@@ -367,7 +371,7 @@ def _all_gather(
     if cut.runs == 1 and size % n == 0 and size:
         (output,), work = what.start((local,), async_op)
         return output if work is None else pending(output, work)
-    runs = _parts(size, cut, n)
+    runs = parts_along(size, cut, n)
     if cut.runs == 1:
         output = what.allocate(local, shape)
         work = group.all_gather(_split(output, dim, n), local, async_op)

@@ -1,0 +1,329 @@
+"""`CommDebugMode` counts what DTensors communicate; `visualize_sharding` draws who has what."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.nn.modules import module as hooks
+
+from dure.errors import PlacementError
+from dure.tensor.dtensor import DTensor
+from dure.tensor.redistribute import Move
+from dure.tensor.watching import Operation, Watch
+
+__all__ = ["CommCounts", "CommDebugMode", "visualize_sharding"]
+
+_MOVES = {
+    Move.ALL_GATHER: "c10d_functional.all_gather_into_tensor",
+    Move.ALL_REDUCE: "c10d_functional.all_reduce",
+    Move.REDUCE_SCATTER: "c10d_functional.reduce_scatter_tensor",
+    Move.ALL_TO_ALL: "c10d_functional.all_to_all_single",
+}
+_PLAIN = {
+    "all_gather": "allgather_",
+    "all_gather_single": "_allgather_base_",
+    "all_reduce": "allreduce_",
+    "all_reduce_coalesced": "allreduce_coalesced_",
+    "all_to_all": "alltoall_",
+    "all_to_all_single": "alltoall_base_",
+    "reduce_scatter": "reduce_scatter_",
+    "reduce_scatter_single": "_reduce_scatter_base_",
+}
+"""Names of torch's operators; others are those of Dure with an underscore."""
+_TRIVIAL = ("aten.detach.", "aten.t.", "aten.view.", "aten.alias.", "aten.transpose.")
+
+
+def _name(key: Any) -> str:
+    """Return the name under which an operator is counted; torch's packets by their name."""
+    return str(key).removeprefix("torch.ops.").replace("_c10d_functional.", "c10d_functional.")
+
+
+class CommCounts(dict[str, int]):
+    """How often each collective was called; 0 for others.
+
+    Keys are names such as "c10d_functional.all_reduce". Torch's own operators find them too, as
+    ``counts[torch.ops.c10d_functional.all_reduce]``: they are compared by name.
+    """
+
+    def __getitem__(self, key: Any) -> int:
+        return dict.get(self, _name(key), 0)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return a count, or `default` where there is none."""
+        return dict.get(self, _name(key), default)
+
+    def __contains__(self, key: object) -> bool:
+        return dict.__contains__(self, _name(key))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        return dict(self) == {_name(key): count for key, count in other.items()}  # pyright: ignore
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+def _counts(operations: list[Operation]) -> CommCounts:
+    found: Counter[str] = Counter()
+    for one in operations:
+        found.update(_MOVES[step.move] for step in one.steps)
+        found.update("c10d." + _PLAIN.get(name, name + "_") for name in one.plain)
+    return CommCounts(found)
+
+
+class CommDebugMode:
+    """Counts the collectives that this rank calls in a ``with`` block, by module.
+
+    Redistributions count under the names of torch's functional collectives
+    (``c10d_functional.*``), all others under those of the plain ones (``c10d.*_``).
+
+    Threads:
+        Operators are seen on the thread that enters, collectives on all. Of ranks that are threads
+        each counts its own.
+    """
+
+    def __init__(self) -> None:
+        self._watch = Watch(self._current)
+        self._running: list[str] = []
+        self._modules: list[str] = []
+        self._kinds: dict[str, str] = {}
+        self._names: dict[nn.Module, str] = {}
+        self._parameters: dict[str, dict[str, torch.Tensor]] = {}
+        self._sharding: dict[str, Any] = {}
+        self._hooks: list[Any] = []
+        self._thread = 0
+
+    def __enter__(self) -> Self:
+        self.__init__()
+        self._thread = threading.get_ident()
+        self._hooks = [
+            hooks.register_module_forward_pre_hook(self._enter_module),
+            hooks.register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+        self._watch.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._watch.__exit__(kind, error, traceback)
+        for hook in self._hooks:
+            hook.remove()
+
+    def _current(self) -> str:
+        return self._running[-1] if self._running else ""
+
+    def _enter_module(self, module: nn.Module, inputs: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if not self._running:
+            root = type(module).__name__
+            for inner, submodule in module.named_modules():
+                self._names[submodule] = f"{root}.{inner}" if inner else root
+        name = self._names.get(module, type(module).__name__)
+        self._running.append(name)
+        if name in self._kinds:
+            return
+        self._modules.append(name)
+        self._kinds[name] = type(module).__name__
+        own = {key: p.data for key, p in module.named_parameters(recurse=False)}
+        if own:
+            self._parameters[name] = own
+        for key, parameter in module.named_parameters(recurse=False):
+            if isinstance(parameter, DTensor):
+                self._sharding[f"{name}.{key}"] = parameter.placements
+
+    def _leave_module(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if threading.get_ident() == self._thread and self._running:
+            self._running.pop()
+
+    # ---------------------------------------------------------------- what was seen
+
+    def get_total_counts(self) -> int:
+        """Return how many collectives were called."""
+        return sum(self.get_comm_counts().values())
+
+    def get_comm_counts(self) -> CommCounts:
+        """Return how often each collective was called; see `CommCounts` for the keys."""
+        return _counts(self._watch.operations)
+
+    def get_parameter_info(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the parameters of each module that ran: name of the module, of the parameter."""
+        return self._parameters
+
+    def get_sharding_info(self) -> dict[str, Any]:
+        """Return the placements of each parameter that is a DTensor, of the modules that ran."""
+        return self._sharding
+
+    def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
+        """Return what was done, as text: by module, forward and backward.
+
+        Backward is told for the whole: autograd does not say which module an operator is of.
+
+        Args:
+            noise_level: 0: collectives; 1: also operators on DTensors that communicate; 2: all
+                operators but trivial views; 3: all, with module types and parameters.
+        """
+        lines = ["Global", *self._lines(None, noise_level, "  ")]
+        for name in self._modules:
+            indent = "  " * (name.count(".") + 1)
+            lines.append(f"{indent}{name}")
+            if noise_level >= 3:
+                lines.append(f"{indent}  *module type: {self._kinds[name]}")
+                for key, tensor in self._parameters.get(name, {}).items():
+                    lies = self._sharding.get(f"{name}.{key}", "plain")
+                    lines.append(f"{indent}  *parameter {key}: {list(tensor.shape)} {lies}")
+            lines += self._lines(name, noise_level, indent + "  ")
+        return "\n".join(lines)
+
+    def _of(self, module: str | None, backward: bool) -> list[Operation]:
+        """Return the operations of a module and its submodules; None: all."""
+        return [
+            one
+            for one in self._watch.operations
+            if one.backward == backward
+            and (module is None or one.module == module or one.module.startswith(module + "."))
+        ]
+
+    def _lines(self, module: str | None, noise: int, indent: str) -> list[str]:
+        lines: list[str] = []
+        for title, backward in (("FORWARD PASS", False), ("BACKWARD PASS", True)):
+            operations = self._of(module, backward)
+            told = [f"{indent}  *{key}: {n}" for key, n in sorted(_counts(operations).items())]
+            own = [one for one in operations if one.module == (module or "") and one.name]
+            for one in own:
+                quiet = one.name.startswith(_TRIVIAL)
+                if noise < 1 or (noise < 3 and quiet) or (noise < 2 and not one.steps):
+                    continue
+                places = ", ".join(map(str, one.inputs))
+                told.append(f"{indent}  **{one.name}({places}) {one.why()}".rstrip())
+            if told:
+                lines += [f"{indent}{title}", *told]
+        return lines
+
+    def generate_json_dump(
+        self, file_name: str = "comm_mode_log.json", noise_level: int = 3
+    ) -> None:
+        """Write what was done into a file, as JSON: modules with counts, and their operators."""
+
+        def told(module: str | None) -> dict[str, Any]:
+            found: dict[str, Any] = {}
+            for key, backward in (("forward", False), ("backward", True)):
+                operations = self._of(module, backward)
+                found[key] = {"collectives": dict(_counts(operations))}
+                if noise_level >= 1:
+                    found[key]["operations"] = [
+                        {"name": one.name, "inputs": [str(s) for s in one.inputs],
+                         "outputs": [str(s) for s in one.outputs],
+                         "communication": [str(s) for s in one.steps] + one.plain}
+                        for one in operations
+                        if one.module == (module or "")
+                    ]  # fmt: skip
+            return found
+
+        modules = [
+            {"name": name, "type": self._kinds[name], **told(name)} for name in self._modules
+        ]
+        text = json.dumps({"name": "Global", **told(None), "modules": modules}, indent=2)
+        Path(file_name).write_text(text + "\n")
+
+    def log_comm_debug_tracing_table_to_file(
+        self, file_name: str = "comm_mode_log.txt", noise_level: int = 3
+    ) -> None:
+        """Write the table of `generate_comm_debug_tracing_table` into a file."""
+        Path(file_name).write_text(self.generate_comm_debug_tracing_table(noise_level) + "\n")
+
+
+# ---- drawing -------------------------------------------------------------------------------------
+
+
+def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = False) -> None:
+    """Print which rank has which rows and columns; on the mesh's first rank alone.
+
+    Args:
+        dtensor: Of one or two dimensions; of one without elements nothing is printed.
+        header: A line before.
+        use_rich: Draw it with boxes and colours.
+
+    Raises:
+        PlacementError: The tensor has more dimensions, or none.
+
+    Collective:
+        Nothing is sent.
+    """
+    spec, mesh = dtensor.spec, dtensor.device_mesh
+    if dtensor.numel() == 0:
+        return
+    if dtensor.ndim not in (1, 2):
+        raise PlacementError(
+            "tensors of one or two dimensions can be drawn", op="visualize_sharding", seen=f"{spec}"
+        )
+    if spec.coordinate is None or any(spec.coordinate):
+        return
+    owners: dict[tuple[str, ...], list[str]] = {}
+    order: dict[str, int] = {}
+    ranks = mesh.mesh
+    for place in range(ranks.numel()):
+        coordinate = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), ranks.shape))
+        runs = [spec.runs(dim, coordinate) for dim in range(dtensor.ndim)]
+        if not all(sum(length for length, _ in dim_runs) for dim_runs in runs):
+            continue
+        ranges = tuple(_range(dim_runs) for dim_runs in runs)
+        order |= {text: r[0][1] for text, r in zip(ranges, runs, strict=True) if text not in order}
+        rank = str(int(ranks.flatten()[place]))
+        owners.setdefault((*ranges, "")[:2], []).append(rank)
+    rows, columns = (
+        sorted({key[i] for key in owners}, key=lambda text: order.get(text, 0)) for i in (0, 1)
+    )
+    terms = " (terms of a reduction)" if spec.has_partial() else ""
+    cells = [
+        [f"{mesh.device_type}:{','.join(owners[row, column])}" for column in columns]
+        for row in rows
+    ]
+    if header:
+        print(header)
+    if use_rich:
+        _print_rich(rows, columns, cells)
+    else:
+        heads = ["", *(f"Col {column}" if column else "" for column in columns)]
+        table = [heads, *([f"Row {row}", *line] for row, line in zip(rows, cells, strict=True))]
+        widths = [max(len(line[i]) for line in table) for i in range(len(heads))]
+        for line in table:
+            told = "  ".join(text.ljust(w) for text, w in zip(line, widths, strict=True))
+            print(told.rstrip())
+    if terms:
+        print(terms.strip())
+
+
+def _range(runs: list[tuple[int, int]]) -> str:
+    return ",".join(f"{offset}-{offset + length - 1}" for length, offset in runs)
+
+
+def _print_rich(rows: list[str], columns: list[str], cells: list[list[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    colors = ("blue", "green", "magenta", "cyan", "yellow", "red")
+    table = Table(show_lines=True)
+    table.add_column("")
+    for column in columns:
+        table.add_column(f"Col {column}" if column else "", justify="center")
+    number = 0
+    for row, line in zip(rows, cells, strict=True):
+        shown: list[str] = []
+        for text in line:
+            shown.append(f"[on {colors[number % len(colors)]}] {text} [/]")
+            number += 1
+        table.add_row(f"Row {row}", *shown)
+    Console().print(table)

@@ -1,0 +1,212 @@
+"""What DTensors do in a block of code: operators, their placements, what was communicated and why.
+
+`explain` prints it as a table; `CommDebugMode` (debug.py) counts it, by module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dure import trace
+from dure.comm.queries import get_rank
+from dure.tensor import recording
+from dure.tensor.dtensor import DTensor
+from dure.tensor.redistribute import Step
+from dure.tensor.rules import rule_of
+from dure.tensor.spec import DTensorSpec
+
+__all__ = ["Explanation", "Operation", "Watch", "explain"]
+
+
+@dataclass(slots=True)
+class Operation:
+    """An operator on DTensors, or what was communicated outside of one.
+
+    Attributes:
+        name: The operator, such as "aten.mm.default"; "" for what belongs to none: a
+            `redistribute` of the program, a gradient that is read.
+        inputs, outputs: Specs, or plain tensors as text.
+        steps: What redistributions communicated.
+        plain: Collectives besides, by their names in Dure.
+        module: Name of the module whose forward it belongs to; "" outside of modules.
+        backward: Whether autograd ran it.
+    """
+
+    name: str
+    inputs: list[DTensorSpec | str] = field(default_factory=list)
+    outputs: list[DTensorSpec | str] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    plain: list[str] = field(default_factory=list)
+    module: str = ""
+    backward: bool = False
+    unruled: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank receives in redistributions."""
+        return sum(step.nbytes for step in self.steps)
+
+    def why(self) -> str:
+        """Say what the communication was for."""
+        if not (self.steps or self.plain):
+            return ""
+        if not self.name:
+            return "asked for"
+        if self.unruled:
+            return "no rule for it: decomposed or replicated"
+        said: list[str] = []
+        for step in self.steps:
+            numbers = [n for n, s in enumerate(self.inputs) if s is step.before]
+            who = f"operand {numbers[0]}" if numbers else "an operand"
+            axis = step.axis
+            said.append(f"{who} as {step.after.placements[axis]} on axis {axis}")
+        if self.plain:
+            said.append("ranks combine what each found")
+        return "; ".join(dict.fromkeys(said))
+
+
+class Watch(TorchDispatchMode):
+    """Collects operations of this rank on the thread that enters, and collectives of all threads.
+
+    Args:
+        where: Returns the name of the module that runs.
+    """
+
+    def __init__(self, where: Callable[[], str] = str) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+        self._where = where
+        self._open: Operation | None = None
+        self._rank = -1
+        self._hook: trace.Hook | None = None
+
+    def __enter__(self) -> Watch:
+        self._rank = get_rank()
+        recording.recorders.append(self._step)
+        self._hook = trace.add_hook(before=self._plain)
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_val: BaseException | None,
+        exc_tb: TracebackType | None,
+    ) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
+        recording.recorders.remove(self._step)
+        if self._hook is not None:
+            trace.remove_hook(self._hook)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        inputs = _seen((args, kwargs))
+        if not any(isinstance(one, DTensorSpec) for one in inputs):
+            return func(*args, **kwargs)
+        one = self._new(str(func))
+        one.inputs, one.unruled = inputs, rule_of(func) is None
+        self._open = one
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._open = None
+        one.outputs = _seen(result)
+        return result
+
+    def _new(self, name: str) -> Operation:
+        backward = torch._C._current_graph_task_id() != -1  # pyright: ignore
+        one = Operation(name, module=self._where(), backward=backward)
+        self.operations.append(one)
+        return one
+
+    def _step(self, step: Step) -> None:
+        if step.before.mesh.get_rank() == self._rank:
+            (self._open or self._new("")).steps.append(step)
+
+    def _plain(self, event: trace.Event) -> None:
+        if event.global_rank == self._rank and not recording.moving():
+            (self._open or self._new("")).plain.append(event.op)
+
+
+def _seen(values: Any) -> list[DTensorSpec | str]:
+    """Return the spec of each DTensor in nested values, and plain tensors as text."""
+    if type(values) is DTensor:
+        return [values.spec]
+    if isinstance(values, torch.Tensor):
+        return [f"{str(values.dtype).removeprefix('torch.')}{list(values.shape)}"]
+    if isinstance(values, dict):
+        return [one for value in values.values() for one in _seen(value)]  # pyright: ignore
+    if isinstance(values, (list, tuple)):
+        return [one for value in values for one in _seen(value)]  # pyright: ignore
+    return []
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a function did with DTensors; its text is a table.
+
+    Attributes:
+        result: What the function returned.
+        operations: In their order.
+    """
+
+    result: Any
+    operations: list[Operation]
+
+    def __str__(self) -> str:
+        head = ("operator", "in", "out", "communication", "bytes", "why")
+        rows = [_row(one) for one in self.operations]
+        widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+        lines = [
+            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+            for row in (head, tuple("-" * width for width in widths), *rows)
+        ]
+        return "\n".join(lines)
+
+
+def _row(one: Operation) -> tuple[str, ...]:
+    told = [f"{s.move.value}[{_axis(s)}]" for s in one.steps] + one.plain
+    name = (one.name or "(redistribute)") + (" (backward)" if one.backward else "")
+    places = (", ".join(map(str, specs)) for specs in (one.inputs, one.outputs))
+    return (name, *places, ", ".join(told), str(one.nbytes or ""), one.why())
+
+
+def _axis(step: Step) -> str:
+    names = step.before.mesh.mesh_dim_names
+    return names[step.axis] if names else str(step.axis)
+
+
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Run a function and print what it did with DTensors: operators, communication, and why.
+
+    Args:
+        fn: Any function, such as a model or a whole training step.
+        args, kwargs: Its arguments.
+
+    Returns:
+        What was done, with the function's result; global rank 0 prints it.
+
+    Collective:
+        Whatever the function calls.
+
+    Cost:
+        Some microseconds an operator.
+    """
+    with Watch() as watch:
+        result = fn(*args, **kwargs)
+    told = Explanation(result, watch.operations)
+    if get_rank() == 0:
+        print(told)
+    return told

@@ -1,0 +1,202 @@
+"""What DTensors communicate, counted, explained and drawn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dure.errors import PlacementError
+from dure.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    explain,
+    init_device_mesh,
+    strict,
+)
+from dure.tensor.debug import CommDebugMode, visualize_sharding
+from dure.testing import run_ranks
+
+
+class Packet:
+    """As torch's operators show themselves."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __str__(self) -> str:
+        return self.name
+
+
+GATHER = Packet("c10d_functional.all_gather_into_tensor")
+REDUCE = Packet("_c10d_functional.all_reduce")
+
+
+def test_counts_are_found_by_the_names_of_torch() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        terms = DTensor.from_local(torch.ones(4, 4), mesh, [Partial()])
+        mode = CommDebugMode()
+        with mode:
+            x.full_tensor()
+            terms.full_tensor()
+            terms.redistribute(placements=[Shard(0)])
+            x.redistribute(placements=[Shard(1)])
+            if rank == 0:  # what one rank calls is not counted by the others
+                terms.redistribute(placements=[Partial()])
+            mesh.get_group().all_reduce(torch.ones(1))
+            mesh.get_group().broadcast(torch.ones(1), 0)
+        counts = mode.get_comm_counts()
+        assert counts == {
+            GATHER: 1,
+            REDUCE: 1,
+            "c10d_functional.reduce_scatter_tensor": 1,
+            "c10d_functional.all_to_all_single": 1,
+            "c10d.allreduce_": 1,
+            "c10d.broadcast_": 1,
+        }
+        assert counts[GATHER] == 1
+        assert GATHER in counts
+        assert counts.get(Packet("c10d.scatter_"), 5) == 5
+        assert counts["c10d.scatter_"] == 0
+        assert mode.get_total_counts() == 6
+        with mode:
+            pass
+        assert mode.get_total_counts() == 0
+
+    run_ranks(2, body)
+
+
+def test_each_thread_rank_counts_its_own() -> None:
+    def body(rank: int) -> int:
+        mesh = init_device_mesh("cpu", (2, 2))
+        x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Shard(1)])
+        with CommDebugMode() as mode:
+            for _ in range(rank // 2 + 1):  # the ranks of an inner group do the same
+                x.redistribute(placements=[Shard(0), Replicate()])
+        return mode.get_total_counts()
+
+    assert run_ranks(4, body) == [1, 1, 2, 2]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8, bias=False)
+        self.down = nn.Linear(8, 4, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        return self.down(self.up(x))
+
+
+def distributed(mesh: Any) -> Block:
+    torch.manual_seed(0)
+    block = Block()
+    block.up.weight = distribute_tensor(block.up.weight, mesh, [Shard(0)])  # pyright: ignore
+    block.down.weight = distribute_tensor(block.down.weight, mesh, [Shard(1)])  # pyright: ignore
+    return block
+
+
+def test_counts_by_module(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        block = distributed(mesh)
+        x = distribute_tensor(torch.ones(2, 4), mesh, [Replicate()])
+        with CommDebugMode() as mode:
+            out = block(x)
+            whole = out.redistribute(placements=[Replicate()])
+            whole.backward(torch.ones_like(whole))
+        assert mode.get_comm_counts() == {"c10d_functional.all_reduce": 1}
+        assert mode.get_sharding_info() == {
+            "Block.up.weight": (Shard(0),),
+            "Block.down.weight": (Shard(1),),
+        }
+        assert list(mode.get_parameter_info()) == ["Block.up", "Block.down"]
+        table = mode.generate_comm_debug_tracing_table(noise_level=3)
+        assert "*c10d_functional.all_reduce: 1" in table
+        assert "Block.down" in table
+        assert "**aten.mm.default" in table
+        assert "aten.mm" not in mode.generate_comm_debug_tracing_table(noise_level=0)
+        if rank == 0:
+            mode.generate_json_dump(str(tmp_path / "log.json"), noise_level=1)
+            mode.log_comm_debug_tracing_table_to_file(str(tmp_path / "log.txt"))
+
+    run_ranks(2, body)
+    told = json.loads((tmp_path / "log.json").read_text())
+    assert [module["name"] for module in told["modules"]] == ["Block", "Block.up", "Block.down"]
+    assert "Block.up" in (tmp_path / "log.txt").read_text()
+
+
+def test_explain_says_what_was_moved_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        a = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        b = distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)])
+        told = explain(lambda x, y: torch.relu(x) + y, a, b)
+        relu, add = told.operations
+        assert (relu.name, relu.steps, relu.why()) == ("aten.relu.default", [], "")
+        assert add.name == "aten.add.Tensor"
+        assert [step.move.value for step in add.steps] == ["all_to_all"]
+        assert add.nbytes == 4 * 4 * 4 // 2 // 2
+        assert add.why() in ("operand 1 as S(0) on axis 0", "operand 0 as S(1) on axis 0")
+        assert torch.equal(told.result.full_tensor(), torch.full((4, 4), 2.0))
+        moved = explain(a.full_tensor)
+        assert [(one.name, one.why()) for one in moved.operations] == [("", "asked for")]
+
+    run_ranks(2, body)
+    printed = capsys.readouterr().out
+    assert "all_to_all[tp]" in printed
+    assert printed.count("operator ") == 2  # one rank prints
+
+
+def test_strict_refuses_what_would_be_gathered() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.eye(4), mesh, [Shard(0)])
+        with strict(), pytest.raises(PlacementError, match="strict"):
+            torch.ops.aten._linalg_det.default(x)
+
+    run_ranks(2, body)
+
+
+def test_who_has_what_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        visualize_sharding(
+            distribute_tensor(torch.ones(5, 4), mesh, [Shard(0), Shard(1)]), header="both"
+        )
+        visualize_sharding(distribute_tensor(torch.ones(3), mesh, [Replicate(), Shard(0)]))
+        visualize_sharding(torch_free := distribute_tensor(torch.ones(0), mesh))
+        assert torch_free.numel() == 0
+        with pytest.raises(PlacementError, match="one or two dimensions"):
+            visualize_sharding(distribute_tensor(torch.ones(2, 2, 2), mesh))
+
+    run_ranks(4, body)
+    assert capsys.readouterr().out == (
+        "both\n"
+        "         Col 0-1  Col 2-3\n"
+        "Row 0-2  cpu:0    cpu:1\n"
+        "Row 3-4  cpu:2    cpu:3\n"
+        "\n"
+        "Row 0-1  cpu:0,2\n"
+        "Row 2-2  cpu:1,3\n"
+    )
+
+
+def test_drawing_with_rich(capsys: pytest.CaptureFixture[str]) -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        visualize_sharding(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]), use_rich=True)
+
+    run_ranks(2, body)
+    printed = capsys.readouterr().out
+    assert "Col 2-3" in printed
+    assert "cpu:1" in printed

@@ -1,0 +1,143 @@
+"""Functions on parts, rules of users' own, plain tensors beside DTensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dure.errors import MeshError, PlacementError, UsageError
+from dure.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from dure.tensor.experimental import implicit_replication, local_map, register_sharding
+from dure.testing import CommRecorder, run_ranks
+
+LEFT = torch.arange(12.0).reshape(3, 4)
+RIGHT = torch.arange(8.0).reshape(4, 2)
+COLUMNS, ROWS, WHOLE, TERMS = [Shard(1)], [Shard(0)], [Replicate()], [Partial()]
+
+
+def test_plain_tensors_are_replicated_where_that_is_said() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(LEFT, mesh, ROWS)
+        with pytest.raises(UsageError, match="plain tensor beside DTensors"):
+            x + LEFT
+        with implicit_replication():
+            assert torch.equal((x + LEFT).full_tensor(), LEFT * 2)
+        with pytest.raises(UsageError, match="plain tensor beside DTensors"):
+            x + LEFT
+
+    run_ranks(2, body)
+
+
+def test_a_function_runs_on_the_parts() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+
+        @local_map(out_placements=TERMS, in_placements=(COLUMNS, ROWS), redistribute_inputs=True)
+        def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            assert not isinstance(a, DTensor)
+            assert a.shape == (3, 2)
+            return a @ b
+
+        left = distribute_tensor(LEFT, mesh, WHOLE).requires_grad_()
+        right = distribute_tensor(RIGHT, mesh, ROWS)
+        made = product(left, right)
+        assert made.placements == (Partial(),)
+        assert torch.equal(made.full_tensor(), LEFT @ RIGHT)
+        made.redistribute(placements=WHOLE).backward(distribute_tensor(torch.ones(3, 2), mesh))
+        assert left.grad is not None
+        grad: Any = left.grad
+        assert torch.equal(grad.full_tensor(), torch.ones(3, 2) @ RIGHT.t())
+        assert product.__name__ == "product"
+
+    run_ranks(2, body)
+
+
+def test_several_results_and_what_is_no_tensor() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+
+        def both(a: torch.Tensor, factor: float) -> Any:
+            return {"times": a * factor, "n": 3, "sum": a.sum(0)}
+
+        mapped = local_map(both, (ROWS, None, TERMS), (ROWS, None))
+        made = mapped(distribute_tensor(torch.ones(4, 2), mesh, ROWS), 2.0)
+        assert made["n"] == 3
+        assert torch.equal(made["times"].full_tensor(), torch.full((4, 2), 2.0))
+        assert torch.equal(made["sum"].full_tensor(), torch.full((2,), 4.0))
+        assert mapped(torch.ones(1, 1), 2.0)["n"] == 3  # no DTensor: as it is
+
+    run_ranks(2, body)
+
+
+def test_the_gradient_of_a_replicated_argument_is_terms_where_that_is_said() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        weight = distribute_tensor(torch.ones(4), mesh, WHOLE).requires_grad_()
+        data = distribute_tensor(torch.arange(4.0).reshape(4, 1), mesh, ROWS)
+        mapped = local_map(
+            lambda w, x: x * w, ROWS, (WHOLE, ROWS), in_grad_placements=(TERMS, ROWS)
+        )
+        out = mapped(weight, data)
+        out.backward(distribute_tensor(torch.ones(4, 4), mesh, ROWS))
+        grad: Any = weight.grad
+        assert grad.placements == (Replicate(),)
+        assert torch.equal(grad.to_local(), torch.full((4,), 6.0))
+
+    run_ranks(2, body)
+
+
+def test_what_does_not_fit_a_local_map_is_refused() -> None:
+    def body(rank: int) -> None:
+        mesh, other = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1))
+        x = distribute_tensor(LEFT, mesh, ROWS)
+        y = distribute_tensor(LEFT, other, [Shard(0), Replicate()])
+        with pytest.raises(PlacementError, match="does not lie"):
+            local_map(torch.relu, COLUMNS, (COLUMNS,))(x)
+        with pytest.raises(MeshError, match="of one mesh"):
+            local_map(torch.add, ROWS)(x, y)
+        with pytest.raises(UsageError, match="one entry for each positional"):
+            local_map(torch.relu, ROWS, (ROWS, ROWS))(x)
+        with pytest.raises(UsageError, match="one entry for each result"):
+            local_map(torch.relu, (ROWS, ROWS))(x)
+        with pytest.raises(UsageError, match="how each DTensor must lie"):
+            local_map(torch.relu, ROWS, (None,))(x)
+        with pytest.raises(UsageError, match="no tensor"):
+            local_map(lambda a, b: a, ROWS, (ROWS, ROWS))(x, 3)
+        with pytest.raises(UsageError, match="returns plain tensors"):
+            local_map(lambda a: 3, ROWS, (ROWS,))(x)
+
+    run_ranks(2, body)
+
+
+def test_a_rule_of_the_users_own() -> None:
+    @torch.library.custom_op("duretest::twice_rows", mutates_args=())
+    def twice_rows(x: torch.Tensor, row: torch.Tensor, n: int) -> torch.Tensor:
+        return x * n + row
+
+    @twice_rows.register_fake
+    def _(x: torch.Tensor, row: torch.Tensor, n: int) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    op = torch.ops.duretest.twice_rows.default
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x, row = distribute_tensor(LEFT, mesh, ROWS), distribute_tensor(LEFT[0], mesh, ROWS)
+        with CommRecorder() as seen:
+            made = op(x, row, 2)
+        assert made.placements == (Shard(0),)
+        assert seen.ops == ["all_gather_single"]
+        assert torch.equal(made.full_tensor(), LEFT * 2 + LEFT[0])
+
+    @register_sharding(op)
+    def _(x: Any, row: Any, n: int) -> Any:
+        assert (x.ndim, tuple(row.shape), n) == (2, (4,), 2)
+        return [
+            ([Shard(0)], [Shard(0), Replicate(), None]),
+            ([Shard(1)], [Shard(1), Shard(0), None]),
+        ]
+
+    run_ranks(2, body)

@@ -1,0 +1,260 @@
+"""DTensors made of whole tensors, of modules, and of nothing."""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dure.errors import Desync, MeshError, ModuleError, PlacementError, UsageError
+from dure.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    empty,
+    full,
+    init_device_mesh,
+    ones,
+    rand,
+    randn,
+    zeros,
+)
+from dure.tensor.placement_types import _StridedShard
+from dure.testing import CommRecorder, run_ranks
+
+R = Replicate()
+GENERATOR = threading.Lock()
+WAYS: list[tuple[tuple[int, ...], tuple[Placement, ...], list[str]]] = [
+    ((4,), (Shard(0),), ["scatter"]),
+    ((4,), (Shard(-1),), ["scatter"]),
+    ((4,), (R,), ["broadcast"]),
+    ((2, 2), (Shard(0), Shard(1)), ["scatter", "scatter"]),
+    ((2, 2), (Shard(0), Shard(0)), ["scatter", "scatter"]),
+    ((2, 2), (_StridedShard(0, split_factor=2), Shard(0)), ["scatter", "scatter"]),
+    ((2, 2), (R, Shard(1)), ["scatter", "broadcast"]),
+    ((2, 2), (Shard(1), R), ["scatter", "broadcast"]),
+    ((1, 4), (R, R), ["broadcast", "broadcast"]),
+]
+
+
+@pytest.mark.parametrize("size", [5, 6, 1, 0])
+@pytest.mark.parametrize(("shape", "placements", "calls"), WAYS)
+def test_the_first_ranks_values_are_distributed(
+    shape: tuple[int, ...], placements: tuple[Placement, ...], calls: list[str], size: int
+) -> None:
+    whole = torch.arange(size * 3.0).reshape(size, 3)
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", shape)
+        mine = whole + 100 * rank  # only those of rank 0 count
+        with CommRecorder() as seen:
+            made = distribute_tensor(mine, mesh, placements)
+        assert [op for op in seen.ops if op != "all_gather_single"] == calls
+        assert made.shape == whole.shape
+        assert made.to_local().shape == made.spec.local_shape
+        assert torch.equal(made.full_tensor(), whole)
+        with CommRecorder() as seen:
+            own = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        assert seen.ops == []
+        assert torch.equal(own.to_local(), made.to_local())
+        assert torch.equal(mine, whole + 100 * rank)  # what was given is left alone
+
+    run_ranks(math.prod(shape), body)
+
+
+def test_what_a_tensor_is_it_stays() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        with mesh:
+            parameter = distribute_tensor(nn.Parameter(torch.ones(3)), placements=[Shard(0)])
+        assert isinstance(parameter, nn.Parameter)
+        assert isinstance(parameter, DTensor)
+        assert parameter.requires_grad
+        assert parameter.is_leaf
+        frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        assert not distribute_tensor(frozen, mesh, [Shard(0)]).requires_grad
+        leaf = distribute_tensor(torch.ones(3, requires_grad=True), mesh)
+        assert leaf.requires_grad
+        assert leaf.is_leaf
+        assert leaf.placements == (R,)
+        assert distribute_tensor(leaf, mesh, [R]) is leaf
+        with CommRecorder() as seen:
+            bare = distribute_tensor(torch.empty(5, 4, device="meta"), mesh, [Shard(0)])
+        assert bare.is_meta
+        assert bare.to_local().shape == (3 - rank, 4)
+        assert seen.ops == []
+        second = distribute_tensor(torch.full((2,), float(rank)), mesh, src_data_rank=1)
+        assert torch.equal(second.to_local(), torch.ones(2))
+
+    run_ranks(2, body)
+
+
+def test_what_does_not_fit_is_refused_at_the_call() -> None:
+    def body(rank: int) -> None:
+        mesh, other = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
+        whole = torch.ones(4, 4)
+        with pytest.raises(PlacementError, match="as terms"):
+            distribute_tensor(whole, mesh, [Partial()])
+        with pytest.raises(PlacementError, match="no such dimension"):
+            distribute_tensor(whole, mesh, [Shard(2)])
+        with pytest.raises(PlacementError, match="one placement for each mesh axis"):
+            distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
+        with pytest.raises(MeshError, match="no mesh was given"):
+            distribute_tensor(whole)
+        with pytest.raises(UsageError, match="takes a leaf"):
+            distribute_tensor(torch.ones(2, requires_grad=True) * 2, mesh)
+        with pytest.raises(UsageError, match="src_data_rank"):
+            distribute_tensor(whole, mesh, src_data_rank=2)
+        made = distribute_tensor(whole, mesh, [Shard(0)])
+        with pytest.raises(PlacementError, match="already"):
+            distribute_tensor(made, mesh, [Shard(1)])
+        with pytest.raises(MeshError, match="stays on its mesh"):
+            distribute_tensor(made, other, [R, Shard(0)])
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("what", ["shape", "placements", "dtype"])
+def test_ranks_that_mean_different_tensors_are_told_so(what: str) -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        shape = (4, 8) if what == "shape" and rank else (8, 4)
+        whole = torch.ones(shape, dtype=torch.int32 if what == "dtype" and rank else torch.float32)
+        where = [Shard(1 if what == "placements" and rank else 0)]
+        with pytest.raises(Desync, match="mean different tensors") as seen:
+            distribute_tensor(whole, mesh, where)
+        assert set(seen.value.calls) == {0, 1}
+        assert "test_dtensor_making.py" in seen.value.calls[1 - rank]
+
+    run_ranks(2, body)
+
+
+class Model(nn.Module):
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4, bias=False)
+        self.second = nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("scale", torch.full((1,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)) * self.scale
+
+
+def test_a_module_is_distributed_as_its_functions_say() -> None:
+    torch.manual_seed(0)
+    alone = Model()
+    models = [copy.deepcopy(alone), Model()]  # the second rank's values do not count
+    x = torch.arange(12.0).reshape(3, 4)
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        model, names = models[rank], []
+
+        def partition(name: str, module: nn.Module, given: Any) -> None:
+            names.append(name)
+            assert given is mesh
+
+        def enter(module: nn.Module, inputs: Any, given: Any) -> Any:
+            assert module is model
+            return distribute_tensor(inputs[0], given, [Shard(0)])
+
+        def leave(module: nn.Module, outputs: DTensor, given: Any) -> Any:
+            assert outputs.placements == (Shard(0),)
+            return outputs.full_tensor()
+
+        assert distribute_module(model, mesh, partition, enter, leave) is model
+        assert names == ["", "first", "second"]
+        assert model.first.weight is model.second.weight
+        assert isinstance(model.first.weight, nn.Parameter)
+        assert isinstance(model.scale, DTensor)
+        torch.testing.assert_close(model(x), alone(x))
+        with pytest.raises(ModuleError, match="already"):
+            distribute_module(model, mesh)
+        with pytest.raises(UsageError, match="input_fn takes"):
+            distribute_module(nn.Linear(2, 2), mesh, input_fn=lambda x: x)
+
+    run_ranks(2, body)
+
+
+def test_what_the_partition_function_leaves_is_replicated() -> None:
+    torch.manual_seed(0)
+    alone = nn.Linear(4, 6)
+    layers = [copy.deepcopy(alone), nn.Linear(4, 6)]
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        layer = layers[rank]
+
+        def partition(name: str, module: Any, given: Any) -> None:
+            module.weight = distribute_tensor(module.weight, given, [Shard(0)])
+
+        distribute_module(layer, mesh, partition)
+        assert layer.weight.placements == (Shard(0),)
+        assert layer.bias.placements == (R,)
+        out: Any = layer(distribute_tensor(torch.ones(2, 4), mesh))
+        torch.testing.assert_close(out.full_tensor(), alone(torch.ones(2, 4)))
+
+    run_ranks(2, body)
+
+
+def test_functions_without_the_module_are_torchs_old_form() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (1,))
+        with pytest.warns(FutureWarning, match="old one"):
+            layer = distribute_module(
+                nn.Linear(2, 2), mesh, output_fn=lambda outputs, mesh: outputs.to_local()
+            )
+        assert not isinstance(layer(distribute_tensor(torch.ones(2), mesh)), DTensor)
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize("placements", [(Shard(0), R), (Shard(0), Shard(0)), (Shard(1), Shard(0))])
+def test_factories_give_what_torch_gives_unsharded(placements: tuple[Placement, ...]) -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        where: Any = {"device_mesh": mesh, "placements": placements}
+        assert torch.equal(ones(5, 3, **where).full_tensor(), torch.ones(5, 3))
+        assert torch.equal(zeros((5, 3), **where).full_tensor(), torch.zeros(5, 3))
+        made = full([5, 3], 7, requires_grad=False, **where)
+        assert made.dtype == torch.int64
+        assert torch.equal(made.full_tensor(), torch.full((5, 3), 7))
+        bare = empty(5, 3, dtype=torch.float64, requires_grad=True, **where)
+        assert bare.dtype == torch.float64
+        assert bare.requires_grad
+        assert bare.is_leaf
+        assert bare.to_local().shape == bare.spec.local_shape
+        with GENERATOR:  # ranks that are threads share torch's
+            torch.manual_seed(3)
+            made = rand(5, 3, **where), randn((5, 3), dtype=torch.float64, **where)
+            after = torch.rand(1)
+            torch.manual_seed(3)
+            drawn = torch.rand(5, 3), torch.randn(5, 3, dtype=torch.float64)
+            assert torch.equal(after, torch.rand(1))
+        assert torch.equal(made[0].full_tensor(), drawn[0])
+        assert torch.equal(made[1].full_tensor(), drawn[1])
+
+    run_ranks(4, body)
+
+
+def test_factories_refuse_terms() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        with pytest.raises(PlacementError, match="as terms"):
+            ones(4, device_mesh=mesh, placements=[Partial()])
+        with pytest.raises(UsageError, match="strided"):
+            zeros(4, layout=torch.sparse_coo, device_mesh=mesh)
+
+    run_ranks(2, body)
