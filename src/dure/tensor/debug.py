@@ -311,8 +311,8 @@ def _range(runs: list[tuple[int, int]]) -> str:
 
 
 def _print_rich(rows: list[str], columns: list[str], cells: list[list[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from rich.console import Console  # lazy: only where it is asked for
+    from rich.table import Table  # lazy: only where it is asked for
 
     colors = ("blue", "green", "magenta", "cyan", "yellow", "red")
     table = Table(show_lines=True)

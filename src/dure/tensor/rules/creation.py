@@ -1,7 +1,7 @@
-"""Tensors made after the shape of another: `full_like`, `new_zeros` and their like.
+"""New tensors made after another: what they are like decides placements, not values.
 
-What has the other's shape lies as the other does; what has a shape of its own is whole on each
-rank. Only zeros are terms of a sum again.
+A tensor of the same shape is cut as its model is; terms as a model give a whole one. One of another
+shape is whole.
 """
 
 from __future__ import annotations
@@ -12,41 +12,44 @@ from typing import Any
 import torch
 
 from dure.tensor.call import OpCall, Strategy
-from dure.tensor.placement_types import Placement, Replicate, Shard
+from dure.tensor.placement_types import Replicate, Shard
 from dure.tensor.rules import rule
-from dure.tensor.rules.pointwise import pointwise
 from dure.tensor.spec import DTensorSpec
 
 aten = torch.ops.aten
+R = Replicate()
 
 
-@rule(aten.full_like.default, aten.ones_like.default, aten.empty_like.default)
+def _alike(call: OpCall) -> list[Strategy]:
+    spec, (result,) = call.operands[0], call.outputs
+    assert result is not None
+    same = range(spec.ndim) if spec.shape == result.shape else ()
+    found = [Strategy((Shard(d),), (Shard(d),)) for d in same]
+    return found + [Strategy((p,), (R,)) for p in dict.fromkeys(spec.placements)]
+
+
+@rule(aten.empty_like.default, aten.ones_like.default, aten.full_like.default)
 def _like(call: OpCall) -> list[Strategy]:
-    return pointwise(call)
+    return _alike(call)
 
 
-_NEW = (
-    aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default,
-)  # fmt: skip
-
-
-def _sized(
+def _sized_local(
     call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
 ) -> Callable[..., Any]:
-    """Give the operator the size of this rank's part in place of the whole's."""
-    (result,) = results
+    """Give the operator the size of this rank's part."""
+    result, op = results[0], call.op
     assert result is not None
-    size, op = result.local_shape, call.op
-    return lambda tensor, _, *args, **kwargs: op(tensor, size, *args, **kwargs)
+    shape = list(result.local_shape)
+    if op is not aten.new_empty_strided.default:
+        return lambda model, size, *args, **kwargs: op(model, shape, *args, **kwargs)
+    if shape == list(result.shape):
+        return op
+    return lambda model, size, stride, **kwargs: aten.new_empty(model, shape, **kwargs)
 
 
-@rule(*_NEW, local=_sized)
+@rule(
+    aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
+    aten.new_empty_strided.default, local=_sized_local,
+)  # fmt: skip
 def _new(call: OpCall) -> list[Strategy]:
-    (given,), (made,) = call.operands, call.outputs
-    assert made is not None
-    kept: list[Placement] = [p for p in given.placements if not isinstance(p, Shard)]
-    found = [Strategy((placement,), (Replicate(),)) for placement in kept]
-    for dim in range(given.ndim):
-        out = Shard(dim) if made.shape == given.shape else Replicate()
-        found.append(Strategy((Shard(dim),), (out,)))
-    return found
+    return _alike(call)
