@@ -30,6 +30,7 @@ from dure.tensor.spec import DTensorSpec, TensorMeta, as_placements, spec_of
 __all__ = ["DTensor", "mesh_or_current"]
 
 _make = torch.Tensor._make_wrapper_subclass  # pyright: ignore
+_in_inference = torch.is_inference_mode_enabled
 _grad: Any = torch.Tensor.grad  # pyright: ignore
 
 
@@ -327,6 +328,9 @@ class DTensor(torch.Tensor):
 
 def wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """Return a DTensor over a part that needs no gradient."""
+    if _in_inference():  # torch cannot make a view of an ordinary wrapper one of inference
+        with torch.inference_mode(False):
+            return wrap(local, spec)
     meta = spec.meta
     made = _make(DTensor, meta.shape, strides=meta.stride, dtype=meta.dtype, device=local.device)
     made.part = local
