@@ -14,6 +14,11 @@ from ranks.operators import CRASHED, REFUSED, RIGHT, WRONG, Sample, check, datab
 FAMILIES = {
     "views": "view reshape flatten ravel unflatten permute transpose t movedim squeeze unsqueeze "
     "expand broadcast_to swapaxes view_as mT adjoint",
+    "parts": "split split_with_sizes chunk unbind select slice narrow unfold diagonal hsplit",
+    "inverses": "select_scatter slice_scatter diagonal_scatter constant_pad_nd diag_embed",
+    "indexing": "gather scatter scatter_add scatter_reduce index_select index_add index_copy "
+    "index_fill index_put __getitem__ take_along_dim masked_select",
+    "along": "sort topk cumsum cumprod cummax flip roll repeat tril triu cat stack renorm",
     "pointwise": "add sub mul div neg exp sigmoid where clamp pow maximum masked_fill",
     "products": "mm bmm addmm baddbmm matmul mv dot",
 }

@@ -13,7 +13,16 @@ from dure.tensor.distribute import distribute_module, distribute_tensor
 from dure.tensor.dtensor import DTensor
 from dure.tensor.factories import empty, full, ones, rand, randn, zeros
 from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
-from dure.tensor.rules import creation, foreach, matmul, pointwise, reductions, views
+from dure.tensor.rules import (
+    along,
+    creation,
+    foreach,
+    indexing,
+    matmul,
+    pointwise,
+    reductions,
+    views,
+)
 from dure.tensor.state import strictly as strict
 from dure.tensor.watching import explain
 
@@ -39,5 +48,5 @@ __all__ = [
     "zeros",
 ]
 
-_FAMILIES = (creation, foreach, matmul, pointwise, reductions, views)
+_FAMILIES = (along, creation, foreach, indexing, matmul, pointwise, reductions, views)
 """Their rules are registered when they are imported."""

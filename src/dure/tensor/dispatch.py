@@ -7,7 +7,8 @@ look-up besides the operator on the parts and the wrapping of its result.
 
 What has no rule is decomposed; what has no decomposition is computed by every rank on whole
 tensors, with one warning that names the operator. An operator that draws random numbers, writes its
-operands or returns views of them is not: that would be silently wrong.
+operands is not: that would be silently wrong. Views that had to be moved are copies: they cannot be
+written, nor read once their source was written.
 
 What an operator writes stays where it is, or a typed error is raised. But torch's own formulas, of
 composite operators and of gradients, write tensors that no program has ever seen: these are moved
@@ -121,7 +122,7 @@ def dispatch(
     op: Op,
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
-    unseen: frozenset[int | str] | None = None,
+    unseen: frozenset[Place] | None = None,
 ) -> Any:
     """Run an operator, some of whose arguments are DTensors.
 
@@ -138,6 +139,8 @@ def dispatch(
         kind = type(arg)
         if kind is dtensor:
             key.append(arg.spec)
+            if arg.copied_at is not None:
+                _check_copies(op, *_operands(args, kwargs or {}))
         elif kind is float:
             key.append(arg if op in by_value else kind)
         else:
@@ -158,9 +161,12 @@ def dispatch(
 
 
 def _key_of(arg: Any, kind: type) -> Any:
-    """Return what stands for an argument in a key; plain tensors have a key that hits never."""
+    """Return what stands for an argument in a key.
+
+    Plain tensors, and views that are copies, have a key that hits never.
+    """
     if kind is _DTensor:
-        return arg.spec
+        return arg.spec if arg.copied_at is None else []
     if kind is list or kind is tuple:
         return tuple([_key_of(a, type(a)) for a in arg])
     return (kind, arg.shape, []) if isinstance(arg, torch.Tensor) else (kind, arg)
@@ -178,26 +184,27 @@ def _miss(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     key: list[Any],
-    unseen: frozenset[int | str] | None,
+    unseen: frozenset[Place] | None,
 ) -> Any:
     if unseen is None:
-        held = [sys.getrefcount(args[where]) for where in range(len(args))]
-        unseen = frozenset(where for where, count in enumerate(held) if count <= _REFERENCES)
+        unseen = _unseen(args)
     operands, places = _operands(args, kwargs)
     plain = [t for t in operands if type(t) is not _DTensor]
     if plain:
-        args, kwargs = _without_plain(op, args, kwargs, operands, places)
+        args, kwargs = _without_plain(op, args, kwargs, operands, places, unseen)
         return dispatch(op, args, kwargs, unseen)
     _check_copies(op, operands, places)
     run = _special.get(op)
     if run is not None:
         return run(op, args, kwargs)
+    if torch.Tag.inplace_view in op.tags:
+        return _view_in_place(op, args, kwargs)
     specs = tuple(t.spec for t in operands)
     _check_meshes(op, specs)
     bare, named = fill(args, kwargs, places, specs)
     call = OpCall(op, tuple(bare), named, specs, places)
     found = rule_of(op)
-    if found is None:
+    if found is None or _depends_on_values(call):
         return _without_rule(call, args, kwargs, unseen)
     call.outputs = _results(call)
     try:
@@ -212,6 +219,26 @@ def _miss(
     with suppress(TypeError):
         _plans[tuple(key)] = plan
     return _run(plan, args, kwargs)
+
+
+def _unseen(args: tuple[Any, ...]) -> frozenset[Place]:
+    """Return where tensors stand that no program has: torch's C++ code made them."""
+    count, found = sys.getrefcount, list[Place]()
+    for where in range(len(args)):
+        if type(args[where]) in (list, tuple):
+            inside = range(len(args[where]))
+            found += [(where, i) for i in inside if count(args[where][i]) <= _REFERENCES]
+        elif count(args[where]) <= _REFERENCES:
+            found.append((where, None))
+    return frozenset(found)
+
+
+def _depends_on_values(call: OpCall) -> bool:
+    """Tell whether the shape of a result depends on values, such as of what a mask selects."""
+    masked = any(spec.meta.dtype in (torch.bool, torch.uint8) for spec in call.operands[1:])
+    return torch.Tag.dynamic_output_shape in call.op.tags and (
+        masked or call.op is not torch.ops.aten.index.Tensor
+    )
 
 
 def _operands(
@@ -238,20 +265,32 @@ def _without_plain(
     kwargs: dict[str, Any],
     operands: Sequence[Any],
     places: Sequence[Place],
+    unseen: frozenset[Place],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Take plain tensors as replicated where that is meant; raise where it may not be."""
+    """Take plain tensors as replicated where that is meant; raise where it may not be.
+
+    It is meant of numbers, and of what torch's C++ code made for itself: in formulas of gradients,
+    which can have it from nothing else than DTensors and constants; elsewhere only of single
+    elements and of integers, such as the index of ``x[[0, 2]]``.
+    """
     specs = [t.spec for t in operands if type(t) is _DTensor]
     implicit = state.implicit_replication.get()
     replaced: list[Any] = []
-    for tensor, (where, _) in zip(operands, places, strict=True):
+    backward = _is_called_by_autograd()
+    mutated = schema_of(op).mutated
+    for tensor, (where, inside) in zip(operands, places, strict=True):
         if type(tensor) is _DTensor:
             replaced.append(tensor)
-        elif tensor.ndim == 0 or implicit:
+            continue
+        name = schema_of(op).names[where] if isinstance(where, int) else where
+        small = tensor.numel() == 1 or not (tensor.is_floating_point() or tensor.is_complex())
+        own = small and (where, inside) in unseen and not _is_shared(tensor)
+        constant = (backward or own) and name not in mutated and not tensor.requires_grad
+        if tensor.ndim == 0 or implicit or constant:
             mesh = specs[0].mesh
             whole = (Replicate(),) * mesh.ndim
             replaced.append(_wrap(tensor, spec_of(mesh, whole, TensorMeta.of(tensor))))
         else:
-            name = schema_of(op).names[where] if isinstance(where, int) else where
             raise UsageError(
                 f"{op} is given a plain tensor beside DTensors",
                 op=str(op),
@@ -263,6 +302,20 @@ def _without_plain(
             )
     filled, named = fill(args, kwargs, places, replaced)
     return tuple(filled), named
+
+
+def _is_called_by_autograd() -> bool:
+    """Tell whether a formula of autograd's calls the operator, and no function in Python."""
+    if torch._C._current_graph_task_id() == -1:  # pyright: ignore
+        return False
+    frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
+    while frame is not None and frame.f_code.co_filename in _OWN_FILES:
+        frame = frame.f_back
+    return frame is None or frame.f_code is _ENGINE
+
+
+_OWN_FILES = {__file__, __file__.replace("dispatch.py", "dtensor.py")}
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__  # pyright: ignore
 
 
 def _check_meshes(op: Op, specs: Sequence[DTensorSpec]) -> None:
@@ -277,32 +330,79 @@ def _check_meshes(op: Op, specs: Sequence[DTensorSpec]) -> None:
             )
 
 
+_IN_PLACE_VIEWS: dict[Op, Op] = {
+    torch.ops.aten.t_.default: torch.ops.aten.t.default,
+    torch.ops.aten.transpose_.default: torch.ops.aten.transpose.int,
+    torch.ops.aten.squeeze_.default: torch.ops.aten.squeeze.default,
+    torch.ops.aten.squeeze_.dim: torch.ops.aten.squeeze.dim,
+    torch.ops.aten.squeeze_.dims: torch.ops.aten.squeeze.dims,
+    torch.ops.aten.unsqueeze_.default: torch.ops.aten.unsqueeze.default,
+}
+"""Operators that make a tensor a view of itself, and those that return such a view."""
+
+
+def _view_in_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make a tensor a view of itself: its part, its spec, and the shape that torch sees."""
+    tensor = args[0]
+    if op is torch.ops.aten.detach_.default:
+        return tensor
+    if op not in _IN_PLACE_VIEWS:
+        raise PlacementError(
+            f"{op} changes a DTensor's shape in place",
+            op=str(op),
+            seen=str(tensor.spec),
+            fix="Use an operator that returns a new tensor.",
+        )
+    view = dispatch(_IN_PLACE_VIEWS[op], args, kwargs)
+    if view.copied_at is not None:
+        raise PlacementError(
+            f"{op} would have to move the tensor",
+            op=str(op),
+            seen=str(tensor.spec),
+            fix="Use the operator that returns a new tensor, or redistribute() first.",
+        )
+    with torch._C._ExcludeDispatchKeyGuard(_PYTHON_KEYS):  # pyright: ignore
+        op(*args, **kwargs)
+    tensor.part, tensor.spec = view.part, view.spec
+    return tensor
+
+
+_PYTHON_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Python) | torch._C.DispatchKeySet(  # pyright: ignore
+    torch._C.DispatchKey.PythonTLSSnapshot  # pyright: ignore
+)
+"""What sends operators on DTensors to `dispatch`."""
+
+
 def _check_copies(op: Op, operands: Sequence[Any], places: Sequence[Place]) -> None:
-    """Refuse to write views that are copies, and to read them once their source was written.
+    """Refuse to write views that are copies, and to read them once their source was written."""
+    mutated = schema_of(op).mutated
+    for tensor, (where, _) in zip(operands, places, strict=True):
+        if type(tensor) is _DTensor and tensor.copied_at is not None:
+            name = schema_of(op).names[where] if isinstance(where, int) else where
+            check_copy(str(op), tensor, name in mutated)
+
+
+def check_copy(op: str, tensor: DTensor, writes: bool = False) -> None:
+    """Refuse to write a view that is a copy, and to read it once its source was written.
 
     A view of a sharded tensor that had to be moved shares no memory with it.
     """
-    mutated = schema_of(op).mutated
-    for tensor, (where, _) in zip(operands, places, strict=True):
-        version = tensor.copied_at
-        if version is None:
-            continue
-        name = schema_of(op).names[where] if isinstance(where, int) else where
-        if name in mutated or tensor._version != version:
-            raise PlacementError(
-                f"{op} meets a view that is a copy",
-                op=str(op),
-                seen=f"{tensor.spec}: its source had to be moved between ranks to take the view",
-                fix="Redistribute the source first so that the view needs no communication, or "
-                "clone() the view to work on a copy.",
-            )
+    version = tensor.copied_at
+    if version is not None and (writes or tensor._version != version):
+        raise PlacementError(
+            f"{op} meets a view that is a copy",
+            op=op,
+            seen=f"{tensor.spec}: its source had to be moved between ranks to take the view",
+            fix="Redistribute the source first so that the view needs no communication, or "
+            "clone() the view to work on a copy.",
+        )
 
 
 def _moves_unseen(
     call: OpCall,
     args: tuple[Any, ...],
     strategies: Sequence[Strategy],
-    unseen: frozenset[int | str],
+    unseen: frozenset[Place],
 ) -> bool:
     """Move what an operator writes, if only torch's C++ code has it; tell whether it was moved.
 
@@ -314,7 +414,7 @@ def _moves_unseen(
         where, inside = call.places[number]
         if (
             inside is not None
-            or where not in unseen
+            or (where, None) not in unseen
             or _is_shared(_at((args, {}), (where, None)).part)
         ):
             return False
@@ -451,7 +551,7 @@ class _NoWay(Exception):
 
 
 def _without_rule(
-    call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any], unseen: frozenset[int | str]
+    call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any], unseen: frozenset[Place]
 ) -> Any:
     op = call.op
     inside = state.decomposing.get()
@@ -486,18 +586,21 @@ def decomposition_of(op: Op) -> Callable[..., Any] | None:
 
 
 def _replicated(
-    call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any], unseen: frozenset[int | str]
+    call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any], unseen: frozenset[Place]
 ) -> Any:
     """Let every rank compute on whole tensors, where nothing else is known."""
     op, schema = call.op, schema_of(call.op)
     moved = not all(spec.is_replicated() for spec in call.operands)
-    if moved and schema.mutated and _moves_unseen(call, args, [], unseen):
-        return dispatch(op, args, kwargs)
+    if moved and schema.mutated:
+        if _written_by_another(call, args, kwargs):
+            return args[0]
+        if _moves_unseen(call, args, [], unseen):
+            return dispatch(op, args, kwargs)
     if torch.Tag.nondeterministic_seeded in op.tags:
         raise _refused(call, "draws random numbers, and no rule says which")
     stuck = not all(call.operands[number].is_replicated() for number in written(call))
-    if stuck or (moved and schema.is_view):
-        raise _refused(call, "writes its operand" if schema.mutated else "returns a view")
+    if stuck:
+        raise _refused(call, "writes its operand")
     if moved:
         if state.strict.get():
             raise _refused(call, "would be computed replicated, which strict() forbids")
@@ -521,8 +624,31 @@ def _replicated(
         None if t is None else spec_of(mesh, whole, TensorMeta.of(t)) for t in _leaves(result)
     ]
     returns = tuple(_place_of(call, name) for name in schema.returned)
-    plan = Plan(call.places, (), op, tuple(outputs), None, returns, copied_view=False)
+    copied = schema.is_view and moved
+    plan = Plan(call.places, (), op, tuple(outputs), None, returns, copied)
     return _wrapped(plan, result, (args, kwargs), values)
+
+
+def _written_by_another(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Compute by the operator that returns a new tensor, and write that; tell whether it was."""
+    packet, overload = str(call.op).removeprefix("aten.").split(".")
+    other = getattr(torch.ops.aten, packet.removesuffix("_"), None)
+    target = args[0] if args else None
+    if (
+        not packet.endswith("_")
+        or written(call) != [0]
+        or type(target) is not _DTensor
+        or target.spec.has_partial()
+        or other is None
+        or overload not in other.overloads()
+    ):
+        return False
+    result = dispatch(getattr(other, overload), args, kwargs)
+    spec = target.spec
+    target.part.copy_(
+        redistribute(result.part, result.spec, result.spec.with_placements(spec.placements))
+    )
+    return True
 
 
 def _listed(call: OpCall) -> str:

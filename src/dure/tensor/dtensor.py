@@ -24,7 +24,7 @@ from dure.mesh import DeviceMesh, current_mesh
 from dure.tensor import dispatch
 from dure.tensor.checking import check_parts
 from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
-from dure.tensor.redistribute import redistribute
+from dure.tensor.redistribute import Move, plan_of, redistribute
 from dure.tensor.spec import DTensorSpec, TensorMeta, as_placements, spec_of
 
 __all__ = ["DTensor", "mesh_or_current"]
@@ -153,6 +153,7 @@ class DTensor(torch.Tensor):
         Cost:
             None; a moved tensor is waited for.
         """
+        dispatch.check_copy("to_local", self)
         if not (self.requires_grad and torch.is_grad_enabled()):
             return wait_tensor(self.part)
         grads = None
@@ -199,6 +200,7 @@ class DTensor(torch.Tensor):
             P to R reduces, P to S reduces and scatters, S to S exchanges.
         """
         spec = self.spec
+        dispatch.check_copy("redistribute", self)
         if device_mesh is not None and device_mesh != spec.mesh:
             raise MeshError(
                 "a DTensor stays on its mesh",
@@ -435,6 +437,8 @@ class _Redistribute(torch.autograd.Function):
             local = local.to(forward_dtype)
             spec, target = (_cast(s, forward_dtype) for s in (spec, target))
         moved = redistribute(local, spec, target, async_op)
+        if moved is not local and plan_of(spec, target).steps[-1].move is Move.SLICE:
+            moved = moved.clone()  # a slice shares memory with the whole, which may be written
         return wrap(moved.view_as(moved) if moved is local and not async_op else moved, target)
 
     @staticmethod

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from dure.tensor.call import OpCall, Strategy
+from dure.tensor.call import Op, OpCall, Strategy
+from dure.tensor.dispatch import dispatch, special
 from dure.tensor.placement_types import Partial, Placement, Replicate, Shard, StridedShard
 from dure.tensor.rules import rule, view_rule
 from dure.tensor.spec import DTensorSpec
@@ -38,10 +39,34 @@ def _moved_dims(call: OpCall, to: Sequence[int | None]) -> list[Strategy]:
 
 @rule(
     aten.detach.default, aten.alias.default, aten.lift_fresh.default,
-    aten._conj.default, aten._neg_view.default, aten.view.dtype,
 )  # fmt: skip
 def _same_dims(call: OpCall) -> list[Strategy]:
     return _moved_dims(call, range(call.operands[0].ndim))
+
+
+@special(aten._conj.default, aten._neg_view.default)
+def _marked(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute at once what torch only marks a view with: an operator meets no marked parts."""
+    (tensor,) = args
+    result = dispatch(
+        aten.neg.default if op is aten._neg_view.default else aten.conj_physical.default,
+        args,
+        kwargs,
+    )
+    result.copied_at = tensor._version
+    return result
+
+
+@rule(aten.view.dtype, aten.view_as_real.default, aten.view_as_complex.default)
+def _other_dtype(call: OpCall) -> list[Strategy]:
+    """The last dimension takes up what elements get larger or smaller; terms only of complex."""
+    spec, (result,) = call.operands[0], call.outputs
+    assert result is not None
+    bits = call.op is aten.view.dtype
+    same = bits and spec.meta.dtype.itemsize == result.dtype.itemsize
+    shared = min(spec.ndim, len(result.shape)) - (bits and not same)
+    found = [Strategy((Shard(dim),), (Shard(dim),)) for dim in range(shared)]
+    return found + [Strategy((term,), (term,)) for term in TERMS[:2] if not bits]
 
 
 @rule(aten.t.default, aten.transpose.int, aten.permute.default)
@@ -112,6 +137,50 @@ def _expanded(call: OpCall) -> list[Strategy]:
     found = _moved_dims(call, [d + added if keep else None for d, keep in enumerate(kept)])
     grown = [d for d in range(len(result.shape)) if d < added or not kept[d - added]]
     return found + [Strategy((R,), (Shard(dim),)) for dim in grown]
+
+
+# ---- parts ---------------------------------------------------------------------------------------
+
+
+def _but(call: OpCall, name: str) -> tuple[int, list[int | None]]:
+    """Return the dimension that an argument names, and where the others go if it stays."""
+    ndim = call.operands[0].ndim
+    dim = call.arg(name) % max(ndim, 1)
+    return dim, [None if d == dim else d for d in range(ndim)]
+
+
+@rule(aten.split.Tensor, aten.split_with_sizes.default)
+def _split(call: OpCall) -> list[Strategy]:
+    return _moved_dims(call, _but(call, "dim")[1])
+
+
+@rule(aten.unfold.default)
+def _unfolded(call: OpCall) -> list[Strategy]:
+    return _moved_dims(call, _but(call, "dimension")[1])
+
+
+@rule(aten.select.int, aten.unbind.int)
+def _selected(call: OpCall) -> list[Strategy]:
+    dim, to = _but(call, "dim")
+    return _moved_dims(call, [None if d is None else d - (d > dim) for d in to])
+
+
+@rule(aten.slice.Tensor)
+def _sliced(call: OpCall) -> list[Strategy]:
+    dim, to = _but(call, "dim")
+    size = call.operands[0].shape[dim]
+    start, end = call.arg("start") or 0, call.arg("end")
+    everything = start in (0, -size) and (end is None or end >= size) and call.arg("step") == 1
+    return _moved_dims(call, range(len(to)) if everything else to)
+
+
+@rule(aten.diagonal.default)
+def _diagonal(call: OpCall) -> list[Strategy]:
+    ndim = call.operands[0].ndim
+    gone = [call.arg("dim1") % ndim, call.arg("dim2") % ndim]
+    return _moved_dims(
+        call, [None if d in gone else d - sum(g < d for g in gone) for d in range(ndim)]
+    )
 
 
 # ---- flattening and splitting --------------------------------------------------------------------

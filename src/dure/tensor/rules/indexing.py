@@ -1,0 +1,233 @@
+"""Indexing: by tensors of indices, and the inverses of the views that take a part.
+
+An index looks along one dimension, which must be whole; cuts through the others go along. Where
+several indices make dimensions of the result, a cut of those goes along with the source whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dure.tensor.call import OpCall, Strategy
+from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
+from dure.tensor.rules import rule
+from dure.tensor.spec import DTensorSpec
+
+aten = torch.ops.aten
+R = Replicate()
+LINEAR = (Partial("sum"), Partial("avg"))
+TERMS = tuple(Partial(op) for op in ("sum", "avg", "min", "max", "product"))
+
+
+def _dim(call: OpCall) -> int:
+    return call.arg("dim") % max(call.operands[0].ndim, 1)
+
+
+@rule(aten.gather.default)
+def _gather(call: OpCall) -> list[Strategy]:
+    source, index = call.operands
+    dim = _dim(call)
+    found = [Strategy((term, R), (term,)) for term in TERMS]
+    if not source.ndim or source.ndim != index.ndim:
+        return found
+    for d in range(index.ndim):
+        if d == dim:
+            found.append(Strategy((R, Shard(d)), (Shard(d),)))
+        elif source.shape[d] == index.shape[d]:
+            found.append(Strategy((Shard(d), Shard(d)), (Shard(d),)))
+    return found
+
+
+@rule(
+    aten.scatter.src, aten.scatter.value, aten.scatter.reduce, aten.scatter.value_reduce,
+    aten.scatter_add.default, aten.scatter_reduce.two,
+)  # fmt: skip
+def _scatter(call: OpCall) -> list[Strategy]:
+    specs = call.operands
+    found: list[Strategy] = []
+    if call.op in (aten.scatter.src, aten.scatter_add.default):
+        found += [Strategy((term, R, term), (term,)) for term in LINEAR]
+    if specs[0].ndim and len({spec.ndim for spec in specs}) == 1:
+        for d in range(specs[0].ndim):
+            if d != _dim(call) and len({spec.shape[d] for spec in specs}) == 1:
+                found.append(Strategy((Shard(d),) * len(specs), (Shard(d),)))
+    return found
+
+
+@rule(aten.index_select.default)
+def _index_select(call: OpCall) -> list[Strategy]:
+    source, index = call.operands
+    found = [Strategy((term, R), (term,)) for term in TERMS]
+    if source.ndim:
+        found += [
+            Strategy((Shard(d), R), (Shard(d),)) for d in range(source.ndim) if d != _dim(call)
+        ]
+        if index.ndim:
+            found.append(Strategy((R, Shard(0)), (Shard(_dim(call)),)))
+    return found
+
+
+@rule(
+    aten.index_add.default, aten.index_copy.default, aten.index_reduce.default,
+    aten.index_fill.int_Scalar, aten.index_fill.int_Tensor,
+)  # fmt: skip
+def _index_written(call: OpCall) -> list[Strategy]:
+    target = call.operands[0]
+    filled = "index_fill" in call.name
+    rest = call.operands[2:]
+    found: list[Strategy] = []
+    if call.op in (aten.index_add.default, aten.index_copy.default):
+        found += [Strategy((term, R, term), (term,)) for term in LINEAR]
+    for d in range(target.ndim):
+        if d == _dim(call) or not (filled or rest[0].ndim == target.ndim):
+            continue
+        others = (R if filled else Shard(d),) * len(rest)
+        found.append(Strategy((Shard(d), R, *others), (Shard(d),)))
+    return found
+
+
+# ---- several indices -----------------------------------------------------------------------------
+
+
+def _indexed(call: OpCall) -> tuple[list[int], int, int] | None:
+    """Return the dimensions that are indexed, where the indices' own begin, and how many.
+
+    None where an index is a mask, whose result's shape depends on its values.
+    """
+    indices = call.arg("indices")
+    given = [(d, i) for d, i in enumerate(indices) if i is not None]
+    if not given or any(i.meta.dtype in (torch.bool, torch.uint8) for _, i in given):
+        return None
+    dims = [d for d, _ in given]
+    adjacent = dims == list(range(dims[0], dims[0] + len(dims)))
+    return dims, dims[0] if adjacent else 0, max(i.ndim for _, i in given)
+
+
+def _there(d: int, dims: Sequence[int], begin: int, made: int) -> int:
+    """Return where dimension d of the source, which is not indexed, is in the result."""
+    before = sum(1 for one in dims if one < d)
+    return d - before + (made if d - before >= begin else 0)
+
+
+@rule(aten.index.Tensor, aten._unsafe_index.Tensor)
+def _index(call: OpCall) -> list[Strategy]:
+    found_dims = _indexed(call)
+    if found_dims is None:
+        return []
+    dims, begin, made = found_dims
+    (result,) = call.outputs
+    assert result is not None
+    source, *indices = call.operands
+    whole = (R,) * len(indices)
+    found = [Strategy((term, *whole), (term,)) for term in TERMS]
+    for d in range(source.ndim):
+        if d not in dims:
+            there = Shard(_there(d, dims, begin, made))
+            found.append(Strategy((Shard(d), *whole), (there,)))
+    for d in range(made):
+        inputs: list[Placement] = []
+        for index in indices:
+            own = d - (made - index.ndim)
+            alike = own >= 0 and index.shape[own] == result.shape[begin + d]
+            inputs.append(Shard(own) if alike else R)
+        found.append(Strategy((R, *inputs), (Shard(begin + d),)))
+    return found
+
+
+@rule(aten.index_put.default, aten._unsafe_index_put.default)
+def _index_put(call: OpCall) -> list[Strategy]:
+    found_dims = _indexed(call)
+    if found_dims is None:
+        return []
+    dims, begin, made = found_dims
+    target, *indices, values = call.operands
+    whole = (R,) * len(indices)
+    found = [Strategy((term, *whole, term), (term,)) for term in LINEAR]
+    result_ndim = target.ndim - len(dims) + made
+    for d in range(target.ndim):
+        if d in dims:
+            continue
+        own = _there(d, dims, begin, made) - (result_ndim - values.ndim)
+        cut = own >= 0 and values.shape[own] == target.shape[d]
+        found.append(Strategy((Shard(d), *whole, Shard(own) if cut else R), (Shard(d),)))
+    return found
+
+
+# ---- inverses of views ---------------------------------------------------------------------------
+
+
+def _sizes_local(
+    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
+) -> Callable[..., Any]:
+    """Give the operator the sizes of this rank's part of the result."""
+    result, op = results[0], call.op
+    assert result is not None
+    shape = list(result.local_shape)
+    return lambda grad, sizes, *args, **kwargs: op(grad, shape, *args, **kwargs)
+
+
+def _put_back(call: OpCall, to: Sequence[int | None], terms: bool) -> list[Strategy]:
+    """Return strategies of an operator that puts values into a tensor.
+
+    Args:
+        call: Its last operand are the values; the first, if there are two, what they are put into.
+        to: For each dimension of the result where it is in the values, None if it is not.
+        terms: Whether terms go along.
+    """
+    found: list[Strategy] = []
+    first = len(call.operands) > 1
+    for d, there in enumerate(to):
+        if there is not None:
+            inputs = (Shard(d), Shard(there)) if first else (Shard(there),)
+            found.append(Strategy(inputs, (Shard(d),)))
+    inputs = len(call.operands)
+    return found + [Strategy((p,) * inputs, (p,)) for p in (LINEAR if terms else ())]
+
+
+def _without(call: OpCall, *gone: int) -> list[int | None]:
+    """Return where the result's dimensions are in a tensor that lacks some of them."""
+    (result,) = call.outputs
+    assert result is not None
+    ndim = len(result.shape)
+    lost = [d % ndim for d in gone]
+    return [None if d in lost else d - sum(g < d for g in lost) for d in range(ndim)]
+
+
+@rule(aten.select_backward.default, local=_sizes_local)
+def _select_backward(call: OpCall) -> list[Strategy]:
+    return _put_back(call, _without(call, call.arg("dim")), terms=True)
+
+
+@rule(aten.select_scatter.default)
+def _select_scatter(call: OpCall) -> list[Strategy]:
+    return _put_back(call, _without(call, call.arg("dim")), terms=True)
+
+
+@rule(aten.diagonal_backward.default, local=_sizes_local)
+def _diagonal_backward(call: OpCall) -> list[Strategy]:
+    return _put_back(call, _without(call, call.arg("dim1"), call.arg("dim2")), terms=True)
+
+
+@rule(aten.diagonal_scatter.default)
+def _diagonal_scatter(call: OpCall) -> list[Strategy]:
+    return _put_back(call, _without(call, call.arg("dim1"), call.arg("dim2")), terms=True)
+
+
+def _same_but(call: OpCall) -> list[int | None]:
+    (result,) = call.outputs
+    assert result is not None
+    dim = call.arg("dim") % max(len(result.shape), 1)
+    return [None if d == dim else d for d in range(len(result.shape))]
+
+
+@rule(aten.slice_backward.default, aten.unfold_backward.default, local=_sizes_local)
+def _slice_backward(call: OpCall) -> list[Strategy]:
+    return _put_back(call, _same_but(call), terms=True)
+
+
+@rule(aten.slice_scatter.default)
+def _slice_scatter(call: OpCall) -> list[Strategy]:
+    return _put_back(call, _same_but(call), terms=True)
