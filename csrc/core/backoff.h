@@ -45,12 +45,9 @@ class Backoff {
 
     // Something has come, though not all: be patient anew.
     void restart() {
-        began_ns_ = now_ns_ = 0;
+        began_ns_ = 0;
         looks_ = 0;
     }
-
-    // As of the last look at the clock.
-    int64_t waited_ns() const { return now_ns_ - began_ns_; }
 
     // When the wait began, roughly.
     int64_t began_ns() {

@@ -30,7 +30,9 @@ namespace dure {
 namespace {
 
 constexpr int64_t kSliceNs = 4'000'000;
-constexpr int64_t kGivesWayNs = 20'000;
+// For all ranks to begin: longer than the progress thread leaves a call alone, and longer still
+// where they come one after the other.
+constexpr int64_t kBeginNs = 500'000, kBeginSharedNs = 2'000'000;
 
 }  // namespace
 
@@ -64,52 +66,60 @@ bool Channel::neighbour_missing(int r) const {
     return false;
 }
 
-// Wait for all from `r` on; those before have arrived. See "Large operations" in core_lock.h.
+// Wait for all from `r` on; those before have arrived. Of a large operation, the rank has the lock
+// again when they have (core_lock.h).
 Status Channel::await_missing(int r) {
     const auto all_here = [&] {
         if (core_ && !holds_core_) take_core();
         return Status::ok;
     };
-    // Peers that have begun come soon, so a slice is slept with the lock.
-    bool gives_up = !all_begun_;
-    if (background_ && !queue_->awaited()) {
+    if (background_ && !rank_waits()) {
         group_.about_to_wait();
         give_up_core();
-        sleep_for(r);  // before we look for reasons not to
+        sleep_for(r, kSliceNs);  // before we look for reasons not to
     } else {
         Backoff backoff(group_);
         do {
             if (r = first_missing(r); r == size_) return Status::ok;
-            if (gives_way(backoff.waited_ns())) break;
         } while (backoff.pause([&] { return neighbour_missing(r); }));
     }
-    const int64_t now = now_ns();
+    const int64_t now = now_ns(), holds_until_ns = now + patience_ns();
     if (started_ns_ == 0) started_ns_ = now;
     for (Wait wait{started_ns_, now};;) {
         if (r = first_missing(r); r == size_) return all_here();
         if (Status s = examine(wait); s != Status::ok) {
             return first_missing(r) == size_ ? all_here() : s;
         }
-        if (gives_up) give_up_core();
-        sleep_for(r);
-        gives_up = true;
+        const int64_t holds_ns = holds_core_ ? holds_until_ns - now_ns() : 0;
+        if (holds_ns <= 0) give_up_core();
+        sleep_for(r, holds_ns > 0 ? holds_ns : kSliceNs);
     }
 }
 
-// Whether to let the other channel go first, although this one's peers may come any moment.
-bool Channel::gives_way(int64_t waited_ns) const {
-    return index_ > 0 && holds_core_ && !all_begun_ && waited_ns > kGivesWayNs && core_->wanted();
+// How long a rank sleeps with the lock: longer for peers that have all begun, and will come soon.
+// It has given it up before it asks whether it was interrupted, so a handler may call us.
+int64_t Channel::patience_ns() const {
+    const int64_t first = all_begun_                ? kSliceNs
+                          : group_.oversubscribed() ? kBeginSharedNs
+                                                    : kBeginNs;
+    return index_ == 0 ? first : first / 4;
 }
 
-// Sleep until `rank` arrives, at most a slice.
-void Channel::sleep_for(int rank) {
+// Whether a thread of this rank waits, so that its core is free. On the other channel it may be
+// running what it waits for, but not while we have the lock.
+bool Channel::rank_waits() const {
+    return queue_->awaited() || (holds_core_ && group_.channel(1 - index_).queue_->awaited());
+}
+
+// Sleep until `rank` arrives, at most `ns`.
+void Channel::sleep_for(int rank, int64_t ns) {
     ChannelBlock& peer = block(rank);
     Word& word = peer.slot[seq_ & 1].tick;
     peer.waiters.fetch_add(1, std::memory_order_seq_cst);
     const uint32_t seen = word.load(std::memory_order_seq_cst);
     if (static_cast<int32_t>(seen - tick_) < 0) {
         group_.show_asleep();
-        futex_wait(word, seen, kSliceNs);
+        futex_wait(word, seen, ns);
         group_.show_core();
     }
     peer.waiters.fetch_sub(1, std::memory_order_seq_cst);

@@ -10,8 +10,8 @@ namespace dure {
 
 namespace {
 
-constexpr std::chrono::microseconds kLinger{50}, kSeldom{1600};
-constexpr std::chrono::milliseconds kLongestDefer{100};
+constexpr std::chrono::microseconds kLinger{50}, kLongestLinger{250}, kSeldom{1600};
+constexpr std::chrono::milliseconds kLongestDefer{100};  // behind large operations
 
 }  // namespace
 
@@ -25,6 +25,12 @@ CallQueue::Inside::~Inside() {
     if (!channel_) return;
     std::lock_guard hold(queue_.lock_);
     if (--queue_.inside_ == 0 && queue_.stopping_) queue_.changed_.notify_all();
+}
+
+// How long the progress thread leaves it alone: of a long call, a 50th of its time at most.
+std::chrono::nanoseconds CallQueue::Queued::linger() const {
+    return std::min<std::chrono::nanoseconds>(
+        kLinger + std::chrono::nanoseconds(call.bytes_touched() / 512), kLongestLinger);
 }
 
 CallQueue::CallQueue(Channel& channel) : subject_(&channel.group_), channel_(&channel) {}
@@ -113,12 +119,14 @@ void CallQueue::work() {
             continue;
         }
         const std::chrono::nanoseconds age{now_ns() - calls_.front()->queued_ns};
-        if (age < kLinger && !hurried_ && !stopping_) {
-            look_in(kLinger - age);
+        const std::chrono::nanoseconds linger = calls_.front()->linger();
+        if (age < linger && !hurried_ && !stopping_) {
+            look_in(linger - age);
             continue;
         }
         Channel& channel = *channel_;
         CoreLock* const core = channel.lock_for(calls_.front()->call);
+        // Who works mostly waits for this call next, and then runs it.
         if (core && core->held() && age < kLongestDefer && !hurried_ && !stopping_) {
             hold.unlock();
             core->await_change();

@@ -4,11 +4,12 @@
 // costs 13 to 28 us, more than a small collective; so whoever waits without a limit runs what has
 // not begun, in the order of calls, up to what it waits for. So does a synchronous call behind
 // them. The *progress thread* runs what nobody waits for. Most calls are waited for at once, so it
-// leaves each alone for kLinger first. While calls follow each other it is not woken for each, but
-// looks after them itself, the more seldom the longer others have run them all: after kLinger at
-// first, every kSeldom in the end, by which a call can be late when the program changes its ways.
-// It is woken, though, for a large call where it had to run the large one before. Without calls it
-// sleeps.
+// leaves each alone for kLinger first, large ones for a 50th of the time that they take, and longer
+// while the rank is in a large operation on the other channel (core_lock.h). While calls follow
+// each other it is not woken for each, but looks after them itself, the more seldom the longer
+// others have run them all: after kLinger at first, every kSeldom in the end, by which a call can
+// be late when the program changes its ways. It is woken, though, for a large call where it had to
+// run the large one before. Without calls it sleeps.
 //
 // The progress thread never spins, nor gives up its core turn by turn, while its rank computes: it
 // sleeps until its peers have come (see `Channel::await_missing`). Where a thread of the rank waits
@@ -18,6 +19,7 @@
 // channel, whose `stop` ends what is queued and waits for whoever is inside.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <memory>
@@ -44,6 +46,7 @@ class CallQueue {
         std::optional<Channel::Turn> turn;
         const bool brief;
         const int64_t queued_ns = now_ns();
+        std::chrono::nanoseconds linger() const;  // see kLinger
     };
     // False once stopped: nothing has happened then.
     bool push(std::shared_ptr<Queued> queued);

@@ -63,6 +63,52 @@ Status Channel::guarded(const Turn& turn, F collective) {
     return collective();
 }
 
+// ---- one large operation at a time (core_lock.h) ------------------------------------------------
+
+// What a call takes; nullptr of a small one.
+CoreLock* Channel::lock_for(const Call& call) const {
+    return call.bytes_touched() < kLargeBytes ? nullptr : group_.core_lock();
+}
+
+void Channel::take_core() {
+    group_.about_to_wait();
+    core_->take();
+    holds_core_ = true;
+}
+
+void Channel::give_up_core() {
+    if (!holds_core_) return;
+    holds_core_ = false;
+    core_->give_up();
+}
+
+// Has the lock for an operation, except while that sleeps. What the progress thread runs meanwhile
+// on the other channel may know that this thread waits.
+class Channel::HeldCore {
+  public:
+    HeldCore(Channel& channel, CoreLock* core) : channel_(channel) {
+        channel.core_ = core;
+        if (!core) return;
+        if (!channel.background_) waiting_.emplace(*channel.queue_);
+        channel.take_core();
+    }
+    ~HeldCore() {
+        channel_.give_up_core();
+        channel_.core_ = nullptr;
+    }
+    HeldCore(const HeldCore&) = delete;
+    HeldCore& operator=(const HeldCore&) = delete;
+
+  private:
+    Channel& channel_;
+    std::optional<CallQueue::Waiting> waiting_;
+};
+
+Status Channel::collective(const Call& call) {
+    const HeldCore held(*this, lock_for(call));
+    return carry_out(call);
+}
+
 Status Channel::run(const Call& call, Turn turn) {
     return guarded(turn, [&] { return collective(call); });
 }

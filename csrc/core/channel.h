@@ -92,6 +92,13 @@ class Channel {
     template <typename F>
     Status guarded(const Turn& turn, F collective);
 
+    // -- one large operation at a time (channel.cpp, core_lock.h)
+    // ------------------------------------------------------------
+    class HeldCore;
+    CoreLock* lock_for(const Call& call) const;
+    void take_core();
+    void give_up_core();
+
     // -- barriers (barrier.cpp)
     // ----------------------------------------------------------------
     // What a waiting rank remembers between two slices.
@@ -107,11 +114,9 @@ class Channel {
     void arrive();
     Status await_all();
     Status await_missing(int r);
-    bool gives_way(int64_t waited_ns) const;
-    void sleep_for(int rank);
-    class HeldCore;
-    void take_core();
-    void give_up_core();
+    void sleep_for(int rank, int64_t ns);
+    int64_t patience_ns() const;
+    bool rank_waits() const;
     Status barrier() {
         arrive();
         return await_all();
@@ -153,7 +158,6 @@ class Channel {
     struct Staged;
     struct Transfer;
     enum class InHeap { none, some, all };  // of the ranks' tensors
-    CoreLock* lock_for(const Call& call) const;
     Status collective(const Call& call);
     Status carry_out(const Call& call);
     Status reduce(Block tensor, const Call& call);
@@ -225,12 +229,12 @@ class Channel {
     Op op_ = Op::none;
     const Site* shown_[2] = {};                // what `site` of the own block tells
     const std::string* shown_thread_[2] = {};  // and `thread`
-    bool all_begun_ = false;  // all ranks' headers have come
+    bool all_begun_ = false;                   // all ranks' headers have come
     int64_t started_ns_ = 0;                   // of the operation's first wait that was not short
     double factors_[kMaxRanks];                // of a premultiplied sum, by rank
 
-    bool background_ = false;  // the progress thread runs it
-    CoreLock* core_ = nullptr;    // of a large operation
+    bool background_ = false;   // the progress thread runs it
+    CoreLock* core_ = nullptr;  // of a large operation
     bool holds_core_ = false;
 
     alignas(64) Word issued_{0};  // numbers taken

@@ -3,49 +3,6 @@
 
 namespace dure {
 
-// The lock that a call takes; nullptr of a small one.
-CoreLock* Channel::lock_for(const Call& call) const {
-    constexpr size_t kLargeBytes = 1024 * 1024;
-    size_t bytes = 0;
-    for (const Block& block : call.inputs) bytes += block.bytes;
-    for (const Block& block : call.outputs) bytes += block.bytes;
-    return bytes < kLargeBytes ? nullptr : group_.core_lock();
-}
-
-void Channel::take_core() {
-    if (core_->held()) group_.about_to_wait();
-    core_->take();
-    holds_core_ = true;
-}
-
-void Channel::give_up_core() {
-    if (!holds_core_) return;
-    holds_core_ = false;
-    core_->give_up();
-}
-
-class Channel::HeldCore {
-  public:
-    HeldCore(Channel& channel, CoreLock* core) : channel_(channel) {
-        channel.core_ = core;
-        if (core) channel.take_core();
-    }
-    ~HeldCore() {
-        channel_.give_up_core();
-        channel_.core_ = nullptr;
-    }
-    HeldCore(const HeldCore&) = delete;
-    HeldCore& operator=(const HeldCore&) = delete;
-
-  private:
-    Channel& channel_;
-};
-
-Status Channel::collective(const Call& call) {
-    const HeldCore held(*this, lock_for(call));
-    return carry_out(call);
-}
-
 Status Channel::carry_out(const Call& call) {
     switch (call.op) {
         case Op::barrier:

@@ -74,7 +74,7 @@ Group::Group(const Options& options, MemoryFile file, std::shared_ptr<Mapping> m
       base_(mapping_->data()),
       heap_(SymmetricHeap::of_process()),
       processes_(static_cast<size_t>(options.size)) {
-    if (options.cores < kChannels * options.size && !getenv("CHAN_N")) core_lock_.emplace();
+    if (options.cores < kChannels * options.size) core_lock_.emplace();
     for (int i = 0; i < kChannels; i++) {
         channels_[static_cast<size_t>(i)] = std::make_unique<Channel>(*this, i);
     }

@@ -41,6 +41,8 @@ constexpr size_t kBuffers = kStages + kSwaps;
 // How much of a buffer is used at a time where each rank has a core: what several chunks occupy
 // stays in its second-level cache. Where ranks share cores barriers cost more: all of it.
 constexpr size_t kSmallChunkBytes = 128 * 1024;
+// Operations that touch as much take the core lock (core_lock.h).
+constexpr size_t kLargeBytes = 1024 * 1024;
 // From here on it pays to look for a tensor in the symmetric heap.
 constexpr size_t kZeroCopyBytes = 16 * 1024;
 constexpr size_t kSiteBytes = 160;

@@ -138,6 +138,13 @@ struct Call {
 
     bool converts() const { return into != DType::opaque && into != dtype; }
     DType result() const { return converts() ? into : dtype; }
+    // Of all blocks, read or written.
+    size_t bytes_touched() const {
+        size_t bytes = 0;
+        for (const Block& block : inputs) bytes += block.bytes;
+        for (const Block& block : outputs) bytes += block.bytes;
+        return bytes;
+    }
 };
 
 size_t item_bytes(DType dtype);

@@ -49,14 +49,22 @@ inline int add_case(const char* name, void (*body)()) {
         }                                                                                      \
     } while (false)
 
+// Ends a case that needs what this machine lacks; said aloud, and counted (scripts/native-test).
+#define SKIP(reason)                            \
+    do {                                        \
+        std::printf("  skipped: %s\n", reason); \
+        return;                                 \
+    } while (false)
+
 constexpr uint64_t kNonce = 42;
 
 // How the groups of the tests copy: see calibration.h.
 inline int64_t single_copies = kMeasureCopies;
+// How many cores they believe they have.
+inline int cores = static_cast<int>(std::thread::hardware_concurrency());
 
 inline Options options_of(int rank, int size, double timeout_s = 20) {
-    return {rank, size, static_cast<int64_t>(timeout_s * 1e9),
-            static_cast<int>(std::thread::hardware_concurrency()), single_copies};
+    return {rank, size, static_cast<int64_t>(timeout_s * 1e9), cores, single_copies};
 }
 
 using Body = std::function<void(Group&)>;

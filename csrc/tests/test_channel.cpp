@@ -1,5 +1,7 @@
 // Two channels: the order of calls on each, asynchronous ones among them, and the end of a group
 // with work in its queue.
+#include <utility>
+
 #include "call_queue.h"
 #include "channel.h"
 #include "harness.h"
@@ -218,6 +220,94 @@ TEST(closing_ends_what_others_wait_for) {
             waiter.join();
             closer.join();
             CHECK(first->outcome().status != Status::ok && second->outcome().status != Status::ok);
+        });
+    }
+}
+
+// ---- one large operation at a time (core_lock.h) ------------------------------------------------
+
+constexpr size_t kLargeCount = kLargeBytes / sizeof(int32_t) + 7;
+
+// As `on_threads`, where the ranks' second channels have no cores.
+void on_shared_cores(int n, const Body& body) {
+    const int before = std::exchange(cores, n);
+    on_threads(n, body);
+    cores = before;
+}
+
+TEST(channels_with_cores_of_their_own_do_not_wait_for_each_other) {
+    const int before = std::exchange(cores, 4);
+    on_threads(2, [](Group& g) { CHECK(g.core_lock() == nullptr); });
+    on_threads(3, [](Group& g) { CHECK(g.core_lock() != nullptr); });
+    cores = before;
+}
+
+TEST(a_large_call_waits_while_its_rank_is_in_another_one) {
+    on_shared_cores(2, [](Group& g) {
+        std::vector<int32_t> x(kLargeCount, 1 + g.rank());
+        if (g.rank() == 0) g.core_lock()->take();
+        auto request = g.channel(1).start(all_reduce_of(x));
+        if (g.rank() == 0) {
+            usleep(150'000);  // longer than the progress thread would leave it in the queue
+            CHECK(!request->done());
+        }
+        std::vector<int32_t> small(10, 1);  // these do not wait
+        CHECK(g.run(all_reduce_of(small)) == Status::ok && small[9] == 2);
+        if (g.rank() == 0) {
+            CHECK(!request->done());
+            g.core_lock()->give_up();
+        }
+        CHECK(request->wait(20'000'000'000) && request->outcome().status == Status::ok);
+        CHECK(x.front() == 3 && x.back() == 3);
+    });
+}
+
+// Rank 0 is in a large call that rank 1 makes only after the other one.
+TEST(a_large_call_whose_peers_do_not_come_lets_the_other_channel_go_first) {
+    on_shared_cores(2, [](Group& g) {
+        for (int first : {0, 1}) {
+            std::vector<int32_t> x(kLargeCount, 1), y(kLargeCount, 10);
+            if (g.rank() == 0) {
+                const OpSlot* slots = g.block(0).channel[first].slot;
+                const auto arrivals = [&] { return slots[0].tick.load() + slots[1].tick.load(); };
+                const uint32_t before = arrivals();
+                std::thread early(
+                    [&] { CHECK(g.channel(first).run(all_reduce_of(x)) == Status::ok); });
+                while (arrivals() == before) usleep(100);
+                CHECK(g.channel(1 - first).run(all_reduce_of(y)) == Status::ok);
+                early.join();
+            } else {
+                CHECK(g.channel(1 - first).run(all_reduce_of(y)) == Status::ok);
+                CHECK(g.channel(first).run(all_reduce_of(x)) == Status::ok);
+            }
+            CHECK(x.back() == 2 && y.back() == 20);
+        }
+    });
+}
+
+TEST(ranks_begin_and_await_large_calls_each_in_its_own_order) {
+    for (int n : {2, 3}) {
+        on_shared_cores(n, [n](Group& g) {
+            for (int round = 0; round < 16; round++) {
+                const auto bit = [&](int k) { return (round >> k ^ g.rank()) & 1; };
+                std::vector<int32_t> x[kChannels];
+                for (int c = 0; c < kChannels; c++) x[c].assign(kLargeCount, 10 * c + round);
+                const int c = bit(0);
+                auto first = g.channel(c).start(all_reduce_of(x[c]));
+                if (round % 3 == 0) {
+                    CHECK(g.channel(1 - c).run(all_reduce_of(x[1 - c])) == Status::ok);
+                    CHECK(first->complete());
+                } else {
+                    auto second = g.channel(1 - c).start(all_reduce_of(x[1 - c]));
+                    CHECK((bit(1) ? first : second)->complete());
+                    CHECK((bit(1) ? second : first)->complete());
+                    CHECK(second->outcome().status == Status::ok);
+                }
+                CHECK(first->outcome().status == Status::ok);
+                for (int k = 0; k < kChannels; k++) {
+                    CHECK(x[k].front() == n * (10 * k + round) && x[k].back() == x[k].front());
+                }
+            }
         });
     }
 }

@@ -45,20 +45,21 @@ cpu_set_t allowed_cores() {
     return set;
 }
 
-cpu_set_t first_of(const cpu_set_t& set) {
-    cpu_set_t one;
-    CPU_ZERO(&one);
-    for (size_t c = 0; c < CPU_SETSIZE && CPU_COUNT(&one) == 0; c++) {
-        if (CPU_ISSET(c, &set)) CPU_SET(c, &one);
+// The first `n` cores of `set`; fewer if it has fewer.
+cpu_set_t first_of(const cpu_set_t& set, int n) {
+    cpu_set_t first;
+    CPU_ZERO(&first);
+    for (size_t c = 0; c < CPU_SETSIZE && CPU_COUNT(&first) < n; c++) {
+        if (CPU_ISSET(c, &set)) CPU_SET(c, &first);
     }
-    return one;
+    return first;
 }
 
 // Bring both ranks to one core again and again, and let them wait for each other there, until
 // `done` is true on one.
 template <typename F>
 void share_a_core_until(Group& g, const cpu_set_t& allowed, F done) {
-    const cpu_set_t one = first_of(allowed);
+    const cpu_set_t one = first_of(allowed, 1);
     const int64_t began = now_ns();
     for (float ends = 0; ends == 0;) {
         CHECK(now_ns() - began < 10'000'000'000);
@@ -74,7 +75,7 @@ void share_a_core_until(Group& g, const cpu_set_t& allowed, F done) {
 
 TEST(two_ranks_on_one_core_part_and_keep_what_they_are_allowed) {
     const cpu_set_t before = allowed_cores();
-    if (CPU_COUNT(&before) < 2) return;  // there is no other core
+    if (CPU_COUNT(&before) < 2) SKIP("there is no other core");
     const auto statuses = on_processes(2, [&before](Group& g) {
         share_a_core_until(g, before, [&] { return !g.shares_core(1 - g.rank()); });
         const cpu_set_t after = allowed_cores();
@@ -84,8 +85,10 @@ TEST(two_ranks_on_one_core_part_and_keep_what_they_are_allowed) {
 }
 
 TEST(a_rank_that_moves_leaves_what_somebody_else_allows_it_meanwhile) {
-    const cpu_set_t before = allowed_cores();
-    if (CPU_COUNT(&before) != 2) return;  // else the rank may move without a set of one core
+    // Of two cores, so that a rank that moves restricts itself to one.
+    const cpu_set_t all = allowed_cores(), before = first_of(all, 2);
+    if (CPU_COUNT(&before) < 2) SKIP("there is no other core");
+    CHECK(set_affinity(0, sizeof before, &before) == 0);
     const auto statuses = on_processes(2, [&before](Group& g) {
         meddles = true;
         share_a_core_until(g, before, [&] { return !meddles; });
@@ -93,6 +96,7 @@ TEST(a_rank_that_moves_leaves_what_somebody_else_allows_it_meanwhile) {
         CHECK(CPU_EQUAL(&after, &before) == meddles.load());
         CHECK(meddles || CPU_COUNT(&after) == 1);
     });
+    CHECK(set_affinity(0, sizeof all, &all) == 0);
     for (int status : statuses) CHECK(status == 0);
 }
 
