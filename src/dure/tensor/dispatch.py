@@ -191,6 +191,8 @@ def _miss(
     operands, places = _operands(args, kwargs)
     plain = [t for t in operands if type(t) is not _DTensor]
     if plain:
+        if _writes_plain(op, operands, places):
+            return op(*_numbers(args), **dict(zip(kwargs, _numbers(kwargs.values()), strict=True)))
         args, kwargs = _without_plain(op, args, kwargs, operands, places, unseen)
         return dispatch(op, args, kwargs, unseen)
     _check_copies(op, operands, places)
@@ -257,6 +259,24 @@ def _operands(
                     found.append(one)
                     places.append((where, inside))
     return found, tuple(places)
+
+
+def _writes_plain(op: Op, operands: Sequence[Any], places: Sequence[Place]) -> bool:
+    """Tell whether a plain tensor is written, with DTensors that are one number each.
+
+    As in clipping, which scales gradients of both kinds by one factor.
+    """
+    schema = schema_of(op)
+    return any(
+        type(t) is not _DTensor
+        and (schema.names[where] if isinstance(where, int) else where) in schema.mutated
+        for t, (where, _) in zip(operands, places, strict=True)
+    ) and all(t.ndim == 0 for t in operands if type(t) is _DTensor)
+
+
+def _numbers(values: Any) -> list[Any]:
+    """Return arguments with DTensors as whole plain tensors."""
+    return [v.full_tensor() if type(v) is _DTensor else v for v in values]
 
 
 def _without_plain(

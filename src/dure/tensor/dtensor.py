@@ -19,11 +19,18 @@ from typing import Any, Self
 import torch
 
 from dure.comm.pending import wait_tensor
-from dure.errors import MeshError, PlacementError, ShapeError
+from dure.errors import MeshError, PlacementError, ShapeError, UsageError
 from dure.mesh import DeviceMesh, current_mesh
 from dure.tensor import dispatch
 from dure.tensor.checking import check_parts
-from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
+from dure.tensor.placement_types import (
+    MaskPartial,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+)
 from dure.tensor.redistribute import Move, plan_of, redistribute
 from dure.tensor.spec import DTensorSpec, TensorMeta, as_placements, spec_of
 
@@ -32,6 +39,7 @@ __all__ = ["DTensor", "mesh_or_current"]
 _make = torch.Tensor._make_wrapper_subclass  # pyright: ignore
 _in_inference = torch.is_inference_mode_enabled
 _grad: Any = torch.Tensor.grad  # pyright: ignore
+_data: Any = torch.Tensor.data  # pyright: ignore
 
 
 def mesh_or_current(mesh: DeviceMesh | None, op: str) -> DeviceMesh:
@@ -245,6 +253,23 @@ class DTensor(torch.Tensor):
         """What is known without values, under torch's name."""
         return self.spec
 
+    def _read_data(self) -> torch.Tensor:
+        """The tensor without autograd; setting it takes over another DTensor's part and spec."""
+        return _data.__get__(self)
+
+    def _set_data(self, value: torch.Tensor) -> None:
+        if type(value) is not DTensor:
+            raise UsageError(
+                "the data of a DTensor is a DTensor",
+                op="DTensor.data",
+                seen=f"{type(value).__name__} {list(value.shape)}",
+                fix="distribute_tensor() it, or copy_() into the part: to_local().",
+            )
+        _data.__set__(self, value)
+        self.part, self.spec, self.copied_at = value.part, value.spec, value.copied_at
+
+    data = property(_read_data, _set_data)  # pyright: ignore
+
     def _read_grad(self) -> torch.Tensor | None:
         """The gradient, with this tensor's placements where it would be terms of a sum.
 
@@ -351,6 +376,17 @@ def _rebuild(
     if parameter:
         return torch.nn.Parameter(made, requires_grad)  # pyright: ignore[reportReturnType]
     return made.requires_grad_(requires_grad)  # pyright: ignore[reportReturnType]
+
+
+def safe_globals() -> list[Any]:
+    """Return what `torch.load(weights_only=True)` must be told of to load DTensors.
+
+    Use it as ``torch.serialization.add_safe_globals(dure.tensor.safe_globals())``.
+    """
+    return [
+        _rebuild, spec_of, TensorMeta, DeviceMesh, DeviceMesh._restore,  # pyright: ignore
+        Partial, Replicate, Shard, StridedShard, MaskPartial, getattr,
+    ]  # fmt: skip
 
 
 def _whole(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> TensorMeta:

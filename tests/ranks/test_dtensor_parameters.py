@@ -1,0 +1,290 @@
+"""DTensors as parameters of modules: what programs do with parameters, done with these."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dure.errors import UsageError
+from dure.tensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    init_device_mesh,
+)
+from dure.tensor.dtensor import safe_globals
+from dure.testing import run_ranks
+
+X = torch.linspace(-1, 1, 24).reshape(6, 4)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 5)  # uneven over two ranks
+        self.down = nn.Linear(5, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+torch.manual_seed(0)
+ALONE = Block()
+CUTS: dict[str, Any] = {"up": Shard(0), "down": Shard(1)}
+
+
+def partition(name: str, module: Any, mesh: Any) -> None:
+    for key, parameter in list(module.named_parameters(recurse=False)):
+        where = [CUTS[name]] if parameter.ndim == 2 or name == "up" else [Replicate()]
+        module.register_parameter(key, distribute_tensor(parameter, mesh, where))
+
+
+def distributed() -> tuple[Any, Any]:
+    """Return the model over two ranks, and its input."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = distribute_module(copy.deepcopy(ALONE), mesh, partition)
+    return model, distribute_tensor(X, mesh, [Replicate()])
+
+
+def loss_of(model: Any, x: Any) -> Any:
+    return (model(x) ** 2).sum()
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def check_gradients(model: Any, alone: nn.Module) -> None:
+    for own, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(whole(own.grad), other.grad)
+
+
+def alone_after(body: Callable[[nn.Module], None]) -> nn.Module:
+    alone = copy.deepcopy(ALONE)
+    body(alone)
+    return alone
+
+
+def test_training_is_that_of_the_unsharded_module() -> None:
+    def body(rank: int) -> None:
+        model, x = distributed()
+        alone = copy.deepcopy(ALONE)
+        runs = [(model, x, torch.optim.AdamW(model.parameters(), lr=0.05)),
+                (alone, X, torch.optim.AdamW(alone.parameters(), lr=0.05))]  # fmt: skip
+        for _ in range(4):
+            losses = []
+            for module, batch, optimizer in runs:
+                optimizer.zero_grad()
+                loss = loss_of(module, batch)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+        check_gradients(model, alone)
+        for own, other in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(whole(own), other.data)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_accumulate(set_to_none: bool) -> None:
+    def body(rank: int) -> None:
+        model, x = distributed()
+        for _ in range(2):
+            model.zero_grad(set_to_none=set_to_none)
+            loss_of(model, x).backward()
+            loss_of(model, x * 2).backward()
+        alone = copy.deepcopy(ALONE)
+        loss_of(alone, X).backward()
+        loss_of(alone, X * 2).backward()
+        check_gradients(model, alone)
+        for parameter in model.parameters():
+            assert isinstance(parameter.grad, DTensor)
+            if parameter.ndim == 2:
+                assert parameter.grad.placements == parameter.placements
+
+    run_ranks(2, body)
+
+
+def test_state_goes_out_and_in() -> None:
+    def body(rank: int) -> None:
+        model, x = distributed()
+        state = model.state_dict()
+        assert all(isinstance(value, DTensor) for value in state.values())
+        mesh = x.device_mesh
+        torch.manual_seed(rank + 1)
+        other = distribute_module(Block(), mesh, partition)
+        other.load_state_dict(state)
+        assert torch.equal(whole(other.up.weight), ALONE.up.weight)
+        assert other.up.weight is not state["up.weight"]
+        with torch.device("meta"):
+            bare = Block()
+        bare.load_state_dict(state, assign=True)
+        assert isinstance(bare.up.weight, nn.Parameter)
+        assert bare.up.weight.placements == (Shard(0),)  # pyright: ignore
+        assert torch.equal(whole(bare(x)), whole(model(x)))
+        with torch.device("meta"):
+            bare = distribute_module(Block(), mesh, partition)
+        assert bare.up.weight.is_meta
+        bare.to_empty(device="cpu")
+        assert isinstance(bare.up.weight, DTensor)
+        assert not bare.up.weight.is_meta
+        assert bare.up.weight.to_local().shape == (3 - rank, 4)
+        bare.load_state_dict(state)
+        assert torch.equal(whole(bare(x)), whole(model(x)))
+
+    run_ranks(2, body)
+
+
+def test_copies_are_copies() -> None:
+    def body(rank: int) -> None:
+        model, x = distributed()
+        loss_of(model, x).backward()
+        twin = copy.deepcopy(model)
+        check_gradients(twin, alone_after(lambda alone: loss_of(alone, X).backward()))
+        with torch.no_grad():
+            twin.up.weight.zero_()
+        assert torch.equal(whole(model.up.weight), ALONE.up.weight)
+        assert twin.up.weight.requires_grad
+        shared = nn.ModuleList([model.up, model.up])
+        first, second = copy.deepcopy(shared)
+        assert first.weight is second.weight
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_saved_and_loaded(weights_only: bool) -> None:
+    def body(rank: int) -> None:
+        model, x = distributed()
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        torch.save(model.up.weight, parameter := io.BytesIO())
+        file.seek(0)
+        parameter.seek(0)
+        state = torch.load(file, weights_only=weights_only)
+        loaded = torch.load(parameter, weights_only=weights_only)
+        assert isinstance(loaded, nn.Parameter)
+        assert loaded.requires_grad
+        assert state["down.weight"].device_mesh == x.device_mesh
+        for key, value in ALONE.state_dict().items():
+            assert state[key].placements == model.state_dict()[key].placements
+            assert torch.equal(whole(state[key]), value)
+
+    with torch.serialization.safe_globals(safe_globals() if weights_only else []):
+        run_ranks(2, body)
+
+
+def test_what_is_done_to_parameters() -> None:
+    def body(rank: int) -> None:
+        model, x = distributed()
+        weight = model.up.weight
+        assert isinstance(weight.data, DTensor)
+        assert not weight.data.requires_grad
+        assert weight.detach().placements == weight.placements
+        weight.data = weight.data * 2
+        assert torch.equal(whole(weight), ALONE.up.weight * 2)
+        with pytest.raises(UsageError, match="data of a DTensor"):
+            weight.data = ALONE.up.weight.data
+        weight.data.mul_(0.5)
+        assert torch.equal(whole(weight), ALONE.up.weight)
+        weight.requires_grad_(False)
+        assert not weight.requires_grad
+        model.to(torch.float64)
+        assert model.up.weight.dtype == torch.float64
+        assert model.up.weight.to_local().dtype == torch.float64
+        assert isinstance(model.up.weight, nn.Parameter)
+        assert torch.equal(whole(model.up.weight), ALONE.up.weight.double())
+        assert model(x.double()).dtype == torch.float64
+        assert torch.equal(model.up.weight, model.up.weight.clone())
+        assert not torch.equal(model.up.weight, model.up.weight * 2)
+        changed = model.up.weight.clone()
+        with torch.no_grad():
+            changed.to_local()[:] += rank  # different on the second rank alone
+        assert not torch.equal(model.up.weight, changed)
+
+    run_ranks(2, body)
+
+
+def test_hooks_of_tensors_and_modules() -> None:
+    def body(rank: int) -> None:
+        model, x = distributed()
+        x.requires_grad_()
+        seen: list[str] = []
+        weight = model.up.weight
+        weight.register_hook(lambda grad: (seen.append(type(grad).__name__), grad * 2)[1])
+        weight.register_post_accumulate_grad_hook(
+            lambda p: seen.append(f"post {p.grad.placements[0]}")
+        )
+        model.up.register_forward_hook(lambda m, i, o: seen.append(f"out {o.placements[0]}"))
+        model.up.register_full_backward_hook(lambda m, gi, go: seen.append("backward"))
+        loss_of(model, x).backward()
+        assert sorted(seen) == sorted(["out S(1)", "backward", "DTensor", "post S(0)"])
+        alone = alone_after(lambda alone: loss_of(alone, X).backward())
+        torch.testing.assert_close(whole(weight.grad), alone.up.weight.grad * 2)  # pyright: ignore
+
+    run_ranks(2, body)
+
+
+def test_autocast() -> None:
+    def body(rank: int) -> None:
+        model, x = distributed()
+        alone = copy.deepcopy(ALONE)
+        with torch.autocast("cpu", torch.bfloat16):
+            out, expected = model(x), alone(X)
+        assert out.dtype == torch.bfloat16
+        (out.float() ** 2).sum().backward()
+        (expected.float() ** 2).sum().backward()
+        torch.testing.assert_close(whole(out).float(), expected.float(), rtol=0.05, atol=0.02)
+        for own, other in zip(model.parameters(), alone.parameters(), strict=True):
+            assert own.grad.dtype == torch.float32
+            torch.testing.assert_close(whole(own.grad), other.grad, rtol=0.1, atol=0.1)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    def body(rank: int) -> None:
+        model, x = distributed()
+        x = x.requires_grad_()
+        out: Any = checkpoint(model, x, use_reentrant=reentrant)
+        (out**2).sum().backward()
+        alone, batch = copy.deepcopy(ALONE), X.clone().requires_grad_()
+        loss_of(alone, batch).backward()
+        check_gradients(model, alone)
+        torch.testing.assert_close(whole(x.grad), batch.grad)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.filterwarnings("ignore:aten.stack")
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_clipping_finds_the_norm_of_all(norm_type: float, foreach: bool | None) -> None:
+    def body(rank: int) -> None:
+        model, x = distributed()
+        alone, extra = copy.deepcopy(ALONE), nn.Parameter(torch.ones(3))
+        loss_of(model, x).backward()
+        loss_of(alone, X).backward()
+        extra.grad = torch.full((3,), 2.0)  # a plain one beside DTensors
+        twin = copy.deepcopy(extra)
+        twin.grad = extra.grad.clone()
+        clip = torch.nn.utils.clip_grad_norm_
+        seen: Any = clip([*model.parameters(), extra], 0.5, norm_type, foreach=foreach)
+        expected = clip([*alone.parameters(), twin], 0.5, norm_type)
+        torch.testing.assert_close(whole(seen), expected)
+        check_gradients(model, alone)
+        torch.testing.assert_close(extra.grad, twin.grad)
+
+    run_ranks(2, body)
