@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from dure.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from dure.testing import run_ranks
@@ -17,32 +18,35 @@ X = torch.linspace(-1, 1, 12).reshape(3, 4)
 class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 4)
+        self.up = nn.Linear(4, 4)
+        self.down = nn.Linear(4, 4, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.layer(x)) * 2
+        return torch.relu(self.down(torch.relu(self.up(x)))) * 2
 
 
 def test_a_compiled_module_trains_as_it_is() -> None:
     torch.manual_seed(0)
     alone = Small()
+    loss = alone(X).sum()
+    loss.backward()
+    counters.clear()
 
     def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (1,))
+        mesh = init_device_mesh("cpu", (2,))
         model: Any = copy.deepcopy(alone)
-        model.layer.weight = distribute_tensor(model.layer.weight, mesh, [Shard(0)])
-        model.layer.bias = distribute_tensor(model.layer.bias, mesh, [Shard(0)])
+        model.zero_grad()
+        for layer, where in ((model.up, Shard(0)), (model.down, Shard(1))):
+            layer.weight = distribute_tensor(layer.weight, mesh, [where])
+        model.up.bias = distribute_tensor(model.up.bias, mesh, [Shard(0)])
         compiled = torch.compile(model, backend="aot_eager")
         for _ in range(2):
-            batch = distribute_tensor(X, mesh, [Replicate()])
-            out: Any = compiled(batch)
+            out: Any = compiled(distribute_tensor(X, mesh, [Replicate()]))
             torch.testing.assert_close(out.full_tensor(), alone(X))
             model.zero_grad()
-            alone.zero_grad()
             out.sum().backward()
-            alone(X).sum().backward()
-            torch.testing.assert_close(
-                model.layer.weight.grad.full_tensor(), alone.layer.weight.grad
-            )
+            for own, other in zip(model.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(own.grad.full_tensor(), other.grad)
 
-    run_ranks(1, body)
+    run_ranks(2, body)
+    assert counters["stats"]["unique_graphs"] == 0  # nothing of DTensors was traced

@@ -21,11 +21,19 @@ COMPILER = "torch._dynamo"
 
 _frames: Any = torch._C._dynamo.eval_frame  # pyright: ignore
 _SKIP = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
+_SKIP_BELOW = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
 
 
 def untraced_here(function: Callable[P, T]) -> Callable[P, T]:
     """Keep the compiler out of `function`, but not of what it calls."""
     _frames.set_code_exec_strategy(function.__code__, _SKIP)
+    function._torchdynamo_disable = True  # pyright: ignore
+    return function
+
+
+def untraced_below(function: Callable[P, T]) -> Callable[P, T]:
+    """Keep the compiler out of `function` and of what it calls, at no cost for each call."""
+    _frames.set_code_exec_strategy(function.__code__, _SKIP_BELOW)
     function._torchdynamo_disable = True  # pyright: ignore
     return function
 

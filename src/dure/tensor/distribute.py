@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dure.comm.untraced import untraced_below
 from dure.errors import MeshError, ModuleError, PlacementError, UsageError
 from dure.mesh import DeviceMesh
 from dure.tensor.checking import check_same
@@ -28,6 +29,7 @@ __all__ = ["distribute_module", "distribute_tensor"]
 _distributed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
+@untraced_below
 def distribute_tensor(
     tensor: torch.Tensor,
     device_mesh: DeviceMesh | None = None,

@@ -19,6 +19,7 @@ from typing import Any, Self
 import torch
 
 from dure.comm.pending import wait_tensor
+from dure.comm.untraced import untraced_below
 from dure.errors import MeshError, PlacementError, ShapeError, UsageError
 from dure.mesh import DeviceMesh, current_mesh
 from dure.tensor import dispatch
@@ -78,6 +79,7 @@ class DTensor(torch.Tensor):
         return made.requires_grad_(requires_grad)  # pyright: ignore[reportReturnType]
 
     @classmethod
+    @untraced_below
     def __torch_dispatch__(
         cls,
         func: Any,
@@ -91,6 +93,7 @@ class DTensor(torch.Tensor):
     # ---------------------------------------------------------------- in and out
 
     @staticmethod
+    @untraced_below
     def from_local(
         local_tensor: torch.Tensor,
         device_mesh: DeviceMesh | None = None,
@@ -150,6 +153,7 @@ class DTensor(torch.Tensor):
             return wrap(local_tensor.detach(), spec)
         return _FromLocal.apply(local_tensor, spec, grads)  # pyright: ignore
 
+    @untraced_below
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return this rank's part, which shares memory with the DTensor.
 
@@ -169,6 +173,7 @@ class DTensor(torch.Tensor):
             grads = as_placements(grad_placements, self.spec.mesh, self.ndim, "to_local")
         return _ToLocal.apply(self, grads)  # pyright: ignore
 
+    @untraced_below
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the whole tensor, on every rank.
 
@@ -178,6 +183,7 @@ class DTensor(torch.Tensor):
         whole = (Replicate(),) * self.spec.mesh.ndim
         return self.redistribute(placements=whole).to_local(grad_placements=grad_placements)
 
+    @untraced_below
     def redistribute(
         self,
         device_mesh: DeviceMesh | None = None,
@@ -270,6 +276,7 @@ class DTensor(torch.Tensor):
 
     data = property(_read_data, _set_data)  # pyright: ignore
 
+    @untraced_below
     def _read_grad(self) -> torch.Tensor | None:
         """The gradient, with this tensor's placements where it would be terms of a sum.
 
@@ -311,6 +318,14 @@ class DTensor(torch.Tensor):
         return f"DTensor({whole}, placements={self.spec.placements})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """Return the parts, for torch's tools; a compiler is told to run what has DTensors as is.
+
+        Tracing would call collectives on tensors without values.
+        """
+        if torch._guards.TracingContext.try_get() is not None:  # pyright: ignore
+            raise torch._dynamo.exc.Unsupported(  # pyright: ignore
+                "Dure's DTensors are not traced: this function runs uncompiled"
+            )
         return ["part"], (self.spec, self.requires_grad)
 
     @staticmethod
