@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dure.mesh import DeviceMesh, init_device_mesh
 from dure.tensor import debug, experimental
+from dure.tensor.clipping import clip_grad_norm_
 from dure.tensor.distribute import distribute_module, distribute_tensor
-from dure.tensor.dtensor import DTensor
+from dure.tensor.dtensor import DTensor, safe_globals
 from dure.tensor.factories import empty, full, ones, rand, randn, zeros
 from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
 from dure.tensor.rules import (
@@ -33,6 +34,7 @@ __all__ = [
     "Placement",
     "Replicate",
     "Shard",
+    "clip_grad_norm_",
     "debug",
     "distribute_module",
     "distribute_tensor",
@@ -44,6 +46,7 @@ __all__ = [
     "ones",
     "rand",
     "randn",
+    "safe_globals",
     "strict",
     "zeros",
 ]

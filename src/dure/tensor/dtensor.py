@@ -284,7 +284,7 @@ class DTensor(torch.Tensor):
             The first read after backward, where autograd left terms: all ranks of the mesh.
         """
         grad = _grad.__get__(self)
-        if type(grad) is DTensor and grad.spec.has_partial():
+        if type(grad) is DTensor and grad.spec.partial:
             spec = grad.spec
             placements = tuple(
                 here if there.is_partial() and not here.is_partial() else there

@@ -1,4 +1,4 @@
-"""Plain tensors beside DTensors, functions on parts, and rules of users' own."""
+"""Plain tensors beside DTensors, functions on parts, rules of users' own, context parallelism."""
 
 from __future__ import annotations
 
@@ -14,13 +14,20 @@ from dure.errors import MeshError, PlacementError, UsageError
 from dure.mesh import DeviceMesh
 from dure.tensor import dispatch
 from dure.tensor.call import Op, OpCall, Strategy, schema_of
+from dure.tensor.context_parallel import context_parallel, context_parallel_unshard
 from dure.tensor.dtensor import DTensor
 from dure.tensor.placement_types import Placement, Replicate
 from dure.tensor.rules import rule
 from dure.tensor.spec import DTensorSpec, as_placements
 from dure.tensor.state import replicating as implicit_replication
 
-__all__ = ["implicit_replication", "local_map", "register_sharding"]
+__all__ = [
+    "context_parallel",
+    "context_parallel_unshard",
+    "implicit_replication",
+    "local_map",
+    "register_sharding",
+]
 
 Placements = Sequence[Placement] | None
 

@@ -115,13 +115,14 @@ def _slice_runs(runs: list[tuple[int, int]], begin: int, length: int) -> list[tu
 class DTensorSpec:
     """What is known of a DTensor without its values. Made by `spec_of`, never changed."""
 
-    __slots__ = ("_local_shape", "coordinate", "mesh", "meta", "placements")
+    __slots__ = ("_local_shape", "coordinate", "mesh", "meta", "partial", "placements")
 
     def __init__(
         self, mesh: DeviceMesh, placements: tuple[Placement, ...], meta: TensorMeta
     ) -> None:
         self.mesh, self.placements, self.meta = mesh, placements, meta
         self.coordinate = mesh.get_coordinate()
+        self.partial = any(placement.is_partial() for placement in placements)
         self._local_shape: torch.Size | None = None
 
     @property
@@ -184,8 +185,8 @@ class DTensorSpec:
         return all(placement.is_replicate() for placement in self.placements)
 
     def has_partial(self) -> bool:
-        """Tell whether ranks have terms of a reduction."""
-        return any(placement.is_partial() for placement in self.placements)
+        """Tell whether ranks have terms of a reduction; `partial` is the same, without a call."""
+        return self.partial
 
     def __repr__(self) -> str:
         return f"Spec({self})"

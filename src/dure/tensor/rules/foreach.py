@@ -62,7 +62,7 @@ def _elementwise(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     places = [(n, a) for n, a in (*enumerate(args), *kwargs.items()) if _is_list(a)]
     first: Sequence[torch.Tensor] = places[0][1]
     specs = [t.spec if type(t) is DTensor else None for t in first]
-    terms = [i for i, s in enumerate(specs) if s is not None and s.has_partial()]
+    terms = [i for i, s in enumerate(specs) if s is not None and s.partial]
     if terms:
         _check_terms(op, specs, terms)
     result_specs = specs
@@ -71,6 +71,9 @@ def _elementwise(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     filled, named = list(args), dict(kwargs)
     for where, tensors in places:
         holder: Any = filled if isinstance(where, int) else named
+        if tensors is first and result_specs is specs:
+            holder[where] = [t.part if type(t) is DTensor else t for t in tensors]
+            continue
         holder[where] = [
             tensor.part  # pyright: ignore[reportAttributeAccessIssue]
             if type(tensor) is DTensor and tensor.spec is spec
