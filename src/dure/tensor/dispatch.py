@@ -55,8 +55,11 @@ _special: dict[Op, Callable[..., Any]] = {}
 _lists: dict[Op, Callable[..., Any]] = {}
 """The same for operators on lists, which may have plain tensors too; nothing is looked up first."""
 _warned: set[Op] = set()
-_undecomposed: set[Op] = set()
-"""Operators whose decomposition was tried, and needs what has no rule."""
+_undecomposed: set[tuple[Op, int]] = set()
+"""Operators whose decomposition was tried, on a mesh, and needs what has no rule.
+
+With the mesh, whose number is a rank's own: ranks that are threads must each try.
+"""
 _DTensor: type[DTensor]
 _wrap: Callable[[torch.Tensor, DTensorSpec], DTensor]
 
@@ -575,7 +578,8 @@ def _without_rule(
 ) -> Any:
     op = call.op
     inside = state.decomposing.get()
-    decomposed = None if op in _undecomposed else decomposition_of(op)
+    tried = op, call.operands[0].mesh.number
+    decomposed = None if tried in _undecomposed else decomposition_of(op)
     if decomposed is not None:
         try:
             with state.replicating(), state.within_decomposition():
@@ -586,7 +590,7 @@ def _without_rule(
             result = NotImplemented
         if result is not NotImplemented:
             return result
-        _undecomposed.add(op)
+        _undecomposed.add(tried)
     if inside:
         raise _NoWay(str(op))
     return _replicated(call, args, kwargs, unseen)

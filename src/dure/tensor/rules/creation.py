@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dure.tensor.call import OpCall, Strategy
-from dure.tensor.placement_types import Replicate, Shard
+from dure.tensor.placement_types import Replicate, Shard, StridedShard
 from dure.tensor.rules import rule
 from dure.tensor.spec import DTensorSpec
 
@@ -23,9 +23,12 @@ R = Replicate()
 def _alike(call: OpCall) -> list[Strategy]:
     spec, (result,) = call.operands[0], call.outputs
     assert result is not None
-    same = range(spec.ndim) if spec.shape == result.shape else ()
-    found = [Strategy((Shard(d),), (Shard(d),)) for d in same]
-    return found + [Strategy((p,), (R,)) for p in dict.fromkeys(spec.placements)]
+    given = dict.fromkeys(spec.placements)
+    if spec.shape != result.shape:
+        return [Strategy((p,), (R,)) for p in given]
+    cuts = [*map(Shard, range(spec.ndim)), *(p for p in given if isinstance(p, StridedShard))]
+    found = [Strategy((cut,), (cut,)) for cut in cuts]
+    return found + [Strategy((p,), (R,)) for p in given if p.is_partial()]
 
 
 @rule(aten.empty_like.default, aten.ones_like.default, aten.full_like.default)
