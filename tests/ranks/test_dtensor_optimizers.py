@@ -19,7 +19,7 @@ FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 FORMS = [
     (name, form)
     for name in ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam", "RAdam",
-                 "Adamax", "ASGD")
+                 "Adamax", "ASGD", "Rprop")
     for form in ("loop", "foreach", "fused")
     if form != "fused" or name in FUSED
 ]  # fmt: skip

@@ -108,6 +108,7 @@ class Plan:
         outputs: The spec of each result, None for what is no tensor.
         output: The spec of the only result, if nothing is moved or written, every operand is an
             argument by itself, and the rank is in the mesh.
+        written: The same, of an operator that writes: the number of the argument that it returns.
         returns: For each result where the argument stands that it is; None for new ones.
         copied_view: Whether results ought to share memory with an operand that is moved.
     """
@@ -117,6 +118,7 @@ class Plan:
     local: Callable[..., Any]
     outputs: tuple[DTensorSpec | None, ...]
     output: DTensorSpec | None
+    written: int | None
     returns: tuple[Place | None, ...]
     copied_view: bool
 
@@ -160,6 +162,9 @@ def dispatch(
     if plan.output is not None:
         values = [a.part if type(a) is dtensor else a for a in args]
         return _wrap(plan.local(*values, **kwargs) if kwargs else plan.local(*values), plan.output)
+    if plan.written is not None:
+        plan.local(*[a.part if type(a) is dtensor else a for a in args], **kwargs or {})
+        return args[plan.written]
     return _run(plan, args, kwargs or {})
 
 
@@ -494,16 +499,18 @@ def _plan(call: OpCall, found: Rule | ViewRule) -> Plan:
     )
     schema = schema_of(call.op)
     moved, inside = any(moves), mesh.get_coordinate() is not None
-    simple = not moved and inside and not schema.mutated and len(outputs) == 1
+    simple = not moved and inside and len(outputs) == 1
     alone = simple and all(i is None and isinstance(w, int) for w, i in call.places)
-    returned = (_place_of(call, name) for name in schema.returned)
+    returned = tuple(_place_of(call, name) for name in schema.returned)
+    written = returned[0][0] if alone and returned[0] is not None else None
     return Plan(
         places=call.places,
         moves=moves,
         local=(local or call.op) if inside else _nothing(len(outputs)),
         outputs=outputs,
-        output=outputs[0] if alone else None,
-        returns=tuple(returned),
+        output=outputs[0] if alone and not schema.mutated else None,
+        written=written if isinstance(written, int) else None,
+        returns=returned,
         copied_view=schema.is_view and moved,
     )
 
@@ -649,7 +656,7 @@ def _replicated(
     ]
     returns = tuple(_place_of(call, name) for name in schema.returned)
     copied = schema.is_view and moved
-    plan = Plan(call.places, (), op, tuple(outputs), None, returns, copied)
+    plan = Plan(call.places, (), op, tuple(outputs), None, None, returns, copied)
     return _wrapped(plan, result, (args, kwargs), values)
 
 
