@@ -146,7 +146,7 @@ def test_explain_says_what_was_moved_and_why(capsys: pytest.CaptureFixture[str])
         assert add.name == "aten.add.Tensor"
         assert [step.move.value for step in add.steps] == ["all_to_all"]
         assert add.nbytes == 4 * 4 * 4 // 2 // 2
-        assert add.why() in ("operand 1 as S(0) on axis 0", "operand 0 as S(1) on axis 0")
+        assert add.why() in ("operand 1 as S(0) along tp", "operand 0 as S(0) along tp")
         assert torch.equal(told.result.full_tensor(), torch.full((4, 4), 2.0))
         moved = explain(a.full_tensor)
         assert [(one.name, one.why()) for one in moved.operations] == [("", "asked for")]

@@ -64,8 +64,7 @@ class Operation:
         for step in self.steps:
             numbers = [n for n, s in enumerate(self.inputs) if s is step.before]
             who = f"operand {numbers[0]}" if numbers else "an operand"
-            axis = step.axis
-            said.append(f"{who} as {step.after.placements[axis]} on axis {axis}")
+            said.append(f"{who} as {step.after.placements[step.axis]} along {_axis(step)}")
         if self.plain:
             said.append("ranks combine what each found")
         return "; ".join(dict.fromkeys(said))
@@ -185,7 +184,7 @@ def _row(one: Operation) -> tuple[str, ...]:
 
 def _axis(step: Step) -> str:
     names = step.before.mesh.mesh_dim_names
-    return names[step.axis] if names else str(step.axis)
+    return names[step.axis] if names else f"axis {step.axis}"
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
