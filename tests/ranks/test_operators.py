@@ -21,6 +21,13 @@ FAMILIES = {
     "along": "sort topk cumsum cumprod cummax flip roll repeat tril triu cat stack renorm",
     "pointwise": "add sub mul div neg exp sigmoid where clamp pow maximum masked_fill",
     "products": "mm bmm addmm baddbmm matmul mv dot",
+    "reductions": "sum mean amax max min argmax any all var logsumexp linalg.vector_norm",
+    "softmax": "softmax log_softmax nn.functional.cross_entropy nn.functional.nll_loss",
+    "losses": "nn.functional.mse_loss nn.functional.huber_loss nn.functional.smooth_l1_loss "
+    "nn.functional.binary_cross_entropy nn.functional.binary_cross_entropy_with_logits "
+    "nn.functional.soft_margin_loss nn.functional.kl_div",
+    "layers": "nn.functional.layer_norm nn.functional.group_norm nn.functional.rms_norm "
+    "nn.functional.embedding nn.functional.scaled_dot_product_attention",
 }
 
 

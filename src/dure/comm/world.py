@@ -64,6 +64,11 @@ def current_world() -> World:
     return _current.get()
 
 
+def is_thread_rank() -> bool:
+    """Tell whether the calling rank shares its process with others (`dure.testing`)."""
+    return _current.get() is not _process_world
+
+
 @contextmanager
 def new_world() -> Iterator[World]:
     """Give the calling thread an empty world of its own, for the length of a `with` block."""

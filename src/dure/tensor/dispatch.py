@@ -12,11 +12,12 @@ written, nor read once their source was written.
 
 What an operator writes stays where it is, or a typed error is raised. But torch's own formulas, of
 composite operators and of gradients, write tensors that no program has ever seen: these are moved
-first (`_moves_unseen`).
+first (`_moves_unseen`); and they make plain ones, which are taken as replicated.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -158,6 +159,7 @@ def dispatch(
     try:
         plan = _plans[tuple(key)]
     except (KeyError, TypeError):
+        arg = None  # so that _miss sees who else has it
         return _miss(op, args, kwargs or {}, key, unseen)
     if plan.output is not None:
         values = [a.part if type(a) is dtensor else a for a in args]
@@ -299,7 +301,7 @@ def _without_plain(
 
     It is meant of numbers, and of what torch's C++ code made for itself: in formulas of gradients,
     which can have it from nothing else than DTensors and constants; elsewhere only of single
-    elements and of integers, such as the index of ``x[[0, 2]]``.
+    elements, of integers, such as the index of ``x[[0, 2]]``, and of masks, as attention makes.
     """
     specs = [t.spec for t in operands if type(t) is _DTensor]
     implicit = state.implicit_replication.get()
@@ -311,7 +313,8 @@ def _without_plain(
             replaced.append(tensor)
             continue
         name = schema_of(op).names[where] if isinstance(where, int) else where
-        small = tensor.numel() == 1 or not (tensor.is_floating_point() or tensor.is_complex())
+        exact = not (tensor.is_floating_point() or tensor.is_complex())
+        small = tensor.numel() == 1 or exact or _is_mask(tensor)
         own = small and (where, inside) in unseen and not _is_shared(tensor)
         constant = (backward or own) and name not in mutated and not tensor.requires_grad
         if tensor.ndim == 0 or implicit or constant:
@@ -344,6 +347,11 @@ def _is_called_by_autograd() -> bool:
 
 _OWN_FILES = {__file__, __file__.replace("dispatch.py", "dtensor.py")}
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__  # pyright: ignore
+
+
+def _is_mask(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is 0 or minus infinity everywhere."""
+    return bool(((tensor == 0) | (tensor == -math.inf)).all())
 
 
 def _check_meshes(op: Op, specs: Sequence[DTensorSpec]) -> None:

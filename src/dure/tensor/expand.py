@@ -65,15 +65,24 @@ def choose(call: OpCall, strategies: Sequence[Strategy], movable: bool = False) 
     return tuple(map(tuple, operands)), tuple(map(tuple, results))
 
 
+_WRITTEN_UNSAID = {"aten.native_batch_norm.default": ("running_mean", "running_var")}
+"""What operators write though their schema does not say so."""
+
+
 def written(call: OpCall) -> list[int]:
     """Return the numbers of the operands that the operator writes."""
     schema = schema_of(call.op)
+    unsaid = _WRITTEN_UNSAID.get(call.name, ())
+    if unsaid and not call.arg("training"):
+        unsaid = ()
     names = [schema.names[where] if isinstance(where, int) else where for where, _ in call.places]
-    return [number for number, name in enumerate(names) if name in schema.mutated]
+    return [n for n, name in enumerate(names) if name in schema.mutated or name in unsaid]
 
 
 def _keeps(call: OpCall, option: Strategy, axis: int, fixed: Sequence[int], movable: bool) -> bool:
     """Tell whether an option leaves what is written where it is, results alike."""
+    if call.name in _WRITTEN_UNSAID:
+        return all(option.inputs[n] == call.operands[n].placements[axis] for n in fixed)
     for place, number in enumerate(fixed):
         here = call.operands[number].placements[axis]
         if movable:

@@ -15,6 +15,7 @@ from dure.errors import PlacementError, UsageError
 from dure.mesh import DeviceMesh
 from dure.tensor.dtensor import DTensor, mesh_or_current, wrap
 from dure.tensor.placement_types import Placement, Replicate
+from dure.tensor.random import drawn
 from dure.tensor.redistribute import redistribute
 from dure.tensor.spec import DTensorSpec, TensorMeta, as_placements, spec_of
 
@@ -56,7 +57,8 @@ def _made(
 
 def _drawn(make: Callable[..., torch.Tensor], spec: DTensorSpec, requires_grad: bool) -> DTensor:
     """Draw the whole and keep this rank's part."""
-    whole = make(spec.shape, dtype=spec.meta.dtype, device=spec.mesh.device_type)
+    kind = {"dtype": spec.meta.dtype, "device": spec.mesh.device_type}
+    whole = drawn(spec.mesh, lambda: make(spec.shape, **kind))
     alike = spec.with_placements((Replicate(),) * spec.mesh.ndim)
     local = whole.new_empty(0) if spec.coordinate is None else redistribute(whole, alike, spec)
     return wrap(local, spec).requires_grad_(requires_grad)  # pyright: ignore[reportReturnType]

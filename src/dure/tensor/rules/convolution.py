@@ -1,0 +1,163 @@
+"""Convolutions, pooling and resampling: batch and channels may be sharded, space may not.
+
+A convolution's input channels are summed over: if they are sharded, its results are terms of a sum,
+and the bias is added by the first rank of that axis only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dure.tensor.call import Op, OpCall, Strategy, schema_of
+from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
+from dure.tensor.rules import rule, zeros_where_empty
+from dure.tensor.spec import DTensorSpec
+
+aten = torch.ops.aten
+R = Replicate()
+SUM = Partial("sum")
+LINEAR = (SUM, Partial("avg"))
+
+
+def _channel_dims(call: OpCall) -> tuple[int, int]:
+    """Return which dimensions of the weight are its output's and its input's channels."""
+    return (1, 0) if call.arg("transposed") else (0, 1)
+
+
+def _is_first(spec: DTensorSpec, dim: int) -> bool:
+    """Tell whether this rank is the first on the axes that cut a dimension."""
+    at = spec.coordinate or ()
+    return all(here == 0 for here, p in zip(at, spec.placements, strict=False) if p.is_shard(dim))
+
+
+def _convolution_local(
+    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
+) -> Callable[..., Any] | None:
+    """Leave the bias to the first of the ranks that add their terms."""
+    result, op = results[0], call.op
+    assert result is not None
+    biased = call.operand("bias") is not None and _is_first(operands[0], 1)
+    if zeros_where_empty(call, operands, results) is not None:
+        shape = result.local_shape
+
+        def nothing(x: torch.Tensor, weight: torch.Tensor, bias: Any, *args: Any) -> torch.Tensor:
+            made = x.new_zeros(shape)
+            return made.add_(bias.view(-1, *[1] * (len(shape) - 2))) if biased else made
+
+        return nothing
+    if biased or call.operand("bias") is None:
+        return None
+    return lambda x, weight, bias, *args: op(x, weight, None, *args)
+
+
+@rule(aten.convolution.default, local=_convolution_local)
+def _convolution(call: OpCall) -> list[Strategy]:
+    biased = len(call.operands) == 3
+    out, into = _channel_dims(call)
+
+    def strategy(x: Placement, weight: Placement, bias: Placement, y: Placement) -> Strategy:
+        return Strategy((x, weight, bias) if biased else (x, weight), (y,))
+
+    found = [strategy(Shard(0), R, R, Shard(0))]
+    if call.arg("groups") == 1:
+        found.append(strategy(R, Shard(out), Shard(0), Shard(1)))
+        found.append(strategy(Shard(1), Shard(into), R, SUM))
+    for term in LINEAR:
+        found += [strategy(term, R, term, term), strategy(R, term, term, term)]
+    return found
+
+
+def _convolution_backward_local(
+    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
+) -> Callable[..., Any] | None:
+    """Give the operator the number of this rank's output channels.
+
+    A rank without input channels has the whole gradient of the bias none the less.
+    """
+    nothing = zeros_where_empty(call, operands, results)
+    bias, op = results[2], call.op
+    if bias is None:
+        return nothing
+    if nothing is not None:
+        space = [dim for dim in range(operands[0].ndim) if dim != 1]
+
+        def summed(grad: torch.Tensor, *args: Any) -> tuple[Any, ...]:
+            return (*nothing(grad, *args)[:2], grad.sum(space))
+
+        return summed
+    sizes = list(bias.local_shape)
+    return lambda grad, x, weight, _, *args: op(grad, x, weight, sizes, *args)
+
+
+@rule(aten.convolution_backward.default, local=_convolution_backward_local)
+def _convolution_backward(call: OpCall) -> list[Strategy]:
+    out, into = _channel_dims(call)
+    found = [Strategy((Shard(0), Shard(0), R), (Shard(0), SUM, SUM))]
+    if call.arg("groups") == 1:
+        found.append(Strategy((Shard(1), R, Shard(out)), (SUM, Shard(out), Shard(0))))
+        # Each rank has the whole gradient, and so the whole one of the bias.
+        found.append(Strategy((R, Shard(1), Shard(into)), (Shard(1), Shard(into), R)))
+    return found + [Strategy((term, R, R), (term, term, term)) for term in LINEAR]
+
+
+# ---- pooling and resampling ----------------------------------------------------------------------
+
+_SPACE = {
+    1: (aten.upsample_nearest1d, aten._upsample_nearest_exact1d, aten.upsample_linear1d),
+    2: (
+        aten.avg_pool2d, aten._adaptive_avg_pool2d, aten.max_pool2d_with_indices,
+        aten.adaptive_max_pool2d, aten.upsample_nearest2d, aten._upsample_nearest_exact2d,
+        aten.upsample_bilinear2d, aten.upsample_bicubic2d,
+    ),
+    3: (
+        aten.avg_pool3d, aten._adaptive_avg_pool3d, aten.max_pool3d_with_indices,
+        aten.adaptive_max_pool3d, aten.upsample_nearest3d, aten._upsample_nearest_exact3d,
+        aten.upsample_trilinear3d,
+    ),
+}  # fmt: skip
+_LINEAR = ("avg_pool", "upsample")
+_SIZES = "input_size"
+
+
+def _backward_of(packet: Any) -> Op | None:
+    found = getattr(aten, f"{packet.__name__}_backward", None)
+    return None if found is None else found.default
+
+
+def _space_local(
+    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
+) -> Callable[..., Any] | None:
+    """Give the operator the size of this rank's part, where it takes the input's."""
+    nothing = zeros_where_empty(call, operands, results)
+    if nothing is not None or not call.has(_SIZES):
+        return nothing
+    place, result, op = schema_of(call.op).names.index(_SIZES), results[0], call.op
+    assert result is not None
+    shape = list(result.local_shape)
+    return lambda *args, **kwargs: op(*args[:place], shape, *args[place + 1 :], **kwargs)
+
+
+def _before_space(dims: int) -> Callable[[OpCall], list[Strategy]]:
+    """Return the rule of operators on the last `dims` dimensions."""
+
+    def strategies(call: OpCall) -> list[Strategy]:
+        count, outputs = len(call.operands), len(call.outputs)
+        cuts = [Shard(dim) for dim in range(call.operands[0].ndim - dims)]
+        found = [Strategy((cut,) * count, (cut,) * outputs) for cut in cuts]
+        if "backward" in call.name or any(part in call.name for part in _LINEAR):
+            rest = (R,) * (count - 1)
+            found += [Strategy((term, *rest), (term,) * outputs) for term in LINEAR]
+        return found
+
+    return strategies
+
+
+for _dims, _packets in _SPACE.items():
+    for _packet in _packets:
+        rule(_packet.default, local=_space_local)(_before_space(_dims))
+        _backward = _backward_of(_packet)
+        if _backward is not None:
+            rule(_backward, local=_space_local)(_before_space(_dims))

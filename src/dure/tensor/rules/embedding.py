@@ -1,0 +1,68 @@
+"""Embedding: rows of a table by their numbers.
+
+The table's columns may be sharded, or the indices; or its rows: then each rank looks up those that
+it has and gives zeros for the others, which are terms of a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dure.tensor.call import OpCall, Strategy
+from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
+from dure.tensor.rules import rule
+from dure.tensor.spec import DTensorSpec
+
+aten = torch.ops.aten
+R = Replicate()
+SUM = Partial("sum")
+LINEAR = (SUM, Partial("avg"))
+
+
+def _own_rows(indices: torch.Tensor, rows: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return indices into this rank's rows, and which are of rows that it does not have."""
+    size, offset = rows
+    own = indices - offset
+    missing = (own < 0) | (own >= size)
+    return own.masked_fill(missing, 0), missing
+
+
+def _lookup_local(
+    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
+) -> Callable[..., Any] | None:
+    """Look up the rows that this rank has."""
+    table, op = operands[0], call.op
+    if not table.cuts(0):
+        return None
+    ((size, offset),) = table.runs(0)
+
+    def lookup(weight: torch.Tensor, indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not size:
+            return weight.new_zeros((*indices.shape, weight.shape[1]))
+        own, missing = _own_rows(indices, (size, offset))
+        found = op(weight, own)
+        return found.masked_fill_(missing.unsqueeze(-1), 0)
+
+    return lookup
+
+
+@rule(aten.embedding.default, local=_lookup_local)
+def _embedding(call: OpCall) -> list[Strategy]:
+    indices = call.operands[1]
+    last = indices.ndim
+    found = [Strategy((R, Shard(dim)), (Shard(dim),)) for dim in range(indices.ndim)]
+    found += [Strategy((Shard(1), R), (Shard(last),)), Strategy((Shard(0), R), (SUM,))]
+    return found + [Strategy((term, R), (term,)) for term in LINEAR]
+
+
+@rule(aten.embedding_dense_backward.default)
+def _embedding_backward(call: OpCall) -> list[Strategy]:
+    grad, indices = call.operands
+    found = [Strategy((Shard(grad.ndim - 1), R), (Shard(1),))]
+    if not call.arg("scale_grad_by_freq"):
+        rows: list[Placement] = [Shard(dim) for dim in range(indices.ndim)]
+        found += [Strategy((row, row), (SUM,)) for row in rows]
+    return found + [Strategy((term, R), (term,)) for term in LINEAR]
