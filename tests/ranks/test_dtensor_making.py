@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import threading
 from typing import Any
 
 import pytest
@@ -32,7 +31,6 @@ from dure.tensor.placement_types import _StridedShard
 from dure.testing import CommRecorder, run_ranks
 
 R = Replicate()
-GENERATOR = threading.Lock()
 WAYS: list[tuple[tuple[int, ...], tuple[Placement, ...], list[str]]] = [
     ((4,), (Shard(0),), ["scatter"]),
     ((4,), (Shard(-1),), ["scatter"]),
@@ -236,17 +234,16 @@ def test_factories_give_what_torch_gives_unsharded(placements: tuple[Placement, 
         assert bare.requires_grad
         assert bare.is_leaf
         assert bare.to_local().shape == bare.spec.local_shape
-        with GENERATOR:  # ranks that are threads share torch's
-            torch.manual_seed(3)
-            made = rand(5, 3, **where), randn((5, 3), dtype=torch.float64, **where)
-            after = torch.rand(1)
-            torch.manual_seed(3)
-            drawn = torch.rand(5, 3), torch.randn(5, 3, dtype=torch.float64)
-            assert torch.equal(after, torch.rand(1))
+        torch.manual_seed(3)
+        made = rand(5, 3, **where), randn((5, 3), dtype=torch.float64, **where)
         assert torch.equal(made[0].full_tensor(), drawn[0])
         assert torch.equal(made[1].full_tensor(), drawn[1])
 
+    torch.manual_seed(3)
+    drawn = torch.rand(5, 3), torch.randn(5, 3, dtype=torch.float64)
+    after = torch.default_generator.get_state()
     run_ranks(4, body)
+    assert torch.equal(torch.default_generator.get_state(), after)
 
 
 def test_factories_refuse_terms() -> None:
