@@ -135,7 +135,7 @@ def main() -> None:
     args = parser.parse_args()
     sizes = tuple(map(int, args.mesh.split("x")))
     samples = list(database(args.names or None, args.most))
-    tries = [(s, way) for _, s in samples for way in ways(s, len(sizes), args.ways, args.terms)]
+    tries = [(s, way) for _, s in samples for way in ways(s, sizes, args.ways, args.terms)]
     print(f"{len({n for n, _ in samples})} operators, {len(tries)} calls, mesh {args.mesh}")
     counted: dict[str, dict[str, int]] = {}
     for who, run in (("dure", check), *((("torch", theirs),) if args.torch else ())):

@@ -174,7 +174,11 @@ def _commute(placements: Sequence[Placement]) -> bool:
 
 
 def ways(
-    sample: Sample, axes: int = 1, most: int | None = None, terms: bool = False, seed: int = 0
+    sample: Sample,
+    sizes: Sequence[int],
+    most: int | None = None,
+    terms: bool = False,
+    seed: int = 0,
 ) -> list[Way]:
     """Return ways to distribute a call's tensors over a mesh; `most` of them, drawn.
 
@@ -182,11 +186,11 @@ def ways(
     """
     each = []
     for tensor in sample.tensors:
-        own = list(itertools.product(options(tensor, terms), repeat=axes))
+        own = list(itertools.product(options(tensor, terms), repeat=len(sizes)))
         own = [placements for placements in own if _commute(placements)]
-        if axes == 2:
+        if len(sizes) == 2:
             doubled = [p for p in own if type(p[0]) is Shard and p[0] == p[1]]
-            own += [(StridedShard(a.dim, split_factor=2), a) for a, _ in doubled]
+            own += [(StridedShard(a.dim, split_factor=sizes[1]), a) for a, _ in doubled]
         each.append(own)
     if not each or (most is None or math.prod(map(len, each)) <= most):
         return list(itertools.product(*each))

@@ -672,7 +672,7 @@ def _written_by_another(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, A
     """Compute by the operator that returns a new tensor, and write that; tell whether it was."""
     packet, overload = str(call.op).removeprefix("aten.").split(".")
     other = getattr(torch.ops.aten, packet.removesuffix("_"), None)
-    target = args[0] if args else None
+    target: Any = args[0]
     if (
         not packet.endswith("_")
         or written(call) != [0]

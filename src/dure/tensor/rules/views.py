@@ -19,7 +19,7 @@ from dure.tensor.call import Op, OpCall, Strategy
 from dure.tensor.dispatch import dispatch, special
 from dure.tensor.placement_types import Partial, Placement, Replicate, Shard, StridedShard
 from dure.tensor.rules import rule, view_rule
-from dure.tensor.spec import DTensorSpec
+from dure.tensor.spec import Cut, DTensorSpec, cuts_of
 
 aten = torch.ops.aten
 R = Replicate()
@@ -208,65 +208,132 @@ def groups_of(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[in
     return groups
 
 
+Digit = tuple[int, int | None]
+"""A size, and the mesh axis whose coordinate it is; None for what each rank has."""
+
+
 @view_rule(
     aten.view.default, aten._unsafe_view.default, aten.reshape.default, local=_sized_local
 )  # fmt: skip
 def _reshaped(call: OpCall) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
+    """All cuts go along if they can; else those of the first axes that can."""
     spec, (result,) = call.operands[0], call.outputs
     assert result is not None
-    before, after = spec.shape, result.shape
-    mesh = spec.mesh
+    before, after, sizes = spec.shape, result.shape, spec.mesh.shape
     if 0 in before:
         keep = tuple(p if p.is_partial() else R for p in spec.placements)
         return keep, keep
-    group_of = {d: group for group in groups_of(before, after) for d in group[0]}
-    given: list[Placement] = []
-    results: list[Placement] = []
-    left = list(before)  # what this dimension has on each rank, by the axes so far
+    there = _through(spec.placements, before, after, sizes)
+    if there is not None:
+        return spec.placements, there
+    given: list[Placement] = [R if p.is_shard() else p for p in spec.placements]
+    there = tuple(given)
     for axis, placement in enumerate(spec.placements):
-        if not isinstance(placement, Shard):
-            given.append(placement)
-            results.append(placement)
-            continue
-        n = mesh.shape[axis]
-        there = _through(placement, group_of[placement.dim], before, after, left, n)
-        if (
-            there is not None
-            and len(group_of[placement.dim][0]) + len(group_of[placement.dim][1]) > 2
-        ):
-            left[placement.dim] //= n
-        given.append(placement if there is not None else R)
-        results.append(there or R)
-    return tuple(given), tuple(results)
+        trial = [*given[:axis], placement, *given[axis + 1 :]]
+        found = _through(trial, before, after, sizes)
+        if found is not None:
+            given, there = trial, found
+    return tuple(given), there
 
 
 def _through(
-    placement: Shard,
-    group: tuple[list[int], list[int]],
+    placements: Sequence[Placement],
     before: Sequence[int],
     after: Sequence[int],
-    left: Sequence[int],
-    n: int,
-) -> Placement | None:
-    """Return what a cut of one dimension becomes in a group; None if it cannot go along."""
-    dims, made = group
-    if len(dims) == 1 and len(made) == 1:
-        if isinstance(placement, StridedShard):
-            return StridedShard(made[0], split_factor=placement.split_factor)
-        return Shard(made[0])
-    dim = placement.dim
-    runs = placement.split_factor if isinstance(placement, StridedShard) else 1
-    if left[dim] % (n * runs):
-        return None
-    outer = math.prod(left[d] for d in dims if d < dim) * runs
-    # The dimension of the result in which each of `outer` runs is cut.
-    inside = 1
-    for there in made:
-        size = after[there]
-        if outer % inside == 0 and outer // inside < size and size % (outer // inside) == 0:
-            factor = outer // inside
-            if (size // factor) % n == 0:
-                return Shard(there) if factor == 1 else StridedShard(there, split_factor=factor)
+    sizes: Sequence[int],
+) -> tuple[Placement, ...] | None:
+    """Return what placements become by a reshape; None if some cut cannot go along.
+
+    Cuts that divide evenly make of a dimension's index a number of several digits, outermost first;
+    one of them is the coordinate along the axis. A reshape writes the digits of a group of
+    dimensions one after another, and puts them together anew. What is found is checked: the
+    result's placements must give the same digits.
+    """
+    found = [R if p.is_shard() else p for p in placements]
+    wanted: list[tuple[int, list[Digit]]] = []
+    for dims, made in groups_of(before, after):
+        axes = [a for a, p in enumerate(placements) if isinstance(p, Shard) and p.dim in dims]
+        long = [d for d in dims if before[d] > 1], [d for d in made if after[d] > 1]
+        if len(long[0]) == len(long[1]) == 1 and all(
+            placements[a].is_shard(long[0][0]) for a in axes
+        ):
+            for axis in axes:
+                found[axis] = _at(placements[axis], long[1][0])
+            continue
+        digits: list[Digit] = []
+        for dim in dims:
+            own = _digits(before[dim], cuts_of(placements, sizes, dim), sizes)
+            if own is None:
+                return None
+            digits += own
+        for dim in made:
+            taken = _taken(digits, after[dim])
+            if taken is None:
+                return None
+            wanted.append((dim, taken))
+            for place, (_, axis) in enumerate(taken):
+                if axis is not None:
+                    earlier = taken[:place]
+                    runs = math.prod(n for n, other in earlier if other is None or other > axis)
+                    found[axis] = Shard(dim) if runs == 1 else StridedShard(dim, split_factor=runs)
+    for dim, taken in wanted:
+        if _digits(after[dim], cuts_of(found, sizes, dim), sizes) != _merged(taken):
             return None
-        inside *= size
-    return None
+    return tuple(found)
+
+
+def _at(placement: Placement, dim: int) -> Placement:
+    """Return the same cut through another dimension."""
+    if isinstance(placement, StridedShard):
+        return StridedShard(dim, split_factor=placement.split_factor)
+    return Shard(dim)
+
+
+def _digits(size: int, cuts: Sequence[Cut], sizes: Sequence[int]) -> list[Digit] | None:
+    """Return the digits that cuts make of an index; None where they do not divide evenly."""
+    digits: list[Digit] = [(size, None)] if size > 1 else []
+    for cut in cuts:
+        place, runs, n = 0, cut.runs, sizes[cut.axis]
+        while place < len(digits) and (digits[place][1] is not None or runs > 1):
+            length, axis = digits[place]
+            if axis is None:
+                inner = length // runs
+                if runs % length == 0:
+                    runs //= length
+                elif length % runs == 0:
+                    digits[place : place + 1] = [(runs, None), (inner, None)]
+                    runs = 1
+                else:
+                    return None
+            place += 1
+        if place == len(digits) or runs > 1 or digits[place][0] % n:
+            return None
+        digits[place : place + 1] = [(n, cut.axis), (digits[place][0] // n, None)]
+        digits = [(length, axis) for length, axis in digits if length > 1 or axis is not None]
+    return _merged(digits)
+
+
+def _taken(digits: list[Digit], size: int) -> list[Digit] | None:
+    """Take digits from the front that make a size; None if a coordinate would be divided."""
+    taken: list[Digit] = []
+    while size > 1:
+        length, axis = digits.pop(0)
+        if axis is None and length > size and length % size == 0:
+            digits.insert(0, (length // size, None))
+            length = size
+        if size % length:
+            return None
+        taken.append((length, axis))
+        size //= length
+    return taken
+
+
+def _merged(digits: Sequence[Digit]) -> list[Digit]:
+    """Return the digits with neighbours that each rank has put together."""
+    merged: list[Digit] = []
+    for length, axis in digits:
+        if merged and axis is None and merged[-1][1] is None:
+            merged[-1] = merged[-1][0] * length, None
+        else:
+            merged.append((length, axis))
+    return merged
