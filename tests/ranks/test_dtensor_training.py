@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dure.tensor import Replicate, Shard, init_device_mesh
+from dure.tensor import Partial, Replicate, Shard, init_device_mesh
 from dure.testing import run_ranks
-from ranks.rule_checks import made
+from ranks.rule_checks import check, made, placed
 
 R, ROWS, COLUMNS = Replicate(), Shard(0), Shard(1)
 # Of the axis that cuts the model: what is not named is whole on each rank.
@@ -87,3 +87,10 @@ def test_a_block_trains_as_on_one_rank(sizes, batch, model):
             torch.testing.assert_close(parameter.grad.full_tensor(), one.grad, msg=name)
 
     run_ranks(torch.Size(sizes).numel(), body)
+
+
+def test_a_row_wise_layer_moves_no_weight():
+    x, weight, bias = (torch.randn(shape, dtype=torch.float64) for shape in [(5, 6), (3, 6), (3,)])
+    check(F.linear, x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), most=60)
+    given = (x, [COLUMNS]), (weight, [COLUMNS]), (bias, [R])
+    assert placed(F.linear, *given) == [[Partial()]]

@@ -1,16 +1,21 @@
 """Matrix products: rows, columns, or the dimension that is summed over; batches.
 
-A product whose inner dimension is sharded gives terms of a sum. A product is linear in each factor,
+A product whose inner dimension is sharded gives terms of a sum; what is added to it is added by the
+first rank of that axis only. A product is linear in each factor,
 so terms of one, with the other whole, give terms as well.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from dure.tensor.call import OpCall, Strategy
 from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
 from dure.tensor.rules import rule
+from dure.tensor.spec import DTensorSpec
 
 aten = torch.ops.aten
 R = Replicate()
@@ -43,7 +48,23 @@ def _bmm(call: OpCall) -> list[Strategy]:
     return [Strategy((a, b), (c,)) for a, b, c in _products(True)]
 
 
-@rule(aten.addmm.default, aten.baddbmm.default)
+def _added_once(
+    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
+) -> Callable[..., Any] | None:
+    """Let only the first of the ranks that have terms of the product add the bias."""
+    bias, left, _ = operands
+    axes = [
+        axis
+        for axis, placement in enumerate(left.placements)
+        if placement.is_shard(left.ndim - 1) and bias.placements[axis].is_replicate()
+    ]
+    at, op = bias.coordinate or (0,) * len(bias.placements), call.op
+    if not any(at[axis] for axis in axes):
+        return None
+    return lambda *args, **kwargs: op(*args, **{**kwargs, "beta": 0})
+
+
+@rule(aten.addmm.default, aten.baddbmm.default, local=_added_once)
 def _addmm(call: OpCall) -> list[Strategy]:
     batch = "baddbmm" in call.name
     bias, ndim = call.operands[0], 2 + batch
@@ -55,4 +76,6 @@ def _addmm(call: OpCall) -> list[Strategy]:
             found.append(Strategy((R if whole else Shard(own), a, b), (c,)))
         else:
             found.append(Strategy((c, a, b), (c,)))
+            if isinstance(a, Shard):
+                found.append(Strategy((R, a, b), (c,)))
     return found
