@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import math
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dure.errors import PlacementError, UsageError
 from dure.tensor import DTensor, Partial, Placement, Replicate, Shard, init_device_mesh
@@ -131,5 +133,65 @@ def test_what_one_rank_finds_not_finite_all_ranks_have_found() -> None:
             assert found.item() == expected
             assert torch.equal(grads[0].full_tensor(), whole * 0.5)
             assert torch.equal(grads[1], torch.full((3,), 0.5))
+
+    run_ranks(4, body)
+
+
+def test_a_scaler_skips_the_step_on_all_ranks() -> None:
+    def body(rank: int) -> float:
+        mesh = init_device_mesh("cpu", (4,))
+        weight = nn.Parameter(placed(torch.ones(4), mesh, Shard(0)))
+        optimizer = torch.optim.SGD([weight], lr=0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for last in (1.0, math.inf, 1.0):
+            factor = torch.ones(4)
+            factor[3] = last  # on the last rank
+            optimizer.zero_grad()
+            loss = (weight * placed(factor, mesh, Shard(0))).sum()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        assert torch.equal(weight.full_tensor(), torch.zeros(4))  # pyright: ignore
+        return scaler.get_scale()
+
+    assert run_ranks(4, body) == [2.0] * 4
+
+
+def test_an_optimizers_state_goes_out_and_in() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (4,))
+
+        def made() -> tuple[Any, torch.optim.Optimizer]:
+            weight = nn.Parameter(placed(WEIGHT, mesh, Shard(0)))
+            return weight, torch.optim.Adam([weight], lr=0.1)
+
+        weight, optimizer = made()
+        weight.grad = placed(WEIGHT, mesh, Shard(0))
+        optimizer.step()
+        torch.save(optimizer.state_dict(), file := io.BytesIO())
+        file.seek(0)
+        other, again = made()
+        again.load_state_dict(torch.load(file, weights_only=False))
+        state = again.state[other]["exp_avg"]
+        assert state.placements == (Shard(0),)
+        torch.testing.assert_close(state.full_tensor(), WEIGHT * 0.1)
+
+    run_ranks(4, body)
+
+
+def test_averages_of_models_follow_them() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (4,))
+        layer: Any = nn.Linear(4, 6, bias=False)
+        layer.weight = nn.Parameter(placed(WEIGHT, mesh, Shard(0)))
+        average = AveragedModel(layer, multi_avg_fn=get_ema_multi_avg_fn(0.75))
+        average.update_parameters(layer)
+        with torch.no_grad():
+            layer.weight.zero_()
+        average.update_parameters(layer)
+        seen: Any = average.module.weight
+        assert seen.placements == (Shard(0),)
+        torch.testing.assert_close(seen.full_tensor(), WEIGHT * 0.75)
 
     run_ranks(4, body)
