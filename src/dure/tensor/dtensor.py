@@ -22,6 +22,7 @@ from dure.comm.pending import wait_tensor
 from dure.comm.untraced import untraced_below
 from dure.errors import MeshError, PlacementError, ShapeError, UsageError
 from dure.mesh import DeviceMesh, current_mesh
+from dure.mesh.device_mesh import restore_mesh
 from dure.tensor import dispatch
 from dure.tensor.checking import check_parts
 from dure.tensor.placement_types import (
@@ -399,8 +400,8 @@ def safe_globals() -> list[Any]:
     Use it as ``torch.serialization.add_safe_globals(dure.tensor.safe_globals())``.
     """
     return [
-        _rebuild, spec_of, TensorMeta, DeviceMesh, DeviceMesh._restore,  # pyright: ignore
-        Partial, Replicate, Shard, StridedShard, MaskPartial, getattr,
+        _rebuild, spec_of, restore_mesh, TensorMeta,
+        Partial, Replicate, Shard, StridedShard, MaskPartial,
     ]  # fmt: skip
 
 
