@@ -22,6 +22,9 @@ FAMILIES = {
     "pointwise": "add sub mul div neg exp sigmoid where clamp pow maximum masked_fill",
     "products": "mm bmm addmm baddbmm matmul mv dot",
     "reductions": "sum mean amax max min argmax any all var logsumexp linalg.vector_norm",
+    "statistics": "prod std_mean var_mean median kthvalue aminmax nansum norm item equal allclose",
+    "space": "nn.functional.conv2d nn.functional.conv_transpose2d nn.functional.max_pool2d "
+    "nn.functional.avg_pool2d nn.functional.adaptive_avg_pool2d nn.functional.interpolate",
     "softmax": "softmax log_softmax nn.functional.cross_entropy nn.functional.nll_loss",
     "losses": "nn.functional.mse_loss nn.functional.huber_loss nn.functional.smooth_l1_loss "
     "nn.functional.binary_cross_entropy nn.functional.binary_cross_entropy_with_logits "
