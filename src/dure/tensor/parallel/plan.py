@@ -74,6 +74,13 @@ def parallelize_module(
             seen=f"{parallelize_plan!r}",
         )
     for path, style in parallelize_plan.items():
+        if not isinstance(style, ParallelStyle):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(
+                f"the plan's entry {path!r} is no style",
+                op="parallelize_module",
+                seen=f"{style!r}",
+                fix="Make one, as ColwiseParallel().",
+            )
         found = list(_matching(module, "", path.split("."))) if path else [("", module)]
         if not found:
             _no_match(module, path)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -120,9 +120,9 @@ def distribute(
 class _LayerParallel(ParallelStyle):
     """What the two ways of cutting a Linear or an Embedding share."""
 
-    _cuts: Mapping[type[nn.Module], Mapping[str, Placement]]
+    _cuts: ClassVar[Mapping[type[nn.Module], Mapping[str, Placement]]]
     """For each kind of module the placement of its parameters."""
-    _wants: Mapping[type[nn.Module], Placement]
+    _wants: ClassVar[Mapping[type[nn.Module], Placement]]
     """For each kind of module what its input must be."""
 
     def __init__(
@@ -186,11 +186,11 @@ class ColwiseParallel(_LayerParallel):
         use_local_output: Whether the output is this rank's part, a plain tensor.
     """
 
-    _cuts = {
+    _cuts: ClassVar = {
         nn.Linear: {"weight": Shard(0), "bias": Shard(0)},
         nn.Embedding: {"weight": Shard(1)},
     }
-    _wants = {nn.Linear: Replicate(), nn.Embedding: Replicate()}
+    _wants: ClassVar = {nn.Linear: Replicate(), nn.Embedding: Replicate()}
 
     def _default_output(self) -> Placement:
         return Shard(-1)
@@ -206,11 +206,11 @@ class RowwiseParallel(_LayerParallel):
         use_local_output: Whether the output is this rank's part, a plain tensor.
     """
 
-    _cuts = {
+    _cuts: ClassVar = {
         nn.Linear: {"weight": Shard(1), "bias": Replicate()},
         nn.Embedding: {"weight": Shard(0)},
     }
-    _wants = {nn.Linear: Shard(-1), nn.Embedding: Replicate()}
+    _wants: ClassVar = {nn.Linear: Shard(-1), nn.Embedding: Replicate()}
 
     def _default_output(self) -> Placement:
         return Replicate()

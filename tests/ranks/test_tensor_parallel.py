@@ -1,0 +1,212 @@
+"""Tensor parallelism: a small Llama under plans against one rank, and plans that do not fit."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from dure.errors import MeshError, PlacementError, UsageError
+from dure.mesh import init_device_mesh
+from dure.tensor import DTensor, Replicate, Shard
+from dure.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from dure.testing import run_ranks
+from ranks.tensor_models import batches, loss_of, small_llama
+
+STEPS = 4
+
+
+def tp_plan():
+    return {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate()),
+        "layers.*.attention": PrepareModuleInput(
+            input_layouts=(Replicate(), None), desired_input_layouts=(Replicate(), None)
+        ),
+        "layers.*.attention.w[qkv]": ColwiseParallel(),
+        "layers.*.attention.wo": RowwiseParallel(),
+        "layers.*.feed_forward.w[13]": ColwiseParallel(),
+        "layers.*.feed_forward.w2": RowwiseParallel(),
+        "output": ColwiseParallel(output_layouts=Replicate()),
+    }
+
+
+def sp_plan():
+    gather = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+    return {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "layers.*.attention_norm": SequenceParallel(),
+        "layers.*.ffn_norm": SequenceParallel(),
+        "layers.*.attention": PrepareModuleInput(
+            input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
+        ),
+        "layers.*.attention.w[qkv]": ColwiseParallel(),
+        "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+        "layers.*.feed_forward": PrepareModuleInput(**gather),
+        "layers.*.feed_forward.w[13]": ColwiseParallel(),
+        "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+
+
+def train(model, steps=STEPS):
+    """Losses, gradients of the first step, and weights after some steps of AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, grads = [], {}
+    for number, ids in enumerate(batches(steps)):
+        loss = loss_of(model, ids)
+        loss.backward()
+        if number == 0:
+            grads = {n: whole(p.grad) for n, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(whole(loss).item())
+    return losses, grads, {n: whole(p) for n, p in model.named_parameters()}
+
+
+def whole(tensor):
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("plan", [tp_plan, sp_plan])
+def test_a_llama_trains_as_on_one_rank(n, tied, plan):
+    losses, grads, weights = train(small_llama(tied=tied))
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("tp",))
+        model = parallelize_module(small_llama(tied=tied), mesh["tp"], plan())
+        assert (model.output.weight is model.tok_embeddings.weight) == tied
+        got_losses, got_grads, got_weights = train(model)
+        assert got_losses == pytest.approx(losses, rel=1e-12)
+        for name, grad in grads.items():
+            torch.testing.assert_close(got_grads[name], grad, msg=name)
+        for name, weight in weights.items():
+            torch.testing.assert_close(got_weights[name], weight, rtol=1e-8, atol=1e-8, msg=name)
+
+    run_ranks(n, body)
+
+
+def test_styles_bring_inputs_and_outputs_to_their_layouts():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        x = torch.arange(12.0).reshape(2, 6)
+        torch.manual_seed(0)
+        layer = nn.Linear(6, 4)
+        expected = layer(x).detach()
+        column = parallelize_module(nn.Sequential(layer), mesh, {"0": ColwiseParallel()})
+        assert torch.allclose(column(x), expected.chunk(2, 1)[rank])
+        torch.manual_seed(0)
+        row = parallelize_module(nn.Linear(6, 4), mesh, RowwiseParallel(use_local_output=False))
+        y = row(x.chunk(2, 1)[rank])
+        assert y.placements == (Replicate(),)
+        assert torch.allclose(y.to_local(), expected)
+        seen = []
+
+        class Sees(nn.Module):
+            def forward(self, a, b, *, c):
+                seen.extend([a, b, c])
+                return a, b
+
+        prepared = parallelize_module(
+            Sees(),
+            mesh,
+            PrepareModuleInputOutput(
+                input_layouts=(Shard(0), None),
+                desired_input_layouts=(Replicate(), None),
+                input_kwarg_layouts={"c": Replicate()},
+                desired_input_kwarg_layouts={"c": Shard(0)},
+                output_layouts=(Replicate(), None),
+                desired_output_layouts=(Shard(1), None),
+            ),
+        )
+        a, b = prepared(torch.ones(1, 2), "b", c=torch.ones(4))
+        assert seen[0].shape == (2, 2)
+        assert seen[0].placements == (Replicate(),)
+        assert seen[2].to_local().shape == (2,)
+        assert (a.shape, b) == ((2, 1), "b")
+
+    run_ranks(2, body)
+
+
+def test_paths_match_by_component_and_what_matches_nothing_is_told():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (1,))
+        model = small_llama()
+        names = []
+
+        class Notes(ParallelStyle):
+            def _apply(self, module, device_mesh):
+                names.append(module)
+                return module
+
+        parallelize_module(model, mesh, {"layers.?.attention.w*": Notes(), "": Notes()})
+        assert len(names) == 2 * 4 + 1
+        assert names[-1] is model
+        for plan in (None, {}):
+            with pytest.warns(UserWarning, match="no plan"):
+                parallelize_module(model, mesh, plan)
+        with pytest.warns(UserWarning, match=r"layers\.0\.attention\.wq"):
+            parallelize_module(model, mesh, {"layers.*.atention.wq": Notes()})
+
+    with warnings.catch_warnings():
+        run_ranks(1, body)
+
+
+def test_plans_that_do_not_fit_name_the_module():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (3,))
+        wrong = [
+            ({"layers.*.attention.wq": ColwiseParallel()}, PlacementError, "layers.0.attention.wq"),
+            ({"layers.*.attention.wk": ColwiseParallel()}, PlacementError, "n_kv_heads is 2"),
+            ({"norm": ColwiseParallel()}, UsageError, "norm"),
+            ({"output": "columns"}, UsageError, "output"),
+            (3, UsageError, "a plan"),
+        ]
+        for plan, kind, text in wrong:
+            with pytest.raises(kind, match=text):
+                parallelize_module(small_llama(), mesh, plan)
+        with pytest.raises(MeshError):
+            parallelize_module(small_llama(), init_device_mesh("cpu", (1, 3)), ColwiseParallel())
+        with pytest.raises(MeshError):
+            parallelize_module(small_llama(), None, ColwiseParallel())
+        tied = small_llama(tied=True)
+        with pytest.raises(PlacementError, match="share"):
+            parallelize_module(
+                tied, mesh, {"tok_embeddings": ColwiseParallel(), "output": ColwiseParallel()}
+            )
+        for style in (
+            lambda: PrepareModuleInput(input_layouts=Shard(0)),
+            lambda: PrepareModuleInput(input_kwarg_layouts={"a": Shard(0)}),
+            lambda: PrepareModuleOutput(
+                output_layouts=(Shard(0), None), desired_output_layouts=Shard(0)
+            ),
+        ):
+            with pytest.raises(PlacementError):
+                style()
+        with contextlib.nullcontext():
+            layer = parallelize_module(
+                nn.Identity(),
+                mesh,
+                PrepareModuleInput(
+                    input_layouts=(Shard(0), None), desired_input_layouts=(Replicate(), None)
+                ),
+            )
+            with pytest.raises(PlacementError):
+                layer(torch.ones(1))
+
+    run_ranks(3, body)
