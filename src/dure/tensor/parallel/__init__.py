@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dure.tensor.parallel.loss import loss_parallel
 from dure.tensor.parallel.plan import parallelize_module
 from dure.tensor.parallel.styles import (
     ColwiseParallel,
@@ -21,5 +22,6 @@ __all__ = [
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "loss_parallel",
     "parallelize_module",
 ]

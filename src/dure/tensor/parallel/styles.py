@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -96,8 +96,8 @@ def distribute(
     Raises:
         PlacementError: Another module shares it, and wants another placement.
     """
-    parameter = module._parameters.get(name)
-    if parameter is None or isinstance(parameter, DTensor):
+    parameter = module.get_parameter(name)
+    if isinstance(parameter, DTensor):
         return
     known: tuple[Placement, nn.Parameter] | None = getattr(parameter, "_dure_tied", None)
     if known is None:
@@ -159,7 +159,7 @@ class _LayerParallel(ParallelStyle):
                 "PrepareModuleInput and PrepareModuleOutput fit every module.",
             )
         cut = self._cuts[kind]
-        for name in list(module._parameters):
+        for name, _ in list(module.named_parameters(recurse=False)):
             distribute(module, name, device_mesh, cut[name], self.src_data_rank)
         given = self.input_layouts or self._default_input(kind)
         wanted = self._wants[kind]
@@ -229,7 +229,7 @@ class SequenceParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name in list(module._parameters):
+        for name, _ in list(module.named_parameters(recurse=False)):
             distribute(module, name, device_mesh, Replicate(), self.src_data_rank)
         sharded = Shard(self.sequence_dim)
 
@@ -366,14 +366,14 @@ class PrepareModuleOutput(ParallelStyle):
             return result.to_local() if self.use_local_output else result
 
         def after(_: nn.Module, inputs: object, outputs: Any) -> Any:
-            found = cast("tuple[Any, ...]", outputs if isinstance(outputs, tuple) else (outputs,))
+            found: tuple[Any, ...] = outputs if isinstance(outputs, tuple) else (outputs,)
             if len(found) != len(given):
                 raise PlacementError(
                     f"{type(module).__name__} has another number of outputs than layouts",
                     seen=f"{len(found)} outputs, {len(given)} output_layouts",
                 )
-            results = tuple(map(prepared, found, given, wanted))
-            return results if len(results) > 1 else results[0]
+            results = [*map(prepared, found, given, wanted)]
+            return tuple(results) if len(results) > 1 else results[0]
 
         module.register_forward_hook(after)
         return module
@@ -415,5 +415,5 @@ class PrepareModuleInputOutput(ParallelStyle):
         )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self.prepare_input._apply(module, device_mesh)
-        return self.prepare_output._apply(module, device_mesh)
+        self.prepare_input._apply(module, device_mesh)  # pyright: ignore[reportPrivateUsage]
+        return self.prepare_output._apply(module, device_mesh)  # pyright: ignore
