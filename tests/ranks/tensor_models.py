@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import threading
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 VOCAB, DIM, HEADS, KV_HEADS, HIDDEN = 16, 16, 4, 2, 32
+
+
+_making = threading.Lock()
 
 
 class RMSNorm(nn.Module):
@@ -86,10 +93,16 @@ class Llama(nn.Module):
         return next(self.parameters()).dtype
 
 
-def small_llama(**options):
-    """The same model on every rank, in float64."""
+@functools.cache
+def _made(tied):
     torch.manual_seed(0)
-    return Llama(**options).double()
+    return Llama(tied=tied).double()
+
+
+def small_llama(tied=False):
+    """The same model on every rank, in float64. Made once: thread-ranks share a generator."""
+    with _making:
+        return copy.deepcopy(_made(tied))
 
 
 def batches(count, size=2, length=8):

@@ -7,11 +7,13 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from dure.errors import MeshError, PlacementError, UsageError
 from dure.mesh import init_device_mesh
-from dure.tensor import DTensor, Replicate, Shard
+from dure.tensor import DTensor, Replicate, Shard, distribute_tensor
+from dure.tensor.debug import CommDebugMode
 from dure.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -20,6 +22,7 @@ from dure.tensor.parallel import (
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 from dure.testing import run_ranks
@@ -210,3 +213,35 @@ def test_plans_that_do_not_fit_name_the_module():
                 layer(torch.ones(1))
 
     run_ranks(3, body)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_loss_of_sharded_classes_is_that_of_the_whole(reduction, smoothing, weighted):
+    """On a batch cut by one axis and classes by the other, evenly or not, some targets ignored."""
+    classes = 5
+    scores = torch.randn(7, classes, generator=torch.Generator().manual_seed(0)).double()
+    target = torch.tensor([0, 4, -100, 2, 3, 1, 4])
+    weight = torch.arange(1.0, classes + 1).double() if weighted else None
+    options = {"reduction": reduction, "label_smoothing": smoothing, "ignore_index": -100}
+    wanted = scores.clone().requires_grad_()
+    expected = F.cross_entropy(wanted, target, weight, **options)
+    expected.sum().backward()
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2, 3))
+        for placements in ([Shard(0), Shard(1)], [Replicate(), Shard(1)], [Shard(1), Shard(1)]):
+            x = distribute_tensor(scores, mesh, placements).requires_grad_()
+            t = target
+            if placements[0] == Shard(0):
+                t = distribute_tensor(target, mesh, [Shard(0), Replicate()])
+            with CommDebugMode() as counted, loss_parallel():
+                loss = F.cross_entropy(x, t, weight, **options)
+                loss.sum().backward()
+            torch.testing.assert_close(whole(loss), expected.detach())
+            torch.testing.assert_close(x.grad.full_tensor(), wanted.grad)
+            assert x.grad.placements == x.placements
+            assert "all_gather" not in str(counted.get_comm_counts())
+
+    run_ranks(6, body)

@@ -13,7 +13,7 @@ import torch
 
 from dure.tensor.call import OpCall, Strategy
 from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
-from dure.tensor.rules import rule, set_pointwise
+from dure.tensor.rules import by_value, rule, set_pointwise
 from dure.tensor.spec import DTensorSpec
 
 __all__ = ["aligned", "pointwise"]
@@ -43,8 +43,7 @@ def pointwise(call: OpCall) -> list[Strategy]:
 set_pointwise(pointwise)
 # Those that torch does not tag.
 rule(
-    aten.masked_fill.Scalar, aten.masked_fill.Tensor,
-    aten.masked_fill_.Scalar, aten.masked_fill_.Tensor, aten.fill_.Scalar, aten.fill_.Tensor,
+    aten.masked_fill.Tensor, aten.masked_fill_.Tensor, aten.fill_.Scalar, aten.fill_.Tensor,
 )(pointwise)  # fmt: skip
 
 
@@ -87,6 +86,15 @@ def _quotient(call: OpCall) -> list[Strategy]:
         rest = (R,) * (len(call.operands) - 1)
         found += [Strategy((term, *rest), (term,)) for term in LINEAR]
     return found
+
+
+by_value.update({aten.masked_fill.Scalar, aten.masked_fill_.Scalar})
+
+
+@rule(aten.masked_fill.Scalar, aten.masked_fill_.Scalar)
+def _masked_fill(call: OpCall) -> list[Strategy]:
+    linear = call.arg("value") == 0
+    return pointwise(call) + [Strategy((term, R), (term,)) for term in LINEAR if linear]
 
 
 @rule(aten._to_copy.default)

@@ -1,6 +1,7 @@
 """Softmax and losses.
 
-Softmax needs a whole dimension; the others may be sharded, and its gradient is linear.
+The dimension of a softmax may be sharded as the others may (class_sharded.py); its gradient is
+linear.
 
 A loss that is summed or averaged over a sharded batch is terms of a sum. What an average divides by
 is counted over the whole batch: by the shape, or, where weights and ignored targets count, by a
@@ -18,6 +19,11 @@ from dure.tensor.call import OpCall, Strategy, schema_of
 from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
 from dure.tensor.redistribute import redistribute
 from dure.tensor.rules import rule
+from dure.tensor.rules.class_sharded import (
+    nll_backward_of_classes,
+    nll_of_classes,
+    softmax_of_classes,
+)
 from dure.tensor.rules.pointwise import aligned
 from dure.tensor.rules.reductions import cuts_through
 from dure.tensor.spec import DTensorSpec
@@ -37,14 +43,23 @@ def _other_dims(call: OpCall) -> list[Strategy]:
     return [Strategy((cut,) * len(call.operands), (cut,)) for cut in cuts]
 
 
-@rule(aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default)
-def _softmax(call: OpCall) -> list[Strategy]:
+@rule(aten._safe_softmax.default)
+def _safe_softmax(call: OpCall) -> list[Strategy]:
     return _other_dims(call)
 
 
-@rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
+@rule(aten._softmax.default, aten._log_softmax.default, local=softmax_of_classes)
+def _softmax(call: OpCall) -> list[Strategy]:
+    return [Strategy((cut,), (cut,)) for cut in cuts_through(call.operands[0])]
+
+
+@rule(
+    aten._softmax_backward_data.default, aten._log_softmax_backward_data.default,
+    local=softmax_of_classes,
+)  # fmt: skip
 def _softmax_backward(call: OpCall) -> list[Strategy]:
-    return _other_dims(call) + [Strategy((term, R), (term,)) for term in LINEAR]
+    found = [Strategy((cut, cut), (cut,)) for cut in cuts_through(call.operands[0])]
+    return found + [Strategy((term, R), (term,)) for term in LINEAR]
 
 
 # ---- losses that are pointwise before they are reduced -------------------------------------------
@@ -134,10 +149,18 @@ def _batches(call: OpCall, scores: DTensorSpec) -> list[tuple[Placement, Placeme
     return pairs + [(Shard(dim), Shard(dim - 1)) for dim in range(2, scores.ndim)]
 
 
+def _classes(scores: DTensorSpec) -> Shard:
+    """Return how scores are cut whose classes are divided."""
+    return Shard(1 if scores.ndim > 1 else 0)
+
+
 def _nll_local(
     call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
 ) -> Callable[..., Any] | None:
     """Divide by the weight of all targets, which the ranks add up."""
+    divided = nll_of_classes(call, operands, results)
+    if divided is not None:
+        return divided
     total = results[1]
     assert total is not None
     cut = [p.is_shard() for p in operands[0].placements]
@@ -164,15 +187,20 @@ def _nll(call: OpCall) -> list[Strategy]:
         loss = targets if reduction == NONE else SUM
         total = R if reduction == MEAN else SUM
         found.append(Strategy((scores, targets, *weights), (loss, total)))
-    return found
+    return [*found, Strategy((_classes(call.operands[0]), R, *weights), (SUM, R))]
 
 
-@rule(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
+@rule(
+    aten.nll_loss_backward.default, aten.nll_loss2d_backward.default,
+    local=nll_backward_of_classes,
+)  # fmt: skip
 def _nll_backward(call: OpCall) -> list[Strategy]:
     rest = (R,) * (len(call.operands) - 3)
     found: list[Strategy] = []
     for scores, targets in _batches(call, call.operands[1]):
         grad = targets if call.operands[0].ndim else R
         found.append(Strategy((grad, scores, targets, *rest), (scores,)))
+    classes = _classes(call.operands[1])
+    found.append(Strategy((R, classes, R, *rest), (classes,)))
     others = (R,) * (len(call.operands) - 1)
     return found + [Strategy((term, *others), (term,)) for term in LINEAR]

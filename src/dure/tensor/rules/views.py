@@ -134,9 +134,7 @@ def _expanded(call: OpCall) -> list[Strategy]:
     assert result is not None
     added = len(result.shape) - spec.ndim
     kept = [spec.shape[dim] == result.shape[dim + added] for dim in range(spec.ndim)]
-    found = _moved_dims(call, [d + added if keep else None for d, keep in enumerate(kept)])
-    grown = [d for d in range(len(result.shape)) if d < added or not kept[d - added]]
-    return found + [Strategy((R,), (Shard(dim),)) for dim in grown]
+    return _moved_dims(call, [d + added if keep else None for d, keep in enumerate(kept)])
 
 
 # ---- parts ---------------------------------------------------------------------------------------
