@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 
 import pytest
@@ -105,16 +106,16 @@ def test_a_llama_trains_as_on_one_rank(n, tied, plan):
 
 
 def test_styles_bring_inputs_and_outputs_to_their_layouts():
+    layer = nn.Linear(6, 4)  # not made by the ranks: threads share a generator
+
     def body(rank):
         mesh = init_device_mesh("cpu", (2,))
         x = torch.arange(12.0).reshape(2, 6)
-        torch.manual_seed(0)
-        layer = nn.Linear(6, 4)
         expected = layer(x).detach()
-        column = parallelize_module(nn.Sequential(layer), mesh, {"0": ColwiseParallel()})
+        both = [copy.deepcopy(layer) for _ in range(2)]
+        column = parallelize_module(nn.Sequential(both[0]), mesh, {"0": ColwiseParallel()})
         assert torch.allclose(column(x), expected.chunk(2, 1)[rank])
-        torch.manual_seed(0)
-        row = parallelize_module(nn.Linear(6, 4), mesh, RowwiseParallel(use_local_output=False))
+        row = parallelize_module(both[1], mesh, RowwiseParallel(use_local_output=False))
         y = row(x.chunk(2, 1)[rank])
         assert y.placements == (Replicate(),)
         assert torch.allclose(y.to_local(), expected)

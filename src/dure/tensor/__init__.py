@@ -8,27 +8,12 @@ where it would gather.
 from __future__ import annotations
 
 from dure.mesh import DeviceMesh, init_device_mesh
-from dure.tensor import debug, experimental, random
+from dure.tensor import debug, experimental, random, rules
 from dure.tensor.clipping import clip_grad_norm_
 from dure.tensor.distribute import distribute_module, distribute_tensor
 from dure.tensor.dtensor import DTensor, safe_globals
 from dure.tensor.factories import empty, full, ones, rand, randn, zeros
 from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
-from dure.tensor.rules import (
-    along,
-    attention,
-    convolution,
-    creation,
-    embedding,
-    foreach,
-    indexing,
-    matmul,
-    normalisation,
-    pointwise,
-    reductions,
-    softmax,
-    views,
-)
 from dure.tensor.state import strictly as strict
 from dure.tensor.watching import explain
 
@@ -56,20 +41,5 @@ __all__ = [
     "zeros",
 ]
 
-_FAMILIES = (
-    along,
-    attention,
-    convolution,
-    creation,
-    embedding,
-    foreach,
-    indexing,
-    matmul,
-    normalisation,
-    pointwise,
-    random,
-    reductions,
-    softmax,
-    views,
-)
-"""Their rules are registered when they are imported."""
+_REGISTERED = rules, random
+"""Imported for what they register."""

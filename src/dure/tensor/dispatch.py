@@ -33,7 +33,7 @@ from dure.tensor.call import Op, OpCall, Place, Strategy, fill, schema_of
 from dure.tensor.expand import choose, written
 from dure.tensor.placement_types import Replicate
 from dure.tensor.redistribute import redistribute
-from dure.tensor.rules import Rule, ViewRule, by_value, rule_of
+from dure.tensor.registry import Rule, ViewRule, by_value, rule_of
 from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from dure.tensor.call import Op, OpCall, Strategy, schema_of
 from dure.tensor.context_parallel import context_parallel, context_parallel_unshard
 from dure.tensor.dtensor import DTensor
 from dure.tensor.placement_types import Placement, Replicate
-from dure.tensor.rules import rule
+from dure.tensor.registry import rule
 from dure.tensor.spec import DTensorSpec, as_placements
 from dure.tensor.state import replicating as implicit_replication
 

@@ -18,7 +18,7 @@ from dure.comm.queries import get_rank
 from dure.tensor import recording
 from dure.tensor.dtensor import DTensor
 from dure.tensor.redistribute import Step
-from dure.tensor.rules import rule_of
+from dure.tensor.registry import rule_of
 from dure.tensor.spec import DTensorSpec
 
 __all__ = ["Explanation", "Operation", "Watch", "explain"]

@@ -1,129 +1,35 @@
-"""Rules: for each operator, what is legal on one mesh axis.
-
-A rule is a function of an `OpCall` that returns a list of `Strategy`; each names a placement for
-every operand and every result, on one axis. It may only name what holds for that operator exactly,
-whatever the values: every rule is compared with the unsharded operator by brute force. That
-everything is replicated is always legal and need not be named.
-
-`expand` (expand.py) chooses for each axis. A rule may give a second function, `local`, where the
-operator on the parts is not the operator on the whole with the parts put in: other sizes, a mask,
-another operator. It is called once for each combination of specs, and returns what runs on the
-parts.
-
-A family of operators is a file of this folder.
-"""
+"""The rules of operators, a family a file; what a rule is, is told in registry.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
-
-import torch
-
-from dure.tensor.call import Op, OpCall, Strategy
-from dure.tensor.spec import DTensorSpec
+from dure.tensor.rules import (
+    along,
+    attention,
+    convolution,
+    creation,
+    embedding,
+    foreach,
+    indexing,
+    matmul,
+    normalisation,
+    pointwise,
+    reductions,
+    softmax,
+    views,
+)
 
 __all__ = [
-    "Local",
-    "MakeLocal",
-    "Rule",
-    "ViewRule",
-    "by_value",
-    "rule",
-    "rule_of",
-    "set_pointwise",
-    "view_rule",
-    "zeros_where_empty",
+    "along",
+    "attention",
+    "convolution",
+    "creation",
+    "embedding",
+    "foreach",
+    "indexing",
+    "matmul",
+    "normalisation",
+    "pointwise",
+    "reductions",
+    "softmax",
+    "views",
 ]
-
-Local = Callable[..., Any]
-"""Runs in the operator's place: takes its arguments, with this rank's parts for the operands.
-
-Floats among the arguments may differ from those of the call that it was made for: it takes them as
-they come.
-"""
-MakeLocal = Callable[[OpCall, Sequence[DTensorSpec], Sequence[DTensorSpec | None]], Local | None]
-"""Given the call and the specs of operands and results; None for the operator as it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """The rule of an operator."""
-
-    strategies: Callable[[OpCall], list[Strategy]]
-    local: MakeLocal | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ViewRule:
-    """The rule of an operator that sees all axes at once: the view family.
-
-    Attributes:
-        placements: Returns the placements that operand 0 must have, and those of the result.
-        local: As in `Rule`.
-    """
-
-    placements: Callable[[OpCall], tuple[tuple[Any, ...], tuple[Any, ...]]]
-    local: MakeLocal | None = None
-
-
-_rules: dict[Op, Rule | ViewRule] = {}
-by_value: set[Op] = set()
-"""Operators whose rule looks at the value of a float; those of others decide nothing."""
-
-
-def rule(*ops: Op, local: MakeLocal | None = None) -> Callable[..., Any]:
-    """Register the decorated function as the rule of these operators."""
-
-    def register(strategies: Callable[[OpCall], list[Strategy]]) -> Any:
-        for op in ops:
-            _rules[op] = Rule(strategies, local)
-        return strategies
-
-    return register
-
-
-def view_rule(*ops: Op, local: MakeLocal | None = None) -> Callable[..., Any]:
-    """Register the decorated function as the rule, over all axes, of these operators."""
-
-    def register(placements: Callable[[OpCall], Any]) -> Any:
-        for op in ops:
-            _rules[op] = ViewRule(placements, local)
-        return placements
-
-    return register
-
-
-def zeros_where_empty(
-    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
-) -> Local | None:
-    """Return zeros on ranks with an empty part, where kernels refuse or warn: a `MakeLocal`.
-
-    For operators whose results are then empty, or terms of a sum.
-    """
-    if all(0 in s.shape or 0 not in s.local_shape for s in operands):
-        return None
-    made = [None if r is None else (r.local_shape, r.meta.dtype) for r in results]
-
-    def zeros(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        parts = [None if m is None else first.new_zeros(m[0], dtype=m[1]) for m in made]
-        return parts[0] if len(parts) == 1 else tuple(parts)
-
-    return zeros
-
-
-_pointwise: list[Rule] = []
-
-
-def set_pointwise(strategies: Callable[[OpCall], list[Strategy]]) -> None:
-    """Set the rule of operators that torch tags as pointwise and that have no rule of their own."""
-    _pointwise[:] = [Rule(strategies)]
-
-
-def rule_of(op: Op) -> Rule | ViewRule | None:
-    """Return the rule of an operator; None if it has none."""
-    found = _rules.get(op)
-    if found is None and torch.Tag.pointwise in op.tags:
-        return _pointwise[0]
-    return found

@@ -12,7 +12,7 @@ import torch
 
 from dure.tensor.call import OpCall, Strategy
 from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
-from dure.tensor.rules import by_value, rule
+from dure.tensor.registry import by_value, rule
 from dure.tensor.spec import DTensorSpec
 
 __all__ = ["kept", "terms_of"]

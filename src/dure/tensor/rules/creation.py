@@ -13,7 +13,7 @@ import torch
 
 from dure.tensor.call import OpCall, Strategy
 from dure.tensor.placement_types import Replicate, Shard, StridedShard
-from dure.tensor.rules import rule
+from dure.tensor.registry import rule
 from dure.tensor.spec import DTensorSpec
 
 aten = torch.ops.aten

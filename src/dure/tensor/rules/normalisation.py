@@ -16,7 +16,7 @@ import torch
 
 from dure.tensor.call import OpCall, Strategy
 from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
-from dure.tensor.rules import rule, zeros_where_empty
+from dure.tensor.registry import rule, zeros_where_empty
 from dure.tensor.spec import DTensorSpec
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ import torch
 
 from dure.tensor.call import OpCall, Strategy
 from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
-from dure.tensor.rules import by_value, rule, set_pointwise
+from dure.tensor.registry import by_value, rule, set_pointwise
 from dure.tensor.spec import DTensorSpec
 
 __all__ = ["aligned", "pointwise"]

@@ -21,7 +21,7 @@ from dure.tensor.dispatch import special
 from dure.tensor.dtensor import DTensor
 from dure.tensor.placement_types import Partial, Placement, Replicate, Shard, StridedShard
 from dure.tensor.redistribute import redistribute
-from dure.tensor.rules import by_value, rule, zeros_where_empty
+from dure.tensor.registry import by_value, rule, zeros_where_empty
 from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
 
 __all__ = ["cuts_through", "reduced_dims", "reduction", "shifted"]

@@ -18,7 +18,7 @@ import torch
 from dure.tensor.call import OpCall, Strategy, schema_of
 from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
 from dure.tensor.redistribute import redistribute
-from dure.tensor.rules import rule
+from dure.tensor.registry import rule
 from dure.tensor.rules.class_sharded import (
     nll_backward_of_classes,
     nll_of_classes,

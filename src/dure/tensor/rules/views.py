@@ -18,7 +18,7 @@ import torch
 from dure.tensor.call import Op, OpCall, Strategy
 from dure.tensor.dispatch import dispatch, special
 from dure.tensor.placement_types import Partial, Placement, Replicate, Shard, StridedShard
-from dure.tensor.rules import rule, view_rule
+from dure.tensor.registry import rule, view_rule
 from dure.tensor.spec import Cut, DTensorSpec, cuts_of
 
 aten = torch.ops.aten
