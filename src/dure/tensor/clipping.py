@@ -60,5 +60,5 @@ def clip_grad_norm_(
     for grad in grads:
         by_device[grad.device].append(grad)
     for device, some in by_device.items():
-        torch._foreach_mul_(some, factor.to(device))  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_mul_(some, factor.to(device))  # pyright: ignore
     return norm
