@@ -81,7 +81,7 @@ def contestants(bytes_: int, heap: bool) -> dict[str, Callable[[int], None]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mib", type=float, default=64)
     parser.add_argument("--rounds", type=int, default=61)
     parser.add_argument("--heap", action="store_true", help="tensors of the symmetric heap")

@@ -10,6 +10,10 @@ or *wrong*. With `--torch`, `torch.distributed.tensor` runs the same calls, on t
 ranks (LocalTensorMode). Random results are compared by shape and dtype only.
 """
 
+# Torch's DTensor has no types, and its simulation no public names.
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+# pyright: reportPrivateUsage=false, reportOptionalMemberAccess=false
+
 from __future__ import annotations
 
 import argparse

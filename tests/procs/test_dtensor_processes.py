@@ -1,5 +1,7 @@
 """DTensors over processes: values of the first rank, random values, a training run."""
 
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,8 @@
 """Groups of processes: what making many at once asks of the store."""
 
+# What operators on DTensors return is a torch.Tensor to pyright.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import os

@@ -8,6 +8,9 @@ WRONG.
 Parts are cut here by torch.chunk and split into terms by arithmetic, not by the code under test.
 """
 
+# What operators on DTensors return is a torch.Tensor to pyright.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import itertools

@@ -1,5 +1,7 @@
 """Compares operators on DTensors with the same operators on whole tensors, for every placement."""
 
+# pyright: reportReturnType=false
+
 from __future__ import annotations
 
 import itertools

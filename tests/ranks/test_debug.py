@@ -1,5 +1,7 @@
 """Replicas that differ are found, on all ranks alike."""
 
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 import pytest

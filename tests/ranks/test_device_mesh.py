@@ -1,5 +1,7 @@
 """Device meshes: what their axes are, whose groups they have, and what is refused."""
 
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 import copy

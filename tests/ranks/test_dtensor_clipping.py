@@ -1,5 +1,8 @@
 """One norm over gradients of several meshes and plain ones."""
 
+# What operators on DTensors return is a torch.Tensor to pyright.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+
 from __future__ import annotations
 
 import math

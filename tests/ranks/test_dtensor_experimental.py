@@ -1,5 +1,8 @@
 """Functions on parts, rules of users' own, plain tensors beside DTensors."""
 
+# What operators on DTensors return is a torch.Tensor to pyright.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,8 @@
 """DTensors made of whole tensors, of modules, and of nothing."""
 
+# What operators on DTensors return is a torch.Tensor to pyright.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import copy

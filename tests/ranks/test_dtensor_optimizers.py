@@ -1,5 +1,8 @@
 """Optimizers over DTensors of several meshes and plain tensors, beside the same unsharded."""
 
+# What operators on DTensors return is a torch.Tensor to pyright.
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import io

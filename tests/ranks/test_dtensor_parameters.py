@@ -1,5 +1,8 @@
 """DTensors as parameters of modules: what programs do with parameters, done with these."""
 
+# What operators on DTensors return is a torch.Tensor to pyright.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import copy

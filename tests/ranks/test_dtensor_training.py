@@ -1,5 +1,8 @@
 """A transformer block on DTensors against one rank: loss and gradients, over data and model."""
 
+# What operators on DTensors return is a torch.Tensor to pyright.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+
 from __future__ import annotations
 
 import copy

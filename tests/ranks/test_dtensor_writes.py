@@ -1,5 +1,8 @@
 """What an operator writes stays where it is, unless only torch's own formulas have it."""
 
+# What operators on DTensors return is a torch.Tensor to pyright.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+
 from __future__ import annotations
 
 import pytest

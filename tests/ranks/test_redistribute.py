@@ -4,6 +4,9 @@ Which rank has what is computed here by masks over the whole tensor, cut by cut;
 computes with sizes and offsets.
 """
 
+# What operators on DTensors return is a torch.Tensor to pyright.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import itertools

@@ -4,6 +4,9 @@ Uneven and empty parts with means and ignored targets, running statistics, paddi
 keys; and which of them gather nothing.
 """
 
+# What operators on DTensors return is a torch.Tensor to pyright.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import pytest

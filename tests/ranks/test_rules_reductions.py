@@ -1,5 +1,8 @@
 """Rules of reductions against the unsharded operators."""
 
+# What operators on DTensors return is a torch.Tensor to pyright.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import math

@@ -1,5 +1,8 @@
 """Views of sharded tensors: those that share memory with their source, and those that cannot."""
 
+# What operators on DTensors return is a torch.Tensor to pyright.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import pytest
