@@ -157,8 +157,12 @@ def dispatch(
             key.append(name)
             key.append(kind if kind is float and op not in by_value else _key_of(arg, kind))
     try:
-        plan = _plans[tuple(key)]
-    except (KeyError, TypeError):
+        plan = _plans.get(tuple(key))
+    except TypeError:
+        plan = None
+    if (
+        plan is None
+    ):  # not in the handler: an error of the operator has nothing to do with the table
         arg = None  # so that _miss sees who else has it
         return _miss(op, args, kwargs or {}, key, unseen)
     if plan.output is not None:

@@ -102,19 +102,7 @@ def zeros(
 ) -> DTensor:
     """Return a DTensor of zeros.
 
-    Args:
-        size: The whole tensor's shape, as numbers or one sequence.
-        dtype: torch's default where None.
-        layout: ``torch.strided``.
-        requires_grad: Whether autograd is to follow it.
-        device_mesh: The mesh; that of ``with mesh:`` where None.
-        placements: One for each axis; replicated where None.
-
-    Raises:
-        PlacementError: `Partial`, or placements that do not fit.
-
-    Cost:
-        Memory and time of this rank's part; nothing is sent.
+    Args, Raises, Cost: as `ones`.
     """
     spec = _spec("zeros", size, dtype, layout, device_mesh, placements)
     return _made(torch.zeros, spec, requires_grad)
@@ -130,19 +118,7 @@ def empty(
 ) -> DTensor:
     """Return a DTensor without values yet.
 
-    Args:
-        size: The whole tensor's shape, as numbers or one sequence.
-        dtype: torch's default where None.
-        layout: ``torch.strided``.
-        requires_grad: Whether autograd is to follow it.
-        device_mesh: The mesh; that of ``with mesh:`` where None.
-        placements: One for each axis; replicated where None.
-
-    Raises:
-        PlacementError: `Partial`, or placements that do not fit.
-
-    Cost:
-        Memory and time of this rank's part; nothing is sent.
+    Args, Raises, Cost: as `ones`.
     """
     spec = _spec("empty", size, dtype, layout, device_mesh, placements)
     return _made(torch.empty, spec, requires_grad)
