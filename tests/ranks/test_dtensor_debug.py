@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,36 @@ def test_strict_refuses_what_would_be_gathered() -> None:
         x = distribute_tensor(torch.eye(4), mesh, [Shard(0)])
         with strict(), pytest.raises(PlacementError, match="strict"):
             torch.ops.aten._linalg_det.default(x)
+
+    run_ranks(2, body)
+
+
+def test_what_is_watched_runs_as_it_does_unwatched() -> None:
+    """Torch's own code hands in plain tensors (one_hot, gradients) and writes what it made (norms).
+
+    That is told from a program's doing by who else has the tensor, and by who calls.
+    """
+    functions: list[Callable[[Any], Any]] = [
+        lambda x: x.prod(0),
+        lambda x: x.cummax(0).values,
+        lambda x: nn.functional.rms_norm(x, (6,)),
+        lambda x: nn.functional.one_hot((x.detach() > 0.5).long(), 2) * x[..., None],
+    ]
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        whole = torch.rand(4, 6)
+
+        def step(function: Callable[[Any], Any]) -> torch.Tensor:
+            x = distribute_tensor(whole.clone(), mesh, [Shard(1)], src_data_rank=None)
+            function(x.requires_grad_()).sum().backward()
+            assert isinstance(x.grad, DTensor)
+            return x.grad.full_tensor()
+
+        for function in functions:
+            expected = step(function)
+            with CommDebugMode():
+                assert torch.equal(step(function), expected)
 
     run_ranks(2, body)
 

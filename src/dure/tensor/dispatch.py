@@ -47,6 +47,7 @@ __all__ = [
     "forget_plans",
     "list_operator",
     "special",
+    "unseen_among",
 ]
 
 _MOST_PLANS = 1 << 16
@@ -201,7 +202,7 @@ def _miss(
     unseen: frozenset[Place] | None,
 ) -> Any:
     if unseen is None:
-        unseen = _unseen(args)
+        unseen = unseen_among(args)
     operands, places = _operands(args, kwargs)
     plain = [t for t in operands if type(t) is not _DTensor]
     if plain:
@@ -237,7 +238,7 @@ def _miss(
     return _run(plan, args, kwargs)
 
 
-def _unseen(args: tuple[Any, ...]) -> frozenset[Place]:
+def unseen_among(args: tuple[Any, ...]) -> frozenset[Place]:
     """Return where tensors stand that no program has: torch's C++ code made them."""
     count, found = sys.getrefcount, list[Place]()
     for where in range(len(args)):
@@ -349,7 +350,9 @@ def _is_called_by_autograd() -> bool:
     return frame is None or frame.f_code is _ENGINE
 
 
-_OWN_FILES = {__file__, __file__.replace("dispatch.py", "dtensor.py")}
+_OWN_FILES = {
+    __file__.replace("dispatch.py", name) for name in ("dispatch.py", "dtensor.py", "watching.py")
+}
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__  # pyright: ignore
 
 

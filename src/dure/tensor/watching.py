@@ -15,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dure import trace
 from dure.comm.queries import get_rank
+from dure.comm.untraced import untraced_below
 from dure.tensor import recording
+from dure.tensor.dispatch import dispatch, unseen_among
 from dure.tensor.dtensor import DTensor
 from dure.tensor.redistribute import Step
 from dure.tensor.registry import rule_of
@@ -103,6 +105,12 @@ class Watch(TorchDispatchMode):
         if self._hook is not None:
             trace.remove_hook(self._hook)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Tell torch not to wrap the next method, for which it would load its compiler."""
+        return False
+
+    @untraced_below
     def __torch_dispatch__(
         self,
         func: Any,
@@ -110,6 +118,8 @@ class Watch(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        """Note an operator, and run it as it would be run without being watched."""
+        unseen = unseen_among(args)  # first, while this function has no tensor itself
         kwargs = kwargs or {}
         inputs = _seen((args, kwargs))
         if not any(isinstance(one, DTensorSpec) for one in inputs):
@@ -118,7 +128,7 @@ class Watch(TorchDispatchMode):
         one.inputs, one.unruled = inputs, rule_of(func) is None
         self._open = one
         try:
-            result = func(*args, **kwargs)
+            result = dispatch(func, args, kwargs, unseen)
         finally:
             self._open = None
         one.outputs = _seen(result)
