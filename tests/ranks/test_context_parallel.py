@@ -4,10 +4,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
+import dure as dist
 from dure.errors import MeshError, ShapeError, UsageError
 from dure.mesh import init_device_mesh
 from dure.tensor.context_parallel import (
@@ -33,22 +39,42 @@ def whole_qkv(heads, groups, length, dtype):
     return [torch.randn(*s, generator=generator, dtype=dtype) for s in shapes]
 
 
+def masks_of(kind, causal, length):
+    """Return the mask that a rank's part is cut from, and which query may attend to which key."""
+    every = torch.ones(2, 1, length, length, dtype=torch.bool)
+    if causal:
+        every = every.tril()
+    if kind == "none":
+        return None, every
+    if kind == "keys":
+        mask = torch.ones(2, 1, 1, length, dtype=torch.bool)
+        mask[0, ..., 9:] = False
+        mask[1, ..., :2] = False  # under a causal mask the first queries attend to nothing
+        return mask, every & mask
+    numbers = torch.zeros(2, 1, 1, length, dtype=torch.int64)
+    numbers[0, ..., 5:] = 1
+    numbers[0, ..., 17:] = 2
+    numbers[1, ..., 11:] = 7
+    numbers[1, ..., 20:] = -1
+    same = (numbers == numbers.transpose(-2, -1)) & (numbers >= 0)
+    return numbers, every & same
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-def test_attention_and_its_gradients_are_those_of_the_whole(n, causal, masked):
+@pytest.mark.parametrize("kind", ["none", "keys", "documents"])
+@pytest.mark.parametrize("kernel", [True, False])
+def test_attention_and_its_gradients_are_those_of_the_whole(n, causal, kind, kernel, monkeypatch):
+    if not kernel:  # as on another device than the CPU
+        monkeypatch.setattr("dure.tensor.context_parallel._uses_kernel", lambda q: False)
     length = 24
     whole = whole_qkv(4, 2, length, torch.float64)
-    mask = torch.ones(2, 1, 1, length, dtype=torch.bool)
-    if masked:
-        mask[0, ..., 9:] = False
-        mask[1, ..., :1] = causal  # the first position must see itself
+    mask, every = masks_of(kind, causal, length)
     wanted = [t.clone().requires_grad_() for t in whole]
     k, v = (t.repeat_interleave(2, 1) for t in wanted[1:])
-    every = mask.expand(2, 1, length, length)
-    if causal:
-        every = every & torch.ones(length, length, dtype=torch.bool).tril()
-    expected = F.scaled_dot_product_attention(wanted[0], k, v, attn_mask=every)
+    scores = (wanted[0] @ k.transpose(-2, -1) / 2).masked_fill(~every, -torch.inf)
+    weights = torch.where(every.any(-1, keepdim=True), scores, 0).softmax(-1)
+    expected = torch.where(every.any(-1, keepdim=True), weights, 0) @ v
     cotangent = torch.arange(float(expected.numel()), dtype=torch.float64).reshape(expected.shape)
     expected.backward(cotangent)
 
@@ -58,7 +84,7 @@ def test_attention_and_its_gradients_are_those_of_the_whole(n, causal, masked):
         q, k, v = (t[..., at, :].clone().requires_grad_() for t in whole)
         got = ring_attention(
             q, k, v, group=mesh.get_group(), is_causal=causal,
-            key_mask=mask[..., at] if masked else None,
+            mask=None if mask is None else mask[..., at],
         )  # fmt: skip
         got.backward(cotangent[..., at, :])
         torch.testing.assert_close(got, expected[..., at, :].detach())
@@ -110,6 +136,139 @@ def test_a_batch_is_shifted_padded_and_cut():
     assert second["labels"].tolist() == [[8, 9, 1, -100], [-100, -100, -100, -100]]
     assert second["position_ids"].tolist() == [[2, 3, 4, 5]] * 2
     assert second["attention_mask"].squeeze().tolist() == [[True] * 4, [True, False, False, False]]
+
+
+def test_documents_of_a_batch_are_kept_apart():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        batch = {
+            "input_ids": torch.tensor([[5, 6, 7, 8, 9, 1]]),
+            "document_ids": torch.tensor([[0, 0, 0, 0, 3, 3]]),
+            "kinds": torch.arange(12).reshape(1, 6, 2),
+            "name": "a",
+        }
+        return context_parallel_batch(mesh, batch, pad_token_id=2)
+
+    first, second = run_ranks(2, body)
+    assert first["input_ids"].tolist() == [[5, 6, 2, 2]]
+    assert first["position_ids"].tolist() == [[0, 1, 0, 0]]
+    assert first["labels"].tolist() == [[6, 7, -100, -100]]
+    assert first["attention_mask"].tolist() == [[[[0, 0, -1, -1]]]]
+    assert first["kinds"].tolist() == [[[0, 1], [2, 3], [0, 0], [0, 0]]]
+    assert second["position_ids"].tolist() == [[2, 3, 0, 1]]
+    assert second["labels"].tolist() == [[8, -100, 1, -100]]
+    assert second["attention_mask"].tolist() == [[[[0, 0, 3, 3]]]]
+    assert [part["tokens"].item() for part in (first, second)] == [4, 4]
+    assert [part["name"] for part in (first, second)] == ["a", "a"]
+    assert "document_ids" not in first
+
+
+def test_a_batch_without_padding_needs_no_mask():
+    def body(rank):
+        ids = torch.zeros(1, 8, dtype=torch.int64)
+        part = context_parallel_batch(init_device_mesh("cpu", (2,)), {"input_ids": ids})
+        return part["attention_mask"], part["tokens"].item()
+
+    assert run_ranks(2, body) == [(None, 7)] * 2
+
+
+class Small(nn.Module):
+    """A causal language model of two layers: learned positions, grouped queries, any mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(16, 16), nn.Embedding(32, 16)
+        self.qkv = nn.ModuleList(nn.Linear(16, 32) for _ in range(2))
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, input_ids, position_ids, attention_mask):
+        x = self.tokens(input_ids) + self.places(position_ids)
+        for layer in self.qkv:
+            q, k, v = layer(x).unflatten(-1, (8, 4)).transpose(1, 2).split((4, 2, 2), 1)
+            y = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=attention_mask, is_causal=True, enable_gqa=True
+            )
+            x = x + y.transpose(1, 2).flatten(2)
+        return self.head(x)
+
+
+def whole_loss(model, ids, mask, documents):
+    """The loss by plain operators: row by row, document by document, without any padding."""
+    total, count = 0.0, 0
+    for row, counts, numbers in zip(ids, mask, documents, strict=True):
+        for number in numbers.unique():
+            own = row[counts & (numbers == number)][None]
+            if own.shape[1] < 2:
+                continue
+            scores = model(own, torch.arange(own.shape[1])[None], None)
+            total = total + F.cross_entropy(scores[0, :-1], own[0, 1:], reduction="sum")
+            count += own.shape[1] - 1
+    return total / count
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("length", [11, 24])
+def test_a_model_on_a_batch_of_any_length_learns_as_on_one_rank(n, packed, length):
+    torch.manual_seed(2)
+    made = Small().double()
+    ids = torch.randint(16, (3, length))
+    mask = torch.ones(3, length, dtype=torch.bool)
+    mask[1, 7:] = False
+    numbers = torch.zeros_like(ids)
+    if packed:
+        numbers[0, 4:] = 1
+        numbers[0, 9:] = 2
+        numbers[2, 6:] = 1
+    expected = whole_loss(made, ids, mask, numbers)
+    expected.backward()
+    wanted = {name: p.grad.clone() for name, p in made.named_parameters()}
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (n,))
+        model = copy.deepcopy(made)
+        model.zero_grad()
+        batch = {"input_ids": ids, "attention_mask": mask}
+        if packed:
+            batch["document_ids"] = numbers
+        part = context_parallel_batch(mesh, batch)
+        with context_parallel(mesh):
+            scores = model(part["input_ids"], part["position_ids"], part["attention_mask"])
+        labels = part["labels"].flatten()
+        loss = F.cross_entropy(scores.flatten(0, 1), labels, reduction="sum") / part["tokens"]
+        loss.backward()
+        total = loss.detach()
+        dist.all_reduce(total)
+        torch.testing.assert_close(total, expected.detach())
+        for name, p in model.named_parameters():
+            dist.all_reduce(p.grad)
+            torch.testing.assert_close(p.grad, wanted[name], msg=name)
+
+    run_ranks(n, body)
+
+
+def test_attention_that_is_computed_again_needs_the_block_there_too():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        q, k, v = (t.requires_grad_() for t in whole_qkv(2, 2, 8, torch.float32))
+
+        def attend():
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        def contexts():
+            return contextlib.nullcontext(), context_parallel(mesh)
+
+        with context_parallel(mesh):
+            attend().sum().backward()
+            right = checkpoint(attend, use_reentrant=False, context_fn=contexts)
+            wrong = checkpoint(attend, use_reentrant=False)
+        expected, q.grad = q.grad, None
+        right.sum().backward()
+        torch.testing.assert_close(q.grad, expected)
+        with pytest.raises(CheckpointError):
+            wrong.sum().backward()
+
+    run_ranks(2, body)
 
 
 def test_what_a_ring_cannot_do_is_refused():

@@ -109,54 +109,76 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+Numbers = tuple[torch.Tensor, torch.Tensor] | None
+"""Numbers of the queries' and of the keys' documents, [B, S] each; a key below 0 is padding."""
+
+
+def _uses_kernel(q: torch.Tensor) -> bool:
+    """Tell whether torch's kernel, which tells the lse, can be used."""
+    return q.device.type == "cpu"
+
+
+def _bias(q: torch.Tensor, k: torch.Tensor, causal: bool, numbers: Numbers) -> torch.Tensor | None:
+    """Return 0 where a query may attend to a key, else -inf; None where the kernel needs none."""
+    if numbers is None and (not causal or _uses_kernel(q)):
+        return None
+    allowed = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
+    allowed = allowed.tril() if causal else allowed
+    if numbers is not None:
+        queries, keys = numbers[0].unsqueeze(-1), numbers[1].unsqueeze(-2)
+        allowed = (allowed & (queries == keys) & (keys >= 0)).unsqueeze(1)
+    return torch.zeros_like(allowed, dtype=q.dtype).masked_fill_(~allowed, -math.inf)
+
+
 def _scores(
-    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+    q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
     scores = (q @ k.transpose(-2, -1)).to(_wide(q.dtype)) * scale
-    if causal:
-        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(ahead, -math.inf)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf)
-    return scores
-
-
-def _uses_kernel(q: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Tell whether torch's kernel, which tells the lse, can be used."""
-    return q.device.type == "cpu" and mask is None and q.is_floating_point()
+    return scores if bias is None else scores + bias
 
 
 def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, numbers: Numbers, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return output [.., S, D] and lse [.., S] of attention within a block."""
-    if _uses_kernel(q, mask):
+    bias = _bias(q, k, causal, numbers)
+    if _uses_kernel(q):
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        output, lse = kernel(q, k, v, 0.0, causal, scale=scale)
-        return output, lse
-    scores = _scores(q, k, mask, causal, scale)
-    lse = scores.logsumexp(-1)
-    weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1))
-    return weights.to(v.dtype) @ v, lse
+        output, lse = kernel(
+            q, k, v, 0.0, causal and bias is None, attn_mask=bias, scale=scale
+        )  # fmt: skip
+    else:
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        weights = _scores(q, k, bias, scale)
+        lse = weights.logsumexp(-1)
+        weights = torch.exp(weights - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1))
+        output = weights.to(v.dtype) @ v
+    if bias is not None:  # a query without keys; the kernel tells 0
+        lse = lse.masked_fill(bias.amax(-1) == -math.inf, -math.inf)
+    return output, lse
 
 
 def _backward(
-    grad: torch.Tensor, saved: Tensors, mask: torch.Tensor | None, causal: bool, scale: float
+    grad: torch.Tensor, saved: Tensors, causal: bool, numbers: Numbers, scale: float
 ) -> Tensors:
     """Return the gradients of q, k and v of a block, given output and lse of all blocks."""
     q, k, v, output, lse = saved
-    if _uses_kernel(q, mask):
+    bias = _bias(q, k, causal, numbers)
+    if _uses_kernel(q):
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return kernel(grad, q, k, v, output, lse, 0.0, causal, scale=scale)
-    scores = _scores(q, k, mask, causal, scale)
-    weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1))
+        triangle = causal and bias is None
+        return kernel(grad, *saved, 0.0, triangle, attn_mask=bias, scale=scale)
+    groups, each = k.shape[1], q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(each, 1) for t in (k, v))
+    weights = torch.exp(_scores(q, k, bias, scale) - lse.unsqueeze(-1))
     grad_v = weights.to(grad.dtype).transpose(-2, -1) @ grad
     wide = _wide(q.dtype)
     inner = (grad.to(wide) * output.to(wide)).sum(-1, keepdim=True)
     grad_scores = weights * ((grad @ v.transpose(-2, -1)).to(wide) - inner) * scale
     grad_scores = grad_scores.to(q.dtype)
-    return grad_scores @ k, grad_scores.transpose(-2, -1) @ q, grad_v
+    grad_k = grad_scores.transpose(-2, -1) @ q
+    of_keys = (t.unflatten(1, (groups, each)).sum(2) for t in (grad_k, grad_v))
+    return grad_scores @ k, *of_keys
 
 
 # ---- the ring ------------------------------------------------------------------------------------
@@ -192,7 +214,7 @@ class _Ring(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        mask: torch.Tensor | None,
+        numbers: Numbers,
         group: ProcessGroup,
         causal: bool,
         scale: float,
@@ -201,22 +223,24 @@ class _Ring(torch.autograd.Function):
         wide = _wide(q.dtype)
         output = torch.zeros_like(q, dtype=wide)
         lse = torch.full(q.shape[:-1], -math.inf, dtype=wide, device=q.device)
-        block: list[torch.Tensor | None] = [k, v, mask]
+        own, theirs = (None, None) if numbers is None else numbers
+        block: list[torch.Tensor | None] = [k, v, theirs]
         for step in range(n):
             turn = _Turn(group, block) if step < n - 1 else None
             part = _block_of(rank, (rank - step) % n, length, causal)
-            keys, values, seen = _cut(block, part)
-            new, new_lse = _forward(q[..., part.queries, :], keys, values, seen, part.causal, scale)
-            _join(output[..., part.queries, :], lse[..., part.queries], new, new_lse)
+            keys, values, found = _cut(block, own, part)
+            new = _forward(q[..., part.queries, :], keys, values, part.causal, found, scale)
+            _join(output[..., part.queries, :], lse[..., part.queries], *new)
             block = turn.wait() if turn is not None else block
         result = output.to(q.dtype)
-        ctx.save_for_backward(q, k, v, mask, result, lse)
+        lse = lse.masked_fill(lse == -math.inf, 0.0)
+        ctx.save_for_backward(q, k, v, result, lse, own, theirs)
         ctx.group, ctx.causal, ctx.scale = group, causal, scale
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        q, k, v, mask, output, lse = ctx.saved_tensors
+        q, k, v, output, lse, own, theirs = ctx.saved_tensors
         (grad,), group, causal = grads, ctx.group, ctx.causal
         n, rank, length = group.size(), group.rank(), q.shape[-2]
         wide = _wide(q.dtype)
@@ -225,14 +249,14 @@ class _Ring(torch.autograd.Function):
             torch.zeros_like(k, dtype=wide),
             torch.zeros_like(v, dtype=wide),
         ]
-        block: list[torch.Tensor | None] = [k, v, mask]
+        block: list[torch.Tensor | None] = [k, v, theirs]
         for step in range(n):
             turn = _Turn(group, block) if step < n - 1 else None
             part = _block_of(rank, (rank - step) % n, length, causal)
-            keys, values, seen = _cut(block, part)
+            keys, values, numbers = _cut(block, own, part)
             rows = part.queries
-            own = (q[..., rows, :], keys, values, output[..., rows, :], lse[..., rows])
-            found = _backward(grad[..., rows, :], own, seen, part.causal, ctx.scale)
+            saved = (q[..., rows, :], keys, values, output[..., rows, :], lse[..., rows])
+            found = _backward(grad[..., rows, :], saved, part.causal, numbers, ctx.scale)
             grad_q[..., rows, :] += found[0]
             for total, one in zip(travelling, found[1:], strict=True):
                 assert total is not None
@@ -244,13 +268,16 @@ class _Ring(torch.autograd.Function):
 
 
 def _cut(
-    block: Sequence[torch.Tensor | None], part: _Block
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    k, v, mask = block
+    block: Sequence[torch.Tensor | None], own: torch.Tensor | None, part: _Block
+) -> tuple[torch.Tensor, torch.Tensor, Numbers]:
+    """Return keys, values and numbers of a part of a block; `own`: numbers of all own queries."""
+    k, v, theirs = block
     assert k is not None
     assert v is not None
-    cut = None if mask is None else mask[..., part.keys]
-    return k[..., part.keys, :], v[..., part.keys, :], cut
+    numbers = None
+    if own is not None and theirs is not None:
+        numbers = own[..., part.queries], theirs[..., part.keys]
+    return k[..., part.keys, :], v[..., part.keys, :], numbers
 
 
 def _join(
@@ -270,7 +297,7 @@ def ring_attention(
     v: torch.Tensor,
     *,
     group: ProcessGroup,
-    key_mask: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
 ) -> torch.Tensor:
@@ -280,29 +307,33 @@ def ring_attention(
         q: Queries [B, H, S, D] of this rank's positions (`positions_of`).
         k, v: Keys and values [B, G, S, D], G dividing H.
         group: The ranks.
-        key_mask: Bool, broadcasting to [B, 1, 1, S]: which of this rank's keys may be attended to.
+        mask: Of this rank's positions, broadcasting to [B, 1, 1, S]. Of bool: which keys may be
+            attended to. Of integers: which document a position belongs to; a query attends to the
+            keys of its own. What is below 0 is padding, which attends to nothing, and is not
+            attended to.
         is_causal: Whether a position attends to no later one.
         scale: Of the scores; 1 / sqrt(D) where None.
 
     Shapes:
-        The result is [B, H, S, D].
+        The result is [B, H, S, D]; 0 for a query that attends to nothing.
 
     Collective:
-        All ranks of the group, with parts of one shape.
+        All ranks of the group, with parts of one shape, and a mask on all or none.
     """
-    if q.shape[1] != k.shape[1]:
-        if q.shape[1] % k.shape[1]:
-            raise ShapeError(
-                "the heads of the keys must divide those of the queries",
-                op="ring_attention",
-                seen=f"{q.shape[1]} and {k.shape[1]}",
-            )
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    if q.shape[1] % k.shape[1]:
+        raise ShapeError(
+            "the heads of the keys must divide those of the queries",
+            op="ring_attention",
+            seen=f"{q.shape[1]} and {k.shape[1]}",
+        )
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    mask = None
-    if key_mask is not None:
-        mask = key_mask.expand(*[max(n, 1) for n in key_mask.shape[:-1]], k.shape[-2])
-    return _Ring.apply(q, k, v, mask, group, is_causal, scale)  # pyright: ignore
+    numbers = None
+    if mask is not None:
+        own = mask.expand(q.shape[0], 1, 1, q.shape[-2])[:, 0, 0]
+        numbers = (own, own)
+        if own.dtype == torch.bool:  # one document, of which all queries are
+            numbers = torch.zeros_like(own, dtype=torch.int32), own.int() - 1
+    return _Ring.apply(q, k, v, numbers, group, is_causal, scale)  # pyright: ignore
 
 
 # ---- what a program sees -------------------------------------------------------------------------
@@ -339,13 +370,14 @@ class _RingMode(TorchFunctionMode):
                 "attention around a ring drops nothing out", op=op, seen=f"dropout_p={dropout_p}"
             )
         if attn_mask is not None and (
-            attn_mask.dtype != torch.bool or attn_mask.shape[-2:-1] not in ((), (1,))
+            attn_mask.is_floating_point() or attn_mask.shape[-3:-1].numel() != 1
         ):
             raise UsageError(
-                "attention around a ring takes masks of keys alone",
+                "attention around a ring takes masks of positions, not of pairs",
                 op=op,
                 seen=f"{attn_mask.dtype} {list(attn_mask.shape)}",
-                fix="Pass a bool mask [B, 1, 1, S] of this rank's keys, and is_causal.",
+                fix="Pass a mask [B, 1, 1, S] of this rank's positions, bool for keys that count "
+                "or the numbers of documents, and is_causal.",
             )
         if key.shape[1] != query.shape[1] and not enable_gqa:
             raise ShapeError(
@@ -356,7 +388,7 @@ class _RingMode(TorchFunctionMode):
             )
         return ring_attention(
             query, key, value,
-            group=self._group, key_mask=attn_mask, is_causal=is_causal, scale=scale,
+            group=self._group, mask=attn_mask, is_causal=is_causal, scale=scale,
         )  # fmt: skip
 
 
@@ -372,7 +404,9 @@ def context_parallel(
 
     Within the block the buffers hold this rank's positions (`positions_of`), and
     `torch.nn.functional.scaled_dot_product_attention` attends to all ranks' keys. Backward may run
-    after it.
+    after it. It does not see attention that backward computes again; that needs
+    ``torch.utils.checkpoint(..., use_reentrant=False, context_fn=lambda: (nullcontext(),
+    context_parallel(mesh)))``, and raises `CheckpointError` without.
 
     Args:
         mesh: Of one axis.
@@ -382,8 +416,7 @@ def context_parallel(
 
     Raises:
         ShapeError: A length is no multiple of two chunks a rank.
-        UsageError: Buffers and dimensions differ in number; within: dropout, or a mask that is not
-            of keys alone.
+        UsageError: Buffers and dimensions differ in number; within: dropout, or a mask of pairs.
 
     Collective:
         All ranks of the mesh.
@@ -445,45 +478,63 @@ def context_parallel_unshard(
 
 def context_parallel_batch(
     mesh: DeviceMesh,
-    batch: Mapping[str, torch.Tensor],
+    batch: Mapping[str, Any],
     *,
     pad_token_id: int = 0,
     ignore_index: int = -100,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Any]:
     """Return this rank's part of a batch for a causal language model, ready for the model.
 
     Labels are shifted *before* the sequence is cut, so that a loss of the parts, without any shift,
     is the loss of the whole; positions are those of the whole sequence; what does not divide is
-    padded, masked for attention, and ignored by the loss.
+    padded, masked for attention, and ignored by the loss. Tokens of several documents that are
+    packed into a row attend to their own alone, count positions from its beginning, and predict
+    nothing of the next.
 
     Args:
         mesh: Of one axis.
         batch: ``input_ids`` [B, S]; optionally ``labels`` [B, S], not shifted (input_ids where
-            they are not given), ``attention_mask`` [B, S], True or 1 where a token counts, and
-            ``position_ids`` [B, S].
+            they are not given), ``attention_mask`` [B, S], True or 1 where a token counts,
+            ``document_ids`` [B, S], integers from 0, equal in a document, and ``position_ids``
+            [B, S]. Other tensors [B, S, ...] are padded with 0 and cut; all else stays as it is.
         pad_token_id: What inputs are padded with.
         ignore_index: What labels are where there is no next token.
 
     Returns:
-        ``input_ids``, ``labels`` (of the next token), ``position_ids``, all [B, S / n], and
-        ``attention_mask`` bool [B, 1, 1, S / n], to be given to attention as it is.
+        ``input_ids``, ``labels`` (of the next token), ``position_ids``, all [B, S / n];
+        ``attention_mask`` [B, 1, 1, S / n], to be given to attention as it is (see `mask` of
+        `ring_attention`), None where every token counts; ``tokens``, how many labels count on all
+        ranks together: the sum of the parts' losses is divided by it.
 
     Cost:
         No communication: each rank cuts from the batch that all have.
     """
     group = _group_of(mesh)
     ids = batch["input_ids"]
-    size, length = ids.shape
-    labels = batch.get("labels", ids)
-    mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
-    positions = batch.get("position_ids", torch.arange(length, device=ids.device).expand_as(ids))
-    shifted = torch.full_like(labels, ignore_index)
-    shifted[:, :-1] = labels[:, 1:].masked_fill(~mask[:, 1:], ignore_index)
+    length = ids.shape[1]
     missing = -length % (2 * group.size())
-    padded = {
-        "input_ids": F.pad(ids, (0, missing), value=pad_token_id),
-        "labels": F.pad(shifted, (0, missing), value=ignore_index),
-        "position_ids": F.pad(positions, (0, missing)),
-        "attention_mask": F.pad(mask, (0, missing)).view(size, 1, 1, length + missing),
+    counts = batch.get("attention_mask", torch.ones_like(ids)).bool()
+    documents = batch.get("document_ids")
+    numbers = torch.zeros_like(ids) if documents is None else documents
+    begins = F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0))
+    labels = torch.full_like(batch.get("labels", ids), ignore_index)
+    known = counts[:, :-1] & counts[:, 1:] & ~begins[:, 1:]
+    labels[:, :-1] = batch.get("labels", ids)[:, 1:].masked_fill(~known, ignore_index)
+    places = torch.arange(length, device=ids.device).expand_as(ids)
+    mask = None
+    if documents is not None:
+        mask = F.pad(documents.masked_fill(~counts, -1), (0, missing), value=-1)
+    elif missing or not bool(counts.all()):
+        mask = F.pad(counts, (0, missing))
+    made: dict[str, Any] = {
+        "position_ids": places - places.masked_fill(~begins, 0).cummax(1).values,
+        **{name: value for name, value in batch.items() if name != "document_ids"},
+        "labels": labels,
     }
-    return {name: _part(tensor, tensor.ndim - 1, group) for name, tensor in padded.items()}
+    fill = {"input_ids": pad_token_id, "labels": ignore_index}
+    for name, value in made.items():
+        if isinstance(value, torch.Tensor) and value.shape[:2] == ids.shape:
+            ends = (*(0, 0) * (value.ndim - 2), 0, missing)
+            made[name] = _part(F.pad(value, ends, value=fill.get(name, 0)), 1, group)
+    made["attention_mask"] = None if mask is None else _part(mask[:, None, None], 3, group)
+    return made | {"tokens": (labels != ignore_index).sum()}

@@ -14,7 +14,11 @@ from dure.errors import MeshError, PlacementError, UsageError
 from dure.mesh import DeviceMesh
 from dure.tensor import dispatch
 from dure.tensor.call import Op, OpCall, Strategy, schema_of
-from dure.tensor.context_parallel import context_parallel, context_parallel_unshard
+from dure.tensor.context_parallel import (
+    context_parallel,
+    context_parallel_batch,
+    context_parallel_unshard,
+)
 from dure.tensor.dtensor import DTensor
 from dure.tensor.placement_types import Placement, Replicate
 from dure.tensor.registry import rule
@@ -23,6 +27,7 @@ from dure.tensor.state import replicating as implicit_replication
 
 __all__ = [
     "context_parallel",
+    "context_parallel_batch",
     "context_parallel_unshard",
     "implicit_replication",
     "local_map",
