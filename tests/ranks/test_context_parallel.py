@@ -142,23 +142,25 @@ def test_documents_of_a_batch_are_kept_apart():
     def body(rank):
         mesh = init_device_mesh("cpu", (2,))
         batch = {
-            "input_ids": torch.tensor([[5, 6, 7, 8, 9, 1]]),
-            "document_ids": torch.tensor([[0, 0, 0, 0, 3, 3]]),
-            "kinds": torch.arange(12).reshape(1, 6, 2),
+            "input_ids": torch.tensor([[5, 6, 7, 8, 9, 1], [2, 3, 4, 5, 6, 7]]),
+            "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 0]]),
+            "document_ids": torch.tensor([[0, 0, 0, 0, 3, 3], [0] * 6]),
+            "kinds": torch.arange(24).reshape(2, 6, 2),
             "name": "a",
         }
         return context_parallel_batch(mesh, batch, pad_token_id=2)
 
     first, second = run_ranks(2, body)
-    assert first["input_ids"].tolist() == [[5, 6, 2, 2]]
-    assert first["position_ids"].tolist() == [[0, 1, 0, 0]]
-    assert first["labels"].tolist() == [[6, 7, -100, -100]]
-    assert first["attention_mask"].tolist() == [[[[0, 0, -1, -1]]]]
-    assert first["kinds"].tolist() == [[[0, 1], [2, 3], [0, 0], [0, 0]]]
-    assert second["position_ids"].tolist() == [[2, 3, 0, 1]]
-    assert second["labels"].tolist() == [[8, -100, 1, -100]]
-    assert second["attention_mask"].tolist() == [[[[0, 0, 3, 3]]]]
-    assert [part["tokens"].item() for part in (first, second)] == [4, 4]
+    # Positions 0, 1, 6, 7 and 2, 3, 4, 5 of 8; the last two are padding.
+    assert first["input_ids"].tolist() == [[5, 6, 2, 2], [2, 3, 2, 2]]
+    assert first["position_ids"].tolist() == [[0, 1, 0, 0]] * 2
+    assert first["labels"].tolist() == [[6, 7, -100, -100], [-100, 4, -100, -100]]
+    assert first["attention_mask"].squeeze().tolist() == [[0, 0, -1, -1], [-1, 0, -1, -1]]
+    assert first["kinds"][0].tolist() == [[0, 1], [2, 3], [0, 0], [0, 0]]
+    assert second["position_ids"].tolist() == [[2, 3, 0, 1], [2, 3, 4, 5]]
+    assert second["labels"].tolist() == [[8, -100, 1, -100], [5, 6, -100, -100]]
+    assert second["attention_mask"].squeeze().tolist() == [[0, 0, 3, 3], [0, 0, 0, -1]]
+    assert [part["tokens"].item() for part in (first, second)] == [7, 7]
     assert [part["name"] for part in (first, second)] == ["a", "a"]
     assert "document_ids" not in first
 
