@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -560,26 +560,32 @@ def _wrapped(plan: Plan, result: Any, sources: tuple[Any, Any], values: Sequence
     """Return the results as DTensors; what the operator wrote, as the arguments that they are."""
     if len(plan.returns) == 1 and plan.returns[0] is not None:
         return _at(sources, plan.returns[0])
-    specs = iter(plan.outputs)
-    returns = iter(plan.returns)
     version = None
     if plan.copied_view:
         where, inside = plan.places[0]
         version = _at(sources, (where, inside))._version
+    return _wrap_each(result, iter(plan.outputs), iter(plan.returns), sources, version)
 
-    def wrap(one: Any) -> Any:
-        if isinstance(one, (list, tuple)):
-            return type(one)(map(wrap, one)) if type(one) in (list, tuple) else [*map(wrap, one)]
-        spec, place = next(specs), next(returns, None)
-        if spec is None or not isinstance(one, torch.Tensor):
-            return one
-        if place is not None:
-            return _at(sources, place)
-        made = _wrap(one, spec)
-        made.copied_at = version
-        return made
 
-    return wrap(result)
+def _wrap_each(
+    one: Any,
+    specs: Iterator[DTensorSpec | None],
+    returns: Iterator[Place | None],
+    sources: tuple[Any, Any],
+    version: int | None,
+) -> Any:
+    """Return a result, or each in a list; not a closure, whose cycle would keep all tensors."""
+    if isinstance(one, (list, tuple)):
+        made = [_wrap_each(inner, specs, returns, sources, version) for inner in one]
+        return tuple(made) if type(one) is tuple else made
+    spec, place = next(specs), next(returns, None)
+    if spec is None or not isinstance(one, torch.Tensor):
+        return one
+    if place is not None:
+        return _at(sources, place)
+    made = _wrap(one, spec)
+    made.copied_at = version
+    return made
 
 
 def _at(sources: tuple[Any, Any], place: Place) -> Any:
