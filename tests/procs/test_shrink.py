@@ -7,12 +7,16 @@ import signal
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 
 import dure
+from dure.comm import shrinking
+from dure.comm.world import resolve
 from dure.errors import CommError, PeerLost, RendezvousTimeout, UsageError
 from dure.native import available
 from dure.trace import dump, recorded
@@ -48,15 +52,21 @@ def _sum_of_ranks(group=None) -> float:
     return x[0].item()
 
 
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _reduce_until_loss(seat: Seat, victims: tuple[int, ...]) -> PeerLost:
-    """All reduce, and the victims are killed in the midst of it."""
+    """All reduce, and the victims are killed in the midst of it; no victim goes on after that."""
     if seat.rank in victims:
-        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        threading.Timer(0.05, _die).start()
     x = torch.ones(300_000)
     try:
         while True:
             dure.all_reduce(x)
     except PeerLost as error:
+        if seat.rank in victims:
+            _die()
         return error
 
 
@@ -174,6 +184,85 @@ def test_death_during_shrink_is_seen_of_4_ranks(tmp_path):
     with Ranks(4, tmp_path, _loses_another) as ranks:
         for rank in (2, 3):
             assert ranks.result(rank) == (2, 1.0)
+
+
+def _until(what: Callable[[], object]) -> None:
+    """Wait for something that another process does."""
+    deadline = time.monotonic() + 30
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+class _DiesWhenRank2IsHere(shrinking._Shrinking):
+    """Rank 1, which holds the store after rank 0, ends in the midst of the first attempt."""
+
+    def _who_is_left(self, keys, deadline):
+        _until(lambda: keys.check(["here/2"]))
+        _die()
+        return super()._who_is_left(keys, deadline)
+
+
+def _loses_the_next_store(seat: Seat, run: str):
+    _join(seat, run)
+    _reduce_until_loss(seat, (0,))
+    if seat.rank == 1:
+        shrinking._Shrinking = _DiesWhenRank2IsHere
+    if seat.rank == 3:  # comes when the store of rank 1 has gone already
+        _until(lambda: resolve(None, "test").gone(1))
+    dure.shrink()
+    return dure.get_rank(), dure.get_world_size(), _sum_of_ranks()
+
+
+def test_new_store_that_only_some_have_reached_is_lost_too_of_4_ranks(tmp_path):
+    with Ranks(4, tmp_path, _loses_the_next_store, f"run {uuid.uuid4()}") as ranks:
+        assert ranks.result(2) == (0, 2, 1.0)
+        assert ranks.result(3) == (1, 2, 1.0)
+
+
+class _DiesWhenRankHasShrunk(shrinking._Shrinking):
+    """Rank 1, which holds the store after rank 0, ends when one knows that the attempt stands."""
+
+    mark = ""
+
+    def _replace_parent(self, left, built):
+        _until(Path(self.mark).exists)
+        _die()
+        return super()._replace_parent(left, built)
+
+
+class _LearnsLate(shrinking._Shrinking):
+    """A rank that comes to ask whether the attempt stands when the store is lost."""
+
+    def _stands(self, keys, left, built, deadline):
+        keys.set(f"built/{self.parent.rank()}", b"1")
+        _until(lambda: keys.check(["stands"]))
+        _until(lambda: self.parent.gone(1))
+        return super()._stands(keys, left, built, deadline)
+
+
+def _loses_the_decision(seat: Seat, run: str, late: int):
+    _join(seat, run)
+    _reduce_until_loss(seat, (0,))
+    if seat.rank == 1:
+        shrinking._Shrinking = _DiesWhenRankHasShrunk
+        _DiesWhenRankHasShrunk.mark = f"{seat.path}-shrunk"
+    usual = shrinking._Shrinking
+    if seat.rank == late:
+        shrinking._Shrinking = _LearnsLate
+    sizes = [dure.shrink().size()]
+    shrinking._Shrinking = usual
+    Path(f"{seat.path}-shrunk").touch()
+    lost = _reduce_until_loss(seat, ())
+    sizes.append(dure.shrink().size())
+    return lost.peer, sizes, _sum_of_ranks()
+
+
+@pytest.mark.parametrize("late", [2, 3])
+def test_store_is_lost_with_a_decision_that_one_has_read_of_4_ranks(tmp_path, late):
+    with Ranks(4, tmp_path, _loses_the_decision, f"run {uuid.uuid4()}", late) as ranks:
+        for rank in (2, 3):
+            assert ranks.result(rank) == (0, [3, 2], 1.0)  # rank 1 is the first of the 3
 
 
 def _misuses(seat: Seat):

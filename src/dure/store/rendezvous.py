@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -39,7 +40,7 @@ from dure.store.places import Place, Spot
 from dure.store.prefix import PrefixStore
 from dure.store.succession import succeed
 
-__all__ = ["Member", "Rendezvous", "rendezvous", "rendezvous_at"]
+__all__ = ["Member", "Rendezvous", "StoreInUse", "rendezvous", "rendezvous_at"]
 
 _GOODBYE = timedelta(seconds=1)
 _CONTEST_S = 0.3
@@ -50,6 +51,15 @@ _GUEST_S = 1.0
 
 _COMEBACK_S = 30.0
 """How long a server that was lost during a meeting is waited for."""
+
+
+class StoreInUse(NamedTuple):
+    """A store of a meeting, and the rank that holds it, if one does."""
+
+    store: Store
+    base: Store
+    keys: Store
+    holder: Member | None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -102,6 +112,11 @@ class Rendezvous:
         return self._holder is not None and self.same_host
 
     @property
+    def held_by(self) -> int:
+        """The rank whose process holds the store; -1 if that is none of the ranks."""
+        return -1 if self._holder is None else self._holder.rank
+
+    @property
     def reachable(self) -> bool:
         """Whether the store may still answer: the rank that holds it is not known to have ended."""
         return self._holder is None or alive(self._holder.process) is not False
@@ -134,6 +149,16 @@ class Rendezvous:
         self._base, self._keys = base, PrefixStore("dure", base)
         self.store = PrefixStore("keys", self._keys)
         _give_up(old)
+
+    def in_use(self) -> StoreInUse:
+        """Return the store that this rank uses now, for `use_again`."""
+        return StoreInUse(self.store, self._base, self._keys, self._holder)
+
+    def use_again(self, before: StoreInUse) -> None:
+        """Take back what `secure` did since `in_use`; a store that was lost is lost still."""
+        if before.base is not self._base:
+            _give_up(self._base)
+            self.store, self._base, self._keys, self._holder = before
 
     def go_on_with(self, ranks: Sequence[int], name: str) -> None:
         """Go on with `ranks` alone, numbered from 0 in this order, on keys of their own.
