@@ -1,11 +1,21 @@
-"""From the user's all_reduce to the C++ loop it is four hops (docs/walkthrough_all_reduce.md)."""
+"""Hops from a user's call to what moves data.
+
+From an all_reduce to the C++ loop it is four (docs/walkthrough_all_reduce.md). From a linear layer
+with a sharded weight to the collective it is five: files that the call goes through
+(ARCHITECTURE.md).
+"""
 
 import sys
+from itertools import groupby
 
 import torch
 
 import dure
+from arch.sources import PACKAGE, ROOT
+from dure import trace
 from dure.comm.world import current_world
+from dure.tensor import Shard, distribute_tensor, init_device_mesh
+from dure.testing import run_ranks
 
 HOPS_IN_PYTHON = ["all_reduce", "ProcessGroup.all_reduce"]
 HOPS_IN_CPP = ["Engine::plain_all_reduce", "Channel::run"]
@@ -45,3 +55,51 @@ def test_all_reduce_reaches_the_engine_in_four_hops(tmp_path):
         dure.all_reduce(tensor)
     assert watched.hops == HOPS_IN_PYTHON
     assert len(HOPS_IN_PYTHON) + len(HOPS_IN_CPP) == 4
+
+
+# ---- a linear layer on a sharded weight ----------------------------------------------------------
+
+HOPS_OF_LINEAR = [
+    "tensor/dtensor.py",
+    "tensor/dispatch.py",
+    "tensor/redistribute.py",
+    "comm/differentiable.py",
+    "comm/group/operations.py",
+]
+
+
+def _files_on_the_way() -> list[str]:
+    """Return the files of Dure that the call has come through since it left this one."""
+    files: list[str] = []
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename != __file__:
+        files.insert(0, frame.f_code.co_filename)
+        frame = frame.f_back
+    ours = (name.removeprefix(f"{PACKAGE}/") for name in files if name.startswith(str(PACKAGE)))
+    return [name for name, _ in groupby(ours)]
+
+
+def test_linear_on_a_sharded_weight_reaches_the_collective_in_five_hops():
+    def body(rank: int) -> list[str]:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.rand(4, 6), mesh, [Shard(0)])
+        weight = distribute_tensor(torch.rand(8, 6), mesh, [Shard(0)])
+        torch.nn.functional.linear(x, weight)  # the first call also asks the rule, and plans
+        seen: list[list[str]] = []
+
+        def look(event: trace.Event) -> None:
+            if event.global_rank == rank:
+                seen.append(_files_on_the_way())
+
+        hook = trace.add_hook(before=look)
+        torch.nn.functional.linear(x, weight)
+        trace.remove_hook(hook)
+        (hops,) = seen  # one collective: the rows of x, or of the weight, are gathered
+        return hops[: len(HOPS_OF_LINEAR)]
+
+    assert run_ranks(2, body) == [HOPS_OF_LINEAR] * 2
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    told = page.partition("## One linear")[2].partition("\n## ")[0]
+    places = [told.find(f"`{name}`") for name in HOPS_OF_LINEAR]
+    assert -1 not in places
+    assert places == sorted(places)
