@@ -30,6 +30,7 @@ from dure.errors import PlacementError, UsageError
 from dure.mesh import DeviceMesh
 from dure.tensor.distribute import distribute_tensor
 from dure.tensor.dtensor import DTensor
+from dure.tensor.parallel.adapters import Around, layer_within, placement_like
 from dure.tensor.placement_types import Placement, Replicate, Shard
 
 __all__ = [
@@ -150,30 +151,39 @@ class _LayerParallel(ParallelStyle):
         raise NotImplementedError
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        kind = next((kind for kind in self._cuts if isinstance(module, kind)), None)
-        if kind is None:
+        found = layer_within(module, tuple(self._cuts))
+        if found is None:
             raise UsageError(
                 f"{type(self).__name__} does not fit this module",
                 seen=f"{type(module).__name__}",
-                fix="It cuts nn.Linear and nn.Embedding. SequenceParallel fits norms and dropout; "
-                "PrepareModuleInput and PrepareModuleOutput fit every module.",
+                fix="It cuts nn.Linear and nn.Embedding, also where adapters wrap them. "
+                "SequenceParallel fits norms and dropout; PrepareModuleInput and "
+                "PrepareModuleOutput fit every module.",
             )
+        layer, adapters = found
+        kind = next(kind for kind in self._cuts if isinstance(layer, kind))
         cut = self._cuts[kind]
-        for name, _ in list(module.named_parameters(recurse=False)):
-            distribute(module, name, device_mesh, cut[name], self.src_data_rank)
+        weight = layer.get_parameter("weight")
+        src = self.src_data_rank
+        for owner, name in adapters:
+            placement = placement_like(owner.get_parameter(name), weight, cut["weight"])
+            distribute(owner, name, device_mesh, placement, src)
+        for name, placement in cut.items():
+            if getattr(layer, name, None) is not None:
+                distribute(layer, name, device_mesh, placement, src)
         given = self.input_layouts or self._default_input(kind)
         wanted = self._wants[kind]
         out = self.output_layouts or self._default_output()
 
-        def before(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        def before(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             return moved(inputs[0], device_mesh, given, wanted), *inputs[1:]
 
-        def after(_: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
+        def after(output: torch.Tensor) -> torch.Tensor:
             result = moved(output, device_mesh, out, out)
             return result.to_local() if self.use_local_output else result
 
-        module.register_forward_pre_hook(before)
-        module.register_forward_hook(after)
+        told = f"{type(self).__name__}: {given} to {out}, use_local_output={self.use_local_output}"
+        Around(told, before, after).register(layer, module)
         return module
 
 
