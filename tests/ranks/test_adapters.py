@@ -230,13 +230,14 @@ def test_what_is_merged_is_what_one_rank_has_and_the_layer_stays_parallel():
     def body(rank):
         mesh = init_device_mesh("cpu", (2,))
         for layer, style in zip(alone, (ColwiseParallel(), RowwiseParallel()), strict=True):
-            model = nn.Sequential(LoRALinear(nn.Linear(6, 6)))
+            wrapper = LoRALinear(nn.Linear(6, 6))
+            model = nn.Sequential(wrapper)
             integers(model, rank)
             parallelize_module(model, mesh, {"0": style})
             own = x.chunk(2, 1)[rank] if isinstance(style, RowwiseParallel) else x
             before = model(own)
-            model[0] = model[0].merge()
-            assert torch.equal(model[0].weight.full_tensor(), layer.base.weight)
+            model[0] = wrapper.merge()
+            assert torch.equal(wrapper.base.weight.full_tensor(), layer.base.weight)
             assert torch.equal(model(own), before)
             expected = layer.base(x).detach()
             column = isinstance(style, ColwiseParallel)

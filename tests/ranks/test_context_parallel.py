@@ -1,6 +1,6 @@
 """Context parallelism: attention around a ring against attention on one rank."""
 
-# pyright: reportArgumentType=false, reportOptionalSubscript=false
+# pyright: reportArgumentType=false, reportOptionalSubscript=false, reportOptionalMemberAccess=false
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class Small(nn.Module):
 
 def whole_loss(model, ids, mask, documents):
     """The loss by plain operators: row by row, document by document, without any padding."""
-    total, count = 0.0, 0
+    total, count = torch.zeros(()), 0
     for row, counts, numbers in zip(ids, mask, documents, strict=True):
         for number in numbers.unique():
             own = row[counts & (numbers == number)][None]
