@@ -10,11 +10,28 @@ import torch
 import torch.nn.functional as F
 
 from dure.errors import PlacementError
-from dure.tensor import Partial, Shard, init_device_mesh
+from dure.tensor import DTensor, Partial, Shard, init_device_mesh
 from dure.testing import run_ranks
 from ranks.rule_checks import check, made
 
 X = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+
+
+def test_terms_are_not_copied_to_what_rounds_them():
+    # 0.5 + 0.5 is 1; the terms as integers are 0 and 0.
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        halves = DTensor.from_local(torch.full((3,), 0.5), mesh, [Partial()])
+        whole = DTensor.from_local(torch.zeros(3, dtype=torch.int64), mesh)
+        terms = DTensor.from_local(torch.zeros(3, dtype=torch.int64), mesh, [Partial()])
+        assert whole.copy_(halves).full_tensor().tolist() == [1, 1, 1]
+        with pytest.raises(PlacementError):
+            terms.copy_(halves)
+        floats = DTensor.from_local(torch.zeros(3), mesh, [Partial()])
+        assert floats.copy_(halves).placements == (Partial(),)
+        assert floats.full_tensor().tolist() == [1, 1, 1]
+
+    run_ranks(2, body)
 
 
 def test_composite_operators_write_their_temporaries():

@@ -140,3 +140,25 @@ def test_layers_are_not_gathered():
         return torch.autograd.grad(F.layer_norm(x, (4,), w, w).sum(), (x, w))
 
     assert placed(gradient, (x, [ROWS]), (w, [R])) == [[ROWS], [SUM]]
+
+
+def test_what_is_no_row_and_no_class_raises():
+    """As on one rank: no rank has it, so none of them would notice by itself."""
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        table, number = torch.ones(5, 3), torch.tensor([1, 7])
+        rows = made(mesh, table, [Shard(0)])
+        with pytest.raises(IndexError, match="out of range"):
+            F.embedding(made(mesh, number, [Replicate()]), rows)
+        classes = made(mesh, table[:2], [Shard(1)])
+        with pytest.raises(IndexError, match="Target 7 is out of bounds"):
+            F.cross_entropy(classes, made(mesh, number, [Replicate()]))
+        ignored = F.cross_entropy(classes, made(mesh, number, [Replicate()]), ignore_index=7)
+        assert torch.allclose(ignored.full_tensor(), torch.tensor(3.0).log())
+
+    run_ranks(2, body)
+
+
+def test_a_loss_of_integers_is_a_float_on_a_rank_without_any():
+    check(F.mse_loss, torch.tensor([1, 2, 3, 5, 8]), torch.ones(5), meshes=[(4,)])

@@ -143,3 +143,18 @@ def test_what_is_not_gathered():
     assert placed(lambda x: x.max(1), (x, rows)) == [[Shard(0)], [Shard(0)]]
     assert placed(lambda x: x.norm(), (x, rows)) == [[Replicate()]]
     assert placed(lambda x: x.norm(1), (x, rows)) == [[total]]
+
+
+def test_results_of_the_default_dtype():
+    # What it is may change between two calls of one kind.
+    def body(rank):
+        mesh = init_device_mesh("cpu", (1,))
+        count = made(mesh, torch.tensor([1, 2]), [Replicate()])
+        assert (count / 2).dtype == (count / 2).dtype == torch.float32
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert (count / 2).dtype == (count / 2).to_local().dtype == torch.float64
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    run_ranks(1, body)

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -74,6 +77,97 @@ def test_a_view_that_is_a_copy_is_not_read_when_its_source_was_written():
             with pytest.raises(PlacementError, match="a view that is a copy"):
                 read()
         assert torch.equal((x[1] + 1).full_tensor(), whole[1] + 2)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda row: row.view(2),
+        lambda row: row[0],
+        lambda row: row.detach(),
+        lambda row: row.unsqueeze(0).t(),
+        lambda row: row.split(1)[1],
+    ],
+)
+def test_a_view_of_a_copy_is_a_copy(view):
+    def body(rank):
+        whole, x = sharded()
+        for _ in range(2):  # as the rules say, and as it is known
+            seen = view(x[1])
+            assert torch.equal(seen.full_tensor(), view(whole[1]))
+            with pytest.raises(PlacementError, match="a view that is a copy"):
+                seen.add_(1)
+            x.add_(1)
+            whole = whole + 1
+            with pytest.raises(PlacementError, match="a view that is a copy"):
+                seen + 1
+        with pytest.raises(PlacementError, match="a view that is a copy"):
+            x[1].data.add_(1)
+        assert torch.equal(x.full_tensor(), whole)
+
+    run_ranks(2, body)
+
+
+def test_lists_and_what_is_no_operator_meet_copies():
+    def body(rank):
+        whole, x = sharded()
+        row = x[1]
+        with pytest.raises(PlacementError, match="a view that is a copy"):
+            torch._foreach_add_([row], 1.0)
+        with pytest.raises(PlacementError, match="a view that is a copy"):
+            x.data = row
+        assert torch.equal(torch._foreach_add([row], 1.0)[0].full_tensor(), whole[1] + 1)
+        assert torch.equal(copy.deepcopy(row).full_tensor(), whole[1])
+        torch._foreach_add_([x], 1.0)
+        reads = (
+            lambda: torch._foreach_add([row], 1.0),
+            lambda: torch._foreach_norm([row]),
+            lambda: copy.deepcopy(row),
+            lambda: pickle.dumps(row),
+            lambda: str(row),
+        )
+        for read in reads:
+            with pytest.raises(PlacementError, match="a view that is a copy"):
+                read()
+
+    run_ranks(2, body)
+
+
+def test_what_a_list_operator_writes_is_known_to_autograd():
+    def body(rank):
+        _, x = sharded()
+        x.requires_grad_()
+        loss = (x * x).sum()
+        with torch.no_grad():
+            torch._foreach_mul_([x], 2.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.filterwarnings("ignore:aten.as_strided_copy")
+def test_a_view_of_memory():
+    """It is taken of parts only if they lie in memory as the whole does."""
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        whole = torch.arange(12.0).reshape(4, 3)
+        x = DTensor.from_local(whole.clone(), mesh)
+        cut = x.redistribute(placements=[Shard(0)])
+        expected = whole.as_strided((3,), (3,), 1)
+        assert torch.equal(x.t().as_strided((3,), (3,), 1).full_tensor(), expected)
+        assert torch.equal(cut.as_strided((3,), (3,), 1).full_tensor(), expected)
+        assert torch.equal(torch.as_strided_copy(cut.t(), (3,), (3,), 1).full_tensor(), expected)
+        x.as_strided((3,), (3,), 1).add_(1)
+        assert torch.equal(x.full_tensor()[:, 1], whole[:, 1] + torch.tensor([1.0, 1, 1, 0]))
+        with pytest.raises(PlacementError, match="a view that is a copy"):
+            cut.as_strided((3,), (3,), 1).add_(1)
+        for unknown in (cut.t(), cut[1:], x.t().redistribute(placements=[Shard(0)])):
+            with pytest.raises(PlacementError, match="memory"):
+                unknown.as_strided((3,), (3,), 1)
 
     run_ranks(2, body)
 

@@ -112,7 +112,7 @@ class Plan:
             argument by itself, and the rank is in the mesh.
         written: The same, of an operator that writes: the number of the argument that it returns.
         returns: For each result where the argument stands that it is; None for new ones.
-        copied_view: Whether results ought to share memory with an operand that is moved.
+        is_view: Whether results ought to share memory with the first operand.
     """
 
     places: tuple[Place, ...]
@@ -122,7 +122,7 @@ class Plan:
     output: DTensorSpec | None
     written: int | None
     returns: tuple[Place | None, ...]
-    copied_view: bool
+    is_view: bool
 
 
 def dispatch(
@@ -141,13 +141,14 @@ def dispatch(
     if op in _lists:
         return _lists[op](op, args, kwargs or {})
     dtensor = _DTensor
+    copied = False
     key: list[Any] = [op]
     for arg in args:
         kind = type(arg)
         if kind is dtensor:
             key.append(arg.spec)
             if arg.copied_at is not None:
-                _check_copies(op, *_operands(args, kwargs or {}))
+                copied = True
         elif kind is float:
             key.append(arg if op in by_value else kind)
         else:
@@ -166,6 +167,9 @@ def dispatch(
     ):  # not in the handler: an error of the operator has nothing to do with the table
         arg = None  # so that _miss sees who else has it
         return _miss(op, args, kwargs or {}, key, unseen)
+    if copied:
+        _check_copies(op, *_operands(args, kwargs or {}))
+        return _run(plan, args, kwargs or {})
     if plan.output is not None:
         values = [a.part if type(a) is dtensor else a for a in args]
         return _wrap(plan.local(*values, **kwargs) if kwargs else plan.local(*values), plan.output)
@@ -211,13 +215,13 @@ def _miss(
         args, kwargs = _without_plain(op, args, kwargs, operands, places, unseen)
         return dispatch(op, args, kwargs, unseen)
     _check_copies(op, operands, places)
+    specs = tuple(t.spec for t in operands)
+    _check_meshes(op, specs)
     run = _special.get(op)
     if run is not None:
         return run(op, args, kwargs)
     if torch.Tag.inplace_view in op.tags:
         return _view_in_place(op, args, kwargs)
-    specs = tuple(t.spec for t in operands)
-    _check_meshes(op, specs)
     bare, named = fill(args, kwargs, places, specs)
     call = OpCall(op, tuple(bare), named, specs, places)
     found = rule_of(op)
@@ -233,8 +237,9 @@ def _miss(
         return dispatch(op, args, kwargs)
     if len(_plans) >= _MOST_PLANS:
         _plans.clear()
-    with suppress(TypeError):
-        _plans[tuple(key)] = plan
+    if not _depends_on_default_dtype(call):
+        with suppress(TypeError):
+            _plans[tuple(key)] = plan
     return _run(plan, args, kwargs)
 
 
@@ -256,6 +261,20 @@ def _depends_on_values(call: OpCall) -> bool:
     return torch.Tag.dynamic_output_shape in call.op.tags and (
         masked or call.op is not torch.ops.aten.index.Tensor
     )
+
+
+def _depends_on_default_dtype(call: OpCall) -> bool:
+    """Tell whether results are of the default dtype, which a program may change."""
+    named = call.has("dtype") and call.arg("dtype") is not None
+    return (
+        not named
+        and any(meta is not None and _is_inexact(meta.dtype) for meta in call.outputs)
+        and not any(_is_inexact(spec.meta.dtype) for spec in call.operands)
+    )
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _operands(
@@ -526,7 +545,7 @@ def _plan(call: OpCall, found: Rule | ViewRule) -> Plan:
         output=outputs[0] if alone and not schema.mutated else None,
         written=written if isinstance(written, int) else None,
         returns=returned,
-        copied_view=schema.is_view and moved,
+        is_view=schema.is_view,
     )
 
 
@@ -561,9 +580,10 @@ def _wrapped(plan: Plan, result: Any, sources: tuple[Any, Any], values: Sequence
     if len(plan.returns) == 1 and plan.returns[0] is not None:
         return _at(sources, plan.returns[0])
     version = None
-    if plan.copied_view:
-        where, inside = plan.places[0]
-        version = _at(sources, (where, inside))._version
+    if plan.is_view:
+        source = _at(sources, plan.places[0])
+        if any(plan.moves) or source.copied_at is not None:
+            version = source._version
     return _wrap_each(result, iter(plan.outputs), iter(plan.returns), sources, version)
 
 
@@ -670,15 +690,24 @@ def _replicated(
         redistribute(_at((args, kwargs), place).part, spec, spec.with_placements(whole))
         for place, spec in zip(call.places, call.operands, strict=True)
     ]
+    values = [_lying_as(v, spec) for v, spec in zip(values, call.operands, strict=True)]
     filled, named = fill(args, kwargs, call.places, values)
     result = op(*filled, **named)
     outputs = [
         None if t is None else spec_of(mesh, whole, TensorMeta.of(t)) for t in _leaves(result)
     ]
     returns = tuple(_place_of(call, name) for name in schema.returned)
-    copied = schema.is_view and moved
-    plan = Plan(call.places, (), op, tuple(outputs), None, None, returns, copied)
+    moves = tuple(None if s.is_replicated() else (s, s) for s in call.operands)
+    plan = Plan(call.places, moves, op, tuple(outputs), None, None, returns, schema.is_view)
     return _wrapped(plan, result, (args, kwargs), values)
+
+
+def _lying_as(part: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """Return a gathered part with the strides of the whole, which some operators look at."""
+    meta = spec.meta
+    if spec.is_replicated() or part.stride() == meta.stride or 0 in meta.stride:
+        return part
+    return torch.empty_like(meta.empty(), device=part.device).copy_(part)
 
 
 def _written_by_another(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

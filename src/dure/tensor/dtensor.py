@@ -262,7 +262,10 @@ class DTensor(torch.Tensor):
 
     def _read_data(self) -> torch.Tensor:
         """The tensor without autograd; setting it takes over another DTensor's part and spec."""
-        return _data.__get__(self)
+        made = _data.__get__(self)
+        if self.copied_at is not None:
+            made.copied_at = made._version  # it counts writes by itself
+        return made
 
     def _set_data(self, value: torch.Tensor) -> None:
         if type(value) is not DTensor:
@@ -272,8 +275,9 @@ class DTensor(torch.Tensor):
                 seen=f"{type(value).__name__} {list(value.shape)}",
                 fix="distribute_tensor() it, or copy_() into the part: to_local().",
             )
+        dispatch.check_copy("DTensor.data", value, writes=True)
         _data.__set__(self, value)
-        self.part, self.spec, self.copied_at = value.part, value.spec, value.copied_at
+        self.part, self.spec, self.copied_at = value.part, value.spec, None
 
     data = property(_read_data, _set_data)  # pyright: ignore
 
@@ -314,6 +318,7 @@ class DTensor(torch.Tensor):
 
     def __str__(self) -> str:
         """Return the whole tensor's values and the placements: a collective of the mesh."""
+        dispatch.check_copy("print", self)
         with torch.no_grad():
             whole = wrap(self.part, self.spec).full_tensor()
         return f"DTensor({whole}, placements={self.spec.placements})"
@@ -351,6 +356,7 @@ class DTensor(torch.Tensor):
         return self.redistribute(placements=whole)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        dispatch.check_copy("pickle", self)
         part = self.part.detach()
         parameter = isinstance(self, torch.nn.Parameter)
         return _rebuild, (part, self.spec, self.requires_grad, parameter)
@@ -360,6 +366,7 @@ class DTensor(torch.Tensor):
             raise RuntimeError("only tensors that the program made support deepcopy, no results")
         if id(self) in memo:
             return memo[id(self)]
+        dispatch.check_copy("deepcopy", self)
         part = self.part.detach().clone()
         made = _rebuild(part, self.spec, self.requires_grad, isinstance(self, torch.nn.Parameter))
         grad = _grad.__get__(self)

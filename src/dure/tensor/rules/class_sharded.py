@@ -79,6 +79,13 @@ def _own(
     return own, torch.where(own, target - first, 0)
 
 
+def _check_targets(target: torch.Tensor, classes: int, ignored: int) -> None:
+    """Raise as the operator itself does if a target is no class."""
+    wrong = ((target < 0) | (target >= classes)) & (target != ignored)
+    if not target.is_cuda and wrong.any():
+        raise IndexError(f"Target {target[wrong][0].item()} is out of bounds.")
+
+
 def _weights(
     target: torch.Tensor, weight: torch.Tensor | None, ignored: int, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -110,6 +117,7 @@ def nll_of_classes(
         reduction: int,
         ignored: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        _check_targets(target, spec.shape[dim], ignored)
         own, index = _own(target, spec, dim, ignored)
         counted = _weights(target, weight, ignored, values.dtype)
         if values.shape[dim]:

@@ -33,13 +33,19 @@ def _own_rows(indices: torch.Tensor, rows: tuple[int, int]) -> tuple[torch.Tenso
 def _lookup_local(
     call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
 ) -> Callable[..., Any] | None:
-    """Look up the rows that this rank has."""
+    """Look up the rows that this rank has.
+
+    Raises:
+        IndexError: A number is no row's of the whole table, as the operator itself would.
+    """
     table, op = operands[0], call.op
     if not table.cuts(0):
         return None
     ((size, offset),) = table.runs(0)
 
     def lookup(weight: torch.Tensor, indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not indices.is_cuda and ((indices < 0) | (indices >= table.shape[0])).any():
+            raise IndexError("index out of range in self")
         if not size:
             return weight.new_zeros((*indices.shape, weight.shape[1]))
         own, missing = _own_rows(indices, (size, offset))

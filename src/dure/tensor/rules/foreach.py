@@ -20,7 +20,7 @@ from dure.errors import MeshError, PlacementError, UsageError
 from dure.mesh import DeviceMesh
 from dure.tensor import state
 from dure.tensor.call import Op, schema_of
-from dure.tensor.dispatch import list_operator
+from dure.tensor.dispatch import check_copy, list_operator
 from dure.tensor.dtensor import DTensor, wrap
 from dure.tensor.placement_types import Placement, Replicate, Shard, StridedShard
 from dure.tensor.redistribute import redistribute
@@ -61,6 +61,7 @@ _LINEAR_IN_PLACE = frozenset(
 def _elementwise(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     places = [(n, a) for n, a in (*enumerate(args), *kwargs.items()) if _is_list(a)]
     first: Sequence[torch.Tensor] = places[0][1]
+    _check_copies(op, places)
     specs = [t.spec if type(t) is DTensor else None for t in first]
     terms = [i for i, s in enumerate(specs) if s is not None and s.partial]
     if terms:
@@ -85,11 +86,27 @@ def _elementwise(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             holder = filled if isinstance(where, int) else named
             holder[where] = _one_number(op, arg)
     results = op(*filled, **named)
-    if results is None or schema_of(op).mutated:
+    mutated = schema_of(op).mutated
+    if mutated:
+        names = schema_of(op).names
+        for where, tensors in places:
+            if (names[where] if isinstance(where, int) else where) in mutated:
+                torch.autograd.graph.increment_version(tensors)
+    if results is None or mutated:
         return results
     if not isinstance(results[0], torch.Tensor):
         return tuple(_wrapped(one, result_specs) for one in results)
     return _wrapped(results, result_specs)
+
+
+def _check_copies(op: Op, places: Sequence[tuple[int | str, Sequence[torch.Tensor]]]) -> None:
+    """Refuse views that are copies, as operators on one tensor do."""
+    names, mutated = schema_of(op).names, schema_of(op).mutated
+    for where, tensors in places:
+        for tensor in tensors:
+            if type(tensor) is DTensor and tensor.copied_at is not None:
+                name = names[where] if isinstance(where, int) else where
+                check_copy(str(op), tensor, name in mutated)
 
 
 def _is_list(arg: Any) -> bool:
@@ -262,6 +279,7 @@ def _groups(tensors: Sequence[torch.Tensor]) -> dict[Any, list[tuple[int, torch.
         if type(tensor) is not DTensor:
             groups[None, tensor.device].append((number, tensor))
             continue
+        check_copy("norm", tensor)
         spec = _whole_terms(tensor.spec)
         part = redistribute(tensor.part, tensor.spec, spec)
         groups[_cut_axes(spec), part.device].append((number, part))

@@ -100,12 +100,18 @@ def _masked_fill(call: OpCall) -> list[Strategy]:
 @rule(aten._to_copy.default)
 def _cast(call: OpCall) -> list[Strategy]:
     found, dtype = pointwise(call), call.arg("dtype")
-    if dtype is None or (dtype.is_floating_point and call.operands[0].meta.dtype.is_floating_point):
+    if dtype is None or _casts_terms(call.operands[0].meta.dtype, dtype):
         found += _alike(call, LINEAR)
     return found
 
 
+def _casts_terms(given: torch.dtype, to: torch.dtype) -> bool:
+    """Tell whether the sum of terms that are cast is the cast sum."""
+    return given == to or (given.is_floating_point and to.is_floating_point)
+
+
 @rule(aten.copy_.default)
 def _copy(call: OpCall) -> list[Strategy]:
-    same = call.operands[0].shape == call.operands[-1].shape
+    to, given = call.operands[0].meta, call.operands[-1].meta
+    same = to.shape == given.shape and _casts_terms(given.dtype, to.dtype)
     return pointwise(call) + (_alike(call, (*LINEAR, *ORDERED)) if same else [])

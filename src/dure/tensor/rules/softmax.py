@@ -81,7 +81,9 @@ def _pointwise_loss_local(
         return None
     op, share = call.op, mine / whole
     if not mine:
-        return lambda first, *args, **kwargs: first.new_zeros(())
+        result = results[0]
+        assert result is not None
+        return lambda first, *args, **kwargs: first.new_zeros((), dtype=result.meta.dtype)
     return lambda *args, **kwargs: op(*args, **kwargs) * share
 
 

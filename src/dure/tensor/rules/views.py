@@ -15,11 +15,14 @@ from typing import Any
 
 import torch
 
+from dure.errors import PlacementError
 from dure.tensor.call import Op, OpCall, Strategy
 from dure.tensor.dispatch import dispatch, special
+from dure.tensor.dtensor import wrap
 from dure.tensor.placement_types import Partial, Placement, Replicate, Shard, StridedShard
+from dure.tensor.redistribute import redistribute
 from dure.tensor.registry import rule, view_rule
-from dure.tensor.spec import Cut, DTensorSpec, cuts_of
+from dure.tensor.spec import Cut, DTensorSpec, TensorMeta, cuts_of, spec_of
 
 aten = torch.ops.aten
 R = Replicate()
@@ -54,6 +57,32 @@ def _marked(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs,
     )
     result.copied_at = tensor._version
+    return result
+
+
+@special(aten.as_strided.default)
+def _of_memory(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """View memory: a whole part's own if it lies as torch takes it to, else that of a dense copy.
+
+    Of a view whose parts lie otherwise, it is not known what is beside it in memory.
+    """
+    tensor, spec = args[0], args[0].spec
+    whole = spec.with_placements((R,) * spec.mesh.ndim)
+    part = redistribute(tensor.part, spec, whole)
+    moved = part.stride() != spec.meta.stride or not spec.is_replicated()
+    if moved:
+        dense = torch.empty(spec.shape).stride() == spec.meta.stride
+        if not dense or (tensor._is_view() and (*args[3:], *kwargs.values()) not in ((), (None,))):
+            raise PlacementError(
+                "as_strided looks at the memory of a tensor whose parts lie otherwise",
+                op=str(op),
+                seen=str(spec),
+                fix="clone() it, contiguous, or redistribute() it to Replicate() first.",
+            )
+        part = part.contiguous()
+    made = op(part, *args[1:], **kwargs)
+    result = wrap(made, spec_of(spec.mesh, whole.placements, TensorMeta.of(made)))
+    result.copied_at = tensor._version if moved else tensor.copied_at
     return result
 
 
