@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dure as dist
-from dure.debug import check_replicas
+from dure.debug import check_batch, check_replicas
 from dure.errors import ReplicasDiffer
 from dure.tensor import DTensor, Replicate, Shard, init_device_mesh
 from dure.testing import run_ranks
@@ -56,3 +56,53 @@ def test_a_dtensor_is_the_same_where_its_shards_are():
 
 def test_a_module_without_parameters_is_fine():
     run_ranks(2, lambda rank: check_replicas(torch.nn.ReLU()))
+
+
+def test_what_ranks_of_a_tensor_group_have_read_is_compared():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        dp = mesh.get_local_rank("dp")
+        batch = {"ids": torch.full((2, 3), dp), "more": [torch.zeros(2), ("name", 3 + dp)]}
+        check_batch(batch, mesh)
+        check_batch(batch, mesh["tp"])
+        check_batch(torch.tensor(rank), mesh["dp"])  # all are to differ
+        if rank == 1:
+            batch["more"][0] = torch.ones(2)
+        if dp == 1:
+            check_batch(batch, mesh, step=4)
+            return None
+        with pytest.raises(ReplicasDiffer) as caught:
+            check_batch(batch, mesh, step=4)
+        return caught.value.parameter, caught.value.step, caught.value.ranks
+
+    found = ("batch['more'][0]", 4, ((0,), (1,)))
+    assert run_ranks(4, body) == [found, found, None, None]
+
+
+@pytest.mark.parametrize(
+    ("odd", "name"),
+    [
+        ({"a": torch.zeros(2), "b": torch.ones(2)}, "batch['b']"),
+        ({"a": torch.zeros(1, 2)}, "batch['a']"),
+        ({"a": torch.zeros(2, dtype=torch.int32)}, "batch['a']"),
+        ([torch.zeros(2)], "batch['a']"),
+        ({}, "batch['a']"),
+    ],
+)
+def test_batches_of_another_structure_differ_on_all_ranks(odd, name):
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2, 2))
+        with pytest.raises(ReplicasDiffer) as caught:
+            check_batch(odd if rank == 2 else {"a": torch.zeros(2)}, mesh)
+        return caught.value.parameter, caught.value.ranks
+
+    assert run_ranks(4, body) == [(name, ((0, 1, 3), (2,)))] * 4
+
+
+def test_containers_that_differ_alone_differ():
+    def body(rank):
+        with pytest.raises(ReplicasDiffer) as caught:
+            check_batch([1, 2] if rank else (1, 2), init_device_mesh("cpu", (2,)))
+        return caught.value.parameter
+
+    assert run_ranks(2, body) == ["batch", "batch"]
