@@ -2,41 +2,142 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 import inspect
 import itertools
+import pickle
 import warnings
 
 import pytest
 import torch
 import torch.distributed as torch_dist
 import torch.distributed.tensor as theirs
+import torch.distributed.tensor.placement_types as torch_placements
 from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dure.tensor as ours
 import dure.tensor.debug
-import dure.tensor.experimental
 import dure.tensor.placement_types
 from dure.testing import run_ranks
 
+MODULES = {
+    "tensor": [],
+    "tensor.placement_types": ["_StridedShard", "_MaskPartial", "Shard", "Partial", "Replicate"],
+    "tensor.debug": [],
+    "tensor.experimental": [],
+    "tensor.parallel": [],
+    "tensor.parallel.input_reshard": [],
+    "tensor.device_mesh": ["DeviceMesh", "init_device_mesh"],
+    "_tensor": ["DTensor", "distribute_tensor", "init_device_mesh", "zeros", "Shard"],
+    "_tensor.placement_types": ["Shard", "Replicate", "Partial"],
+    "_tensor.experimental": [],
+    "_tensor.device_mesh": [],
+    "device_mesh": [],
+}
+METHODS = {
+    "DTensor": ["from_local", "to_local", "redistribute", "full_tensor"],
+    "DeviceMesh": [
+        "__init__", "from_group", "size", "get_rank", "get_local_rank", "get_coordinate",
+        "get_group", "get_all_groups", "_flatten", "_unflatten", "_concatenate",
+        "_get_all_submeshes", "_get_root_mesh", "__getitem__",
+    ],
+    "CommDebugMode": [
+        "get_total_counts", "get_comm_counts", "get_parameter_info", "get_sharding_info",
+        "generate_comm_debug_tracing_table", "generate_json_dump",
+        "log_comm_debug_tracing_table_to_file",
+    ],
+    "ParallelStyle": ["_apply"],
+    **{
+        style: ["__init__", "_apply"]
+        for style in (
+            "ColwiseParallel", "RowwiseParallel", "SequenceParallel", "PrepareModuleInput",
+            "PrepareModuleOutput", "PrepareModuleInputOutput",
+        )
+    },
+}  # fmt: skip
+VALUES = {
+    "DTensor": ["device_mesh", "placements", "_local_tensor", "_spec", "data", "grad"],
+    "DeviceMesh": ["mesh", "shape", "ndim", "mesh_dim_names", "device_type"],
+    "Placement": ["is_shard", "is_replicate", "is_partial"],
+    "Shard": ["local_shard_size_and_offset", "is_shard", "is_replicate", "is_partial"],
+}
+"""What torch's classes have that Python cannot look into, or that are no functions."""
 
-@pytest.mark.parametrize("module", ["", ".placement_types", ".debug", ".experimental"])
+
+def arguments(function):
+    """Names, kinds and whether there is a default; not those that only torch's inside passes."""
+    inside = ("_layout", "_rank_map", "_root_mesh")
+    return {
+        p.name: (p.kind, p.default if isinstance(p.default, (int, str, type(None))) else "...")
+        for p in inspect.signature(function).parameters.values()
+        if p.name not in inside
+    }
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_names_and_arguments_are_those_of_torch(module):
-    own, other = (
-        __import__(f"{root}{module}", fromlist=["x"])
-        for root in ("dure.tensor", "torch.distributed.tensor")
-    )
-    for name in getattr(other, "__all__", ["_StridedShard", "_MaskPartial", "Shard", "Partial"]):
+    own = importlib.import_module(f"dure.{module}")
+    other = importlib.import_module(f"torch.distributed.{module}")
+    names = [*getattr(other, "__all__", []), *MODULES[module]]
+    assert names
+    for name in names:
         there, here = getattr(other, name), getattr(own, name)
-        if not inspect.isfunction(there):
-            continue
-        wanted = [(p.name, p.kind) for p in inspect.signature(there).parameters.values()]
-        given = [(p.name, p.kind) for p in inspect.signature(here).parameters.values()]
-        if name in ("ones", "zeros", "empty", "full", "rand", "randn"):
-            # torch's are keyword only after the size as well, in another order
-            assert {n for n, _ in wanted} == {n for n, _ in given}, name
-        else:
-            assert [n for n, _ in given][: len(wanted)] == [n for n, _ in wanted], name
+        if inspect.isfunction(there):
+            wanted, given = arguments(there), arguments(here)
+            assert wanted == given, name
+            if name not in ("zeros", "rand", "randn"):  # keyword only, in an order of their own
+                assert list(wanted) == list(given), name
+        for method in METHODS.get(name, []):
+            wanted, given = arguments(getattr(there, method)), arguments(getattr(here, method))
+            assert list(wanted.items()) == list(given.items()), f"{name}.{method}"
+        for value in VALUES.get(name, []):
+            assert hasattr(there, value), value
+            assert hasattr(here, value), f"{name}.{value}"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: p.Shard(0),
+        lambda p: p.Shard(-1),
+        lambda p: p.Shard(dim=2),
+        lambda p: p.Replicate(),
+        lambda p: p.Partial(),
+        lambda p: p.Partial("avg"),
+        lambda p: p.Partial(reduce_op="product"),
+        lambda p: p._StridedShard(1, split_factor=3),
+    ],
+)
+def test_placements_are_values_as_torchs(make):
+    own, other = make(dure.tensor.placement_types), make(torch_placements)
+    assert (str(own), repr(own)) == (str(other), repr(other))
+    for package, placement in ((dure.tensor.placement_types, own), (torch_placements, other)):
+        assert placement == make(package)
+        assert hash(placement) == hash(make(package))
+        assert placement != package.Shard(7)
+        assert isinstance(placement, package.Placement)
+        assert copy.deepcopy(placement) == placement
+        assert pickle.loads(pickle.dumps(placement)) == placement
+    for asked in ("is_shard", "is_replicate", "is_partial"):
+        if asked == "is_shard" and "Strided" in repr(own):
+            continue  # torch says no of shards that are strided
+        assert getattr(own, asked)() == getattr(other, asked)(), asked
+    for dim in (0, 1, -1):
+        assert own.is_shard(dim) == (getattr(other, "dim", None) == dim)
+    for op in ("sum", "avg"):
+        assert own.is_partial(op) == other.is_partial(op)
+    for name in ("dim", "reduce_op", "split_factor"):
+        assert getattr(own, name, None) == getattr(other, name, None)
+
+
+def test_parts_of_a_dimension_are_cut_as_torch_cuts_them():
+    for size, parts in itertools.product(range(8), range(1, 5)):
+        for rank in range(parts):
+            own, other = (p.Shard.local_shard_size_and_offset(size, parts, rank)
+                          for p in (dure.tensor.placement_types, torch_placements))  # fmt: skip
+            assert own == tuple(other), (size, parts, rank)
 
 
 def placements_of(package, ndim):

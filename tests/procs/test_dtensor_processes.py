@@ -1,50 +1,64 @@
-"""DTensors over processes: values of the first rank, random values, a training run."""
-
-# pyright: reportArgumentType=false
+"""DTensors over processes of every backend: what thread-ranks do, and two models at once."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from dure.tensor import (
-    Replicate,
-    Shard,
-    distribute_module,
-    distribute_tensor,
-    init_device_mesh,
-    rand,
+from dure.native import available as native_available
+from dure.tensor import Shard, distribute_module, distribute_tensor, init_device_mesh
+from dure.testing import ProcessPool
+from ranks import dtensor_worlds as worlds
+
+pytestmark = pytest.mark.skipif(
+    not native_available()[0], reason=native_available()[1] or "no engine"
 )
 
-
-def distributes(rank: int) -> None:
-    grid = init_device_mesh("cpu", (2, 2))
-    for size in (5, 1, 0, 8):
-        whole = torch.arange(size * 3.0).reshape(size, 3)
-        for placements in (
-            [Shard(0), Shard(0)], [Shard(0), Shard(1)], [Replicate(), Shard(0)], [Replicate()] * 2
-        ):  # fmt: skip
-            made = distribute_tensor(whole + 100 * rank, grid, placements)
-            assert torch.equal(made.full_tensor(), whole), (size, placements)
-    torch.manual_seed(5)
-    drawn = rand(5, 3, device_mesh=grid, placements=[Shard(0), Shard(1)])
-    torch.manual_seed(5)
-    assert torch.equal(drawn.full_tensor(), torch.rand(5, 3))
+WORLDS: dict[str, tuple[int, str, str | None]] = {
+    "shm 4": (4, "shm", None),
+    "gloo 4": (4, "gloo", None),
+    "hybrid aabb": (4, "hybrid", "aabb"),
+    "hybrid abb": (3, "hybrid", "abb"),
+    "shm 8": (8, "shm", None),
+}
+MESHES = {3: [(3,), (1, 3)], 4: [(4,), (2, 2), (2, 1, 2)], 8: [(2, 2, 2)]}
 
 
-def trains(rank: int) -> list[float]:
-    mesh = init_device_mesh("cpu", (4,))
-    torch.manual_seed(rank)
+@pytest.fixture(scope="module", params=WORLDS)
+def pool(request: pytest.FixtureRequest) -> Iterator[tuple[ProcessPool, int]]:
+    n, backend, hosts = WORLDS[request.param]
+    with ProcessPool(n, backend, hosts=hosts, timeout=60.0) as made:
+        yield made, n
+
+
+def test_everything_is_as_plain_torch_computes_it(pool: tuple[ProcessPool, int]) -> None:
+    processes, n = pool
+    drawn = worlds.drawn_alone()
+    for sizes in MESHES[n]:
+        gone = processes.run(worlds.everything, sizes, drawn)
+        assert set(gone) == {12 if len(sizes) == 1 else 60}
+
+
+def trains(rank: int, n: int) -> list[float]:
+    mesh = init_device_mesh("cpu", (n,))
+    torch.manual_seed(rank)  # the first rank's values are distributed
     model = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2))
 
-    def cut(name: str, module: nn.Module, mesh: object) -> None:
+    def cut(name: str, module: Any, mesh: Any) -> None:
         if name == "0":
             module.weight = distribute_tensor(module.weight, mesh, [Shard(0)])
 
     distribute_module(model, mesh, cut)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
     x = distribute_tensor(torch.linspace(-1, 1, 15).reshape(5, 3), mesh, [Shard(0)])
+    return losses_of(model, x)
+
+
+def losses_of(model: nn.Module, x: torch.Tensor) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
     losses = []
     for _ in range(3):
         optimizer.zero_grad()
@@ -55,23 +69,16 @@ def trains(rank: int) -> list[float]:
     return losses
 
 
-def unsharded() -> list[float]:
+def test_a_module_of_the_first_ranks_values_trains(pool: tuple[ProcessPool, int]) -> None:
+    processes, n = pool
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
-    x, losses = torch.linspace(-1, 1, 15).reshape(5, 3), []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = (model(x) ** 2).sum()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    expected = losses_of(model, torch.linspace(-1, 1, 15).reshape(5, 3))
+    for losses in processes.run(trains, n):
+        assert losses == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_dtensors_over_processes(process_pool, backend):
-    pool = process_pool(4, backend)
-    pool.run(distributes)
-    for losses in pool.run(trains):
-        assert losses == pytest.approx(unsharded(), rel=1e-5)
+def test_two_models_on_two_equal_meshes_run_at_once(pool: tuple[ProcessPool, int]) -> None:
+    processes, n = pool
+    sizes = (2, n // 2) if n % 2 == 0 else (1, n)
+    assert processes.run(worlds.two_models, sizes) == [worlds.losses_of_two_models(sizes)] * n

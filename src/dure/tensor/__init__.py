@@ -7,6 +7,9 @@ where it would gather.
 
 from __future__ import annotations
 
+import sys
+
+from dure import mesh
 from dure.mesh import DeviceMesh, init_device_mesh
 from dure.tensor import debug, experimental, random, rules
 from dure.tensor.clipping import clip_grad_norm_
@@ -43,3 +46,5 @@ __all__ = [
 
 _REGISTERED = rules, random
 """Imported for what they register."""
+
+sys.modules[f"{__name__}.device_mesh"] = mesh  # torch's path

@@ -26,7 +26,7 @@ def check_parts(part: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """
     if spec.coordinate is None:
         return part
-    mine = f"{list(part.shape)} {part.dtype} of {spec}"
+    mine = f"{list(part.shape)} {part.dtype} of {spec} at {call_site()}"
     fits = part.shape == spec.local_shape
     for axis in range(spec.mesh.ndim):
         group = spec.mesh.get_group(axis)

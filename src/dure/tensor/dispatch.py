@@ -387,8 +387,9 @@ def _check_meshes(op: Op, specs: Sequence[DTensorSpec]) -> None:
             raise MeshError(
                 f"{op} is given tensors of different meshes",
                 op=str(op),
-                seen=f"{mesh!r} and {spec.mesh!r}",
-                fix="Redistribute one of them to the other's mesh, or use sub-meshes of one.",
+                seen=" and ".join(f"{m!r} of ranks {m.mesh.tolist()}" for m in (mesh, spec.mesh)),
+                fix="Equal meshes have the same ranks, shape, names and device. Put both on "
+                "one mesh: distribute_tensor(t.full_tensor(), mesh, placements).",
             )
 
 

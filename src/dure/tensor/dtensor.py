@@ -13,6 +13,7 @@ Threads: as any tensor. Collective: an operator that has to move an operand, and
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -35,8 +36,9 @@ from dure.tensor.placement_types import (
 )
 from dure.tensor.redistribute import Move, plan_of, redistribute
 from dure.tensor.spec import DTensorSpec, TensorMeta, as_placements, spec_of
+from dure.trace.ring import call_site
 
-__all__ = ["DTensor", "mesh_or_current"]
+__all__ = ["DTensor", "mesh_or_current", "part_of"]
 
 _make = torch.Tensor._make_wrapper_subclass  # pyright: ignore
 _in_inference = torch.is_inference_mode_enabled
@@ -163,16 +165,24 @@ class DTensor(torch.Tensor):
                 a Partial's being whole on each rank. A replicated tensor that ranks use
                 differently gets a gradient of terms: ``[Partial()]``.
 
+        Warns:
+            UserWarning: Once for each line of a program: a tensor that ranks have copies or terms
+                of needs a gradient, and it is not said how that will lie.
+
         Cost:
             None; a moved tensor is waited for.
         """
         dispatch.check_copy("to_local", self)
-        if not (self.requires_grad and torch.is_grad_enabled()):
-            return wait_tensor(self.part)
         grads = None
         if grad_placements is not None:
             grads = as_placements(grad_placements, self.spec.mesh, self.ndim, "to_local")
-        return _ToLocal.apply(self, grads)  # pyright: ignore
+        elif self.requires_grad and torch.is_grad_enabled():
+            _tell_what_is_assumed(self.spec)
+        part = part_of(self, grads)
+        if getattr(self, "_is_param", False):
+            part = part.view_as(part)
+            part._is_param = True  # pyright: ignore
+        return part
 
     @untraced_below
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -182,7 +192,10 @@ class DTensor(torch.Tensor):
             All ranks of the mesh.
         """
         whole = (Replicate(),) * self.spec.mesh.ndim
-        return self.redistribute(placements=whole).to_local(grad_placements=grad_placements)
+        grads = None
+        if grad_placements is not None:
+            grads = as_placements(grad_placements, self.spec.mesh, self.ndim, "full_tensor")
+        return part_of(self.redistribute(placements=whole), grads)
 
     @untraced_below
     def redistribute(
@@ -323,6 +336,10 @@ class DTensor(torch.Tensor):
             whole = wrap(self.part, self.spec).full_tensor()
         return f"DTensor({whole}, placements={self.spec.placements})"
 
+    def __format__(self, spec: str) -> str:
+        """Format as a plain tensor: a single element as its number. A collective of the mesh."""
+        return format(self.item(), spec) if self.ndim == 0 else format(str(self), spec)
+
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Return the parts, for torch's tools; a compiler is told to run what has DTensors as is.
 
@@ -390,6 +407,41 @@ def wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 
 dispatch.bind(DTensor, wrap)
+
+
+def part_of(tensor: DTensor, grads: tuple[Placement, ...] | None = None) -> torch.Tensor:
+    """Return a rank's part to autograd, as `DTensor.to_local` does, but say nothing."""
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return wait_tensor(tensor.part)
+    return _ToLocal.apply(tensor, grads)  # pyright: ignore
+
+
+_told: set[str] = set()
+"""Lines of the program that were told what `to_local` assumes."""
+
+
+def _tell_what_is_assumed(spec: DTensorSpec) -> None:
+    """Warn, once for each line, where a gradient may be terms and is taken as whole."""
+    kept = [
+        axis
+        for axis, (n, placement) in enumerate(zip(spec.mesh.shape, spec.placements, strict=True))
+        if n > 1 and not placement.is_shard()
+    ]
+    if not kept or not spec.ndim or (site := call_site()) in _told:
+        return
+    _told.add(site)
+    names = spec.mesh.mesh_dim_names
+    axes = " and ".join(names[axis] if names else f"axis {axis}" for axis in kept)
+    file, _, line = site.rpartition(":")
+    warnings.warn_explicit(
+        f"to_local() of {spec}: its gradient is taken to be the same on all ranks of {axes}. "
+        "Where ranks use the part for different things, each has a term of the gradient, and the "
+        "sum would be lost: pass grad_placements, with Partial() for these axes; with Replicate() "
+        "where it is the same. (Said once for this line.)",
+        UserWarning,
+        file,
+        int(line),
+    )
 
 
 def _rebuild(

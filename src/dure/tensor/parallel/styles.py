@@ -29,7 +29,7 @@ from torch import nn
 from dure.errors import PlacementError, UsageError
 from dure.mesh import DeviceMesh
 from dure.tensor.distribute import distribute_tensor
-from dure.tensor.dtensor import DTensor
+from dure.tensor.dtensor import DTensor, part_of
 from dure.tensor.parallel.adapters import Around, layer_within, placement_like
 from dure.tensor.placement_types import Placement, Replicate, Shard
 
@@ -180,7 +180,7 @@ class _LayerParallel(ParallelStyle):
 
         def after(output: torch.Tensor) -> torch.Tensor:
             result = moved(output, device_mesh, out, out)
-            return result.to_local() if self.use_local_output else result
+            return part_of(result) if self.use_local_output else result
 
         told = f"{type(self).__name__}: {given} to {out}, use_local_output={self.use_local_output}"
         Around(told, before, after).register(layer, module)
@@ -251,7 +251,7 @@ class SequenceParallel(ParallelStyle):
             return moved(inputs[0], device_mesh, sharded, sharded), *inputs[1:]
 
         def after(_: nn.Module, inputs: object, output: DTensor) -> torch.Tensor:
-            return output.to_local() if self.use_local_output else output
+            return part_of(output) if self.use_local_output else output
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
@@ -318,7 +318,7 @@ class PrepareModuleInput(ParallelStyle):
                     fix="Give None as its layout.",
                 )
             result = moved(value, device_mesh, given, wanted)
-            return result.to_local() if self.use_local_output else result
+            return part_of(result) if self.use_local_output else result
 
         def before(
             _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
@@ -373,7 +373,7 @@ class PrepareModuleOutput(ParallelStyle):
             if have is None:
                 return value
             result = moved(value, device_mesh, have, want)
-            return result.to_local() if self.use_local_output else result
+            return part_of(result) if self.use_local_output else result
 
         def after(_: nn.Module, inputs: object, outputs: Any) -> Any:
             found: tuple[Any, ...] = outputs if isinstance(outputs, tuple) else (outputs,)

@@ -1,0 +1,40 @@
+"""DTensors on meshes of 1, 2 and 3 axes over worlds of 1 to 8 thread-ranks, against plain torch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from dure.testing import run_ranks
+from ranks import dtensor_worlds as worlds
+
+DRAWN = worlds.drawn_alone()
+
+
+@pytest.mark.parametrize("sizes", worlds.MESHES, ids=str)
+def test_operators_factories_random_values_and_training(sizes: tuple[int, ...]) -> None:
+    n = math.prod(sizes)
+    run_ranks(n, worlds.computes, sizes, 3 if n <= 4 else 1)
+    run_ranks(n, worlds.makes, sizes, DRAWN)
+    run_ranks(n, worlds.trains, sizes)
+
+
+@pytest.mark.parametrize("sizes", worlds.MESHES, ids=str)
+def test_from_every_way_to_lie_to_every_other(sizes: tuple[int, ...]) -> None:
+    # Of one axis 4 ways to 3, of two 18 to 11: all; of three 92 to 49: some.
+    n = math.prod(sizes)
+    most = 200 if n <= 4 else 100
+    gone = run_ranks(n, worlds.redistributes, sizes, most)
+    assert set(gone) == {min(most, {1: 4 * 3, 2: 18 * 11, 3: 92 * 49}[len(sizes)])}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 3, 2)], ids=str)
+def test_all_ways_on_three_axes(sizes: tuple[int, ...]) -> None:
+    run_ranks(math.prod(sizes), worlds.redistributes, sizes, 10_000, timeout=170.0)
+
+
+def test_two_models_on_two_equal_meshes_run_at_once() -> None:
+    expected = worlds.losses_of_two_models((2, 2))
+    assert run_ranks(4, worlds.two_models, (2, 2)) == [expected] * 4
