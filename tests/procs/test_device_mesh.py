@@ -11,6 +11,7 @@ import dure as dist
 from dure.comm import functional
 from dure.device_mesh import init_device_mesh
 from dure.errors import CommError, PeerLost
+from dure.mesh import memory
 
 
 def sums(rank: int) -> tuple[list[float], float]:
@@ -56,3 +57,39 @@ def test_who_leaves_an_axis_is_missed_on_it_alone(process_pool):
         ["well", "lost True"],
         [],
     ]
+
+
+def holds(rank: int) -> list[tuple[int, int, int]]:
+    """Two meshes of equal ranks, of which the first is used; what their groups hold."""
+    begun = memory()
+    meshes = [init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")) for _ in range(2)]
+    dist.all_reduce(torch.ones(1 << 18), group=meshes[0].get_group("dp"))
+    kept = dist.shared_empty(1 << 18)
+    held = memory()
+    del kept
+    groups = held.groups[len(begun.groups) :]
+    names = [group.group_name for mesh in meshes for group in mesh.get_all_groups()]
+    assert [group.name for group in groups] == names
+    assert [group.desc for group in groups] == ["mesh_dp", "mesh_tp"] * 2
+    row, column = rank // 2, rank % 2
+    assert [group.ranks for group in groups] == [(column, column + 2), (2 * row, 2 * row + 1)] * 2
+    lines = str(held).splitlines()
+    assert len(lines) == 1 + len(held.groups) + 1
+    assert "mesh_tp" in lines[-2]
+    if groups[0].backend == "shm":
+        assert held.heap_bytes - begun.heap_bytes >= 1 << 20
+        assert "symmetric heap" in lines[-1]
+    return [(g.reserved_bytes, g.used_bytes, g.connections) for g in groups]
+
+
+def test_groups_tell_what_they_hold_and_slots_take_memory_when_they_are_used(process_pool):
+    for held in process_pool(4, "shm").run(holds):
+        reserved, used, connections = (list(column) for column in zip(*held, strict=True))
+        assert len(set(reserved)) == 1
+        assert set(connections) == {0}
+        assert used[0] >= 1 << 18  # the message went through slots
+        for unused in used[1:]:
+            assert 0 < unused < 1 << 17
+            assert unused < reserved[0] // 4
+    for held in process_pool(4, "gloo").run(holds):
+        assert held == [(0, 0, 1)] * 4

@@ -140,7 +140,7 @@ def test_gradients_move_back():
             assert torch.equal(grad.full_tensor(), whole + 1), (old, new)
         terms = torch.ones(3, 2, requires_grad=True)
         x = DTensor.from_local(terms, mesh, [SUM])
-        x.redistribute(placements=[R]).to_local().sum().backward()
+        x.redistribute(placements=[R]).to_local(grad_placements=[R]).sum().backward()
         assert torch.equal(terms.grad, torch.ones(3, 2))
 
     run_ranks(2, body)

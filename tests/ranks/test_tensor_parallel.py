@@ -121,7 +121,7 @@ def test_styles_bring_inputs_and_outputs_to_their_layouts():
         row = parallelize_module(both[1], mesh, RowwiseParallel(use_local_output=False))
         y = row(x.chunk(2, 1)[rank])
         assert y.placements == (Replicate(),)
-        assert torch.allclose(y.to_local(), expected)
+        assert torch.allclose(y.full_tensor(), expected)
         seen = []
 
         class Sees(nn.Module):

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from dure.mesh.device_mesh import DeviceMesh, current_mesh, init_device_mesh
+from dure.mesh.device_mesh import DeviceMesh, current_mesh, init_device_mesh, memory
 
-__all__ = ["DeviceMesh", "current_mesh", "init_device_mesh"]
+__all__ = ["DeviceMesh", "current_mesh", "init_device_mesh", "memory"]

@@ -140,16 +140,8 @@ def full(
         size: The whole tensor's shape.
         fill_value: The number.
         dtype: That of the number where None.
-        layout: ``torch.strided``.
-        requires_grad: Whether autograd is to follow it.
-        device_mesh: The mesh; that of ``with mesh:`` where None.
-        placements: One for each axis; replicated where None.
 
-    Raises:
-        PlacementError: `Partial`, or placements that do not fit.
-
-    Cost:
-        Memory and time of this rank's part; nothing is sent.
+    Other Args, Raises, Cost: as `ones`.
     """
     spec = _spec(
         "full", (size,), dtype or torch.full((), fill_value).dtype, layout, device_mesh, placements
@@ -167,16 +159,7 @@ def rand(
 ) -> DTensor:
     """Return uniform random numbers of [0, 1), those of the unsharded run.
 
-    Args:
-        size: The whole tensor's shape, as numbers or one sequence.
-        dtype: torch's default where None.
-        layout: ``torch.strided``.
-        requires_grad: Whether autograd is to follow it.
-        device_mesh: The mesh; that of ``with mesh:`` where None.
-        placements: One for each axis; replicated where None.
-
-    Raises:
-        PlacementError: `Partial`, or placements that do not fit.
+    Args, Raises: as `ones`.
 
     Cost:
         Every rank draws the whole tensor, and has it in memory meanwhile; nothing is sent.
@@ -195,16 +178,7 @@ def randn(
 ) -> DTensor:
     """Return normal random numbers, those of the unsharded run.
 
-    Args:
-        size: The whole tensor's shape, as numbers or one sequence.
-        dtype: torch's default where None.
-        layout: ``torch.strided``.
-        requires_grad: Whether autograd is to follow it.
-        device_mesh: The mesh; that of ``with mesh:`` where None.
-        placements: One for each axis; replicated where None.
-
-    Raises:
-        PlacementError: `Partial`, or placements that do not fit.
+    Args, Raises: as `ones`.
 
     Cost:
         Every rank draws the whole tensor, and has it in memory meanwhile; nothing is sent.

@@ -91,6 +91,21 @@ class BackendOptions:
         return self.store.multi_get(keys)
 
 
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a group holds in this process; see comm/footprint.py.
+
+    Attributes:
+        inode: Of the memory file that its ranks share; 0: none.
+        nbytes: Length of that file, of which only what was touched takes memory.
+        connections: How many other ranks it is connected with over a network.
+    """
+
+    inode: int = 0
+    nbytes: int = 0
+    connections: int = 0
+
+
 class Backend(Protocol):
     """A set of ranks that can talk (see the module's text for the contract)."""
 

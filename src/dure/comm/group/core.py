@@ -34,7 +34,7 @@ import torch
 
 from dure import trace
 from dure.comm import checks
-from dure.comm.backends.base import Backend, PlainBackend, channel_name
+from dure.comm.backends.base import Backend, Footprint, PlainBackend, channel_name
 from dure.comm.backends.request import Request
 from dure.comm.call import Call, call_site
 from dure.comm.work import Work
@@ -217,6 +217,12 @@ class GroupCore:
     def backend_config(self) -> str:
         """Which backend serves which kind of device, such as "cpu:shm"."""
         return ",".join(f"{d}:{b.name}" for d, b in sorted(self._backends.items()))
+
+    @property
+    def footprints(self) -> list[Footprint]:
+        """What its backends hold in this process."""
+        backends = {id(b): b for b in self._backends.values()}.values()
+        return [getattr(b, "footprint", Footprint()) for b in backends]
 
     def group_rank(self, global_rank: int) -> int:
         """Return the group rank of `global_rank`."""

@@ -60,7 +60,7 @@ def input_reshard(
         ):
             return x
         plain = not isinstance(x, DTensor)
-        whole = DTensor.from_local(x.detach(), tp_device_mesh) if plain else x.detach()
+        whole: Any = DTensor.from_local(x.detach(), tp_device_mesh) if plain else x.detach()
         if whole.device_mesh != tp_device_mesh or not whole.spec.is_replicated():
             return x
         return _Kept(whole.redistribute(placements=[Shard(dim)]), plain)

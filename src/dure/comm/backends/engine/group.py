@@ -24,7 +24,7 @@ from weakref import WeakSet
 import msgspec
 import torch
 
-from dure.comm.backends.base import BackendOptions
+from dure.comm.backends.base import BackendOptions, Footprint
 from dure.comm.backends.engine.wire import WireTensor, as_wire
 from dure.comm.backends.engine.work import (
     CollectiveRequest,
@@ -66,6 +66,7 @@ class EngineGroup:
         self._in_stream, self._bitwise = engine.in_stream, engine.bitwise
         self._any_source = engine.any_source
         self._engine: EngineCalls | None = engine
+        self.footprint = Footprint(connections=options.size - 1)
         self._patience = options.patience
         self._exits: ExitRecords | None = None
         if options.patience is None:

@@ -12,11 +12,12 @@ Threads: as the contract says. Asynchronous collectives run on a thread of the g
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 
-from dure.comm.backends.base import BackendOptions
+from dure.comm.backends.base import BackendOptions, Footprint
 from dure.comm.backends.header import Header
 from dure.comm.backends.hybrid.collectives import Collectives
 from dure.comm.backends.hybrid.control import SILENCE_S, Channel, Watch
@@ -57,6 +58,10 @@ class HybridBackend:
         self._comms, self._watch, self._hosts = comms, watch, comms.hosts
         self._rank, self._size = options.rank, options.size
         self._collectives, self._messages = Collectives(comms, headers), Messages(comms)
+        engines = {id(e): getattr(e, "footprint", Footprint()) for e in (comms.rail, comms.mesh)}
+        self.footprint = replace(
+            comms.local.footprint, connections=sum(e.connections for e in engines.values())
+        )
         self._queue = OrderedQueue(
             f"dure-{options.name}", lambda: comms.state.error("a collective")
         )

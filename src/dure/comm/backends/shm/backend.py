@@ -18,7 +18,7 @@ from typing import cast
 
 import torch
 
-from dure.comm.backends.base import BackendOptions, channel_name
+from dure.comm.backends.base import BackendOptions, Footprint, channel_name
 from dure.comm.backends.request import Request
 from dure.comm.backends.shm.copying import CopyPlan
 from dure.comm.backends.shm.flight import EngineFlight
@@ -70,8 +70,8 @@ class ShmBackend:
     fuses = True
     channels = 2
 
-    def __init__(self, group: Group, options: BackendOptions) -> None:
-        self.group = group
+    def __init__(self, group: Group, options: BackendOptions, footprint: Footprint) -> None:
+        self.group, self.footprint = group, footprint
         self._error = partial(_error, options.name, options.rank, options.size)
         group.set_error(self._error)
         self._channels = group.channel(0), group.channel(1)

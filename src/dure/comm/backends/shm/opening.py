@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Sequence
 
-from dure.comm.backends.base import BackendOptions
+from dure.comm.backends.base import BackendOptions, Footprint
 from dure.comm.backends.shm.backend import ShmBackend
 from dure.comm.backends.shm.copying import single_copies_wanted
 from dure.errors import DureError, RendezvousError, RendezvousTimeout, UsageError
@@ -48,6 +48,7 @@ class ShmOpening:
             )
         self._options = options
         self._group: Group | None = None
+        self._footprint = Footprint()
         self._single_copies = single_copies_wanted()
         self.offer = self._make() if options.rank == 0 else b""
 
@@ -65,7 +66,13 @@ class ShmOpening:
             if isinstance(error, DureError):
                 raise
             return b"!" + self._reason(error).encode()
+        self._look(os.getpid(), self._group.file)
         return f"{os.getpid()}:{self._group.file}:{nonce}".encode()
+
+    def _look(self, pid: int, fd: int) -> None:
+        """Note which file the segment is, before everybody lets go of its descriptor."""
+        segment = os.stat(f"/proc/{pid}/fd/{fd}")
+        self._footprint = Footprint(segment.st_ino, segment.st_size)
 
     def _reason(self, error: Exception) -> str:
         return f"rank {self._options.rank} (pid {os.getpid()}, uid {os.getuid()}): {error}"
@@ -83,6 +90,7 @@ class ShmOpening:
             return
         pid, fd, nonce = map(int, offers[0].split(b":"))
         try:
+            self._look(pid, fd)
             self._group = Group.attach(options.rank, options.size, *self._limits(), pid, fd, nonce)
         except (OSError, RuntimeError) as error:
             if isinstance(error, DureError):
@@ -122,7 +130,7 @@ class ShmOpening:
         except RuntimeError as error:  # a peer's symmetric heap cannot be mapped
             raise _refused(options, f"rank {options.rank}: {error}") from None
         self._group = None
-        return ShmBackend(group, options)
+        return ShmBackend(group, options, self._footprint)
 
     def withdraw(self) -> None:
         """Close the segment, unless it has been handed out."""
