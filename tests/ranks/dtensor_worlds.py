@@ -250,10 +250,10 @@ def trains(rank: int, sizes: tuple[int, ...]) -> None:
 
 def everything(rank: int, sizes: tuple[int, ...], drawn: list[torch.Tensor]) -> int:
     """Run all of it on one mesh, with fewer cases each; return how many ways were gone."""
-    computes(rank, sizes, 2)
+    computes(rank, sizes, 1)
     makes(rank, sizes, drawn)
     trains(rank, sizes)
-    return redistributes(rank, sizes, 60)
+    return redistributes(rank, sizes, 40)
 
 
 # ---- meshes that live together -------------------------------------------------------------------
