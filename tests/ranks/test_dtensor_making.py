@@ -107,6 +107,8 @@ def test_what_does_not_fit_is_refused_at_the_call() -> None:
             distribute_tensor(whole, mesh, [Partial()])
         with pytest.raises(PlacementError, match="no such dimension"):
             distribute_tensor(whole, mesh, [Shard(2)])
+        with pytest.raises(PlacementError, match=r"of dure.tensor.*'S\(0\)', a builtins.str"):
+            distribute_tensor(whole, mesh, ["S(0)"])  # pyright: ignore
         with pytest.raises(PlacementError, match="one placement for each mesh axis"):
             distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
         with pytest.raises(MeshError, match="no mesh was given"):

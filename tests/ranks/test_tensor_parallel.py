@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dure.errors import MeshError, PlacementError, UsageError
+from dure.errors import MeshError, PlacementError, ShapeError, UsageError
 from dure.mesh import init_device_mesh
 from dure.tensor import DTensor, Replicate, Shard, distribute_tensor
 from dure.tensor.debug import CommDebugMode
@@ -249,3 +249,14 @@ def test_a_loss_of_sharded_classes_is_that_of_the_whole(reduction, smoothing, we
             assert "all_gather" not in str(counted.get_comm_counts())
 
     run_ranks(6, body)
+
+
+def test_a_whole_input_where_a_part_is_wanted_is_told():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        net = parallelize_module(nn.Linear(8, 4), mesh, RowwiseParallel())
+        with pytest.raises(ShapeError, match="input_layouts=Replicate"):
+            net(torch.ones(3, 8))
+        assert net(torch.ones(3, 4)).shape == (3, 4)
+
+    run_ranks(2, body)

@@ -54,7 +54,12 @@ def mesh_or_current(mesh: DeviceMesh | None, op: str) -> DeviceMesh:
             "no mesh was given", op=op, fix="Pass device_mesh, or call within `with mesh:`."
         )
     if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise MeshError("device_mesh is not a DeviceMesh of Dure", op=op, seen=f"{mesh!r}")
+        raise MeshError(
+            "device_mesh is not a DeviceMesh of Dure",
+            op=op,
+            seen=f"{mesh!r}, a {type(mesh).__module__}.{type(mesh).__name__}",
+            fix="dure.device_mesh.init_device_mesh makes one.",
+        )
     return mesh
 
 

@@ -241,7 +241,14 @@ def as_placements(
             "placements are a list, one for each mesh axis", op=op, seen=f"{placements!r}"
         )
     found = tuple(placements)
-    if len(found) != mesh.ndim or not all(isinstance(p, Placement) for p in found):
+    stranger = next((p for p in found if not isinstance(p, Placement)), None)  # pyright: ignore
+    if stranger is not None:
+        raise PlacementError(
+            "a placement is a Shard, Replicate or Partial of dure.tensor",
+            op=op,
+            seen=f"{stranger!r}, a {type(stranger).__module__}.{type(stranger).__name__}",
+        )
+    if len(found) != mesh.ndim:
         raise PlacementError(
             "there is one placement for each mesh axis",
             op=op,

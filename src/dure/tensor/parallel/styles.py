@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from dure.errors import PlacementError, UsageError
+from dure.errors import PlacementError, ShapeError, UsageError
 from dure.mesh import DeviceMesh
 from dure.tensor.distribute import distribute_tensor
 from dure.tensor.dtensor import DTensor, part_of
@@ -176,7 +176,15 @@ class _LayerParallel(ParallelStyle):
         out = self.output_layouts or self._default_output()
 
         def before(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            return moved(inputs[0], device_mesh, given, wanted), *inputs[1:]
+            x = moved(inputs[0], device_mesh, given, wanted)
+            if isinstance(layer, nn.Linear) and x.shape[-1] != layer.in_features:
+                raise ShapeError(
+                    f"{type(self).__name__}: the layer takes another number of features",
+                    seen=f"{x.shape[-1]}, given to {layer}; an input of {list(inputs[0].shape)} on "
+                    f"each rank is taken as its part under {given!r}",
+                    fix="Where each rank has the whole input, say input_layouts=Replicate().",
+                )
+            return x, *inputs[1:]
 
         def after(output: torch.Tensor) -> torch.Tensor:
             result = moved(output, device_mesh, out, out)
