@@ -151,6 +151,12 @@ def test_explain_says_what_was_moved_and_why(capsys: pytest.CaptureFixture[str])
         assert torch.equal(told.result.full_tensor(), torch.full((4, 4), 2.0))
         moved = explain(a.full_tensor)
         assert [(one.name, one.why()) for one in moved.operations] == [("", "asked for")]
+        assert (moved.operations[0].inputs, moved.operations[0].outputs) == (
+            [a.spec],
+            [a.spec.with_placements([Replicate()])],
+        )
+        read = explain(lambda: a[0, 0].item())
+        assert "no rule" not in str(read)
 
     run_ranks(2, body)
     printed = capsys.readouterr().out

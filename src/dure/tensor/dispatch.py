@@ -45,6 +45,7 @@ __all__ = [
     "decomposition_of",
     "dispatch",
     "forget_plans",
+    "has_own_way",
     "list_operator",
     "special",
     "unseen_among",
@@ -97,6 +98,11 @@ def list_operator(*ops: Op) -> Callable[..., Any]:
         return run
 
     return register
+
+
+def has_own_way(op: Op) -> bool:
+    """Tell whether an operator is run neither by a rule nor by what is done without one."""
+    return op in _special or op in _lists
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from dure import trace
 from dure.comm.queries import get_rank
 from dure.comm.untraced import untraced_below
 from dure.tensor import recording
-from dure.tensor.dispatch import dispatch, unseen_among
+from dure.tensor.dispatch import dispatch, has_own_way, unseen_among
 from dure.tensor.dtensor import DTensor
 from dure.tensor.redistribute import Step
 from dure.tensor.registry import rule_of
@@ -125,7 +125,7 @@ class Watch(TorchDispatchMode):
         if not any(isinstance(one, DTensorSpec) for one in inputs):
             return func(*args, **kwargs)
         one = self._new(str(func))
-        one.inputs, one.unruled = inputs, rule_of(func) is None
+        one.inputs, one.unruled = inputs, rule_of(func) is None and not has_own_way(func)
         self._open = one
         try:
             result = dispatch(func, args, kwargs, unseen)
@@ -142,7 +142,10 @@ class Watch(TorchDispatchMode):
 
     def _step(self, step: Step) -> None:
         if step.before.mesh.get_rank() == self._rank:
-            (self._open or self._new("")).steps.append(step)
+            one = self._open or self._new("")
+            one.steps.append(step)
+            if not one.name:
+                one.inputs, one.outputs = [step.before], [step.after]
 
     def _plain(self, event: trace.Event) -> None:
         if event.global_rank == self._rank and not recording.moving():
