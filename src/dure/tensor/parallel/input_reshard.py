@@ -1,83 +1,94 @@
-"""`input_reshard`: what a module keeps for backward is kept in parts."""
+"""`input_reshard`: what backward needs of replicated activations is kept in parts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import weakref
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from dure.comm.pending import wait_tensor
 from dure.mesh import DeviceMesh
-from dure.tensor.dtensor import DTensor, part_of
+from dure.tensor.dtensor import DTensor
 from dure.tensor.placement_types import Replicate, Shard
 
 __all__ = ["input_reshard"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A tensor of which each rank keeps a part, and whether it is given back as a plain one."""
-
-    tensor: DTensor
-    plain: bool
-
-
 def input_reshard(
     module: nn.Module, tp_device_mesh: DeviceMesh, input_reshard_dim: int | None = None
 ) -> nn.Module:
-    """Let the ranks of an axis keep a part each of what a module saves for backward.
+    """Keep a rank's part, 1 / n, of each replicated activation that backward needs.
 
-    In tensor parallelism the inputs of a layer are the same on all ranks. Parameters, and DTensors
-    that are sharded, are left as they are.
+    Backward gathers it where it is used. Plain tensors, whose values on other ranks nobody knows,
+    and parameters stay as they are.
 
     Args:
-        module: The module. Plain tensors that it saves must be the same on all ranks.
-        tp_device_mesh: A mesh of one axis.
-        input_reshard_dim: The dimension that is cut; None: nothing is done.
+        module: Made parallel by `parallelize_module`; changed in place.
+        tp_device_mesh: The mesh, of one axis, of the activations.
+        input_reshard_dim: Which dimension is divided, the last where there are fewer, as in the
+            matrices that a Linear makes of its input; None: nothing is done.
 
     Returns:
         The module.
 
     Collective:
-        Backward, of all ranks of the mesh.
-
-    Cost:
-        An all_gather of each tensor in backward, for 1/n of its memory until then.
-
-    Source:
-        https://arxiv.org/abs/2205.05198, section 4.2.2.
+        In backward, all ranks of the mesh: an all_gather for each such activation and use.
     """
     if input_reshard_dim is None:
         return module
-    dim = input_reshard_dim
-    entered: list[Any] = []
-
-    def pack(x: torch.Tensor) -> Any:
-        if not -x.ndim <= dim < x.ndim or any(
-            isinstance(t, nn.Parameter)
-            for t in (x, x._base)  # pyright: ignore
-        ):
-            return x
-        plain = not isinstance(x, DTensor)
-        whole: Any = DTensor.from_local(x.detach(), tp_device_mesh) if plain else x.detach()
-        if whole.device_mesh != tp_device_mesh or not whole.spec.is_replicated():
-            return x
-        return _Kept(whole.redistribute(placements=[Shard(dim)]), plain)
-
-    def unpack(kept: Any) -> torch.Tensor:
-        if not isinstance(kept, _Kept):
-            return kept
-        whole = kept.tensor.redistribute(placements=[Replicate()])
-        return part_of(whole) if kept.plain else whole
+    saving: list[_Saving] = []
 
     def before(_: nn.Module, inputs: object) -> None:
-        entered.append(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
-        entered[-1].__enter__()
+        saving.append(_Saving(module, tp_device_mesh, input_reshard_dim))
+        saving[-1].__enter__()
 
-    def after(_: nn.Module, inputs: object, outputs: object) -> None:
-        entered.pop().__exit__()
+    def after(_: nn.Module, inputs: object, output: object) -> None:
+        saving.pop().__exit__()
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after, always_call=True)
     return module
+
+
+class _Saving(torch.autograd.graph.saved_tensors_hooks):
+    """The hooks of one forward. What several operators save is kept once.
+
+    A tensor is known by its storage, whose weak reference keeps the address from being used again.
+    """
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, dim: int) -> None:
+        super().__init__(self._keep, self._restore)
+        self._mesh, self._dim = mesh, dim
+        parts = (p.part for p in module.parameters() if isinstance(p, DTensor))
+        self._parameters = {StorageWeakRef(part.untyped_storage()).cdata for part in parts}
+        self._kept: dict[object, tuple[StorageWeakRef, weakref.ref[DTensor]]] = {}
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor | tuple[DTensor]:
+        """Return a tensor of which a part is kept, in a tuple; or the tensor."""
+        if (
+            not isinstance(tensor, DTensor)
+            or tensor.device_mesh != self._mesh
+            or tensor.placements != (Replicate(),)
+            or tensor.ndim == 0
+        ):
+            return tensor
+        part = wait_tensor(tensor.part)
+        storage = StorageWeakRef(part.untyped_storage())
+        if storage.cdata in self._parameters:
+            return tensor
+        key = (storage.cdata, part.storage_offset(), part.shape, part.stride(), part._version)
+        known = self._kept.get(key)
+        kept = None if known is None else known[1]()
+        if kept is None:
+            dim = max(min(self._dim, tensor.ndim - 1), -tensor.ndim)
+            with torch.no_grad():
+                kept = tensor.redistribute(placements=[Shard(dim)])
+            self._kept[key] = storage, weakref.ref(kept)
+        return (kept,)
+
+    def _restore(self, kept: torch.Tensor | tuple[DTensor]) -> torch.Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept
+        return kept[0].redistribute(placements=[Replicate()])
