@@ -187,22 +187,38 @@ def _backward(
 class _Turn:
     """Tensors on their way to the next rank of the ring, and others on theirs to this one."""
 
-    def __init__(self, group: ProcessGroup, tensors: Sequence[torch.Tensor | None]) -> None:
+    def __init__(self, group: ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
         rank, n = group.rank(), group.size()
-        self._sent = [t if t is None else t.contiguous() for t in tensors]
-        self._came = [t if t is None else torch.empty_like(t) for t in self._sent]
+        self._sent = [t.contiguous() for t in tensors]
+        self._came = [torch.empty_like(t) for t in self._sent]
         self._works: list[Work | None] = []
         for tag, (out, into) in enumerate(zip(self._sent, self._came, strict=True)):
-            if out is not None and into is not None:
-                self._works.append(group.irecv(into, (rank - 1) % n, tag))
-                self._works.append(group.send(out, (rank + 1) % n, tag, async_op=True))
+            self._works.append(group.irecv(into, (rank - 1) % n, tag))
+            self._works.append(group.send(out, (rank + 1) % n, tag, async_op=True))
 
-    def wait(self) -> list[torch.Tensor | None]:
+    def wait(self) -> list[torch.Tensor]:
         """Return what has come, when all has."""
         for work in self._works:
             if work is not None:
                 work.wait()
         return self._came
+
+
+def _blocks(
+    k: torch.Tensor, v: torch.Tensor, numbers: Numbers, group: ProcessGroup, causal: bool
+) -> Iterator[tuple[_Block, torch.Tensor, torch.Tensor, Numbers]]:
+    """Yield what this rank's queries attend to of each rank's keys; the next are on their way."""
+    n, rank = group.size(), group.rank()
+    block = [k, v] if numbers is None else [k, v, numbers[1]]
+    for step in range(n):
+        turn = _Turn(group, block) if step < n - 1 else None
+        part = _block_of(rank, (rank - step) % n, k.shape[-2], causal)
+        keys, values, *theirs = block
+        seen = None
+        if numbers is not None:
+            seen = numbers[0][..., part.queries], theirs[0][..., part.keys]
+        yield part, keys[..., part.keys, :], values[..., part.keys, :], seen
+        block = block if turn is None else turn.wait()
 
 
 class _Ring(torch.autograd.Function):
@@ -219,65 +235,36 @@ class _Ring(torch.autograd.Function):
         causal: bool,
         scale: float,
     ) -> torch.Tensor:
-        n, rank, length = group.size(), group.rank(), q.shape[-2]
         wide = _wide(q.dtype)
         output = torch.zeros_like(q, dtype=wide)
         lse = torch.full(q.shape[:-1], -math.inf, dtype=wide, device=q.device)
-        own, theirs = (None, None) if numbers is None else numbers
-        block: list[torch.Tensor | None] = [k, v, theirs]
-        for step in range(n):
-            turn = _Turn(group, block) if step < n - 1 else None
-            part = _block_of(rank, (rank - step) % n, length, causal)
-            keys, values, found = _cut(block, own, part)
-            new = _forward(q[..., part.queries, :], keys, values, part.causal, found, scale)
+        for part, keys, values, seen in _blocks(k, v, numbers, group, causal):
+            new = _forward(q[..., part.queries, :], keys, values, part.causal, seen, scale)
             _join(output[..., part.queries, :], lse[..., part.queries], *new)
-            block = turn.wait() if turn is not None else block
         result = output.to(q.dtype)
         lse = lse.masked_fill(lse == -math.inf, 0.0)
-        ctx.save_for_backward(q, k, v, result, lse, own, theirs)
+        ctx.save_for_backward(q, k, v, result, lse, *(numbers or ()))
         ctx.group, ctx.causal, ctx.scale = group, causal, scale
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        q, k, v, output, lse, own, theirs = ctx.saved_tensors
-        (grad,), group, causal = grads, ctx.group, ctx.causal
-        n, rank, length = group.size(), group.rank(), q.shape[-2]
+        q, k, v, output, lse, *numbers = ctx.saved_tensors
+        (grad,), group = grads, ctx.group
         wide = _wide(q.dtype)
         grad_q = torch.zeros_like(q, dtype=wide)
-        travelling: list[torch.Tensor | None] = [
-            torch.zeros_like(k, dtype=wide),
-            torch.zeros_like(v, dtype=wide),
-        ]
-        block: list[torch.Tensor | None] = [k, v, theirs]
-        for step in range(n):
-            turn = _Turn(group, block) if step < n - 1 else None
-            part = _block_of(rank, (rank - step) % n, length, causal)
-            keys, values, numbers = _cut(block, own, part)
+        travelling = [torch.zeros_like(t, dtype=wide) for t in (k, v)]
+        blocks = _blocks(k, v, tuple(numbers) or None, group, ctx.causal)
+        for part, keys, values, seen in blocks:
             rows = part.queries
             saved = (q[..., rows, :], keys, values, output[..., rows, :], lse[..., rows])
-            found = _backward(grad[..., rows, :], saved, part.causal, numbers, ctx.scale)
+            found = _backward(grad[..., rows, :], saved, part.causal, seen, ctx.scale)
             grad_q[..., rows, :] += found[0]
             for total, one in zip(travelling, found[1:], strict=True):
-                assert total is not None
                 total[..., part.keys, :] += one
-            block = turn.wait() if turn is not None else block
-            travelling = _Turn(group, travelling).wait() if n > 1 else travelling
-        grad_k, grad_v = (t.to(k.dtype) for t in travelling if t is not None)
+            travelling = _Turn(group, travelling).wait() if group.size() > 1 else travelling
+        grad_k, grad_v = (t.to(k.dtype) for t in travelling)
         return grad_q.to(q.dtype), grad_k, grad_v, None, None, None, None
-
-
-def _cut(
-    block: Sequence[torch.Tensor | None], own: torch.Tensor | None, part: _Block
-) -> tuple[torch.Tensor, torch.Tensor, Numbers]:
-    """Return keys, values and numbers of a part of a block; `own`: numbers of all own queries."""
-    k, v, theirs = block
-    assert k is not None
-    assert v is not None
-    numbers = None
-    if own is not None and theirs is not None:
-        numbers = own[..., part.queries], theirs[..., part.keys]
-    return k[..., part.keys, :], v[..., part.keys, :], numbers
 
 
 def _join(
