@@ -78,7 +78,7 @@ FAMILIES: dict[str, tuple[str, Sequence[str]]] = {
             "aten.all.dims(x, [0])", "torch.aminmax(x)", "x.max(0)", "x.min(0)", "x.argmax(0)",
             "x.argmin(0)", "x.median(0)", "x.nanmedian(0)", "x.kthvalue(1, 0)", "x.mode(0)",
             "x.var(0)", "x.std(0)", "torch.var_mean(x, 0)", "torch.std_mean(x, 0)",
-            "x.logsumexp(0)", "torch.linalg.vector_norm(x)",
+            "torch.linalg.vector_norm(x)",
         ),
     ),
     "along": (
@@ -117,7 +117,8 @@ FAMILIES: dict[str, tuple[str, Sequence[str]]] = {
     "softmax": (
         "Softmax and losses",
         (
-            "x.softmax(0)", "x.log_softmax(0)", "aten._safe_softmax(x, 0)", "F.mse_loss(x, y)",
+            "x.softmax(0)", "x.log_softmax(0)", "x.logsumexp(0)", "aten._safe_softmax(x, 0)",
+            "F.mse_loss(x, y)",
             "F.smooth_l1_loss(x, y)", "F.huber_loss(x, y)", "F.soft_margin_loss(x, y01)",
             "F.binary_cross_entropy(half, y01)", "F.binary_cross_entropy_with_logits(x, y01)",
             "F.nll_loss(x, targets)", "F.nll_loss(image, pixels)",

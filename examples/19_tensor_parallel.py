@@ -75,6 +75,7 @@ def main() -> None:
 
     mesh = init_device_mesh("cpu", tuple(MESH.values()), mesh_dim_names=tuple(MESH))
     net = parallelize_module(model(), mesh["tp"], PLAN)
+    net = dist.DistributedDataParallel(net, mesh=mesh["dp"])
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
     dp, replicas = mesh.get_local_rank("dp"), mesh.size("dp")
 
@@ -84,9 +85,6 @@ def main() -> None:
         with loss_parallel():
             loss = loss_of(net, mine)
             loss.backward()
-        for parameter in net.parameters():  # the replicas' average
-            part = parameter.grad.to_local()
-            dist.all_reduce(part, dist.ReduceOp.AVG, group=mesh.get_group("dp"))
         optimizer.step()
         optimizer.zero_grad()
         value = loss.detach().full_tensor() if isinstance(loss, DTensor) else loss.detach()

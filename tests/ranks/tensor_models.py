@@ -1,4 +1,4 @@
-"""A small Llama: RMSNorm, rotary positions, grouped queries, SwiGLU; the blocks that plans cut."""
+"""A small Llama with RMSNorm, rotary positions, grouped queries and SwiGLU; plans; training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-VOCAB, DIM, HEADS, KV_HEADS, HIDDEN = 16, 16, 4, 2, 32
+from dure.tensor import DTensor, Replicate, Shard
+from dure.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+)
+
+VOCAB, HEAD_DIM, HIDDEN, BLOCKS = 16, 4, 48, 2
 
 
 _making = threading.Lock()
@@ -28,18 +37,17 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Reads how many heads there are from what it is given, as one that is cut must."""
 
-    def __init__(self):
+    def __init__(self, heads, kv_heads):
         super().__init__()
-        self.n_heads, self.n_kv_heads, self.head_dim = HEADS, KV_HEADS, DIM // HEADS
-        self.wq = nn.Linear(DIM, DIM, bias=False)
-        self.wk = nn.Linear(DIM, KV_HEADS * self.head_dim, bias=False)
-        self.wv = nn.Linear(DIM, KV_HEADS * self.head_dim, bias=False)
-        self.wo = nn.Linear(DIM, DIM, bias=False)
+        self.n_heads, self.n_kv_heads = heads, kv_heads
+        dim, kv_dim = heads * HEAD_DIM, kv_heads * HEAD_DIM
+        self.wq, self.wo = (nn.Linear(dim, dim, bias=False) for _ in range(2))
+        self.wk, self.wv = (nn.Linear(dim, kv_dim, bias=False) for _ in range(2))
 
     def forward(self, x, rotation):
         batch, length, _ = x.shape
         q, k, v = (
-            f(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
+            f(x).view(batch, length, -1, HEAD_DIM).transpose(1, 2)
             for f in (self.wq, self.wk, self.wv)
         )
         q, k = (t * rotation.cos() + t.roll(t.shape[-1] // 2, -1) * rotation.sin() for t in (q, k))
@@ -49,20 +57,21 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    def __init__(self):
+    def __init__(self, dim, hidden=HIDDEN):
         super().__init__()
-        self.w1, self.w3 = (nn.Linear(DIM, HIDDEN, bias=False) for _ in range(2))
-        self.w2 = nn.Linear(HIDDEN, DIM, bias=False)
+        self.w1, self.w3 = (nn.Linear(dim, hidden, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, heads, kv_heads):
         super().__init__()
-        self.attention_norm, self.ffn_norm = RMSNorm(DIM), RMSNorm(DIM)
-        self.attention, self.feed_forward = Attention(), FeedForward()
+        dim = heads * HEAD_DIM
+        self.attention_norm, self.ffn_norm = RMSNorm(dim), RMSNorm(dim)
+        self.attention, self.feed_forward = Attention(heads, kv_heads), FeedForward(dim)
 
     def forward(self, x, rotation):
         x = x + self.attention(self.attention_norm(x), rotation)
@@ -70,42 +79,38 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, blocks=2, tied=False):
+    def __init__(self, tied, heads, kv_heads):
         super().__init__()
-        self.tok_embeddings = nn.Embedding(VOCAB, DIM)
-        self.layers = nn.ModuleList(Block() for _ in range(blocks))
-        self.norm = RMSNorm(DIM)
-        self.output = nn.Linear(DIM, VOCAB, bias=False)
+        dim = heads * HEAD_DIM
+        self.tok_embeddings = nn.Embedding(VOCAB, dim)
+        self.layers = nn.ModuleList(Block(heads, kv_heads) for _ in range(BLOCKS))
+        self.norm = RMSNorm(dim)
+        self.output = nn.Linear(dim, VOCAB, bias=False)
         if tied:
             self.output.weight = self.tok_embeddings.weight
 
     def forward(self, ids):
-        head_dim = DIM // HEADS
-        speeds = 1.0 / 100 ** (torch.arange(head_dim) % (head_dim // 2) / head_dim)
-        rotation = torch.outer(torch.arange(ids.shape[1]), speeds).to(self.dtype)
+        speeds = 1.0 / 100 ** (torch.arange(HEAD_DIM) % (HEAD_DIM // 2) / HEAD_DIM)
+        rotation = torch.outer(torch.arange(ids.shape[1]), speeds).to(self.norm.weight.dtype)
         x = self.tok_embeddings(ids)
         for layer in self.layers:
             x = layer(x, rotation)
         return self.output(self.norm(x))
 
-    @property
-    def dtype(self):
-        return next(self.parameters()).dtype
-
 
 @functools.cache
-def _made(tied):
+def _made(tied, heads, kv_heads):
     torch.manual_seed(0)
-    return Llama(tied=tied).double()
+    return Llama(tied, heads, kv_heads).double()
 
 
-def small_llama(tied=False):
+def small_llama(tied=False, heads=4, kv_heads=2):
     """The same model on every rank, in float64. Made once: thread-ranks share a generator."""
     with _making:
-        return copy.deepcopy(_made(tied))
+        return copy.deepcopy(_made(tied, heads, kv_heads))
 
 
-def batches(count, size=2, length=8):
+def batches(count, size=2, length=24):
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(VOCAB, (size, length + 1), generator=generator) for _ in range(count)]
 
@@ -113,3 +118,74 @@ def batches(count, size=2, length=8):
 def loss_of(model, ids):
     logits = model(ids[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+# ---- plans ---------------------------------------------------------------------------------------
+
+
+def tp_plan():
+    return {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate()),
+        "layers.*.attention": PrepareModuleInput(
+            input_layouts=(Replicate(), None), desired_input_layouts=(Replicate(), None)
+        ),
+        "layers.*.attention.w[qkv]": ColwiseParallel(),
+        "layers.*.attention.wo": RowwiseParallel(),
+        "layers.*.feed_forward.w[13]": ColwiseParallel(),
+        "layers.*.feed_forward.w2": RowwiseParallel(),
+        "output": ColwiseParallel(output_layouts=Replicate()),
+    }
+
+
+def sp_plan():
+    gather = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+    return {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "layers.*.attention_norm": SequenceParallel(),
+        "layers.*.ffn_norm": SequenceParallel(),
+        "layers.*.attention": PrepareModuleInput(
+            input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
+        ),
+        "layers.*.attention.w[qkv]": ColwiseParallel(),
+        "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+        "layers.*.feed_forward": PrepareModuleInput(**gather),
+        "layers.*.feed_forward.w[13]": ColwiseParallel(),
+        "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+
+
+def loss_plan():
+    head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
+    return {**sp_plan(), "output": head}
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+def whole(tensor):
+    """What one rank alone would have in its place."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def train(model, steps, part=lambda ids: ids, shown=whole):
+    """Losses and gradients of all steps of AdamW, and the weights after them."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, grads = [], []
+    for ids in batches(steps):
+        with loss_parallel():
+            loss = loss_of(model, part(ids))
+            loss.backward()
+        grads.append({n: whole(p.grad) for n, p in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(shown(loss).item())
+    return losses, grads, {n: whole(p) for n, p in model.named_parameters()}
+
+
+@functools.cache
+def trained_alone(steps, tied=False, heads=4, kv_heads=2):
+    """What `train` gives on one rank."""
+    return train(small_llama(tied, heads, kv_heads), steps)

@@ -11,7 +11,10 @@ so ``grad.detach_()`` works on it. A program that keeps a gradient (``g = p.grad
 moves the holder's to memory of its own before writing. The same happens when buffers are laid out
 anew, so that gradients which are being accumulated are carried over.
 
-Two kinds differ.
+Three kinds differ.
+
+*Parts.* Of a parameter that is a DTensor the part lies in the buffer, and ``.grad`` is a DTensor
+over it with the parameter's placements; one that comes with others is brought to these first.
 
 *Sparse.* The gradient of an embedding with ``sparse=True`` lies nowhere: its size changes from step
 to step. Its entries are handed over when the buffer is reduced, and the result is shown.
@@ -30,12 +33,21 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from dure.training.flat_buffers import Kind, dense_strides
 
-__all__ = ["DORMANT", "CastGradView", "GradView", "NamedParameter", "SparseGradView"]
+__all__ = [
+    "DORMANT",
+    "CastGradView",
+    "GradView",
+    "NamedParameter",
+    "PartGradView",
+    "SparseGradView",
+    "own_part",
+]
 
 # What sys.getrefcount says of an object that only a grad view's attribute refers to.
 _REFS_OF_UNHELD_VIEW = 2
@@ -52,6 +64,11 @@ class NamedParameter:
     parameter: torch.nn.Parameter
     sparse: bool = False
     """Its gradients are sparse, and stay so."""
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what of a parameter lies in this rank's memory: of a DTensor its part."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 class GradView:
@@ -100,7 +117,12 @@ class GradView:
     @property
     def size(self) -> int:
         """Bytes of the gradient in its flat buffer."""
-        return self.parameter.numel() * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def numel(self) -> int:
+        """Elements of the gradient in its flat buffer."""
+        return own_part(self.parameter).numel()
 
     @property
     def kind(self) -> Kind:
@@ -113,7 +135,7 @@ class GradView:
         What was accumulated since the last reduction (`no_sync`) comes along.
         """
         self._flat, self.buffer_index = flat, buffer_index
-        self.tensor = _alias(flat, offset, self.parameter)
+        self.tensor = _alias(flat, offset, own_part(self.parameter))
         if self.used and self.parameter.grad is not None:
             self.adopt()
 
@@ -128,7 +150,7 @@ class GradView:
 
     def adopt(self) -> None:
         """Make sure that the parameter's gradient lies in the buffer."""
-        gradient = self.parameter.grad
+        gradient = self._gradient()
         assert gradient is not None
         if gradient is self.tensor:
             return
@@ -136,7 +158,7 @@ class GradView:
         # Detached: with create_graph the gradient has a history, which the buffer must not get.
         values = gradient.detach() if gradient.requires_grad else gradient
         self.tensor.copy_(values if values.layout is torch.strided else values.to_dense())
-        self.parameter.grad = self.tensor
+        self._show()
 
     def recollect(self) -> None:
         """At the begin of a backward: see what became of a gradient that waits to be reduced.
@@ -156,15 +178,16 @@ class GradView:
         same on all ranks; contributing it makes the average come out as if it had been added
         afterwards. It is saved, so that nothing changes where no rank uses the parameter.
         """
-        if self.parameter.grad is self.tensor:
+        gradient = self._gradient()
+        if gradient is self.tensor:
             self._saved = self.tensor.clone()
             return
         self._free_view()
         with torch.no_grad():
-            if self.parameter.grad is None:
+            if gradient is None:
                 self.tensor.zero_()
             else:
-                self.tensor.copy_(self.parameter.grad)
+                self.tensor.copy_(gradient)
 
     def contribute_nothing(self) -> None:
         """Fill the buffer with zeros: this rank only accompanies the others' step.
@@ -179,11 +202,19 @@ class GradView:
     def settle(self, used_somewhere: bool) -> None:
         """After the reduction: show the result, or leave the gradient as it was."""
         if used_somewhere:
-            if self.parameter.grad is not self.tensor:
-                self.parameter.grad = self.tensor
+            if self._gradient() is not self.tensor:
+                self._show()
         elif self._saved is not None:
             self.tensor.copy_(self._saved)
         self._saved = None
+
+    def _gradient(self) -> torch.Tensor | None:
+        """Return what the parameter's gradient has to lie here."""
+        return self.parameter.grad
+
+    def _show(self) -> None:
+        """Make the place the parameter's gradient."""
+        self.parameter.grad = self.tensor
 
     def _free_view(self) -> None:
         """Before overwriting the view: give its old values to whoever still holds it."""
@@ -191,7 +222,7 @@ class GradView:
             return
         offset = int(self.tensor.storage_offset())
         self.tensor.data = self.tensor.clone()
-        self.tensor = _alias(self._flat, offset, self.parameter)
+        self.tensor = _alias(self._flat, offset, own_part(self.parameter))
 
 
 def _alias(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
@@ -199,6 +230,29 @@ def _alias(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
     alias = torch.empty(0, dtype=flat.dtype, device=flat.device)
     alias.set_(flat.untyped_storage(), offset, tuple(like.shape), dense_strides(like))  # pyright: ignore[reportUnknownMemberType]
     return alias
+
+
+class PartGradView(GradView):
+    """The place of this rank's part of a gradient that is a DTensor, as its parameter is.
+
+    A gradient that lies otherwise, such as terms of a sum, is brought to its parameter's placements
+    when it is complete: a collective of the parameter's mesh.
+    """
+
+    __slots__ = ()
+
+    def _gradient(self) -> torch.Tensor | None:
+        parameter: Any = self.parameter
+        gradient = parameter.grad
+        if gradient is None:
+            return None
+        if gradient.placements != parameter.placements:
+            gradient = gradient.detach().redistribute(placements=parameter.placements)
+        return gradient._local_tensor
+
+    def _show(self) -> None:
+        parameter: Any = self.parameter
+        parameter.grad = type(parameter)(self.tensor, parameter._spec)
 
 
 class SparseGradView(GradView):

@@ -42,7 +42,14 @@ import torch
 
 from dure.parallel.ddp.outcome import UsedParameters
 from dure.training.flat_buffers import FlatBuffers, padded
-from dure.training.grad_views import CastGradView, GradView, NamedParameter, SparseGradView
+from dure.training.grad_views import (
+    CastGradView,
+    GradView,
+    NamedParameter,
+    PartGradView,
+    SparseGradView,
+    own_part,
+)
 from dure.training.memory import own_zeros
 
 if TYPE_CHECKING:
@@ -219,7 +226,7 @@ class BucketAssignment:
         for kind in numels:
             numels[kind] = self._extra + padded(1, kind[0])
         for view in dense:
-            numels[view.kind] += view.parameter.numel() + padded(1, view.dtype)
+            numels[view.kind] += view.numel + padded(1, view.dtype)
         self._memory = FlatBuffers(numels, partial(own_zeros, group))
         self._new_plan: list[list[GradView]] | None = None
         self._cut(self._plan(range(len(parameters) - 1, -1, -1)))
@@ -232,6 +239,8 @@ class BucketAssignment:
         own, wanted = named.parameter.dtype, self._options.reduce_dtype
         if named.sparse:
             return SparseGradView(number, named, own)
+        if own_part(named.parameter) is not named.parameter:
+            return PartGradView(number, named, own)
         if wanted is None or not own.is_floating_point or wanted == own:
             return GradView(number, named, own)
         return CastGradView(number, named, wanted)
@@ -267,12 +276,12 @@ class BucketAssignment:
             nothing = torch.empty(0)
             views[0].place(nothing, index, 0)
             return Bucket(index, nothing, nothing, views)
-        numel = sum(view.parameter.numel() for view in views)
+        numel = sum(view.numel for view in views)
         flat = self._memory.take(views[0].kind if views else self._kind_of_bitmap, numel + extra)
         offset = int(flat.storage_offset())
         for view in views:
             view.place(flat, index, offset)
-            offset += view.parameter.numel()
+            offset += view.numel
         return Bucket(index, flat, flat[:numel] if extra else flat, views)
 
     def learn(

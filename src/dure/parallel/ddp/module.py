@@ -39,7 +39,7 @@ from dure.parallel.ddp.validation import (
 from dure.training.agreement import broadcast_tensors, describe_tensor, verify_equal
 from dure.training.autograd_hooks import on_outputs
 from dure.training.compiling import Cutting, cut_graphs
-from dure.training.grad_views import NamedParameter
+from dure.training.grad_views import NamedParameter, own_part
 from dure.training.precision import ComputeCopies, MixedPrecision
 from dure.training.pytrees import moved
 
@@ -229,7 +229,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         kept = self._replicated()
         verify_equal(self.process_group, [describe_tensor(k, t) for k, t in kept.items()])
         own = set() if buffers else set(self.module.buffers())
-        broadcast_tensors(self.process_group, [t for t in kept.values() if t not in own])
+        broadcast_tensors(self.process_group, [own_part(t) for t in kept.values() if t not in own])
 
     def _replicated(self) -> dict[str, torch.Tensor]:
         """Return what is the same on all ranks: parameters and buffers that are not ignored."""
@@ -326,7 +326,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
 
     def broadcast_module_from(self, root: int) -> None:
         """Overwrite parameters and buffers with those of the group rank `root`. Collective."""
-        broadcast_tensors(self.process_group, list(self._replicated().values()), root)
+        broadcast_tensors(self.process_group, [*map(own_part, self._replicated().values())], root)
 
     def will_sync_module_buffers(self) -> bool:
         """Tell whether the next forward broadcasts buffers."""

@@ -13,7 +13,7 @@ from dure.errors import MeshError, PlacementError, UsageError
 from dure.mesh import DeviceMesh
 from dure.tensor import state
 from dure.tensor.dtensor import mesh_or_current
-from dure.tensor.parallel.styles import ColwiseParallel, ParallelStyle
+from dure.tensor.parallel.styles import ColwiseParallel, ParallelStyle, share_inputs
 
 __all__ = ["parallelize_module"]
 
@@ -85,7 +85,7 @@ def parallelize_module(
         if not found:
             _no_match(module, path)
         for name, target in found:
-            _check_heads(module, name, style, mesh.size())
+            _check_heads(module, name, target, style, mesh.size())
             style.src_data_rank = src_data_rank
             try:
                 style._apply(target, mesh)  # pyright: ignore[reportPrivateUsage]
@@ -96,6 +96,7 @@ def parallelize_module(
                     seen=error.seen,
                     fix=error.fix,
                 ) from error
+    share_inputs(module)
     return module
 
 
@@ -120,7 +121,15 @@ def _no_match(module: nn.Module, path: str) -> None:
     warnings.warn(f"{what}: {told}", stacklevel=3)
 
 
-def _check_heads(root: nn.Module, name: str, style: ParallelStyle, ranks: int) -> None:
+def _divided(parent: nn.Module, target: nn.Module, heads: int, ranks: int) -> bool:
+    """Tell whether a program has divided the number of heads already, as its parent counts them."""
+    size, features = getattr(parent, "head_dim", None), getattr(target, "out_features", None)
+    return isinstance(size, int) and features == heads * ranks * size
+
+
+def _check_heads(
+    root: nn.Module, name: str, target: nn.Module, style: ParallelStyle, ranks: int
+) -> None:
     """Raise where the parent of a layer cut by columns has heads that the ranks do not divide."""
     if not isinstance(style, ColwiseParallel) or "." not in name:
         return
@@ -130,12 +139,12 @@ def _check_heads(root: nn.Module, name: str, style: ParallelStyle, ranks: int) -
     names = [n for n in _KEY_VALUE_HEADS if key_value and hasattr(parent, n)]
     for attribute in names or _HEADS:
         heads = getattr(parent, attribute, None)
-        if isinstance(heads, int) and heads % ranks:
+        if isinstance(heads, int) and heads % ranks and not _divided(parent, target, heads, ranks):
             fits = [n for n in range(1, heads + 1) if heads % n == 0]
             raise PlacementError(
                 f"module {name!r} would be cut through its heads",
                 op="parallelize_module",
                 seen=f"{parent_name}.{attribute} is {heads}, on {ranks} ranks",
-                fix=f"Use an axis of {', '.join(map(str, fits))} ranks, or leave the module out of "
-                "the plan: then each rank computes all its heads.",
+                fix=f"Use an axis of {', '.join(map(str, fits))} ranks, or leave all layers of "
+                "this attention out of the plan: then each rank computes all heads.",
             )

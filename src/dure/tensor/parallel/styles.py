@@ -15,10 +15,14 @@ its place, and 1/n of the memory (https://arxiv.org/abs/1909.08053, https://arxi
 
 Tensors that come in as plain ones are taken as this rank's part under `input_layouts`; what goes
 out is a plain tensor again where `use_local_output` says so.
+
+Layers that are given the same tensor one after another, as q, k and v of an attention, share what
+the first one made of it (`_Shared`): it is moved once, and so is its gradient.
 """
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -66,7 +70,11 @@ class ParallelStyle(ABC):
 
 
 def moved(
-    tensor: torch.Tensor, mesh: DeviceMesh, given: Placement, wanted: Placement | None
+    tensor: torch.Tensor,
+    mesh: DeviceMesh,
+    given: Placement,
+    wanted: Placement | None,
+    features: int | None = None,
 ) -> DTensor:
     """Return a tensor as a DTensor with the placement wanted.
 
@@ -75,12 +83,73 @@ def moved(
         mesh: Of one axis.
         given: What `tensor` is a part under, if it is a plain one.
         wanted: What it is brought to; as it is where None.
+        features: Size of the whole tensor's last dimension, which ranks may not divide.
     """
     if not isinstance(tensor, DTensor):
-        tensor = DTensor.from_local(tensor, mesh, [given])
+        tensor = _from_part(tensor, mesh, given, features)
     if wanted is None or tensor.placements == (_positive(wanted, tensor.ndim),):
         return tensor
-    return tensor.redistribute(placements=[wanted], async_op=True)
+    return tensor.redistribute(placements=[wanted])
+
+
+class _Shared:
+    """What the last layer made of its input, for the next layer that is given the same.
+
+    It must still be what would be made now: the versions of both are compared, and whether it has a
+    gradient.
+    """
+
+    def __init__(self) -> None:
+        self.source: torch.Tensor | None = None
+        self.result: DTensor | None = None
+        self.made: tuple[object, ...] = ()
+
+    def moved(self, tensor: torch.Tensor, *args: Any) -> DTensor:
+        """Return what `moved` does, the same object for the same arguments."""
+        if tensor.is_inference():  # which counts no versions
+            return moved(tensor, *args)
+        made = (tensor._version, torch.is_grad_enabled(), *args)
+        result = self.result
+        if result is None or self.source is not tensor or self.made != (*made, result._version):
+            result = moved(tensor, *args)
+            self.source, self.result, self.made = tensor, result, (*made, result._version)
+        return result
+
+
+class _Running(threading.local):
+    """For each module that `parallelize_module` was given and that runs, what its layers share."""
+
+    def __init__(self) -> None:
+        self.shared: list[_Shared] = []
+
+
+_running = _Running()
+
+
+def _begin(*_: object) -> None:
+    _running.shared.append(_Shared())
+
+
+def _end(*_: object) -> None:
+    if _running.shared:  # else a hook before `_begin` has failed
+        _running.shared.pop()
+
+
+def share_inputs(module: nn.Module) -> None:
+    """Let the layers of a module share what they make of one input while the module runs."""
+    module.register_forward_pre_hook(_begin, prepend=True)
+    module.register_forward_hook(_end, always_call=True)
+
+
+def _from_part(
+    tensor: torch.Tensor, mesh: DeviceMesh, given: Placement, features: int | None
+) -> DTensor:
+    """Return a DTensor of this rank's part."""
+    if features is None or _positive(given, tensor.ndim) != Shard(tensor.ndim - 1):
+        return DTensor.from_local(tensor, mesh, [given])
+    shape = torch.Size([*tensor.shape[:-1], features])
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(tensor, mesh, [given], shape=shape, stride=stride)
 
 
 def _positive(placement: Placement, ndim: int) -> Placement:
@@ -174,14 +243,19 @@ class _LayerParallel(ParallelStyle):
         given = self.input_layouts or self._default_input(kind)
         wanted = self._wants[kind]
         out = self.output_layouts or self._default_output()
+        features = layer.in_features if isinstance(layer, nn.Linear) else None
 
         def before(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            x = moved(inputs[0], device_mesh, given, wanted)
-            if isinstance(layer, nn.Linear) and x.shape[-1] != layer.in_features:
+            move = _running.shared[-1].moved if _running.shared else moved
+            try:
+                x = move(inputs[0], device_mesh, given, wanted, features)
+            except ShapeError:
+                x = inputs[0]
+            if features not in (None, x.shape[-1]) or not isinstance(x, DTensor):
                 raise ShapeError(
                     f"{type(self).__name__}: the layer takes another number of features",
-                    seen=f"{x.shape[-1]}, given to {layer}; an input of {list(inputs[0].shape)} on "
-                    f"each rank is taken as its part under {given!r}",
+                    seen=f"{layer} is given an input of {list(inputs[0].shape)} on this rank, as "
+                    f"its part under {given!r}",
                     fix="Where each rank has the whole input, say input_layouts=Replicate().",
                 )
             return x, *inputs[1:]

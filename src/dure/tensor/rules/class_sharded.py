@@ -10,7 +10,7 @@ Source: loss parallelism as in Megatron-LM, https://arxiv.org/abs/1909.08053, se
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -21,7 +21,12 @@ from dure.tensor.placement_types import Partial, Replicate
 from dure.tensor.redistribute import redistribute
 from dure.tensor.spec import DTensorSpec
 
-__all__ = ["nll_backward_of_classes", "nll_of_classes", "softmax_of_classes"]
+__all__ = [
+    "logsumexp_of_classes",
+    "nll_backward_of_classes",
+    "nll_of_classes",
+    "softmax_of_classes",
+]
 
 aten = torch.ops.aten
 MEAN, TOTAL = 1, 2
@@ -68,6 +73,33 @@ def softmax_of_classes(
         return found.to(dtype)
 
     return backward if "backward" in call.name else forward
+
+
+def logsumexp_of_classes(
+    spec: DTensorSpec, dims: Set[int], result: DTensorSpec | None
+) -> Callable[..., Any] | None:
+    """Return what runs in the place of logsumexp; None if it runs itself."""
+    assert result is not None
+    axes = [cut.axis for dim in dims for cut in spec.cuts(dim)]
+    if not axes:
+        return None
+    dtype = result.meta.dtype
+
+    def forward(values: torch.Tensor, _: Any, keepdim: bool = False) -> torch.Tensor:
+        values, reduced = _wide(values), tuple(dims)
+        shape = [1 if dim in dims else size for dim, size in enumerate(values.shape)]
+        empty = not all(values.shape[dim] for dim in dims)
+        highest = values.new_full(shape, -math.inf) if empty else values.amax(reduced, keepdim=True)
+        for axis in axes:
+            spec.mesh.get_group(axis).all_reduce(highest, ReduceOp.MAX)
+        highest = torch.where(highest.isinf(), 0, highest)
+        total = (values - highest).exp().sum(reduced, keepdim=True)
+        for axis in axes:
+            spec.mesh.get_group(axis).all_reduce(total, ReduceOp.SUM)
+        found = (total.log() + highest).to(dtype)
+        return found if keepdim else found.squeeze(reduced)
+
+    return forward
 
 
 def _own(

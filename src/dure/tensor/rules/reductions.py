@@ -213,7 +213,6 @@ def _both(call: OpCall) -> list[Strategy]:
     aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default,
     aten.median.dim, aten.nanmedian.dim, aten.kthvalue.default, aten.mode.default,
     aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction,
-    aten.logsumexp.default,
     local=zeros_where_empty,
 )  # fmt: skip
 def _all_at_once(call: OpCall) -> list[Strategy]:

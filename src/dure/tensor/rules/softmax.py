@@ -20,12 +20,13 @@ from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
 from dure.tensor.redistribute import redistribute
 from dure.tensor.registry import rule
 from dure.tensor.rules.class_sharded import (
+    logsumexp_of_classes,
     nll_backward_of_classes,
     nll_of_classes,
     softmax_of_classes,
 )
 from dure.tensor.rules.pointwise import aligned
-from dure.tensor.rules.reductions import cuts_through
+from dure.tensor.rules.reductions import cuts_through, reduced_dims, reduction, zeros_where_empty
 from dure.tensor.spec import DTensorSpec
 
 aten = torch.ops.aten
@@ -60,6 +61,20 @@ def _softmax(call: OpCall) -> list[Strategy]:
 def _softmax_backward(call: OpCall) -> list[Strategy]:
     found = [Strategy((cut, cut), (cut,)) for cut in cuts_through(call.operands[0])]
     return found + [Strategy((term, R), (term,)) for term in LINEAR]
+
+
+def _logsumexp_local(
+    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
+) -> Callable[..., Any] | None:
+    divided = logsumexp_of_classes(operands[0], reduced_dims(call), results[0])
+    return divided or zeros_where_empty(call, operands, results)
+
+
+@rule(aten.logsumexp.default, local=_logsumexp_local)
+def _logsumexp(call: OpCall) -> list[Strategy]:
+    spec, dims = call.operands[0], reduced_dims(call)
+    cuts = [] if spec.meta.dtype.is_complex else cuts_through(spec)
+    return reduction(call, None) + [Strategy((cut,), (R,)) for cut in cuts if cut.dim in dims]
 
 
 # ---- losses that are pointwise before they are reduced -------------------------------------------
