@@ -185,6 +185,40 @@ def test_ranks_that_mean_different_tensors_learn_both_lines() -> None:
     run_ranks(2, body)
 
 
+UNLIKE: dict[str, Callable[[int, Any], Any]] = {
+    "other shapes": lambda rank, mesh: zeros(4 + 2 * rank, device_mesh=mesh, placements=ROWS),
+    "other uneven shapes": lambda rank, mesh: zeros(5 + rank, device_mesh=mesh, placements=ROWS),
+    "unequal parts": lambda rank, mesh: DTensor.from_local(torch.ones(2 + rank, 3), mesh, ROWS),
+    "unequal terms": lambda rank, mesh: DTensor.from_local(torch.ones(2 + rank, 3), mesh, TERMS),
+    "other reductions": lambda rank, mesh: DTensor.from_local(
+        torch.ones(2), mesh, [Partial("max" if rank else "sum")]
+    ),
+    "other placements": lambda rank, mesh: DTensor.from_local(
+        torch.ones(2, 2), mesh, TERMS if rank else ROWS
+    ),
+    "other dtypes": lambda rank, mesh: DTensor.from_local(
+        torch.ones(2, dtype=torch.float64 if rank else torch.float32), mesh, ROWS
+    ),
+    "other operators": lambda rank, mesh: rows(mesh).sum(0) if rank else rows(mesh).sum(1),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_ranks_that_differ_learn_it_at_the_first_call_that_communicates(name: str) -> None:
+    def body(rank: int) -> None:
+        x = UNLIKE[name](rank, line("tp"))
+        with pytest.raises(Desync) as caught:
+            x.full_tensor()
+        assert sorted(caught.value.calls) == [0, 1]
+        for text in caught.value.calls.values():
+            assert re.search(r"test_dtensor_refused.py:\d+", text), text
+        (note,) = caught.value.__notes__
+        assert f"redistributed {x.spec} to" in note
+        assert "run_check=True" in note
+
+    run_ranks(2, body)
+
+
 def test_checked_parts_that_fit_are_taken_and_copies_are_made_equal() -> None:
     def body(rank: int) -> None:
         mesh = line()

@@ -185,6 +185,26 @@ def test_results_may_be_under_way():
     run_ranks(2, body)
 
 
+def test_values_and_gradients_may_move_in_other_dtypes():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        whole = torch.tensor([1.0, 1.0 + 2**-12, 3.0, 257.0])  # bfloat16 has 8 bits of them
+        x = made(mesh, whole, [S0]).requires_grad_()
+        y = x.redistribute(placements=[R], forward_dtype=torch.bfloat16)
+        assert y.dtype == y.to_local(grad_placements=[R]).dtype == torch.bfloat16
+        assert y.to_local(grad_placements=[R]).tolist() == [1.0, 1.0, 3.0, 256.0]
+        (grad,) = torch.autograd.grad(y, x, made(mesh, torch.full((4,), 3.0).bfloat16(), [R]))
+        assert grad.dtype == torch.float32
+        assert grad.full_tensor().tolist() == [3.0] * 4
+        z = x.redistribute(placements=[R], backward_dtype=torch.bfloat16)
+        assert torch.equal(z.to_local(grad_placements=[R]), whole)
+        (grad,) = torch.autograd.grad(z, x, made(mesh, whole, [R]))
+        assert grad.dtype == torch.float32
+        assert grad.full_tensor().tolist() == [1.0, 1.0, 3.0, 256.0]
+
+    run_ranks(2, body)
+
+
 def test_what_does_not_fit_is_refused():
     def body(rank):
         mesh = init_device_mesh("cpu", (2,))

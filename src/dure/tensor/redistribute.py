@@ -31,7 +31,7 @@ from dure.comm import differentiable as maps
 from dure.comm.group import ProcessGroup
 from dure.comm.ops import ReduceOp
 from dure.comm.pending import pending
-from dure.errors import InternalError, PlacementError
+from dure.errors import Desync, InternalError, PlacementError
 from dure.tensor.placement_types import (
     Partial,
     Placement,
@@ -285,8 +285,15 @@ def redistribute(
     if source is target or source.coordinate is None:
         return local
     steps = plan_of(source, target).steps
-    for number, step in enumerate(steps):
-        local = _run(step, local, async_op and number == len(steps) - 1)
+    try:
+        for number, step in enumerate(steps):
+            local = _run(step, local, async_op and number == len(steps) - 1)
+    except Desync as error:
+        error.add_note(
+            f"This rank redistributed {source} to {target}. If the ranks mean different tensors, "
+            "DTensor.from_local(..., run_check=True) says which."
+        )
+        raise
     return local
 
 
