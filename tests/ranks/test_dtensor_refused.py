@@ -67,7 +67,7 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "placements that are none": (
         lambda: distribute_tensor(X, line(), ["S(0)"]),  # pyright: ignore
         PlacementError,
-        ["one placement for each mesh axis", "S(0)"],
+        ["Shard, Replicate or Partial", "'S(0)'"],
     ),
     "factories": (
         lambda: zeros(4, device_mesh=line(), placements=COLUMNS),

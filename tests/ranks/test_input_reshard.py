@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from dure.errors import ShapeError
 from dure.mesh import init_device_mesh
 from dure.tensor import DTensor, Replicate, distribute_module
 from dure.tensor.debug import CommDebugMode
@@ -111,8 +112,10 @@ def test_an_error_within_ends_the_keeping():
         mesh = init_device_mesh("cpu", (2,))
         layer = parallelize_module(nn.Linear(4, 4), mesh, ColwiseParallel())
         input_reshard(layer, mesh, 0)
-        with pytest.raises(RuntimeError):
-            layer(torch.ones(2, 3))
+        with pytest.raises(TypeError):
+            layer(torch.ones(2, 4), 3)  # within forward
+        with pytest.raises(ShapeError):
+            layer(torch.ones(2, 3))  # in the style's hook, which comes first
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
     run_ranks(2, body)

@@ -45,7 +45,8 @@ def input_reshard(
         saving[-1].__enter__()
 
     def after(_: nn.Module, inputs: object, output: object) -> None:
-        saving.pop().__exit__()
+        if saving:  # else a hook before `before` raised
+            saving.pop().__exit__()
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after, always_call=True)
