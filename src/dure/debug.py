@@ -47,8 +47,8 @@ def check_replicas(
         All ranks of the group.
 
     Cost:
-        One all_gather of 8 bytes a parameter, and one pass over this rank's parameters (SHA-1: 1.3
-        GB/s and core).
+        One all_gather of 8 bytes and some 12 us a parameter, and a pass over this rank's parameters
+        at about 1 GB/s (SHA-1).
     """
     pg = resolve(group, "check_replicas")
     named = [*model.named_parameters(), *model.named_buffers()]
