@@ -17,6 +17,7 @@ import dure as dist
 from dure.errors import MeshError, ShapeError, UsageError
 from dure.mesh import init_device_mesh
 from dure.tensor.context_parallel import (
+    _block_of,
     context_parallel,
     context_parallel_batch,
     context_parallel_unshard,
@@ -31,6 +32,18 @@ def test_a_rank_has_an_early_and_a_late_chunk():
     assert positions_of(8, 2, 1).tolist() == [2, 3, 4, 5]
     with pytest.raises(ShapeError):
         positions_of(6, 2, 0)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_causal_attention_is_the_same_work_on_all_ranks(n):
+    """Half of all pairs of positions, with the own ones counted in full: 2 n + 2 of 4 n squares."""
+    for rank in range(n):
+        squares = 0
+        for owner in range(n):
+            part = _block_of(rank, owner, 2, True)
+            squares += len(range(2)[part.queries]) * len(range(2)[part.keys])
+            assert part.causal == (owner == rank)
+        assert squares == 2 * n + 2
 
 
 def whole_qkv(heads, groups, length, dtype):

@@ -44,31 +44,25 @@ def layer_within(
     layers = [m for m in module.modules() if isinstance(m, kinds)]
     if not layers:
         return None
-    layer = module if module in layers else max(layers, key=lambda m: _weight(m).numel())
-    pairs = [m for m in layers if m is not layer]
-    holders = (module, *layers, *(m for m in module.modules() if _is_container(m)))
+    sizes = [m.get_parameter("weight").numel() for m in layers]
+    layer = module if module in layers else layers[sizes.index(max(sizes))]
     more = [
         (owner, name)
         for owner in module.modules()
         for name, _ in owner.named_parameters(recurse=False)
         if owner is not layer or name not in _OWN
     ]
-    fits = _lead_through(layer, pairs) and all(owner in holders for owner, _ in more)
+    fits = _lead_through(layer, [m for m in layers if m is not layer]) and all(
+        owner in (module, *layers) or isinstance(owner, (nn.ParameterDict, nn.ParameterList))
+        for owner, _ in more
+    )
     return (layer, more) if fits and (more or layer is module) else None
-
-
-def _weight(layer: nn.Module) -> torch.Tensor:
-    return layer.get_parameter("weight")
-
-
-def _is_container(module: nn.Module) -> bool:
-    return isinstance(module, (nn.ParameterDict, nn.ParameterList))
 
 
 def _lead_through(layer: nn.Module, pairs: list[nn.Module]) -> bool:
     """Tell whether Linears are pairs from the layer's input over fewer features to its output."""
-    size_out, size_in = _weight(layer).shape
-    shapes = [_weight(m).shape for m in pairs if isinstance(m, nn.Linear)]
+    size_out, size_in = layer.get_parameter("weight").shape
+    shapes = [m.weight.shape for m in pairs if isinstance(m, nn.Linear)]
     low = min(size_out, size_in)
     down = sorted(rank for rank, into in shapes if into == size_in and rank < low)
     up = sorted(rank for out, rank in shapes if out == size_out and rank < low)
