@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dure.errors import PlacementError, UsageError
 from dure.tensor import DTensor, Partial, Placement, Replicate, Shard, init_device_mesh
@@ -198,3 +200,84 @@ def test_averages_of_models_follow_them() -> None:
         torch.testing.assert_close(seen.full_tensor(), WEIGHT * 0.75)
 
     run_ranks(4, body)
+
+
+# ---- updates on the parts ------------------------------------------------------------------------
+
+
+class _Counting(TorchDispatchMode):
+    """Counts operators that are given DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(t, DTensor) for t in pytree.tree_leaves((args, kwargs))):
+            self.seen.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("name", "form"), FORMS)
+def test_a_step_updates_the_parts_at_once(name: str, form: str) -> None:
+    options: dict[str, Any] = {"fused": True} if form == "fused" else {"foreach": form == "foreach"}
+    if name == "SGD":
+        options["momentum"] = 0.9
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        weights = [nn.Parameter(placed(WEIGHT * n, mesh, Shard(0))) for n in (1, 2, 3)]
+        optimizer = getattr(torch.optim, name)(weights, lr=0.1, **options)
+        for weight in weights:
+            weight.grad = placed(torch.cos(WEIGHT), mesh, Shard(0))
+        optimizer.step()
+        with _Counting() as counting:
+            optimizer.step()
+        assert not counting.seen
+        for weight in weights:
+            for state in optimizer.state[weight].values():
+                if isinstance(state, torch.Tensor) and state.ndim:
+                    assert isinstance(state, DTensor) and state.placements == (Shard(0),)
+                    assert state.shape == weight.shape
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("form", ["loop", "foreach", "fused"])
+def test_a_step_between_forward_and_backward_is_noticed(form: str) -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        options = {"fused": True} if form == "fused" else {"foreach": form == "foreach"}
+        weight = nn.Parameter(placed(WEIGHT, mesh, Shard(0)))
+        flat = weight.detach().view(3, 8)  # rows of 4 made rows of 8: moved, a copy
+        optimizer = torch.optim.AdamW([weight], lr=0.1, **options)  # pyright: ignore
+        weight.grad = placed(WEIGHT, mesh, Shard(0))
+        loss = (weight * weight).sum()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        with pytest.raises(PlacementError, match="view that is a copy"):
+            _ = flat + 1
+        moments = optimizer.state[weight]["exp_avg"]
+        before = moments._version
+        optimizer.step()
+        assert moments._version > before
+
+    run_ranks(2, body)
+
+
+def test_what_does_not_lie_alike_goes_operator_by_operator() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        ours = [nn.Parameter(placed(WEIGHT, mesh, Shard(0))) for _ in range(2)]
+        theirs = nn.Parameter(WEIGHT.clone())
+        ours[0].grad = placed(torch.cos(WEIGHT), mesh, Shard(1))
+        ours[1].grad = placed(torch.cos(WEIGHT), mesh, Shard(0))
+        theirs.grad = torch.cos(WEIGHT)
+        for parameters in (ours, [theirs]):
+            torch.optim.AdamW(parameters, lr=0.1, foreach=True).step()
+        for one in ours:
+            assert one.placements == (Shard(0),)
+            torch.testing.assert_close(one.full_tensor(), theirs)
+
+    run_ranks(2, body)

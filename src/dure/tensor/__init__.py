@@ -11,7 +11,7 @@ import sys
 
 from dure import mesh
 from dure.mesh import DeviceMesh, init_device_mesh
-from dure.tensor import debug, experimental, random, rules
+from dure.tensor import debug, experimental, random, rules, updates
 from dure.tensor.clipping import clip_grad_norm_
 from dure.tensor.distribute import distribute_module, distribute_tensor
 from dure.tensor.dtensor import DTensor, safe_globals
@@ -44,7 +44,7 @@ __all__ = [
     "zeros",
 ]
 
-_REGISTERED = rules, random
+_REGISTERED = rules, random, updates
 """Imported for what they register."""
 
 sys.modules[f"{__name__}.device_mesh"] = mesh  # torch's path

@@ -6,7 +6,7 @@ lists included. Rules name placements for operands and for results by these numb
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -15,9 +15,10 @@ import torch
 
 from dure.tensor.spec import DTensorSpec, TensorMeta
 
-__all__ = ["Op", "OpCall", "Place", "Strategy", "fill", "schema_of"]
+__all__ = ["DIRECT", "Op", "OpCall", "Place", "Strategy", "direct", "fill", "schema_of"]
 
 Op = torch._ops.OpOverload  # pyright: ignore[reportPrivateUsage]
+aten = torch.ops.aten
 Place = tuple[int | str, int | None]
 """Where an operand stands: number or name of its argument, and its number in that list, or None."""
 
@@ -32,6 +33,7 @@ class Schema:
         mutated: Names of arguments that it writes.
         is_view: Whether a result shares memory with an argument that is not written.
         returned: For each result the name of the argument that it is, None for a new one.
+        kinds: Type of each result, such as "Tensor" or "List[Tensor]".
     """
 
     names: tuple[str, ...]
@@ -39,6 +41,7 @@ class Schema:
     mutated: frozenset[str]
     is_view: bool
     returned: tuple[str | None, ...]
+    kinds: tuple[str, ...]
 
 
 @cache
@@ -64,7 +67,36 @@ def schema_of(op: Op) -> Schema:
             else None
             for info in returned
         ),
+        kinds=tuple(str(r.type) for r in schema.returns),
     )
+
+
+DIRECT: dict[Op, Callable[..., Any]] = {
+    aten.add.Tensor: torch.add,
+    aten.addmm.default: torch.addmm,
+    aten.bmm.default: torch.bmm,
+    aten.clone.default: torch.clone,
+    aten.detach.default: torch.detach,
+    aten.div.Tensor: torch.div,
+    aten.expand.default: torch.Tensor.expand,
+    aten.mm.default: torch.mm,
+    aten.mul.Tensor: torch.mul,
+    aten.native_layer_norm.default: torch.native_layer_norm,
+    aten.relu.default: torch.relu,
+    aten.sub.Tensor: torch.sub,
+    aten.sum.default: torch.sum,
+    aten.sum.dim_IntList: torch.sum,
+    aten.t.default: torch.t,
+    aten.transpose.int: torch.transpose,
+    aten.unsqueeze.default: torch.unsqueeze,
+    aten.view.default: torch.Tensor.view,
+}
+"""Functions of torch that call just this operator, half a microsecond sooner."""
+
+
+def direct(op: Op) -> Callable[..., Any]:
+    """Return the quickest way to call an operator on plain tensors."""
+    return DIRECT.get(op, op._op)  # pyright: ignore[reportPrivateUsage]
 
 
 @dataclass(slots=True)

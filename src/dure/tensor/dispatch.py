@@ -3,7 +3,8 @@
 The first call of an operator with certain specs asks the rules (*miss*): which placements its
 operands must have, and which its results get. The answer is kept as a `Plan` under the operator,
 the specs and the other arguments; every later call of that kind (*hit*) costs one dictionary
-look-up besides the operator on the parts and the wrapping of its result.
+look-up besides the operator on the parts and the wrapping of its result. A hit is run by the
+extension `_hits` (csrc/dispatch/hits.cpp), or, where that is not there, by `dispatch` itself.
 
 What has no rule is decomposed; what has no decomposition is computed by every rank on whole
 tensors, with one warning that names the operator. An operator that draws random numbers, writes its
@@ -23,14 +24,17 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dure.comm.untraced import untraced_below
 from dure.errors import CommError, MeshError, PlacementError, UsageError
 from dure.tensor import state
-from dure.tensor.call import Op, OpCall, Place, Strategy, fill, schema_of
+from dure.tensor.call import Op, OpCall, Place, Strategy, direct, fill, schema_of
 from dure.tensor.expand import choose, written
+from dure.tensor.holders import has_its_part_alone, is_shared, unseen_among
 from dure.tensor.placement_types import Replicate
 from dure.tensor.redistribute import redistribute
 from dure.tensor.registry import Rule, ViewRule, by_value, rule_of
@@ -42,17 +46,18 @@ if TYPE_CHECKING:
 __all__ = [
     "Plan",
     "bind",
+    "check_copy",
     "decomposition_of",
     "dispatch",
     "forget_plans",
     "has_own_way",
     "list_operator",
+    "plans",
     "special",
-    "unseen_among",
 ]
 
 _MOST_PLANS = 1 << 16
-_plans: dict[Any, Plan] = {}
+plans: dict[Any, Plan] = {}
 _special: dict[Op, Callable[..., Any]] = {}
 """Operators that are run in a way of their own: called with (op, args, kwargs)."""
 _lists: dict[Op, Callable[..., Any]] = {}
@@ -86,7 +91,7 @@ def special(*ops: Op) -> Callable[..., Any]:
 
 def forget_plans() -> None:
     """Ask the rules anew for every kind of call: a rule has changed."""
-    _plans.clear()
+    plans.clear()
 
 
 def list_operator(*ops: Op) -> Callable[..., Any]:
@@ -114,9 +119,10 @@ class Plan:
         moves: For each operand its spec and the one that it must have, None if it has it.
         local: Runs in the operator's place, on the parts.
         outputs: The spec of each result, None for what is no tensor.
-        output: The spec of the only result, if nothing is moved or written, every operand is an
-            argument by itself, and the rank is in the mesh.
-        written: The same, of an operator that writes: the number of the argument that it returns.
+        output: The spec of the only result, or those of several, if nothing is moved or written,
+            every operand is an argument by itself, and the rank is in the mesh.
+        written: Of an operator that writes, with one result: the number of the argument that it
+            returns.
         returns: For each result where the argument stands that it is; None for new ones.
         is_view: Whether results ought to share memory with the first operand.
     """
@@ -125,12 +131,13 @@ class Plan:
     moves: tuple[tuple[DTensorSpec, DTensorSpec] | None, ...]
     local: Callable[..., Any]
     outputs: tuple[DTensorSpec | None, ...]
-    output: DTensorSpec | None
+    output: DTensorSpec | tuple[DTensorSpec | None, ...] | None
     written: int | None
     returns: tuple[Place | None, ...]
     is_view: bool
 
 
+@untraced_below
 def dispatch(
     op: Op,
     args: tuple[Any, ...],
@@ -150,22 +157,17 @@ def dispatch(
     copied = False
     key: list[Any] = [op]
     for arg in args:
-        kind = type(arg)
-        if kind is dtensor:
+        if type(arg) is dtensor:
             key.append(arg.spec)
             if arg.copied_at is not None:
                 copied = True
-        elif kind is float:
-            key.append(arg if op in by_value else kind)
         else:
-            key.append(_key_of(arg, kind))
+            key.append(_key_of(op, arg))
     if kwargs:
         for name, arg in kwargs.items():
-            kind = type(arg)
-            key.append(name)
-            key.append(kind if kind is float and op not in by_value else _key_of(arg, kind))
+            key += name, _key_of(op, arg)
     try:
-        plan = _plans.get(tuple(key))
+        plan = plans.get(tuple(key))
     except TypeError:
         plan = None
     if (
@@ -176,32 +178,39 @@ def dispatch(
     if copied:
         _check_copies(op, *_operands(args, kwargs or {}))
         return _run(plan, args, kwargs or {})
-    if plan.output is not None:
-        values = [a.part if type(a) is dtensor else a for a in args]
-        return _wrap(plan.local(*values, **kwargs) if kwargs else plan.local(*values), plan.output)
-    if plan.written is not None:
-        plan.local(*[a.part if type(a) is dtensor else a for a in args], **kwargs or {})
-        return args[plan.written]
-    return _run(plan, args, kwargs or {})
+    output, returned = plan.output, plan.written
+    if output is None and returned is None:
+        return _run(plan, args, kwargs or {})
+    values = [a.part if type(a) is dtensor else a for a in args]
+    result = plan.local(*values, **kwargs) if kwargs else plan.local(*values)
+    if output is None:
+        assert returned is not None
+        return args[returned]
+    if isinstance(output, tuple):
+        pairs = zip(result, output, strict=True)
+        return tuple([r if s is None or r is None else _wrap(r, s) for r, s in pairs])
+    return _wrap(result, output)
 
 
-def _key_of(arg: Any, kind: type) -> Any:
+def _key_of(op: Op, arg: Any) -> Any:
     """Return what stands for an argument in a key.
 
-    Plain tensors, and views that are copies, have a key that hits never.
+    Of floats the kind, since rules do not look at them, unless they say so. Plain tensors, and
+    views that are copies, have a key that hits never.
     """
+    kind = type(arg)
+    if kind is int or arg is None:
+        return arg
+    if kind is float:
+        return (kind, arg) if op in by_value else kind
     if kind is _DTensor:
         return arg.spec if arg.copied_at is None else []
     if kind is list or kind is tuple:
-        return tuple([_key_of(a, type(a)) for a in arg])
+        return tuple([_key_of(op, a) for a in arg])
     return (kind, arg.shape, []) if isinstance(arg, torch.Tensor) else (kind, arg)
 
 
 # ---- the first call of a kind --------------------------------------------------------------------
-
-
-_REFERENCES = 3
-"""To a tensor that only C++ code has: its own, that in `args`, and getrefcount's argument."""
 
 
 def _miss(
@@ -241,24 +250,12 @@ def _miss(
         if not _moves_unseen(call, args, strategies, unseen):
             raise
         return dispatch(op, args, kwargs)
-    if len(_plans) >= _MOST_PLANS:
-        _plans.clear()
+    if len(plans) >= _MOST_PLANS:
+        plans.clear()
     if not _depends_on_default_dtype(call):
         with suppress(TypeError):
-            _plans[tuple(key)] = plan
+            plans[tuple(key)] = plan
     return _run(plan, args, kwargs)
-
-
-def unseen_among(args: tuple[Any, ...]) -> frozenset[Place]:
-    """Return where tensors stand that no program has: torch's C++ code made them."""
-    count, found = sys.getrefcount, list[Place]()
-    for where in range(len(args)):
-        if type(args[where]) in (list, tuple):
-            inside = range(len(args[where]))
-            found += [(where, i) for i in inside if count(args[where][i]) <= _REFERENCES]
-        elif count(args[where]) <= _REFERENCES:
-            found.append((where, None))
-    return frozenset(found)
 
 
 def _depends_on_values(call: OpCall) -> bool:
@@ -345,7 +342,7 @@ def _without_plain(
         name = schema_of(op).names[where] if isinstance(where, int) else where
         exact = not (tensor.is_floating_point() or tensor.is_complex())
         small = tensor.numel() == 1 or exact or _is_mask(tensor)
-        own = small and (where, inside) in unseen and not _is_shared(tensor)
+        own = small and (where, inside) in unseen and not is_shared(tensor)
         constant = (backward or own) and name not in mutated and not tensor.requires_grad
         if tensor.ndim == 0 or implicit or constant:
             mesh = specs[0].mesh
@@ -475,8 +472,9 @@ def _moves_unseen(
 ) -> bool:
     """Move what an operator writes, if only torch's C++ code has it; tell whether it was moved.
 
-    A tensor that a program holds, or that shares its memory with another one, is not moved: the
-    program would find it with other placements, or the other would not be written.
+    A tensor that a program holds, or whose part it holds, or that shares its memory with another
+    one, is not moved: the program would find it with other placements, or the other would not be
+    written. Moving keeps the value, so who else reads the tensor, such as autograd, reads the same.
     """
     numbers = written(call)
     for number in numbers:
@@ -484,7 +482,7 @@ def _moves_unseen(
         if (
             inside is not None
             or (where, None) not in unseen
-            or _is_shared(_at((args, {}), (where, None)).part)
+            or not has_its_part_alone(_at((args, {}), (where, None)))
         ):
             return False
     placements, _ = choose(call, strategies, movable=True)
@@ -493,13 +491,6 @@ def _moves_unseen(
         target = tensor.spec.with_placements(placements[number])
         tensor.part, tensor.spec = redistribute(tensor.part, tensor.spec, target), target
     return bool(numbers)
-
-
-def _is_shared(part: torch.Tensor) -> bool:
-    """Tell whether another tensor shares this one's memory."""
-    storage = part.untyped_storage()
-    uses: int = torch._C._storage_Use_Count(storage._cdata)  # pyright: ignore
-    return uses > 2  # the tensor's and this function's
 
 
 def _results(call: OpCall) -> tuple[TensorMeta | None, ...]:
@@ -540,20 +531,28 @@ def _plan(call: OpCall, found: Rule | ViewRule) -> Plan:
     )
     schema = schema_of(call.op)
     moved, inside = any(moves), mesh.get_coordinate() is not None
-    simple = not moved and inside and len(outputs) == 1
-    alone = simple and all(i is None and isinstance(w, int) for w, i in call.places)
+    alone = not moved and inside and all(i is None and isinstance(w, int) for w, i in call.places)
+    alone = alone and all(kind == "Tensor" for kind in schema.kinds)
     returned = tuple(_place_of(call, name) for name in schema.returned)
-    written = returned[0][0] if alone and returned[0] is not None else None
+    written = returned[0][0] if alone and len(returned) == 1 and returned[0] is not None else None
+    output = None if schema.mutated or not alone else outputs
+    if output is not None and len(output) < 2:
+        output = next(iter(output), None)
     return Plan(
         places=call.places,
         moves=moves,
-        local=(local or call.op) if inside else _nothing(len(outputs)),
+        local=_untraced(local or direct(call.op)) if inside else _nothing(len(outputs)),
         outputs=outputs,
-        output=outputs[0] if alone and not schema.mutated else None,
+        output=output,
         written=written if isinstance(written, int) else None,
         returns=returned,
         is_view=schema.is_view,
     )
+
+
+def _untraced(local: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep the compiler out of a function, which is not always called by one that it skips."""
+    return untraced_below(local) if isinstance(local, FunctionType) else local
 
 
 def _place_of(call: OpCall, name: str | None) -> Place | None:
@@ -578,11 +577,10 @@ def _run(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values.append(local if move is None else redistribute(local, *move))
     filled, named = fill(args, kwargs, plan.places, values)
     result = plan.local(*filled, **named)
-    sources = (args, kwargs)
-    return _wrapped(plan, result, sources, values)
+    return _wrapped(plan, result, (args, kwargs))
 
 
-def _wrapped(plan: Plan, result: Any, sources: tuple[Any, Any], values: Sequence[Any]) -> Any:
+def _wrapped(plan: Plan, result: Any, sources: tuple[Any, Any]) -> Any:
     """Return the results as DTensors; what the operator wrote, as the arguments that they are."""
     if len(plan.returns) == 1 and plan.returns[0] is not None:
         return _at(sources, plan.returns[0])
@@ -706,7 +704,7 @@ def _replicated(
     returns = tuple(_place_of(call, name) for name in schema.returned)
     moves = tuple(None if s.is_replicated() else (s, s) for s in call.operands)
     plan = Plan(call.places, moves, op, tuple(outputs), None, None, returns, schema.is_view)
-    return _wrapped(plan, result, (args, kwargs), values)
+    return _wrapped(plan, result, (args, kwargs))
 
 
 def _lying_as(part: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:

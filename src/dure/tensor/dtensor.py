@@ -35,14 +35,21 @@ from dure.tensor.placement_types import (
     StridedShard,
 )
 from dure.tensor.redistribute import Move, plan_of, redistribute
+from dure.tensor.registry import by_value
 from dure.tensor.spec import DTensorSpec, TensorMeta, as_placements, spec_of
 from dure.trace.ring import call_site
 
-__all__ = ["DTensor", "mesh_or_current", "part_of"]
+try:
+    from dure.tensor import _hits as native  # pyright: ignore[reportMissingModuleSource]
+except ImportError:  # not built here: the same in Python, slower
+    native = None
+
+__all__ = ["DTensor", "mesh_or_current", "native", "part_of", "parts_of", "wrap"]
 
 _make = torch.Tensor._make_wrapper_subclass  # pyright: ignore
 _in_inference = torch.is_inference_mode_enabled
 _grad: Any = torch.Tensor.grad  # pyright: ignore
+_get_grad = _grad.__get__
 _data: Any = torch.Tensor.data  # pyright: ignore
 
 
@@ -95,7 +102,11 @@ class DTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operator on the parts (dispatch.py). Any: what the operator takes and gives."""
+        """Run an operator on the parts (dispatch.py). Any: what the operator takes and gives.
+
+        Where the extension is there it stands in this function's place, and calls `dispatch` for
+        what is no hit.
+        """
         return dispatch.dispatch(func, args, kwargs)
 
     # ---------------------------------------------------------------- in and out
@@ -306,7 +317,7 @@ class DTensor(torch.Tensor):
         Collective:
             The first read after backward, where autograd left terms: all ranks of the mesh.
         """
-        grad = _grad.__get__(self)
+        grad = _get_grad(self)
         if type(grad) is DTensor and grad.spec.partial:
             spec = grad.spec
             placements = tuple(
@@ -398,11 +409,11 @@ class DTensor(torch.Tensor):
         return made
 
 
-def wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+def _wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """Return a DTensor over a part that needs no gradient."""
     if _in_inference():  # torch cannot make a view of an ordinary wrapper one of inference
         with torch.inference_mode(False):
-            return wrap(local, spec)
+            return _wrap(local, spec)
     meta = spec.meta
     made = _make(DTensor, meta.shape, strides=meta.stride, dtype=meta.dtype, device=local.device)
     made.part = local
@@ -411,7 +422,61 @@ def wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return made
 
 
+def _parts(
+    tensors: Sequence[torch.Tensor | None], specs: list[DTensorSpec | None]
+) -> list[Any] | None:
+    """Return the part of each tensor that lies as its spec says; None where one does not.
+
+    Where the spec is None, what is no DTensor is returned as it is. Views that are copies are none.
+    """
+    found: list[Any] = []
+    for tensor, spec in zip(tensors, specs, strict=True):
+        if type(tensor) is DTensor and tensor.spec is spec and tensor.copied_at is None:
+            found.append(tensor.part)
+        elif spec is None and type(tensor) is not DTensor:
+            found.append(tensor)
+        else:
+            return None
+    return found
+
+
+wrap = _wrap if native is None else native.wrap
+parts_of = _parts if native is None else native.parts
 dispatch.bind(DTensor, wrap)
+_slow_dispatch = DTensor.__dict__["__torch_dispatch__"]
+
+
+def use_native(on: bool) -> None:
+    """Let the extension dispatch operators, or Python; tests compare the two."""
+    DTensor.__torch_dispatch__ = (  # pyright: ignore[reportAttributeAccessIssue]
+        classmethod(native.dispatch) if on and native is not None else _slow_dispatch
+    )
+
+
+if native is not None:
+    native.bind(
+        dtensor=DTensor,
+        tensor=torch.Tensor,
+        spec=DTensorSpec,
+        meta=TensorMeta,
+        plan=dispatch.Plan,
+        plans=dispatch.plans,
+        by_value=by_value,
+        make=_make,
+        in_inference=_in_inference,
+        strided=torch.strided,
+        grad=_grad,
+        slow_dispatch=dispatch.dispatch,
+        slow_wrap=_wrap,
+        slow_grad=DTensor._read_grad,  # pyright: ignore[reportPrivateUsage]
+    )
+    DTensor.grad = property(  # pyright: ignore
+        native.read_grad,
+        DTensor._set_grad,  # pyright: ignore[reportPrivateUsage]
+        DTensor._delete_grad,  # pyright: ignore[reportPrivateUsage]
+        DTensor._read_grad.__doc__,  # pyright: ignore[reportPrivateUsage]
+    )
+    use_native(True)
 
 
 def part_of(tensor: DTensor, grads: tuple[Placement, ...] | None = None) -> torch.Tensor:

@@ -17,8 +17,9 @@ from dure import trace
 from dure.comm.queries import get_rank
 from dure.comm.untraced import untraced_below
 from dure.tensor import recording
-from dure.tensor.dispatch import dispatch, has_own_way, unseen_among
+from dure.tensor.dispatch import dispatch, has_own_way
 from dure.tensor.dtensor import DTensor
+from dure.tensor.holders import unseen_among
 from dure.tensor.redistribute import Step
 from dure.tensor.registry import rule_of
 from dure.tensor.spec import DTensorSpec

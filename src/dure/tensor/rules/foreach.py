@@ -21,7 +21,7 @@ from dure.mesh import DeviceMesh
 from dure.tensor import state
 from dure.tensor.call import Op, schema_of
 from dure.tensor.dispatch import check_copy, list_operator
-from dure.tensor.dtensor import DTensor, wrap
+from dure.tensor.dtensor import DTensor, parts_of, wrap
 from dure.tensor.placement_types import Placement, Replicate, Shard, StridedShard
 from dure.tensor.redistribute import redistribute
 from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
@@ -61,7 +61,6 @@ _LINEAR_IN_PLACE = frozenset(
 def _elementwise(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     places = [(n, a) for n, a in (*enumerate(args), *kwargs.items()) if _is_list(a)]
     first: Sequence[torch.Tensor] = places[0][1]
-    _check_copies(op, places)
     specs = [t.spec if type(t) is DTensor else None for t in first]
     terms = [i for i, s in enumerate(specs) if s is not None and s.partial]
     if terms:
@@ -72,15 +71,16 @@ def _elementwise(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     filled, named = list(args), dict(kwargs)
     for where, tensors in places:
         holder: Any = filled if isinstance(where, int) else named
-        if tensors is first and result_specs is specs:
-            holder[where] = [t.part if type(t) is DTensor else t for t in tensors]
-            continue
-        holder[where] = [
-            tensor.part  # pyright: ignore[reportAttributeAccessIssue]
-            if type(tensor) is DTensor and tensor.spec is spec
-            else _fitting(op, tensor, spec)
-            for tensor, spec in zip(tensors, result_specs, strict=True)
-        ]
+        parts = parts_of(tensors, result_specs)
+        if parts is None:
+            _check_copies(op, [(where, tensors)])
+            parts = [
+                tensor.part
+                if type(tensor) is DTensor and tensor.spec is spec
+                else _fitting(op, tensor, spec)
+                for tensor, spec in zip(tensors, result_specs, strict=True)
+            ]
+        holder[where] = parts
     for where, arg in (*enumerate(args), *kwargs.items()):
         if isinstance(arg, torch.Tensor):
             holder = filled if isinstance(where, int) else named

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dure.errors import PlacementError
-from dure.tensor.call import Op, OpCall, Strategy
+from dure.tensor.call import Op, OpCall, Strategy, direct
 from dure.tensor.dispatch import dispatch, special
 from dure.tensor.dtensor import wrap
 from dure.tensor.placement_types import Partial, Placement, Replicate, Shard, StridedShard
@@ -153,7 +153,7 @@ def _sized_local(
     """Give the operator the size of this rank's part in place of the whole's."""
     result = results[0]
     assert result is not None
-    shape, op = result.local_shape, call.op
+    shape, op = result.local_shape, direct(call.op)
     return lambda tensor, size, *args, **kwargs: op(tensor, shape, *args, **kwargs)
 
 

@@ -1,0 +1,19 @@
+"""The extension csrc/dispatch/hits.cpp: a hit of DTensor's dispatch. There where it was built."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dure.tensor.dtensor import DTensor
+from dure.tensor.spec import DTensorSpec
+
+def bind(**parts: Any) -> None: ...
+def dispatch(
+    cls: type[DTensor], func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+) -> Any: ...
+def wrap(local: torch.Tensor, spec: DTensorSpec, /) -> DTensor: ...
+def parts(
+    tensors: Sequence[torch.Tensor | None], specs: list[DTensorSpec | None], /
+) -> list[Any] | None: ...
+def read_grad(of: DTensor, /) -> torch.Tensor | None: ...
