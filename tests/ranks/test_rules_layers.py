@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from dure.errors import PlacementError
 from dure.tensor import Partial, Replicate, Shard, init_device_mesh
+from dure.tensor.debug import CommDebugMode
 from dure.testing import run_ranks
 from ranks.rule_checks import check, made, placed
 
@@ -162,3 +163,20 @@ def test_what_is_no_row_and_no_class_raises():
 
 def test_a_loss_of_integers_is_a_float_on_a_rank_without_any():
     check(F.mse_loss, torch.tensor([1, 2, 3, 5, 8]), torch.ones(5), meshes=[(4,)])
+
+
+@pytest.mark.parametrize("cuts", [(Shard(0), Shard(1)), (Shard(1), Shard(0)), (Shard(1), Shard(1))])
+def test_a_linear_of_rows_cut_twice_sends_nothing(cuts):
+    """Rows are flattened to a strided cut, which goes through products, and unflattened again."""
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2, 2))
+        x = made(mesh, random(4, 8, 3), cuts)
+        weight = made(mesh, torch.ones(5, 3, dtype=torch.float64, requires_grad=True), [R, R])
+        with CommDebugMode() as mode:
+            y = F.gelu(F.linear(x, weight, weight.sum(1)))
+            (y * y).sum().backward()
+        assert mode.get_total_counts() == 0
+        assert y.placements == x.grad.placements == cuts
+
+    run_ranks(4, body)

@@ -246,7 +246,7 @@ def _miss(
     try:
         plan = _plan(call, found)
     except PlacementError:
-        strategies = found.strategies(call) if isinstance(found, Rule) else []
+        strategies = found.options(call) if isinstance(found, Rule) else []
         if not _moves_unseen(call, args, strategies, unseen):
             raise
         return dispatch(op, args, kwargs)
@@ -514,7 +514,7 @@ def _plan(call: OpCall, found: Rule | ViewRule) -> Plan:
         before, after = found.placements(call)
         wanted, given = (tuple(before),), (tuple(after),) * len(call.outputs)
     else:
-        wanted, given = choose(call, found.strategies(call))
+        wanted, given = choose(call, found.options(call))
     targets = [
         spec.with_placements(placements)
         for spec, placements in zip(call.operands, wanted, strict=True)
@@ -695,7 +695,6 @@ def _replicated(
         redistribute(_at((args, kwargs), place).part, spec, spec.with_placements(whole))
         for place, spec in zip(call.places, call.operands, strict=True)
     ]
-    values = [_lying_as(v, spec) for v, spec in zip(values, call.operands, strict=True)]
     filled, named = fill(args, kwargs, call.places, values)
     result = op(*filled, **named)
     outputs = [
@@ -705,14 +704,6 @@ def _replicated(
     moves = tuple(None if s.is_replicated() else (s, s) for s in call.operands)
     plan = Plan(call.places, moves, op, tuple(outputs), None, None, returns, schema.is_view)
     return _wrapped(plan, result, (args, kwargs))
-
-
-def _lying_as(part: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """Return a gathered part with the strides of the whole, which some operators look at."""
-    meta = spec.meta
-    if spec.is_replicated() or part.stride() == meta.stride or 0 in meta.stride:
-        return part
-    return torch.empty_like(meta.empty(), device=part.device).copy_(part)
 
 
 def _written_by_another(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

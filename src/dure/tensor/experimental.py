@@ -215,7 +215,7 @@ def register_sharding(op: Op | list[Op]) -> Callable[..., Any]:
             found = strategies_of(*call.args, **call.kwargs)
             return [_strategy(call, list(outputs), list(inputs)) for outputs, inputs in found]
 
-        rule(*ops)(strategies)
+        rule(*ops, contiguous=True)(strategies)
         dispatch.forget_plans()
         return strategies_of
 

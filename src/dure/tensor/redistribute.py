@@ -273,6 +273,9 @@ def redistribute(
 ) -> torch.Tensor:
     """Return this rank's part after a redistribution; `local` itself where nothing is to be done.
 
+    Where the whole is no row-major tensor but, say, a transposed one, so is what is returned: views
+    of the result are then views of the parts.
+
     Args:
         local: This rank's part before.
         source, target: Specs of the same tensor, on one mesh.
@@ -284,6 +287,12 @@ def redistribute(
     """
     if source is target or source.coordinate is None:
         return local
+    order = source.order
+    if order is not None:
+        moved = redistribute(
+            local.permute(order), source.permuted(order), target.permuted(order), async_op
+        )
+        return moved.permute([order.index(dim) for dim in range(len(order))])
     steps = plan_of(source, target).steps
     try:
         for number, step in enumerate(steps):

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from dure.tensor.call import Op, OpCall, Strategy
+from dure.tensor.placement_types import Placement, Shard, StridedShard
 from dure.tensor.spec import DTensorSpec
 
 __all__ = [
@@ -49,10 +50,37 @@ MakeLocal = Callable[[OpCall, Sequence[DTensorSpec], Sequence[DTensorSpec | None
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The rule of an operator."""
+    """The rule of an operator.
+
+    Attributes:
+        strategies: Returns what is legal on one axis.
+        local: See the head of this file.
+        contiguous: Whether what is said of cuts holds for consecutive parts only. Else it holds
+            for `StridedShard` as well: dimensions that are cut together have one size.
+    """
 
     strategies: Callable[[OpCall], list[Strategy]]
     local: MakeLocal | None = None
+    contiguous: bool = False
+
+    def options(self, call: OpCall) -> list[Strategy]:
+        """Return what is legal on one axis, with the strided cuts that the operands have."""
+        found = self.strategies(call)
+        placements = [p for spec in call.operands for p in spec.placements]
+        strided = [p.split_factor for p in placements if isinstance(p, StridedShard)]
+        if not strided or self.contiguous:
+            return found
+        cut = [s for s in found if any(isinstance(p, Shard) for p in (*s.inputs, *s.outputs))]
+        return found + [_strided(s, factor) for factor in dict.fromkeys(strided) for s in cut]
+
+
+def _strided(strategy: Strategy, factor: int) -> Strategy:
+    """Return a strategy with strided cuts in the place of its cuts."""
+
+    def one(p: Placement) -> Placement:
+        return StridedShard(p.dim, split_factor=factor) if isinstance(p, Shard) else p
+
+    return Strategy(tuple(map(one, strategy.inputs)), tuple(map(one, strategy.outputs)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +101,12 @@ by_value: set[Op] = set()
 """Operators whose rule looks at the value of a float; those of others decide nothing."""
 
 
-def rule(*ops: Op, local: MakeLocal | None = None) -> Callable[..., Any]:
-    """Register the decorated function as the rule of these operators."""
+def rule(*ops: Op, local: MakeLocal | None = None, contiguous: bool = False) -> Callable[..., Any]:
+    """Register the decorated function as the rule of these operators; see `Rule`."""
 
     def register(strategies: Callable[[OpCall], list[Strategy]]) -> Any:
         for op in ops:
-            _rules[op] = Rule(strategies, local)
+            _rules[op] = Rule(strategies, local, contiguous)
         return strategies
 
     return register

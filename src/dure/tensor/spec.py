@@ -12,7 +12,7 @@ Specs are interned: equal ones are the same object, so that caches compare them 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -115,7 +115,7 @@ def _slice_runs(runs: list[tuple[int, int]], begin: int, length: int) -> list[tu
 class DTensorSpec:
     """What is known of a DTensor without its values. Made by `spec_of`, never changed."""
 
-    __slots__ = ("_local_shape", "coordinate", "mesh", "meta", "partial", "placements")
+    __slots__ = ("_local_shape", "coordinate", "mesh", "meta", "order", "partial", "placements")
 
     def __init__(
         self, mesh: DeviceMesh, placements: tuple[Placement, ...], meta: TensorMeta
@@ -123,6 +123,7 @@ class DTensorSpec:
         self.mesh, self.placements, self.meta = mesh, placements, meta
         self.coordinate = mesh.get_coordinate()
         self.partial = any(placement.is_partial() for placement in placements)
+        self.order = _memory_order(meta)
         self._local_shape: torch.Size | None = None
 
     @property
@@ -180,6 +181,17 @@ class DTensorSpec:
         """Return the spec of the same tensor with other placements."""
         return spec_of(self.mesh, tuple(placements), self.meta)
 
+    def permuted(self, order: Sequence[int]) -> DTensorSpec:
+        """Return the spec of the tensor with its dimensions in another order."""
+        meta = self.meta
+        placements = [
+            replace(p, dim=order.index(p.dim)) if isinstance(p, Shard) else p
+            for p in self.placements
+        ]
+        shape = torch.Size([meta.shape[dim] for dim in order])
+        stride = tuple(meta.stride[dim] for dim in order)
+        return spec_of(self.mesh, tuple(placements), TensorMeta(shape, stride, meta.dtype))
+
     def is_replicated(self) -> bool:
         """Tell whether each rank has the whole."""
         return all(placement.is_replicate() for placement in self.placements)
@@ -205,6 +217,16 @@ class DTensorSpec:
 
     def __deepcopy__(self, memo: object) -> DTensorSpec:
         return self
+
+
+def _memory_order(meta: TensorMeta) -> tuple[int, ...] | None:
+    """Return the dimensions by their strides, largest first; None for a row-major tensor."""
+    shape, stride = meta.shape, meta.stride
+    if 0 in shape or 0 in stride:
+        return None
+    order = sorted(range(len(shape)), key=lambda d: -stride[d] if shape[d] > 1 else 0)
+    long = [dim for dim in order if shape[dim] > 1]
+    return None if long == sorted(long) else tuple(order)
 
 
 _specs: dict[tuple[int, tuple[Placement, ...], TensorMeta], DTensorSpec] = {}

@@ -90,7 +90,7 @@ def _triangle_local(
     return lambda tensor, diagonal=0: op(tensor, diagonal + row - column)
 
 
-@rule(aten.tril.default, aten.triu.default, local=_triangle_local)
+@rule(aten.tril.default, aten.triu.default, local=_triangle_local, contiguous=True)
 def _triangle(call: OpCall) -> list[Strategy]:
     return kept(call, range(call.operands[0].ndim)) + terms_of(call, LINEAR)
 

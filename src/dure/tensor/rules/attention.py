@@ -53,7 +53,10 @@ def _scores_shape(call: OpCall) -> tuple[int, ...]:
     return (*query.shape[:3], key.shape[2])
 
 
-@rule(aten._scaled_dot_product_flash_attention_for_cpu.default, local=zeros_where_empty)
+@rule(
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    local=zeros_where_empty, contiguous=True,
+)  # fmt: skip
 def _attention(call: OpCall) -> list[Strategy]:
     found: list[Strategy] = []
     for dim, alike in _ways(call):
@@ -64,7 +67,10 @@ def _attention(call: OpCall) -> list[Strategy]:
     return found
 
 
-@rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, local=zeros_where_empty)
+@rule(
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    local=zeros_where_empty, contiguous=True,
+)  # fmt: skip
 def _attention_backward(call: OpCall) -> list[Strategy]:
     found: list[Strategy] = []
     for dim, alike in _ways(call):

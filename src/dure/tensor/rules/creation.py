@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dure.tensor.call import OpCall, Strategy
-from dure.tensor.placement_types import Replicate, Shard, StridedShard
+from dure.tensor.placement_types import Replicate, Shard
 from dure.tensor.registry import rule
 from dure.tensor.spec import DTensorSpec
 
@@ -26,8 +26,7 @@ def _alike(call: OpCall) -> list[Strategy]:
     given = dict.fromkeys(spec.placements)
     if spec.shape != result.shape:
         return [Strategy((p,), (R,)) for p in given]
-    cuts = [*map(Shard, range(spec.ndim)), *(p for p in given if isinstance(p, StridedShard))]
-    found = [Strategy((cut,), (cut,)) for cut in cuts]
+    found = [Strategy((cut,), (cut,)) for cut in map(Shard, range(spec.ndim))]
     return found + [Strategy((p,), (R,)) for p in given if p.is_partial()]
 
 

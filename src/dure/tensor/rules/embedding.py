@@ -55,7 +55,7 @@ def _lookup_local(
     return lookup
 
 
-@rule(aten.embedding.default, local=_lookup_local)
+@rule(aten.embedding.default, local=_lookup_local, contiguous=True)
 def _embedding(call: OpCall) -> list[Strategy]:
     indices = call.operands[1]
     last = indices.ndim

@@ -19,30 +19,17 @@ import torch
 from dure.tensor.call import Op, OpCall, Strategy
 from dure.tensor.dispatch import special
 from dure.tensor.dtensor import DTensor
-from dure.tensor.placement_types import Partial, Placement, Replicate, Shard, StridedShard
+from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
 from dure.tensor.redistribute import redistribute
 from dure.tensor.registry import by_value, rule, zeros_where_empty
 from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
 
-__all__ = ["cuts_through", "reduced_dims", "reduction", "shifted"]
+__all__ = ["reduced_dims", "reduction"]
 
 aten = torch.ops.aten
 R = Replicate()
 SUM, AVG = Partial("sum"), Partial("avg")
 MIN, MAX, PRODUCT = Partial("min"), Partial("max"), Partial("product")
-
-
-def cuts_through(spec: DTensorSpec) -> list[Shard]:
-    """Return the ways in which an axis may cut a tensor: each dimension, and as it is cut now."""
-    strided = [p for p in dict.fromkeys(spec.placements) if isinstance(p, StridedShard)]
-    return [*map(Shard, range(spec.ndim)), *strided]
-
-
-def shifted(placement: Shard, dim: int) -> Shard:
-    """Return the same cut through another dimension."""
-    if isinstance(placement, StridedShard):
-        return StridedShard(dim, split_factor=placement.split_factor)
-    return Shard(dim)
 
 
 _NONE_WHEN_EMPTY = {aten.any.dims, aten.all.dims}
@@ -73,13 +60,13 @@ def reduction(
     spec, count, dims = call.operands[0], len(call.outputs), reduced_dims(call)
     keeps = bool(call.has("keepdim") and call.arg("keepdim"))
     found: list[Strategy] = []
-    for cut in cuts_through(spec):
-        if cut.dim in dims:
+    for dim in range(spec.ndim):
+        if dim in dims:
             if terms is not None:
-                found.append(Strategy((cut,), tuple(terms)))
+                found.append(Strategy((Shard(dim),), tuple(terms)))
             continue
-        there = cut.dim if keeps else cut.dim - sum(d < cut.dim for d in dims)
-        found.append(Strategy((cut,), (shifted(cut, there),) * count))
+        there = dim if keeps else dim - sum(d < dim for d in dims)
+        found.append(Strategy((Shard(dim),), (Shard(there),) * count))
     return found + [Strategy((term,), (term,) * count) for term in linear]
 
 

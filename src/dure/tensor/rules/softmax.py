@@ -26,7 +26,7 @@ from dure.tensor.rules.class_sharded import (
     softmax_of_classes,
 )
 from dure.tensor.rules.pointwise import aligned
-from dure.tensor.rules.reductions import cuts_through, reduced_dims, reduction, zeros_where_empty
+from dure.tensor.rules.reductions import reduced_dims, reduction, zeros_where_empty
 from dure.tensor.spec import DTensorSpec
 
 aten = torch.ops.aten
@@ -40,7 +40,7 @@ NONE, MEAN, TOTAL = 0, 1, 2
 def _other_dims(call: OpCall) -> list[Strategy]:
     spec = call.operands[0]
     dim = call.arg("dim") % max(spec.ndim, 1)
-    cuts = [cut for cut in cuts_through(spec) if cut.dim != dim]
+    cuts = [Shard(d) for d in range(spec.ndim) if d != dim]
     return [Strategy((cut,) * len(call.operands), (cut,)) for cut in cuts]
 
 
@@ -51,7 +51,7 @@ def _safe_softmax(call: OpCall) -> list[Strategy]:
 
 @rule(aten._softmax.default, aten._log_softmax.default, local=softmax_of_classes)
 def _softmax(call: OpCall) -> list[Strategy]:
-    return [Strategy((cut,), (cut,)) for cut in cuts_through(call.operands[0])]
+    return [Strategy((cut,), (cut,)) for cut in map(Shard, range(call.operands[0].ndim))]
 
 
 @rule(
@@ -59,7 +59,8 @@ def _softmax(call: OpCall) -> list[Strategy]:
     local=softmax_of_classes,
 )  # fmt: skip
 def _softmax_backward(call: OpCall) -> list[Strategy]:
-    found = [Strategy((cut, cut), (cut,)) for cut in cuts_through(call.operands[0])]
+    cuts = map(Shard, range(call.operands[0].ndim))
+    found = [Strategy((cut, cut), (cut,)) for cut in cuts]
     return found + [Strategy((term, R), (term,)) for term in LINEAR]
 
 
@@ -73,8 +74,8 @@ def _logsumexp_local(
 @rule(aten.logsumexp.default, local=_logsumexp_local)
 def _logsumexp(call: OpCall) -> list[Strategy]:
     spec, dims = call.operands[0], reduced_dims(call)
-    cuts = [] if spec.meta.dtype.is_complex else cuts_through(spec)
-    return reduction(call, None) + [Strategy((cut,), (R,)) for cut in cuts if cut.dim in dims]
+    cuts = [] if spec.meta.dtype.is_complex else map(Shard, dims)
+    return reduction(call, None) + [Strategy((cut,), (R,)) for cut in cuts]
 
 
 # ---- losses that are pointwise before they are reduced -------------------------------------------
@@ -195,7 +196,10 @@ def _nll_local(
     return forward
 
 
-@rule(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, local=_nll_local)
+@rule(
+    aten.nll_loss_forward.default, aten.nll_loss2d_forward.default,
+    local=_nll_local, contiguous=True,
+)  # fmt: skip
 def _nll(call: OpCall) -> list[Strategy]:
     weights = (R,) * (len(call.operands) - 2)
     reduction = call.arg("reduction")
@@ -209,7 +213,7 @@ def _nll(call: OpCall) -> list[Strategy]:
 
 @rule(
     aten.nll_loss_backward.default, aten.nll_loss2d_backward.default,
-    local=nll_backward_of_classes,
+    local=nll_backward_of_classes, contiguous=True,
 )  # fmt: skip
 def _nll_backward(call: OpCall) -> list[Strategy]:
     rest = (R,) * (len(call.operands) - 3)

@@ -62,24 +62,21 @@ def _marked(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @special(aten.as_strided.default)
 def _of_memory(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """View memory: a whole part's own if it lies as torch takes it to, else that of a dense copy.
+    """View memory, of a gathered copy as of a whole part.
 
-    Of a view whose parts lie otherwise, it is not known what is beside it in memory.
+    What is beside a view in memory, a copy of it does not have.
     """
     tensor, spec = args[0], args[0].spec
     whole = spec.with_placements((R,) * spec.mesh.ndim)
-    part = redistribute(tensor.part, spec, whole)
-    moved = part.stride() != spec.meta.stride or not spec.is_replicated()
-    if moved:
-        dense = torch.empty(spec.shape).stride() == spec.meta.stride
-        if not dense or (tensor._is_view() and (*args[3:], *kwargs.values()) not in ((), (None,))):
-            raise PlacementError(
-                "as_strided looks at the memory of a tensor whose parts lie otherwise",
-                op=str(op),
-                seen=str(spec),
-                fix="clone() it, contiguous, or redistribute() it to Replicate() first.",
-            )
-        part = part.contiguous()
+    part, moved = redistribute(tensor.part, spec, whole), not spec.is_replicated()
+    beside = moved and tensor._is_view() and (*args[3:], *kwargs.values()) not in ((), (None,))
+    if beside or part.stride() != spec.meta.stride:
+        raise PlacementError(
+            "as_strided looks at the memory of a tensor whose parts lie otherwise",
+            op=str(op),
+            seen=str(spec),
+            fix="clone() it, contiguous, or redistribute() it to Replicate() first.",
+        )
     made = op(part, *args[1:], **kwargs)
     result = wrap(made, spec_of(spec.mesh, whole.placements, TensorMeta.of(made)))
     result.copied_at = tensor._version if moved else tensor.copied_at
