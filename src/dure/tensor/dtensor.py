@@ -44,7 +44,16 @@ try:
 except ImportError:  # not built here: the same in Python, slower
     native = None
 
-__all__ = ["DTensor", "mesh_or_current", "native", "part_of", "parts_of", "wrap"]
+__all__ = [
+    "DTensor",
+    "from_part",
+    "mesh_or_current",
+    "native",
+    "part_of",
+    "parts_of",
+    "to_target",
+    "wrap",
+]
 
 _make = torch.Tensor._make_wrapper_subclass  # pyright: ignore
 _in_inference = torch.is_inference_mode_enabled
@@ -168,9 +177,7 @@ class DTensor(torch.Tensor):
             )
         if run_check:
             local_tensor = check_parts(local_tensor, spec)
-        if not (local_tensor.requires_grad and torch.is_grad_enabled()):
-            return wrap(local_tensor.detach(), spec)
-        return _FromLocal.apply(local_tensor, spec, grads)  # pyright: ignore
+        return from_part(local_tensor, spec, grads)
 
     @untraced_below
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -264,8 +271,7 @@ class DTensor(torch.Tensor):
                     seen=f"{spec} to {list(target.placements)}",
                     fix="DTensor.from_local(t, mesh, [Partial()]) makes one of terms.",
                 )
-        dtypes = forward_dtype, backward_dtype
-        return _Redistribute.apply(self, target, async_op, *dtypes)  # pyright: ignore
+        return to_target(self, target, async_op, forward_dtype, backward_dtype)
 
     # ---------------------------------------------------------------- what it is
 
@@ -479,6 +485,30 @@ if native is not None:
     use_native(True)
 
 
+@untraced_below
+def from_part(
+    local: torch.Tensor, spec: DTensorSpec, grads: tuple[Placement, ...] | None = None
+) -> DTensor:
+    """Wrap a part for autograd, as `DTensor.from_local` does, whose checks were made."""
+    if not (local.requires_grad and torch.is_grad_enabled()):
+        return wrap(local.detach(), spec)
+    return _FromLocal.apply(local, spec, grads)  # pyright: ignore
+
+
+@untraced_below
+def to_target(
+    tensor: DTensor,
+    target: DTensorSpec,
+    async_op: bool = False,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> DTensor:
+    """Move for autograd, as `DTensor.redistribute` does, whose checks were made."""
+    dispatch.check_copy("redistribute", tensor)
+    dtypes = forward_dtype, backward_dtype
+    return _Redistribute.apply(tensor, target, async_op, *dtypes)  # pyright: ignore
+
+
 def part_of(tensor: DTensor, grads: tuple[Placement, ...] | None = None) -> torch.Tensor:
     """Return a rank's part to autograd, as `DTensor.to_local` does, but say nothing."""
     if not (tensor.requires_grad and torch.is_grad_enabled()):
@@ -549,6 +579,8 @@ def _whole(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement
 
 def _gradient_of(spec: DTensorSpec) -> DTensorSpec:
     """Return where the gradient of such a tensor belongs: terms have a gradient that is whole."""
+    if not spec.partial:
+        return spec
     placements = [Replicate() if p.is_partial() else p for p in spec.placements]
     return spec.with_placements(placements)
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -33,9 +34,10 @@ from torch import nn
 from dure.errors import PlacementError, ShapeError, UsageError
 from dure.mesh import DeviceMesh
 from dure.tensor.distribute import distribute_tensor
-from dure.tensor.dtensor import DTensor, part_of
+from dure.tensor.dtensor import DTensor, from_part, part_of, to_target
 from dure.tensor.parallel.adapters import Around, layer_within, placement_like
 from dure.tensor.placement_types import Placement, Replicate, Shard
+from dure.tensor.spec import DTensorSpec
 
 __all__ = [
     "ColwiseParallel",
@@ -86,10 +88,11 @@ def moved(
         features: Size of the whole tensor's last dimension, which ranks may not divide.
     """
     if not isinstance(tensor, DTensor):
-        tensor = _from_part(tensor, mesh, given, features)
-    if wanted is None or tensor.placements == (_positive(wanted, tensor.ndim),):
+        tensor = from_part(tensor, _spec_of_part(tensor, mesh, given, features))
+    if wanted is None:
         return tensor
-    return tensor.redistribute(placements=[wanted])
+    target = _target(tensor.spec, wanted)
+    return tensor if target is tensor.spec else to_target(tensor, target)
 
 
 class _Shared:
@@ -141,15 +144,36 @@ def share_inputs(module: nn.Module) -> None:
     module.register_forward_hook(_end, always_call=True)
 
 
-def _from_part(
-    tensor: torch.Tensor, mesh: DeviceMesh, given: Placement, features: int | None
-) -> DTensor:
-    """Return a DTensor of this rank's part."""
-    if features is None or _positive(given, tensor.ndim) != Shard(tensor.ndim - 1):
-        return DTensor.from_local(tensor, mesh, [given])
-    shape = torch.Size([*tensor.shape[:-1], features])
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(tensor, mesh, [given], shape=shape, stride=stride)
+_specs: dict[tuple[object, ...], DTensorSpec] = {}
+_MOST_SPECS = 1 << 12
+
+
+def _spec_of_part(
+    part: torch.Tensor, mesh: DeviceMesh, given: Placement, features: int | None
+) -> DTensorSpec:
+    """Return the spec of a tensor of which this rank has a part.
+
+    Raises:
+        ShapeError: The whole has not this number of features.
+    """
+    # The mesh by its number: equal meshes of ranks that are threads are not the same.
+    key = (part.shape, part.stride(), part.dtype, mesh.number, given, features)
+    spec = _specs.get(key)
+    if spec is None:
+        if len(_specs) >= _MOST_SPECS:
+            _specs.clear()
+        shape = stride = None
+        if features is not None and _positive(given, part.ndim) == Shard(part.ndim - 1):
+            shape = torch.Size([*part.shape[:-1], features])
+            stride = torch.empty(shape, device="meta").stride()
+        made = DTensor.from_local(part.detach(), mesh, [given], shape=shape, stride=stride)
+        spec = _specs[key] = made.spec
+    return spec
+
+
+@lru_cache(maxsize=1 << 12)
+def _target(spec: DTensorSpec, wanted: Placement) -> DTensorSpec:
+    return spec.with_placements([_positive(wanted, spec.ndim)])
 
 
 def _positive(placement: Placement, ndim: int) -> Placement:
