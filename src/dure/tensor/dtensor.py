@@ -209,10 +209,13 @@ class DTensor(torch.Tensor):
 
     @untraced_below
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Return the whole tensor, on every rank.
+        """Return the whole tensor, on every rank: a plain one, of this tensor's shape.
 
         Collective:
             All ranks of the mesh.
+
+        Cost:
+            An all_gather or all_reduce for each axis that cuts the tensor or has terms of it.
         """
         whole = (Replicate(),) * self.spec.mesh.ndim
         grads = None

@@ -32,7 +32,11 @@ def replicating() -> Iterator[None]:
 
 @contextmanager
 def strictly() -> Iterator[None]:
-    """Refuse operators that would be computed replicated, for the length of a `with` block."""
+    """Refuse operators that would be computed replicated, for the length of a `with` block.
+
+    Such an operator raises `PlacementError`, before anything is sent. In `parallelize_module` a
+    path of a plan that matches no module raises `UsageError`.
+    """
     token = strict.set(True)
     try:
         yield

@@ -300,6 +300,9 @@ class ColwiseParallel(_LayerParallel):
         input_layouts: What a plain input is a part under; replicated where None.
         output_layouts: What the output is brought to; sharded on the last dimension where None.
         use_local_output: Whether the output is this rank's part, a plain tensor.
+
+    Cost:
+        Forward none if the input is whole; backward an all_reduce of the input's gradient.
     """
 
     _cuts: ClassVar = {
@@ -320,6 +323,13 @@ class RowwiseParallel(_LayerParallel):
             for a Linear, replicated for an Embedding.
         output_layouts: What the output, terms of a sum, is brought to; replicated where None.
         use_local_output: Whether the output is this rank's part, a plain tensor.
+
+    Raises:
+        ShapeError: At the call: the input has not the layer's number of features.
+
+    Cost:
+        Forward an all_reduce of the output, or a reduce_scatter if it is brought to `Shard`;
+        backward none, or an all_gather.
     """
 
     _cuts: ClassVar = {
@@ -338,6 +348,9 @@ class SequenceParallel(ParallelStyle):
     Args:
         sequence_dim: The dimension of the sequence.
         use_local_output: Whether the output is this rank's part, a plain tensor.
+
+    Cost:
+        None; the parameters' gradients are terms, reduced when ``.grad`` is first read.
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
