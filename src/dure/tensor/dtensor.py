@@ -394,8 +394,7 @@ class DTensor(torch.Tensor):
     def __coerce_tangent_metadata__(self) -> DTensor:
         if not self.spec.has_partial():
             return self
-        whole = [Replicate() if p.is_partial() else p for p in self.spec.placements]
-        return self.redistribute(placements=whole)
+        return self.redistribute(placements=self.spec.without_terms().placements)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         dispatch.check_copy("pickle", self)
@@ -580,14 +579,6 @@ def _whole(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement
     return TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
 
 
-def _gradient_of(spec: DTensorSpec) -> DTensorSpec:
-    """Return where the gradient of such a tensor belongs: terms have a gradient that is whole."""
-    if not spec.partial:
-        return spec
-    placements = [Replicate() if p.is_partial() else p for p in spec.placements]
-    return spec.with_placements(placements)
-
-
 def _moved(grad: DTensor, placements: Sequence[Placement]) -> DTensor:
     """Return a gradient with other placements."""
     spec = grad.spec
@@ -605,7 +596,7 @@ class _FromLocal(torch.autograd.Function):
         spec: DTensorSpec,
         grads: tuple[Placement, ...] | None,
     ) -> DTensor:
-        ctx.placements = _gradient_of(spec).placements if grads is None else grads
+        ctx.placements = spec.without_terms().placements if grads is None else grads
         return wrap(local.view_as(local), spec)
 
     @staticmethod
@@ -620,7 +611,7 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, grads: tuple[Placement, ...] | None) -> torch.Tensor:
         spec = tensor.spec
-        ctx.spec = _gradient_of(spec) if grads is None else spec.with_placements(grads)
+        ctx.spec = spec.without_terms() if grads is None else spec.with_placements(grads)
         local = wait_tensor(tensor.part)
         return local.view_as(local)
 
@@ -629,8 +620,7 @@ class _ToLocal(torch.autograd.Function):
         (grad,) = grad_outputs
         spec = ctx.spec
         if grad.dtype != spec.meta.dtype:
-            meta = TensorMeta(spec.meta.shape, spec.meta.stride, grad.dtype)
-            spec = spec_of(spec.mesh, spec.placements, meta)
+            spec = spec.with_dtype(grad.dtype)
         return wrap(grad, spec), None
 
 
@@ -647,11 +637,11 @@ class _Redistribute(torch.autograd.Function):
         backward_dtype: torch.dtype | None,
     ) -> DTensor:
         spec, local = tensor.spec, tensor.part
-        ctx.placements = _gradient_of(spec).placements
+        ctx.placements = spec.without_terms().placements
         ctx.dtypes = local.dtype, backward_dtype
         if forward_dtype is not None and forward_dtype != local.dtype:
             local = local.to(forward_dtype)
-            spec, target = (_cast(s, forward_dtype) for s in (spec, target))
+            spec, target = (s.with_dtype(forward_dtype) for s in (spec, target))
         moved = redistribute(local, spec, target, async_op)
         if moved is not local and plan_of(spec, target).steps[-1].move is Move.SLICE:
             moved = moved.clone()  # a slice shares memory with the whole, which may be written
@@ -669,8 +659,3 @@ class _Redistribute(torch.autograd.Function):
         )
         grad = _moved(grad, placements)
         return (grad if grad.dtype == dtype else grad.to(dtype)), None, None, None, None
-
-
-def _cast(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    meta = TensorMeta(spec.meta.shape, spec.meta.stride, dtype)
-    return spec_of(spec.mesh, spec.placements, meta)

@@ -167,16 +167,6 @@ class DTensorSpec:
         assert at is not None
         return runs_of(self.shape[dim], self.cuts(dim), self.mesh.shape, at)
 
-    def is_even(self, dim: int) -> bool:
-        """Tell whether all ranks have equally many indices of a dimension."""
-        size = self.shape[dim]
-        for cut in self.cuts(dim):
-            parts = self.mesh.shape[cut.axis] * cut.runs
-            if size % parts:
-                return False
-            size //= self.mesh.shape[cut.axis]
-        return True
-
     def with_placements(self, placements: Sequence[Placement]) -> DTensorSpec:
         """Return the spec of the same tensor with other placements."""
         return spec_of(self.mesh, tuple(placements), self.meta)
@@ -191,6 +181,17 @@ class DTensorSpec:
         shape = torch.Size([meta.shape[dim] for dim in order])
         stride = tuple(meta.stride[dim] for dim in order)
         return spec_of(self.mesh, tuple(placements), TensorMeta(shape, stride, meta.dtype))
+
+    def with_dtype(self, dtype: torch.dtype) -> DTensorSpec:
+        """Return the spec of the same tensor with another dtype."""
+        meta = TensorMeta(self.meta.shape, self.meta.stride, dtype)
+        return spec_of(self.mesh, self.placements, meta)
+
+    def without_terms(self) -> DTensorSpec:
+        """Return the spec after terms are reduced, which is that of the gradient, too."""
+        if not self.partial:
+            return self
+        return self.with_placements([Replicate() if p.is_partial() else p for p in self.placements])
 
     def is_replicated(self) -> bool:
         """Tell whether each rank has the whole."""

@@ -67,7 +67,7 @@ def _elementwise(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _check_terms(op, specs, terms)
     result_specs = specs
     if terms and op not in _LINEAR_IN_PLACE:
-        result_specs = [s and _whole_terms(s) for s in specs]
+        result_specs = [s and s.without_terms() for s in specs]
     filled, named = list(args), dict(kwargs)
     for where, tensors in places:
         holder: Any = filled if isinstance(where, int) else named
@@ -117,8 +117,7 @@ def _wrapped(parts: Sequence[torch.Tensor], specs: Sequence[DTensorSpec | None])
     made: list[Any] = []
     for part, spec in zip(parts, specs, strict=True):
         if spec is not None and part.dtype != spec.meta.dtype:
-            meta = TensorMeta(spec.meta.shape, spec.meta.stride, part.dtype)
-            spec = spec_of(spec.mesh, spec.placements, meta)  # noqa: PLW2901
+            spec = spec.with_dtype(part.dtype)  # noqa: PLW2901
         made.append(part if spec is None else wrap(part, spec))
     return made
 
@@ -137,11 +136,6 @@ def _check_terms(op: Op, specs: Sequence[DTensorSpec | None], terms: Sequence[in
             seen=f"tensor {terms[0]} of the first list is {specs[terms[0]]}",
             fix="Redistribute it to Replicate() or Shard() first.",
         )
-
-
-def _whole_terms(spec: DTensorSpec) -> DTensorSpec:
-    """Return the spec after the terms are reduced."""
-    return spec.with_placements([Replicate() if p.is_partial() else p for p in spec.placements])
 
 
 def _fitting(op: Op, tensor: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
@@ -280,7 +274,7 @@ def _groups(tensors: Sequence[torch.Tensor]) -> dict[Any, list[tuple[int, torch.
             groups[None, tensor.device].append((number, tensor))
             continue
         check_copy("norm", tensor)
-        spec = _whole_terms(tensor.spec)
+        spec = tensor.spec.without_terms()
         part = redistribute(tensor.part, tensor.spec, spec)
         groups[_cut_axes(spec), part.device].append((number, part))
     return groups
