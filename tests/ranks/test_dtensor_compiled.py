@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
@@ -50,3 +51,26 @@ def test_a_compiled_module_trains_as_it_is() -> None:
 
     run_ranks(2, body)
     assert counters["stats"]["unique_graphs"] == 0  # nothing of DTensors was traced
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_compiled_step_of_an_optimizer_is_the_step(foreach: bool) -> None:
+    alone = nn.Parameter(X.clone())
+    alone.grad = X.clone()
+    expected = torch.optim.AdamW([alone], lr=0.1, foreach=foreach)
+
+    def body(rank: int) -> torch.Tensor:
+        mesh = init_device_mesh("cpu", (1,))
+        weight: Any = nn.Parameter(distribute_tensor(X.clone(), mesh, [Shard(0)]))
+        weight.grad = distribute_tensor(X.clone(), mesh, [Shard(0)])
+        optimizer = torch.optim.AdamW([weight], lr=0.1, foreach=foreach)
+        step = torch.compile(optimizer.step, backend="eager")
+        for _ in range(3):
+            step()
+        return weight.full_tensor().detach()
+
+    for _ in range(3):
+        expected.step()
+    (seen,) = run_ranks(1, body)
+    torch.testing.assert_close(seen, alone.detach())

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from dure.comm.untraced import untraced_below
 from dure.tensor.dtensor import DTensor, parts_of, wrap
 from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
 
@@ -43,23 +44,28 @@ def on_parts(update: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **options: Any) -> Any:
         if not args or DTensor not in {*map(type, args[0])} or torch.is_grad_enabled():
             return update(*args, **options)
-        count = sum(type(arg) is list for arg in args)
-        lists, rest = args[:count], args[count:]
-        specs: _Specs = [t.spec if type(t) is DTensor else None for t in args[0]]
-        parts = [_parts(given, specs) for given in lists]
-        scaled = options.get("grad_scale") is not None  # then gradients are written
-        beside = DTensor in {*map(type, rest), *map(type, options.values())}
-        if None in parts or scaled or beside or not all(map(_is_part, {*specs})):
-            return update(*args, **options)
-        result = update(*parts, *rest, **options)
-        written = [t for given in (lists[0], *lists[2:]) for t in given if type(t) is DTensor]
-        torch.autograd.graph.increment_version(written)
-        for given, now in zip(lists, parts, strict=True):
-            if type(None) in {*map(type, given)}:
-                given[:] = _with_new(given, now or [], specs)
-        return result
+        return _updated(update, args, options)
 
     return run
+
+
+@untraced_below
+def _updated(update: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    count = sum(type(arg) is list for arg in args)
+    lists, rest = args[:count], args[count:]
+    specs: _Specs = [t.spec if type(t) is DTensor else None for t in args[0]]
+    parts = [_parts(given, specs) for given in lists]
+    scaled = options.get("grad_scale") is not None  # then gradients are written
+    beside = DTensor in {*map(type, rest), *map(type, options.values())}
+    if None in parts or scaled or beside or not all(map(_is_part, {*specs})):
+        return update(*args, **options)
+    result = update(*parts, *rest, **options)
+    written = [t for given in (lists[0], *lists[2:]) for t in given if type(t) is DTensor]
+    torch.autograd.graph.increment_version(written)
+    for given, now in zip(lists, parts, strict=True):
+        if type(None) in {*map(type, given)}:
+            given[:] = _with_new(given, now or [], specs)
+    return result
 
 
 def _is_part(spec: DTensorSpec | None) -> bool:
