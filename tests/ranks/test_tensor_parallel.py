@@ -486,6 +486,28 @@ def test_one_input_of_three_layers_is_moved_once(plain):
     run_ranks(2, body)
 
 
+def test_a_part_that_is_written_between_layers_is_moved_anew():
+    layers = Three().double()
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).double()
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        style = ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate())
+        model = parallelize_module(copy.deepcopy(layers), mesh, {"[qkv]": style})
+        model.q.register_forward_hook(lambda *_: [given[0].to_local().zero_()].clear())
+        given = []
+        model.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]), prepend=True)
+        model.forward = lambda x: (model.q(x), model.k(x))
+        for quiet in (torch.no_grad, torch.inference_mode):
+            given.clear()
+            with quiet():
+                q, k = model(distribute_tensor(x, mesh, [Shard(0)]))
+            close(q, layers.q(x).detach())
+            close(k, layers.k(torch.zeros_like(x)).detach())
+
+    run_ranks(2, body)
+
+
 def test_what_layers_share_goes_when_the_module_has_run():
     def body(rank):
         mesh, seen = init_device_mesh("cpu", (2,)), []

@@ -109,14 +109,23 @@ class _Shared:
 
     def moved(self, tensor: torch.Tensor, *args: Any) -> DTensor:
         """Return what `moved` does, the same object for the same arguments."""
-        if tensor.is_inference():  # which counts no versions
-            return moved(tensor, *args)
-        made = (tensor._version, torch.is_grad_enabled(), *args)
-        result = self.result
-        if result is None or self.source is not tensor or self.made != (*made, result._version):
+        versions, result = _versions(tensor), self.result
+        made = (versions, torch.is_grad_enabled(), *args)
+        if (
+            result is None
+            or versions is None
+            or self.source is not tensor
+            or self.made != (*made, _versions(result))
+        ):
             result = moved(tensor, *args)
-            self.source, self.result, self.made = tensor, result, (*made, result._version)
+            self.source, self.result, self.made = tensor, result, (*made, _versions(result))
         return result
+
+
+def _versions(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Return how often a tensor and its part were written; None in inference: it is not counted."""
+    part = tensor.part if isinstance(tensor, DTensor) else tensor
+    return None if part.is_inference() else (tensor._version, part._version)
 
 
 class _Running(threading.local):
