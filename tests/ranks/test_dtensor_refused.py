@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import warnings
 from collections.abc import Callable
@@ -265,7 +266,7 @@ def test_what_is_read_is_the_value_of_the_whole() -> None:
 # ---- gradients that would be lost ----------------------------------------------------------------
 
 
-def test_to_local_says_at_the_call_what_gradient_it_assumes() -> None:
+def test_a_gradient_that_may_be_terms_is_told_at_the_line_of_to_local() -> None:
     def body(rank: int) -> list[str]:
         mesh = line("tp")
         whole, terms = (
@@ -274,25 +275,38 @@ def test_to_local_says_at_the_call_what_gradient_it_assumes() -> None:
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             if rank == 0:  # filters are those of the process, and so is who was told
+                assert whole.to_local().numel() == 3  # who reads learns nothing
                 for _ in range(2):
-                    whole.to_local()
-                terms.to_local()
-                whole.to_local(grad_placements=TERMS)
-                whole.full_tensor()
-                whole.sum().to_local()
-                whole.detach().to_local()
-                distribute_tensor(X, mesh, ROWS, src_data_rank=None).requires_grad_().to_local()
-                with torch.no_grad():
-                    whole.to_local()
-            return [f"{one.filename}: {one.message}" for one in seen]
+                    whole.to_local().sum().backward()
+                terms.to_local().sum().backward()
+                whole.to_local(grad_placements=WHOLE).sum().backward()
+                whole.full_tensor().sum().backward()
+                whole.sum().to_local().backward()
+                cut = distribute_tensor(X, mesh, ROWS, src_data_rank=None).requires_grad_()
+                cut.to_local().sum().backward()
+            return [f"{one.filename}:{one.lineno}: {one.message}" for one in seen]
 
+    lines, first = inspect.getsourcelines(body)
     told = run_ranks(2, body)[0]
     assert len(told) == 2
-    for text, where in zip(told, ("(R)", "(P(sum))"), strict=True):
+    for text, where, code in zip(told, ("(R)", "(P(sum))"), ("whole", "terms"), strict=True):
+        number = int(text.split(":")[1])
+        assert lines[number - first].strip() == f"{code}.to_local().sum().backward()"
         assert "test_dtensor_refused.py" in text
         assert f"float32[3] {where}" in text
         assert "same on all ranks of tp" in text
         assert "Partial() for these axes" in text
+
+
+def test_gradients_of_sums_of_parts_add_up() -> None:
+    def body(rank: int) -> None:
+        x = DTensor.from_local(torch.ones(3, 2), line(), ROWS).requires_grad_()
+        for _ in range(3):
+            x.to_local().sum().backward()  # a gradient whose elements are one in memory
+        grad: Any = x.grad
+        assert grad.to_local().tolist() == [[3, 3]] * 3
+
+    run_ranks(2, body)
 
 
 def test_a_gradient_of_terms_is_summed_where_that_is_said() -> None:

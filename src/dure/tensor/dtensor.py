@@ -189,8 +189,8 @@ class DTensor(torch.Tensor):
                 differently gets a gradient of terms: ``[Partial()]``.
 
         Warns:
-            UserWarning: Once for each line of a program: a tensor that ranks have copies or terms
-                of needs a gradient, and it is not said how that will lie.
+            UserWarning: Once for each line that calls, when the first gradient comes: ranks have
+                copies or terms of the tensor, and it was not said how its gradient lies.
 
         Cost:
             None; a moved tensor is waited for.
@@ -199,9 +199,7 @@ class DTensor(torch.Tensor):
         grads = None
         if grad_placements is not None:
             grads = as_placements(grad_placements, self.spec.mesh, self.ndim, "to_local")
-        elif self.requires_grad and torch.is_grad_enabled():
-            _tell_what_is_assumed(self.spec)
-        part = part_of(self, grads)
+        part = part_of(self, grads, asked=grad_placements is not None)
         if getattr(self, "_is_param", False):
             part = part.view_as(part)
             part._is_param = True  # pyright: ignore
@@ -511,34 +509,44 @@ def to_target(
     return _Redistribute.apply(tensor, target, async_op, *dtypes)  # pyright: ignore
 
 
-def part_of(tensor: DTensor, grads: tuple[Placement, ...] | None = None) -> torch.Tensor:
-    """Return a rank's part to autograd, as `DTensor.to_local` does, but say nothing."""
+def part_of(
+    tensor: DTensor, grads: tuple[Placement, ...] | None = None, asked: bool = True
+) -> torch.Tensor:
+    """Return a rank's part to autograd.
+
+    Args:
+        tensor: The tensor.
+        grads: How the gradient of the part lies; None: as the tensor, terms' being whole.
+        asked: Whether somebody knows that it does; else the program is told where it may not.
+    """
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return wait_tensor(tensor.part)
-    return _ToLocal.apply(tensor, grads)  # pyright: ignore
+    is_open = not asked and tensor.ndim and _open_axes(tensor.spec)
+    return _ToLocal.apply(tensor, grads, call_site() if is_open else None)  # pyright: ignore
+
+
+def _open_axes(spec: DTensorSpec) -> list[int]:
+    """Return the axes along which a part's gradient may be whole or terms."""
+    placed = enumerate(zip(spec.mesh.shape, spec.placements, strict=True))
+    return [axis for axis, (n, placement) in placed if n > 1 and not placement.is_shard()]
 
 
 _told: set[str] = set()
 """Lines of the program that were told what `to_local` assumes."""
 
 
-def _tell_what_is_assumed(spec: DTensorSpec) -> None:
-    """Warn, once for each line, where a gradient may be terms and is taken as whole."""
-    kept = [
-        axis
-        for axis, (n, placement) in enumerate(zip(spec.mesh.shape, spec.placements, strict=True))
-        if n > 1 and not placement.is_shard()
-    ]
-    if not kept or not spec.ndim or (site := call_site()) in _told:
+def _tell_what_was_assumed(spec: DTensorSpec, site: str) -> None:
+    """Warn, once for each line, that a gradient may be terms and is taken as whole."""
+    if site in _told:
         return
     _told.add(site)
     names = spec.mesh.mesh_dim_names
-    axes = " and ".join(names[axis] if names else f"axis {axis}" for axis in kept)
+    axes = " and ".join(names[axis] if names else f"axis {axis}" for axis in _open_axes(spec))
     file, _, line = site.rpartition(":")
     warnings.warn_explicit(
-        f"to_local() of {spec}: its gradient is taken to be the same on all ranks of {axes}. "
+        f"to_local() of {spec}: its gradient was taken to be the same on all ranks of {axes}. "
         "Where ranks use the part for different things, each has a term of the gradient, and the "
-        "sum would be lost: pass grad_placements, with Partial() for these axes; with Replicate() "
+        "sum is lost: pass grad_placements, with Partial() for these axes; with Replicate() "
         "where it is the same. (Said once for this line.)",
         UserWarning,
         file,
@@ -609,8 +617,11 @@ class _ToLocal(torch.autograd.Function):
     """Unwraps a part; its gradient becomes the DTensor's."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor, grads: tuple[Placement, ...] | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: DTensor, grads: tuple[Placement, ...] | None, site: str | None
+    ) -> torch.Tensor:
         spec = tensor.spec
+        ctx.source, ctx.site = spec, site
         ctx.spec = spec.without_terms() if grads is None else spec.with_placements(grads)
         local = wait_tensor(tensor.part)
         return local.view_as(local)
@@ -618,10 +629,14 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         (grad,) = grad_outputs
+        if ctx.site is not None:
+            _tell_what_was_assumed(ctx.source, ctx.site)
+        if 0 in grad.stride():  # of a sum: autograd will add to it, and sees the spec's strides
+            grad = grad.contiguous()
         spec = ctx.spec
         if grad.dtype != spec.meta.dtype:
             spec = spec.with_dtype(grad.dtype)
-        return wrap(grad, spec), None
+        return wrap(grad, spec), None, None
 
 
 class _Redistribute(torch.autograd.Function):
