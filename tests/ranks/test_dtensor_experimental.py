@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from dure.errors import MeshError, PlacementError, UsageError
-from dure.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from dure.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+    registry,
+)
 from dure.tensor.experimental import implicit_replication, local_map, register_sharding
 from dure.testing import CommRecorder, run_ranks
 
@@ -115,7 +123,9 @@ def test_what_does_not_fit_a_local_map_is_refused() -> None:
     run_ranks(2, body)
 
 
-def test_a_rule_of_the_users_own() -> None:
+def test_a_rule_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_rules", dict(registry._rules))  # what is registered here goes
+
     @torch.library.custom_op("duretest::twice_rows", mutates_args=())
     def twice_rows(x: torch.Tensor, row: torch.Tensor, n: int) -> torch.Tensor:
         return x * n + row
