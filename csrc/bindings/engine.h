@@ -61,11 +61,17 @@ class Engine {
         bool async;
     };
     nanobind::object plain_all_reduce(Place on, nanobind::handle tensor, nanobind::handle op);
+    nanobind::object plain_all_reduce_into(Place on, nanobind::handle output,
+                                           nanobind::handle input, nanobind::handle op);
     nanobind::object plain_broadcast(Place on, nanobind::handle tensor, nanobind::handle root);
     nanobind::object plain_all_gather(Place on, nanobind::handle output, nanobind::handle input);
     nanobind::object plain_reduce_scatter(Place on, nanobind::handle output, nanobind::handle input,
                                           nanobind::handle op);
     nanobind::object plain_all_to_all(Place on, nanobind::handle output, nanobind::handle input);
+    nanobind::object plain_all_to_all_cut(Place on, nanobind::handle output, nanobind::handle input,
+                                          nanobind::handle taken_rows, nanobind::handle given_rows);
+    nanobind::object plain_scatter_cut(Place on, nanobind::handle output, nanobind::handle input,
+                                       nanobind::handle source, nanobind::handle given_rows);
     nanobind::object plain_barrier(Place on);
     nanobind::object plain_send(nanobind::handle tensor, nanobind::handle to, nanobind::handle tag);
     nanobind::object plain_receive(nanobind::handle tensor, nanobind::handle from,

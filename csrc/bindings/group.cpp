@@ -78,6 +78,10 @@ void bind_plain(nb::class_<ChannelView>& c, const std::string& prefix) {
     c.def((prefix + "all_reduce").c_str(), [](View& v, Handle tensor, Handle op) {
         return v.engine.plain_all_reduce({v.index, kAsync}, tensor, op);
     });
+    c.def((prefix + "all_reduce_into").c_str(),
+          [](View& v, Handle output, Handle input, Handle op) {
+              return v.engine.plain_all_reduce_into({v.index, kAsync}, output, input, op);
+          });
     c.def((prefix + "broadcast").c_str(), [](View& v, Handle tensor, Handle root) {
         return v.engine.plain_broadcast({v.index, kAsync}, tensor, root);
     });
@@ -89,6 +93,15 @@ void bind_plain(nb::class_<ChannelView>& c, const std::string& prefix) {
     });
     c.def((prefix + "all_to_all").c_str(), [](View& v, Handle output, Handle input) {
         return v.engine.plain_all_to_all({v.index, kAsync}, output, input);
+    });
+    c.def((prefix + "all_to_all_cut").c_str(),
+          [](View& v, Handle output, Handle input, Handle taken_rows, Handle given_rows) {
+              return v.engine.plain_all_to_all_cut({v.index, kAsync}, output, input, taken_rows,
+                                                   given_rows);
+          });
+    c.def((prefix + "scatter_cut").c_str(), [](View& v, Handle output, Handle input, Handle source,
+                                               Handle given_rows) {
+        return v.engine.plain_scatter_cut({v.index, kAsync}, output, input, source, given_rows);
     });
     c.def((prefix + "barrier").c_str(),
           [](View& v) { return v.engine.plain_barrier({v.index, kAsync}); });

@@ -48,6 +48,22 @@ void cut(const Block& whole, int n, std::vector<Block>& parts) {
     for (size_t i = 0; i < parts.size(); i++) parts[i] = {whole.data + i * length, length};
 }
 
+// Cut a tensor [rows, n, *] along its second dimension. False where it does not divide, or is cut
+// into runs so short that another one packs them quicker.
+bool cut(const PlainTensor& whole, int rows, int n, std::vector<Block>& parts, Runs& runs) {
+    constexpr size_t kLeastRun = 32;
+    if (rows < 1) return false;
+    const Block all = whole.block;
+    const size_t count = static_cast<size_t>(rows), pieces = count * static_cast<size_t>(n);
+    const size_t run = all.bytes / pieces;
+    if (all.bytes % (pieces * item_bytes(whole.dtype)) != 0) return false;
+    if (rows > 1 && run < kLeastRun) return false;
+    if (rows > 1) runs = {count, run * static_cast<size_t>(n)};
+    parts.resize(static_cast<size_t>(n));
+    for (size_t i = 0; i < parts.size(); i++) parts[i] = {all.data + i * run, run * count};
+    return true;
+}
+
 // A call whose lists keep their memory from one operation to the next. A thread runs one of our
 // calls at a time; only a signal handler could begin another, and `may_begin` declines that, on
 // whatever group.
@@ -59,6 +75,7 @@ Call& empty_call(Op op, DType dtype) {
     call.root = -1;
     call.inputs.clear();
     call.outputs.clear();
+    call.given = call.taken = {};
     call.site = call_site();
     call.thread = thread_name();
     return call;
@@ -109,6 +126,20 @@ nb::object Engine::plain_all_reduce(Place on, nb::handle tensor, nb::handle op) 
     return plain(on, call, t.block.bytes, tensor, nb::none());
 }
 
+nb::object Engine::plain_all_reduce_into(Place on, nb::handle output, nb::handle input,
+                                         nb::handle op) {
+    const Reduction reduction = reduction_of(op);
+    PlainTensor out, in;
+    if (!may_begin() || !fit(output, input, 1, out, in) || !has_meaning(reduction, in.dtype)) {
+        return declined();
+    }
+    Call& call = empty_call(Op::all_reduce, in.dtype);
+    call.reduction = reduction;
+    call.inputs.push_back(in.block);
+    call.outputs.push_back(out.block);
+    return plain(on, call, out.block.bytes, output, input);
+}
+
 nb::object Engine::plain_broadcast(Place on, nb::handle tensor, nb::handle source) {
     PlainTensor t;
     const int root = number(source);
@@ -154,6 +185,35 @@ nb::object Engine::plain_all_to_all(Place on, nb::handle output, nb::handle inpu
     cut(in.block, n, call.inputs);
     cut(out.block, n, call.outputs);
     return plain(on, call, in.block.bytes, output, input);
+}
+
+nb::object Engine::plain_all_to_all_cut(Place on, nb::handle output, nb::handle input,
+                                        nb::handle taken_rows, nb::handle given_rows) {
+    PlainTensor out, in;
+    const int n = group_->size();
+    if (!may_begin() || !fit(output, input, 1, out, in)) return declined();
+    Call& call = empty_call(Op::all_to_all, in.dtype);
+    if (!cut(in, number(given_rows), n, call.inputs, call.given) ||
+        !cut(out, number(taken_rows), n, call.outputs, call.taken)) {
+        return declined();
+    }
+    return plain(on, call, in.block.bytes, output, input);
+}
+
+nb::object Engine::plain_scatter_cut(Place on, nb::handle output, nb::handle input,
+                                     nb::handle source, nb::handle given_rows) {
+    PlainTensor out, in;
+    const int n = group_->size(), root = number(source);
+    if (!may_begin() || !is_rank(root) || !fit(input, output, static_cast<size_t>(n), in, out)) {
+        return declined();
+    }
+    Call& call = empty_call(Op::scatter, out.dtype);
+    call.root = root;
+    call.outputs.push_back(out.block);
+    if (root == group_->rank() && !cut(in, number(given_rows), n, call.inputs, call.given)) {
+        return declined();
+    }
+    return plain(on, call, out.block.bytes, output, input);
 }
 
 nb::object Engine::plain_barrier(Place on) {

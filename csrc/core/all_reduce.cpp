@@ -16,6 +16,9 @@
 //                           tensors where they lie in the symmetric heaps, and write the result
 //                           into all of them. A rank reads S, writes S.
 //
+// All but zero-copy may leave the own tensor as it is and write the result elsewhere: each element
+// is read in one place, and written in the other.
+//
 // Note "Chunks overlap". One barrier serves two chunks: what must come after it in one lies beside
 // what must come before it in the other. `two-shot`: reduce the slice of chunk k, copy in chunk
 // k+1, arrive, copy out chunk k-1, wait. Buffers are used in turn, and whoever begins to fill the
@@ -42,12 +45,14 @@ namespace dure {
 namespace {
 
 constexpr size_t kOneShotBytes = 16 * 1024;
+constexpr size_t kStep = 16 * 1024;  // stays in the first-level cache
 
 }  // namespace
 
 // An operation that goes through the staging buffers.
 struct Channel::Staged {
-    Block tensor;
+    Block tensor;            // where the result goes
+    const std::byte* given;  // what this rank adds: the same memory, or other
     ReduceFn kernel;
     size_t item, chunk;
     bool keeps;  // this rank wants the result
@@ -56,6 +61,9 @@ struct Channel::Staged {
     Block piece(size_t k) const {
         return {tensor.data + k * chunk, std::min(chunk, tensor.bytes - k * chunk)};
     }
+    const std::byte* given_piece(size_t k) const { return given + k * chunk; }
+    // Whether the result is written past the cache (copying.h): not where the tensor was just read.
+    bool streams() const { return given != tensor.data && exceeds_cache(4 * tensor.bytes); }
 };
 
 // How `bytes` are cut into one slice for each rank.
@@ -71,17 +79,25 @@ struct Channel::Slices {
 Status Channel::reduce(Block tensor, const Call& call) {
     ReduceFn kernel = reduce_kernel(call.dtype, call.reduction);
     if (!kernel) return Status::usage;
+    const std::byte* given = call.inputs.empty() ? tensor.data : call.inputs[0].data;
     uint64_t place = 0;
-    if (tensor.bytes > kOneShotBytes && call.root < 0) {
+    if (tensor.bytes > kOneShotBytes && call.root < 0 && given == tensor.data) {
         place = group_.find_in_heap(tensor.data, tensor.bytes);
     }
     write_header(call, tensor.bytes, place);
     if (tensor.bytes == 0) return exchange_headers();
-    if (size_ == 1 && call.reduction != Reduction::premul_sum) return exchange_headers();
-    if (tensor.bytes <= kInlineBytes) return reduce_inline(tensor, call.root, kernel);
-    if (tensor.bytes <= kOneShotBytes) return reduce_one_shot(tensor, call.root, kernel);
+    if (size_ == 1 && call.reduction != Reduction::premul_sum) {
+        if (given != tensor.data) std::memcpy(tensor.data, given, tensor.bytes);
+        return exchange_headers();
+    }
+    if (tensor.bytes <= kInlineBytes) return reduce_inline(tensor, given, call.root, kernel);
+    if (tensor.bytes <= kOneShotBytes) return reduce_one_shot(tensor, given, call.root, kernel);
     // Two ranks stage half of a chunk.
-    const Staged staged{tensor, kernel, item_bytes(call.dtype), size_ == 2 ? 2 * chunk_ : chunk_,
+    const Staged staged{tensor,
+                        given,
+                        kernel,
+                        item_bytes(call.dtype),
+                        size_ == 2 ? 2 * chunk_ : chunk_,
                         call.root < 0 || call.root == rank_};
     auto begin = [&] { size_ == 2 ? offer(staged, 0) : copy_in(staged, 0); };
     if (place == 0) begin();
@@ -102,9 +118,9 @@ struct Channel::Places {
     void* to[kMaxRanks];
 };
 
-Status Channel::reduce_inline(Block tensor, int root, ReduceFn kernel) {
+Status Channel::reduce_inline(Block tensor, const std::byte* given, int root, ReduceFn kernel) {
     OpSlot& mine = slot(rank_);
-    std::memcpy(mine.inlined, tensor.data, tensor.bytes);
+    std::memcpy(mine.inlined, given, tensor.bytes);
     const size_t count = tensor.bytes / item_bytes(mine.dtype);
     if (Status s = exchange_headers(); s != Status::ok) return s;
     if (root >= 0 && root != rank_) return Status::ok;
@@ -115,14 +131,14 @@ Status Channel::reduce_inline(Block tensor, int root, ReduceFn kernel) {
     return Status::ok;
 }
 
-Status Channel::reduce_one_shot(Block tensor, int root, ReduceFn kernel) {
+Status Channel::reduce_one_shot(Block tensor, const std::byte* given, int root, ReduceFn kernel) {
     const auto published = [&](int r) { return size_ == 2 ? swap_buffer(r, 0) : stage(r); };
-    std::memcpy(published(rank_), tensor.data, tensor.bytes);
+    std::memcpy(published(rank_), given, tensor.bytes);
     const size_t count = tensor.bytes / item_bytes(slot(rank_).dtype);
     if (Status s = exchange_headers(); s != Status::ok) return s;
     if (root < 0 || root == rank_) {
         Places places;
-        for (int r = 0; r < size_; r++) places.from[r] = r == rank_ ? tensor.data : published(r);
+        for (int r = 0; r < size_; r++) places.from[r] = r == rank_ ? given : published(r);
         places.to[0] = tensor.data;
         combine(kernel, places.to, 1, places.from, count);
     }
@@ -138,10 +154,10 @@ Status Channel::reduce_one_shot(Block tensor, int root, ReduceFn kernel) {
 
 // Put the half of chunk `k` that the peer reduces into the own buffer.
 void Channel::offer(const Staged& staged, size_t k) {
-    const Block piece = staged.piece(k);
-    const Slices slices(piece.bytes, size_);
+    const Slices slices(staged.piece(k).bytes, size_);
     const int peer = 1 - rank_;
-    std::memcpy(stage(rank_, k % 2), piece.data + slices.begin(peer), slices.length(peer));
+    std::memcpy(stage(rank_, k % 2), staged.given_piece(k) + slices.begin(peer),
+                slices.length(peer));
 }
 
 // Chunk 0 has been offered, and a barrier has followed.
@@ -160,25 +176,38 @@ Status Channel::reduce_pairwise(const Staged& staged) {
 void Channel::answer(const Staged& staged, size_t k) {
     const Block piece = staged.piece(k);
     const Slices slices(piece.bytes, size_);
-    std::byte* mine = piece.data + slices.begin(rank_);
+    const size_t begin = slices.begin(rank_), length = slices.length(rank_);
+    const std::byte* mine = staged.given_piece(k) + begin;
     std::byte* theirs = stage(1 - rank_, k % 2);
     const void* from[2] = {rank_ == 0 ? mine : theirs, rank_ == 0 ? theirs : mine};
-    void* to[2] = {theirs, mine};
-    const size_t length = slices.length(rank_);
-    if (length) combine(staged.kernel, to, staged.keeps ? 2 : 1, from, length / staged.item);
+    void* to[2] = {theirs, piece.data + begin};
+    if (length == 0) return;
+    if (!staged.streams()) {
+        combine(staged.kernel, to, staged.keeps ? 2 : 1, from, length / staged.item);
+        return;
+    }
+    for (size_t at = 0; at < length; at += kStep) {
+        const size_t now = std::min(kStep, length - at);
+        const void* some[2] = {static_cast<const std::byte*>(from[0]) + at,
+                               static_cast<const std::byte*>(from[1]) + at};
+        void* there[1] = {theirs + at};
+        combine(staged.kernel, there, 1, some, now / staged.item);
+        stream_copy(piece.data + begin + at, theirs + at, now);
+    }
 }
 
 // Take the result of chunk `k` out of the own buffer, and offer chunk k+2 there.
 void Channel::swap(const Staged& staged, size_t k) {
-    constexpr size_t kStep = 16 * 1024;  // stays in the first-level cache
+    const bool streams = staged.streams();
     const int peer = 1 - rank_;
     const Block piece = staged.piece(k);
     const Slices slices(piece.bytes, size_);
-    Block next;
+    const std::byte* next = nullptr;
+    size_t next_length = 0;
     if (k + 2 < staged.chunks()) {
-        next = staged.piece(k + 2);
-        const Slices halves(next.bytes, size_);
-        next = {next.data + halves.begin(peer), halves.length(peer)};
+        const Slices halves(staged.piece(k + 2).bytes, size_);
+        next = staged.given_piece(k + 2) + halves.begin(peer);
+        next_length = halves.length(peer);
     }
     std::byte* buffer = stage(rank_, k % 2);
     std::byte* out = piece.data + slices.begin(peer);
@@ -186,10 +215,11 @@ void Channel::swap(const Staged& staged, size_t k) {
     for (size_t at = 0; at < length; at += kStep) {
         if (staged.keeps) {
             const size_t now = std::min(kStep, length - at);
-            fetch_copy(out + at, buffer + at, now, length - at - now);
+            streams ? stream_copy(out + at, buffer + at, now)
+                    : fetch_copy(out + at, buffer + at, now, length - at - now);
         }
-        if (at < next.bytes) {
-            std::memcpy(buffer + at, next.data + at, std::min(kStep, next.bytes - at));
+        if (at < next_length) {
+            std::memcpy(buffer + at, next + at, std::min(kStep, next_length - at));
         }
     }
 }
@@ -201,8 +231,9 @@ void Channel::copy_in(const Staged& staged, size_t k) {
     const Block piece = staged.piece(k);
     const Slices slices(piece.bytes, size_);
     const size_t lo = slices.begin(rank_), hi = slices.begin(rank_ + 1);
-    std::memcpy(stage(rank_, k), piece.data, lo);
-    std::memcpy(stage(rank_, k) + hi, piece.data + hi, piece.bytes - hi);
+    const std::byte* given = staged.given_piece(k);
+    std::memcpy(stage(rank_, k), given, lo);
+    std::memcpy(stage(rank_, k) + hi, given + hi, piece.bytes - hi);
 }
 
 // Chunk 0 has been copied in, and a barrier has followed.
@@ -227,7 +258,7 @@ void Channel::reduce_own_slice(const Staged& staged, size_t k) {
     if (length == 0) return;
     Places places;
     for (int r = 0; r < size_; r++) {
-        places.from[r] = (r == rank_ ? piece.data : stage(r, k)) + lo;
+        places.from[r] = (r == rank_ ? staged.given_piece(k) : stage(r, k)) + lo;
     }
     // One long copy into lines that others have read costs a third of many short ones.
     places.to[0] = (staged.keeps ? piece.data : stage(rank_, k)) + lo;

@@ -161,8 +161,8 @@ class Channel {
     Status collective(const Call& call);
     Status carry_out(const Call& call);
     Status reduce(Block tensor, const Call& call);
-    Status reduce_inline(Block tensor, int root, ReduceFn kernel);
-    Status reduce_one_shot(Block tensor, int root, ReduceFn kernel);
+    Status reduce_inline(Block tensor, const std::byte* given, int root, ReduceFn kernel);
+    Status reduce_one_shot(Block tensor, const std::byte* given, int root, ReduceFn kernel);
     Status reduce_pairwise(const Staged& staged);
     Status reduce_two_shot(const Staged& staged);
     Status reduce_zero_copy(const Staged& staged);

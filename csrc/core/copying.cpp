@@ -27,7 +27,6 @@ namespace {
 constexpr size_t kLineBytes = 64;
 constexpr size_t kAhead = 1024;  // bytes read ahead
 constexpr size_t kPageBytes = 4096;
-constexpr size_t kPages = 4;  // that are copied side by side
 
 // One line to an aligned place. (Wider stores gain nothing: they meet in the same buffer.)
 inline void stream_line(std::byte* to, const std::byte* from) {
@@ -46,18 +45,7 @@ inline void fetch_line(const std::byte* from) {
     _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T1);
 }
 
-// Whole lines: pages side by side, two lines of each in turn; what is left goes line by line.
 void stream_lines(std::byte* to, const std::byte* from, size_t lines) {
-    constexpr size_t kBlock = kPages * kPageBytes;
-    for (; lines >= kBlock / kLineBytes;
-         lines -= kBlock / kLineBytes, to += kBlock, from += kBlock) {
-        for (size_t at = 0; at < kPageBytes; at += 2 * kLineBytes) {
-            for (size_t k = at; k < kBlock; k += kPageBytes) {
-                stream_line(to + k, from + k);
-                stream_line(to + k + kLineBytes, from + k + kLineBytes);
-            }
-        }
-    }
     for (; lines > 0; lines--, to += kLineBytes, from += kLineBytes) {
         _mm_prefetch(reinterpret_cast<const char*>(from + kAhead), _MM_HINT_T0);
         stream_line(to, from);
@@ -66,18 +54,43 @@ void stream_lines(std::byte* to, const std::byte* from, size_t lines) {
 
 }  // namespace
 
-void stream_copy(std::byte* to, const std::byte* from, size_t bytes) {
+// Pages first, of which several are copied at a time; what is left goes line by line.
+void StreamedRanges::add(std::byte* to, const std::byte* from, size_t bytes) {
     const size_t misfit = reinterpret_cast<uintptr_t>(to) % kLineBytes;
     const size_t head = std::min(misfit ? kLineBytes - misfit : 0, bytes);
     std::memcpy(to, from, head);
-    const size_t lines = (bytes - head) / kLineBytes, middle = lines * kLineBytes;
-    stream_lines(to + head, from + head, lines);
+    to += head, from += head, bytes -= head;
+    for (; bytes >= kPageBytes; bytes -= kPageBytes, to += kPageBytes, from += kPageBytes) {
+        to_[pages_] = to;
+        from_[pages_] = from;
+        if (++pages_ == kSideBySide) copy_pages();
+    }
+    const size_t lines = bytes / kLineBytes, middle = lines * kLineBytes;
+    stream_lines(to, from, lines);
+    std::memcpy(to + middle, from + middle, bytes - middle);
+}
+
+// Two lines of each page in turn.
+void StreamedRanges::copy_pages() {
+    for (size_t at = 0; at < kPageBytes; at += 2 * kLineBytes) {
+        for (size_t k = 0; k < kSideBySide; k++) {
+            stream_line(to_[k] + at, from_[k] + at);
+            stream_line(to_[k] + at + kLineBytes, from_[k] + at + kLineBytes);
+        }
+    }
+    pages_ = 0;
+}
+
+void StreamedRanges::finish() {
+    for (size_t k = 0; k < pages_; k++) {
+        stream_lines(to_[k], from_[k], kPageBytes / kLineBytes);
+    }
+    pages_ = 0;
     _mm_sfence();  // non-temporal stores are not ordered by a release
-    std::memcpy(to + head + middle, from + head + middle, bytes - head - middle);
 }
 
 void fetch_copy(std::byte* to, const std::byte* from, size_t bytes, size_t more) {
-    constexpr size_t kBlock = kPages * kPageBytes;
+    constexpr size_t kBlock = kSideBySide * kPageBytes;
     for (; bytes >= kBlock; bytes -= kBlock, to += kBlock, from += kBlock) {
         const bool ahead = bytes + more >= 2 * kBlock;
         for (size_t at = 0; at < kPageBytes; at += 2 * kLineBytes) {
@@ -96,14 +109,22 @@ void fetch_copy(std::byte* to, const std::byte* from, size_t bytes, size_t more)
 
 #else
 
-void stream_copy(std::byte* to, const std::byte* from, size_t bytes) {
+void StreamedRanges::add(std::byte* to, const std::byte* from, size_t bytes) {
     std::memcpy(to, from, bytes);
 }
+
+void StreamedRanges::finish() {}
 
 void fetch_copy(std::byte* to, const std::byte* from, size_t bytes, size_t) {
     std::memcpy(to, from, bytes);
 }
 
 #endif
+
+void stream_copy(std::byte* to, const std::byte* from, size_t bytes) {
+    StreamedRanges one;
+    one.add(to, from, bytes);
+    one.finish();
+}
 
 }  // namespace dure

@@ -22,6 +22,23 @@ bool exceeds_cache(size_t bytes);
 // caller's next release, as any copy. The ranges do not overlap.
 void stream_copy(std::byte* to, const std::byte* from, size_t bytes);
 
+constexpr size_t kSideBySide = 4;  // pages
+
+// As `stream_copy`, of many ranges, pages of which are copied side by side; complete after
+// `finish`.
+class StreamedRanges {
+  public:
+    void add(std::byte* to, const std::byte* from, size_t bytes);
+    void finish();
+
+  private:
+    void copy_pages();
+
+    std::byte* to_[kSideBySide];
+    const std::byte* from_[kSideBySide];
+    size_t pages_ = 0;  // that wait to be copied
+};
+
 // Copy what is not in this core's cache. `more` bytes behind it will be copied next. The ranges do
 // not overlap.
 void fetch_copy(std::byte* to, const std::byte* from, size_t bytes, size_t more = 0);

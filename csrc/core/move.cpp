@@ -35,6 +35,11 @@
 // other's memory meanwhile (in the heap likewise). Where a copy fails, all ranks begin anew through
 // staging.
 //
+// Runs: blocks that an all_to_all moves, and those that a scatter sends, may lie in runs (a tensor
+// that is cut along another dimension than its first). Staged, a piece is put and taken run by run,
+// so nothing is packed before. From a heap blocks are taken only where they lie in one piece, and
+// copied once only if results do too.
+//
 // In place: a piece is read before anything is written at its place, as long as a rank's block from
 // itself lies where its block to itself lies. A rank whose results lie where others read
 // (all_to_all in place) tells no address, and does not ask for the zero-copy way.
@@ -44,6 +49,52 @@
 #include "copying.h"
 
 namespace dure {
+
+namespace {
+
+// A place in a block that may lie in runs: bytes are counted run after run.
+class Reach {
+  public:
+    Reach(Block block, const Runs& runs, size_t begin)
+        : run_(runs.apart() ? block.bytes / runs.count : SIZE_MAX), gap_(runs.step - run_) {
+        if (!runs.apart()) {
+            at_ = block.data + begin;
+            left_ = SIZE_MAX;
+        } else {
+            at_ = block.data + begin / run_ * runs.step + begin % run_;
+            left_ = run_ - begin % run_;
+        }
+    }
+    std::byte* at() const { return at_; }
+    size_t left() const { return left_; }  // bytes to the end of the run
+    void go_on(size_t bytes) {
+        at_ += bytes;
+        left_ -= bytes;
+        if (left_ == 0) {
+            at_ += gap_;
+            left_ = run_;
+        }
+    }
+
+  private:
+    size_t run_, gap_;
+    std::byte* at_;
+    size_t left_;
+};
+
+// Copy `bytes` by `copy(to, from, bytes)`, as many at a time as lie side by side on both sides.
+template <typename F>
+void copy_runs(Reach to, Reach from, size_t bytes, F copy) {
+    while (bytes > 0) {
+        const size_t now = std::min({bytes, to.left(), from.left()});
+        copy(to.at(), from.at(), now);
+        bytes -= now;
+        to.go_on(now);
+        from.go_on(now);
+    }
+}
+
+}  // namespace
 
 // One collective as seen by this rank: which block goes to, and comes from, each rank.
 struct Channel::Transfer {
@@ -119,10 +170,14 @@ struct Channel::Transfer {
         if (parts == 1) return 0;
         return static_cast<size_t>(receiver < sender ? receiver : receiver - 1) * piece;
     }
+    // Of a block in one run: the round's piece; and for any block, how long that is.
     Block cut(Block block, size_t round) const {
+        const size_t length = cut_length(block, round);
+        return length ? Block{block.data + round * piece, length} : Block{};
+    }
+    size_t cut_length(Block block, size_t round) const {
         const size_t begin = round * piece;
-        if (begin >= block.bytes) return {};
-        return {block.data + begin, std::min(piece, block.bytes - begin)};
+        return begin < block.bytes ? std::min(piece, block.bytes - begin) : 0;
     }
     // As `cut`, of a reduce_scatter's result, which may be of another dtype.
     Block cut_result(size_t round) const {
@@ -142,15 +197,37 @@ struct Channel::Transfer {
     const std::vector<Block>& sent() const {
         return call.op == Op::broadcast ? call.outputs : call.inputs;
     }
-    void copy(Block to, const std::byte* from) const {
-        if (to.bytes == 0 || to.data == from) return;
-        streams ? stream_copy(to.data, from, to.bytes) : void(std::memcpy(to.data, from, to.bytes));
+    void copy(std::byte* to, const std::byte* from, size_t bytes) const {
+        if (bytes == 0 || to == from) return;
+        streams ? stream_copy(to, from, bytes) : void(std::memcpy(to, from, bytes));
     }
-    // What is short is mostly in this core's cache, where a plain copy is the quicker one.
-    void put(std::byte* to, Block piece) const {
+    void copy(Reach to, Reach from, size_t bytes) const {
+        if (to.at() == from.at()) return;
+        if (!streams) return copy_runs(to, from, bytes, std::memcpy);
+        StreamedRanges ranges;
+        copy_runs(to, from, bytes, [&](auto... range) { ranges.add(range...); });
+        ranges.finish();
+    }
+    // Write `bytes` from `begin` of a result on, out of one run.
+    void copy_to(Block result, size_t begin, const std::byte* from, size_t bytes) const {
+        if (bytes == 0) return;
+        copy(Reach(result, call.taken, begin), Reach({const_cast<std::byte*>(from), bytes}, {}, 0),
+             bytes);
+    }
+    // The same out of this rank's block to itself.
+    void copy_own(size_t begin, size_t bytes) const {
+        if (bytes == 0) return;
+        copy(Reach(from(rank), call.taken, begin), Reach(to(rank), call.given, begin), bytes);
+    }
+    // Put what a buffer has room for into it, from `begin` of a block that is sent. What is short
+    // is mostly in this core's cache, where a plain copy is the quicker one.
+    void put(std::byte* buffer, Block sent, size_t begin, size_t bytes) const {
         constexpr size_t kLong = 64 * 1024;
-        piece.bytes < kLong ? void(std::memcpy(to, piece.data, piece.bytes))
-                            : fetch_copy(to, piece.data, piece.bytes);
+        if (bytes == 0) return;
+        copy_runs({{buffer, bytes}, {}, 0}, {sent, call.given, begin}, bytes,
+                  [](std::byte* to, const std::byte* from, size_t now) {
+                      now < kLong ? void(std::memcpy(to, from, now)) : fetch_copy(to, from, now);
+                  });
     }
     void add_up(Block out, const void* const* from) const;
     static size_t at(int rank) { return static_cast<size_t>(rank); }
@@ -186,8 +263,8 @@ void Channel::put(const Transfer& t, size_t round) {
     std::byte* buffer = place(t, rank_, round);
     for (int peer = 0; peer < size_; peer++) {
         if (peer == rank_) continue;
-        const Block piece = t.cut(t.to(peer), round);
-        if (piece.bytes) t.put(buffer + t.offset(rank_, peer), piece);
+        const Block sent = t.to(peer);
+        t.put(buffer + t.offset(rank_, peer), sent, round * t.piece, t.cut_length(sent, round));
         if (t.shared) break;
     }
 }
@@ -198,8 +275,8 @@ const std::byte* Channel::source(const Transfer& t, int peer, size_t round) cons
 }
 
 void Channel::take(const Transfer& t, size_t round) {
-    const std::byte* own = t.to(rank_).data + round * t.piece;
     if (t.kernel) {
+        const std::byte* own = t.to(rank_).data + round * t.piece;
         const Block out = t.cut_result(round);
         const void* from[kMaxRanks];
         for (int r = 0; r < size_; r++) from[r] = r == rank_ ? own : source(t, r, round);
@@ -209,7 +286,12 @@ void Channel::take(const Transfer& t, size_t round) {
     // The own block first, which was read a moment ago; then not all from the same rank at once.
     for (int i = 0; i < size_; i++) {
         const int peer = (rank_ + i) % size_;
-        t.copy(t.cut(t.from(peer), round), peer == rank_ ? own : source(t, peer, round));
+        const Block result = t.from(peer);
+        const size_t begin = round * t.piece, length = t.cut_length(result, round);
+        if (peer == rank_)
+            t.copy_own(begin, length);
+        else
+            t.copy_to(result, begin, source(t, peer, round), length);
     }
 }
 
@@ -282,6 +364,7 @@ void Channel::tell_address(const Transfer& t) {
         }
     }
     if (sent.empty() || (sent.size() == 1 && sent[0].bytes == 0)) mine.data = 1;  // nothing to read
+    if (t.call.given.apart() || t.call.taken.apart()) mine.data = 0;
     std::memcpy(slot(rank_).inlined, &mine, sizeof mine);
 }
 
@@ -303,7 +386,7 @@ bool Channel::fetch(const Transfer& t, int peer, Block result) const {
     const bool listed = t.call.op == Op::scatter || t.call.op == Op::all_to_all;
     if (const uint64_t place = slot(peer).heap) {
         const size_t before = listed ? Transfer::at(rank_) * result.bytes : 0;
-        t.copy(result, group_.at(place) + before);
+        t.copy_to(result, 0, group_.at(place) + before, result.bytes);
         return true;
     }
     const uint64_t address =
@@ -317,7 +400,7 @@ bool Channel::deliver(const Transfer& t, int peer, size_t at) const {
     if (at >= whole.bytes) return true;
     const Block rest{whole.data + at, whole.bytes - at};
     if (const uint64_t place = slot(peer).heap) {
-        t.copy({group_.at(place) + at, rest.bytes}, rest.data);
+        t.copy(group_.at(place) + at, rest.data, rest.bytes);
         return true;
     }
     return write_to({group_.pid_of(peer), address_of(peer) + at}, rest.data, rest.bytes);
@@ -366,7 +449,7 @@ Status Channel::move_once(const Transfer& t, bool shares) {
         const int peer = (rank_ + i) % size_;
         Block result = t.from(peer);
         if (peer == rank_) {
-            t.copy(result, t.to(rank_).data);
+            t.copy_own(0, result.bytes);
         } else if (result.bytes) {
             if (shares) result.bytes = std::min(half, result.bytes);
             done = fetch(t, peer, result) && done;
@@ -417,7 +500,7 @@ Status Channel::report_lost(int rank) {
 // Where in the symmetric heap what this rank sends lies, if the others could take it from there;
 // else 0.
 uint64_t Channel::place_of(const Transfer& t) const {
-    if (t.call.op == Op::scatter) return 0;
+    if (t.call.op == Op::scatter || t.call.given.apart()) return 0;
     const std::vector<Block>& sent = t.sent();
     const Block all{sent[0].data, sent[0].bytes * sent.size()};
     if (all.bytes < kZeroCopyBytes) return 0;

@@ -120,9 +120,19 @@ struct Site {
 // Set in `Call::members` where it is a digest: more than one group, or ranks above 62.
 constexpr uint64_t kDigest = uint64_t{1} << 63;
 
+// How every block of a list lies in memory: in `count` runs of equal length, which begin `step`
+// bytes apart; a block's address is that of its first run, its length that of all runs together.
+struct Runs {
+    size_t count = 1;
+    size_t step = 0;
+
+    bool apart() const { return count > 1; }
+};
+
 // One collective call. Which of the lists is used depends on `op`:
-// broadcast, all_reduce, reduce: outputs[0] (in place); all_gather, gather: inputs[0], outputs[n];
-// scatter, reduce_scatter: inputs[n], outputs[0]; all_to_all: both n; barrier, new_group: none.
+// broadcast, reduce: outputs[0] (in place); all_reduce: outputs[0], and inputs[0] unless in place;
+// all_gather, gather: inputs[0], outputs[n]; scatter, reduce_scatter: inputs[n], outputs[0];
+// all_to_all: both n; barrier, new_group: none.
 struct Call {
     Op op = Op::none;
     DType dtype = DType::opaque;
@@ -130,6 +140,8 @@ struct Call {
     int root = -1;
     std::vector<Block> inputs;
     std::vector<Block> outputs;
+    Runs given = {};  // of the inputs of all_to_all and scatter;
+    Runs taken = {};  // of the outputs of all_to_all. All other blocks lie in one run.
     const Site* site = nullptr;
     double factor = 1;           // of a premultiplied sum; may differ between ranks
     DType into = DType::opaque;  // dtype of a reduce_scatter's result; opaque: the same

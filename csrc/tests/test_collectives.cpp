@@ -42,6 +42,27 @@ TEST(all_reduce_sums) {
     });
 }
 
+// All ranks, or all but one, which reduces in place.
+TEST(all_reduce_into_other_memory_leaves_what_was_given) {
+    on_all([](Group& g, size_t count) {
+        const int n = g.size();
+        for (bool mixed : {false, true}) {
+            const bool in_place = mixed && g.rank() == 0;
+            const auto given = ramp(count, g.rank());
+            auto x = given;
+            std::vector<int32_t> result(in_place ? 0 : count, -1);
+            auto& out = in_place ? x : result;
+            Call call{Op::all_reduce, DType::i32, Reduction::sum, -1, {}, {block_of(out)}};
+            if (!in_place) call.inputs = {block_of(x)};
+            CHECK(g.run(call) == Status::ok);
+            CHECK(in_place || x == given);
+            for (size_t i = 0; i < count; i++) {
+                CHECK(out[i] == static_cast<int32_t>(i) * n + n * (n - 1) / 2);
+            }
+        }
+    });
+}
+
 TEST(reduce_changes_only_the_root) {
     on_all([](Group& g, size_t count) {
         const int n = g.size(), root = n - 1;
@@ -119,6 +140,68 @@ TEST(all_to_all_takes_uneven_blocks) {
             CHECK(out[r] == ramp(count + r + 2 * me, static_cast<int>(100 * r + me)));
         }
     });
+}
+
+// A tensor [rows, n, run]: the block of a rank is what the second dimension has for it.
+struct Cut {
+    size_t rows, ranks, block;  // elements of a block
+
+    size_t run() const { return block / rows; }
+    // Where element `i` of a rank's block lies.
+    size_t at(size_t rank, size_t i) const {
+        return i / run() * ranks * run() + rank * run() + i % run();
+    }
+    Runs runs() const { return {rows, ranks * run() * sizeof(int32_t)}; }
+    std::vector<Block> blocks(int32_t* tensor) const {
+        std::vector<Block> out;
+        for (size_t r = 0; r < ranks; r++) {
+            out.push_back({reinterpret_cast<std::byte*>(tensor + r * run()), block * 4});
+        }
+        return out;
+    }
+};
+
+// What is given lies in the heap or, on all ranks or on one, elsewhere.
+void exchange_runs(Group& g, size_t block, size_t given_rows, size_t taken_rows) {
+    const auto n = static_cast<size_t>(g.size()), me = static_cast<size_t>(g.rank());
+    const Cut given{given_rows, n, block}, taken{taken_rows, n, block};
+    const auto value = [](size_t from, size_t to, size_t i) {
+        return static_cast<int32_t>(from * 100'000'000 + to * 10'000'000 + i);
+    };
+    const auto shared = g.heap().allocate(n * block * 4, false);
+    std::vector<int32_t> own(n * block), out(n * block);
+    for (size_t in_heap : {size_t{0}, n - 1, n}) {
+        int32_t* in = me < in_heap ? reinterpret_cast<int32_t*>(shared->data) : own.data();
+        for (size_t r = 0; r < n; r++) {
+            for (size_t i = 0; i < block; i++) in[given.at(r, i)] = value(me, r, i);
+        }
+        std::fill(out.begin(), out.end(), -1);
+        Call call{Op::all_to_all, DType::i32, Reduction::none, -1, {}, {}};
+        call.inputs = given.blocks(in);
+        call.outputs = taken.blocks(out.data());
+        call.given = given.runs();
+        call.taken = taken.runs();
+        CHECK(g.run(call) == Status::ok);
+        for (size_t r = 0; r < n; r++) {
+            for (size_t i = 0; i < block; i++) CHECK(out[taken.at(r, i)] == value(r, me, i));
+        }
+    }
+}
+
+TEST(all_to_all_takes_blocks_in_runs) {
+    for (int64_t threshold : {kNoSingleCopies, int64_t{16'384}}) {
+        single_copies = threshold;
+        for (int n : {1, 2, 3, 5}) {
+            on_threads(n, [](Group& g) {
+                for (size_t block : {1'200, 120'000, 2'400'000}) {
+                    if (block > 1'000'000 && g.size() != 2) continue;  // streamed
+                    for (size_t given : {1, 4, 1'200}) {
+                        for (size_t taken : {1, 6, 1'200}) exchange_runs(g, block, given, taken);
+                    }
+                }
+            });
+        }
+    }
 }
 
 TEST(reduce_scatter_in_place) {

@@ -84,6 +84,23 @@ TEST(reduce_scatter_in_place_reads_the_heap) {
     });
 }
 
+TEST(a_rank_reduces_in_place_in_the_heap_while_others_write_elsewhere) {
+    on_all([](Group& g, bool in_heap) {
+        const int n = g.size();
+        const bool in_place = g.rank() == n - 1;
+        Room x(g, kCount, in_heap), out(g, kCount, in_heap);
+        x.fill(kCount, g.rank());
+        Call call{Op::all_reduce, DType::i32, Reduction::sum, -1, {}, {x.block(0, kCount)}};
+        if (!in_place) {
+            call.inputs = call.outputs;
+            call.outputs = {out.block(0, kCount)};
+        }
+        CHECK(g.run(call) == Status::ok);
+        (in_place ? x : out).expect(0, kCount, n * (n - 1) / 2, n);
+        if (!in_place) x.expect(0, kCount, g.rank());
+    });
+}
+
 TEST(all_to_all_in_the_heap_in_place_and_not) {
     on_all([](Group& g, bool in_heap) {
         const auto n = static_cast<size_t>(g.size());

@@ -92,6 +92,13 @@ def _wrong_calls(rank: int) -> None:
         plain.plain_all_gather(ones(4), ones(2, dtype=torch.float64)),
         plain.plain_reduce_scatter(ones(2), ones(3), dist.ReduceOp.SUM),
         plain.plain_all_to_all(ones(3, 4), ones(3, 4)),
+        plain.plain_all_reduce_into(ones(3), ones(2), dist.ReduceOp.SUM),
+        plain.plain_all_reduce_into(ones(4, 2).t(), ones(8), dist.ReduceOp.SUM),
+        plain.plain_all_to_all_cut(ones(8, 24), ones(8, 24), 8, 5),
+        plain.plain_all_to_all_cut(ones(8, 24), ones(8, 24), 0, 8),
+        plain.plain_all_to_all_cut(ones(8, 8), ones(8, 8), 1, 8),  # runs too short
+        plain.plain_scatter_cut(ones(8, 24), ones(8, 24), 0, 1),
+        plain.plain_scatter_cut(ones(8, 12), ones(8, 24), 2, 1),
         plain.plain_broadcast(ones(2), 2),
         plain.plain_broadcast(ones(2), -1),
         plain.plain_send(ones(2), rank, 0),
@@ -134,6 +141,17 @@ def _everything(rank: int, source: torch.Tensor) -> list[torch.Tensor]:
     reduced, root = source.clone(), source.clone()
     gathered, exchanged, got = source.new_empty(2 * n), empty(source), empty(source)
     scattered = source.new_empty(n // 2)
+    summed, wide = empty(source), source.view(2, n // 2)
+    rows, columns = empty(wide), empty(wide)
+    group = current_world().default
+    assert group is not None
+    group.all_reduce_into(summed, source)
+    cut = 1 if n > 2 else 0
+    group.all_to_all_along(rows, wide, 0, cut)
+    group.all_to_all_along(columns, wide, cut, 0)
+    scattered_rows, scattered_columns = empty(wide[0]), empty(wide.chunk(2, cut)[0])
+    group.scatter_along(scattered_rows, wide, 0, 1)
+    group.scatter_along(scattered_columns, wide, cut, 0)
     dist.all_reduce(reduced)
     dist.broadcast(root, 1)
     dist.all_gather_into_tensor(gathered, source)
@@ -146,7 +164,8 @@ def _everything(rank: int, source: torch.Tensor) -> list[torch.Tensor]:
     else:
         dist.recv(got, 0, tag=3)
         dist.send(source, 0, tag=4)
-    return [reduced, root, gathered, scattered, exchanged, got]
+    parts = [rows, columns, scattered_rows, scattered_columns]
+    return [reduced, root, gathered, scattered, exchanged, got, summed, *parts]
 
 
 def _noted(rank: int) -> None:

@@ -71,8 +71,9 @@ class Map:
         Large ones lie in the symmetric heap where ranks of the group share memory: this
         collective, and the next one of the result, need no copy through staging.
         """
-        shape = tuple(like.shape if shape is None else shape)
-        large = like.device.type == "cpu" and math.prod(shape) * like.itemsize >= _LARGE_BYTES
+        if shape is None:
+            shape = like.shape
+        large = math.prod(shape) * like.itemsize >= _LARGE_BYTES and like.is_cpu
         if large and len(self.group.hosts) < self.group.size():
             return heap_empty(*shape, dtype=like.dtype, zeroed=zero)
         make = torch.zeros if zero else torch.empty
@@ -152,8 +153,8 @@ class AllReduce(Reduction):
     name = "all_reduce"
 
     def start(self, inputs: Tensors, async_op: bool) -> Started:
-        output = self.copy(inputs[0])
-        return (output,), self.group.all_reduce(output, self.op, async_op)
+        output = self.allocate(inputs[0])
+        return (output,), self.group.all_reduce_into(output, inputs[0], self.op, async_op)
 
     def gradients(self, grads: Tensors) -> Tensors:
         self._check_linear()

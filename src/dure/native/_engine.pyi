@@ -89,6 +89,10 @@ class Channel:
         """
     def plain_all_reduce(self, tensor: object, op: object, /) -> bool | Outcome:
         """Reduce a plain tensor; False where it is not plain and nothing was done."""
+    def plain_all_reduce_into(
+        self, output: object, tensor: object, op: object, /
+    ) -> bool | Outcome:
+        """Reduce plain tensors into another one of the same length."""
     def plain_broadcast(self, tensor: object, root: int, /) -> bool | Outcome:
         """Broadcast a plain tensor."""
     def plain_all_gather(self, output: object, tensor: object, /) -> bool | Outcome:
@@ -97,10 +101,22 @@ class Channel:
         """Reduce part i of a plain tensor into rank i's."""
     def plain_all_to_all(self, output: object, tensor: object, /) -> bool | Outcome:
         """Exchange equal parts of plain tensors."""
+    def plain_all_to_all_cut(
+        self, output: object, tensor: object, taken_rows: int, given_rows: int, /
+    ) -> bool | Outcome:
+        """Exchange parts of plain tensors [rows, n, *], each cut along its second dimension."""
+    def plain_scatter_cut(
+        self, output: object, tensor: object, root: int, given_rows: int, /
+    ) -> bool | Outcome:
+        """Scatter the root's plain tensor [rows, n, *], cut along its second dimension."""
     def plain_barrier(self) -> bool | Outcome:
         """Wait for all ranks."""
     def start_all_reduce(self, tensor: object, op: object, /) -> bool | Outcome | Request:
         """Start `plain_all_reduce`."""
+    def start_all_reduce_into(
+        self, output: object, tensor: object, op: object, /
+    ) -> bool | Outcome | Request:
+        """Start `plain_all_reduce_into`."""
     def start_broadcast(self, tensor: object, root: int, /) -> bool | Outcome | Request:
         """Start `plain_broadcast`."""
     def start_all_gather(self, output: object, tensor: object, /) -> bool | Outcome | Request:
@@ -111,6 +127,14 @@ class Channel:
         """Start `plain_reduce_scatter`."""
     def start_all_to_all(self, output: object, tensor: object, /) -> bool | Outcome | Request:
         """Start `plain_all_to_all`."""
+    def start_all_to_all_cut(
+        self, output: object, tensor: object, taken_rows: int, given_rows: int, /
+    ) -> bool | Outcome | Request:
+        """Start `plain_all_to_all_cut`."""
+    def start_scatter_cut(
+        self, output: object, tensor: object, root: int, given_rows: int, /
+    ) -> bool | Outcome | Request:
+        """Start `plain_scatter_cut`."""
     def start_barrier(self) -> bool | Outcome | Request:
         """Start `plain_barrier`."""
     def plain_send(self, tensor: object, to: int, tag: int, /) -> bool | Outcome:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dure.comm.differentiable import Map
 from dure.comm.untraced import untraced_below
 from dure.errors import MeshError, ModuleError, PlacementError, UsageError
 from dure.mesh import DeviceMesh
@@ -130,27 +131,34 @@ def _own_part(local: torch.Tensor, spec: DTensorSpec, source: int | None) -> tor
             n, index = mesh.size(cut.axis), mesh.get_local_rank(cut.axis)
             runs = parts_along(local.shape[dim], cut, n)
             if source is None:
-                local = _piece(local, dim, runs[index])
+                local = torch.cat(_pieces(local, dim, runs[index]), dim)
                 continue
-            pieces = None
-            if index == source:
-                pieces = [_piece(local, dim, one) for one in runs]
+            what = Map(mesh.get_group(cut.axis))
             shape = list(local.shape)
             shape[dim] = sum(length for length, _ in runs[index])
-            local = local.new_empty(shape)
-            mesh.get_group(cut.axis).scatter(local, pieces, source)
+            part = what.allocate(local, shape)
+            if cut.runs == 1 and local.shape[dim] == n * shape[dim]:
+                what.group.scatter_along(part, local, dim, source)
+            else:
+                parts = None
+                if index == source:
+                    pieces = [_pieces(local, dim, one) for one in runs]
+                    parts = [p[0] if len(p) == 1 else torch.cat(p, dim) for p in pieces]
+                what.group.scatter(part, parts, source)
+            local = part
     if source is not None:
         for axis, placement in enumerate(spec.placements):
             if placement.is_replicate():
+                what = Map(mesh.get_group(axis))
                 own = mesh.get_local_rank(axis) == source
-                local = local.contiguous() if own else local.new_empty(local.shape)
-                mesh.get_group(axis).broadcast(local, source)
+                local = local.contiguous() if own else what.allocate(local)
+                what.group.broadcast(local, source)
     return local
 
 
-def _piece(tensor: torch.Tensor, dim: int, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Return a copy of some runs of a dimension."""
-    return torch.cat([tensor.narrow(dim, offset, length) for length, offset in runs], dim)
+def _pieces(tensor: torch.Tensor, dim: int, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    """Return views of some runs of a dimension."""
+    return [tensor.narrow(dim, offset, length) for length, offset in runs]
 
 
 # ---- modules -------------------------------------------------------------------------------------

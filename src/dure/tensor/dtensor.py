@@ -505,6 +505,8 @@ def to_target(
 ) -> DTensor:
     """Move for autograd, as `DTensor.redistribute` does, whose checks were made."""
     dispatch.check_copy("redistribute", tensor)
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return _redistributed(tensor, target, async_op, forward_dtype)
     dtypes = forward_dtype, backward_dtype
     return _Redistribute.apply(tensor, target, async_op, *dtypes)  # pyright: ignore
 
@@ -639,6 +641,22 @@ class _ToLocal(torch.autograd.Function):
         return wrap(grad, spec), None, None
 
 
+def _redistributed(
+    tensor: DTensor, target: DTensorSpec, async_op: bool, dtype: torch.dtype | None
+) -> DTensor:
+    """Return a tensor with other placements, cast before it is moved; outside of autograd."""
+    spec, local = tensor.spec, tensor.part
+    if dtype is not None and dtype != local.dtype:
+        local = local.to(dtype)
+        spec, target = spec.with_dtype(dtype), target.with_dtype(dtype)
+    moved = redistribute(local, spec, target, async_op)
+    if moved is local:
+        moved = local if async_op else local.view_as(local)
+    elif plan_of(spec, target).steps[-1].move is Move.SLICE:
+        moved = moved.clone()  # a slice shares memory with the whole, which may be written
+    return wrap(moved, target)
+
+
 class _Redistribute(torch.autograd.Function):
     """Moves; the gradient moves back, but not to terms: theirs is whole on each rank."""
 
@@ -651,16 +669,9 @@ class _Redistribute(torch.autograd.Function):
         forward_dtype: torch.dtype | None,
         backward_dtype: torch.dtype | None,
     ) -> DTensor:
-        spec, local = tensor.spec, tensor.part
-        ctx.placements = spec.without_terms().placements
-        ctx.dtypes = local.dtype, backward_dtype
-        if forward_dtype is not None and forward_dtype != local.dtype:
-            local = local.to(forward_dtype)
-            spec, target = (s.with_dtype(forward_dtype) for s in (spec, target))
-        moved = redistribute(local, spec, target, async_op)
-        if moved is not local and plan_of(spec, target).steps[-1].move is Move.SLICE:
-            moved = moved.clone()  # a slice shares memory with the whole, which may be written
-        return wrap(moved.view_as(moved) if moved is local and not async_op else moved, target)
+        ctx.placements = tensor.spec.without_terms().placements
+        ctx.dtypes = tensor.spec.meta.dtype, backward_dtype
+        return _redistributed(tensor, target, async_op, forward_dtype)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:

@@ -319,14 +319,17 @@ def _move(step: Step, local: torch.Tensor, async_op: bool) -> torch.Tensor:
     group = step.before.mesh.get_group(step.axis)
     match step.move:
         case Move.ALL_REDUCE:
-            what, inputs = maps.AllReduce(group, _op(step)), (local.contiguous(),)
+            return _started(maps.AllReduce(group, _op(step)), local, async_op)
         case Move.REDUCE_SCATTER:
             return _reduce_scatter(step, local, group, async_op)
         case Move.ALL_GATHER:
             return _all_gather(step, local, group, async_op)
         case _:
             return _all_to_all(step, local, group, async_op)
-    (output,), work = what.start(inputs, async_op)
+
+
+def _started(what: maps.Map, local: torch.Tensor, async_op: bool) -> torch.Tensor:
+    (output,), work = what.start((local,), async_op)
     return output if work is None else pending(output, work)
 
 
@@ -336,6 +339,7 @@ def _op(step: Step) -> ReduceOp:
     return _OPS[term.reduce_op]
 
 
+@lru_cache(maxsize=1 << 14)
 def _last_cut(spec: DTensorSpec, axis: int) -> tuple[int, Cut]:
     """Return the dimension that an axis cuts, and the cut, which is the last through it."""
     placement = spec.placements[axis]
@@ -380,13 +384,12 @@ def _all_gather(
 ) -> torch.Tensor:
     dim, cut = _last_cut(step.before, step.axis)
     n, size = group.size(), step.after.local_shape[dim]
-    shape = list(local.shape)
-    shape[dim] = size
     what = maps.AllGather(group, dim)
     local = local.contiguous()
     if cut.runs == 1 and size % n == 0 and size:
-        (output,), work = what.start((local,), async_op)
-        return output if work is None else pending(output, work)
+        return _started(what, local, async_op)
+    shape = list(local.shape)
+    shape[dim] = size
     runs = parts_along(size, cut, n)
     if cut.runs == 1:
         output = what.allocate(local, shape)
@@ -411,11 +414,10 @@ def _reduce_scatter(
     local = local.contiguous()
     what = maps.ReduceScatter(group, _op(step), dim)
     if local.shape[dim] % group.size() == 0 and local.numel():
-        (output,), work = what.start((local,), async_op)
-    else:
-        parts = _split(local, dim, group.size())
-        output = what.allocate(local, parts[group.rank()].shape)
-        work = group.reduce_scatter(output, parts, _op(step), async_op)
+        return _started(what, local, async_op)
+    parts = _split(local, dim, group.size())
+    output = what.allocate(local, parts[group.rank()].shape)
+    work = group.reduce_scatter(output, parts, _op(step), async_op)
     return output if work is None else pending(output, work)
 
 
@@ -424,10 +426,12 @@ def _all_to_all(
 ) -> torch.Tensor:
     was, _ = _last_cut(step.before, step.axis)
     now, _ = _last_cut(step.after, step.axis)
-    n = group.size()
-    gives = [part.contiguous() for part in _split(local, now, n)]
-    shape = list(gives[group.rank()].shape)
-    shape[was] = step.after.local_shape[was]
-    output = maps.AllGather(group, was).allocate(local, shape)
-    work = group.all_to_all(_split(output, was, n), gives, async_op)
+    n, here, there = group.size(), local.shape, step.after.local_shape
+    local = local.contiguous()
+    output = maps.Map(group).allocate(local, there)
+    if here[now] == n * there[now] and there[was] == n * here[was]:
+        work = group.all_to_all_along(output, local, was, now, async_op)
+    else:
+        gives = _split(local, now, n)
+        work = group.all_to_all(_split(output, was, n), gives, async_op)
     return output if work is None else pending(output, work)

@@ -21,6 +21,7 @@ without a source takes the first message with its tag, whoever sent it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -73,6 +74,30 @@ class ProcessGroup(GroupCore):
         both = (tensor,)
         call = Call(op="all_reduce", inputs=both, outputs=both, reduction=reduction)
         return self._issue(call, async_op)
+
+    def all_reduce_into(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        op: object = ReduceOp.SUM,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Reduce `input` of all ranks into `output` on all ranks; the two share no memory.
+
+        To the other ranks it is an `all_reduce`.
+        """
+        if self._plain is not None and not (hooks or output is None or input is None or op is None):
+            if async_op:
+                done = self._plain.start_all_reduce_into(output, input, op)
+            else:
+                done = self._plain.plain_all_reduce_into(output, input, op)
+            if done is True:
+                self.seq += 1
+                return None
+            if done:
+                return self._plain_work("all_reduce", done, output)
+        output.copy_(input)
+        return self.all_reduce(output, op, async_op)
 
     def all_reduce_coalesced(
         self, tensors: Sequence[torch.Tensor], op: object = ReduceOp.SUM, async_op: bool = False
@@ -193,6 +218,23 @@ class ProcessGroup(GroupCore):
         parts = () if scatter_list is None else scatter_list
         return self._issue(Call(op="scatter", inputs=parts, outputs=(tensor,), root=src), async_op)
 
+    def scatter_along(self, output: torch.Tensor, input: torch.Tensor, dim: int, src: int) -> None:
+        """Copy part j of the `input` of group rank `src` to `output` of rank j.
+
+        It is cut into equal parts along `dim`. The other ranks' `input` has its shape, and is not
+        read.
+        """
+        if self._plain is not None and not (hooks or output is None or input is None):
+            rows = math.prod(input.shape[:dim])
+            done = self._plain.plain_scatter_cut(output, input, src, rows)
+            if done is True:
+                self.seq += 1
+                return
+            if done:
+                raise self._plain_error(done)
+        parts = input.chunk(self._size, dim) if self._rank == src else None
+        self.scatter(output, parts, src)
+
     def all_to_all(
         self,
         output_list: Sequence[torch.Tensor],
@@ -237,6 +279,33 @@ class ProcessGroup(GroupCore):
             inputs = torch.atleast_1d(input.detach()).split(gives)
             outputs = torch.atleast_1d(output.detach()).split(takes)
         return self._issue(Call(op=name, inputs=inputs, outputs=outputs), async_op)
+
+    def all_to_all_along(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_dim: int,
+        input_dim: int,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Copy part j of `input` of rank i to part i of `output` of rank j.
+
+        Both are cut into equal parts, each along its own dimension, which the number of ranks
+        divides.
+        """
+        if self._plain is not None and not (hooks or output is None or input is None):
+            takes, gives = math.prod(output.shape[:output_dim]), math.prod(input.shape[:input_dim])
+            if async_op:
+                done = self._plain.start_all_to_all_cut(output, input, takes, gives)
+            else:
+                done = self._plain.plain_all_to_all_cut(output, input, takes, gives)
+            if done is True:
+                self.seq += 1
+                return None
+            if done:
+                return self._plain_work("all_to_all", done, output)
+        outputs = output.chunk(self._size, output_dim)
+        return self.all_to_all(outputs, input.chunk(self._size, input_dim), async_op)
 
     def barrier(
         self, async_op: bool = False, timeout: timedelta | float | None = None
