@@ -90,6 +90,10 @@ VARIABLES: dict[str, Variable] = {
         Variable(
             name="DURE_JOB_KEY_FD", meaning="inherited file descriptor that holds the job key"
         ),
+        Variable(
+            name="DURE_FSDP_STRATEGY",
+            meaning="shared or gathered: how fully_shard makes parameters whole; else it chooses",
+        ),
         Variable(name="DURE_INSECURE", meaning="1: let strangers join, without a key (loudly)"),
         Variable(name="DURE_BACKEND", meaning="backend used where the program names none"),
         Variable(

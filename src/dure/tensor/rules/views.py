@@ -32,11 +32,13 @@ TERMS = tuple(Partial(op) for op in ("sum", "avg", "min", "max", "product"))
 def _moved_dims(call: OpCall, to: Sequence[int | None]) -> list[Strategy]:
     """Return strategies of a view that puts dimension d of the operand at `to[d]`."""
     count = len(call.outputs)
-    found = [
-        Strategy((Shard(dim),), (Shard(there),) * count)
-        for dim, there in enumerate(to)
-        if there is not None
-    ]
+    strided = [p for p in call.operands[0].placements if isinstance(p, StridedShard)]
+    cuts = [*map(Shard, range(len(to))), *dict.fromkeys(strided)]
+    found: list[Strategy] = []
+    for cut in cuts:
+        there = to[cut.dim]
+        if there is not None:
+            found.append(Strategy((cut,), (_at(cut, there),) * count))
     return found + [Strategy((term,), (term,) * count) for term in TERMS]
 
 

@@ -1,0 +1,30 @@
+"""Fully sharded data parallel: parameters, gradients and optimizer state are divided over ranks.
+
+    fully_shard (fully_shard.py)   takes parameters (parameter.py), and puts them into groups (group.py)
+    state.py                       hooks: when a group is gathered, reduced, freed
+    strategy.py                    how: shared.py, gathered.py
+"""
+
+from __future__ import annotations
+
+from dure.parallel.fsdp.fully_shard import fully_shard, register_fsdp_forward_method
+from dure.parallel.fsdp.module import FSDPModule, UnshardHandle
+from dure.parallel.fsdp.policies import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
+from dure.parallel.fsdp.strategy import strategy
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "strategy",
+]

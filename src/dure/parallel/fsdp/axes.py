@@ -1,0 +1,102 @@
+"""The mesh axes over which data is parallel: one that shards parameters, and one of replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dure.comm.world import resolve
+from dure.errors import MeshError
+from dure.mesh import DeviceMesh, init_device_mesh
+from dure.parallel.fsdp.policies import DataParallelMeshDims
+from dure.tensor.placement_types import Placement, Replicate, Shard, StridedShard
+
+if TYPE_CHECKING:
+    from dure.comm.group import ProcessGroup
+
+__all__ = ["DataAxes"]
+
+
+@dataclass(frozen=True, slots=True)
+class DataAxes:
+    """Data-parallel axes, as a mesh of [shard] or of [replicate, shard].
+
+    Attributes:
+        mesh: The mesh of these axes.
+        whole: The mesh that they were cut from by names, whose other axes are those of DTensor
+            parameters; None where parameters bring a mesh of their own.
+    """
+
+    mesh: DeviceMesh
+    whole: DeviceMesh | None = None
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> DataAxes:
+        """Check what `fully_shard` was given.
+
+        Raises:
+            MeshError: A mesh of more than two axes without `dp_mesh_dims`, or one that lacks them.
+        """
+        if mesh is None:
+            mesh = init_device_mesh("cpu", (resolve(None, "fully_shard").size(),))
+        if dims is None:
+            if mesh.ndim not in (1, 2):
+                raise MeshError(
+                    "parameters are sharded over a mesh of one axis, or of two: replicas, shards",
+                    op="fully_shard",
+                    seen=f"{mesh!r}",
+                    fix="Pass the data-parallel part, such as mesh['replicate', 'shard']; or name "
+                    "it: dp_mesh_dims=DataParallelMeshDims(shard=...).",
+                )
+            return cls(mesh)
+        shard, replicate = (_one_axis(mesh, d) for d in (dims.shard, dims.replicate))
+        if shard is None:
+            raise MeshError("dp_mesh_dims names no axis to shard over", op="fully_shard")
+        return cls(mesh[shard] if replicate is None else mesh[replicate, shard], mesh)
+
+    @property
+    def shard_group(self) -> ProcessGroup:
+        """The ranks that have one parameter's parts between them."""
+        return self.mesh.get_group(self.mesh.ndim - 1)
+
+    @property
+    def replicate_group(self) -> ProcessGroup | None:
+        """The ranks that have the same part; None without such an axis."""
+        return self.mesh.get_group(0) if self.mesh.ndim == 2 else None
+
+    @property
+    def size(self) -> int:
+        """Ranks that parameters are sharded over."""
+        return self.mesh.size(self.mesh.ndim - 1)
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+        return self.mesh.get_local_rank(self.mesh.ndim - 1)
+
+    def placements(self, dim: int, inner: Sequence[Placement], sizes: Sequence[int]) -> list[Placement]:
+        """Return how a parameter lies over these axes, whose dimension `dim` they cut.
+
+        Args:
+            dim: The dimension.
+            inner: Placements over the axes that cut it before (tensor parallel).
+            sizes: Sizes of those axes.
+        """
+        before = 1
+        for placement, size in zip(inner, sizes, strict=True):
+            if placement.is_shard(dim):
+                before *= size
+        cut = Shard(dim) if before == 1 else StridedShard(dim, split_factor=before)
+        return [cut] if self.mesh.ndim == 1 else [Replicate(), cut]
+
+
+def _one_axis(mesh: DeviceMesh, names: str | tuple[str, ...] | None) -> str | None:
+    """Return the name of the axis, which may be several taken as one."""
+    if names is None or isinstance(names, str):
+        return names
+    if len(names) == 1:
+        return names[0]
+    flat = "_".join(names)
+    mesh[tuple(names)]._flatten(flat)  # pyright: ignore[reportPrivateUsage]
+    return flat

@@ -1,0 +1,145 @@
+"""`FSDPModule`: the methods that a module has after `fully_shard`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from dure.errors import ModuleError, UsageError
+from dure.parallel.fsdp.state import FSDPState, state_of
+
+__all__ = ["FSDPModule", "UnshardHandle"]
+
+
+class UnshardHandle:
+    """Of an `FSDPModule.unshard` that runs."""
+
+    def __init__(self, state: FSDPState) -> None:
+        self._state: FSDPState | None = state
+
+    def wait(self) -> None:
+        """Wait until the module has its parameters whole."""
+        if self._state is not None:
+            self._state.show_wholes()
+            self._state = None
+
+
+class FSDPModule:
+    """What a sharded module is besides its own class; see torch.distributed.fsdp.FSDPModule."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make an unsharded module: ``FSDP<Class>(...)`` is ``Class(...)``."""
+        plain = cls.__mro__[2]
+        return plain(*args, **kwargs)
+
+    def _state(self) -> FSDPState:
+        assert isinstance(self, nn.Module)
+        state = state_of(self)
+        assert state is not None
+        return state
+
+    def _states(self, recurse: bool = True) -> list[FSDPState]:
+        """Return this module's state and, with `recurse`, those of modules within."""
+        assert isinstance(self, nn.Module)
+        modules = self.modules() if recurse else [self]
+        states: list[FSDPState] = []
+        for module in modules:
+            state = state_of(module)
+            if state is not None and state not in states:
+                states.append(state)
+        return states
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Make this module's parameters whole, not those of modules sharded within.
+
+        Args:
+            async_op: Return a handle at once, whose `wait` is called before parameters are used.
+
+        Collective: All ranks of the mesh.
+        """
+        state = self._state()
+        state.unshard()
+        handle = UnshardHandle(state)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this module's whole parameters, if they are there."""
+        self._state().reshard()
+
+    # ---------------------------------------------------------------- when gradients are reduced
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Reduce gradients in backwards from now on, or keep them whole and add them up (no_sync)."""
+        for state in self._states(recurse):
+            for group in state.groups:
+                group.sync = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Reduce over the axis of replicas, too, or add up this replica's parts first."""
+        for state in self._states(recurse):
+            for group in state.groups:
+                group.reduction.replicate = requires_all_reduce
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Say whether more backwards come before the step; nothing is kept waiting for them here."""
+        for state in self._states():
+            if state.tree is not None:
+                state.tree.is_last_backward = is_last_backward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide sums of gradients by `factor`, and not by the number of ranks."""
+        for state in self._states(recurse=False):
+            for group in state.groups:
+                group.reduction.divisor = factor
+
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Have collectives sum, and divide afterwards."""
+        for state in self._states():
+            for group in state.groups:
+                group.reduction.force_sum = enable
+
+    # ---------------------------------------------------------------- when wholes are freed
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Free the wholes between forward and backward, or keep them."""
+        if not isinstance(reshard_after_forward, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError("reshard_after_forward is a bool here", seen=f"{reshard_after_forward!r}")
+        for state in self._states(recurse):
+            state.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Free the wholes after backward, or keep them for the next microbatch."""
+        for state in self._states(recurse):
+            state.reshard_after_backward = reshard_after_backward
+
+    # ---------------------------------------------------------------- what is gathered ahead
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Gather these when this module's forward begins; else it is the next one of the last step."""
+        self._state().forward_prefetch = _states_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Gather these when this module's backward begins; else it is the next one of the last step."""
+        self._state().backward_prefetch = _states_of(modules)
+
+    def reset_iter_state(self) -> None:
+        """End a step that raised: drop what it has gathered and reduced. For the root."""
+        state = self._state()
+        if state.tree is not None:
+            if state.tree.root is not state:
+                raise ModuleError("reset_iter_state is for the root", op="reset_iter_state")
+            state.tree.forget()
+
+
+def _states_of(modules: Sequence[Any]) -> list[FSDPState]:
+    states = [state_of(module) for module in modules]
+    if None in states:
+        raise UsageError("only sharded modules are gathered ahead", seen=f"{modules!r}"[:200])
+    return [state for state in states if state is not None]

@@ -1,0 +1,68 @@
+"""What `fully_shard` is told besides the modules: dtypes, where shards stay, which axes are data parallel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dure.errors import ModuleError
+
+__all__ = ["CPUOffloadPolicy", "DataParallelMeshDims", "MixedPrecisionPolicy", "OffloadPolicy"]
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """In which dtypes a group of parameters computes and reduces; shards keep their own.
+
+    Attributes:
+        param_dtype: Of the unsharded parameters, and of forward's inputs; None leaves it.
+        reduce_dtype: In which gradients are reduced; where None, the dtype that they come in.
+        output_dtype: Of forward's floating-point outputs; None leaves it.
+        cast_forward_inputs: Cast floating-point inputs of forward to `param_dtype`.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not dtype.is_floating_point:
+                raise ModuleError(
+                    "mixed precision is for floating-point dtypes",
+                    op="MixedPrecisionPolicy",
+                    seen=f"{name}={dtype}",
+                    fix="Use torch.bfloat16, or torch.float16 with a GradScaler.",
+                )
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Shards, gradients and optimizer state stay where the mesh's device is."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """They stay in the host's memory, while the device computes. On a mesh of CPUs they do anyway.
+
+    Attributes:
+        pin_memory: Keep them in page-locked memory, which a GPU copies faster.
+    """
+
+    pin_memory: bool = True
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Which axes of a mesh with names are data parallel; the others are those of DTensor parameters.
+
+    Attributes:
+        shard: One name, or several that are taken as one axis.
+        replicate: The same for the axis of replicas.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None

@@ -1,0 +1,367 @@
+"""What happens around a sharded module's forward and backward.
+
+    forward  of the root: enter        module: unshard, compute, reshard        root: done
+    backward                           module: unshard, compute, reduce, reshard
+    end of backward: finish reductions, leave
+
+Each `fully_shard` call has an `FSDPState`. States of modules within one another form a *tree*, known
+from its first forward on, whose outermost module is the root. In forward a module's parameters are
+gathered when it is called; in backward when the first gradient of its outputs arrives; gradients are
+reduced when those of its inputs are there, or at the end.
+
+All ranks must gather and reduce in one order. It is that of the first step (`Order`). A rank that
+does not call a module, as its batch has nothing for it, takes part in the module's gathers and
+reductions when it comes to the next one, and adds zeros.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from dure.parallel.fsdp.group import ParameterGroup
+from dure.parallel.fsdp.policies import MixedPrecisionPolicy
+from dure.training import autograd_hooks
+from dure.training.pytrees import mapped, tensors_of
+
+__all__ = ["FSDPState", "Order", "Tree", "state_of"]
+
+
+class Order:
+    """In which order the first step gathered, or reduced; later steps keep to it."""
+
+    def __init__(self) -> None:
+        self._sequence: list[FSDPState] = []
+        self._at = 0
+        self._known = False
+
+    def begin(self) -> None:
+        """Begin at the first."""
+        self._at = 0
+
+    def skipped(self, state: FSDPState) -> Sequence[FSDPState]:
+        """Return those that come before `state`, and were not called; it is called next."""
+        if not self._known:
+            self._sequence.append(state)
+            return ()
+        if state not in self._sequence[self._at :]:
+            return ()
+        found = self._sequence.index(state, self._at)
+        before = self._sequence[self._at : found]
+        self._at = found + 1
+        return before
+
+    def coming(self) -> FSDPState | None:
+        """Return the next one; None where that is not known."""
+        return self._sequence[self._at] if self._known and self._at < len(self._sequence) else None
+
+    def end(self) -> Sequence[FSDPState]:
+        """Return those that were not called; from now on the order is known."""
+        rest = self._sequence[self._at :] if self._known else ()
+        self._known, self._at = True, len(self._sequence)
+        return rest
+
+
+class Tree:
+    """The states of modules within one another, and where a step of them is."""
+
+    def __init__(self, root: FSDPState) -> None:
+        self.states: list[FSDPState] = []
+        for module in root.modules:
+            for inner in module.modules():
+                state = state_of(inner)
+                if state is not None and state not in self.states:
+                    self.states.append(state)
+                    state.tree = self
+        self.root = root
+        self.is_last_backward = True
+        self._entry: FSDPState | None = None
+        self._forwards: dict[FSDPState, Order] = {}
+        self._backwards: dict[FSDPState, tuple[Order, Order]] = {}
+        self._forward: Order | None = None
+        self._backward: tuple[Order, Order] | None = None
+
+    # ---------------------------------------------------------------- forward
+
+    def begin_forward(self, state: FSDPState) -> None:
+        """A module's forward begins; the outermost one's begins a step."""
+        if self._entry is None:
+            self._entry = state
+            for each in self.states:
+                for group in each.groups:
+                    group.adopt()
+                    group.strategy.enter()
+            self._forward = self._forwards.setdefault(state, Order())
+            self._forward.begin()
+        assert self._forward is not None
+        for skipped in self._forward.skipped(state):
+            skipped.join_gather()
+        state.unshard()
+        coming = self._forward.coming()
+        state.show_wholes()
+        for ahead in state.forward_prefetch or ([coming] if coming is not None else []):
+            ahead.unshard()
+
+    def end_forward(self, state: FSDPState, raised: bool) -> None:
+        """A module's forward has ended."""
+        if raised:
+            self.forget()
+        if self._entry is not state:
+            return
+        assert self._forward is not None
+        self._entry = None
+        for each in self.states:
+            if each.to_run:  # of a list of modules, forward has called some
+                each.to_run.clear()
+                each.reshard()
+        for skipped in self._forward.end():
+            skipped.join_gather()
+        if not torch.is_grad_enabled():
+            self._leave()
+
+    def _leave(self) -> None:
+        for state in self.states:
+            for group in state.groups:
+                group.strategy.leave()
+
+    # ---------------------------------------------------------------- backward
+
+    def begin_backward(self, state: FSDPState) -> None:
+        """A module's backward begins, or its forward is run again in backward."""
+        if self._backward is None:
+            self._backward = self._backwards.setdefault(state, (Order(), Order()))
+            for order in self._backward:
+                order.begin()
+            autograd_hooks.at_end(self._end_backward)
+        gathers, _ = self._backward
+        if state.is_sharded:
+            for skipped in gathers.skipped(state):
+                skipped.join_gather()
+            state.unshard()
+            coming = gathers.coming()
+            state.show_wholes()
+            for ahead in state.backward_prefetch or ([coming] if coming is not None else []):
+                if ahead.is_sharded:
+                    ahead.unshard()
+        state.in_backward = True
+
+    def reduce(self, state: FSDPState) -> None:
+        """A module's backward has ended."""
+        assert self._backward is not None
+        _, reductions = self._backward
+        for skipped in reductions.skipped(state):
+            skipped.end_backward()
+        state.end_backward()
+
+    def _end_backward(self) -> None:
+        """Autograd has ended: reduce what is left, and wait for all."""
+        if self._backward is None:
+            return
+        gathers, reductions = self._backward
+        for state in reversed(self.states):
+            if state.in_backward:
+                self.reduce(state)
+        for state in gathers.end():
+            state.join_gather()
+        for state in reductions.end():
+            state.end_backward()
+        for state in self.states:
+            for group in state.groups:
+                group.finish_reduction()
+                if state.reshard_after_backward:
+                    group.reshard()
+        self._backward = None
+        self._leave()
+
+    def forget(self) -> None:
+        """End a step that failed: reshard all, and drop its gradients."""
+        self._entry, self._forward, self._backward = None, None, None
+        for state in self.states:
+            state.in_backward = False
+            state.to_run.clear()
+            for group in state.groups:
+                group.forget()
+                group.reshard()
+        self._leave()
+
+
+class FSDPState:
+    """Of one `fully_shard` call.
+
+    Attributes:
+        modules: Those that were given.
+        groups: Their parameters.
+        policy: Dtypes.
+        reshard_after_forward: None: yes, but for the root.
+        reshard_after_backward: Free the wholes when backward has ended.
+        forward_prefetch, backward_prefetch: States to gather ahead, where the user said so.
+        in_backward: Its backward has begun and not ended.
+        to_run: Modules of the call that forward has not reached, where it has reached one.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        groups: Sequence[ParameterGroup],
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+    ) -> None:
+        self.modules, self.groups, self.policy = tuple(modules), list(groups), policy
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.forward_prefetch: list[FSDPState] = []
+        self.backward_prefetch: list[FSDPState] = []
+        self.in_backward = False
+        self.to_run: set[nn.Module] = set()
+        self.tree: Tree | None = None
+        self._raising: BaseException | None = None
+        self.trains = any(p.sharded.requires_grad for g in groups for p in g.parameters)
+        for module in self.modules:
+            module._dure_fsdp = self  # pyright: ignore
+            module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._after_forward, always_call=True)
+            module.register_state_dict_pre_hook(self._before_state_dict)
+            module.register_load_state_dict_pre_hook(self._before_state_dict)
+
+    # ---------------------------------------------------------------- what groups do
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether modules have shards."""
+        return any(not group.unsharded for group in self.groups)
+
+    @property
+    def frees_after_forward(self) -> bool:
+        """Whether wholes are freed between forward and backward."""
+        if self.reshard_after_forward is not None:
+            return self.reshard_after_forward
+        return self.tree is None or self.tree.root is not self
+
+    def unshard(self) -> None:
+        """Begin to make all parameters whole."""
+        for group in self.groups:
+            group.unshard()
+
+    def show_wholes(self) -> None:
+        """Let the modules have the wholes."""
+        for group in self.groups:
+            group.show_wholes()
+
+    def reshard(self) -> None:
+        """Let the modules have the shards."""
+        for group in self.groups:
+            group.reshard()
+
+    def join_gather(self) -> None:
+        """Take part in a gather whose result this rank does not need."""
+        if self.is_sharded:
+            self.unshard()
+            self.show_wholes()
+            if self.frees_after_forward or not torch.is_grad_enabled():
+                self.reshard()
+
+    def end_backward(self) -> None:
+        """Reduce the gradients, and free the wholes."""
+        for group in self.groups:
+            group.end_backward()
+            if self.reshard_after_backward:
+                group.reshard()
+        self.in_backward = False
+
+    # ---------------------------------------------------------------- hooks
+
+    def _before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Gather; cast inputs; ask to be told when their gradients are there (Any: any inputs)."""
+        tree = self.tree or Tree(self)
+        if autograd_hooks.in_backward():
+            tree.begin_backward(self)
+        elif not self.to_run:
+            self.to_run.update(self.modules)
+            self._raising = sys.exc_info()[1]
+            tree.begin_forward(self)
+        dtype = self.policy.param_dtype
+        if dtype is not None and self.policy.cast_forward_inputs:
+            args, kwargs = _cast(args, dtype), _cast(kwargs, dtype)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_of((args, kwargs))):
+            args, kwargs = _watched((args, kwargs), self._after_backward)
+        return args, kwargs
+
+    def _after_forward(self, module: nn.Module, inputs: object, output: Any) -> Any:
+        """Free the wholes; ask to be told when a gradient of the outputs arrives."""
+        if self.policy.output_dtype is not None:
+            output = _cast(output, self.policy.output_dtype)
+        if autograd_hooks.in_backward():
+            return output
+        tree = self.tree
+        assert tree is not None
+        raised = sys.exc_info()[1] is not self._raising
+        self.to_run.discard(module)
+        if torch.is_grad_enabled():
+            autograd_hooks.on_outputs(output, self._before_backward)
+        if raised or not self.to_run:
+            if self.frees_after_forward or not torch.is_grad_enabled():
+                self.reshard()
+            tree.end_forward(self, raised)
+        return output
+
+    def run(
+        self, module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a method of a module as its forward is run (Any: what it takes and gives)."""
+        args, kwargs = self._before_forward(module, args, kwargs)
+        try:
+            output = method(*args, **kwargs)
+        except BaseException:
+            self._after_forward(module, args, None)
+            raise
+        return self._after_forward(module, args, output)
+
+    def _before_backward(self, _: Sequence[Any]) -> None:
+        assert self.tree is not None
+        self.tree.begin_backward(self)
+
+    def _after_backward(self) -> None:
+        assert self.tree is not None
+        if self.in_backward:
+            self.tree.reduce(self)
+
+    def _before_state_dict(self, *_: Any) -> None:
+        """Let the state dictionary have shards."""
+        self.reshard()
+
+
+def state_of(module: nn.Module) -> FSDPState | None:
+    """Return the state of a module that was given to `fully_shard`."""
+    return getattr(module, "_dure_fsdp", None)
+
+
+class _AfterBackward(torch.autograd.Function):
+    """Calls a function when gradients of all the tensors that it passes on have arrived."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable[[], None], *tensors: torch.Tensor) -> Any:
+        ctx.call = call
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.call()
+        return None, *gradients
+
+
+def _watched(value: Any, call: Callable[[], None]) -> Any:
+    """Return a pytree whose tensors that need gradients have passed `_AfterBackward`."""
+    found = [t for t in tensors_of(value) if t.requires_grad]
+    passed = dict(zip(map(id, found), _AfterBackward.apply(call, *found), strict=True))  # pyright: ignore
+    return mapped(value, lambda t: passed.get(id(t), t))
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Return a pytree with its floating-point tensors in `dtype`."""
+    return mapped(value, lambda t: t.to(dtype) if t.is_floating_point() else t)

@@ -1,0 +1,116 @@
+"""How the shards of a group of parameters become whole, and gradients become shards.
+
+Two ways, behind one interface. *shared*: the ranks of a host have the parameters in memory that
+they share; a shard is a view into it, and nothing is gathered (shared.py). *gathered*: the classical
+all_gather into memory of a rank's own (gathered.py). `fully_shard` chooses; `strategy("gathered")`
+or DURE_FSDP_STRATEGY forces one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from dure import env
+from dure.errors import UsageError
+
+__all__ = ["Reduction", "Strategy", "forced", "strategy"]
+
+NAMES = ("shared", "gathered")
+_forced: ContextVar[str | None] = ContextVar("dure_fsdp_strategy", default=None)
+
+
+@dataclass(slots=True)
+class Reduction:
+    """How gradients of a group are reduced; methods of `FSDPModule` change it.
+
+    Attributes:
+        dtype: In which; None for that of the gradients.
+        divisor: What the sum is divided by; None for the number of ranks.
+        force_sum: Use a plain sum and a division instead of the collective's average.
+        replicate: Reduce over the axis of replicas, too, at this backward.
+    """
+
+    dtype: torch.dtype | None = None
+    divisor: float | None = None
+    force_sum: bool = False
+    replicate: bool = True
+
+
+class Strategy(Protocol):
+    """What makes one group's parameters whole. All parameters have one dtype.
+
+    Collective: `unshard` and `reduce`, on all ranks of the group in the same order; `enter`.
+    """
+
+    name: str
+
+    def attach(self) -> None:
+        """Take the shards that the parameters have now: first, and whenever some were replaced."""
+        ...
+
+    def enter(self) -> None:
+        """Begin a step: a root's forward has begun. What was written to shards is seen by all."""
+        ...
+
+    def leave(self) -> None:
+        """End it: this rank reads no more, until it enters again."""
+        ...
+
+    def unshard(self) -> None:
+        """Begin to make the parameters whole; nothing if they are, or have begun to be."""
+        ...
+
+    def wait(self) -> Sequence[torch.Tensor]:
+        """Return the wholes, each [whole_shape] in its parameter's `dtype`; always the same tensors."""
+        ...
+
+    def reshard(self) -> None:
+        """The wholes are not read until `unshard` comes again."""
+        ...
+
+    def reduce(
+        self, gradients: Sequence[torch.Tensor | None], how: Reduction
+    ) -> Callable[[], Sequence[torch.Tensor | None]]:
+        """Begin to reduce gradients of wholes; None is a rank that has none, which counts as zeros.
+
+        Returns:
+            What waits, and returns this rank's parts; None where no rank had a gradient.
+        """
+        ...
+
+
+@contextmanager
+def strategy(name: str) -> Iterator[None]:
+    """Have `fully_shard` use one strategy, whatever it would choose.
+
+    Args:
+        name: "shared" or "gathered".
+
+    Raises:
+        UsageError: No such strategy. `fully_shard` raises where "shared" cannot be.
+    """
+    token = _forced.set(_checked(name))
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def forced() -> str | None:
+    """Return the strategy that the program or the environment asks for."""
+    name = _forced.get() or env.text("DURE_FSDP_STRATEGY")
+    return _checked(name) if name else None
+
+
+def _checked(name: str) -> str:
+    if name not in NAMES:
+        raise UsageError(
+            "no such strategy", op="fsdp.strategy", seen=f"{name!r}; there are {', '.join(NAMES)}"
+        )
+    return name

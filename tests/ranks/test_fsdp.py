@@ -1,0 +1,467 @@
+"""Fully sharded training on n ranks against plain training on one: losses, gradients, weights."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import dure as dist
+from dure.device_mesh import init_device_mesh
+from dure.errors import MeshError, ModuleError
+from dure.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, strategy
+from dure.parallel.fsdp.state import state_of
+from dure.tensor import DTensor, Replicate, Shard
+from dure.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from dure.tensor.placement_types import StridedShard
+from dure.testing import run_ranks
+
+STEPS = 3
+ROWS = 12
+_making = threading.Lock()
+
+
+@pytest.fixture(params=["gathered"])
+def way(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 7), nn.Linear(7, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Blocks between an embedding and a head, which may have one weight."""
+
+    def __init__(self, tied: bool = False, how: str = "plain") -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.head = nn.Linear(6, 11, bias=False)
+        self.unused = nn.Linear(3, 5)
+        self.how = how
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            if self.how == "plain":
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.how == "reentrant")
+        return self.head(x)
+
+
+def made(**options: Any) -> Net:
+    with _making:  # thread-ranks share the generator
+        torch.manual_seed(1)
+        return Net(**options).double()
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    drawn = torch.randint(11, (2, ROWS), generator=generator)
+    return drawn[0], drawn[1]
+
+
+def loss_of(model: nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(data[0]), data[1])
+
+
+def mine(data: tuple[torch.Tensor, torch.Tensor], size: int, rank: int) -> Any:
+    return tuple(t.chunk(size)[rank] for t in data)
+
+
+def trained(
+    model: nn.Module,
+    step_loss: Callable[[nn.Module, int], torch.Tensor],
+    make_optimizer: Callable[[Any], torch.optim.Optimizer],
+    before_step: Callable[[nn.Module], object] | None = None,
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor | None]]:
+    """Train some steps; return the losses, and the last gradients."""
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = step_loss(model, step)
+        if before_step is not None:
+            before_step(model)
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses, {n: p.grad for n, p in model.named_parameters()}
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.05)
+
+
+def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor().detach()
+    return None if tensor is None else tensor.detach()
+
+
+def by_step(model: nn.Module, step: int, size: int = 1, rank: int = 0) -> torch.Tensor:
+    loss = loss_of(model, mine(batch(step), size, rank))
+    loss.backward()
+    return loss
+
+
+def shard(model: Net, **options: Any) -> Net:
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def compare(
+    way: str,
+    size: int,
+    prepare: Callable[[Net], object] = shard,
+    step: Callable[[nn.Module, int, int, int], torch.Tensor] = by_step,
+    expected_step: Callable[[nn.Module, int], torch.Tensor] | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
+    before_step: Callable[[nn.Module], object] | None = None,
+    make: Callable[[], Net] = made,
+    data_ranks: Callable[[int], tuple[int, int]] | None = None,
+) -> None:
+    reference = make()
+    losses, gradients = trained(reference, expected_step or by_step, optimizer, before_step)
+
+    def body(rank: int) -> Any:
+        with _making:
+            pass
+        model = make()
+        with strategy(way):
+            prepare(model)
+        at = (size, rank) if data_ranks is None else data_ranks(rank)
+        got, grads = trained(model, lambda m, s: step(m, s, *at), optimizer, before_step)
+        return got, {n: whole(g) for n, g in grads.items()}, {
+            n: whole(p) for n, p in model.named_parameters()
+        }
+
+    results = run_ranks(size, body)
+    mean = torch.stack([torch.stack(r[0]) for r in results]).mean(0)
+    torch.testing.assert_close(mean, torch.stack(losses))
+    for _, grads, weights in results:
+        assert weights.keys() == dict(reference.named_parameters()).keys()
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(weights[name], parameter.detach(), msg=lambda m, n=name: f"{n}: {m}")
+            if gradients[name] is None:
+                assert grads[name] is None, name
+            else:
+                torch.testing.assert_close(grads[name], gradients[name], msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_training_equals_one_rank(way: str, size: int) -> None:
+    compare(way, size)
+
+
+def test_only_the_root(way: str) -> None:
+    compare(way, 3, prepare=fully_shard)
+
+
+def test_lists_of_modules(way: str) -> None:
+    def prepare(model: Net) -> None:
+        fully_shard([model.blocks[0], model.blocks[1]])
+        fully_shard([model.blocks[2], model.head])
+        fully_shard(model)
+
+    compare(way, 2, prepare=prepare)
+
+
+def test_nested_calls(way: str) -> None:
+    def prepare(model: Net) -> None:
+        for block in model.blocks:
+            fully_shard(block.up)
+        shard(model)
+
+    compare(way, 2, prepare=prepare)
+
+
+@pytest.mark.parametrize("kept", [True, False, 2])
+def test_when_wholes_are_freed(way: str, kept: bool | int) -> None:
+    compare(way, 2, prepare=lambda m: shard(m, reshard_after_forward=kept))
+
+
+@pytest.mark.parametrize("how", ["reentrant", "not"])
+def test_activation_checkpointing(way: str, how: str) -> None:
+    compare(way, 2, make=lambda: made(how=how))
+
+
+def test_tied_parameters_of_the_root(way: str) -> None:
+    compare(way, 2, make=lambda: made(tied=True))
+
+
+@pytest.mark.parametrize("first", ["embed", "head"])
+def test_tied_parameters_of_two_calls_go_to_the_one_around_them(way: str, first: str) -> None:
+    def prepare(model: Net) -> None:
+        fully_shard(getattr(model, first))
+        fully_shard(model.head if first == "embed" else model.embed)
+        shard(model)
+        assert model.embed.weight is model.head.weight
+
+    compare(way, 2, make=lambda: made(tied=True), prepare=prepare)
+
+
+def test_frozen_parameters(way: str) -> None:
+    def make() -> Net:
+        model = made()
+        for block in model.blocks:
+            block.up.requires_grad_(False)
+        model.embed.requires_grad_(False)
+        return model
+
+    compare(way, 2, make=make)
+
+
+def test_several_forwards_before_a_backward(way: str) -> None:
+    def step(model: nn.Module, number: int, size: int = 1, rank: int = 0) -> torch.Tensor:
+        first, second = (loss_of(model, mine(batch(number + k), size, rank)) for k in (0, 10))
+        loss = first + 2 * second
+        loss.backward()
+        return loss
+
+    compare(way, 2, step=step, expected_step=step)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_gradient_accumulation(way: str, sync: bool) -> None:
+    def step(model: nn.Module, number: int, size: int = 1, rank: int = 0) -> torch.Tensor:
+        losses = []
+        for k in range(3):
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(sync or k == 2)
+            loss = loss_of(model, mine(batch(number + 10 * k), size, rank)) / 3
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    compare(way, 2, step=step, expected_step=step)
+
+
+def test_evaluation_between_steps(way: str) -> None:
+    def step(model: nn.Module, number: int, size: int = 1, rank: int = 0) -> torch.Tensor:
+        with torch.no_grad():
+            loss_of(model, mine(batch(number + 7), size, rank))
+        assert all(isinstance(p, DTensor) for p in model.parameters()) or size == 1
+        return by_step(model, number, size, rank)
+
+    compare(way, 2, step=step)
+
+
+def test_dimensions_chosen_by_the_user(way: str) -> None:
+    def prepare(model: Net) -> None:
+        shard(model, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+        assert str(model.head.weight.placements) == "(Shard(dim=1),)"
+
+    compare("gathered", 4, prepare=prepare)
+
+
+def test_clipping(way: str) -> None:
+    compare(way, 3, before_step=lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.1))
+
+
+@pytest.mark.parametrize("form", [{"foreach": True}, {"fused": True}, {"foreach": False}])
+def test_forms_of_optimizers(way: str, form: dict[str, bool]) -> None:
+    compare(way, 2, optimizer=lambda p: torch.optim.AdamW(p, lr=0.05, **form))
+
+
+def test_replicas_of_shards(way: str) -> None:
+    def prepare(model: Net) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        shard(model, mesh=mesh)
+        assert model.head.weight.placements == (Replicate(), Shard(0))
+
+    compare(way, 4, prepare=prepare)
+
+
+@pytest.mark.parametrize("axes", [(2, 2), (1, 2), (2, 1)])
+def test_over_tensor_parallel(way: str, axes: tuple[int, int]) -> None:
+    def prepare(model: Net) -> None:
+        mesh = init_device_mesh("cpu", axes, mesh_dim_names=("dp", "tp"))
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        shard(model, mesh=mesh["dp"])
+        assert model.blocks[0].down.weight.placements == (Shard(0), Shard(1))
+        if axes[1] > 1:
+            cut = StridedShard(0, split_factor=axes[1])
+            assert model.blocks[0].up.weight.placements == (cut, Shard(0))
+
+    def wide() -> Net:
+        model = made()
+        with _making:
+            torch.manual_seed(2)
+            for block in model.blocks:
+                block.up, block.down = nn.Linear(6, 10).double(), nn.Linear(10, 6).double()
+        return model
+
+    compare(
+        way, axes[0] * axes[1], prepare=prepare, make=wide,
+        data_ranks=lambda rank: (axes[0], rank // axes[1]),
+    )
+
+
+def test_a_rank_that_skips_a_module_adds_zeros(way: str) -> None:
+    """Rank 1 does not call block 1 from the second step on: its gradient there is zero."""
+
+    class Skipping(Net):
+        skip = False
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embed(tokens)
+            for number, block in enumerate(self.blocks):
+                x = x if self.skip and number == 1 else block(x)
+            return self.head(x)
+
+    def make() -> Net:
+        with _making:
+            torch.manual_seed(1)
+            return Skipping().double()
+
+    def step(model: Any, number: int, size: int = 1, rank: int = 0) -> torch.Tensor:
+        model.skip = rank == 1 and number > 0
+        return by_step(model, number, size, rank)
+
+    def expected(model: Any, number: int) -> torch.Tensor:
+        losses = []
+        for rank in range(2):
+            model.skip = rank == 1 and number > 0
+            loss = loss_of(model, mine(batch(number), 2, rank)) / 2
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    compare(way, 2, make=make, step=step, expected_step=expected)
+
+
+def test_meta_modules_get_memory_and_values_of_the_shards(way: str) -> None:
+    reference = made()
+
+    def body(rank: int) -> dict[str, torch.Tensor | None]:
+        with torch.device("meta"):
+            model = Net().double()
+        with strategy(way):
+            shard(model)
+        model.to_empty(device="cpu")
+        values = {n: p.detach() for n, p in reference.named_parameters()}
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                assert isinstance(parameter, DTensor)
+                full = DTensor.from_local(values[name], parameter.device_mesh, [Replicate()])
+                parameter.copy_(full)
+        by_step(model, 0, 2, rank)
+        return {n: whole(p.grad) for n, p in model.named_parameters()}
+
+    by_step(reference, 0)
+    for grads in run_ranks(2, body):
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(grads[name], parameter.grad)
+
+
+def test_state_dictionaries_have_shards_under_the_users_names(way: str) -> None:
+    def body(rank: int) -> None:
+        model, other = made(), made()
+        with strategy(way):
+            shard(model)
+            shard(other)
+        by_step(model, 0, 2, rank)
+        state = model.state_dict()
+        assert list(state) == list(made().state_dict())
+        assert all(isinstance(v, DTensor) for v in state.values())
+        torch.optim.SGD(model.parameters(), lr=0.5).step()
+        other.load_state_dict(model.state_dict())
+        for a, b in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(a.full_tensor(), b.full_tensor())
+        other.load_state_dict({k: v.clone() for k, v in state.items()}, assign=True)
+        by_step(other, 1, 2, rank)
+
+    run_ranks(2, body)
+
+
+def test_low_precision(way: str) -> None:
+    """bfloat16 computes, float32 reduces: as one rank that rounds its weights, within its bits."""
+    seen: list[torch.dtype] = []
+
+    def body(rank: int) -> Any:
+        model = made().float()
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+        with strategy(way):
+            shard(model, mp_policy=policy)
+        model.blocks[0].register_forward_hook(lambda m, i, o: seen.append(m.up.weight.dtype))
+        loss = by_step(model, 0, 2, rank)
+        assert model.head.weight.dtype == torch.float32
+        return loss.detach(), {n: whole(p.grad) for n, p in model.named_parameters()}
+
+    reference = made().float()
+    loss = by_step(reference, 0)
+    results = run_ranks(2, body)
+    assert set(seen) == {torch.bfloat16}
+    torch.testing.assert_close(torch.stack([r[0] for r in results]).mean(), loss.detach(), rtol=0.02, atol=0.02)
+    for name, parameter in reference.named_parameters():
+        grad = results[0][1][name]
+        if grad is not None:
+            assert grad.dtype == torch.float32
+            torch.testing.assert_close(grad, parameter.grad, rtol=0.1, atol=0.03)
+
+
+def test_a_forward_that_raises_leaves_the_model_whole(way: str) -> None:
+    def body(rank: int) -> None:
+        model = made()
+        with strategy(way):
+            shard(model)
+        with pytest.raises(IndexError):
+            model(torch.tensor([99]))
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        by_step(model, 0, 2, rank)
+
+    run_ranks(2, body)
+
+
+def test_another_method_gathers_as_forward_does(way: str) -> None:
+    from dure.fsdp import register_fsdp_forward_method
+
+    def body(rank: int) -> None:
+        model = made()
+        expected = model.head(model.embed(torch.arange(4))).detach()
+        model.__class__.peek = lambda self, t: self.head(self.embed(t))  # pyright: ignore
+        with strategy(way):
+            shard(model)
+        register_fsdp_forward_method(model, "peek")
+        torch.testing.assert_close(model.peek(torch.arange(4)).detach(), expected)
+
+    run_ranks(2, body)
+
+
+def test_what_is_refused() -> None:
+    def body(rank: int) -> None:
+        model = made()
+        with pytest.raises(ModuleError, match="no forward"):
+            fully_shard(model.blocks)
+        shard(model)
+        with pytest.raises(ModuleError, match="sharded already"):
+            fully_shard(model)
+        with pytest.raises(ModuleError, match="cannot be copied"):
+            copy.deepcopy(model)
+        odd = made()
+        odd.head.weight = nn.Parameter(odd.head.weight.detach().t())
+        with pytest.raises(ModuleError, match="contiguous"):
+            fully_shard(odd)
+        mesh = init_device_mesh("cpu", (2, 1, 1))
+        with pytest.raises(MeshError, match="two axes|two: replicas"):
+            fully_shard(made(), mesh=mesh)
+
+    run_ranks(2, body)
