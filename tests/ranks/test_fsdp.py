@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -398,10 +399,12 @@ def test_low_precision(way: str) -> None:
 
     def body(rank: int) -> Any:
         model = made().float()
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+        low = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         with strategy(way):
-            shard(model, mp_policy=policy)
-        model.blocks[0].register_forward_hook(lambda m, i, o: seen.append(m.up.weight.dtype))
+            for block in model.blocks:
+                fully_shard(block, mp_policy=low)
+            fully_shard(model, mp_policy=dataclasses.replace(low, output_dtype=torch.float32))
+        model.blocks[0].register_forward_pre_hook(lambda m, i: seen.append(m.up.weight.dtype))
         loss = by_step(model, 0, 2, rank)
         assert model.head.weight.dtype == torch.float32
         return loss.detach(), {n: whole(p.grad) for n, p in model.named_parameters()}

@@ -146,17 +146,19 @@ def _parameters(
         for name, parameter in owner.named_parameters(recurse=False):
             if parameter in ignored:
                 continue
+            places = found.setdefault(parameter, [])
             taken: Taken | None = vars(parameter).pop("_dure_fsdp", None)
-            if taken is not None:  # a tied one
-                _give_back(parameter, taken)
-            found.setdefault(parameter, []).append((owner, name))
+            if taken is not None:
+                places += _given_back(parameter, taken)
+            places.append((owner, name))
     for inner in within:
-        for parameter, places in getattr(inner, "_dure_fsdp_tied", {}).items():
-            mine = found.setdefault(parameter, [])
-            mine += [p for p in places if p not in mine]
-    later = [p for p, places in found.items() if any(m not in within for m, _ in places)]
-    for parameter in later:
-        _note_tied(parameter, found.pop(parameter))
+        for parameter, places in inner.__dict__.pop("_dure_fsdp_tied", {}).items():
+            known = found.setdefault(parameter, [])
+            known += [place for place in places if place not in known]
+    for parameter, places in list(found.items()):
+        if any(owner not in within for owner, _ in places):
+            for owner, _ in found.pop(parameter):
+                owner.__dict__.setdefault("_dure_fsdp_tied", {})[parameter] = places
     return found
 
 
@@ -173,8 +175,8 @@ def _managed(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
         waiting += reversed(list(module.children()))
 
 
-def _give_back(parameter: nn.Parameter, taken: Taken) -> None:
-    """Take a tied parameter out of the group of an earlier call."""
+def _given_back(parameter: nn.Parameter, taken: Taken) -> list[tuple[nn.Module, str]]:
+    """Take a tied parameter out of the group of an earlier call; return where it is."""
     state, group, mine = taken
     group.parameters.remove(mine)
     if group.parameters:
@@ -183,17 +185,7 @@ def _give_back(parameter: nn.Parameter, taken: Taken) -> None:
         state.groups.remove(group)
     for owner, name in mine.places:
         owner._parameters[name] = parameter  # pyright: ignore[reportPrivateUsage]
-    _note_tied(parameter, mine.places)
-
-
-def _note_tied(parameter: nn.Parameter, places: list[tuple[nn.Module, str]]) -> None:
-    """Remember on the modules where a tied parameter is, until a call takes it."""
-    known: list[tuple[nn.Module, str]] = []
-    for owner, _ in places:
-        known += getattr(owner, "_dure_fsdp_tied", {}).get(parameter, [])
-    known += [p for p in places if p not in known]
-    for owner, _ in known:
-        owner.__dict__.setdefault("_dure_fsdp_tied", {})[parameter] = known
+    return mine.places
 
 
 def _check_parameter(
