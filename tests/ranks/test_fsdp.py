@@ -28,7 +28,7 @@ ROWS = 12
 _making = threading.Lock()
 
 
-@pytest.fixture(params=["gathered"])
+@pytest.fixture(params=["gathered", "shared"])
 def way(request: pytest.FixtureRequest) -> str:
     return request.param
 

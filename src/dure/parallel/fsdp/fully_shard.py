@@ -17,7 +17,7 @@ from torch import nn
 from dure.errors import DeviceError, ModuleError, UsageError
 from dure.mesh import DeviceMesh
 from dure.parallel.fsdp.axes import DataAxes
-from dure.parallel.fsdp.gathered import Gathered
+from dure.parallel.fsdp.choosing import strategy_for
 from dure.parallel.fsdp.group import ParameterGroup
 from dure.parallel.fsdp.module import FSDPModule
 from dure.parallel.fsdp.parameter import FSDPParameter
@@ -98,7 +98,7 @@ def fully_shard(
         originals.append((parameter, made))
     reduction = Reduction(dtype=policy.reduce_dtype)
     made_groups = [
-        ParameterGroup(parameters=p, strategy=Gathered(p, axes), reduction=reduction)
+        ParameterGroup(parameters=p, strategy=strategy_for(p, axes), reduction=reduction)
         for p in groups.values()
     ]
     state = FSDPState(
@@ -180,7 +180,7 @@ def _given_back(parameter: nn.Parameter, taken: Taken) -> list[tuple[nn.Module, 
     state, group, mine = taken
     group.parameters.remove(mine)
     if group.parameters:
-        group.strategy = Gathered(group.parameters, mine.axes)
+        group.strategy = strategy_for(group.parameters, mine.axes)
     else:
         state.groups.remove(group)
     for owner, name in mine.places:

@@ -91,10 +91,12 @@ class Tree:
         """A module's forward begins; the outermost one's begins a step."""
         if self._entry is None:
             self._entry = state
-            for each in self.states:
-                for group in each.groups:
-                    group.adopt()
-                    group.strategy.enter()
+            groups = [group for each in self.states for group in each.groups]
+            for group in groups:
+                group.adopt()
+                group.strategy.publish()
+            for group in groups:
+                group.strategy.enter()
             self._forward = self._forwards.setdefault(state, Order())
             self._forward.begin()
         assert self._forward is not None

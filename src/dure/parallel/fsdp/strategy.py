@@ -54,8 +54,12 @@ class Strategy(Protocol):
         """Take the shards that the parameters have now: first, and whenever some were replaced."""
         ...
 
+    def publish(self) -> None:
+        """Put what others are to read where they read it; `enter` comes next."""
+        ...
+
     def enter(self) -> None:
-        """Begin a step: a root's forward has begun. What was written to shards is seen by all."""
+        """Begin a step: a root's forward has begun. Wait until all ranks have published."""
         ...
 
     def leave(self) -> None:

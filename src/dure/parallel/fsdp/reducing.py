@@ -1,0 +1,126 @@
+"""Gradients of whole parameters become averaged shards: one reduce_scatter a group.
+
+    gradients  --copy-->  flat [n, k] in the symmetric heap  --reduce_scatter-->  this rank's [k]
+
+The flat tensor has a part for each rank: of each parameter what the rank has of it, padded to a full
+part, and one element more, which is 1 where a rank has a gradient: so all know whether any had, and
+which gradients stay None. Ranks of a host read it where it lies. The collective runs on the group's
+channel 1, so that gathers on channel 0 need not wait for it.
+
+With replicas (HSDP) the parts are reduced once more, over the axis of replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from dure.comm.memory import heap_empty
+from dure.comm.ops import ReduceOp
+from dure.parallel.fsdp.axes import DataAxes
+from dure.parallel.fsdp.parameter import FSDPParameter
+from dure.parallel.fsdp.strategy import Reduction
+
+__all__ = ["Reducer", "padded_numel", "padded_shape", "parts_of"]
+
+
+class Reducer:
+    """Reduces the gradients of a group.
+
+    Args:
+        parameters: Of one dtype.
+        axes: Over which they are sharded.
+    """
+
+    def __init__(self, parameters: Sequence[FSDPParameter], axes: DataAxes) -> None:
+        self._parameters, self._axes = list(parameters), axes
+        self._group = axes.shard_group.channel(1)
+        self._carry: torch.Tensor | None = None
+
+    def reduce(
+        self, gradients: Sequence[torch.Tensor | None], how: Reduction
+    ) -> Callable[[], Sequence[torch.Tensor | None]]:
+        """Begin to reduce; see `Strategy.reduce`."""
+        size = self._axes.size
+        sizes = [padded_numel(p) for p in self._parameters]
+        dtype = how.dtype or self._parameters[0].dtype
+        flat = _empty(size, sum(sizes) + len(sizes), dtype, self._parameters[0].part.device)
+        *pieces, used = flat.split([*sizes, len(sizes)], dim=1)
+        used.copy_(torch.tensor([g is not None for g in gradients]))
+        for piece, parameter, gradient in zip(pieces, self._parameters, gradients, strict=True):
+            if gradient is None or parameter.whole_shape[parameter.dim] % size:
+                piece.zero_()
+            if gradient is not None:
+                _copy_in(piece, gradient, parameter)
+        output = flat.new_empty(flat.shape[1])
+        average = how.divisor is None and not how.force_sum
+        op = ReduceOp.AVG if average else ReduceOp.SUM
+        work = self._group.reduce_scatter_single(output, flat.view(-1), op, async_op=True)
+
+        def finish() -> Sequence[torch.Tensor | None]:
+            if work is not None:
+                work.wait()
+            return self._reduced(output, sizes, how, op)
+
+        return finish
+
+    def _reduced(
+        self, output: torch.Tensor, sizes: list[int], how: Reduction, op: ReduceOp
+    ) -> Sequence[torch.Tensor | None]:
+        """Reduce over replicas, divide, and cut this rank's parts out."""
+        replicas = self._axes.replicate_group
+        if replicas is not None and not how.replicate:
+            self._carry = output if self._carry is None else self._carry.add_(output)
+            return [None] * len(sizes)
+        if replicas is not None:
+            if self._carry is not None:
+                output, self._carry = output.add_(self._carry), None
+            replicas.channel(1).all_reduce(output, op)
+        if op is not ReduceOp.AVG:
+            ranks = self._axes.size * (replicas.size() if replicas is not None else 1)
+            divisor = ranks if how.divisor is None else how.divisor
+            output[: sum(sizes)].div_(divisor)
+        *pieces, used = output.split([*sizes, len(sizes)])
+        had = used.tolist()
+        return [
+            _unpadded(piece, parameter) if some else None
+            for piece, parameter, some in zip(pieces, self._parameters, had, strict=True)
+        ]
+
+
+def padded_shape(parameter: FSDPParameter) -> torch.Size:
+    """Return the shape of a full part."""
+    shape = list(parameter.whole_shape)
+    shape[parameter.dim] = parameter.rows
+    return torch.Size(shape)
+
+
+def padded_numel(parameter: FSDPParameter) -> int:
+    return padded_shape(parameter).numel()
+
+
+def _unpadded(piece: torch.Tensor, parameter: FSDPParameter) -> torch.Tensor:
+    part = parameter.part.shape[parameter.dim]
+    return piece.view(padded_shape(parameter)).narrow(parameter.dim, 0, part)
+
+
+def parts_of(whole: torch.Tensor, parameter: FSDPParameter) -> list[torch.Tensor]:
+    """Return the ranks' parts of a whole tensor; the last may be short, or missing."""
+    if whole.shape[parameter.dim] == 0:
+        return []
+    return list(whole.split(parameter.rows, parameter.dim))
+
+
+def _copy_in(pieces: torch.Tensor, gradient: torch.Tensor, parameter: FSDPParameter) -> None:
+    """Copy a whole gradient into all ranks' padded parts [n, numel]."""
+    shape = padded_shape(parameter)
+    for piece, part in zip(pieces, parts_of(gradient, parameter), strict=False):
+        size = part.shape[parameter.dim]
+        piece.view(shape).narrow(parameter.dim, 0, size).copy_(part)
+
+
+def _empty(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return heap_empty(rows, columns, dtype=dtype)
+    return torch.empty(rows, columns, dtype=dtype, device=device)

@@ -1,0 +1,290 @@
+"""Strategy *shared*: the ranks of a host have a group's parameters in one block of memory.
+
+    the host's memory   |  weight (whole)           |  bias  |
+    rank 0's shard      |  rows 0..                 |  ...   |    each shard is a view of the block
+    rank 1's shard              |  rows k..         |
+
+Nothing is gathered: the whole parameter is a tensor over the block, on every rank. The host has each
+parameter once. In a lower precision (`MixedPrecisionPolicy.param_dtype`) owners cast their rows at
+each step into a second block, and the wholes lie there.
+
+Who may write when is the ranks' to agree on; `Turns` does it. A rank *enters* when a root's forward
+begins, and waits for all: so what was written before is seen by all. It *leaves* when backward has
+ended, or a forward without gradients. Who writes a shard (the optimizer, `load_state_dict`) waits
+until all have left. These waits end as the group's calls do: a rank that died is a `PeerLost`, one
+that does not come a `CommTimeout`.
+
+Wholes are not to be written: a module that does so in forward is refused, and told of *gathered*.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from dure import symmetric_memory
+from dure.errors import ModuleError
+from dure.parallel.fsdp.axes import DataAxes
+from dure.parallel.fsdp.parameter import FSDPParameter
+from dure.parallel.fsdp.reducing import Reducer
+from dure.tensor.placement_types import chunk
+from dure.training.memory import node_shared_zeros
+
+if TYPE_CHECKING:
+    from dure.comm.group import ProcessGroup
+
+__all__ = ["Shared", "Turns", "why_not_shared"]
+
+_ALIGNMENT = 64
+
+
+def why_not_shared(parameters: Sequence[FSDPParameter], axes: DataAxes) -> str | None:
+    """Return why a group cannot be in memory that its ranks share; None if it can."""
+    group = axes.shard_group
+    for parameter in parameters:
+        if parameter.dim != 0:
+            return f"{parameter.name} is cut in dimension {parameter.dim}"
+        if parameter.part.device.type not in ("cpu", "meta"):
+            return f"{parameter.name} is on {parameter.part.device}"
+    if len(group.hosts) > 1:
+        return f"its ranks are on {len(group.hosts)} hosts"
+    if group.backend_name not in ("shm", "threads", "hybrid"):
+        return f"ranks of the backend {group.backend_name} share no memory"
+    return None
+
+
+class Turns:
+    """Who reads and who writes the parameters that the ranks of a group share.
+
+    One for all groups of parameters of a process group. Counters `wrote` are odd while a rank
+    writes, so that survivors of a death know whose rows are torn.
+
+    Collective: `enter`.
+    Threads: one a rank.
+    """
+
+    _of: weakref.WeakKeyDictionary[ProcessGroup, Turns] = weakref.WeakKeyDictionary()
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._signals = symmetric_memory.rendezvous(symmetric_memory.empty(1), group)
+        self._rank, self._peers = group.rank(), [r for r in range(group.size()) if r != group.rank()]
+        self._wrote = node_shared_zeros(group, 8 * group.size()).view(torch.int64)
+        self._reading = self._awaiting = False
+        self._seen = -1
+
+    @classmethod
+    def of(cls, group: ProcessGroup) -> Turns:
+        """Return the turns of a group."""
+        if group not in cls._of:
+            cls._of[group] = cls(group)
+        return cls._of[group]
+
+    @property
+    def epoch(self) -> int:
+        """A number that changes when any rank has written."""
+        return int(self._wrote.sum())
+
+    def enter(self) -> None:
+        """Wait until all ranks are here, and have written what they wrote."""
+        if self._reading:
+            return
+        self._await_readers()
+        self.end_write()
+        self._signals.barrier()
+        self._reading = True
+
+    def leave(self) -> None:
+        """Tell all that this rank reads no more."""
+        if self._reading:
+            self._reading, self._awaiting = False, True
+            for peer in self._peers:
+                self._signals.put_signal(peer)
+
+    def begin_write(self) -> None:
+        """Wait until nobody reads; note that this rank writes."""
+        self.leave()
+        self._await_readers()
+        if int(self._wrote[self._rank]) % 2 == 0:
+            self._wrote[self._rank] += 1
+
+    def end_write(self) -> None:
+        """Note that what this rank wrote is whole."""
+        if int(self._wrote[self._rank]) % 2:
+            self._wrote[self._rank] += 1
+
+    def torn(self) -> list[int]:
+        """Return the ranks that were writing: after the death of one, whose rows are not whole."""
+        return [rank for rank, count in enumerate(self._wrote.tolist()) if count % 2]
+
+    def _await_readers(self) -> None:
+        if self._awaiting:
+            self._awaiting = False
+            for peer in self._peers:
+                self._signals.wait_signal(peer)
+
+
+class Shared(Reducer):
+    """Keeps a group's parameters whole, in memory that its ranks share.
+
+    Args:
+        parameters: Of one dtype, cut in dimension 0, on the CPU.
+        axes: Over which they are sharded; all ranks of the shard axis are on this host.
+
+    Collective: construction.
+    """
+
+    name = "shared"
+
+    def __init__(self, parameters: Sequence[FSDPParameter], axes: DataAxes) -> None:
+        super().__init__(parameters, axes)
+        self._turns = Turns.of(axes.shard_group)
+        self._low = parameters[0].dtype != parameters[0].spec.meta.dtype
+        self._full = _Block(self._parameters, [p.spec.meta.dtype for p in self._parameters], axes)
+        self._wholes = self._full.wholes
+        self._low_block: _Block | None = None
+        if self._low:
+            self._low_block = _Block(self._parameters, [p.dtype for p in self._parameters], axes)
+            self._wholes = self._low_block.wholes
+        self._versions: list[int] = []
+        self._epoch = -1
+        self.attach()
+
+    def attach(self) -> None:
+        """Put the shards into the block, with the values they have."""
+        for parameter, place in zip(self._parameters, self._full.shards, strict=True):
+            sharded: Any = parameter.sharded
+            part = sharded.part
+            sharded._dure_turns = self._turns
+            if part.is_meta:
+                continue
+            if part.data_ptr() != place.data_ptr() and place.numel():
+                place.copy_(part.detach())
+            sharded.part = place
+
+    def publish(self) -> None:
+        """Take back shards that the program has put elsewhere; cast, where wholes are cast."""
+        if any(
+            not _is_at(p.part, place)
+            for p, place in zip(self._parameters, self._full.shards, strict=True)
+        ):
+            self.attach()
+        if self._low_block is not None:
+            for low, full in zip(self._low_block.shards, self._full.shards, strict=True):
+                low.copy_(full)
+
+    def enter(self) -> None:
+        """Begin a step; see `Turns`."""
+        self._turns.enter()
+        epoch = self._turns.epoch
+        if epoch != self._epoch:
+            self._epoch = epoch
+            for whole in self._wholes:
+                torch.autograd.graph.increment_version(whole)
+
+    def leave(self) -> None:
+        """End a step; see `Turns`."""
+        self._turns.leave()
+
+    def unshard(self) -> None:
+        """Nothing to do: the wholes are there."""
+
+    def wait(self) -> Sequence[torch.Tensor]:
+        """Return the wholes."""
+        self._versions = [whole._version for whole in self._wholes]
+        return self._wholes
+
+    def reshard(self) -> None:
+        """See that nobody has written the wholes.
+
+        Raises:
+            ModuleError: One was written; it is named.
+        """
+        for parameter, whole, version in zip(
+            self._parameters, self._wholes, self._versions, strict=False
+        ):
+            if whole._version != version:
+                self._versions = []
+                raise ModuleError(
+                    "a parameter that the ranks of the host share was written in forward or backward",
+                    op="fully_shard",
+                    parameters=(parameter.name,),
+                    seen=f"{parameter.name} {list(parameter.whole_shape)}",
+                    fix='Write it between steps; or shard the module within `with '
+                    'fsdp.strategy("gathered"):`.',
+                )
+        self._versions = []
+
+
+class _Block:
+    """Memory that the ranks of a host share, with parameters whole.
+
+    Attributes:
+        wholes: [whole_shape] each.
+        shards: This rank's rows of each.
+    """
+
+    def __init__(
+        self, parameters: Sequence[FSDPParameter], dtypes: Sequence[torch.dtype], axes: DataAxes
+    ) -> None:
+        starts = [0]
+        for parameter, dtype in zip(parameters, dtypes, strict=True):
+            nbytes = parameter.whole_shape.numel() * dtype.itemsize
+            starts.append(starts[-1] + -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
+        memory = node_shared_zeros(axes.shard_group, max(starts.pop(), _ALIGNMENT))
+        self.wholes: list[torch.Tensor] = []
+        self.shards: list[torch.Tensor] = []
+        for parameter, dtype, start in zip(parameters, dtypes, starts, strict=True):
+            shape = parameter.whole_shape
+            row = shape[1:].numel() * dtype.itemsize
+            size, offset = chunk(shape[0], axes.size, axes.rank)
+            self.wholes.append(_over(memory, start, shape, dtype))
+            part = torch.Size((size, *shape[1:]))
+            self.shards.append(_over(memory, start + offset * row, part, dtype))
+
+
+def _over(
+    memory: torch.Tensor, start: int, shape: torch.Size, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return a tensor over some bytes, whose storage is no longer than it."""
+    if shape.numel() == 0:
+        return torch.empty(shape, dtype=dtype)
+    room = torch.frombuffer(
+        memory.numpy(), dtype=torch.uint8, count=shape.numel() * dtype.itemsize, offset=start
+    )
+    return torch.empty(0, dtype=dtype).set_(room.untyped_storage(), 0, shape)  # pyright: ignore
+
+
+def _is_at(part: torch.Tensor, place: torch.Tensor) -> bool:
+    return part.numel() == 0 or part.data_ptr() == place.data_ptr()
+
+
+def _turns_of(optimizer: torch.optim.Optimizer) -> set[Turns]:
+    found: set[Turns] = set()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            turns = getattr(parameter, "_dure_turns", None)
+            if turns is not None:
+                found.add(turns)
+    return found
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for turns in _turns_of(optimizer):
+        turns.begin_write()
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for turns in _turns_of(optimizer):
+        turns.end_write()
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)
