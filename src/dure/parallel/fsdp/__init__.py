@@ -1,8 +1,8 @@
 """Fully sharded data parallel: parameters, gradients and optimizer state are divided over ranks.
 
-    fully_shard (fully_shard.py)   takes parameters (parameter.py), and puts them into groups (group.py)
-    state.py                       hooks: when a group is gathered, reduced, freed
-    strategy.py                    how: shared.py, gathered.py
+fully_shard (fully_shard.py)   takes parameters (parameter.py), and puts them into groups (group.py)
+state.py                       hooks: when a group is gathered, reduced, freed
+strategy.py                    how: shared.py, gathered.py
 """
 
 from __future__ import annotations

@@ -75,7 +75,9 @@ class DataAxes:
         """This rank's place among them."""
         return self.mesh.get_local_rank(self.mesh.ndim - 1)
 
-    def placements(self, dim: int, inner: Sequence[Placement], sizes: Sequence[int]) -> list[Placement]:
+    def placements(
+        self, dim: int, inner: Sequence[Placement], sizes: Sequence[int]
+    ) -> list[Placement]:
         """Return how a parameter lies over these axes, whose dimension `dim` they cut.
 
         Args:

@@ -57,10 +57,11 @@ def fully_shard(
     Args:
         module: The module, or a list of modules whose parameters are gathered together. Any: its
             type is what is returned.
-        mesh: One axis: parameters are sharded over it. Two: replicas, shards. All ranks where None.
-        reshard_after_forward: Free the whole parameters between forward and backward. None: yes, but
-            for the root. A number of ranks: yes (torch keeps parts on so many ranks).
-        shard_placement_fn: Says which dimension of a parameter is cut; the first where it says None.
+        mesh: One axis, over which parameters are sharded; or two, replicas and shards. All ranks
+            where None.
+        reshard_after_forward: Free the whole parameters between forward and backward. None: yes,
+            but for the root. A number of ranks: yes (torch keeps parts on so many ranks).
+        shard_placement_fn: Returns ``Shard(dim)`` for the dimension to cut; None for the first.
         mp_policy: Dtypes of computing and reducing.
         offload_policy: Where shards stay.
         ignored_params: Left alone.
@@ -81,7 +82,11 @@ def fully_shard(
     Cost:
         Parameters: 1/n of their memory. A step: see the strategies.
     """
-    modules = tuple(cast("Sequence[nn.Module]", module)) if isinstance(module, list | tuple) else (module,)
+    modules = (
+        tuple(cast("Sequence[nn.Module]", module))
+        if isinstance(module, list | tuple)
+        else (module,)
+    )
     _check_modules(modules)
     axes = DataAxes.of(mesh, dp_mesh_dims)
     policy = mp_policy or MixedPrecisionPolicy()
@@ -102,7 +107,10 @@ def fully_shard(
         for p in groups.values()
     ]
     state = FSDPState(
-        modules, made_groups, policy, None if reshard_after_forward is None else bool(reshard_after_forward)
+        modules,
+        made_groups,
+        policy,
+        None if reshard_after_forward is None else bool(reshard_after_forward),
     )
     for parameter, made in originals:
         group = next(g for g in made_groups if made in g.parameters)
@@ -116,7 +124,10 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         if not isinstance(module, nn.Module):
             raise UsageError("fully_shard takes modules", op=_OP, seen=f"a {type(module).__name__}")
-        if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+        if (
+            isinstance(module, nn.ModuleList | nn.ModuleDict)
+            and type(module).forward is nn.Module.forward
+        ):
             raise ModuleError(
                 "the module has no forward, around which its parameters could be gathered",
                 op=_OP,
@@ -124,10 +135,14 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
                 fix="Call fully_shard on each module in it, or on a list of them.",
             )
         if isinstance(module, nn.parallel.DistributedDataParallel) or hasattr(module, "_dure_ddp"):
-            raise ModuleError("the module is data parallel already", op=_OP, seen=type(module).__name__)
+            raise ModuleError(
+                "the module is data parallel already", op=_OP, seen=type(module).__name__
+            )
         if state_of(module) is not None:
             raise ModuleError(
-                "the module is sharded already", op=_OP, seen=type(module).__name__,
+                "the module is sharded already",
+                op=_OP,
+                seen=type(module).__name__,
                 fix="Call fully_shard once on each module.",
             )
 
@@ -195,29 +210,38 @@ def _check_parameter(
     local: Any = parameter.part if isinstance(parameter, DTensor) else parameter
     if not local.is_contiguous():
         raise ModuleError(
-            "only contiguous parameters are sharded", op=_OP, parameters=(name,),
+            "only contiguous parameters are sharded",
+            op=_OP,
+            parameters=(name,),
             seen=f"strides {local.stride()} of {list(local.shape)}",
             fix="Assign parameter.data = parameter.data.contiguous() first.",
         )
     if local.device.type not in (axes.mesh.device_type, "meta"):
         raise DeviceError(
-            "a parameter is on another device than the mesh", op=_OP,
+            "a parameter is on another device than the mesh",
+            op=_OP,
             seen=f"{name} on {local.device}, {axes.mesh!r}",
         )
 
 
-def _dim(placement: Shard | None, parameter: nn.Parameter, places: list[tuple[nn.Module, str]]) -> int:
+def _dim(
+    placement: Shard | None, parameter: nn.Parameter, places: list[tuple[nn.Module, str]]
+) -> int:
     if parameter.ndim == 0:
         raise ModuleError(
-            "a parameter without dimensions cannot be sharded", op=_OP,
-            parameters=(places[0][1],), fix="Give it the shape [1], or name it in ignored_params.",
+            "a parameter without dimensions cannot be sharded",
+            op=_OP,
+            parameters=(places[0][1],),
+            fix="Give it the shape [1], or name it in ignored_params.",
         )
     if placement is None:
         return 0
     if not isinstance(placement, Shard) or not -parameter.ndim <= placement.dim < parameter.ndim:
         raise ModuleError(
-            "shard_placement_fn returns Shard(dim) of a dimension that there is, or None", op=_OP,
-            parameters=(places[0][1],), seen=f"{placement!r} for {list(parameter.shape)}",
+            "shard_placement_fn returns Shard(dim) of a dimension that there is, or None",
+            op=_OP,
+            parameters=(places[0][1],),
+            seen=f"{placement!r} for {list(parameter.shape)}",
         )
     return placement.dim % parameter.ndim
 
@@ -230,7 +254,9 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 def _no_copy(module: nn.Module, memo: object) -> nn.Module:
     raise ModuleError(
-        "a sharded module cannot be copied", op="deepcopy", seen=type(module).__name__,
+        "a sharded module cannot be copied",
+        op="deepcopy",
+        seen=type(module).__name__,
         fix="Copy the module before fully_shard, or its state_dict().",
     )
 
@@ -251,7 +277,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name, None)
     if method is None:
         raise UsageError(
-            "the module has no such method", op="register_fsdp_forward_method",
+            "the module has no such method",
+            op="register_fsdp_forward_method",
             seen=f"{method_name!r} of {type(module).__name__}",
         )
 

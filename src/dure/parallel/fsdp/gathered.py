@@ -105,6 +105,7 @@ class Gathered(Reducer):
             for whole in self._wholes:
                 whole.untyped_storage().resize_(0)
 
+
 def _fill_padded(piece: torch.Tensor, part: torch.Tensor, parameter: FSDPParameter) -> None:
     """Copy a part, cast, into a flat piece that has room for a full one."""
     with torch.no_grad():

@@ -26,7 +26,6 @@ class ParameterGroup:
         parameters: One dtype; all need gradients, or none does.
         strategy: How they become whole.
         reduction: How gradients are reduced.
-        accumulation_dtype: In which gradients of several backwards are added up; None for their own.
         sync: Reduce at this backward; else gradients are kept whole.
         unsharded: Modules have the wholes.
     """
@@ -40,7 +39,8 @@ class ParameterGroup:
 
     def adopt(self) -> None:
         """Take over what the program put in the place of shards since the last step."""
-        if any([p.adopt() for p in self.parameters]):
+        adopted = [p.adopt() for p in self.parameters]
+        if any(adopted):
             self.strategy.attach()
 
     def unshard(self) -> None:

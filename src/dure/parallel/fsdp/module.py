@@ -73,8 +73,10 @@ class FSDPModule:
 
     # ---------------------------------------------------------------- when gradients are reduced
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Reduce gradients in backwards from now on, or keep them whole and add them up (no_sync)."""
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Reduce gradients from now on, or keep them whole and add them up (no_sync)."""
         for state in self._states(recurse):
             for group in state.groups:
                 group.sync = requires_gradient_sync
@@ -86,7 +88,7 @@ class FSDPModule:
                 group.reduction.replicate = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say whether more backwards come before the step; nothing is kept waiting for them here."""
+        """Say whether more backwards come before the step: nothing is kept waiting for them."""
         for state in self._states():
             if state.tree is not None:
                 state.tree.is_last_backward = is_last_backward
@@ -110,11 +112,15 @@ class FSDPModule:
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free the wholes between forward and backward, or keep them."""
         if not isinstance(reshard_after_forward, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise UsageError("reshard_after_forward is a bool here", seen=f"{reshard_after_forward!r}")
+            raise UsageError(
+                "reshard_after_forward is a bool here", seen=f"{reshard_after_forward!r}"
+            )
         for state in self._states(recurse):
             state.reshard_after_forward = reshard_after_forward
 
-    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
         """Free the wholes after backward, or keep them for the next microbatch."""
         for state in self._states(recurse):
             state.reshard_after_backward = reshard_after_backward
@@ -122,11 +128,11 @@ class FSDPModule:
     # ---------------------------------------------------------------- what is gathered ahead
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Gather these when this module's forward begins; else it is the next one of the last step."""
+        """Gather these when this one's forward begins; else what came next in the first step."""
         self._state().forward_prefetch = _states_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Gather these when this module's backward begins; else it is the next one of the last step."""
+        """Gather these when this one's backward begins; else what came next in the first step."""
         self._state().backward_prefetch = _states_of(modules)
 
     def reset_iter_state(self) -> None:

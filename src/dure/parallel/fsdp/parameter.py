@@ -55,7 +55,9 @@ class FSDPParameter:
     ) -> None:
         self.name = places[0][1]
         self.places, self.dim, self.axes = places, dim, axes
-        self.dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        self.dtype = (
+            dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        )
         self._inner = parameter.spec if isinstance(parameter, DTensor) else None
         local = parameter.part if isinstance(parameter, DTensor) else parameter.detach()
         self.whole_shape = local.shape

@@ -1,4 +1,4 @@
-"""What `fully_shard` is told besides the modules: dtypes, where shards stay, which axes are data parallel."""
+"""What `fully_shard` is told besides modules: dtypes, where shards stay, which axes are data's."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Which axes of a mesh with names are data parallel; the others are those of DTensor parameters.
+    """Which axes of a mesh with names are data parallel; the others are DTensor parameters'.
 
     Attributes:
         shard: One name, or several that are taken as one axis.

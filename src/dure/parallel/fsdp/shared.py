@@ -4,14 +4,13 @@
     rank 0's shard      |  rows 0..                 |  ...   |    each shard is a view of the block
     rank 1's shard              |  rows k..         |
 
-Nothing is gathered: the whole parameter is a tensor over the block, on every rank. The host has each
-parameter once. In a lower precision (`MixedPrecisionPolicy.param_dtype`) owners cast their rows at
+Nothing is gathered: the whole parameter is a tensor over the block, on every rank. The host has
+each parameter once. In a lower precision (`MixedPrecisionPolicy.param_dtype`) owners cast their rows at
 each step into a second block, and the wholes lie there.
 
-Who may write when is the ranks' to agree on; `Turns` does it. A rank *enters* when a root's forward
-begins, and waits for all: so what was written before is seen by all. It *leaves* when backward has
-ended, or a forward without gradients. Who writes a shard (the optimizer, `load_state_dict`) waits
-until all have left. These waits end as the group's calls do: a rank that died is a `PeerLost`, one
+Ranks take turns (`Turns`). One *enters* when a root's forward begins, and waits for all: so what
+was written before is seen by all. It *leaves* when backward has ended, or a forward without
+gradients. Who writes a shard (the optimizer, `load_state_dict`) waits until all have left. These waits end as the group's calls do: a rank that died is a `PeerLost`, one
 that does not come a `CommTimeout`.
 
 Wholes are not to be written: a module that does so in forward is refused, and told of *gathered*.
@@ -21,10 +20,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -71,11 +69,14 @@ class Turns:
     Threads: one a rank.
     """
 
-    _of: weakref.WeakKeyDictionary[ProcessGroup, Turns] = weakref.WeakKeyDictionary()
+    _of: ClassVar[weakref.WeakKeyDictionary[ProcessGroup, Turns]] = weakref.WeakKeyDictionary()
 
     def __init__(self, group: ProcessGroup) -> None:
         self._signals = symmetric_memory.rendezvous(symmetric_memory.empty(1), group)
-        self._rank, self._peers = group.rank(), [r for r in range(group.size()) if r != group.rank()]
+        self._rank, self._peers = (
+            group.rank(),
+            [r for r in range(group.size()) if r != group.rank()],
+        )
         self._wrote = node_shared_zeros(group, 8 * group.size()).view(torch.int64)
         self._reading = self._awaiting = False
         self._seen = -1
@@ -213,11 +214,11 @@ class Shared(Reducer):
             if whole._version != version:
                 self._versions = []
                 raise ModuleError(
-                    "a parameter that the ranks of the host share was written in forward or backward",
+                    "a parameter that ranks share was written in forward or backward",
                     op="fully_shard",
                     parameters=(parameter.name,),
                     seen=f"{parameter.name} {list(parameter.whole_shape)}",
-                    fix='Write it between steps; or shard the module within `with '
+                    fix="Write it between steps; or shard the module within `with "
                     'fsdp.strategy("gathered"):`.',
                 )
         self._versions = []
@@ -250,9 +251,7 @@ class _Block:
             self.shards.append(_over(memory, start + offset * row, part, dtype))
 
 
-def _over(
-    memory: torch.Tensor, start: int, shape: torch.Size, dtype: torch.dtype
-) -> torch.Tensor:
+def _over(memory: torch.Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor over some bytes, whose storage is no longer than it."""
     if shape.numel() == 0:
         return torch.empty(shape, dtype=dtype)

@@ -4,10 +4,10 @@
     backward                           module: unshard, compute, reduce, reshard
     end of backward: finish reductions, leave
 
-Each `fully_shard` call has an `FSDPState`. States of modules within one another form a *tree*, known
-from its first forward on, whose outermost module is the root. In forward a module's parameters are
-gathered when it is called; in backward when the first gradient of its outputs arrives; gradients are
-reduced when those of its inputs are there, or at the end.
+Each `fully_shard` call has an `FSDPState`. States of modules within one another form a *tree*,
+known from its first forward on, whose outermost module is the root. In forward a module's
+parameters are gathered when it is called; in backward when the first gradient of its outputs
+arrives; gradients are reduced when those of its inputs are there, or at the end.
 
 All ranks must gather and reduce in one order. It is that of the first step (`Order`). A rank that
 does not call a module, as its batch has nothing for it, takes part in the module's gathers and
@@ -313,7 +313,11 @@ class FSDPState:
         return output
 
     def run(
-        self, module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Run a method of a module as its forward is run (Any: what it takes and gives)."""
         args, kwargs = self._before_forward(module, args, kwargs)
@@ -360,7 +364,8 @@ class _AfterBackward(torch.autograd.Function):
 def _watched(value: Any, call: Callable[[], None]) -> Any:
     """Return a pytree whose tensors that need gradients have passed `_AfterBackward`."""
     found = [t for t in tensors_of(value) if t.requires_grad]
-    passed = dict(zip(map(id, found), _AfterBackward.apply(call, *found), strict=True))  # pyright: ignore
+    through: Any = _AfterBackward.apply(call, *found)
+    passed = dict(zip(map(id, found), through, strict=True))
     return mapped(value, lambda t: passed.get(id(t), t))
 
 

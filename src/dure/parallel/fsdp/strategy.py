@@ -1,9 +1,9 @@
 """How the shards of a group of parameters become whole, and gradients become shards.
 
 Two ways, behind one interface. *shared*: the ranks of a host have the parameters in memory that
-they share; a shard is a view into it, and nothing is gathered (shared.py). *gathered*: the classical
-all_gather into memory of a rank's own (gathered.py). `fully_shard` chooses; `strategy("gathered")`
-or DURE_FSDP_STRATEGY forces one.
+they share; a shard is a view into it, and nothing is gathered (shared.py). *gathered*: the usual
+all_gather into memory of a rank's own (gathered.py). `fully_shard` chooses (choosing.py);
+`strategy("gathered")` or DURE_FSDP_STRATEGY forces one.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Strategy(Protocol):
         ...
 
     def wait(self) -> Sequence[torch.Tensor]:
-        """Return the wholes, each [whole_shape] in its parameter's `dtype`; always the same tensors."""
+        """Return the wholes, each [whole_shape] of its `dtype`; always the same tensors."""
         ...
 
     def reshard(self) -> None:
