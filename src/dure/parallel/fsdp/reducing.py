@@ -4,8 +4,8 @@
 
 The flat tensor has a part for each rank: of each parameter what the rank has of it, padded to a
 full part, and one element more, which is 1 where a rank has a gradient: so all know whether any
-had, and which gradients stay None. Ranks of a host read it where it lies. The collective runs on the
-group's channel 1, so that gathers on channel 0 need not wait for it.
+had, and which gradients stay None. Ranks of a host read it where it lies. The collective runs on
+the group's channel 1, so that gathers on channel 0 need not wait for it.
 
 With replicas (HSDP) the parts are reduced once more, over the axis of replicas.
 """

@@ -5,13 +5,14 @@
     rank 1's shard              |  rows k..         |
 
 Nothing is gathered: the whole parameter is a tensor over the block, on every rank. The host has
-each parameter once. In a lower precision (`MixedPrecisionPolicy.param_dtype`) owners cast their rows at
-each step into a second block, and the wholes lie there.
+each parameter once. In a lower precision (`MixedPrecisionPolicy.param_dtype`) owners cast their
+rows at each step into a second block, and the wholes lie there.
 
 Ranks take turns (`Turns`). One *enters* when a root's forward begins, and waits for all: so what
 was written before is seen by all. It *leaves* when backward has ended, or a forward without
-gradients. Who writes a shard (the optimizer, `load_state_dict`) waits until all have left. These waits end as the group's calls do: a rank that died is a `PeerLost`, one
-that does not come a `CommTimeout`.
+gradients. Who writes a shard (the optimizer, `load_state_dict`) waits until all have left. These
+waits end as the group's calls do: a rank that died is a `PeerLost`, one that does not come a
+`CommTimeout`.
 
 Wholes are not to be written: a module that does so in forward is refused, and told of *gathered*.
 """
