@@ -65,7 +65,9 @@ class FSDPParameter:
         size, offset = chunk(local.shape[dim], axes.size, axes.rank)
         # A copy, so that the memory of the whole can be freed.
         part = local.narrow(dim, offset, size).clone(memory_format=torch.contiguous_format)
-        self.sharded = self._as_parameter(wrap(part, self.spec), parameter.requires_grad)
+        self.sharded: nn.Parameter = self._as_parameter(
+            wrap(part, self.spec), parameter.requires_grad
+        )
         for key, value in vars(parameter).items():
             setattr(self.sharded, key, value)
         self.whole: nn.Parameter | None = None
