@@ -23,6 +23,7 @@ from dure.parallel.fsdp.reducing import Reducer, padded_numel, padded_shape, par
 
 if TYPE_CHECKING:
     from dure.comm.work import Work
+    from dure.errors import PeerLost
 
 __all__ = ["Gathered"]
 
@@ -58,8 +59,14 @@ class Gathered(Reducer):
     def enter(self) -> None:
         """Nothing to do: a rank reads its own copies."""
 
-    def leave(self) -> None:
+    def leave(self, together: bool) -> None:
         """Nothing to do."""
+
+    def before_write(self) -> None:
+        """Nothing to do."""
+
+    def tell(self, error: PeerLost) -> None:
+        """Nothing to tell: shards are this rank's own."""
 
     # ---------------------------------------------------------------- making whole
 

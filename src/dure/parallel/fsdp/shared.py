@@ -10,9 +10,10 @@ rows at each step into a second block, and the wholes lie there.
 
 Ranks take turns (`Turns`). One *enters* when a root's forward begins, and waits for all: so what
 was written before is seen by all. It *leaves* when backward has ended, or a forward without
-gradients. Who writes a shard (the optimizer, `load_state_dict`) waits until all have left. These
-waits end as the group's calls do: a rank that died is a `PeerLost`, one that does not come a
-`CommTimeout`.
+gradients, and waits until all have left: so between steps whatever writes a shard, disturbs nobody.
+After a forward with gradients that no backward followed, the optimizer and `load_state_dict` wait
+likewise. These waits end as the group's calls do: a rank that died is a `PeerLost`, which says
+whether the weights are whole; one that does not come a `CommTimeout`.
 
 Wholes are not to be written: a module that does so in forward is refused, and told of *gathered*.
 """
@@ -30,7 +31,7 @@ from torch.optim.optimizer import (
 )
 
 from dure import symmetric_memory
-from dure.errors import ModuleError
+from dure.errors import ModuleError, PeerLost
 from dure.parallel.fsdp.axes import DataAxes
 from dure.parallel.fsdp.parameter import FSDPParameter
 from dure.parallel.fsdp.reducing import Reducer
@@ -74,6 +75,7 @@ class Turns:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._signals = symmetric_memory.rendezvous(symmetric_memory.empty(1), group)
+        self._group_name = group.group_name
         self._rank, self._peers = (
             group.rank(),
             [r for r in range(group.size()) if r != group.rank()],
@@ -103,17 +105,18 @@ class Turns:
         self._signals.barrier()
         self._reading = True
 
-    def leave(self) -> None:
-        """Tell all that this rank reads no more."""
+    def leave(self, together: bool) -> None:
+        """Tell all that this rank reads no more; with `together`, wait until nobody does."""
         if self._reading:
             self._reading, self._awaiting = False, True
             for peer in self._peers:
                 self._signals.put_signal(peer)
+        if together:
+            self._await_readers()
 
     def begin_write(self) -> None:
         """Wait until nobody reads; note that this rank writes."""
-        self.leave()
-        self._await_readers()
+        self.leave(together=True)
         if int(self._wrote[self._rank]) % 2 == 0:
             self._wrote[self._rank] += 1
 
@@ -123,8 +126,20 @@ class Turns:
             self._wrote[self._rank] += 1
 
     def torn(self) -> list[int]:
-        """Return the ranks that were writing: after the death of one, whose rows are not whole."""
-        return [rank for rank, count in enumerate(self._wrote.tolist()) if count % 2]
+        """Return the other ranks that write: after the death of one, whose rows are not whole."""
+        return [peer for peer in self._peers if int(self._wrote[peer]) % 2]
+
+    def tell(self, error: PeerLost) -> None:
+        """Add to an error whether the weights are whole."""
+        torn = self.torn()
+        note = "The weights that the ranks share are whole: no rank was writing them."
+        if torn:
+            note = (
+                f"Rows of the weights that ranks {torn} of {self._group_name!r} were writing are "
+                "not whole: take them from a checkpoint."
+            )
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
 
     def _await_readers(self) -> None:
         if self._awaiting:
@@ -168,6 +183,7 @@ class Shared(Reducer):
             if part.is_meta:
                 continue
             if part.data_ptr() != place.data_ptr() and place.numel():
+                self._turns.begin_write()
                 place.copy_(part.detach())
             sharded.part = place
 
@@ -190,10 +206,20 @@ class Shared(Reducer):
             self._epoch = epoch
             for whole in self._wholes:
                 torch.autograd.graph.increment_version(whole)
+            if self._versions:  # kept whole since an earlier forward
+                self._versions = [whole._version for whole in self._wholes]
 
-    def leave(self) -> None:
+    def leave(self, together: bool) -> None:
         """End a step; see `Turns`."""
-        self._turns.leave()
+        self._turns.leave(together)
+
+    def before_write(self) -> None:
+        """Wait until nobody reads; see `Turns`."""
+        self._turns.begin_write()
+
+    def tell(self, error: PeerLost) -> None:
+        """Add to an error whether the weights are whole."""
+        self._turns.tell(error)
 
     def unshard(self) -> None:
         """Nothing to do: the wholes are there."""
@@ -278,7 +304,11 @@ def _turns_of(optimizer: torch.optim.Optimizer) -> set[Turns]:
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     for turns in _turns_of(optimizer):
-        turns.begin_write()
+        try:
+            turns.begin_write()
+        except PeerLost as error:
+            turns.tell(error)
+            raise
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -17,12 +17,14 @@ reductions when it comes to the next one, and adds zeros.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from dure.errors import PeerLost
 from dure.parallel.fsdp.group import ParameterGroup
 from dure.parallel.fsdp.policies import MixedPrecisionPolicy
 from dure.training import autograd_hooks
@@ -77,6 +79,7 @@ class Tree:
                 if state is not None and state not in self.states:
                     self.states.append(state)
                     state.tree = self
+        self._name_parameters(root)
         self.root = root
         self.is_last_backward = True
         self._entry: FSDPState | None = None
@@ -85,11 +88,32 @@ class Tree:
         self._forward: Order | None = None
         self._backward: tuple[Order, Order] | None = None
 
+    def _name_parameters(self, root: FSDPState) -> None:
+        paths = {inner: path for m in root.modules for path, inner in m.named_modules()}
+        for state in self.states:
+            for group in state.groups:
+                for parameter in group.parameters:
+                    module, name = parameter.places[0]
+                    path = paths.get(module)
+                    parameter.name = f"{path}.{name}" if path else name
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Have an error that a rank died say what it has left."""
+        try:
+            yield
+        except PeerLost as error:
+            for state in self.states:
+                for group in state.groups:
+                    group.strategy.tell(error)
+            raise
+
     # ---------------------------------------------------------------- forward
 
     def begin_forward(self, state: FSDPState) -> None:
         """A module's forward begins; the outermost one's begins a step."""
         if self._entry is None:
+            self._leave(together=False)  # what an earlier forward reads is no longer awaited
             self._entry = state
             groups = [group for each in self.states for group in each.groups]
             for group in groups:
@@ -123,12 +147,12 @@ class Tree:
         for skipped in self._forward.end():
             skipped.join_gather()
         if not torch.is_grad_enabled():
-            self._leave()
+            self._leave(together=True)
 
-    def _leave(self) -> None:
+    def _leave(self, together: bool) -> None:
         for state in self.states:
             for group in state.groups:
-                group.strategy.leave()
+                group.strategy.leave(together)
 
     # ---------------------------------------------------------------- backward
 
@@ -139,6 +163,9 @@ class Tree:
             for order in self._backward:
                 order.begin()
             autograd_hooks.at_end(self._end_backward)
+            for each in self.states:
+                for group in each.groups:
+                    group.strategy.enter()
         gathers, _ = self._backward
         if state.is_sharded:
             for skipped in gathers.skipped(state):
@@ -161,9 +188,11 @@ class Tree:
 
     def _end_backward(self) -> None:
         """Autograd has ended: reduce what is left, and wait for all."""
-        if self._backward is None:
-            return
-        gathers, reductions = self._backward
+        if self._backward is not None:
+            with self.telling():
+                self._finish(*self._backward)
+
+    def _finish(self, gathers: Order, reductions: Order) -> None:
         for state in reversed(self.states):
             if state.in_backward:
                 self.reduce(state)
@@ -177,7 +206,7 @@ class Tree:
                 if state.reshard_after_backward:
                     group.reshard()
         self._backward = None
-        self._leave()
+        self._leave(together=True)
 
     def forget(self) -> None:
         """End a step that failed: reshard all, and drop its gradients."""
@@ -188,7 +217,7 @@ class Tree:
             for group in state.groups:
                 group.forget()
                 group.reshard()
-        self._leave()
+        self._leave(together=False)
 
 
 class FSDPState:
@@ -227,7 +256,7 @@ class FSDPState:
             module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._after_forward, always_call=True)
             module.register_state_dict_pre_hook(self._before_state_dict)
-            module.register_load_state_dict_pre_hook(self._before_state_dict)
+            module.register_load_state_dict_pre_hook(self._before_loading)
 
     # ---------------------------------------------------------------- what groups do
 
@@ -282,11 +311,13 @@ class FSDPState:
         """Gather; cast inputs; ask to be told when their gradients are there (Any: any inputs)."""
         tree = self.tree or Tree(self)
         if autograd_hooks.in_backward():
-            tree.begin_backward(self)
+            with tree.telling():
+                tree.begin_backward(self)
         elif not self.to_run:
             self.to_run.update(self.modules)
             self._raising = sys.exc_info()[1]
-            tree.begin_forward(self)
+            with tree.telling():
+                tree.begin_forward(self)
         dtype = self.policy.param_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
             args, kwargs = _cast(args, dtype), _cast(kwargs, dtype)
@@ -309,7 +340,8 @@ class FSDPState:
         if raised or not self.to_run:
             if self.frees_after_forward or not torch.is_grad_enabled():
                 self.reshard()
-            tree.end_forward(self, raised)
+            with tree.telling():
+                tree.end_forward(self, raised)
         return output
 
     def run(
@@ -330,16 +362,24 @@ class FSDPState:
 
     def _before_backward(self, _: Sequence[Any]) -> None:
         assert self.tree is not None
-        self.tree.begin_backward(self)
+        with self.tree.telling():
+            self.tree.begin_backward(self)
 
     def _after_backward(self) -> None:
         assert self.tree is not None
         if self.in_backward:
-            self.tree.reduce(self)
+            with self.tree.telling():
+                self.tree.reduce(self)
 
     def _before_state_dict(self, *_: Any) -> None:
         """Let the state dictionary have shards."""
         self.reshard()
+
+    def _before_loading(self, *_: Any) -> None:
+        """Let values be written into shards."""
+        self.reshard()
+        for group in self.groups:
+            group.strategy.before_write()
 
 
 def state_of(module: nn.Module) -> FSDPState | None:

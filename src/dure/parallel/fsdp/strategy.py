@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from dure import env
-from dure.errors import UsageError
+from dure.errors import PeerLost, UsageError
 
 __all__ = ["Reduction", "Strategy", "forced", "strategy"]
 
@@ -59,11 +59,19 @@ class Strategy(Protocol):
         ...
 
     def enter(self) -> None:
-        """Begin a step: a root's forward has begun. Wait until all ranks have published."""
+        """Begin to read, unless begun: a root's forward, or a backward. Wait until all have."""
         ...
 
-    def leave(self) -> None:
-        """End it: this rank reads no more, until it enters again."""
+    def leave(self, together: bool) -> None:
+        """End it: this rank reads no more; with `together`, wait until no rank does."""
+        ...
+
+    def before_write(self) -> None:
+        """Wait until shards may be written, where that is between no steps."""
+        ...
+
+    def tell(self, error: PeerLost) -> None:
+        """Add to an error what a rank's death has left of the parameters."""
         ...
 
     def unshard(self) -> None:

@@ -1,0 +1,103 @@
+"""What ranks do in the tests of fully sharded training with real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import torch
+from torch import nn
+
+import dure as dist
+from dure.errors import PeerLost
+from dure.fsdp import fully_shard, strategy
+from dure.tensor import DTensor
+from procs.shm_ranks import Seat
+
+STEPS = 4
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList([nn.Linear(5, 7), nn.Linear(7, 5), nn.Linear(5, 3)])
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def _batch(step: int) -> torch.Tensor:
+    return torch.randn(12, 5, generator=torch.Generator().manual_seed(step), dtype=torch.double)
+
+
+def _sharded(way: str, mesh: Any = None) -> Net:
+    model = Net()
+    with strategy(way):
+        for layer in model.layers[:2]:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+
+def _train(model: nn.Module, size: int, rank: int) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(_batch(step).chunk(size)[rank]).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def trains_as_one(rank: int, n: int, way: str, replicas: int = 1) -> tuple[list[float], float]:
+    """Return the losses, and how far weights are from those of one rank that has all rows."""
+    mesh = None
+    if replicas > 1:
+        mesh = dist.init_device_mesh(
+            "cpu", (replicas, n // replicas), mesh_dim_names=("replicate", "shard")
+        )
+    expected = Net()
+    _train(expected, 1, 0)
+    model = _sharded(way, mesh)
+    losses = _train(model, n, rank)
+    far = 0.0
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert isinstance(one, DTensor)
+        far = max(far, float((one.full_tensor() - other).detach().abs().max()))
+    return losses, far
+
+
+def loses_one(seat: Seat, way: str, phase: str) -> tuple[str, list[str]]:
+    """Rank 1 is killed in a phase of the third step; return what rank 0 is told."""
+    dist.init_process_group(
+        "shm", init_method=f"file://{seat.path}", rank=seat.rank, world_size=seat.size
+    )
+    model = _sharded(way)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dying = False
+
+    def die(*_: object) -> None:
+        if dying and seat.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if phase == "step":
+        optimizer.register_step_pre_hook(die)
+    elif phase == "forward":
+        model.layers[1].register_forward_hook(die)
+    else:
+        model.layers[1].register_full_backward_hook(die)
+    try:
+        for step in range(6):
+            dying = step == 2
+            optimizer.zero_grad()
+            model(_batch(step)).square().mean().backward()
+            optimizer.step()
+    except PeerLost as error:
+        return type(error).__name__, list(getattr(error, "__notes__", []))
+    raise AssertionError("no rank was lost")

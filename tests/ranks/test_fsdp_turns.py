@@ -1,0 +1,154 @@
+"""Parameters that ranks share: nobody reads while one writes, and what was written is seen."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dure.errors import ModuleError
+from dure.fsdp import fully_shard, strategy
+from dure.testing import run_ranks
+
+STEPS = 40
+
+
+class Slow(torch.autograd.Function):
+    """Looks at a tensor after a while, in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seen: torch.Tensor, look: Callable[..., None]) -> Any:
+        ctx.seen, ctx.look = seen, look
+        look(seen)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.look(ctx.seen)
+        return gradients[0], None, None
+
+
+class Net(nn.Module):
+    def __init__(self, look: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(6, 3))
+        self.inner = nn.Linear(3, 3)
+        self.look = look
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Slow.apply(self.inner(x) @ self.weight.t(), self.weight.detach(), self.look)
+
+
+def looking(rank: int, expected: list[float]) -> Callable[[torch.Tensor], None]:
+    delays = random.Random(rank)
+
+    def look(seen: torch.Tensor) -> None:
+        for _ in range(2):
+            assert set(seen.flatten().tolist()) == {expected[0]}
+            time.sleep(delays.choice([0, 0.001, 0.004]))
+
+    return look
+
+
+def frozen(model: Net) -> Net:
+    """Nothing is reduced, so that reductions hold nobody back."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("evaluating", [False, True])
+def test_writes_between_steps_are_not_seen_by_the_step_before(size: int, evaluating: bool) -> None:
+    def body(rank: int) -> None:
+        expected = [0.0]
+        model = frozen(Net(looking(rank, expected)))
+        with strategy("shared"):
+            fully_shard(model.inner)
+            fully_shard(model)
+        for step in range(1, STEPS):
+            with torch.set_grad_enabled(not evaluating):
+                out = model(torch.ones(2, 3, requires_grad=True))
+            if not evaluating:
+                out.sum().backward()
+            with torch.no_grad():
+                model.weight.fill_(float(step)).clamp_(0, STEPS)
+            expected[0] = float(step)
+
+    run_ranks(size, body)
+
+
+def test_an_optimizer_waits_for_a_forward_without_backward() -> None:
+    def body(rank: int) -> None:
+        expected = [0.0]
+        model = Net(looking(rank, expected))
+        with strategy("shared"):
+            fully_shard(model)
+        weight = model.weight
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        for step in range(1, STEPS):
+            model(torch.ones(2, 3))
+            weight.grad = torch.full_like(weight, -1.0)
+            optimizer.step()
+            expected[0] = float(step)
+
+    run_ranks(2, body)
+
+
+def test_a_backward_after_another_may_read_again() -> None:
+    """retain_graph, and an evaluation between forward and backward."""
+
+    def body(rank: int) -> None:
+        model = Net(lambda seen: None)
+        with strategy("shared"):
+            fully_shard(model)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        loss = model(torch.ones(2, 3)).sum()
+        with torch.no_grad():
+            model(torch.ones(2, 3))
+        loss.backward(retain_graph=True)
+        once = model.inner.weight.grad.to_local().clone()
+        loss.backward()
+        assert torch.equal(model.inner.weight.grad.to_local(), 2 * once)
+
+    run_ranks(2, body)
+
+
+def test_a_backward_through_weights_that_were_stepped_is_refused() -> None:
+    def body(rank: int) -> None:
+        model = Net(lambda seen: None)
+        with strategy("shared"):
+            fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        loss = model(torch.ones(2, 3)).sum()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    run_ranks(2, body)
+
+
+def test_writing_a_whole_is_refused_and_named_by_its_path() -> None:
+    class Writing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.weight.mul_(2)
+            return super().forward(x)
+
+    def body(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(Writing(3, 3)))
+        with strategy("shared"):
+            fully_shard(model[1][0])
+            fully_shard(model)
+        with pytest.raises(ModuleError) as error:
+            model(torch.ones(2, 3))
+        assert error.value.parameters == ("1.0.weight",)
+
+    run_ranks(2, body)
