@@ -18,6 +18,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "CheckpointDamaged",
         "CheckpointError",
         "CheckpointMismatch",
+        "CheckpointException",
         "CheckpointNotWritten",
         "CommError",
         "CommTimeout",

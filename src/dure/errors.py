@@ -11,7 +11,8 @@
     ├── UnevenInputs          some ranks ran out of inputs before the others
     ├── LaunchError           carries the first failing worker's report
     ├── RpcError              carries the remote traceback
-    ├── CheckpointError       CheckpointDamaged, CheckpointMismatch, CheckpointNotWritten
+    ├── CheckpointError       CheckpointDamaged, CheckpointMismatch, CheckpointNotWritten,
+    │                         CheckpointException
     └── InternalError         ours; please report
 
 Every error has fields, and its message is made from them in one place, `_message`:
@@ -21,10 +22,16 @@ Tests match types and fields, never wording.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from traceback import StackSummary
+
 __all__ = [
     "Aborted",
     "CheckpointDamaged",
     "CheckpointError",
+    "CheckpointException",
     "CheckpointMismatch",
     "CheckpointNotWritten",
     "CommError",
@@ -352,6 +359,25 @@ class CheckpointMismatch(CheckpointError, ValueError):
 
 class CheckpointNotWritten(CheckpointError):
     """Nothing was saved, on no rank, and what was saved before is as it was; `rank` failed."""
+
+
+class CheckpointException(CheckpointError):
+    """A sharded save or load failed on some ranks; raised on all. torch's name.
+
+    Args:
+        what: What failed.
+        failures: For each rank that failed, its exception and where it was raised.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        failures: dict[int, tuple[BaseException, StackSummary]] | None = None,
+        **fields: object,
+    ) -> None:
+        self.failures = failures or {}
+        told = [f"rank {rank}: {e}" for rank, (e, _) in sorted(self.failures.items())]
+        super().__init__(what, **({"seen": "; ".join(told)} | fields))  # pyright: ignore
 
 
 class InternalError(DureError, RuntimeError):

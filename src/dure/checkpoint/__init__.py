@@ -1,13 +1,49 @@
-"""Checkpoints of a data-parallel run: whole or not there, never half; resumed bit for bit.
+"""Checkpoints: whole or not there, never half; of a run, or of a state in any sharding.
 
-`Checkpointer` saves and loads. Below it: `folder` (names and the atomic commit), `manifest` and
-`parts` (files and checksums), `tree` (state without pickle), `objects` (modules, optimizers and the
-rest), `randomness` (the generators), `agreement` (all ranks or none).
+`Checkpointer` saves and resumes a data-parallel run. Below it: `folder` (names and the atomic
+commit), `manifest` and `parts` (files and checksums), `tree` (state without pickle), `objects`
+(modules, optimizers and the rest), `randomness` (the generators), `agreement` (all ranks or none).
+
+`save` and `load` (`sharded`) have torch's names, and take DTensors of any mesh and placements into
+any other. Below them: `saving` and `restoring`; `flattening` (names), `slices` (who has which
+elements), `planning` (who writes what), `slice_files` and `catalog` (what lies where).
 """
 
 from __future__ import annotations
 
 from dure.checkpoint.checkpointer import Checkpointer, Saved
+from dure.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
 from dure.checkpoint.objects import PerRank
+from dure.checkpoint.restoring import Loaded
+from dure.checkpoint.sharded import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    load,
+    save,
+)
+from dure.errors import CheckpointException
 
-__all__ = ["Checkpointer", "PerRank", "Saved"]
+__all__ = [
+    "BytesStorageMetadata",
+    "CheckpointException",
+    "Checkpointer",
+    "ChunkStorageMetadata",
+    "DefaultLoadPlanner",
+    "DefaultSavePlanner",
+    "FileSystemReader",
+    "FileSystemWriter",
+    "Loaded",
+    "Metadata",
+    "PerRank",
+    "Saved",
+    "TensorStorageMetadata",
+    "load",
+    "save",
+]

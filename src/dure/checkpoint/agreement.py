@@ -7,12 +7,13 @@ a checkpoint that is not there. A rank that dies meanwhile is the group's matter
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dure.comm.objects import all_gather_object
 from dure.comm.world import current_world, resolve
-from dure.errors import CheckpointError, DureError
+from dure.errors import CheckpointError, CheckpointException, DureError
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -23,13 +24,39 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks that save and load together: a group, or this process alone where there is none."""
+    """The ranks that save and load together: a group, or this process alone where there is none.
 
-    def __init__(self, group: ProcessGroup | None) -> None:
-        named = group is not None or current_world().default is not None
-        self._group = resolve(group, "Checkpointer") if named else None
-        self.rank = 0 if self._group is None else self._group.rank()
-        self.size = 1 if self._group is None else self._group.size()
+    Args:
+        group: The ranks; None: the default group.
+        op: What they do, for messages.
+        alone: This process alone, whatever groups there are.
+    """
+
+    def __init__(
+        self, group: ProcessGroup | None, op: str = "Checkpointer", alone: bool = False
+    ) -> None:
+        named = not alone and (group is not None or current_world().default is not None)
+        self.group = resolve(group, op) if named else None
+        self.rank = 0 if self.group is None else self.group.rank()
+        self.size = 1 if self.group is None else self.group.size()
+
+    def _outcomes(self, do: Callable[[], T]) -> list[Any]:
+        """Call `do` on every rank; return its result, or its exception, of all of them."""
+        mine: tuple[T | None, Exception | None, traceback.StackSummary | None]
+        try:
+            mine = do(), None, None
+        except (DureError, OSError) as e:
+            mine = None, e, traceback.extract_tb(e.__traceback__)
+        except Exception as e:  # of a class that the other ranks may not be able to receive
+            error = CheckpointError("an object failed", seen=f"{type(e).__name__}: {e}")
+            error.__cause__ = e
+            mine = None, error, traceback.extract_tb(e.__traceback__)
+        outcomes: list[Any] = [mine]
+        if self.group is not None and self.size > 1:
+            outcomes = [None] * self.size
+            all_gather_object(outcomes, mine, self.group)
+            outcomes[self.rank] = mine
+        return outcomes
 
     def each(self, do: Callable[[], T]) -> list[T]:
         """Call `do` on every rank, and return all ranks' results.
@@ -39,25 +66,27 @@ class Ranks:
 
         Collective: all ranks must call.
         """
-        mine: tuple[T | None, Exception | None]
-        try:
-            mine = do(), None
-        except (DureError, OSError) as e:
-            mine = None, e
-        except Exception as e:  # of a class that the other ranks may not be able to receive
-            error = CheckpointError("an object failed", seen=f"{type(e).__name__}: {e}")
-            error.__cause__ = e
-            mine = None, error
-        outcomes: list[Any] = [mine]
-        if self._group is not None and self.size > 1:
-            outcomes = [None] * self.size
-            all_gather_object(outcomes, mine, self._group)
-            outcomes[self.rank] = mine
-        for rank, (_, error) in enumerate(outcomes):
+        outcomes = self._outcomes(do)
+        for rank, (_, error, _) in enumerate(outcomes):
             if error is not None:
                 error.add_note(f"on rank {rank} of {self.size}")
                 raise error
-        return [result for result, _ in outcomes]
+        return [result for result, _, _ in outcomes]
+
+    def all_or_none(self, what: str, do: Callable[[], T]) -> list[T]:
+        """Call `do` on every rank, and return all ranks' results.
+
+        Raises:
+            CheckpointException: `what`, with the exceptions of all ranks that failed.
+
+        Collective: all ranks must call.
+        """
+        outcomes = self._outcomes(do)
+        failures = {r: (e, where) for r, (_, e, where) in enumerate(outcomes) if e is not None}
+        if failures:
+            cause = failures.get(self.rank, next(iter(failures.values())))[0]
+            raise CheckpointException(what, failures) from cause
+        return [result for result, _, _ in outcomes]
 
     def first(self, do: Callable[[], T]) -> T:
         """Call `do` on rank 0 alone, and return its result on all; errors as `each`."""

@@ -28,7 +28,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Folder", "Place"]
+__all__ = ["Folder", "Place", "flush", "make"]
 
 _NAME = re.compile(r"^(\d{6,})-step-(\d+)$")
 _SAVING, _REMOVING = ".saving-", ".removing-"
@@ -70,15 +70,20 @@ class Folder:
         Raises:
             OSError: It cannot be made.
         """
-        _make(self.path)
-        self._hold()
+        make(self.path)
+        self.hold()
         self.clean()
         number = max((place.number for place in self.places()), default=0) + 1
         made = self.path / f"{_SAVING}{number:06d}-step-{step}"
         made.mkdir()
         return made
 
-    def _hold(self) -> None:
+    def hold(self) -> None:
+        """Let nobody else save here until `release`.
+
+        Raises:
+            OSError: Somebody does.
+        """
         self.release()
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -101,10 +106,10 @@ class Folder:
         Raises:
             OSError: It cannot be renamed or flushed.
         """
-        _flush(made)
+        flush(made)
         final = made.with_name(made.name.removeprefix(_SAVING))
         made.rename(final)
-        _flush(self.path)
+        flush(self.path)
         return final
 
     def remove(self, path: Path) -> None:
@@ -120,16 +125,17 @@ class Folder:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _make(folder: Path) -> None:
+def make(folder: Path) -> None:
     """Make a folder and those above it, durably."""
     if folder.is_dir():
         return
-    _make(folder.parent)
+    make(folder.parent)
     folder.mkdir(exist_ok=True)
-    _flush(folder.parent)
+    flush(folder.parent)
 
 
-def _flush(folder: Path) -> None:
+def flush(folder: Path) -> None:
+    """Flush the names in a folder to the disk; OSError where that fails."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

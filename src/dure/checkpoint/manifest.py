@@ -11,13 +11,25 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
+from dure.checkpoint.opening import read_file
 from dure.checkpoint.parts import Entry
 
-__all__ = ["NAME", "Manifest", "Unreadable", "read_manifest", "write_manifest"]
+__all__ = [
+    "NAME",
+    "Manifest",
+    "Unreadable",
+    "read_manifest",
+    "read_sealed",
+    "write_manifest",
+    "write_sealed",
+]
+
+T = TypeVar("T")
 
 NAME = "manifest.json"
 _FORMAT, _VERSION = "dure checkpoint", 1
@@ -62,7 +74,8 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     Raises:
         OSError: It cannot be written.
     """
-    body = json.dumps(
+    write_sealed(
+        path,
         {
             "format": _FORMAT,
             "version": _VERSION,
@@ -71,8 +84,16 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
             "ranks": manifest.ranks,
             "parts": {n: [e.dump() for e in part] for n, part in manifest.parts.items()},
         },
-        allow_nan=False,
-    ).encode()
+    )
+
+
+def write_sealed(path: Path, fields: dict[str, Any]) -> None:
+    """Write JSON to a new file, behind a line with its SHA-256, through to the disk.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    body = json.dumps(fields, allow_nan=False).encode()
     with path.open("xb") as file:
         file.write(_digest(body) + b"\n" + body)
         file.flush()
@@ -85,8 +106,17 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         Unreadable: It is absent, damaged, or of another format; the text says which.
     """
+    return read_sealed(path, _manifest)
+
+
+def read_sealed(path: Path, form: Callable[[dict[str, Any]], T]) -> T:
+    """Read what `write_sealed` wrote, and return what `form` makes of it.
+
+    Raises:
+        Unreadable: It is absent, no file, damaged, or of another form; the text says which.
+    """
     try:
-        digest, _, body = path.read_bytes().partition(b"\n")
+        digest, _, body = read_file(path).partition(b"\n")
     except FileNotFoundError:
         raise Unreadable(f"there is no {path.name}: it was never finished") from None
     except OSError as e:
@@ -94,7 +124,7 @@ def read_manifest(path: Path) -> Manifest:
     if digest != _digest(body):
         raise Unreadable(f"{path.name} is damaged, or not of Dure: its checksum is wrong")
     try:
-        return _manifest(cast(dict[str, Any], json.loads(body)))
+        return form(cast(dict[str, Any], json.loads(body)))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as e:
         raise Unreadable(f"{path.name} has another form: {type(e).__name__}: {e}") from None
 

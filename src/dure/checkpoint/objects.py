@@ -35,7 +35,9 @@ __all__ = [
     "bare",
     "check_fits",
     "is_sharded",
+    "is_stateful",
     "load_into",
+    "own_state",
     "state_of",
     "to_tree",
     "whole_tree",
@@ -121,6 +123,16 @@ def state_of(name: str, value: Any, local: bool = False) -> Any:
     if isinstance(inner, _Stateful):
         return inner.state_dict()
     raise _stateless(name, f"a {type(inner).__qualname__} has no state_dict and load_state_dict")
+
+
+def is_stateful(value: Any) -> bool:
+    """Tell whether an object has both `state_dict` and `load_state_dict`; tensors have neither."""
+    return isinstance(value, _Stateful) and not isinstance(value, type)
+
+
+def own_state(value: Any) -> Any:
+    """Return the state of what is stateful, of a wrapper that of its module; else `value`."""
+    return bare(value).state_dict() if is_stateful(value) else value
 
 
 def _stateless(name: str, seen: str) -> UsageError:

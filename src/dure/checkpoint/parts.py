@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from dure.comm.reduction import as_bytes
 
 __all__ = [
+    "DTYPES",
     "Entry",
     "PartReader",
     "can_be_named",
@@ -34,13 +35,15 @@ __all__ = [
     "dealt_out",
     "dtype_name",
     "header",
+    "pieces",
+    "write_all",
     "write_part",
 ]
 
 T = TypeVar("T", bound=Any)
 
 _PIECE_BYTES = 16 << 20
-_DTYPES: dict[torch.dtype, str] = {
+DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -83,7 +86,7 @@ class Entry:
 
 def can_be_stored(dtype: torch.dtype) -> bool:
     """Tell whether the file format knows the dtype."""
-    return dtype in _DTYPES
+    return dtype in DTYPES
 
 
 def can_be_named(name: str) -> bool:
@@ -93,7 +96,7 @@ def can_be_named(name: str) -> bool:
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the file format's name of a dtype."""
-    return _DTYPES[dtype]
+    return DTYPES[dtype]
 
 
 def write_part(path: Path, tensors: dict[str, torch.Tensor]) -> list[Entry]:
@@ -106,16 +109,16 @@ def write_part(path: Path, tensors: dict[str, torch.Tensor]) -> list[Entry]:
     """
     order = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # keeps alignment
     blank = [
-        Entry(name, _DTYPES[t.dtype], tuple(t.shape), t.numel() * t.element_size(), 0)
+        Entry(name, DTYPES[t.dtype], tuple(t.shape), t.numel() * t.element_size(), 0)
         for name, t in order
     ]
     entries: list[Entry] = []
     with path.open("xb", buffering=0) as file:
-        _write_all(file.fileno(), memoryview(header(blank)))
+        write_all(file.fileno(), memoryview(header(blank)))
         for entry, (_, tensor) in zip(blank, order, strict=True):
             crc = 0
-            for piece in _pieces(tensor):
-                _write_all(file.fileno(), piece)
+            for piece in pieces(tensor):
+                write_all(file.fileno(), piece)
                 crc = zlib.crc32(piece, crc)
             entries.append(Entry(entry.name, entry.dtype, entry.shape, entry.num_bytes, crc))
         os.fsync(file.fileno())
@@ -139,13 +142,15 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(cast(Any, as_bytes(tensor.detach().cpu().contiguous()).numpy()))
 
 
-def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+def pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor, some megabytes at a time."""
     data = _bytes_of(tensor)
     for at in range(0, len(data), _PIECE_BYTES):
         yield data[at : at + _PIECE_BYTES]
 
 
-def _write_all(descriptor: int, data: memoryview) -> None:
+def write_all(descriptor: int, data: memoryview) -> None:
+    """Write bytes to a file, all of them; OSError where that fails."""
     while data:
         data = data[os.write(descriptor, data) :]
 
@@ -200,7 +205,7 @@ class PartReader:
         """Read a tensor's bytes and say what is wrong with them; None: nothing."""
         try:
             crc = 0
-            for piece in _pieces(self.tensor(name)):
+            for piece in pieces(self.tensor(name)):
                 crc = zlib.crc32(piece, crc)
         except (OSError, SafetensorError) as e:
             return f"{name} in {self._path.name} cannot be read: {e}"

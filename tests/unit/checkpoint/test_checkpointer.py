@@ -381,3 +381,17 @@ def test_a_manifest_that_nobody_here_wrote_is_refused_and_the_older_one_taken(tm
     (newest / "manifest.json").write_bytes(digest + b"\n" + FOREIGN[kind])
     assert checkpoints.load(model=small()) == 1
     assert list(checkpoints.refused) == [str(newest)]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_a_manifest_that_is_no_file_is_refused_at_once(tmp_path, kind):
+    path = Checkpointer(tmp_path).save(1, state={"a": 1})
+    manifest = path / "manifest.json"
+    manifest.rename(path / "moved")
+    if kind == "pipe":
+        os.mkfifo(manifest)  # opening one waits for a writer
+    else:
+        manifest.symlink_to(path / "moved")
+    checkpoints = Checkpointer(tmp_path)
+    with pytest.raises(CheckpointDamaged, match="is no file but"):
+        checkpoints.load(state={"a": 0})

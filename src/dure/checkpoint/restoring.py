@@ -1,0 +1,250 @@
+"""Loading a sharded checkpoint into the tensors that are there, whatever their sharding.
+
+1. Each rank reads the manifest and compares it with the state: names, shapes, what is no tensor.
+   All tell how it went, and that they read the same manifest. Nothing was changed up to here.
+2. Each reads what it needs, slice by slice, straight into its tensors; all tell how it went. Where
+   a file turns out to be damaged, tensors that were read before it have new values already.
+3. Values are put in their places, and objects that have `load_state_dict` are given their state.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from dure.checkpoint.agreement import Ranks
+from dure.checkpoint.catalog import Catalog, Stored, read_catalog
+from dure.checkpoint.flattening import Leaf, flatten, put
+from dure.checkpoint.manifest import Unreadable
+from dure.checkpoint.objects import bare, is_stateful, own_state
+from dure.checkpoint.slice_files import Slice, SliceFile
+from dure.checkpoint.slices import Box, Piece, pieces_of
+from dure.checkpoint.tree import decode
+from dure.errors import CheckpointError, CheckpointMismatch
+from dure.tensor import DTensor
+
+__all__ = ["Loaded", "catalog_of", "load_from"]
+
+_NOT_LOADED = "the checkpoint was not loaded"
+_NUM_SHOWN = 3
+
+
+class Loaded(NamedTuple):
+    """What a load found: names of the state that are not in the checkpoint, and the reverse."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+    num_bytes: int
+    """Bytes of tensors that this rank read."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Elements of one slice, and where they go."""
+
+    part: Slice
+    stored: Stored
+    box: Box
+    to: torch.Tensor
+
+
+def catalog_of(path: Path) -> Catalog:
+    """Return the manifest of a folder.
+
+    Raises:
+        CheckpointError: It cannot be used; why is told.
+    """
+    try:
+        return read_catalog(path)
+    except Unreadable as e:
+        raise CheckpointError(
+            "the checkpoint cannot be used", path=str(path), seen=f"{e}; in {path}"
+        ) from None
+
+
+def load_from(
+    path: Path, state_dict: MutableMapping[str, Any], ranks: Ranks, partial: bool
+) -> Loaded:
+    """Load the checkpoint in the folder `path` into a state, in place.
+
+    Raises:
+        CheckpointException: It failed on some ranks.
+
+    Collective: all of `ranks`. Two exchanges.
+    """
+    loadings: list[_Loading] = []
+
+    def compare() -> int:
+        loading = _Loading(path, state_dict)
+        loading.compare(partial)
+        loadings.append(loading)
+        return zlib.crc32(repr(sorted(loading.catalog.layouts)).encode())
+
+    def read() -> None:
+        if len(set(seen)) > 1:
+            raise CheckpointError(
+                "ranks see different checkpoints",
+                path=str(path),
+                seen="their manifests differ",
+                fix="Give all ranks the same folder, and do not save there meanwhile.",
+            )
+        loadings[0].read()
+
+    seen = ranks.all_or_none(_NOT_LOADED, compare)
+    ranks.all_or_none(_NOT_LOADED, read)
+    return loadings[0].loaded
+
+
+class _Loading:
+    """One rank's load."""
+
+    def __init__(self, path: Path, state_dict: MutableMapping[str, Any]) -> None:
+        self._path, self._given = path, state_dict
+        self.catalog = catalog_of(path)
+        self._state = {key: own_state(value) for key, value in state_dict.items()}
+        self._leaves = flatten(self._state)
+        self._num_read = 0
+
+    @property
+    def loaded(self) -> Loaded:
+        """What was missing, what was there besides, and how much was read."""
+        names = self.catalog.kinds.keys() | self.catalog.values.keys()
+        missing = sorted(self._leaves.keys() - names)
+        return Loaded(missing, sorted(names - self._leaves.keys()), self._num_read)
+
+    def compare(self, partial: bool) -> None:
+        """Compare the state with the manifest, before anything is changed.
+
+        Raises:
+            CheckpointMismatch: They differ.
+        """
+        loaded = self.loaded
+        if loaded.missing_keys and not partial:
+            raise self._mismatch(
+                f"Missing key in checkpoint state_dict: {_shown(loaded.missing_keys)}."
+            )
+        self._refuse_optimizers_without_state(loaded.unexpected_keys)
+        faults = [
+            fault
+            for name, leaf in self._leaves.items()
+            if (fault := self._fault(name, leaf)) is not None
+        ]
+        if faults:
+            more = len(faults) - _NUM_SHOWN
+            text = "; ".join(faults[:_NUM_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+            raise self._mismatch("the checkpoint is of another state", text)
+        self._reads = self._planned()
+
+    def _mismatch(self, what: str, seen: str = "") -> CheckpointMismatch:
+        return CheckpointMismatch(what, path=str(self._path), seen=seen)
+
+    def _refuse_optimizers_without_state(self, unexpected: list[str]) -> None:
+        for key, value in self._given.items():
+            if isinstance(value, torch.optim.Optimizer) and not value.state:
+                lost = [name for name in unexpected if name.startswith(f"{key}.state.")]
+                if lost:
+                    raise self._mismatch(
+                        "an optimizer that has not stepped has no tensors to load into",
+                        f"{key!r} has none, the checkpoint has {_shown(lost)}",
+                    )
+
+    def _fault(self, name: str, leaf: Leaf) -> str | None:
+        """Say what keeps a leaf from being loaded; None: nothing, or it is missing."""
+        kind, value = self.catalog.kinds.get(name), leaf.value
+        if kind is None:
+            wanted = name in self.catalog.values and isinstance(value, torch.Tensor)
+            return f"{name} is no tensor in the checkpoint" if wanted else None
+        if not isinstance(value, torch.Tensor):
+            return f"{name} is {kind} in the checkpoint, and a {type(value).__name__} here"
+        if tuple(value.shape) != kind.shape:
+            saved, here = list(kind.shape), list(value.shape)
+            return f"Size mismatch between saved {saved} and current: {here} for {name}"
+        if kind.torch_dtype.is_complex and not value.is_complex():
+            return f"{name} is {kind} in the checkpoint, and {value.dtype} here"
+        return None
+
+    def _planned(self) -> list[_Read]:
+        """Work out which elements go where, in the order in which they lie in the files."""
+        reads: list[_Read] = []
+        for name, leaf in self._leaves.items():
+            if name not in self.catalog.kinds:
+                continue
+            for piece in pieces_of(name, leaf.value):
+                reads += self._meeting(name, piece)
+        begins = {file: layout.begins for file, layout in self.catalog.layouts.items()}
+        reads.sort(key=lambda r: (r.stored.file, begins[r.stored.file][r.part]))
+        return reads
+
+    def _meeting(self, name: str, piece: Piece) -> list[_Read]:
+        found: list[_Read] = []
+        for box, stored in self.catalog.slices[name].items():
+            both = box.meet(piece.box)
+            if both is not None:
+                to = piece.memory[both.within(piece.box)]
+                found.append(_Read(Slice(name, box), stored, both, to))
+        return found
+
+    def read(self) -> None:
+        """Fill the tensors, then the values, then the objects.
+
+        Raises:
+            CheckpointError: A file is not what the manifest says.
+        """
+        with torch.no_grad():
+            self._read_tensors()
+        for name, leaf in self._leaves.items():
+            if name in self.catalog.values:
+                self._put(name, leaf)
+        for key, value in self._given.items():
+            if is_stateful(value):
+                bare(value).load_state_dict(self._state[key])
+            else:
+                self._given[key] = self._state[key]
+
+    def _read_tensors(self) -> None:
+        files: dict[str, SliceFile] = {}
+        try:
+            for read in self._reads:
+                name = read.stored.file
+                if name not in files:
+                    files[name] = SliceFile(self._path / name, self.catalog.layouts[name])
+                dtype = self.catalog.kinds[read.part.name].torch_dtype
+                files[name].read(read.part, read.stored.crc32, dtype, read.box, read.to)
+        finally:
+            for file in files.values():
+                file.close()
+                self._num_read += file.num_read
+        _tell_autograd(self._leaves)
+
+    def _put(self, name: str, leaf: Leaf) -> None:
+        value = decode(self.catalog.values[name], _no_tensor)
+        try:
+            put(self._state, leaf.path, value)
+        except TypeError:
+            raise self._mismatch(
+                "a value cannot be put in its place",
+                f"{name} is in something that takes no items",
+            ) from None
+
+
+def _shown(names: list[str]) -> str:
+    more = len(names) - _NUM_SHOWN
+    return ", ".join(names[:_NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _no_tensor(name: str) -> torch.Tensor:
+    raise CheckpointError("a value holds a tensor", seen=name)
+
+
+def _tell_autograd(leaves: Mapping[str, Leaf]) -> None:
+    """Count the tensors that were filled as written: what saved one for backward is to know."""
+    for leaf in leaves.values():
+        if isinstance(leaf.value, torch.Tensor):
+            held = leaf.value.part if isinstance(leaf.value, DTensor) else leaf.value
+            if not held.is_inference():
+                torch.autograd.graph.increment_version(held)

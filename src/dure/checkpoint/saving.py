@@ -1,0 +1,178 @@
+"""Saving a state dictionary: each rank writes its slices, rank 0 the manifest.
+
+1. Rank 0 makes the folder; all tell what they have (or that it is what it was), and their values.
+2. Each writes its file, through to the disk; all tell how it went, and the slices' checksums.
+3. Rank 0 puts the manifest in its place; all learn that it is there.
+
+What fails on any rank fails on all, before anything of the folder's checkpoint is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dure.checkpoint.agreement import Ranks
+from dure.checkpoint.catalog import Catalog, Stored, next_number, part_name, publish, remove
+from dure.checkpoint.flattening import flatten
+from dure.checkpoint.folder import Folder, make
+from dure.checkpoint.manifest import NAME
+from dure.checkpoint.objects import own_state
+from dure.checkpoint.parts import can_be_named
+from dure.checkpoint.planning import Division, Offer, digest_of, known_to
+from dure.checkpoint.slice_files import Slice, kind_of, write_slices
+from dure.checkpoint.slices import Box, pieces_of
+from dure.checkpoint.tree import encode
+from dure.errors import CheckpointError, CheckpointMismatch, UsageError
+
+__all__ = ["Taken", "save_into", "take"]
+
+_NOT_SAVED = "the checkpoint was not saved"
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What one rank has to save. The tensors are those of the program, not copies."""
+
+    offer: Offer
+    memory: dict[Slice, torch.Tensor]
+    values: dict[str, Any]
+    paths: dict[str, list[str | int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What a rank tells the others before writing."""
+
+    digest: bytes
+    offer: Offer | None
+    values: dict[str, Any]
+    paths: dict[str, list[str | int]]
+    number: int | None
+    """Of the save in its folder; rank 0 tells."""
+
+
+def take(state_dict: Mapping[str, Any]) -> Taken:
+    """Flatten a state into slices and values. No communication.
+
+    Raises:
+        UsageError: Something in it cannot be saved; its name is told.
+    """
+    taken = Taken({}, {}, {}, {})
+    for name, leaf in flatten({k: own_state(v) for k, v in state_dict.items()}).items():
+        if not can_be_named(name):
+            raise UsageError("nothing can be saved under this name", seen=f"{name!a}")
+        if leaf.path != (name,):
+            keys = [k if type(k) in (str, int) else str(k) for k in leaf.path]
+            taken.paths[name] = keys
+        if isinstance(leaf.value, torch.Tensor):
+            _take_tensor(name, leaf.value, taken)
+            continue
+        within: dict[str, torch.Tensor] = {}
+        taken.values[name] = encode(leaf.value, name, within)
+        if within:
+            raise UsageError(
+                "a tensor cannot be saved within this",
+                seen=f"{min(within)} is in a {type(leaf.value).__name__}",
+                fix="Use lists and dicts around tensors.",
+            )
+    return taken
+
+
+def _take_tensor(name: str, tensor: torch.Tensor, taken: Taken) -> None:
+    pieces = pieces_of(name, tensor)
+    kind = kind_of(tensor)
+    if kind is None:
+        raise UsageError("a tensor cannot be in a checkpoint", seen=f"{name} is {tensor.dtype}")
+    taken.offer[name] = kind, tuple(piece.box for piece in pieces)
+    for piece in pieces:
+        taken.memory[Slice(name, piece.box)] = piece.memory.resolve_conj().resolve_neg()
+
+
+def save_into(
+    path: Path, state_dict: Mapping[str, Any], ranks: Ranks, replace: bool = True
+) -> Catalog:
+    """Save a state into the folder `path`; with `replace` also where a checkpoint is there.
+
+    Returns its manifest.
+
+    Raises:
+        CheckpointException: It failed on some ranks; what was saved before is as it was.
+
+    Collective: all of `ranks`. Three exchanges.
+    """
+    folder, known = Folder(path), known_to(ranks.group)
+    mine: list[Taken] = []
+    divided: list[Division] = []
+
+    def begin() -> _Told:
+        mine.append(take(state_dict))
+        number: int | None = None
+        if ranks.rank == 0:
+            make(path)
+            folder.hold()
+            if not replace and (path / NAME).exists():
+                raise CheckpointError(
+                    "there is a checkpoint already", path=str(path), seen=f"{path}"
+                )
+            number = next_number(path)
+        digest = digest_of(mine[0].offer)
+        offer = None if known.has(ranks.rank, digest) else mine[0].offer
+        return _Told(digest, offer, mine[0].values, mine[0].paths, number)
+
+    def write(told: list[_Told]) -> list[int]:
+        divided.append(known.division([(t.digest, t.offer) for t in told]))
+        _check_names(divided[0], told)
+        layout = divided[0].layouts[ranks.rank]
+        if not layout.begins:
+            return []
+        part = part_name(told[0].number or 0, ranks.rank)
+        return write_slices(path / part, layout, mine[0].memory)
+
+    try:
+        told = ranks.all_or_none(_NOT_SAVED, begin)
+        try:
+            sums = ranks.all_or_none(_NOT_SAVED, lambda: write(told))
+        except BaseException:
+            if ranks.rank == 0:
+                with suppress(OSError):
+                    remove(path, number=told[0].number)
+            raise
+        catalog = _catalog(divided[0], told, sums)
+        ranks.all_or_none(_NOT_SAVED, lambda: publish(path, catalog) if ranks.rank == 0 else None)
+        return catalog
+    finally:
+        folder.release()
+
+
+def _check_names(division: Division, told: list[_Told]) -> None:
+    both = {name for one in told for name in one.values} & division.kinds.keys()
+    if both:
+        raise CheckpointMismatch(
+            "a name is a tensor on some ranks, and a value on others", seen=f"{min(both)!r}"
+        )
+
+
+def _catalog(division: Division, told: list[_Told], sums: list[list[int]]) -> Catalog:
+    """Put together what ranks told. A value that several have is the lowest rank's."""
+    number = told[0].number or 0
+    slices: dict[str, dict[Box, Stored]] = {name: {} for name in division.kinds}
+    layouts = {
+        part_name(number, rank): layout
+        for rank, layout in enumerate(division.layouts)
+        if layout.begins
+    }
+    for (file, layout), crcs in zip(layouts.items(), [s for s in sums if s], strict=True):
+        for part, crc in zip(layout.begins, crcs, strict=True):
+            slices[part.name][part.box] = Stored(file, crc)
+    values: dict[str, Any] = {}
+    paths: dict[str, list[str | int]] = {}
+    for one in reversed(told):
+        values |= one.values
+        paths |= one.paths
+    return Catalog(values, division.kinds, slices, layouts, paths)

@@ -1,0 +1,148 @@
+"""Boxes of a whole tensor's elements: which of them a rank has, which of them lie in a file.
+
+A box is an offset and a size for each dimension. What a rank of a mesh has is one box, or, where a
+`StridedShard` cuts runs, several. Where ranks are replicas of each other they have equal boxes.
+Boxes without elements are left out everywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from dure.errors import UsageError
+from dure.tensor import DTensor
+
+__all__ = ["Box", "Piece", "fault_of_cover", "pieces_of", "whole_box"]
+
+
+class Box(NamedTuple):
+    """Some elements of a whole tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements in it."""
+        return math.prod(self.sizes)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """One beyond the last index of each dimension."""
+        return tuple(a + n for a, n in zip(self.offsets, self.sizes, strict=True))
+
+    def meet(self, other: Box) -> Box | None:
+        """Return what both have; None: nothing."""
+        begin = tuple(map(max, self.offsets, other.offsets))
+        sizes = tuple(b - a for a, b in zip(begin, map(min, self.ends, other.ends), strict=True))
+        return Box(begin, sizes) if all(n > 0 for n in sizes) else None
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Return the index of this box in a tensor that holds `outer`."""
+        begin = [a - b for a, b in zip(self.offsets, outer.offsets, strict=True)]
+        return tuple(slice(a, a + n) for a, n in zip(begin, self.sizes, strict=True))
+
+    def run_in(self, within: Box) -> tuple[int, int] | None:
+        """Return (first, count) where this box is consecutive elements of `within`, row by row.
+
+        None where it is not: then it is cut in a dimension that is not the outermost of more than
+        one index.
+        """
+        first = 0
+        for dim, (a, n) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            if n != within.sizes[dim] and math.prod(self.sizes[:dim]) != 1:
+                return None
+            first = first * within.sizes[dim] + a - within.offsets[dim]
+        return first, self.num_elements
+
+    def __str__(self) -> str:
+        """Return indices, such as ``[0:4, 2:8]``."""
+        return f"[{', '.join(f'{a}:{b}' for a, b in zip(self.offsets, self.ends, strict=True))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box that this rank has, and its memory: a view of the tensor or of the part."""
+
+    box: Box
+    memory: torch.Tensor
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """Return the box of a whole tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def pieces_of(name: str, tensor: torch.Tensor) -> list[Piece]:
+    """Return what this rank has of a tensor; of one that is no DTensor, the whole.
+
+    Raises:
+        UsageError: It holds terms of a reduction, is not dense, or has no values.
+    """
+    held = tensor.part if isinstance(tensor, DTensor) else tensor
+    if held.layout != torch.strided or held.is_quantized or held.is_meta:
+        raise UsageError(
+            "a tensor cannot be in a checkpoint",
+            seen=f"{name} is {held.layout}, {held.dtype}, on {held.device}",
+            fix="Save and load dense tensors that have values; to_empty() makes them of meta ones.",
+        )
+    held = held.detach()
+    if not isinstance(tensor, DTensor):
+        return [Piece(whole_box(held.shape), held)] if held.numel() else []
+    spec = tensor.spec
+    if spec.partial:
+        raise UsageError(
+            "a tensor of terms of a reduction cannot be in a checkpoint",
+            seen=f"{name} is {spec}",
+            fix="Redistribute it to Replicate() or Shard() before.",
+        )
+    if spec.coordinate is None:
+        return []
+    runs = [_placed(spec.runs(dim)) for dim in range(spec.ndim)]
+    found: list[Piece] = []
+    for chosen in itertools.product(*runs):
+        box = Box(tuple(at for _, at, _ in chosen), tuple(size for size, _, _ in chosen))
+        if box.num_elements:
+            here = tuple(slice(local, local + size) for size, _, local in chosen)
+            found.append(Piece(box, held[here]))
+    return found
+
+
+def _placed(runs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Add to each run where it begins in the part."""
+    begins = itertools.accumulate((size for size, _ in runs), initial=0)
+    return [(size, at, local) for (size, at), local in zip(runs, begins, strict=False)]
+
+
+def fault_of_cover(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
+    """Say which elements of a tensor are in two boxes, outside, or in none; None: each in one.
+
+    Cost: boxes are compared with those that begin before their end in the first dimension where
+    not all are the same; for rows or columns, linear in their number.
+    """
+    whole, found = whole_box(shape), sorted(boxes)
+    for box in found:
+        if len(box.offsets) != len(whole.sizes) or len(box.sizes) != len(whole.sizes):
+            return f"slice {box.offsets}, {box.sizes} has another number of dimensions"
+        if min(box.offsets, default=0) < 0 or min(box.sizes, default=1) < 1:
+            return f"slice {box.offsets}, {box.sizes} is none"
+        if any(end > n for end, n in zip(box.ends, whole.sizes, strict=True)):
+            return f"slice {box} is outside of {list(shape)}"
+    if not shape:
+        return None if len(found) == 1 else f"a number lies there {len(found)} times"
+    dim = next((d for d in range(len(shape)) if len({b.offsets[d] for b in found}) > 1), 0)
+    found.sort(key=lambda box: box.offsets[dim])
+    for number, box in enumerate(found):
+        after = number + 1
+        while after < len(found) and found[after].offsets[dim] < box.ends[dim]:
+            if box.meet(found[after]):
+                return f"slices {box} and {found[after]} overlap"
+            after += 1
+    missing = whole.num_elements - sum(box.num_elements for box in found)
+    return f"{missing} of {whole.num_elements} elements are in no slice" if missing else None
