@@ -11,6 +11,7 @@ from dure.parallel.fsdp import (
     UnshardHandle,
     fully_shard,
     register_fsdp_forward_method,
+    share_comm_ctx,
     strategy,
 )
 
@@ -23,5 +24,6 @@ __all__ = [
     "UnshardHandle",
     "fully_shard",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
     "strategy",
 ]

@@ -382,6 +382,38 @@ def test_meta_modules_get_memory_and_values_of_the_shards(way: str) -> None:
             torch.testing.assert_close(grads[name], parameter.grad)
 
 
+def test_parameters_that_backward_does_not_read_stay_sharded_there(way: str) -> None:
+    def prepare(model: Net) -> None:
+        fully_shard(model.embed)
+        shard(model)
+        model.embed.set_unshard_in_backward(False)
+
+    compare(way, 2, prepare=prepare)
+
+
+def test_a_hook_gets_reduced_gradients_once_a_group(way: str) -> None:
+    """It doubles them: SGD with half the rate does the same."""
+
+    def prepare(model: Net) -> None:
+        shard(model)
+        for module in (*model.blocks, model):
+            module.set_all_reduce_hook(lambda flat: flat.mul_(2))
+
+    def body(rank: int) -> list[torch.Tensor | None]:
+        model = made()
+        with strategy(way):
+            prepare(model)
+        by_step(model, 0, 2, rank)
+        return [whole(p.grad) for p in model.parameters()]
+
+    reference = made()
+    by_step(reference, 0)
+    for grads in run_ranks(2, body):
+        for got, parameter in zip(grads, reference.parameters(), strict=True):
+            if parameter.grad is not None:
+                torch.testing.assert_close(got, 2 * parameter.grad)
+
+
 def test_state_dictionaries_have_shards_under_the_users_names(way: str) -> None:
     def body(rank: int) -> None:
         model, other = made(), made()

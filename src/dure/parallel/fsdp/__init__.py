@@ -7,7 +7,11 @@ strategy.py                    how: shared.py, gathered.py
 
 from __future__ import annotations
 
-from dure.parallel.fsdp.fully_shard import fully_shard, register_fsdp_forward_method
+from dure.parallel.fsdp.fully_shard import (
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from dure.parallel.fsdp.module import FSDPModule, UnshardHandle
 from dure.parallel.fsdp.policies import (
     CPUOffloadPolicy,
@@ -26,5 +30,6 @@ __all__ = [
     "UnshardHandle",
     "fully_shard",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
     "strategy",
 ]

@@ -31,7 +31,7 @@ from dure.parallel.fsdp.strategy import Reduction
 from dure.tensor.dtensor import DTensor
 from dure.tensor.placement_types import Shard
 
-__all__ = ["fully_shard", "register_fsdp_forward_method"]
+__all__ = ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
 
 _OP = "fully_shard"
 Taken = tuple[FSDPState, ParameterGroup, FSDPParameter]
@@ -286,3 +286,19 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return state.run(module, method, args, kwargs)
 
     setattr(module, method_name, run)
+
+
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """Accepted: roots share what they communicate with, the channels of their group, anyway.
+
+    Args:
+        modules: Sharded modules.
+
+    Raises:
+        UsageError: One is not.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(
+                "the module is not sharded", op="share_comm_ctx", seen=type(module).__name__
+            )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from dure.errors import ModuleError, UsageError
@@ -107,6 +108,20 @@ class FSDPModule:
             for group in state.groups:
                 group.reduction.force_sum = enable
 
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], object], *, stream: object = None
+    ) -> None:
+        """Have a function called with each group's reduced gradients, before they are divided.
+
+        Args:
+            hook: Gets this rank's parts, flat, and changes them in place: such as an all_reduce
+                over ranks that the mesh has not. All ranks call it in one order.
+            stream: Nothing on CPU.
+        """
+        for state in self._states(recurse=False):
+            for group in state.groups:
+                group.reduction.hook = hook
+
     # ---------------------------------------------------------------- when wholes are freed
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -125,6 +140,10 @@ class FSDPModule:
         for state in self._states(recurse):
             state.reshard_after_backward = reshard_after_backward
 
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Make parameters whole in backward, or not: where it does not read them (embeddings)."""
+        self._state().unshard_in_backward = unshard_in_backward
+
     # ---------------------------------------------------------------- what is gathered ahead
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
@@ -134,6 +153,34 @@ class FSDPModule:
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Gather these when this one's backward begins; else what came next in the first step."""
         self._state().backward_prefetch = _states_of(modules)
+
+    # ---------------------------------------------------------------- what changes nothing here
+
+    def set_post_optim_event(self, event: object) -> None:
+        """Accepted. Gathers of CPU parameters begin after the step, which has no streams."""
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Accepted. Gradients lie in memory that the ranks of a host share anyway."""
+
+    def set_symm_mem_for_comm(self, backend: str | None = None) -> None:
+        """Accepted. Gradients lie in the symmetric heap anyway."""
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Accepted. A buffer goes as soon as the ranks have read it."""
+        if max_input_buffers < 1:
+            raise UsageError("at least one buffer is needed", seen=f"{max_input_buffers}")
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Accepted. A parameter without a gradient counts as zeros where another rank has one."""
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Accepted. Reductions have a channel of their own, so gathers need not wait for them."""
 
     def reset_iter_state(self) -> None:
         """End a step that raised: drop what it has gathered and reduced. For the root."""

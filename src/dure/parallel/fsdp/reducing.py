@@ -77,6 +77,8 @@ class Reducer:
             if self._carry is not None:
                 output, self._carry = output.add_(self._carry), None
             replicas.channel(1).all_reduce(output, op)
+        if how.hook is not None:
+            how.hook(output[: sum(sizes)])
         if op is not ReduceOp.AVG:
             ranks = self._axes.size * (replicas.size() if replicas is not None else 1)
             divisor = ranks if how.divisor is None else how.divisor

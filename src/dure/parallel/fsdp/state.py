@@ -167,7 +167,7 @@ class Tree:
                 for group in each.groups:
                     group.strategy.enter()
         gathers, _ = self._backward
-        if state.is_sharded:
+        if state.is_sharded and state.unshard_in_backward:
             for skipped in gathers.skipped(state):
                 skipped.join_gather()
             state.unshard()
@@ -229,6 +229,7 @@ class FSDPState:
         policy: Dtypes.
         reshard_after_forward: None: yes, but for the root.
         reshard_after_backward: Free the wholes when backward has ended.
+        unshard_in_backward: Make them whole there; off where backward does not read them.
         forward_prefetch, backward_prefetch: States to gather ahead, where the user said so.
         in_backward: Its backward has begun and not ended.
         to_run: Modules of the call that forward has not reached, where it has reached one.
@@ -244,6 +245,7 @@ class FSDPState:
         self.modules, self.groups, self.policy = tuple(modules), list(groups), policy
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
+        self.unshard_in_backward = True
         self.forward_prefetch: list[FSDPState] = []
         self.backward_prefetch: list[FSDPState] = []
         self.in_backward = False

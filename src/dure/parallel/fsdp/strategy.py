@@ -34,12 +34,14 @@ class Reduction:
         divisor: What the sum is divided by; None for the number of ranks.
         force_sum: Use a plain sum and a division instead of the collective's average.
         replicate: Reduce over the axis of replicas, too, at this backward.
+        hook: Called with the reduced parts of a group's gradients, flat, which it may change.
     """
 
     dtype: torch.dtype | None = None
     divisor: float | None = None
     force_sum: bool = False
     replicate: bool = True
+    hook: Callable[[torch.Tensor], object] | None = None
 
 
 class Strategy(Protocol):
