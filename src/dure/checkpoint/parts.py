@@ -4,7 +4,7 @@ A part is what one rank writes: eight bytes with the length of a JSON header, th
 tensor's dtype, shape and place), and the tensors' bytes one after another. Any reader of
 safetensors can open one.
 
-Writing goes through in pieces of some megabytes, so a model is never held twice. For each tensor
+Writing goes through in pieces of a megabyte, so a model is never held twice. For each tensor
 the CRC-32 of its bytes is kept for the manifest. As the manifest knows every tensor, it also knows
 the only header and the only length that the file can have: so each byte of a part is checked.
 
@@ -28,6 +28,7 @@ from dure.comm.reduction import as_bytes
 
 __all__ = [
     "DTYPES",
+    "PIECE_BYTES",
     "Entry",
     "PartReader",
     "can_be_named",
@@ -42,7 +43,8 @@ __all__ = [
 
 T = TypeVar("T", bound=Any)
 
-_PIECE_BYTES = 16 << 20
+PIECE_BYTES = 1 << 20
+"""What is written, or read, at once; a checksum finds it in the cache of its core."""
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -118,8 +120,8 @@ def write_part(path: Path, tensors: dict[str, torch.Tensor]) -> list[Entry]:
         for entry, (_, tensor) in zip(blank, order, strict=True):
             crc = 0
             for piece in pieces(tensor):
-                write_all(file.fileno(), piece)
                 crc = zlib.crc32(piece, crc)
+                write_all(file.fileno(), piece)
             entries.append(Entry(entry.name, entry.dtype, entry.shape, entry.num_bytes, crc))
         os.fsync(file.fileno())
     return entries
@@ -143,10 +145,10 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor, some megabytes at a time."""
+    """Yield the bytes of a tensor, a megabyte at a time."""
     data = _bytes_of(tensor)
-    for at in range(0, len(data), _PIECE_BYTES):
-        yield data[at : at + _PIECE_BYTES]
+    for at in range(0, len(data), PIECE_BYTES):
+        yield data[at : at + PIECE_BYTES]
 
 
 def write_all(descriptor: int, data: memoryview) -> None:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from dure.checkpoint.opening import open_file
-from dure.checkpoint.parts import DTYPES, Entry, header, pieces, write_all
+from dure.checkpoint.parts import DTYPES, PIECE_BYTES, Entry, header, pieces, write_all
 from dure.checkpoint.slices import Box, whole_box
 from dure.comm.reduction import as_bytes
 from dure.errors import CheckpointError
@@ -116,8 +116,8 @@ def write_slices(path: Path, layout: Layout, memory: dict[Slice, torch.Tensor]) 
         for part in layout.begins:
             crc = 0
             for data in pieces(memory[part]):
-                write_all(file.fileno(), data)
                 crc = zlib.crc32(data, crc)
+                write_all(file.fileno(), data)
             sums.append(crc)
         os.fsync(file.fileno())
     return sums
@@ -186,22 +186,27 @@ class SliceFile:
         self.num_read += box.num_elements * dtype.itemsize
         if run is not None and straight:
             data = memoryview(cast(Any, as_bytes(to).numpy()))
-            self._pread(data, at + run[0] * dtype.itemsize)
+            crc = self._pread(data, at + run[0] * dtype.itemsize, box == part.box)
         else:
             lying = self._mapped(at, part.box, dtype)
             data = memoryview(cast(Any, as_bytes(lying).numpy()))
+            crc = zlib.crc32(data) if box == part.box else None
             to.copy_(lying[box.within(part.box)])
-        if box == part.box and zlib.crc32(data) != crc32:
+        if crc not in (None, crc32):
             raise self._error(
                 f"{part.name}{part.box} in {self.path.name} is changed: its checksum is wrong"
             )
 
-    def _pread(self, data: memoryview, at: int) -> None:
+    def _pread(self, data: memoryview, at: int, summed: bool) -> int | None:
+        """Read bytes to `data`; return their sum if it is asked for."""
+        crc = 0
         while data:
-            count = os.preadv(self._descriptor, [data], at)
+            count = os.preadv(self._descriptor, [data[:PIECE_BYTES]], at)
             if not count:
                 raise self._error(f"{self.path.name} became shorter")
+            crc = zlib.crc32(data[:count], crc) if summed else 0
             data, at = data[count:], at + count
+        return crc if summed else None
 
     def _mapped(self, at: int, box: Box, dtype: torch.dtype) -> torch.Tensor:
         if self._map is None:
