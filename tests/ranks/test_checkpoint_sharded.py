@@ -32,6 +32,7 @@ from dure.checkpoint import (
     save,
 )
 from dure.errors import CheckpointMismatch, Desync, UsageError
+from dure.fsdp import fully_shard
 from dure.tensor import (
     DTensor,
     Partial,
@@ -231,6 +232,51 @@ def test_modules_and_optimizers_into_another_world(tmp_path):
 
     (weights, *_) = run_ranks(4, saving)
     assert run_ranks(3, loading) == [weights] * 3
+
+
+def _fully_sharded(scale):
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(counted(*parameter.shape) * scale)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def _losses(model, optimizer, steps):
+    inputs = torch.arange(10.0).reshape(2, 5) / 10
+    losses = []
+    for _ in range(steps):
+        loss = model(inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", ["shared", "gathered"])
+def test_fully_sharded_training_goes_on_in_another_world(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("DURE_FSDP_STRATEGY", name)
+
+    def saving(rank):
+        model, optimizer = _fully_sharded(0.01)
+        _losses(model, optimizer, 2)
+        save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path)
+        return _losses(model, optimizer, 3)
+
+    def loading(rank):
+        model, optimizer = _fully_sharded(0.5)
+        _losses(model, optimizer, 1)
+        load({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path)
+        return _losses(model, optimizer, 3)
+
+    (undisturbed, *_) = run_ranks(4, saving)
+    for ranks in (1, 2, 3):
+        for losses in run_ranks(ranks, loading):
+            assert losses == pytest.approx(undisturbed, rel=1e-5)
 
 
 def test_missing_and_unexpected_keys(tmp_path):
