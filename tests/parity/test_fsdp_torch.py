@@ -1,4 +1,4 @@
-"""Signatures of fully_shard and what belongs to it, against torch's."""
+"""fully_shard against torch's: signatures, losses, gradients, weights."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 import torch.distributed.fsdp as torch_fsdp
 
 import dure.fsdp
+from dure.native import available as native_available
+from procs import fsdp_ranks
 
 LACKING = {
     "set_custom_all_gather",
@@ -55,3 +57,13 @@ def test_functions_and_policies_take_what_torchs_take(name: str) -> None:
     if theirs is None:
         pytest.skip(f"this torch has no {name}")
     assert _names(ours)[: len(_names(theirs))] == _names(theirs)
+
+
+@pytest.mark.skipif(not native_available()[0], reason=native_available()[1] or "no engine")
+@pytest.mark.parametrize("way", ["shared", "gathered"])
+@pytest.mark.parametrize("low", [False, True])
+def test_training_equals_torchs_on_gloo(process_pool, tmp_path, way, low) -> None:
+    """In float64 to rounding; bfloat16 that is reduced in float32, to float32's rounding."""
+    limit = 1e-5 if low else 1e-12
+    for far in process_pool(2, "shm").run(fsdp_ranks.equals_torch, str(tmp_path), way, low):
+        assert max(far) < limit, far

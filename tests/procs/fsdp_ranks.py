@@ -7,12 +7,16 @@ import signal
 from typing import Any
 
 import torch
+import torch.distributed.device_mesh
+import torch.distributed.fsdp
 from torch import nn
 
 import dure as dist
+import dure.fsdp
 from dure.errors import PeerLost
 from dure.fsdp import fully_shard, strategy
 from dure.tensor import DTensor
+from procs import torch_ranks
 from procs.shm_ranks import Seat
 
 STEPS = 4
@@ -101,3 +105,36 @@ def loses_one(seat: Seat, way: str, phase: str) -> tuple[str, list[str]]:
     except PeerLost as error:
         return type(error).__name__, list(getattr(error, "__notes__", []))
     raise AssertionError("no rank was lost")
+
+
+def equals_torch(rank: int, folder: str, way: str, low: bool) -> tuple[float, float, float]:
+    """Train under torch's FSDP2 on gloo, and under Dure's; return the largest differences.
+
+    Returns:
+        Of losses, of the last gradients, of weights.
+    """
+    with torch_ranks.world(rank, folder, "gloo"):
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+        expected = _trained(Net(), torch.distributed.fsdp, mesh, rank, low)
+    with strategy(way):
+        got = _trained(Net(), dure.fsdp, None, rank, low)
+    losses, *tensors = (
+        max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+        for ours, theirs in zip(got, expected, strict=True)
+    )
+    return losses, tensors[0], tensors[1]
+
+
+def _trained(
+    model: Net, fsdp: Any, mesh: Any, rank: int, low: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    policy = fsdp.MixedPrecisionPolicy()
+    if low:
+        policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+        model.float()
+    for module in (*model.layers, model):
+        fsdp.fully_shard(module, mesh=mesh, mp_policy=policy)
+    losses = torch.tensor(_train(model, 2, rank))
+    parameters: list[Any] = list(model.parameters())
+    gradients = [p.grad.full_tensor().detach() for p in parameters]
+    return [losses], gradients, [p.full_tensor().detach() for p in parameters]

@@ -15,7 +15,14 @@ from torch.utils.checkpoint import checkpoint
 
 from dure.device_mesh import init_device_mesh
 from dure.errors import MeshError, ModuleError
-from dure.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, strategy
+from dure.fsdp import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    strategy,
+)
 from dure.tensor import DTensor, Replicate, Shard
 from dure.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from dure.tensor.placement_types import StridedShard
@@ -290,6 +297,22 @@ def test_replicas_of_shards(way: str) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         shard(model, mesh=mesh)
         assert model.head.weight.placements == (Replicate(), Shard(0))
+
+    compare(way, 4, prepare=prepare)
+
+
+@pytest.mark.parametrize(
+    ("dims", "cut"),
+    [
+        (DataParallelMeshDims(shard="b", replicate="a"), (Replicate(), Shard(0))),
+        (DataParallelMeshDims(shard=("a", "b")), (Shard(0),)),
+    ],
+)
+def test_data_axes_by_name(way: str, dims: DataParallelMeshDims, cut: Any) -> None:
+    def prepare(model: Net) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        shard(model, mesh=mesh, dp_mesh_dims=dims, offload_policy=CPUOffloadPolicy())
+        assert model.head.weight.placements == cut
 
     compare(way, 4, prepare=prepare)
 
