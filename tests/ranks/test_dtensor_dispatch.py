@@ -10,7 +10,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -333,13 +333,13 @@ def test_a_part_that_the_program_has_is_not_moved_away(held: bool) -> None:
 def test_a_part_is_someones_else_as_an_object_and_as_memory() -> None:
     def body(rank: int) -> None:
         x = made(init_device_mesh("cpu", (1,)), torch.ones(4), [Shard(0)])
-        y = x + x
+        y = cast(DTensor, x + x)
         assert holders.has_its_part_alone(y)
         part = y.to_local()
         assert not holders.has_its_part_alone(y)
         del part
         assert holders.has_its_part_alone(y)
-        view = y.view(2, 2)
+        view = cast(DTensor, y.view(2, 2))
         assert not holders.has_its_part_alone(y)
         assert not holders.has_its_part_alone(view)
 

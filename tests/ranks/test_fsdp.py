@@ -288,7 +288,7 @@ def test_clipping(way: str) -> None:
 
 
 @pytest.mark.parametrize("form", [{"foreach": True}, {"fused": True}, {"foreach": False}])
-def test_forms_of_optimizers(way: str, form: dict[str, bool]) -> None:
+def test_forms_of_optimizers(way: str, form: dict[str, Any]) -> None:
     compare(way, 2, optimizer=lambda p: torch.optim.AdamW(p, lr=0.05, **form))
 
 
@@ -459,7 +459,7 @@ def test_state_dictionaries_have_shards_under_the_users_names(way: str) -> None:
 
 def test_low_precision(way: str) -> None:
     """bfloat16 computes, float32 reduces: as one rank that rounds its weights, within its bits."""
-    seen: list[torch.dtype] = []
+    seen: list[Any] = []
 
     def body(rank: int) -> Any:
         model = made().float()

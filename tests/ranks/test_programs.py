@@ -24,7 +24,7 @@ STEPS = st.lists(st.builds(Step, NUMBERS, NUMBERS, NUMBERS, NUMBERS), min_size=3
     max_examples=COUNT,
     deadline=None,
     derandomize="DURE_PROGRAMS" not in os.environ,
-    suppress_health_check=list(HealthCheck),
+    suppress_health_check=list(HealthCheck),  # pyright: ignore[reportArgumentType]
 )
 @given(
     codes=st.lists(NUMBERS, min_size=2, max_size=3),
