@@ -143,6 +143,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     ),
     "dure.training.join": ("Join", "JoinHook", "Joinable"),
     "dure.training.precision": ("MixedPrecision",),
+    "dure.training.tokens": ("scale_by",),
     "dure.parallel": ("DistributedDataParallel", "GradBucket"),
     "dure.parallel.ddp.torch_names": (
         "BuiltinCommHookType",

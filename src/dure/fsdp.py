@@ -9,11 +9,13 @@ from dure.parallel.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     UnshardHandle,
+    explain,
     fully_shard,
     register_fsdp_forward_method,
     share_comm_ctx,
     strategy,
 )
+from dure.training.tokens import scale_by
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -22,8 +24,10 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "UnshardHandle",
+    "explain",
     "fully_shard",
     "register_fsdp_forward_method",
+    "scale_by",
     "share_comm_ctx",
     "strategy",
 ]

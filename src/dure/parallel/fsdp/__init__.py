@@ -7,6 +7,7 @@ strategy.py                    how: shared.py, gathered.py
 
 from __future__ import annotations
 
+from dure.parallel.fsdp.explain import explain
 from dure.parallel.fsdp.fully_shard import (
     fully_shard,
     register_fsdp_forward_method,
@@ -28,6 +29,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "UnshardHandle",
+    "explain",
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",

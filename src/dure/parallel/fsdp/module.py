@@ -10,6 +10,7 @@ from torch import nn
 
 from dure.errors import ModuleError, UsageError
 from dure.parallel.fsdp.state import FSDPState, state_of
+from dure.parallel.fsdp.uninitialized import marking
 
 __all__ = ["FSDPModule", "UnshardHandle"]
 
@@ -51,6 +52,15 @@ class FSDPModule:
             if state is not None and state not in states:
                 states.append(state)
         return states
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Change the shards: `to`, `to_empty`, `double` (Any: as nn.Module's)."""
+        assert isinstance(self, nn.Module)
+        with marking(self):
+            changed = super()._apply(*args, **kwargs)  # pyright: ignore
+        for state in self._states():
+            state.is_checked = False
+        return changed
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Make this module's parameters whole, not those of modules sharded within.

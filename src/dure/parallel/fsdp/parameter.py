@@ -19,6 +19,7 @@ from torch import nn
 from dure.errors import ModuleError
 from dure.mesh import DeviceMesh
 from dure.parallel.fsdp.axes import DataAxes
+from dure.parallel.fsdp.optimizers import forget_replaced, note_replaced
 from dure.tensor.dtensor import DTensor, wrap
 from dure.tensor.placement_types import Placement, Replicate, chunk
 from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
@@ -68,8 +69,10 @@ class FSDPParameter:
         self.sharded: nn.Parameter = self._as_parameter(
             wrap(part, self.spec), parameter.requires_grad
         )
+        forget_replaced(parameter)  # a tied one may be taken a second time
         for key, value in vars(parameter).items():
             setattr(self.sharded, key, value)
+        note_replaced(parameter, self)
         self.whole: nn.Parameter | None = None
         self.accumulated: torch.Tensor | None = None
 
@@ -137,6 +140,7 @@ class FSDPParameter:
                 seen=str(getattr(found, "spec", None) or tuple(found.shape)),
                 fix="Assign a DTensor of the same mesh and placements, or copy_ the values.",
             )
+        note_replaced(self.sharded, self)
         self.sharded, self.spec = found, found.spec  # pyright: ignore[reportAttributeAccessIssue]
         self.whole = None
         return True

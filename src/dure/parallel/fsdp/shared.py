@@ -33,6 +33,7 @@ from torch.optim.optimizer import (
 from dure import symmetric_memory
 from dure.errors import ModuleError, PeerLost
 from dure.parallel.fsdp.axes import DataAxes
+from dure.parallel.fsdp.optimizers import rebind
 from dure.parallel.fsdp.parameter import FSDPParameter
 from dure.parallel.fsdp.reducing import Reducer
 from dure.tensor.placement_types import chunk
@@ -303,6 +304,7 @@ def _turns_of(optimizer: torch.optim.Optimizer) -> set[Turns]:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    rebind(optimizer)
     for turns in _turns_of(optimizer):
         try:
             turns.begin_write()

@@ -27,6 +27,7 @@ from torch import nn
 from dure.errors import PeerLost
 from dure.parallel.fsdp.group import ParameterGroup
 from dure.parallel.fsdp.policies import MixedPrecisionPolicy
+from dure.parallel.fsdp.uninitialized import check_initialized
 from dure.training import autograd_hooks
 from dure.training.pytrees import mapped, tensors_of
 
@@ -60,6 +61,11 @@ class Order:
     def coming(self) -> FSDPState | None:
         """Return the next one; None where that is not known."""
         return self._sequence[self._at] if self._known and self._at < len(self._sequence) else None
+
+    @property
+    def sequence(self) -> Sequence[FSDPState]:
+        """The order; empty before it is known."""
+        return tuple(self._sequence) if self._known else ()
 
     def end(self) -> Sequence[FSDPState]:
         """Return those that were not called; from now on the order is known."""
@@ -97,6 +103,12 @@ class Tree:
                     path = paths.get(module)
                     parameter.name = f"{path}.{name}" if path else name
 
+    def orders(self) -> tuple[Sequence[FSDPState], Sequence[FSDPState]]:
+        """Return in which order forward gathers, and backward; empty before that is known."""
+        forward = next((o.sequence for o in self._forwards.values()), ())
+        backward = next((gathers.sequence for gathers, _ in self._backwards.values()), ())
+        return forward, backward
+
     @contextmanager
     def telling(self) -> Iterator[None]:
         """Have an error that a rank died say what it has left."""
@@ -114,6 +126,7 @@ class Tree:
         """A module's forward begins; the outermost one's begins a step."""
         if self._entry is None:
             self._leave(together=False)  # what an earlier forward reads is no longer awaited
+            self._check_initialized()
             self._entry = state
             groups = [group for each in self.states for group in each.groups]
             for group in groups:
@@ -131,6 +144,12 @@ class Tree:
         state.show_wholes()
         for ahead in state.forward_prefetch or ([coming] if coming is not None else []):
             ahead.unshard()
+
+    def _check_initialized(self) -> None:
+        if not all(state.is_checked for state in self.states):
+            check_initialized(self.root.modules)
+            for state in self.states:
+                state.is_checked = True
 
     def end_forward(self, state: FSDPState, raised: bool) -> None:
         """A module's forward has ended."""
@@ -232,6 +251,7 @@ class FSDPState:
         unshard_in_backward: Make them whole there; off where backward does not read them.
         forward_prefetch, backward_prefetch: States to gather ahead, where the user said so.
         in_backward: Its backward has begun and not ended.
+        is_checked: Nothing needs to be looked at for what `to_empty` made and nobody wrote.
         to_run: Modules of the call that forward has not reached, where it has reached one.
     """
 
@@ -249,6 +269,7 @@ class FSDPState:
         self.forward_prefetch: list[FSDPState] = []
         self.backward_prefetch: list[FSDPState] = []
         self.in_backward = False
+        self.is_checked = True
         self.to_run: set[nn.Module] = set()
         self.tree: Tree | None = None
         self._raising: BaseException | None = None

@@ -1,0 +1,197 @@
+"""`explain`: what `fully_shard` has made of a model, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dure.comm.queries import get_rank
+from dure.errors import ModuleError
+from dure.parallel.fsdp.group import ParameterGroup
+from dure.parallel.fsdp.shared import why_not_shared
+from dure.parallel.fsdp.state import FSDPState, state_of
+
+__all__ = ["GroupLine", "Sharding", "explain", "names_of", "states_in"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLine:
+    """What one group of parameters is; its strategy makes them whole together.
+
+    Attributes:
+        module: Path of the module that was given to `fully_shard`; "(root)" for the model itself.
+        parameters: Their paths in the model.
+        dtype: In which modules compute with them.
+        trained: Whether they need gradients.
+        numel: Elements of all wholes; under tensor parallel, of this rank's part of them.
+        sharded_bytes: Of this rank's shards.
+        whole_bytes: Of the wholes: with *shared* once a host, with *gathered* while they are used.
+        strategy: Its name.
+        why: Why it was chosen.
+    """
+
+    module: str
+    parameters: tuple[str, ...]
+    dtype: torch.dtype
+    trained: bool
+    numel: int
+    sharded_bytes: int
+    whole_bytes: int
+    strategy: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """What `fully_shard` has made of a model; its text is a table.
+
+    Attributes:
+        groups: In the order of the modules.
+        plain: Paths of parameters that are not sharded, such as ignored ones.
+        buffers: The dtype of each buffer by its path.
+        forward, backward: Paths of the modules in the order in which they are gathered, each
+            while the one before computes; empty before the first step.
+    """
+
+    groups: tuple[GroupLine, ...]
+    plain: tuple[str, ...]
+    buffers: dict[str, torch.dtype]
+    forward: tuple[str, ...]
+    backward: tuple[str, ...]
+
+    def __str__(self) -> str:
+        head = ("group", "parameters", "elements", "dtype", "trained", "shard", "whole", "strategy")
+        rows = [(*head, "why"), *map(_row, self.groups)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        rows.insert(1, tuple("-" * width for width in widths))
+        lines = [
+            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        for name, order in (("forward", self.forward), ("backward", self.backward)):
+            told = " > ".join(order) if order else "known after the first step"
+            lines.append(f"gathered ahead in {name}: {told}")
+        if self.plain:
+            lines.append(f"not sharded: {', '.join(self.plain)}")
+        told = ", ".join(f"{name} {_short(dtype)}" for name, dtype in self.buffers.items())
+        lines.append(f"buffers: {told or 'none'}")
+        return "\n".join(lines)
+
+
+def explain(model: nn.Module) -> Sharding:
+    """Print what `fully_shard` has made of a model: groups, bytes, strategies, what is prefetched.
+
+    Args:
+        model: Has sharded modules within, or is one.
+
+    Returns:
+        The same, as values; global rank 0 prints it.
+
+    Raises:
+        ModuleError: Nothing of the model is sharded.
+    """
+    states = states_in(model, "fsdp.explain")
+    names = names_of(model)
+    of_states = {state: names[state.modules[0]] for state in states}
+    taken = {place for s in states for g in s.groups for p in g.parameters for place in p.places}
+    tree = next((s.tree for s in states if s.tree is not None), None)
+    forward, backward = tree.orders() if tree is not None else ((), ())
+    told = Sharding(
+        groups=tuple(_line(of_states[s], g, names) for s in states for g in s.groups),
+        plain=tuple(
+            _path(names[module], name)
+            for module in names
+            for name, _ in module.named_parameters(recurse=False)
+            if (module, name) not in taken
+        ),
+        buffers={name: buffer.dtype for name, buffer in model.named_buffers()},
+        forward=tuple(_ahead(forward, of_states, "forward_prefetch")),
+        backward=tuple(_ahead(backward, of_states, "backward_prefetch")),
+    )
+    if get_rank() == 0:
+        print(told)
+    return told
+
+
+def states_in(model: nn.Module, op: str) -> list[FSDPState]:
+    """Return what the `fully_shard` calls on modules of a model have made.
+
+    Raises:
+        ModuleError: There was none.
+    """
+    found = dict.fromkeys(s for m in model.modules() if (s := state_of(m)) is not None)
+    if not found:
+        raise ModuleError(
+            "nothing of this module is sharded",
+            op=op,
+            seen=type(model).__name__,
+            fix="Call fully_shard on it first.",
+        )
+    return list(found)
+
+
+def names_of(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the path of each module; "(root)" for the model itself."""
+    return {module: path or "(root)" for path, module in model.named_modules()}
+
+
+def _line(module: str, group: ParameterGroup, names: dict[nn.Module, str]) -> GroupLine:
+    parameters = group.parameters
+    places = [p.places[0] for p in parameters]
+    return GroupLine(
+        module=module,
+        parameters=tuple(_path(names.get(m, "(outside)"), name) for m, name in places),
+        dtype=parameters[0].dtype,
+        trained=any(p.sharded.requires_grad for p in parameters),
+        numel=sum(p.whole_shape.numel() for p in parameters),
+        sharded_bytes=sum(p.part.nbytes for p in parameters),
+        whole_bytes=sum(p.whole_shape.numel() * p.dtype.itemsize for p in parameters),
+        strategy=group.strategy.name,
+        why=_why(group),
+    )
+
+
+def _why(group: ParameterGroup) -> str:
+    if group.strategy.name == "shared":
+        return "CPU parameters, ranks on one host"
+    return why_not_shared(group.parameters, group.parameters[0].axes) or "asked for"
+
+
+def _path(module: str, name: str) -> str:
+    return name if module == "(root)" else f"{module}.{name}"
+
+
+def _ahead(order: Sequence[FSDPState], names: dict[FSDPState, str], asked: str) -> Iterator[str]:
+    """Give the paths of `order`, each followed by what the user wants gathered when it begins."""
+    for state in order:
+        more = [names.get(s, "(outside)") for s in getattr(state, asked)]
+        yield names.get(state, "(outside)") + (f" (with {', '.join(more)})" if more else "")
+
+
+def _row(line: GroupLine) -> tuple[str, ...]:
+    return (
+        line.module,
+        str(len(line.parameters)),
+        f"{line.numel:,}",
+        _short(line.dtype),
+        "yes" if line.trained else "no",
+        _bytes(line.sharded_bytes),
+        _bytes(line.whole_bytes),
+        line.strategy,
+        line.why,
+    )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"

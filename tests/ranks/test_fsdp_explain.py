@@ -1,0 +1,116 @@
+"""`fsdp.explain`: what it says of a model, against what was made of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dure.errors import ModuleError
+from dure.fsdp import MixedPrecisionPolicy, explain, fully_shard, strategy
+from dure.tensor import Shard
+from dure.testing import run_ranks
+
+
+@pytest.fixture(params=["gathered", "shared"])
+def way(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+LOW = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 5, bias=False)
+        self.norm = nn.LayerNorm(5)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("angles", torch.zeros(2, dtype=torch.bfloat16), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.second(self.first(x))) * self.scale
+
+
+def made() -> Any:
+    model = Net()
+    model.first.bias.requires_grad_(False)
+    fully_shard(model.first, mp_policy=LOW)
+    fully_shard(model.second)
+    fully_shard(model, ignored_params={model.scale})
+    return model
+
+
+def test_groups_are_told_with_their_bytes_and_strategy(way: str) -> None:
+    def body(rank: int) -> None:
+        with strategy(way):
+            model = made()
+        told = explain(model)
+        lines = {(g.module, g.trained): g for g in told.groups}
+        assert list(lines) == [
+            ("(root)", True),
+            ("first", True),
+            ("first", False),
+            ("second", True),
+        ]
+        weight, bias, second, root = (
+            lines[key]
+            for key in (("first", True), ("first", False), ("second", True), ("(root)", True))
+        )
+        assert weight.parameters == ("first.weight",)
+        assert bias.parameters == ("first.bias",)
+        assert root.parameters == ("norm.weight", "norm.bias")
+        # first.weight [4, 3] float32: two rows a rank; the whole computes in bfloat16.
+        assert (weight.numel, weight.sharded_bytes, weight.whole_bytes) == (12, 2 * 3 * 4, 12 * 2)
+        # second.weight [5, 4]: three rows and two.
+        assert (second.numel, second.sharded_bytes) == (20, (3, 2)[rank] * 4 * 4)
+        assert second.whole_bytes == 20 * 4
+        assert (weight.dtype, second.dtype) == (torch.bfloat16, torch.float32)
+        assert {g.strategy for g in told.groups} == {way}
+        why = {"gathered": "asked for", "shared": "CPU parameters, ranks on one host"}
+        assert {g.why for g in told.groups} == {why[way]}
+        assert told.plain == ("scale",)
+        assert told.buffers == {"angles": torch.bfloat16}
+
+    run_ranks(2, body)
+
+
+def test_the_order_of_gathers_is_told_once_it_is_known(way: str) -> None:
+    def body(rank: int) -> None:
+        with strategy(way):
+            model = made()
+        before = explain(model)
+        assert (before.forward, before.backward) == ((), ())
+        model(torch.ones(2, 3)).sum().backward()
+        told = explain(model)
+        assert told.forward == ("(root)", "first", "second")
+        assert told.backward == ("second", "first")  # the root keeps its wholes until then
+        model.second.set_modules_to_forward_prefetch([model.first])
+        assert explain(model).forward[2] == "second (with first)"
+
+    run_ranks(2, body)
+
+
+def test_a_choice_that_nobody_asked_for_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    def body(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        fully_shard(model[0], shard_placement_fn=lambda p: Shard(1))
+        fully_shard(model)
+        across, root = explain(model).groups[::-1]
+        assert (across.strategy, across.why) == ("gathered", "weight is cut in dimension 1")
+        assert (root.strategy, root.why) == ("shared", "CPU parameters, ranks on one host")
+
+    run_ranks(2, body)
+    printed = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in printed if line.startswith(("(root)", "0 "))]
+    assert rows[0][:8] == ["(root)", "1", "16", "float32", "yes", "32", "B", "64"]
+    assert rows[1][9:11] == ["gathered", "weight"]
+    assert len(rows) == 2  # rank 0 alone prints
+
+
+def test_a_model_that_is_not_sharded_is_refused() -> None:
+    with pytest.raises(ModuleError) as error:
+        explain(nn.Linear(2, 2))
+    assert error.value.op == "fsdp.explain"

@@ -1,0 +1,173 @@
+"""What is found when a sharded model first steps: optimizers of before, memory nobody wrote."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dure.errors import ModuleError, OptimizerError
+from dure.fsdp import fully_shard, strategy
+from dure.tensor import DTensor
+from dure.testing import run_ranks
+
+
+@pytest.fixture(params=["gathered", "shared"])
+def way(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def made() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter) + number)
+    return model
+
+
+def sharded(model: nn.Sequential, way: str) -> nn.Sequential:
+    with strategy(way):
+        fully_shard(model[0])
+        fully_shard(model)
+    return model
+
+
+def wholes(model: nn.Module) -> list[torch.Tensor]:
+    tensors: list[Any] = list(model.parameters())
+    return [t.full_tensor().detach() if isinstance(t, DTensor) else t.detach() for t in tensors]
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.linspace(0, 1, 6).view(2, 3)).square().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_an_optimizer_made_before_sharding_trains(way: str, steps: int) -> None:
+    def body(rank: int) -> list[torch.Tensor]:
+        model = made()
+        groups = [
+            {"params": model[0].parameters(), "lr": 0.1},
+            {"params": model[2].parameters()},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=0.3)
+        sharded(model, way)
+        for _ in range(steps):
+            step(model, optimizer)
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        assert all(a is b for a, b in zip(held, model.parameters(), strict=True))
+        assert all(isinstance(s["exp_avg"], DTensor) for s in optimizer.state.values())
+        return wholes(model)
+
+    reference = made()
+    expected = torch.optim.AdamW(
+        [
+            {"params": reference[0].parameters(), "lr": 0.1},
+            {"params": reference[2].parameters()},
+        ],
+        lr=0.3,
+    )
+    for _ in range(steps):
+        step(reference, expected)
+    for weights in run_ranks(2, body):
+        torch.testing.assert_close(weights, wholes(reference))
+
+
+def test_an_optimizer_of_shards_that_were_replaced_keeps_its_state(way: str) -> None:
+    """`load_state_dict(assign=True)` between steps."""
+
+    def body(rank: int) -> list[torch.Tensor]:
+        model = sharded(made(), way)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(2):
+            step(model, optimizer)
+            values = {name: t.clone() for name, t in model.state_dict().items()}
+            model.load_state_dict(values, assign=True)
+        step(model, optimizer)
+        return wholes(model)
+
+    reference = made()
+    expected = torch.optim.AdamW(reference.parameters(), lr=0.1)
+    for _ in range(3):
+        step(reference, expected)
+    for weights in run_ranks(2, body):
+        torch.testing.assert_close(weights, wholes(reference))
+
+
+def test_an_optimizer_with_state_of_before_sharding_is_refused(way: str) -> None:
+    def body(rank: int) -> None:
+        model = made()
+        optimizer = torch.optim.AdamW(model.parameters())
+        step(model, optimizer)
+        sharded(model, way)
+        with pytest.raises(OptimizerError) as error:
+            step(model, optimizer)
+        assert error.value.op == "AdamW.step"
+        assert "0.weight [4, 3]" in error.value.seen
+
+    run_ranks(2, body)
+
+
+class Rotary(nn.Module):
+    """Its buffer is in no state dictionary; flags and an empty parameter are beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 2))
+        self.register_buffer("angles", torch.arange(3.0), persistent=False)
+        self.register_buffer("steps", torch.arange(3))
+        self.register_buffer("flags", torch.ones(2, dtype=torch.bool))
+
+    def reset_parameters(self) -> None:
+        self.weight.data.fill_(2.0)
+        self.angles = torch.arange(3.0)
+        self.steps.copy_(torch.arange(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight * self.angles[1]
+
+
+def on_meta(way: str) -> Any:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 4), Rotary())
+    with strategy(way):
+        fully_shard(model[0])
+        fully_shard(model)
+    model.to_empty(device="cpu")
+    return model
+
+
+def test_what_nobody_wrote_is_listed_at_the_first_forward(way: str) -> None:
+    def body(rank: int) -> None:
+        model = on_meta(way)
+        model[0].reset_parameters()
+        with pytest.raises(ModuleError) as error:
+            model(torch.ones(2, 3))
+        assert error.value.parameters == ("1.angles", "1.steps", "1.weight")
+        model[1].weight.data.fill_(1.0)
+        model[1].steps.copy_(torch.arange(3))
+        with pytest.raises(ModuleError) as error:
+            model(torch.ones(2, 3))
+        assert error.value.parameters == ("1.angles",)
+
+    run_ranks(2, body)
+
+
+def test_however_it_was_written_it_is_not_listed(way: str) -> None:
+    """In place, through `data`, as a new tensor, from a state dictionary."""
+
+    def body(rank: int) -> None:
+        model = on_meta(way)
+        model[1].reset_parameters()
+        with torch.no_grad():
+            model[0].weight.to_local().fill_(0.5)
+        model[0].load_state_dict({"bias": model[0].bias.clone().fill_(0.0)}, strict=False)
+        out = model(torch.ones(2, 3))
+        assert torch.equal(out, torch.full((2, 2), 1.5 * 4 * 2))
+        model.to_empty(device="cpu")  # nothing was on the meta device
+        model(torch.ones(2, 3))
+
+    run_ranks(2, body)
