@@ -21,11 +21,11 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import nn
 
+from dure.checkpoint.names import WRAPPERS
 from dure.checkpoint.parts import can_be_named, can_be_stored, dtype_name
+from dure.checkpoint.stateful import Stateful
 from dure.checkpoint.tree import decode, encode
 from dure.errors import CheckpointMismatch, UsageError
-from dure.parallel import DistributedDataParallel
-from dure.parallel.dp import DataParallel
 from dure.training.pytrees import mapped
 
 __all__ = [
@@ -43,12 +43,6 @@ __all__ = [
     "whole_tree",
 ]
 
-_WRAPPERS = (
-    DistributedDataParallel,
-    DataParallel,
-    nn.parallel.DistributedDataParallel,
-    nn.parallel.DataParallel,
-)
 _NUM_SHOWN = 3
 
 
@@ -60,13 +54,6 @@ class PerRank:
     """
 
     value: Any
-
-
-@runtime_checkable
-class _Stateful(Protocol):
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state: Any, /) -> Any: ...
 
 
 @runtime_checkable
@@ -96,7 +83,7 @@ def bare(value: Any) -> Any:
     """Return what is inside wrappers: the module itself, the value of a `PerRank`."""
     if isinstance(value, PerRank):
         return bare(value.value)
-    if isinstance(value, _WRAPPERS):
+    if isinstance(value, WRAPPERS):
         return bare(value.module)
     inner = getattr(value, "_orig_mod", None) if isinstance(value, nn.Module) else None
     return value if inner is None else bare(inner)
@@ -120,14 +107,14 @@ def state_of(name: str, value: Any, local: bool = False) -> Any:
         raise _stateless(name, f"{inner.__qualname__} is a class")
     if isinstance(inner, dict | list):
         return cast(Any, inner)
-    if isinstance(inner, _Stateful):
+    if isinstance(inner, Stateful):
         return inner.state_dict()
     raise _stateless(name, f"a {type(inner).__qualname__} has no state_dict and load_state_dict")
 
 
 def is_stateful(value: Any) -> bool:
     """Tell whether an object has both `state_dict` and `load_state_dict`; tensors have neither."""
-    return isinstance(value, _Stateful) and not isinstance(value, type)
+    return isinstance(value, Stateful) and not isinstance(value, type)
 
 
 def own_state(value: Any) -> Any:
@@ -251,7 +238,7 @@ def load_into(name: str, value: Any, tree: Any, reader: Reader) -> None:
         elif isinstance(inner, list):
             inner[:] = state
         else:
-            cast(_Stateful, inner).load_state_dict(state)
+            cast(Stateful, inner).load_state_dict(state)
         if isinstance(inner, Sharded):  # it has kept its part of what is mapped
             inner.state.update({k: mapped(v, torch.clone) for k, v in inner.state.items()})
     except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as e:

@@ -1,0 +1,584 @@
+"""The state of a model and its optimizers under the user's names, as torch's functions give it.
+
+Names are those of the module without wrappers (`names`), and an optimizer's state is keyed by the
+name of its parameter:
+
+    {"state": {"layer.weight": {"step": ..., "exp_avg": ...}},
+     "param_groups": [{"lr": ..., "params": ["layer.weight", ...]}]}
+
+So it fits any wrappers, any order of parameters and, in a checkpoint, any sharding. With
+``flatten_optimizer_state_dict`` options are told for each parameter, and other groups fit as well:
+
+    {"state.layer.weight.exp_avg": ..., "param_groups.layer.weight.lr": ...}
+
+Tensors in what `get_...` returns are the live ones; a `load` into them fills model and optimizer.
+The state of parameters that have not been stepped is made for it (`fresh_state`), and belongs to
+the optimizer after `set_...`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from dure.checkpoint.agreement import Ranks
+from dure.checkpoint.fresh_state import fresh_state
+from dure.checkpoint.names import Names
+from dure.checkpoint.objects import is_sharded
+from dure.comm.collectives import broadcast
+from dure.errors import CheckpointMismatch, UsageError
+from dure.tensor import DTensor, distribute_tensor
+
+__all__ = [
+    "IncompatibleKeys",
+    "StateDictOptions",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
+]
+
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+State = dict[str, Any]
+Path = tuple[Any, ...]
+
+_NUM_SENT_AS_VALUE = 16
+"""Elements up to which a tensor is sent along with the values."""
+
+
+@dataclass
+class StateDictOptions:
+    """How a state is taken, or put back.
+
+    Args:
+        full_state_dict: Whole tensors instead of DTensors. Taking them is collective.
+        cpu_offload: Tensors on the CPU; with `full_state_dict` on rank 0 only, others get ``{}``.
+        ignore_frozen_params: Leave out parameters that do not require gradients; when put back,
+            they may be missing.
+        keep_submodule_prefixes: With `submodules`, names as in the whole model; False: as in the
+            submodule.
+        strict: Raise where names are missing, or too many.
+        broadcast_from_rank0: Rank 0 has the whole tensors, others nothing: they are sent one by
+            one, and each rank keeps its part. Needs `full_state_dict`; collective over the world.
+        flatten_optimizer_state_dict: One level of names, with options for each parameter.
+        dsd_fqn_modifiers: A method of modules, by name: its values are children that names leave
+            out.
+    """
+
+    full_state_dict: bool = False
+    cpu_offload: bool = False
+    ignore_frozen_params: bool = False
+    keep_submodule_prefixes: bool = True
+    strict: bool = True
+    broadcast_from_rank0: bool = False
+    flatten_optimizer_state_dict: bool = False
+    dsd_fqn_modifiers: str = "_fqn_modifiers"
+
+
+class IncompatibleKeys(NamedTuple):
+    """Names that were not in the state given, and names of it that were not used."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def get_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> tuple[State, State]:
+    """Return the model's state and the optimizers', under the user's names.
+
+    Args, errors and collectives as `get_model_state_dict` and `get_optimizer_state_dict`.
+    """
+    view = _View(model, options)
+    return view.model_state(submodules), view.optimizer_state(optimizers, submodules)
+
+
+def get_model_state_dict(
+    model: nn.Module,
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> State:
+    """Return the model's parameters and persistent buffers, under the user's names.
+
+    Args:
+        model: In any wrappers, sharded or not.
+        submodules: Only these modules of it.
+        options: See `StateDictOptions`.
+
+    Raises:
+        UsageError: Two have the same name; a submodule is of another model.
+
+    Collective with ``full_state_dict``: the ranks of the parameters' meshes.
+    """
+    return _View(model, options).model_state(submodules)
+
+
+def get_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> State:
+    """Return the state of optimizers, keyed by the user's names of the model's parameters.
+
+    Trainable parameters that have not been stepped have the state that a first step would make;
+    the optimizer is not changed. Frozen ones have what there is, or nothing.
+
+    Args:
+        model: The model whose parameters they update.
+        optimizers: One or several.
+        submodules: Only parameters of these modules.
+        options: See `StateDictOptions`.
+
+    Raises:
+        UsageError: An optimizer has parameters that the model has not, or another's, or state
+            beside its parameters; it is a `ZeroRedundancyOptimizer`, which is for `save` itself.
+
+    Collective with ``full_state_dict``: the ranks of the parameters' meshes.
+    """
+    return _View(model, options).optimizer_state(optimizers, submodules)
+
+
+def set_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    model_state_dict: Mapping[Any, Any],
+    optim_state_dict: Mapping[str, Any],
+    options: StateDictOptions | None = None,
+) -> IncompatibleKeys:
+    """Put back the model's state and the optimizers'; return the model's missing and other names.
+
+    Args, errors and collectives as `set_model_state_dict` and `set_optimizer_state_dict`.
+    """
+    view = _View(model, options)
+    keys = view.set_model(model_state_dict)
+    view.set_optimizers(optimizers, optim_state_dict)
+    return keys
+
+
+def set_model_state_dict(
+    model: nn.Module,
+    model_state_dict: Mapping[Any, Any],
+    *,
+    options: StateDictOptions | None = None,
+) -> IncompatibleKeys:
+    """Put the state of a model back, whatever wrappers it was taken with.
+
+    Args:
+        model: In any wrappers, sharded or not. What is on the meta device is replaced.
+        model_state_dict: By the user's names, or by module with names below it. Whole tensors are
+            cut where the model has DTensors.
+        options: See `StateDictOptions`.
+
+    Returns:
+        Names that were missing, and names that the model has not.
+
+    Raises:
+        CheckpointMismatch: Shapes differ, or with ``strict`` names.
+        UsageError: ``broadcast_from_rank0`` without ``full_state_dict``.
+
+    Collective with ``broadcast_from_rank0``: all ranks.
+    """
+    return _View(model, options).set_model(model_state_dict)
+
+
+def set_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    optim_state_dict: Mapping[str, Any],
+    *,
+    options: StateDictOptions | None = None,
+) -> IncompatibleKeys:
+    """Put the state of optimizers back: each takes that of its parameters.
+
+    Parameters that are frozen take none. Without ``strict``, parameters whose state is missing
+    keep theirs, or begin at their first step.
+
+    Returns:
+        Names of parameters whose state was missing, and of those that no optimizer has.
+
+    Raises:
+        CheckpointMismatch: With ``strict``, the state of a trainable parameter is missing, or
+            parameters of one group had different options.
+        UsageError: As `get_optimizer_state_dict`; ``broadcast_from_rank0`` without
+            ``full_state_dict``.
+
+    Collective with ``broadcast_from_rank0``: all ranks.
+    """
+    return _View(model, options).set_optimizers(optimizers, optim_state_dict)
+
+
+class _Sent(NamedTuple):
+    """Stands for a tensor that rank 0 sends after."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class _View:
+    """A model under the user's names."""
+
+    def __init__(self, model: nn.Module, options: StateDictOptions | None) -> None:
+        self._model, self._options = model, options or StateDictOptions()
+        self._names = Names(model, self._options.dsd_fqn_modifiers)
+        self._ranks = Ranks(None, "state_dict")
+        if self._options.broadcast_from_rank0 and not self._options.full_state_dict:
+            raise UsageError("full_state_dict must be True when broadcast_from_rank0 is True")
+
+    # Taking.
+
+    @torch.no_grad()
+    def model_state(self, submodules: Iterable[nn.Module] | None) -> State:
+        """Return the model's state."""
+        state = {name: value for name, (_, value) in self._live().items()}
+        if self._options.ignore_frozen_params:
+            for name in self._frozen():
+                state.pop(name, None)
+        if submodules:
+            state = self._below(submodules, state)
+        return self._handed_out(state)
+
+    def _live(self) -> dict[str, tuple[str, Any]]:
+        """Return key and value of everything in the model, by the user's names."""
+        found: dict[str, tuple[str, Any]] = {}
+        for key, value in self._model.state_dict().items():
+            name = self._names.of_key(key)
+            if name in found:
+                both = f"{found[name][0]!r} and {key!r} are both {name!r}"
+                raise UsageError("two entries of a model have the same name", seen=both)
+            found[name] = key, value
+        return found
+
+    def _frozen(self) -> set[str]:
+        places = self._names.of_parameter.items()
+        return {name for p, names in places if not p.requires_grad for name in names}
+
+    def _below(self, submodules: Iterable[nn.Module], state: State) -> State:
+        found: State = {}
+        keep = self._options.keep_submodule_prefixes
+        for prefix in map(self._names.prefix_of, submodules):
+            for name, value in state.items():
+                if name.startswith(prefix):
+                    found[name if keep else name.removeprefix(prefix)] = value
+        return found
+
+    def _handed_out(self, state: State) -> State:
+        """Make tensors whole, and move them, as the options want."""
+        full, offload = self._options.full_state_dict, self._options.cpu_offload
+        kept = not (full and offload) or self._ranks.rank == 0
+
+        def handed(path: Path, value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if full and isinstance(value, DTensor):
+                value = value.full_tensor()
+            return (value.cpu() if offload else value) if kept else None
+
+        made = _each(state, handed)
+        return made if kept else {}
+
+    @torch.no_grad()
+    def optimizer_state(
+        self, optimizers: Optimizers, submodules: Iterable[nn.Module] | None
+    ) -> State:
+        """Return the optimizers' state."""
+        states: State = {}
+        groups: list[State] = []
+        taken: set[str] = set()
+        for optimizer in _several(optimizers):
+            told = self._told_by(optimizer)
+            for group, packed in zip(optimizer.param_groups, told["param_groups"], strict=True):
+                names = [self._names_of(p)[0] for p in group["params"]]
+                if taken.intersection(names) or len(set(names)) < len(names):
+                    twice = min(taken.intersection(names) or names)
+                    raise UsageError("a parameter is in two optimizers or groups", seen=f"{twice}")
+                taken.update(names)
+                for name, p, number in zip(names, group["params"], packed["params"], strict=True):
+                    state = told["state"].get(number)
+                    if not state and p.requires_grad:
+                        state = fresh_state(optimizer, group, p)
+                    if state:
+                        states[name] = state
+                groups.append(_options_of(packed) | {"params": names})
+        if submodules:
+            states = self._below(submodules, states)
+            named = {name: name for group in groups for name in group["params"]}
+            kept = {old: new for new, old in self._below(submodules, named).items()}
+            for group in groups:
+                group["params"] = [kept[name] for name in group["params"] if name in kept]
+        made: State = {"state": states, "param_groups": groups}
+        if self._options.flatten_optimizer_state_dict:
+            made = _flattened(made)
+        return self._handed_out(made)
+
+    def _told_by(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        if is_sharded(optimizer):
+            raise UsageError(
+                "a sharded optimizer's state is not whole on any rank",
+                seen=type(optimizer).__qualname__,
+                fix="Save the optimizer itself, with dure.checkpoint.Checkpointer.",
+            )
+        told = optimizer.state_dict()
+        besides = told.keys() - {"state", "param_groups"}
+        if besides:
+            raise UsageError(
+                "an optimizer has state beside that of its parameters",
+                seen=f"a {type(optimizer).__qualname__} has {sorted(besides)}",
+                fix="Give the optimizer itself to save and load.",
+            )
+        return told
+
+    def _names_of(self, parameter: nn.Parameter) -> list[str]:
+        try:
+            return self._names.of_parameter[parameter]
+        except KeyError:
+            raise UsageError(
+                "an optimizer has a parameter that the model has not",
+                seen=f"one of shape {list(parameter.shape)}",
+                fix="Make the optimizer of the model's parameters after it was sharded.",
+            ) from None
+
+    # Putting back.
+
+    @torch.no_grad()
+    def set_model(self, given: Mapping[Any, Any]) -> IncompatibleKeys:
+        """Put the model's state back."""
+        live = self._live()
+        state: State = {}
+        for name, value in given.items():
+            if isinstance(name, nn.Module):
+                prefix = self._names.prefix_of(name)
+                state |= {prefix + inner: entry for inner, entry in value.items()}
+            else:
+                state[name] = value
+
+        def like(path: Path) -> Any:
+            return live[path[0]][1] if path[0] in live else None
+
+        state = self._received(state, like)
+        passed = {
+            live[name][0] if name in live else name: _laid_out(value, like((name,)))
+            for name, value in state.items()
+        }
+        if self._options.ignore_frozen_params:
+            for name in self._frozen() & live.keys() - state.keys():
+                passed[live[name][0]] = live[name][1]
+        assign = any(isinstance(v, torch.Tensor) and v.is_meta for _, v in live.values())
+        try:
+            keys = self._model.load_state_dict(passed, strict=self._options.strict, assign=assign)
+        except RuntimeError as e:
+            raise CheckpointMismatch("the model does not take the state", seen=f"{e}") from e
+        missing = [self._names.of_key(key) for key in keys.missing_keys]
+        return IncompatibleKeys(missing, list(keys.unexpected_keys))
+
+    @torch.no_grad()
+    def set_optimizers(self, optimizers: Optimizers, given: Mapping[str, Any]) -> IncompatibleKeys:
+        """Put the optimizers' state back."""
+        several = _several(optimizers)
+        own = {
+            name: (p, optimizer.state.get(p, {}))
+            for optimizer in several
+            for group in optimizer.param_groups
+            for p in group["params"]
+            for name in self._names_of(p)
+        }
+
+        def like(path: Path) -> Any:
+            if path[0] != "state" or path[1] not in own:
+                return None
+            parameter, state = own[path[1]]
+            return state.get(path[2], parameter)
+
+        nested = dict(given)
+        if nested and "state" not in nested:
+            nested = _nested(nested, own.keys())
+        nested = self._received(nested, like)
+        states = cast(dict[str, State], nested.get("state", {}))
+        options = {
+            name: _options_of(group)
+            for group in nested.get("param_groups", [])
+            for name in group["params"]
+        }
+        missing: list[str] = []
+        loading: list[tuple[torch.optim.Optimizer, State]] = []
+        for optimizer in several:
+            told = self._told_by(optimizer)
+            loading.append((optimizer, told))
+            number = 0
+            for group, packed in zip(optimizer.param_groups, told["param_groups"], strict=True):
+                found: list[tuple[str, State]] = []
+                for parameter in group["params"]:
+                    names = self._names_of(parameter)
+                    name = next((n for n in names if n in states or n in options), names[0])
+                    if name in options:
+                        found.append((name, options[name]))
+                    state = states.get(name)
+                    if not parameter.requires_grad:
+                        told["state"].pop(number, None)
+                    elif state is not None:
+                        told["state"][number] = {
+                            key: _laid_out(value, like(("state", name, key)))
+                            for key, value in state.items()
+                        }
+                    elif optimizer.state.get(parameter) or fresh_state(optimizer, group, parameter):
+                        missing.append(name)
+                    number += 1
+                packed.update(self._common(found))
+        if missing and self._options.strict:
+            raise CheckpointMismatch(
+                f"Missing optimizer state for parameter {missing[0]!r}",
+                seen=f"{len(missing)} have none",
+                fix="With strict=False they keep theirs, or begin at their first step.",
+            )
+        for optimizer, told in loading:
+            optimizer.load_state_dict(told)
+        return IncompatibleKeys(missing, sorted((states.keys() | options.keys()) - own.keys()))
+
+    def _common(self, found: list[tuple[str, State]]) -> State:
+        """Return the options that the parameters of one group had."""
+        if not found:
+            return {}
+        first, options = found[0]
+        for name, others in found[1:]:
+            differ = [k for k in options.keys() | others.keys() if options.get(k) != others.get(k)]
+            if differ and self._options.strict:
+                raise CheckpointMismatch(
+                    "parameters of one group had different options",
+                    seen=f"{min(differ)!r} was {options.get(min(differ))} for {first!r}, "
+                    f"{others.get(min(differ))} for {name!r}",
+                    fix="With strict=False the group takes those of its first parameter.",
+                )
+        return options
+
+    def _received(self, given: State, like: Callable[[Path], Any]) -> State:
+        """Return rank 0's state on all ranks, cut as `like` tells; else what was given.
+
+        What no `like` is told for, this rank does not keep.
+        """
+        group = self._ranks.group
+        if not self._options.broadcast_from_rank0 or group is None:
+            return given
+        whole: dict[Path, torch.Tensor] = {}
+
+        def stand_in(path: Path, value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if isinstance(value, DTensor):
+                raise UsageError("rank 0 is to have whole tensors", seen=f"{path} is a DTensor")
+            if value.numel() <= _NUM_SENT_AS_VALUE:
+                return value.detach().cpu()
+            whole[path] = value.detach()
+            return _Sent(value.shape, value.dtype)
+
+        def receive(path: Path, value: Any) -> Any:
+            if not isinstance(value, _Sent):
+                return value
+            target = like(path)
+            tensor = whole.get(path)
+            if tensor is None:
+                tensor = torch.empty(value.shape, dtype=value.dtype)
+            tensor = tensor.to(self._device(target)).contiguous()
+            broadcast(tensor, src=0, group=group)
+            return None if target is None else _laid_out(tensor, target)
+
+        return _each(self._ranks.first(lambda: _each(given, stand_in)), receive)
+
+    def _device(self, like: Any) -> torch.device:
+        """Return where a tensor is received; the model's device where it is of another's rank."""
+        for tensor in (like, *self._names.of_parameter):
+            if isinstance(tensor, DTensor):
+                return torch.device(tensor.device_mesh.device_type)
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                return tensor.device
+        return torch.device("cpu")
+
+
+def _several(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
+    one = isinstance(optimizers, torch.optim.Optimizer)
+    return (optimizers,) if one else tuple(optimizers)
+
+
+def _options_of(group: Mapping[str, Any]) -> State:
+    """Return what a group says beside its parameters."""
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
+def _each(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+    """Return a state with each leaf changed; dicts and lists are entered."""
+    if isinstance(value, Mapping):
+        items = cast(Mapping[Any, Any], value).items()
+        return {key: _each(inner, change, (*path, key)) for key, inner in items}
+    if isinstance(value, list):
+        inners = enumerate(cast(list[Any], value))
+        return [_each(inner, change, (*path, i)) for i, inner in inners]
+    return change(path, value)
+
+
+def _laid_out(value: Any, like: Any) -> Any:
+    """Cut a whole tensor as the DTensor `like`; return all else as it is."""
+    plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    if not plain or not isinstance(like, DTensor) or value.shape != like.shape:
+        return value
+    whole = value.detach().to(like.device_mesh.device_type)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _flattened(state: State) -> State:
+    """Return an optimizer's state as one level of names."""
+    flat: State = {}
+
+    def add(path: Path, value: Any) -> None:
+        flat[".".join(map(str, path))] = value
+
+    for name, inner in state["state"].items():
+        for key, value in inner.items():
+            if isinstance(value, Mapping):
+                _each(value, add, ("state", name, key))
+            else:
+                flat[f"state.{name}.{key}"] = value
+    for group in state["param_groups"]:
+        for name in group["params"]:
+            for key, value in _options_of(group).items():
+                flat[f"param_groups.{name}.{key}"] = value
+    return flat
+
+
+def _nested(flat: Mapping[str, Any], names: Iterable[str]) -> State:
+    """Return what `_flattened` was given, with one group for each parameter.
+
+    Args:
+        flat: One level of names.
+        names: Of parameters. Of others, what is behind the last dot is taken to be the key.
+    """
+    known = set(names)
+    states: dict[str, State] = {}
+    groups: dict[str, State] = {}
+    for key, value in flat.items():
+        kind, _, rest = key.partition(".")
+        ends = [i for i, c in enumerate(rest) if c == "."]
+        end = next((i for i in reversed(ends) if rest[:i] in known), ends[-1] if ends else 0)
+        name, inner = rest[:end], rest[end + 1 :]
+        if kind not in ("state", "param_groups") or not name or not inner:
+            raise CheckpointMismatch("a name is not of an optimizer's state", seen=f"{key!r}")
+        if kind == "param_groups":
+            groups.setdefault(name, {"params": [name]})[inner] = value
+            continue
+        *keys, last = inner.split(".")
+        place = states.setdefault(name, {})
+        for part in keys:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return {"state": states, "param_groups": list(groups.values())}

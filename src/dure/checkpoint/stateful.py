@@ -1,0 +1,20 @@
+"""`Stateful`: what `save` and `load` ask for its state and give it back, as torch names it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+__all__ = ["Stateful"]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object with a state: modules, optimizers, schedulers, loaders, the user's own."""
+
+    def state_dict(self) -> Any:
+        """Return the state: tensors, values, dicts and lists of them (Any: as torch)."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take what `state_dict` returned."""
+        ...
