@@ -10,10 +10,14 @@ from dure.parallel.fsdp import (
     OffloadPolicy,
     UnshardHandle,
     explain,
+    full_parameters,
     fully_shard,
+    offload,
+    onload,
     register_fsdp_forward_method,
     share_comm_ctx,
     strategy,
+    stream_full,
 )
 from dure.training.tokens import scale_by
 
@@ -25,9 +29,13 @@ __all__ = [
     "OffloadPolicy",
     "UnshardHandle",
     "explain",
+    "full_parameters",
     "fully_shard",
+    "offload",
+    "onload",
     "register_fsdp_forward_method",
     "scale_by",
     "share_comm_ctx",
     "strategy",
+    "stream_full",
 ]

@@ -13,9 +13,11 @@ from torch import nn
 
 import dure as dist
 import dure.fsdp
+from dure.comm.memory import heap_trim
 from dure.errors import PeerLost
 from dure.fsdp import fully_shard, strategy
 from dure.tensor import DTensor
+from dure.training.memory import give_back_freed
 from procs import torch_ranks
 from procs.shm_ranks import Seat
 
@@ -138,3 +140,49 @@ def _trained(
     parameters: list[Any] = list(model.parameters())
     gradients = [p.grad.full_tensor().detach() for p in parameters]
     return [losses], gradients, [p.full_tensor().detach() for p in parameters]
+
+
+def gives_memory_back(rank: int, way: str, folder: str) -> tuple[list[float], bool]:
+    """Offload a model and its optimizer.
+
+    Returns:
+        MB of this process that they take in training, offloaded, and brought back; and whether the
+        weights are the same then.
+    """
+    width, layers = 1024, 6  # 24 MB of weights, and as much of gradients and each of two states
+    warm = nn.Linear(width, width)
+    warm(torch.ones(64, width)).sum().backward()
+    torch.optim.AdamW(warm.parameters()).step()
+    del warm
+    heap_trim()
+    give_back_freed()
+    before = _resident()
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    with strategy(way):
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(64, width)).sum().backward()
+        optimizer.step()
+    weights: list[Any] = [p.full_tensor().detach() for p in model.parameters()]
+    sums = [float(w.double().sum()) for w in weights]
+    del weights
+    resident = [_resident() - before]
+    dure.fsdp.offload(model, optimizer, folder=folder)
+    dist.barrier()
+    resident.append(_resident() - before)
+    dist.barrier()
+    dure.fsdp.onload(model)
+    dist.barrier()
+    resident.append(_resident() - before)
+    weights = [p.full_tensor().detach() for p in model.parameters()]
+    return resident, sums == [float(w.double().sum()) for w in weights]
+
+
+def _resident() -> float:
+    """MB of memory that this process has."""
+    with open("/proc/self/smaps_rollup") as file:
+        return next(int(row.split()[1]) / 1e3 for row in file if row.startswith("Rss:"))

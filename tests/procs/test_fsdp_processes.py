@@ -54,3 +54,14 @@ def test_survivors_of_a_death_are_told_what_it_left(tmp_path, way, phase):
     assert kind == "PeerLost"
     if way == "shared":
         assert any(("not whole" if phase == "step" else "are whole") in note for note in notes)
+
+
+@NEEDS_ENGINE
+@pytest.mark.parametrize("way", ["shared", "gathered"])
+def test_what_is_offloaded_is_no_longer_resident_2_ranks(process_pool, tmp_path, way):
+    results = process_pool(2, "shm").run(fsdp_ranks.gives_memory_back, way, str(tmp_path))
+    for (training, offloaded, back), is_same in results:
+        assert is_same
+        assert training > 45  # of 96 MB a rank has half, and what both share
+        assert offloaded < 0.2 * training
+        assert back > 0.8 * 45

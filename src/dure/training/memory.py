@@ -7,6 +7,9 @@ writes the others read (shared parameters).
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +19,9 @@ from dure.comm.memory import host_shared_empty, shared_empty
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["node_shared_zeros", "own_zeros"]
+__all__ = ["give_back_freed", "give_back_pages", "node_shared_zeros", "own_zeros"]
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def own_zeros(
@@ -40,3 +45,36 @@ def node_shared_zeros(group: ProcessGroup, num_bytes: int) -> torch.Tensor:
         UsageError: The group's backend has no memory that ranks share.
     """
     return host_shared_empty(num_bytes, dtype=torch.uint8, group=group)
+
+
+def give_back_pages(tensor: torch.Tensor) -> int:
+    """Give the system the pages that lie wholly in a tensor. Its values are lost, not its address.
+
+    Where ranks share the pages, they are gone for all.
+
+    Args:
+        tensor: Contiguous, on the CPU.
+
+    Returns:
+        How many bytes; 0 where the system does not do so.
+    """
+    if sys.platform != "linux":
+        return 0
+    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = end // mmap.PAGESIZE * mmap.PAGESIZE - first
+    if length <= 0:
+        return 0
+    where, size = ctypes.c_void_p(first), ctypes.c_size_t(length)
+    # Memory that is shared has to be taken out of its file; what is private has none.
+    for advice in (mmap.MADV_REMOVE, mmap.MADV_DONTNEED):
+        if _LIBC.madvise(where, size, advice) == 0:
+            return length
+    return 0
+
+
+def give_back_freed() -> None:
+    """Have the C library return freed memory to the system: it keeps what lies between the used."""
+    trim = getattr(_LIBC, "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)

@@ -18,15 +18,13 @@ Before each update the ranks tell each other whether anybody's is, and then all 
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from dure.comm.ops import ReduceOp
-from dure.training.memory import node_shared_zeros
+from dure.training.memory import give_back_freed, node_shared_zeros
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -98,7 +96,7 @@ class SharedParameters:
             self._group.barrier()
         for parameter, place in bound:
             parameter.data = place
-        _give_back_memory()
+        give_back_freed()
 
 
 def _extent_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -139,10 +137,3 @@ def _placed(parameter: torch.Tensor, room: torch.UntypedStorage, start: int) -> 
     place = torch.empty(0, dtype=parameter.dtype)
     place.set_(room, offset, tuple(parameter.shape), tuple(parameter.stride()))  # pyright: ignore[reportUnknownMemberType]
     return place
-
-
-def _give_back_memory() -> None:
-    """Have the C library return freed memory to the system: it keeps what lies between the used."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)

@@ -14,6 +14,7 @@ from dure.parallel.fsdp.fully_shard import (
     share_comm_ctx,
 )
 from dure.parallel.fsdp.module import FSDPModule, UnshardHandle
+from dure.parallel.fsdp.offloading import offload, onload
 from dure.parallel.fsdp.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -21,6 +22,7 @@ from dure.parallel.fsdp.policies import (
     OffloadPolicy,
 )
 from dure.parallel.fsdp.strategy import strategy
+from dure.parallel.fsdp.weights import full_parameters, stream_full
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -30,8 +32,12 @@ __all__ = [
     "OffloadPolicy",
     "UnshardHandle",
     "explain",
+    "full_parameters",
     "fully_shard",
+    "offload",
+    "onload",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "strategy",
+    "stream_full",
 ]

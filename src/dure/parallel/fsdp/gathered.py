@@ -65,6 +65,10 @@ class Gathered(Reducer):
     def before_write(self) -> None:
         """Nothing to do."""
 
+    def recomputed(self) -> Sequence[torch.Tensor]:
+        """There is none: wholes have no memory between steps."""
+        return ()
+
     def tell(self, error: PeerLost) -> None:
         """Nothing to tell: shards are this rank's own."""
 

@@ -1,8 +1,10 @@
-"""Optimizers that have parameters of before: they get those that the model has now.
+"""Optimizers that have parameters of before, or of an offloaded model.
 
 An optimizer made before `fully_shard`, or before `to_empty` or ``load_state_dict(assign=True)``
 replaced shards, holds parameters that get no gradient any more, and would train nothing. A
 parameter that was replaced knows by what; when the optimizer next steps, it is given that.
+
+Parameters that are offloaded have no values that could be stepped.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from dure.tensor.dtensor import DTensor
 if TYPE_CHECKING:
     from dure.parallel.fsdp.parameter import FSDPParameter
 
-__all__ = ["forget_replaced", "note_replaced", "rebind"]
+__all__ = ["forget_replaced", "mark_offloaded", "note_replaced", "rebind"]
 
 _REPLACED = "_dure_replaced"
+_OFFLOADED = "_dure_offloaded"
 
 
 def note_replaced(old: torch.Tensor, by: FSDPParameter) -> None:
@@ -32,19 +35,34 @@ def forget_replaced(old: torch.Tensor) -> None:
     vars(old).pop(_REPLACED, None)
 
 
+def mark_offloaded(parameter: torch.Tensor, offloaded: bool) -> None:
+    """Have optimizers refuse to step a parameter, or step it again."""
+    if offloaded:
+        vars(parameter)[_OFFLOADED] = True
+    else:
+        vars(parameter).pop(_OFFLOADED, None)
+
+
 def rebind(optimizer: torch.optim.Optimizer) -> None:
     """Give an optimizer the shards of parameters that were replaced.
 
     State moves along where it was a shard's, too.
 
     Raises:
-        OptimizerError: It has state of whole parameters.
+        OptimizerError: It has state of whole parameters; or a parameter is offloaded.
     """
     known: set[torch.Tensor] | None = None
     for group in optimizer.param_groups:
         parameters: list[torch.Tensor] = group["params"]
         for number, old in enumerate(parameters):
-            by: FSDPParameter | None = vars(old).get(_REPLACED)
+            attributes = vars(old)
+            if _OFFLOADED in attributes:
+                raise OptimizerError(
+                    "the model is offloaded",
+                    op=f"{type(optimizer).__name__}.step",
+                    fix="Call fsdp.onload(model) first.",
+                )
+            by: FSDPParameter | None = attributes.get(_REPLACED)
             if by is None or by.sharded is old:
                 continue
             if known is None:

@@ -218,6 +218,10 @@ class Shared(Reducer):
         """Wait until nobody reads; see `Turns`."""
         self._turns.begin_write()
 
+    def recomputed(self) -> Sequence[torch.Tensor]:
+        """Return this rank's rows of the low-precision block."""
+        return () if self._low_block is None else self._low_block.shards
+
     def tell(self, error: PeerLost) -> None:
         """Add to an error whether the weights are whole."""
         self._turns.tell(error)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dure.errors import PeerLost
+from dure.errors import ModuleError, PeerLost
 from dure.parallel.fsdp.group import ParameterGroup
 from dure.parallel.fsdp.policies import MixedPrecisionPolicy
 from dure.parallel.fsdp.uninitialized import check_initialized
@@ -126,7 +126,7 @@ class Tree:
         """A module's forward begins; the outermost one's begins a step."""
         if self._entry is None:
             self._leave(together=False)  # what an earlier forward reads is no longer awaited
-            self._check_initialized()
+            self._check_usable()
             self._entry = state
             groups = [group for each in self.states for group in each.groups]
             for group in groups:
@@ -145,8 +145,10 @@ class Tree:
         for ahead in state.forward_prefetch or ([coming] if coming is not None else []):
             ahead.unshard()
 
-    def _check_initialized(self) -> None:
+    def _check_usable(self) -> None:
         if not all(state.is_checked for state in self.states):
+            for state in self.states:
+                state.check_resident()
             check_initialized(self.root.modules)
             for state in self.states:
                 state.is_checked = True
@@ -251,7 +253,8 @@ class FSDPState:
         unshard_in_backward: Make them whole there; off where backward does not read them.
         forward_prefetch, backward_prefetch: States to gather ahead, where the user said so.
         in_backward: Its backward has begun and not ended.
-        is_checked: Nothing needs to be looked at for what `to_empty` made and nobody wrote.
+        is_checked: Nothing is offloaded, nor made by `to_empty` and perhaps written by nobody.
+        is_offloaded: Shards have no values; see `offload`.
         to_run: Modules of the call that forward has not reached, where it has reached one.
     """
 
@@ -270,6 +273,7 @@ class FSDPState:
         self.backward_prefetch: list[FSDPState] = []
         self.in_backward = False
         self.is_checked = True
+        self.is_offloaded = False
         self.to_run: set[nn.Module] = set()
         self.tree: Tree | None = None
         self._raising: BaseException | None = None
@@ -325,6 +329,15 @@ class FSDPState:
             if self.reshard_after_backward:
                 group.reshard()
         self.in_backward = False
+
+    def check_resident(self) -> None:
+        """Raise a ModuleError if the model is offloaded."""
+        if self.is_offloaded:
+            raise ModuleError(
+                "the model is offloaded",
+                seen=type(self.modules[0]).__name__,
+                fix="Call fsdp.onload(model) first.",
+            )
 
     # ---------------------------------------------------------------- hooks
 
@@ -396,10 +409,12 @@ class FSDPState:
 
     def _before_state_dict(self, *_: Any) -> None:
         """Let the state dictionary have shards."""
+        self.check_resident()
         self.reshard()
 
     def _before_loading(self, *_: Any) -> None:
         """Let values be written into shards."""
+        self.check_resident()
         self.reshard()
         for group in self.groups:
             group.strategy.before_write()

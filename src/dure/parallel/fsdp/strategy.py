@@ -72,6 +72,10 @@ class Strategy(Protocol):
         """Wait until shards may be written, where that is between no steps."""
         ...
 
+    def recomputed(self) -> Sequence[torch.Tensor]:
+        """Return memory of this rank's that `publish` writes anew before it is read."""
+        ...
+
     def tell(self, error: PeerLost) -> None:
         """Add to an error what a rank's death has left of the parameters."""
         ...

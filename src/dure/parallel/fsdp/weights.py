@@ -1,0 +1,120 @@
+"""Whole weights for a moment: all of them, to be edited, or one by one, to be sent elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from dure.errors import ShapeError
+from dure.parallel.fsdp.explain import states_in
+from dure.parallel.fsdp.parameter import FSDPParameter
+from dure.tensor.dtensor import DTensor
+from dure.tensor.placement_types import Replicate
+
+__all__ = ["full_parameters", "stream_full"]
+
+
+@contextmanager
+def full_parameters(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
+    """Have modules hold whole, plain parameters inside a block, in the dtype of the shards.
+
+    Each rank has copies of its own, and may read and change them in place or assign others. It is
+    for between steps: forward is refused inside.
+
+    Args:
+        model: Has sharded modules within, or is one.
+        writeback: Afterwards each rank takes its shards from its copies, which all ranks have
+            changed alike; otherwise, or where the block raises, changes are lost.
+
+    Raises:
+        ModuleError: Nothing of the model is sharded.
+        ShapeError: A parameter of another shape was assigned, and is to be written back.
+
+    Collective:
+        All ranks of the mesh, on entering.
+
+    Cost:
+        An all_gather a parameter; the memory of the whole model on each rank.
+    """
+    groups = [group for s in states_in(model, "full_parameters") for group in s.groups]
+    for group in groups:
+        group.reshard()
+        group.adopt()
+    parameters = [p for group in groups for p in group.parameters]
+    for parameter in parameters:
+        shard: Any = parameter.sharded
+        with torch.no_grad():
+            whole = nn.Parameter(shard.full_tensor(), requires_grad=shard.requires_grad)
+        for module, name in parameter.places:
+            setattr(module, name, whole)
+    try:
+        yield
+        if writeback:
+            wholes = [_checked(p) for p in parameters]
+            for group in groups:
+                group.strategy.before_write()
+            for parameter, whole in zip(parameters, wholes, strict=True):
+                _write(parameter, whole)
+    finally:
+        for parameter in parameters:
+            parameter.show_sharded()
+
+
+def _checked(parameter: FSDPParameter) -> torch.Tensor:
+    module, name = parameter.places[0]
+    whole: torch.Tensor = getattr(module, name).detach()
+    if whole.shape != parameter.sharded.shape:
+        raise ShapeError(
+            "a whole parameter cannot be written back",
+            op="full_parameters",
+            seen=f"{parameter.name} is {list(parameter.sharded.shape)}, its new value "
+            f"{list(whole.shape)}",
+            fix="Change the shape of a parameter before fully_shard.",
+        )
+    return whole
+
+
+def _write(parameter: FSDPParameter, whole: torch.Tensor) -> None:
+    mesh, placements = parameter.spec.mesh, parameter.spec.placements
+    with torch.no_grad():
+        everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        parameter.sharded.copy_(everywhere.redistribute(placements=placements))
+
+
+def stream_full(
+    model: nn.Module, *, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Go through a model's parameters and persistent buffers: names and whole tensors, one by one.
+
+    What a sampler or an exporter takes. Names are those of `state_dict()`. Plain tensors among
+    sharded ones are given as they are.
+
+    Args:
+        model: Any module.
+        dtype: Of floating-point tensors; None leaves it.
+
+    Yields:
+        A name and its tensor, which is freed when the program lets go of it.
+
+    Collective:
+        All ranks of the mesh go through it alike, to its end.
+
+    Cost:
+        An all_gather a sharded tensor, in `dtype`; the memory of one at a time.
+    """
+    with torch.no_grad():
+        state = model.state_dict()
+    for name, tensor in state.items():
+        if isinstance(tensor, torch.Tensor):
+            yield name, _whole(tensor, dtype)
+
+
+def _whole(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    with torch.no_grad():
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
