@@ -62,8 +62,12 @@ struct Channel::Staged {
         return {tensor.data + k * chunk, std::min(chunk, tensor.bytes - k * chunk)};
     }
     const std::byte* given_piece(size_t k) const { return given + k * chunk; }
+    // Whether what is given and the results of both of two ranks lie in no cache.
+    bool large() const { return exceeds_cache(4 * tensor.bytes); }
     // Whether the result is written past the cache (copying.h): not where the tensor was just read.
-    bool streams() const { return given != tensor.data && exceeds_cache(4 * tensor.bytes); }
+    bool streams() const { return given != tensor.data && large(); }
+    // How much is copied between two other things: what is streamed costs more to begin.
+    size_t step() const { return streams() ? 2 * kStep : kStep; }
 };
 
 // How `bytes` are cut into one slice for each rank.
@@ -186,8 +190,8 @@ void Channel::answer(const Staged& staged, size_t k) {
         combine(staged.kernel, to, staged.keeps ? 2 : 1, from, length / staged.item);
         return;
     }
-    for (size_t at = 0; at < length; at += kStep) {
-        const size_t now = std::min(kStep, length - at);
+    for (size_t at = 0, step = staged.step(); at < length; at += step) {
+        const size_t now = std::min(step, length - at);
         const void* some[2] = {static_cast<const std::byte*>(from[0]) + at,
                                static_cast<const std::byte*>(from[1]) + at};
         void* there[1] = {theirs + at};
@@ -198,7 +202,8 @@ void Channel::answer(const Staged& staged, size_t k) {
 
 // Take the result of chunk `k` out of the own buffer, and offer chunk k+2 there.
 void Channel::swap(const Staged& staged, size_t k) {
-    const bool streams = staged.streams();
+    const bool streams = staged.streams(), large = staged.large();
+    const size_t step = staged.step();
     const int peer = 1 - rank_;
     const Block piece = staged.piece(k);
     const Slices slices(piece.bytes, size_);
@@ -212,14 +217,16 @@ void Channel::swap(const Staged& staged, size_t k) {
     std::byte* buffer = stage(rank_, k % 2);
     std::byte* out = piece.data + slices.begin(peer);
     const size_t length = slices.length(peer);
-    for (size_t at = 0; at < length; at += kStep) {
+    for (size_t at = 0; at < length; at += step) {
         if (staged.keeps) {
-            const size_t now = std::min(kStep, length - at);
+            const size_t now = std::min(step, length - at);
             streams ? stream_copy(out + at, buffer + at, now)
                     : fetch_copy(out + at, buffer + at, now, length - at - now);
         }
         if (at < next_length) {
-            std::memcpy(buffer + at, next + at, std::min(kStep, next_length - at));
+            const size_t now = std::min(step, next_length - at);
+            large ? fetch_copy(buffer + at, next + at, now, next_length - at - now)
+                  : void(std::memcpy(buffer + at, next + at, now));
         }
     }
 }
