@@ -62,6 +62,16 @@ class Sharding:
     forward: tuple[str, ...]
     backward: tuple[str, ...]
 
+    @property
+    def trained_bytes(self) -> int:
+        """Of this rank's trained shards; gradients take as many more, states of AdamW twice."""
+        return sum(g.sharded_bytes for g in self.groups if g.trained)
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Of this rank's other shards, which have neither gradients nor state."""
+        return sum(g.sharded_bytes for g in self.groups if not g.trained)
+
     def __str__(self) -> str:
         head = ("group", "parameters", "elements", "dtype", "trained", "shard", "whole", "strategy")
         rows = [(*head, "why"), *map(_row, self.groups)]
@@ -71,6 +81,10 @@ class Sharding:
             "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
             for row in rows
         ]
+        lines.append(
+            f"shards of this rank: {_bytes(self.trained_bytes)} trained (gradients take as much, "
+            f"states of AdamW twice), {_bytes(self.frozen_bytes)} frozen"
+        )
         for name, order in (("forward", self.forward), ("backward", self.backward)):
             told = " > ".join(order) if order else "known after the first step"
             lines.append(f"gathered ahead in {name}: {told}")

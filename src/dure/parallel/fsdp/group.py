@@ -66,14 +66,14 @@ class ParameterGroup:
     def end_backward(self) -> None:
         """Begin to reduce the gradients that the wholes got, or keep them where `sync` is off."""
         dtype = self.reduction.dtype
-        if not any(p.sharded.requires_grad for p in self.parameters):
+        if not any(p.is_trained for p in self.parameters):
             return
         if not self.sync:
             for parameter in self.parameters:
                 parameter.accumulate(dtype)
             return
         self.finish_reduction()
-        gradients = [p.take_gradient(dtype) for p in self.parameters]
+        gradients = [p.take_gradient(dtype) if p.is_trained else None for p in self.parameters]
         self._reducing = self.strategy.reduce(gradients, self.reduction)
 
     def finish_reduction(self) -> None:

@@ -119,6 +119,11 @@ class FSDPParameter:
         return sharded.part
 
     @property
+    def is_trained(self) -> bool:
+        """Whether it needs a gradient; it may be frozen after `fully_shard`, on all ranks."""
+        return self.sharded.requires_grad
+
+    @property
     def rows(self) -> int:
         """Indices of the cut dimension that a full part has; later parts may have fewer."""
         return -(-self.whole_shape[self.dim] // self.axes.size)

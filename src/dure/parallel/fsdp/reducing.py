@@ -4,8 +4,9 @@
 
 The flat tensor has a part for each rank: of each parameter what the rank has of it, padded to a
 full part, and one element more, which is 1 where a rank has a gradient: so all know whether any
-had, and which gradients stay None. Ranks of a host read it where it lies. The collective runs on
-the group's channel 1, so that gathers on channel 0 need not wait for it.
+had, and which gradients stay None. What was frozen since has this element only. Ranks of a host
+read it where it lies. The collective runs on the group's channel 1, so that gathers on channel 0
+need not wait for it.
 
 With replicas (HSDP) the parts are reduced once more, over the axis of replicas.
 """
@@ -43,7 +44,7 @@ class Reducer:
     ) -> Callable[[], Sequence[torch.Tensor | None]]:
         """Begin to reduce; see `Strategy.reduce`."""
         size = self._axes.size
-        sizes = [padded_numel(p) for p in self._parameters]
+        sizes = [padded_numel(p) if p.is_trained else 0 for p in self._parameters]
         dtype = how.dtype or self._parameters[0].dtype
         flat = _empty(size, sum(sizes) + len(sizes), dtype, self._parameters[0].part.device)
         *pieces, used = flat.split([*sizes, len(sizes)], dim=1)
