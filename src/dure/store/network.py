@@ -195,7 +195,8 @@ class NetworkStore(Store):
             self._met = True
             return connection
         try:
-            return dial(self._context, self._endpoint, self._key, min(timeout_s, _REDIAL_S))
+            # Not the caller's patience, which may be short: a busy server is not a lost one.
+            return dial(self._context, self._endpoint, self._key, _REDIAL_S)
         except StoreTimeout:
             raise lost(self._endpoint) from None
 

@@ -4,19 +4,20 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import zmq
 
 from dure.errors import StoreError, StoreLost, StoreRefused, StoreTimeout
-from dure.store import JobKey, TCPStore
+from dure.store import JobKey, TCPStore, network
 from dure.store.address import is_local, resolve
-from dure.store.connection import Connection
+from dure.store.connection import Connection, dial
 from dure.store.key import mint
 from dure.store.network import NetworkStore
 from dure.store.server import StoreServer
@@ -222,6 +223,30 @@ def test_a_server_lost_just_before_a_request_is_noticed(
     monkeypatch.undo()
     other.close()
     store.close()
+
+
+def test_a_busy_server_is_not_a_lost_one(
+    master: TCPStore, key: JobKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second thread's connection takes longer than that thread's call would wait for a key."""
+
+    def slow(*args: Any) -> Connection:
+        *those, patience_s = args
+        if patience_s <= 0.2:
+            raise StoreTimeout("the server has not answered yet", elapsed_s=patience_s)
+        return dial(*those, patience_s)
+
+    other = client(master, key)
+    monkeypatch.setattr(network, "dial", slow)
+    with ThreadPoolExecutor(1) as pool:
+        parked = pool.submit(other.get, "late")
+        while other._idle:
+            time.sleep(0.001)
+        with pytest.raises(StoreTimeout):
+            other.wait(["never"], timedelta(milliseconds=50))
+        other.set("late", "came")
+        assert parked.result(5) == b"came"
+    other.close()
 
 
 def test_close_ends_the_calls_of_other_threads(master: TCPStore, key: JobKey) -> None:
