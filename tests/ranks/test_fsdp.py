@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from dure.device_mesh import init_device_mesh
 from dure.errors import MeshError, ModuleError
@@ -27,154 +24,23 @@ from dure.tensor import DTensor, Replicate, Shard
 from dure.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from dure.tensor.placement_types import StridedShard
 from dure.testing import run_ranks
-
-STEPS = 3
-ROWS = 12
-_making = threading.Lock()
+from ranks.fsdp_models import (
+    Net,
+    batch,
+    by_step,
+    compare,
+    loss_of,
+    made,
+    making,
+    mine,
+    shard,
+    whole,
+)
 
 
 @pytest.fixture(params=["gathered", "shared"])
 def way(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = 6) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 7), nn.Linear(7, width)
-        self.norm = nn.LayerNorm(width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    """Blocks between an embedding and a head, which may have one weight."""
-
-    def __init__(self, tied: bool = False, how: str = "plain") -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.blocks = nn.ModuleList([Block() for _ in range(3)])
-        self.head = nn.Linear(6, 11, bias=False)
-        self.unused = nn.Linear(3, 5)
-        self.how = how
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            if self.how == "plain":
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.how == "reentrant")
-        return self.head(x)
-
-
-def made(**options: Any) -> Net:
-    with _making:  # thread-ranks share the generator
-        torch.manual_seed(1)
-        return Net(**options).double()
-
-
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 + step)
-    drawn = torch.randint(11, (2, ROWS), generator=generator)
-    return drawn[0], drawn[1]
-
-
-def loss_of(model: nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(data[0]), data[1])
-
-
-def mine(data: tuple[torch.Tensor, torch.Tensor], size: int, rank: int) -> Any:
-    return tuple(t.chunk(size)[rank] for t in data)
-
-
-def trained(
-    model: nn.Module,
-    step_loss: Callable[[nn.Module, int], torch.Tensor],
-    make_optimizer: Callable[[Any], torch.optim.Optimizer],
-    before_step: Callable[[nn.Module], object] | None = None,
-) -> tuple[list[torch.Tensor], dict[str, torch.Tensor | None]]:
-    """Train some steps; return the losses, and the last gradients."""
-    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = step_loss(model, step)
-        if before_step is not None:
-            before_step(model)
-        optimizer.step()
-        losses.append(loss.detach())
-    return losses, {n: p.grad for n, p in model.named_parameters()}
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.05)
-
-
-def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    if isinstance(tensor, DTensor):
-        return tensor.full_tensor().detach()
-    return None if tensor is None else tensor.detach()
-
-
-def by_step(model: nn.Module, step: int, size: int = 1, rank: int = 0) -> torch.Tensor:
-    loss = loss_of(model, mine(batch(step), size, rank))
-    loss.backward()
-    return loss
-
-
-def shard(model: Net, **options: Any) -> Net:
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
-
-
-def compare(
-    way: str,
-    size: int,
-    prepare: Callable[[Net], object] = shard,
-    step: Callable[[nn.Module, int, int, int], torch.Tensor] = by_step,
-    expected_step: Callable[[nn.Module, int], torch.Tensor] | None = None,
-    optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
-    before_step: Callable[[nn.Module], object] | None = None,
-    make: Callable[[], Net] = made,
-    data_ranks: Callable[[int], tuple[int, int]] | None = None,
-) -> None:
-    reference = make()
-    losses, gradients = trained(reference, expected_step or by_step, optimizer, before_step)
-
-    def body(rank: int) -> Any:
-        with _making:
-            pass
-        model = make()
-        with strategy(way):
-            prepare(model)
-        at = (size, rank) if data_ranks is None else data_ranks(rank)
-        got, grads = trained(model, lambda m, s: step(m, s, *at), optimizer, before_step)
-        return (
-            got,
-            {n: whole(g) for n, g in grads.items()},
-            {n: whole(p) for n, p in model.named_parameters()},
-        )
-
-    results = run_ranks(size, body)
-    mean = torch.stack([torch.stack(r[0]) for r in results]).mean(0)
-    torch.testing.assert_close(mean, torch.stack(losses))
-    for _, grads, weights in results:
-        assert weights.keys() == dict(reference.named_parameters()).keys()
-        for name, parameter in reference.named_parameters():
-            torch.testing.assert_close(
-                weights[name], parameter.detach(), msg=lambda m, n=name: f"{n}: {m}"
-            )
-            if gradients[name] is None:
-                assert grads[name] is None, name
-            else:
-                torch.testing.assert_close(
-                    grads[name], gradients[name], msg=lambda m, n=name: f"{n}: {m}"
-                )
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -204,7 +70,7 @@ def test_nested_calls(way: str) -> None:
     compare(way, 2, prepare=prepare)
 
 
-@pytest.mark.parametrize("kept", [True, False, 2])
+@pytest.mark.parametrize("kept", [True, False, 1, 2])
 def test_when_wholes_are_freed(way: str, kept: bool | int) -> None:
     compare(way, 2, prepare=lambda m: shard(m, reshard_after_forward=kept))
 
@@ -333,7 +199,7 @@ def test_over_tensor_parallel(way: str, axes: tuple[int, int]) -> None:
 
     def wide() -> Net:
         model = made()
-        with _making:
+        with making:
             torch.manual_seed(2)
             for block in model.blocks:
                 block.up, block.down = nn.Linear(6, 10).double(), nn.Linear(10, 6).double()
@@ -361,7 +227,7 @@ def test_a_rank_that_skips_a_module_adds_zeros(way: str) -> None:
             return self.head(x)
 
     def make() -> Net:
-        with _making:
+        with making:
             torch.manual_seed(1)
             return Skipping().double()
 
@@ -515,6 +381,117 @@ def test_another_method_gathers_as_forward_does(way: str) -> None:
     run_ranks(2, body)
 
 
+def test_weights_that_were_kept_whole_are_those_of_the_last_step(way: str) -> None:
+    """The root has its weights whole after a forward that no backward followed."""
+
+    def step(model: nn.Module, number: int, size: int = 1, rank: int = 0) -> torch.Tensor:
+        loss_of(model, mine(batch(number + 7), size, rank))
+        return by_step(model, number, size, rank)
+
+    compare(way, 2, step=step, expected_step=step, prepare=fully_shard)
+
+    def body(rank: int) -> None:
+        model = made()
+        with strategy(way):
+            fully_shard(model, reshard_after_forward=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        by_step(model, 0, 2, rank)
+        before = loss_of(model, batch(1)).detach()
+        optimizer.step()
+        after = loss_of(model, batch(1)).detach()
+        assert before != after
+        with torch.no_grad():
+            torch.testing.assert_close(loss_of(model, batch(1)), after)
+
+    run_ranks(2, body)
+
+
+def test_only_the_rank_that_wrote_its_shard_need_know(way: str) -> None:
+    """The root's weights are whole; one rank changes its rows: all gather anew."""
+
+    def body(rank: int) -> None:
+        model = nn.Linear(2, 4, bias=False)
+        with strategy(way):
+            fully_shard(model, reshard_after_forward=False)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        weight: Any = model.weight
+        with torch.no_grad():
+            model(torch.ones(1, 2))
+        assert model(torch.ones(1, 2)).tolist() == [[2.0] * 4]
+        model.reshard()
+        if way == "shared":
+            model(torch.ones(1, 2)).sum().backward()
+        else:
+            model(torch.ones(1, 2))
+        if rank == 1:
+            with torch.no_grad():
+                weight.to_local().fill_(3.0)
+        assert model(torch.ones(1, 2)).tolist() == [[2.0, 2.0, 6.0, 6.0]]
+
+    run_ranks(2, body)
+
+
+def test_modules_change_their_shards_while_they_are_whole(way: str) -> None:
+    """`double()` after a forward that no backward followed."""
+
+    def body(rank: int) -> None:
+        model = made().float()
+        with strategy(way):
+            fully_shard(model)
+        loss_of(model, batch(0))
+        model.double()
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        assert all(p.dtype == torch.float64 for p in model.parameters())
+        by_step(model, 0, 2, rank)
+
+    run_ranks(2, body)
+
+
+def test_a_module_within_itself(way: str) -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((4, 4), 0.5))
+
+        def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+            return x @ self.weight if depth == 0 else self(x, depth - 1) @ self.weight
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nested = Nested()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.nested(x)
+
+    reference = Around()
+    reference(torch.ones(2, 4)).sum().backward()
+
+    def body(rank: int) -> torch.Tensor:
+        model = Around()
+        with strategy(way):
+            fully_shard(model.nested)
+            fully_shard(model)
+        model(torch.ones(2, 4)).sum().backward()
+        return whole(model.nested.weight.grad)  # pyright: ignore
+
+    for gradient in run_ranks(2, body):
+        torch.testing.assert_close(gradient, reference.nested.weight.grad)
+
+
+def test_two_forwards_with_a_backward_each(way: str) -> None:
+    """The root is entered twice before the first backward."""
+
+    def step(model: nn.Module, number: int, size: int = 1, rank: int = 0) -> torch.Tensor:
+        first, second = (loss_of(model, mine(batch(number + k), size, rank)) for k in (0, 10))
+        second.backward()
+        first.backward()
+        return first + second
+
+    compare(way, 2, step=step, expected_step=step)
+
+
 def test_what_is_refused() -> None:
     def body(rank: int) -> None:
         model = made()
@@ -532,5 +509,8 @@ def test_what_is_refused() -> None:
         mesh = init_device_mesh("cpu", (2, 1, 1))
         with pytest.raises(MeshError, match="one axis, or of two"):
             fully_shard(made(), mesh=mesh)
+        for number in (0, 3):
+            with pytest.raises(MeshError, match="divides the shard axis"):
+                fully_shard(made(), reshard_after_forward=number)
 
     run_ranks(2, body)

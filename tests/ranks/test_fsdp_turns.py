@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +13,12 @@ import pytest
 import torch
 from torch import nn
 
+from dure import destroy_process_group, new_group
+from dure.comm.group import ProcessGroup
+from dure.device_mesh import DeviceMesh
 from dure.errors import ModuleError
 from dure.fsdp import fully_shard, strategy
+from dure.parallel.fsdp.shared import Turns
 from dure.testing import run_ranks
 
 STEPS = 40
@@ -120,10 +126,11 @@ def test_a_backward_after_another_may_read_again() -> None:
     run_ranks(2, body)
 
 
-def test_a_backward_through_weights_that_were_stepped_is_refused() -> None:
+@pytest.mark.parametrize("way", ["gathered", "shared"])
+def test_a_backward_through_weights_that_were_stepped_is_refused(way: str) -> None:
     def body(rank: int) -> None:
         model = Net(lambda seen: None)
-        with strategy("shared"):
+        with strategy(way):
             fully_shard(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         loss = model(torch.ones(2, 3)).sum()
@@ -152,3 +159,76 @@ def test_writing_a_whole_is_refused_and_named_by_its_path() -> None:
         assert error.value.parameters == ("1.0.weight",)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("by", ["parameter", "local"])
+def test_writing_a_shard_in_forward_is_refused_and_named(by: str) -> None:
+    """Through a parameter, or the memory of its shard, that the program has kept."""
+
+    class Writing(nn.Module):
+        kept: Any = None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.inner(x)
+            if self.kept is not None:
+                with torch.no_grad():
+                    self.kept.mul_(2)
+            return self.outer(x)
+
+    def body(rank: int) -> None:
+        model = Writing()
+        with strategy("shared"):
+            fully_shard(model.inner)
+            fully_shard(model)
+        shard = model.inner.weight
+        model(torch.ones(2, 4)).sum().backward()
+        object.__setattr__(model, "kept", shard if by == "parameter" else shard.to_local())
+        with pytest.raises(ModuleError) as error:
+            model(torch.ones(2, 4))
+        assert error.value.parameters == ("inner.weight",)
+        object.__setattr__(model, "kept", None)
+        with torch.no_grad():
+            shard.mul_(2)
+        model(torch.ones(2, 4)).sum().backward()
+
+    run_ranks(2, body)
+
+
+def test_writing_a_shard_in_backward_is_refused_and_named() -> None:
+    def body(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        with strategy("shared"):
+            fully_shard(model)
+        bias = model[1].bias
+
+        def write(*_: object) -> None:
+            with torch.no_grad():
+                bias.zero_()
+
+        model[0].register_full_backward_hook(write)
+        with pytest.raises(ModuleError) as error:
+            model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+        assert error.value.parameters == ("1.bias",)
+
+    run_ranks(2, body)
+
+
+def test_turns_go_with_their_group() -> None:
+    def body(rank: int) -> weakref.ref[Turns]:
+        group = new_group([0, 1])
+        assert isinstance(group, ProcessGroup)
+        model = nn.Linear(4, 4)
+        with strategy("shared"):
+            fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+        model(torch.ones(2, 4)).sum().backward()
+        turns = weakref.ref(Turns.of(group))
+        destroy_process_group(group)
+        return turns
+
+    found = run_ranks(2, body)
+    gc.collect()  # not by threads, which skip it where another one is at it
+    assert [turns() for turns in found] == [None, None]

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import torch
 
@@ -89,6 +89,7 @@ class GroupCore:
         num_monitored: How many monitored barriers this rank has begun.
         num_attempts: How many attempts to shrink the group this rank has begun, by the rank that
             held the store.
+        belongings: What others keep with the group, by its type; it goes when the group is closed.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class GroupCore:
         self._use(backends)
         self._coalesced: list[Work] | None = None
         self.closed = False
+        self.belongings: dict[type, Any] = {}
         self._second = second
         self._channel, self._channels = 0, [self]
         self._channel_lock = threading.Lock()
@@ -468,6 +470,7 @@ class GroupCore:
         with self._channel_lock:
             for group in self._channels:
                 group.closed = True
+                group.belongings.clear()
                 group._engine = group._plain = None
                 if group._ring is not None:
                     flight.retire(group._ring)

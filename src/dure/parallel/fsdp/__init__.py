@@ -13,7 +13,7 @@ from dure.parallel.fsdp.fully_shard import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from dure.parallel.fsdp.module import FSDPModule, UnshardHandle
+from dure.parallel.fsdp.module import FSDPModule, UnshardHandle, join_step
 from dure.parallel.fsdp.offloading import offload, onload
 from dure.parallel.fsdp.policies import (
     CPUOffloadPolicy,
@@ -34,6 +34,7 @@ __all__ = [
     "explain",
     "full_parameters",
     "fully_shard",
+    "join_step",
     "offload",
     "onload",
     "register_fsdp_forward_method",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from dure.comm.world import resolve
 from dure.errors import MeshError
+from dure.layout import Layout
 from dure.mesh import DeviceMesh, init_device_mesh
 from dure.parallel.fsdp.policies import DataParallelMeshDims
 from dure.tensor.placement_types import Placement, Replicate, Shard, StridedShard
@@ -56,6 +57,14 @@ class DataAxes:
         return cls(mesh[shard] if replicate is None else mesh[replicate, shard], mesh)
 
     @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The axis that shards parameters, as a mesh."""
+        axis, mesh = self.mesh.ndim - 1, self.mesh
+        layout = Layout(mesh._layout.axes[axis:])  # pyright: ignore[reportPrivateUsage]
+        names = mesh.mesh_dim_names
+        return mesh._cut(mesh._root, layout, None if names is None else names[axis:])  # pyright: ignore[reportPrivateUsage]
+
+    @property
     def shard_group(self) -> ProcessGroup:
         """The ranks that have one parameter's parts between them."""
         return self.mesh.get_group(self.mesh.ndim - 1)
@@ -74,6 +83,22 @@ class DataAxes:
     def rank(self) -> int:
         """This rank's place among them."""
         return self.mesh.get_local_rank(self.mesh.ndim - 1)
+
+    def near_group(self, size: int) -> ProcessGroup:
+        """Return this rank and its neighbours: `size` ranks of the shard axis, one after another.
+
+        Collective: all ranks of the mesh, at the first call.
+        """
+        return self.near_and_far(size)[0]
+
+    def near_and_far(self, size: int) -> tuple[ProcessGroup, ProcessGroup]:
+        """Return the same, and the ranks that have this one's place among their neighbours."""
+        axis, mesh = self.mesh.ndim - 1, self.mesh
+        layout = mesh._layout.split(axis, (self.size // size, size))  # pyright: ignore[reportPrivateUsage]
+        split = mesh._cut(mesh._root, layout, None)  # pyright: ignore[reportPrivateUsage]
+        made = slice(axis, axis + 2)
+        mesh._open(layout.axes[made], split._kinds(None)[made])  # pyright: ignore[reportPrivateUsage]
+        return split.get_group(axis + 1), split.get_group(axis)
 
     def placements(
         self, dim: int, inner: Sequence[Placement], sizes: Sequence[int]

@@ -9,15 +9,17 @@ have (tied) belongs to the call on a module that has all of them within.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
-from dure.errors import DeviceError, ModuleError, UsageError
+from dure.errors import DeviceError, MeshError, ModuleError, UsageError
 from dure.mesh import DeviceMesh
 from dure.parallel.fsdp.axes import DataAxes
 from dure.parallel.fsdp.choosing import strategy_for
+from dure.parallel.fsdp.extensions import is_extended
 from dure.parallel.fsdp.group import ParameterGroup
 from dure.parallel.fsdp.module import FSDPModule
 from dure.parallel.fsdp.parameter import FSDPParameter
@@ -27,9 +29,13 @@ from dure.parallel.fsdp.policies import (
     OffloadPolicy,
 )
 from dure.parallel.fsdp.state import FSDPState, state_of
-from dure.parallel.fsdp.strategy import Reduction
+from dure.parallel.fsdp.strategy import Reduction, forced
 from dure.tensor.dtensor import DTensor
 from dure.tensor.placement_types import Shard
+from dure.training.mapped_files import Files
+
+if TYPE_CHECKING:
+    from dure.comm.group import ProcessGroup
 
 __all__ = ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
 
@@ -60,10 +66,12 @@ def fully_shard(
         mesh: One axis, over which parameters are sharded; or two, replicas and shards. All ranks
             where None.
         reshard_after_forward: Free the whole parameters between forward and backward. None: yes,
-            but for the root. A number of ranks: yes (torch keeps parts on so many ranks).
+            but for the root. A number of ranks, which divides that of the shard axis: keep them
+            divided over so many neighbours, which gather them for backward between them. Where
+            parameters are shared memory, it changes nothing.
         shard_placement_fn: Returns ``Shard(dim)`` for the dimension to cut; None for the first.
         mp_policy: Dtypes of computing and reducing.
-        offload_policy: Where shards stay.
+        offload_policy: Where shards, gradients and optimizer state stay.
         ignored_params: Left alone.
         dp_mesh_dims: Which axes of a larger mesh are data parallel.
 
@@ -91,33 +99,50 @@ def fully_shard(
     axes = DataAxes.of(mesh, dp_mesh_dims)
     policy = mp_policy or MixedPrecisionPolicy()
     found = _parameters(modules, ignored_params or set())
-    groups: dict[tuple[torch.dtype, bool], list[FSDPParameter]] = {}
+    near, frees = _after_forward(reshard_after_forward, axes)
+    path = offload_policy.path if offload_policy is not None else None
+    files = None if path is None else Files(path)
+    groups: dict[tuple[torch.dtype, bool, bool], list[FSDPParameter]] = {}
     originals: list[tuple[nn.Parameter, FSDPParameter]] = []
     for parameter, places in found.items():
         _check_parameter(parameter, places, axes)
         placement = shard_placement_fn(parameter) if shard_placement_fn is not None else None
         dim = _dim(placement, parameter, places)
-        made = FSDPParameter(parameter, places, dim, axes, policy.param_dtype)
+        made = FSDPParameter(parameter, places, dim, axes, policy, files)
         made.show_sharded()
-        groups.setdefault((made.dtype, parameter.requires_grad), []).append(made)
+        kind = made.dtype, parameter.requires_grad, is_extended(made.part)
+        groups.setdefault(kind, []).append(made)
         originals.append((parameter, made))
     reduction = Reduction(dtype=policy.reduce_dtype)
+    make = partial(strategy_for, axes=axes, near=near, asked=forced())
     made_groups = [
-        ParameterGroup(parameters=p, strategy=strategy_for(p, axes), reduction=reduction)
+        ParameterGroup(parameters=p, reduction=reduction, make=make, near=near)
         for p in groups.values()
     ]
-    state = FSDPState(
-        modules,
-        made_groups,
-        policy,
-        None if reshard_after_forward is None else bool(reshard_after_forward),
-    )
+    state = FSDPState(modules, made_groups, policy, frees)
     for parameter, made in originals:
         group = next(g for g in made_groups if made in g.parameters)
         parameter._dure_fsdp = state, group, made  # pyright: ignore
     for each in modules:
         each.__class__ = _sharded_class(type(each))
     return module
+
+
+def _after_forward(
+    asked: bool | int | None, axes: DataAxes
+) -> tuple[ProcessGroup | None, bool | None]:
+    """Return the ranks that keep wholes until backward, and whether each rank frees them."""
+    if asked is None or isinstance(asked, bool):
+        return None, asked
+    if not 1 <= asked <= axes.size or axes.size % asked:
+        raise MeshError(
+            "reshard_after_forward is a number of ranks that divides the shard axis",
+            op=_OP,
+            seen=f"{asked} of {axes.size} ranks",
+        )
+    if asked in (1, axes.size):
+        return None, asked > 1
+    return axes.near_group(asked), True
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:
@@ -134,7 +159,7 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
                 seen=type(module).__name__,
                 fix="Call fully_shard on each module in it, or on a list of them.",
             )
-        if isinstance(module, nn.parallel.DistributedDataParallel) or hasattr(module, "_dure_ddp"):
+        if hasattr(module, "_dure_replica") or hasattr(module, "require_backward_grad_sync"):
             raise ModuleError(
                 "the module is data parallel already", op=_OP, seen=type(module).__name__
             )
@@ -195,7 +220,7 @@ def _given_back(parameter: nn.Parameter, taken: Taken) -> list[tuple[nn.Module, 
     state, group, mine = taken
     group.parameters.remove(mine)
     if group.parameters:
-        group.strategy = strategy_for(group.parameters, mine.axes)
+        group.remake()
     else:
         state.groups.remove(group)
     for owner, name in mine.places:

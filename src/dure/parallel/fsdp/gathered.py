@@ -7,23 +7,29 @@ One all_gather a group.
 The flat tensor has every parameter's part, padded to that of a full part, and is freed at once. The
 wholes stay the same tensors, as autograd saves them; between uses their storage has no bytes.
 
+With a number of *near* ranks (`reshard_after_forward=8`, say), a rank keeps 1/8 of the wholes from
+forward to backward, as a flat tensor of the same kind, and gathers the rest from its 7 neighbours.
+
 With replicas (HSDP) the reduced parts are reduced once more, over the axis of replicas.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dure.comm.ops import ReduceOp
 from dure.parallel.fsdp.axes import DataAxes
 from dure.parallel.fsdp.parameter import FSDPParameter
 from dure.parallel.fsdp.reducing import Reducer, padded_numel, padded_shape, parts_of
 
 if TYPE_CHECKING:
+    from dure.comm.group import ProcessGroup
     from dure.comm.work import Work
     from dure.errors import PeerLost
+    from dure.parallel.fsdp.strategy import CustomAllGather
 
 __all__ = ["Gathered"]
 
@@ -36,25 +42,57 @@ class Gathered(Reducer):
     Args:
         parameters: Of one dtype.
         axes: Over which they are sharded.
+        near: Ranks that have the wholes between them from forward to backward; None: all ranks.
+
+    Attributes:
+        custom_all_gather: The program's own; None for Dure's.
     """
 
     name = "gathered"
 
-    def __init__(self, parameters: Sequence[FSDPParameter], axes: DataAxes) -> None:
+    def __init__(
+        self, parameters: Sequence[FSDPParameter], axes: DataAxes, near: ProcessGroup | None = None
+    ) -> None:
         super().__init__(parameters, axes)
         self._dtype = parameters[0].dtype
-        self._gather = axes.shard_group
+        self._near = near
+        self.custom_all_gather: CustomAllGather | None = None
+        self._kept: torch.Tensor | None = None
         self._wholes: list[torch.Tensor] = []
-        self._begun: tuple[torch.Tensor, Work | None] | None = None
+        self._begun: tuple[torch.Tensor, int, Work | None] | None = None
         self._is_whole = False
+        self._versions: list[int] = []
+        self._in_files: dict[FSDPParameter, torch.Tensor] = {}
+        self.attach()
 
     def attach(self) -> None:
-        """Nothing to do: shards are read where they are."""
+        """Bring shards into files, where there are some; else they are read where they are."""
+        for parameter in self._parameters:
+            self._file(parameter)
         self._wholes = []
+        self._kept = None
         self._is_whole = False
 
+    def _file(self, parameter: FSDPParameter) -> None:
+        """Bring a shard into a file, unless it is in the one that it was brought into."""
+        sharded: Any = parameter.sharded
+        part = sharded.part
+        is_plain = type(part) is torch.Tensor and not part.is_meta
+        if parameter.files is None or not is_plain or self._in_files.get(parameter) is part:
+            return
+        parameter.mark_files()
+        sharded.part = parameter.files.zeros(part.shape, part.dtype).copy_(part)
+        self._in_files[parameter] = sharded.part
+
     def publish(self) -> None:
-        """Nothing to do."""
+        """Drop what a step that failed has begun to gather; take back what was put elsewhere."""
+        for parameter in self._parameters:
+            self._file(parameter)
+        if self._begun is not None:
+            work = self._begun[-1]
+            self._begun = None
+            if work is not None:
+                work.wait()
 
     def enter(self) -> None:
         """Nothing to do: a rank reads its own copies."""
@@ -69,6 +107,18 @@ class Gathered(Reducer):
         """There is none: wholes have no memory between steps."""
         return ()
 
+    def check_unwritten(self) -> None:
+        """Nothing to check: others read the copies that they gathered."""
+
+    def is_stale(self) -> bool:
+        """Ask all ranks, as each knows of its own shards only."""
+        if not self._is_whole and self._kept is None:
+            return False
+        stale = torch.tensor([self._versions != [p.version for p in self._parameters]])
+        flag = stale.to(torch.int32).to(self._parameters[0].part.device)
+        self._axes.shard_group.all_reduce(flag, ReduceOp.MAX)
+        return bool(flag.item())
+
     def tell(self, error: PeerLost) -> None:
         """Nothing to tell: shards are this rank's own."""
 
@@ -78,13 +128,41 @@ class Gathered(Reducer):
         """Begin the all_gather."""
         if self._is_whole or self._begun is not None:
             return
-        sizes = [padded_numel(p) for p in self._parameters]
-        flat = torch.empty(sum(sizes), dtype=self._dtype, device=self._parameters[0].part.device)
-        for parameter, piece in zip(self._parameters, flat.split(sizes), strict=True):
-            _fill_padded(piece, parameter.part, parameter)
-        output = flat.new_empty(self._axes.size * flat.numel())
-        work = self._gather.all_gather_single(output, flat, async_op=True)
-        self._begun = output, work
+        if self._kept is not None:
+            assert self._near is not None
+            self._begin(self._near, self._kept)
+            return
+        versions = [p.version for p in self._parameters]
+        if self._wholes and versions != self._versions:
+            for parameter in self._parameters:
+                parameter.has_changed()
+        self._versions = versions
+        self._begin(self._axes.shard_group, self._shards())
+
+    def _begin(self, group: ProcessGroup, flat: torch.Tensor) -> None:
+        output = self._room(group.size() * flat.numel())
+        gather = self.custom_all_gather or group_all_gather
+        self._begun = output, group.size(), gather(output, flat, group, async_op=True)
+
+    def _room(self, numel: int) -> torch.Tensor:
+        device = self._parameters[0].part.device
+        if self.custom_all_gather is not None:
+            return self.custom_all_gather.allocate((numel,), dtype=self._dtype, device=device)
+        return torch.empty(numel, dtype=self._dtype, device=device)
+
+    def _shards(self) -> torch.Tensor:
+        """Return what this rank has, flat."""
+        return self._flat([p.part for p in self._parameters], self._axes.size)
+
+    def _flat(self, parts: Sequence[torch.Tensor], size: int) -> torch.Tensor:
+        """Copy parts, cast, into a flat tensor that has room for full ones, of `size` parts."""
+        sizes = [padded_numel(p, size) for p in self._parameters]
+        flat = self._room(sum(sizes))
+        for parameter, part, piece in zip(self._parameters, parts, flat.split(sizes), strict=True):
+            there = piece.view(padded_shape(parameter, size))
+            with torch.no_grad():
+                there.narrow(parameter.dim, 0, part.shape[parameter.dim]).copy_(part)
+        return flat
 
     def wait(self) -> Sequence[torch.Tensor]:
         """Finish the all_gather, and return the wholes."""
@@ -92,16 +170,16 @@ class Gathered(Reducer):
             return self._wholes
         self.unshard()
         assert self._begun is not None
-        output, work = self._begun
+        output, ranks, work = self._begun
         self._begun = None
         if work is not None:
             work.wait()
         if not self._wholes:
             self._wholes = [output.new_empty(p.whole_shape) for p in self._parameters]
-        pieces = output.view(self._axes.size, -1)
+        pieces = output.view(ranks, -1)
         begin = 0
         for parameter, whole in zip(self._parameters, self._wholes, strict=True):
-            numel = padded_numel(parameter)
+            numel = padded_numel(parameter, ranks)
             whole.untyped_storage().resize_(whole.numel() * whole.itemsize)
             with torch.no_grad(), _unversioned(whole):
                 _copy_out(whole, pieces[:, begin : begin + numel], parameter)
@@ -109,24 +187,37 @@ class Gathered(Reducer):
         self._is_whole = True
         return self._wholes
 
-    def reshard(self) -> None:
-        """Free the wholes."""
-        if self._is_whole:
-            self._is_whole = False
-            for whole in self._wholes:
-                whole.untyped_storage().resize_(0)
+    def reshard(self, for_backward: bool = False) -> None:
+        """Free the wholes; until backward, keep what the near ranks need."""
+        if not for_backward:
+            self._kept = None
+        if not self._is_whole:
+            return
+        self._is_whole = False
+        if for_backward and self._near is not None and self._kept is None:
+            self._kept = self._near_part(self._near)
+        for whole in self._wholes:
+            whole.untyped_storage().resize_(0)
+
+    def _near_part(self, near: ProcessGroup) -> torch.Tensor:
+        size, rank = near.size(), near.rank()
+        parts: list[torch.Tensor] = []
+        for parameter, whole in zip(self._parameters, self._wholes, strict=True):
+            found = parts_of(whole.detach(), parameter, size)
+            parts.append(found[rank] if rank < len(found) else whole.narrow(parameter.dim, 0, 0))
+        return self._flat(parts, size)
 
 
-def _fill_padded(piece: torch.Tensor, part: torch.Tensor, parameter: FSDPParameter) -> None:
-    """Copy a part, cast, into a flat piece that has room for a full one."""
-    with torch.no_grad():
-        there = piece.view(padded_shape(parameter))
-        there.narrow(parameter.dim, 0, part.shape[parameter.dim]).copy_(part)
+def group_all_gather(
+    output: torch.Tensor, flat: torch.Tensor, group: ProcessGroup, async_op: bool = False
+) -> Work | None:
+    """Gather `flat` [k] of each rank into `output` [n * k]."""
+    return group.all_gather_single(output, flat, async_op=async_op)
 
 
 def _copy_out(whole: torch.Tensor, pieces: torch.Tensor, parameter: FSDPParameter) -> None:
     """Copy all ranks' padded parts [n, numel] into a whole tensor."""
-    shape = padded_shape(parameter)
-    for piece, part in zip(pieces, parts_of(whole, parameter), strict=False):
+    shape = padded_shape(parameter, len(pieces))
+    for piece, part in zip(pieces, parts_of(whole, parameter, len(pieces)), strict=False):
         size = part.shape[parameter.dim]
         part.copy_(piece.view(shape).narrow(parameter.dim, 0, size))

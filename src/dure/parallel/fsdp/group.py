@@ -9,11 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
+from dure.errors import ModuleError
 from dure.parallel.fsdp.parameter import FSDPParameter
 from dure.parallel.fsdp.strategy import Reduction, Strategy
+
+if TYPE_CHECKING:
+    from dure.comm.group import ProcessGroup
 
 __all__ = ["ParameterGroup"]
 
@@ -26,22 +31,54 @@ class ParameterGroup:
         parameters: One dtype; all need gradients, or none does.
         strategy: How they become whole.
         reduction: How gradients are reduced.
+        make: Makes a strategy for parameters.
+        near: Ranks that keep the wholes between them until backward; see `Gathered`.
         sync: Reduce at this backward; else gradients are kept whole.
         unsharded: Modules have the wholes.
     """
 
     parameters: list[FSDPParameter]
-    strategy: Strategy
+    strategy: Strategy = field(init=False)
     reduction: Reduction
+    make: Callable[[Sequence[FSDPParameter]], Strategy]
+    near: ProcessGroup | None = None
     sync: bool = True
     unsharded: bool = False
+    _dtypes: list[torch.dtype] = field(default_factory=list[torch.dtype], init=False)
     _reducing: Callable[[], Sequence[torch.Tensor | None]] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.strategy = self.make(self.parameters)
+        self._dtypes = self._dtypes_now()
+
+    def _dtypes_now(self) -> list[torch.dtype]:
+        return [p.sharded.dtype for p in self.parameters]
+
+    def remake(self) -> None:
+        """Make the strategy anew: there are other parameters, or of another dtype."""
+        before, self.strategy = self.strategy, self.make(self.parameters)
+        self.strategy.custom_reduce_scatter = before.custom_reduce_scatter
+        self._dtypes = self._dtypes_now()
 
     def adopt(self) -> None:
         """Take over what the program put in the place of shards since the last step."""
         adopted = [p.adopt() for p in self.parameters]
+        dtypes = {p.dtype for p in self.parameters}
+        if len(dtypes) > 1:
+            raise ModuleError(
+                "parameters that are gathered together have one dtype",
+                op="FSDP forward",
+                parameters=tuple(p.name for p in self.parameters),
+                seen=", ".join(sorted(map(str, dtypes))),
+                fix="Convert the whole module that fully_shard was given; or part of it before.",
+            )
         if any(adopted):
+            if self._dtypes != self._dtypes_now():
+                self.remake()
             self.strategy.attach()
+        if self.strategy.is_stale():
+            self.reshard()
+            self.strategy.reshard()
 
     def unshard(self) -> None:
         """Begin to make the parameters whole."""
@@ -55,13 +92,21 @@ class ParameterGroup:
                 parameter.show_whole(tensor)
             self.unsharded = True
 
-    def reshard(self) -> None:
-        """Let modules have the shards, and free the wholes."""
+    def reshard(self, for_backward: bool = False) -> None:
+        """Let modules have the shards, and free the wholes; see `Strategy.reshard`."""
         if self.unsharded:
             for parameter in self.parameters:
                 parameter.show_sharded()
-            self.strategy.reshard()
+            self.strategy.reshard(for_backward)
             self.unsharded = False
+
+    def use(self, strategy: Strategy) -> None:
+        """Change the strategy, between steps."""
+        self.reshard()
+        strategy.custom_reduce_scatter = self.strategy.custom_reduce_scatter
+        self.strategy = strategy
+        for parameter in self.parameters:
+            parameter.whole = None
 
     def end_backward(self) -> None:
         """Begin to reduce the gradients that the wholes got, or keep them where `sync` is off."""
@@ -75,6 +120,11 @@ class ParameterGroup:
         self.finish_reduction()
         gradients = [p.take_gradient(dtype) if p.is_trained else None for p in self.parameters]
         self._reducing = self.strategy.reduce(gradients, self.reduction)
+
+    @property
+    def is_reducing(self) -> bool:
+        """Whether a reduction has begun whose result the shards have not."""
+        return self._reducing is not None
 
     def finish_reduction(self) -> None:
         """Wait for the reduction that was begun, and give the shards their gradients."""

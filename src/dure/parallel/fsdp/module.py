@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from dure.errors import ModuleError, UsageError
-from dure.parallel.fsdp.state import FSDPState, state_of
+from dure.parallel.fsdp.choosing import as_gathered
+from dure.parallel.fsdp.state import FSDPState, Tree, state_of
+from dure.parallel.fsdp.strategy import CustomAllGather, CustomReduceScatter
 from dure.parallel.fsdp.uninitialized import marking
 
-__all__ = ["FSDPModule", "UnshardHandle"]
+__all__ = ["FSDPModule", "UnshardHandle", "join_step"]
 
 
 class UnshardHandle:
@@ -54,13 +56,13 @@ class FSDPModule:
         return states
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Change the shards: `to`, `to_empty`, `double` (Any: as nn.Module's)."""
+        """Change the shards, not the wholes: `to`, `to_empty`, `double` (Any: as nn.Module's)."""
         assert isinstance(self, nn.Module)
-        with marking(self):
-            changed = super()._apply(*args, **kwargs)  # pyright: ignore
         for state in self._states():
+            state.reshard()
             state.is_checked = False
-        return changed
+        with marking(self):
+            return super()._apply(*args, **kwargs)  # pyright: ignore
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Make this module's parameters whole, not those of modules sharded within.
@@ -132,6 +134,33 @@ class FSDPModule:
             for group in state.groups:
                 group.reduction.hook = hook
 
+    # ---------------------------------------------------------------- a program's own collectives
+
+    def set_custom_all_gather(self, comm: CustomAllGather) -> None:
+        """Have this module's parameters gathered by a program's own all_gather.
+
+        Parameters that the ranks of a host share are gathered from then on, each rank into memory
+        of its own.
+
+        Args:
+            comm: Has ``allocate(size, *, dtype, device)`` for input and output, and is called with
+                ``(output, input, group, async_op)``; see `CustomAllGather`.
+        """
+        for group in self._state().groups:
+            as_gathered(group).custom_all_gather = comm
+
+    def set_custom_reduce_scatter(self, comm: CustomReduceScatter) -> None:
+        """Have this module's gradients reduced by a program's own reduce_scatter.
+
+        Args:
+            comm: Has ``allocate`` as well, and is called with
+                ``(output, input, group, op, async_op)``; see `CustomReduceScatter`. The end of
+                each rank's part of the input is a count for each parameter, and says which ranks
+                have a gradient: what is no zero must not become one.
+        """
+        for group in self._state().groups:
+            group.strategy.custom_reduce_scatter = comm
+
     # ---------------------------------------------------------------- when wholes are freed
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -199,6 +228,41 @@ class FSDPModule:
             if state.tree.root is not state:
                 raise ModuleError("reset_iter_state is for the root", op="reset_iter_state")
             state.tree.forget()
+
+
+def join_step(module: nn.Module) -> None:
+    """Take part in a step of the others without a batch: gradients of this rank are zeros.
+
+    It stands for one forward and one backward of the module; under `torch.no_grad()` for a forward
+    only. Then clip, step the optimizer and the scheduler as the others do::
+
+        for batch in batches:  # as many on all ranks: None where a rank has no more
+            if batch is None:
+                join_step(model)
+            else:
+                loss_of(model, batch).backward()
+            optimizer.step()
+
+    Gradients are still divided by the number of all ranks.
+
+    Args:
+        module: The outermost sharded module, whose forward the others call.
+
+    Raises:
+        UsageError: It is not; or no step was made with a batch before, whose order of modules is
+            followed.
+
+    Collective:
+        As a step.
+    """
+    state = state_of(module)
+    if state is None or (state.tree is not None and state.tree.root is not state):
+        raise UsageError(
+            "join_step is for the outermost sharded module",
+            op="join_step",
+            seen=type(module).__name__,
+        )
+    (state.tree or Tree(state)).join_step()
 
 
 def _states_of(modules: Sequence[Any]) -> list[FSDPState]:

@@ -20,9 +20,11 @@ from dure.errors import ModuleError
 from dure.mesh import DeviceMesh
 from dure.parallel.fsdp.axes import DataAxes
 from dure.parallel.fsdp.optimizers import forget_replaced, note_replaced
+from dure.parallel.fsdp.policies import MixedPrecisionPolicy
 from dure.tensor.dtensor import DTensor, wrap
 from dure.tensor.placement_types import Placement, Replicate, chunk
 from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
+from dure.training.mapped_files import Files
 
 __all__ = ["FSDPParameter"]
 
@@ -35,7 +37,8 @@ class FSDPParameter:
         places: Every (module, attribute) that has it.
         dim: The dimension to cut.
         axes: Over which.
-        dtype: In which modules compute with the whole.
+        policy: In which dtype modules compute with the whole.
+        files: What keeps the shard, its gradient and its optimizer state in files; or None.
 
     Attributes:
         name: Its path in the root module, for messages.
@@ -43,6 +46,7 @@ class FSDPParameter:
         whole: The nn.Parameter that modules compute with; None before it was first needed.
         whole_shape: Of the whole, or of this rank's tensor-parallel part of it.
         dim: The dimension that is cut.
+        axes, policy, files: As given.
         dtype: Of the whole.
     """
 
@@ -52,13 +56,12 @@ class FSDPParameter:
         places: list[tuple[nn.Module, str]],
         dim: int,
         axes: DataAxes,
-        dtype: torch.dtype | None,
+        policy: MixedPrecisionPolicy,
+        files: Files | None = None,
     ) -> None:
+        self.files = files
         self.name = places[0][1]
-        self.places, self.dim, self.axes = places, dim, axes
-        self.dtype = (
-            dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-        )
+        self.places, self.dim, self.axes, self.policy = places, dim, axes, policy
         self._inner = parameter.spec if isinstance(parameter, DTensor) else None
         local = parameter.part if isinstance(parameter, DTensor) else parameter.detach()
         self.whole_shape = local.shape
@@ -69,10 +72,12 @@ class FSDPParameter:
         self.sharded: nn.Parameter = self._as_parameter(
             wrap(part, self.spec), parameter.requires_grad
         )
+        self._choose_dtype()
         forget_replaced(parameter)  # a tied one may be taken a second time
         for key, value in vars(parameter).items():
             setattr(self.sharded, key, value)
         note_replaced(parameter, self)
+        self._gradient_room: torch.Tensor | None = None
         self.whole: nn.Parameter | None = None
         self.accumulated: torch.Tensor | None = None
 
@@ -124,19 +129,27 @@ class FSDPParameter:
         return self.sharded.requires_grad
 
     @property
-    def rows(self) -> int:
-        """Indices of the cut dimension that a full part has; later parts may have fewer."""
-        return -(-self.whole_shape[self.dim] // self.axes.size)
+    def version(self) -> int:
+        """A number that changes when this rank's shard is written in place."""
+        return self.sharded._version + self.part._version
+
+    def has_changed(self) -> None:
+        """Let autograd refuse what it has saved of the whole, whose values are others now."""
+        if self.whole is not None:
+            torch.autograd.graph.increment_version(self.whole)
 
     def adopt(self) -> bool:
         """Take the parameter that the module has now, if it was replaced; tell whether it was.
 
-        ``to_empty``, ``to(dtype)`` and ``load_state_dict(assign=True)`` do so.
+        ``to_empty``, ``to(dtype)``, ``load_state_dict(assign=True)`` do so, or change what it is.
         """
         module, name = self.places[0]
         found: Any = module._parameters[name]  # pyright: ignore[reportPrivateUsage]
-        if found is self.sharded or found is self.whole:
+        same = found is self.sharded or found is self.whole
+        if same and self._spec_of(self.sharded) is self.spec:
             return False
+        if same:
+            found = self.sharded
         if not isinstance(found, DTensor) or found.spec.placements != self.spec.placements:
             raise ModuleError(
                 "a sharded parameter was replaced by what is no shard of it",
@@ -147,8 +160,23 @@ class FSDPParameter:
             )
         note_replaced(self.sharded, self)
         self.sharded, self.spec = found, found.spec  # pyright: ignore[reportAttributeAccessIssue]
+        self._gradient_room = None
         self.whole = None
+        self._choose_dtype()
         return True
+
+    @staticmethod
+    def _spec_of(sharded: Any) -> DTensorSpec:
+        return sharded.spec
+
+    def _choose_dtype(self) -> None:
+        low = self.policy.param_dtype if self.sharded.is_floating_point() else None
+        self.dtype = self.sharded.dtype if low is None else low
+
+    def mark_files(self) -> None:
+        """Let optimizers know where to keep the state of the shard."""
+        if self.files is not None:
+            self.sharded._dure_files = self.files  # pyright: ignore
 
     # ---------------------------------------------------------------- what modules have
 
@@ -208,10 +236,19 @@ class FSDPParameter:
         """Add this rank's part of the reduced gradient to the shard's."""
         part = part.to(self.sharded.dtype)
         if self.sharded.grad is None:
+            if self.files is not None:
+                part = self._in_file(part, self.files)
             self.sharded.grad = wrap(part, self.spec)
         else:
             grad: Any = self.sharded.grad
             grad.part.add_(part)
+
+    def _in_file(self, part: torch.Tensor, files: Files) -> torch.Tensor:
+        """Return a gradient in this parameter's file for it."""
+        room = self._gradient_room
+        if room is None or room.dtype != part.dtype:
+            room = self._gradient_room = files.zeros(part.shape, part.dtype)
+        return room.copy_(part)
 
 
 def _dense_strides(shape: torch.Size) -> list[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 
 import torch
 
@@ -41,7 +42,15 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Shards, gradients and optimizer state stay where the mesh's device is."""
+    """Where shards, gradients and optimizer state stay: on the mesh's device, or in files.
+
+    Attributes:
+        path: A folder, for models on the CPU that are larger than its memory: they stay in files
+            there, which the kernel reads and writes back as memory is needed. The same folder on
+            all ranks of a host. None: they stay in memory.
+    """
+
+    path: str | os.PathLike[str] | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from dure.comm.memory import heap_empty
 from dure.comm.ops import ReduceOp
 from dure.parallel.fsdp.axes import DataAxes
 from dure.parallel.fsdp.parameter import FSDPParameter
-from dure.parallel.fsdp.strategy import Reduction
+from dure.parallel.fsdp.strategy import CustomReduceScatter, Reduction
 
 __all__ = ["Reducer", "padded_numel", "padded_shape", "parts_of"]
 
@@ -38,15 +38,16 @@ class Reducer:
         self._parameters, self._axes = list(parameters), axes
         self._group = axes.shard_group.channel(1)
         self._carry: torch.Tensor | None = None
+        self.custom_reduce_scatter: CustomReduceScatter | None = None
 
     def reduce(
         self, gradients: Sequence[torch.Tensor | None], how: Reduction
     ) -> Callable[[], Sequence[torch.Tensor | None]]:
         """Begin to reduce; see `Strategy.reduce`."""
         size = self._axes.size
-        sizes = [padded_numel(p) if p.is_trained else 0 for p in self._parameters]
+        sizes = [padded_numel(p, size) if p.is_trained else 0 for p in self._parameters]
         dtype = how.dtype or self._parameters[0].dtype
-        flat = _empty(size, sum(sizes) + len(sizes), dtype, self._parameters[0].part.device)
+        flat = self._empty(size, sum(sizes) + len(sizes), dtype)
         *pieces, used = flat.split([*sizes, len(sizes)], dim=1)
         used.copy_(torch.tensor([g is not None for g in gradients]))
         for piece, parameter, gradient in zip(pieces, self._parameters, gradients, strict=True):
@@ -54,10 +55,15 @@ class Reducer:
                 piece.zero_()
             if gradient is not None:
                 _copy_in(piece, gradient, parameter)
-        output = flat.new_empty(flat.shape[1])
         average = how.divisor is None and not how.force_sum
         op = ReduceOp.AVG if average else ReduceOp.SUM
-        work = self._group.reduce_scatter_single(output, flat.view(-1), op, async_op=True)
+        comm = self.custom_reduce_scatter
+        if comm is None:
+            output = flat.new_empty(flat.shape[1])
+            work = self._group.reduce_scatter_single(output, flat.view(-1), op, async_op=True)
+        else:
+            output = comm.allocate((flat.shape[1],), dtype=dtype, device=flat.device)
+            work = comm(output, flat.view(-1), self._axes.shard_group, op, async_op=True)
 
         def finish() -> Sequence[torch.Tensor | None]:
             if work is not None:
@@ -87,44 +93,48 @@ class Reducer:
         *pieces, used = output.split([*sizes, len(sizes)])
         had = used.tolist()
         return [
-            _unpadded(piece, parameter) if some else None
+            self._unpadded(piece, parameter) if some else None
             for piece, parameter, some in zip(pieces, self._parameters, had, strict=True)
         ]
 
+    def _unpadded(self, piece: torch.Tensor, parameter: FSDPParameter) -> torch.Tensor:
+        part = parameter.part.shape[parameter.dim]
+        return piece.view(padded_shape(parameter, self._axes.size)).narrow(parameter.dim, 0, part)
 
-def padded_shape(parameter: FSDPParameter) -> torch.Size:
-    """Return the shape of a full part."""
+    def _empty(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        device = self._parameters[0].part.device
+        if self.custom_reduce_scatter is not None:
+            room = self.custom_reduce_scatter.allocate(
+                (rows * columns,), dtype=dtype, device=device
+            )
+            return room.view(rows, columns)
+        if device.type == "cpu":
+            return heap_empty(rows, columns, dtype=dtype)
+        return torch.empty(rows, columns, dtype=dtype, device=device)
+
+
+def padded_shape(parameter: FSDPParameter, size: int) -> torch.Size:
+    """Return the shape of a full part, of `size` parts; later ones may be shorter."""
     shape = list(parameter.whole_shape)
-    shape[parameter.dim] = parameter.rows
+    shape[parameter.dim] = -(-shape[parameter.dim] // size)
     return torch.Size(shape)
 
 
-def padded_numel(parameter: FSDPParameter) -> int:
+def padded_numel(parameter: FSDPParameter, size: int) -> int:
     """Return the elements of a full part."""
-    return padded_shape(parameter).numel()
+    return padded_shape(parameter, size).numel()
 
 
-def _unpadded(piece: torch.Tensor, parameter: FSDPParameter) -> torch.Tensor:
-    part = parameter.part.shape[parameter.dim]
-    return piece.view(padded_shape(parameter)).narrow(parameter.dim, 0, part)
-
-
-def parts_of(whole: torch.Tensor, parameter: FSDPParameter) -> list[torch.Tensor]:
-    """Return the ranks' parts of a whole tensor; the last may be short, or missing."""
+def parts_of(whole: torch.Tensor, parameter: FSDPParameter, size: int) -> list[torch.Tensor]:
+    """Return the parts of a whole tensor; the last may be short, or missing."""
     if whole.shape[parameter.dim] == 0:
         return []
-    return list(whole.split(parameter.rows, parameter.dim))
+    return list(whole.split(padded_shape(parameter, size)[parameter.dim], parameter.dim))
 
 
 def _copy_in(pieces: torch.Tensor, gradient: torch.Tensor, parameter: FSDPParameter) -> None:
     """Copy a whole gradient into all ranks' padded parts [n, numel]."""
-    shape = padded_shape(parameter)
-    for piece, part in zip(pieces, parts_of(gradient, parameter), strict=False):
+    shape = padded_shape(parameter, len(pieces))
+    for piece, part in zip(pieces, parts_of(gradient, parameter, len(pieces)), strict=False):
         size = part.shape[parameter.dim]
         piece.view(shape).narrow(parameter.dim, 0, size).copy_(part)
-
-
-def _empty(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if device.type == "cpu":
-        return heap_empty(rows, columns, dtype=dtype)
-    return torch.empty(rows, columns, dtype=dtype, device=device)

@@ -20,9 +20,8 @@ Wholes are not to be written: a module that does so in forward is refused, and t
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import (
@@ -36,6 +35,7 @@ from dure.parallel.fsdp.axes import DataAxes
 from dure.parallel.fsdp.optimizers import rebind
 from dure.parallel.fsdp.parameter import FSDPParameter
 from dure.parallel.fsdp.reducing import Reducer
+from dure.tensor.dtensor import DTensor
 from dure.tensor.placement_types import chunk
 from dure.training.memory import node_shared_zeros
 
@@ -53,10 +53,10 @@ def why_not_shared(parameters: Sequence[FSDPParameter], axes: DataAxes) -> str |
     for parameter in parameters:
         if parameter.dim != 0:
             return f"{parameter.name} is cut in dimension {parameter.dim}"
+        if type(parameter.part) is not torch.Tensor:
+            return f"{parameter.name} is a {type(parameter.part).__name__}"
         if parameter.part.device.type not in ("cpu", "meta"):
             return f"{parameter.name} is on {parameter.part.device}"
-    if len(group.hosts) > 1:
-        return f"its ranks are on {len(group.hosts)} hosts"
     if group.backend_name not in ("shm", "threads", "hybrid"):
         return f"ranks of the backend {group.backend_name} share no memory"
     return None
@@ -72,8 +72,6 @@ class Turns:
     Threads: one a rank.
     """
 
-    _of: ClassVar[weakref.WeakKeyDictionary[ProcessGroup, Turns]] = weakref.WeakKeyDictionary()
-
     def __init__(self, group: ProcessGroup) -> None:
         self._signals = symmetric_memory.rendezvous(symmetric_memory.empty(1), group)
         self._group_name = group.group_name
@@ -87,10 +85,11 @@ class Turns:
 
     @classmethod
     def of(cls, group: ProcessGroup) -> Turns:
-        """Return the turns of a group."""
-        if group not in cls._of:
-            cls._of[group] = cls(group)
-        return cls._of[group]
+        """Return the turns of a group, which has them: they go when it goes."""
+        turns = group.belongings.get(cls)
+        if turns is None:
+            turns = group.belongings[cls] = cls(group)
+        return turns
 
     @property
     def epoch(self) -> int:
@@ -105,6 +104,10 @@ class Turns:
         self.end_write()
         self._signals.barrier()
         self._reading = True
+
+    def meet(self) -> None:
+        """Wait until all ranks are here, within a step."""
+        self._signals.barrier(channel=1)
 
     def leave(self, together: bool) -> None:
         """Tell all that this rank reads no more; with `together`, wait until nobody does."""
@@ -154,24 +157,34 @@ class Shared(Reducer):
 
     Args:
         parameters: Of one dtype, cut in dimension 0, on the CPU.
-        axes: Over which they are sharded; all ranks of the shard axis are on this host.
+        axes: Over which they are sharded.
+        group: The ranks that share memory, on one host; those of the shard axis where None.
 
     Collective: construction.
     """
 
     name = "shared"
 
-    def __init__(self, parameters: Sequence[FSDPParameter], axes: DataAxes) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[FSDPParameter],
+        axes: DataAxes,
+        group: ProcessGroup | None = None,
+    ) -> None:
         super().__init__(parameters, axes)
-        self._turns = Turns.of(axes.shard_group)
+        group = group or axes.shard_group
+        self._turns = Turns.of(group)
         self._low = parameters[0].dtype != parameters[0].spec.meta.dtype
-        self._full = _Block(self._parameters, [p.spec.meta.dtype for p in self._parameters], axes)
+        dtypes = [p.spec.meta.dtype for p in self._parameters]
+        self._full = _Block(self._parameters, dtypes, axes, group)
         self._wholes = self._full.wholes
         self._low_block: _Block | None = None
         if self._low:
-            self._low_block = _Block(self._parameters, [p.dtype for p in self._parameters], axes)
+            dtypes = [p.dtype for p in self._parameters]
+            self._low_block = _Block(self._parameters, dtypes, axes, group)
             self._wholes = self._low_block.wholes
         self._versions: list[int] = []
+        self._shard_versions: list[int] = []
         self._epoch = -1
         self.attach()
 
@@ -181,12 +194,22 @@ class Shared(Reducer):
             sharded: Any = parameter.sharded
             part = sharded.part
             sharded._dure_turns = self._turns
+            parameter.mark_files()
             if part.is_meta:
                 continue
             if part.data_ptr() != place.data_ptr() and place.numel():
                 self._turns.begin_write()
                 place.copy_(part.detach())
             sharded.part = place
+
+    def give_up(self) -> None:
+        """Give the shards memory of this rank's own; another strategy comes."""
+        self._turns.leave(together=False)
+        for parameter in self._parameters:
+            sharded: Any = parameter.sharded
+            if parameter.files is None:
+                sharded.part = parameter.part.clone()
+            del sharded._dure_turns
 
     def publish(self) -> None:
         """Take back shards that the program has put elsewhere; cast, where wholes are cast."""
@@ -205,10 +228,31 @@ class Shared(Reducer):
         epoch = self._turns.epoch
         if epoch != self._epoch:
             self._epoch = epoch
-            for whole in self._wholes:
-                torch.autograd.graph.increment_version(whole)
-            if self._versions:  # kept whole since an earlier forward
-                self._versions = [whole._version for whole in self._wholes]
+            self._have_changed()
+        self._shard_versions = [p.version for p in self._parameters]
+
+    def _have_changed(self) -> None:
+        """Let autograd refuse what it has saved of the wholes."""
+        for parameter, whole in zip(self._parameters, self._wholes, strict=True):
+            torch.autograd.graph.increment_version(whole)
+            if isinstance(parameter.whole, DTensor):
+                parameter.has_changed()
+        if self._versions:  # kept whole since an earlier forward
+            self._versions = [whole._version for whole in self._wholes]
+
+    def check_unwritten(self) -> None:
+        """See that this rank has not written its shards while the others may read them.
+
+        Raises:
+            ModuleError: It has written one, which is named.
+        """
+        for parameter, version in zip(self._parameters, self._shard_versions, strict=True):
+            if parameter.version != version:
+                raise _written(parameter)
+
+    def is_stale(self) -> bool:
+        """They are not: wholes and shards are the same memory."""
+        return False
 
     def leave(self, together: bool) -> None:
         """End a step; see `Turns`."""
@@ -234,7 +278,7 @@ class Shared(Reducer):
         self._versions = [whole._version for whole in self._wholes]
         return self._wholes
 
-    def reshard(self) -> None:
+    def reshard(self, for_backward: bool = False) -> None:
         """See that nobody has written the wholes.
 
         Raises:
@@ -245,15 +289,18 @@ class Shared(Reducer):
         ):
             if whole._version != version:
                 self._versions = []
-                raise ModuleError(
-                    "a parameter that ranks share was written in forward or backward",
-                    op="fully_shard",
-                    parameters=(parameter.name,),
-                    seen=f"{parameter.name} {list(parameter.whole_shape)}",
-                    fix="Write it between steps; or shard the module within `with "
-                    'fsdp.strategy("gathered"):`.',
-                )
+                raise _written(parameter)
         self._versions = []
+
+
+def _written(parameter: FSDPParameter) -> ModuleError:
+    return ModuleError(
+        "a parameter that ranks share was written in forward or backward",
+        op="fully_shard",
+        parameters=(parameter.name,),
+        seen=f"{parameter.name} {list(parameter.whole_shape)}",
+        fix='Write it between steps; or shard the module within `with fsdp.strategy("gathered"):`.',
+    )
 
 
 class _Block:
@@ -265,22 +312,38 @@ class _Block:
     """
 
     def __init__(
-        self, parameters: Sequence[FSDPParameter], dtypes: Sequence[torch.dtype], axes: DataAxes
+        self,
+        parameters: Sequence[FSDPParameter],
+        dtypes: Sequence[torch.dtype],
+        axes: DataAxes,
+        group: ProcessGroup,
     ) -> None:
+        self._axes = axes
         starts = [0]
         for parameter, dtype in zip(parameters, dtypes, strict=True):
             nbytes = parameter.whole_shape.numel() * dtype.itemsize
             starts.append(starts[-1] + -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
-        memory = node_shared_zeros(axes.shard_group, max(starts.pop(), _ALIGNMENT))
-        self.wholes: list[torch.Tensor] = []
-        self.shards: list[torch.Tensor] = []
-        for parameter, dtype, start in zip(parameters, dtypes, starts, strict=True):
-            shape = parameter.whole_shape
-            row = shape[1:].numel() * dtype.itemsize
-            size, offset = chunk(shape[0], axes.size, axes.rank)
-            self.wholes.append(_over(memory, start, shape, dtype))
-            part = torch.Size((size, *shape[1:]))
-            self.shards.append(_over(memory, start + offset * row, part, dtype))
+        nbytes, files = max(starts.pop(), _ALIGNMENT), parameters[0].files
+        if files is None:
+            self._memory = node_shared_zeros(group, nbytes)
+        else:
+            self._memory = files.shared_zeros(group, nbytes)
+        self._starts = starts
+        self.wholes = [
+            _over(self._memory, start, parameter.whole_shape, dtype)
+            for parameter, dtype, start in zip(parameters, dtypes, starts, strict=True)
+        ]
+        self.shards = self.rows_of(axes.rank)
+
+    def rows_of(self, rank: int) -> list[torch.Tensor]:
+        """Return the rows that a rank has of each parameter."""
+        rows: list[torch.Tensor] = []
+        for whole, start in zip(self.wholes, self._starts, strict=True):
+            size, offset = chunk(whole.shape[0], self._axes.size, rank)
+            begin = start + offset * whole.shape[1:].numel() * whole.itemsize
+            shape = torch.Size((size, *whole.shape[1:]))
+            rows.append(_over(self._memory, begin, shape, whole.dtype))
+        return rows
 
 
 def _over(memory: torch.Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

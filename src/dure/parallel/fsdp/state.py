@@ -17,6 +17,7 @@ reductions when it comes to the next one, and adds zeros.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dure.errors import ModuleError, PeerLost
+from dure.comm.untraced import untraced
+from dure.errors import ModuleError, PeerLost, UsageError
 from dure.parallel.fsdp.group import ParameterGroup
 from dure.parallel.fsdp.policies import MixedPrecisionPolicy
 from dure.parallel.fsdp.uninitialized import check_initialized
@@ -32,6 +34,9 @@ from dure.training import autograd_hooks
 from dure.training.pytrees import mapped, tensors_of
 
 __all__ = ["FSDPState", "Order", "Tree", "state_of"]
+
+_MOST_REDUCTIONS = 2
+"""Groups whose gradients are reduced at once."""
 
 
 class Order:
@@ -93,6 +98,7 @@ class Tree:
         self._backwards: dict[FSDPState, tuple[Order, Order]] = {}
         self._forward: Order | None = None
         self._backward: tuple[Order, Order] | None = None
+        self._reducing: deque[ParameterGroup] = deque()
 
     def _name_parameters(self, root: FSDPState) -> None:
         paths = {inner: path for m in root.modules for path, inner in m.named_modules()}
@@ -125,17 +131,8 @@ class Tree:
     def begin_forward(self, state: FSDPState) -> None:
         """A module's forward begins; the outermost one's begins a step."""
         if self._entry is None:
-            self._leave(together=False)  # what an earlier forward reads is no longer awaited
-            self._check_usable()
+            self._forward = self._enter(self._forwards.setdefault(state, Order()))
             self._entry = state
-            groups = [group for each in self.states for group in each.groups]
-            for group in groups:
-                group.adopt()
-                group.strategy.publish()
-            for group in groups:
-                group.strategy.enter()
-            self._forward = self._forwards.setdefault(state, Order())
-            self._forward.begin()
         assert self._forward is not None
         for skipped in self._forward.skipped(state):
             skipped.join_gather()
@@ -153,6 +150,19 @@ class Tree:
             for state in self.states:
                 state.is_checked = True
 
+    def _enter(self, order: Order) -> Order:
+        """Begin a step: what was written before is seen by all."""
+        self._leave(together=False)  # what an earlier forward reads is no longer awaited
+        self._check_usable()
+        groups = [group for each in self.states for group in each.groups]
+        for group in groups:
+            group.adopt()
+            group.strategy.publish()
+        for group in groups:
+            group.strategy.enter()
+        order.begin()
+        return order
+
     def end_forward(self, state: FSDPState, raised: bool) -> None:
         """A module's forward has ended."""
         if raised:
@@ -167,6 +177,9 @@ class Tree:
                 each.reshard()
         for skipped in self._forward.end():
             skipped.join_gather()
+        for each in self.states:
+            for group in each.groups:
+                group.strategy.check_unwritten()
         if not torch.is_grad_enabled():
             self._leave(together=True)
 
@@ -180,13 +193,9 @@ class Tree:
     def begin_backward(self, state: FSDPState) -> None:
         """A module's backward begins, or its forward is run again in backward."""
         if self._backward is None:
-            self._backward = self._backwards.setdefault(state, (Order(), Order()))
-            for order in self._backward:
-                order.begin()
+            self._enter_backward(self._backwards.setdefault(state, (Order(), Order())))
             autograd_hooks.at_end(self._end_backward)
-            for each in self.states:
-                for group in each.groups:
-                    group.strategy.enter()
+        assert self._backward is not None
         gathers, _ = self._backward
         if state.is_sharded and state.unshard_in_backward:
             for skipped in gathers.skipped(state):
@@ -199,19 +208,62 @@ class Tree:
                     ahead.unshard()
         state.in_backward = True
 
+    def _enter_backward(self, orders: tuple[Order, Order]) -> None:
+        self._backward = orders
+        for order in orders:
+            order.begin()
+        for state in self.states:
+            for group in state.groups:
+                group.strategy.enter()
+
+    def join_step(self) -> None:
+        """Take part in a forward of the root and, with gradients on, in its backward."""
+        forward, backward = self._forwards.get(self.root), self._backwards.get(self.root)
+        training = torch.is_grad_enabled()
+        if forward is None or (training and backward is None):
+            raise UsageError(
+                "the first step needs a batch on every rank: others follow its order of modules",
+                op="join_step",
+                seen=f"no {'forward' if forward is None else 'backward'} of "
+                f"{type(self.root.modules[0]).__name__} yet",
+            )
+        with self.telling():
+            for state in self._enter(forward).end():
+                state.join_gather()
+            if training and backward is not None:
+                with torch.no_grad():
+                    self._enter_backward(backward)
+                    self._finish(*backward)
+            else:
+                self._leave(together=True)
+
     def reduce(self, state: FSDPState) -> None:
         """A module's backward has ended."""
         assert self._backward is not None
         _, reductions = self._backward
         for skipped in reductions.skipped(state):
-            skipped.end_backward()
+            self._begin_reduction(skipped)
+        self._begin_reduction(state)
+
+    def _begin_reduction(self, state: FSDPState) -> None:
+        """Begin to reduce a module's gradients; end what was begun long before it.
+
+        So that flat copies of gradients do not pile up until backward ends.
+        """
         state.end_backward()
+        self._reducing += [g for g in state.groups if g.is_reducing]
+        while len(self._reducing) > _MOST_REDUCTIONS:
+            self._reducing.popleft().finish_reduction()
 
     def _end_backward(self) -> None:
         """Autograd has ended: reduce what is left, and wait for all."""
         if self._backward is not None:
-            with self.telling():
-                self._finish(*self._backward)
+            try:
+                with self.telling():
+                    self._finish(*self._backward)
+            except ModuleError:
+                self.forget()
+                raise
 
     def _finish(self, gathers: Order, reductions: Order) -> None:
         for state in reversed(self.states):
@@ -220,20 +272,24 @@ class Tree:
         for state in gathers.end():
             state.join_gather()
         for state in reductions.end():
-            state.end_backward()
+            self._begin_reduction(state)
+        while self._reducing:
+            self._reducing.popleft().finish_reduction()
         for state in self.states:
             for group in state.groups:
-                group.finish_reduction()
                 if state.reshard_after_backward:
                     group.reshard()
+                group.strategy.check_unwritten()
         self._backward = None
         self._leave(together=True)
 
     def forget(self) -> None:
         """End a step that failed: reshard all, and drop its gradients."""
         self._entry, self._forward, self._backward = None, None, None
+        self._reducing.clear()
         for state in self.states:
             state.in_backward = False
+            state.running = 0
             state.to_run.clear()
             for group in state.groups:
                 group.forget()
@@ -256,6 +312,7 @@ class FSDPState:
         is_checked: Nothing is offloaded, nor made by `to_empty` and perhaps written by nobody.
         is_offloaded: Shards have no values; see `offload`.
         to_run: Modules of the call that forward has not reached, where it has reached one.
+        running: How many forwards of its modules run, within one another.
     """
 
     def __init__(
@@ -275,6 +332,7 @@ class FSDPState:
         self.is_checked = True
         self.is_offloaded = False
         self.to_run: set[nn.Module] = set()
+        self.running = 0
         self.tree: Tree | None = None
         self._raising: BaseException | None = None
         self.trains = any(p.sharded.requires_grad for g in groups for p in g.parameters)
@@ -314,13 +372,19 @@ class FSDPState:
         for group in self.groups:
             group.reshard()
 
+    def reshard_after(self) -> None:
+        """Let the modules have the shards when a forward has ended, if they are to have them."""
+        training = torch.is_grad_enabled()
+        if self.frees_after_forward or not training:
+            for group in self.groups:
+                group.reshard(for_backward=training)
+
     def join_gather(self) -> None:
         """Take part in a gather whose result this rank does not need."""
         if self.is_sharded:
             self.unshard()
             self.show_wholes()
-            if self.frees_after_forward or not torch.is_grad_enabled():
-                self.reshard()
+            self.reshard_after()
 
     def end_backward(self) -> None:
         """Reduce the gradients, and free the wholes."""
@@ -341,6 +405,7 @@ class FSDPState:
 
     # ---------------------------------------------------------------- hooks
 
+    @untraced
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -349,11 +414,13 @@ class FSDPState:
         if autograd_hooks.in_backward():
             with tree.telling():
                 tree.begin_backward(self)
-        elif not self.to_run:
-            self.to_run.update(self.modules)
-            self._raising = sys.exc_info()[1]
-            with tree.telling():
-                tree.begin_forward(self)
+        else:
+            if not (self.to_run or self.running):
+                self.to_run.update(self.modules)
+                self._raising = sys.exc_info()[1]
+                with tree.telling():
+                    tree.begin_forward(self)
+            self.running += 1
         dtype = self.policy.param_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
             args, kwargs = _cast(args, dtype), _cast(kwargs, dtype)
@@ -361,6 +428,7 @@ class FSDPState:
             args, kwargs = _watched((args, kwargs), self._after_backward)
         return args, kwargs
 
+    @untraced
     def _after_forward(self, module: nn.Module, inputs: object, output: Any) -> Any:
         """Free the wholes; ask to be told when a gradient of the outputs arrives."""
         if self.policy.output_dtype is not None:
@@ -371,13 +439,17 @@ class FSDPState:
         assert tree is not None
         raised = sys.exc_info()[1] is not self._raising
         self.to_run.discard(module)
+        self.running = max(0, self.running - 1)
         if torch.is_grad_enabled():
             autograd_hooks.on_outputs(output, self._before_backward)
-        if raised or not self.to_run:
-            if self.frees_after_forward or not torch.is_grad_enabled():
-                self.reshard()
-            with tree.telling():
-                tree.end_forward(self, raised)
+        if raised or not (self.to_run or self.running):
+            try:
+                self.reshard_after()
+                with tree.telling():
+                    tree.end_forward(self, raised)
+            except ModuleError:
+                tree.forget()
+                raise
         return output
 
     def run(

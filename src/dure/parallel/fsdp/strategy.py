@@ -12,14 +12,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from dure import env
 from dure.errors import PeerLost, UsageError
 
-__all__ = ["Reduction", "Strategy", "forced", "strategy"]
+if TYPE_CHECKING:
+    from dure.comm.group import ProcessGroup
+    from dure.comm.ops import ReduceOp
+    from dure.comm.work import Work
+
+__all__ = [
+    "CustomAllGather",
+    "CustomReduceScatter",
+    "Reduction",
+    "Strategy",
+    "forced",
+    "strategy",
+]
 
 NAMES = ("shared", "gathered")
 _forced: ContextVar[str | None] = ContextVar("dure_fsdp_strategy", default=None)
@@ -44,6 +56,47 @@ class Reduction:
     hook: Callable[[torch.Tensor], object] | None = None
 
 
+class CustomAllGather(Protocol):
+    """A program's own all_gather, as torch's `AllGather`; see `set_custom_all_gather`."""
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return memory [size], for the input or the output; its values may be any."""
+        ...
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: ProcessGroup,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Gather [k] of each rank into [n * k]; return what waits for it, or None if it is done."""
+        ...
+
+
+class CustomReduceScatter(Protocol):
+    """A program's own reduce_scatter, as torch's `ReduceScatter`."""
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return memory [size], for the input or the output; its values may be any."""
+        ...
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: ProcessGroup,
+        op: ReduceOp,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Reduce [n * k] of each rank to this rank's [k]; return what waits, or None."""
+        ...
+
+
 class Strategy(Protocol):
     """What makes one group's parameters whole. All parameters have one dtype.
 
@@ -51,6 +104,7 @@ class Strategy(Protocol):
     """
 
     name: str
+    custom_reduce_scatter: CustomReduceScatter | None
 
     def attach(self) -> None:
         """Take the shards that the parameters have now: first, and whenever some were replaced."""
@@ -76,6 +130,17 @@ class Strategy(Protocol):
         """Return memory of this rank's that `publish` writes anew before it is read."""
         ...
 
+    def check_unwritten(self) -> None:
+        """Raise if shards were written since `enter`, where others read them."""
+        ...
+
+    def is_stale(self) -> bool:
+        """Whether any rank's shards were written since the wholes, which were kept, were made.
+
+        Collective: all ranks of the group.
+        """
+        ...
+
     def tell(self, error: PeerLost) -> None:
         """Add to an error what a rank's death has left of the parameters."""
         ...
@@ -88,8 +153,12 @@ class Strategy(Protocol):
         """Return the wholes, each [whole_shape] of its `dtype`; always the same tensors."""
         ...
 
-    def reshard(self) -> None:
-        """The wholes are not read until `unshard` comes again."""
+    def reshard(self, for_backward: bool = False) -> None:
+        """The wholes are not read until `unshard` comes again.
+
+        Args:
+            for_backward: That is in this step's backward: what makes it cheaper may be kept.
+        """
         ...
 
     def reduce(

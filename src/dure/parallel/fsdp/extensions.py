@@ -1,0 +1,207 @@
+"""Strategy *gathered* for tensor subclasses that say themselves what of them is gathered.
+
+Such a class has two methods, as torch's documentation tells them:
+
+    fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
+        -> (tensors to gather, such as quantized values and scales; metadata)
+    fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None)
+        -> (the whole, tensors that its memory is in); with `out`, nothing: `out` is filled
+
+What is gathered may have any dtype, and travels as bytes in one all_gather a group:
+
+    tensors of this rank  --copy-->  bytes [k]  --all_gather-->  bytes [n, k]  --copy-->  outputs
+
+The outputs stay the same tensors, as wholes may be views of them; between uses their storage, and
+that of what the class has named, has no bytes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dure.errors import ModuleError
+from dure.parallel.fsdp.axes import DataAxes
+from dure.parallel.fsdp.gathered import Gathered
+from dure.parallel.fsdp.parameter import FSDPParameter
+
+if TYPE_CHECKING:
+    from dure.comm.group import ProcessGroup
+
+__all__ = ["Extended", "is_extended"]
+
+_ALIGNMENT = 64
+
+_unversioned = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore
+
+
+def is_extended(part: torch.Tensor) -> bool:
+    """Tell whether a part's class says what of it is gathered.
+
+    Raises:
+        ModuleError: It has one of the two methods only.
+    """
+    has = [hasattr(part, f"fsdp_{when}_all_gather") for when in ("pre", "post")]
+    if any(has) and not all(has):
+        raise ModuleError(
+            "a tensor subclass has both fsdp_pre_all_gather and fsdp_post_all_gather, or neither",
+            op="fully_shard",
+            seen=type(part).__name__,
+        )
+    return all(has)
+
+
+@dataclass(slots=True)
+class _Extension:
+    """What one parameter's class gathers.
+
+    Attributes:
+        metadata: Its own, from this gather's first method to the second (Any: the class's).
+        shapes, dtypes: Of a full part of each tensor.
+        outputs: What is gathered, whole along dim 0; the same tensors from the first gather on.
+        owned: Tensors that the class has named.
+    """
+
+    metadata: Any = None
+    shapes: list[torch.Size] = field(default_factory=list)
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    owned: tuple[torch.Tensor, ...] = ()
+
+    def room(self, number: int) -> int:
+        """Return the bytes that a full part of one tensor takes on the way."""
+        nbytes = math.prod(self.shapes[number]) * self.dtypes[number].itemsize
+        return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class Extended(Gathered):
+    """Makes a group whole whose parameters are tensor subclasses with extensions.
+
+    Args:
+        parameters: Of one dtype, all with extensions.
+        axes: Over which they are sharded.
+        near: Nothing: what a class gathers is gathered from all ranks.
+    """
+
+    def __init__(
+        self, parameters: Sequence[FSDPParameter], axes: DataAxes, near: ProcessGroup | None = None
+    ) -> None:
+        super().__init__(parameters, axes)
+        self._dtype = torch.uint8
+        self._extensions = [_Extension() for _ in parameters]
+
+    def attach(self) -> None:
+        """Begin anew: other wholes are made."""
+        super().attach()
+        self._extensions = [_Extension() for _ in self._parameters]
+
+    def _shards(self) -> torch.Tensor:
+        pieces: list[tuple[torch.Tensor, int]] = []
+        for parameter, extension in zip(self._parameters, self._extensions, strict=True):
+            tensors = self._asked(parameter, extension)
+            for number, tensor in enumerate(tensors):
+                there = tensor.detach().contiguous().view(-1).view(torch.uint8)
+                pieces.append((there, extension.room(number)))
+        flat = self._room(sum(room for _, room in pieces))
+        for (piece, _), there in zip(pieces, flat.split([room for _, room in pieces]), strict=True):
+            there[: piece.numel()].copy_(piece)
+        return flat
+
+    def _asked(self, parameter: FSDPParameter, extension: _Extension) -> Sequence[torch.Tensor]:
+        """Ask the class what of this rank's part is gathered."""
+        part: Any = parameter.part
+        pre = part.fsdp_pre_all_gather
+        mesh = self._axes.shard_mesh
+        strides = torch.empty(parameter.whole_shape, device="meta").stride()
+        module, policy = parameter.places[0][0], parameter.policy
+        all_arguments = (mesh, parameter.whole_shape, strides, module, policy)
+        only_mesh = len(inspect.signature(pre).parameters) == 1  # torch's older form
+        tensors, extension.metadata = pre(*(all_arguments[:1] if only_mesh else all_arguments))
+        rows, full = part.shape[0], -(-parameter.whole_shape[0] // self._axes.size)
+        for tensor in tensors:
+            if self._is_uneven(parameter) and tensor.shape[0] not in (rows, full):
+                raise ModuleError(
+                    "of a parameter that is cut unevenly, as many rows are gathered as it has",
+                    op="fsdp_pre_all_gather",
+                    parameters=(parameter.name,),
+                    seen=f"{list(tensor.shape)}; expected {rows} or, padded, {full} rows",
+                )
+        extension.dtypes = [t.dtype for t in tensors]
+        extension.shapes = [
+            torch.Size((full, *t.shape[1:])) if self._is_uneven(parameter) else t.shape
+            for t in tensors
+        ]
+        return tensors
+
+    def _is_uneven(self, parameter: FSDPParameter) -> bool:
+        return bool(parameter.whole_shape[0] % self._axes.size)
+
+    def wait(self) -> Sequence[torch.Tensor]:
+        """Finish the all_gather, and have the classes make the wholes."""
+        if self._is_whole:
+            return self._wholes
+        self.unshard()
+        assert self._begun is not None
+        output, ranks, work = self._begun
+        self._begun = None
+        if work is not None:
+            work.wait()
+        pieces, begin = output.view(ranks, -1), 0
+        made: list[torch.Tensor] = []
+        for number, extension in enumerate(self._extensions):
+            width = sum(map(extension.room, range(len(extension.shapes))))
+            with torch.no_grad():
+                _copy_out(extension, pieces[:, begin : begin + width])
+                made.append(self._whole(number, extension))
+            begin += width
+        self._wholes = made
+        self._is_whole = True
+        return self._wholes
+
+    def _whole(self, number: int, extension: _Extension) -> torch.Tensor:
+        parameter = self._parameters[number]
+        part: Any = parameter.part
+        outputs = tuple(extension.outputs)
+        if self._is_uneven(parameter):
+            outputs = tuple(t[: parameter.whole_shape[0]] for t in outputs)
+        if not self._wholes:
+            whole, owned = part.fsdp_post_all_gather(outputs, extension.metadata, parameter.dtype)
+            extension.owned = tuple(owned)
+            return whole
+        for tensor in extension.owned:
+            tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
+        whole = self._wholes[number] if parameter.whole is None else parameter.whole
+        with _unversioned((whole, *extension.owned)):
+            part.fsdp_post_all_gather(outputs, extension.metadata, parameter.dtype, out=whole)
+        return self._wholes[number]
+
+    def reshard(self, for_backward: bool = False) -> None:
+        """Free what the wholes are in."""
+        if not self._is_whole:
+            return
+        self._is_whole = False
+        for extension in self._extensions:
+            for tensor in (*extension.outputs, *extension.owned):
+                tensor.untyped_storage().resize_(0)
+
+
+def _copy_out(extension: _Extension, pieces: torch.Tensor) -> None:
+    """Copy all ranks' bytes [n, width] into the outputs."""
+    ranks, begin = len(pieces), 0
+    is_first = not extension.outputs
+    for number, (shape, dtype) in enumerate(zip(extension.shapes, extension.dtypes, strict=True)):
+        nbytes = math.prod(shape) * dtype.itemsize
+        if is_first:
+            rows = torch.Size((ranks * shape[0], *shape[1:]))
+            extension.outputs.append(pieces.new_empty(rows, dtype=dtype))
+        output = extension.outputs[number]
+        output.untyped_storage().resize_(ranks * nbytes)
+        with _unversioned(output):
+            there = output.view(-1).view(torch.uint8).view(ranks, nbytes)
+            there.copy_(pieces[:, begin : begin + nbytes])
+        begin += extension.room(number)

@@ -1,0 +1,158 @@
+"""What tests of fully sharded training share: a model, and training it against one rank."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dure.fsdp import fully_shard, strategy
+from dure.tensor import DTensor
+from dure.testing import run_ranks
+
+STEPS = 3
+ROWS = 12
+making = threading.Lock()
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 7), nn.Linear(7, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Blocks between an embedding and a head, which may have one weight."""
+
+    def __init__(self, tied: bool = False, how: str = "plain") -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.head = nn.Linear(6, 11, bias=False)
+        self.unused = nn.Linear(3, 5)
+        self.how = how
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            if self.how == "plain":
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.how == "reentrant")
+        return self.head(x)
+
+
+def made(**options: Any) -> Net:
+    with making:  # thread-ranks share the generator
+        torch.manual_seed(1)
+        return Net(**options).double()
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    drawn = torch.randint(11, (2, ROWS), generator=generator)
+    return drawn[0], drawn[1]
+
+
+def loss_of(model: nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(data[0]), data[1])
+
+
+def mine(data: tuple[torch.Tensor, torch.Tensor], size: int, rank: int) -> Any:
+    return tuple(t.chunk(size)[rank] for t in data)
+
+
+def trained(
+    model: nn.Module,
+    step_loss: Callable[[nn.Module, int], torch.Tensor],
+    make_optimizer: Callable[[Any], torch.optim.Optimizer],
+    before_step: Callable[[nn.Module], object] | None = None,
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor | None]]:
+    """Train some steps; return the losses, and the last gradients."""
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = step_loss(model, step)
+        if before_step is not None:
+            before_step(model)
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses, {n: p.grad for n, p in model.named_parameters()}
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.05)
+
+
+def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor().detach()
+    return None if tensor is None else tensor.detach()
+
+
+def by_step(model: nn.Module, step: int, size: int = 1, rank: int = 0) -> torch.Tensor:
+    loss = loss_of(model, mine(batch(step), size, rank))
+    loss.backward()
+    return loss
+
+
+def shard(model: Net, **options: Any) -> Net:
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def compare(
+    way: str,
+    size: int,
+    prepare: Callable[[Net], object] = shard,
+    step: Callable[[nn.Module, int, int, int], torch.Tensor] = by_step,
+    expected_step: Callable[[nn.Module, int], torch.Tensor] | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
+    before_step: Callable[[nn.Module], object] | None = None,
+    make: Callable[[], Net] = made,
+    data_ranks: Callable[[int], tuple[int, int]] | None = None,
+) -> None:
+    reference = make()
+    losses, gradients = trained(reference, expected_step or by_step, optimizer, before_step)
+
+    def body(rank: int) -> Any:
+        with making:
+            pass
+        model = make()
+        with strategy(way):
+            prepare(model)
+        at = (size, rank) if data_ranks is None else data_ranks(rank)
+        got, grads = trained(model, lambda m, s: step(m, s, *at), optimizer, before_step)
+        return (
+            got,
+            {n: whole(g) for n, g in grads.items()},
+            {n: whole(p) for n, p in model.named_parameters()},
+        )
+
+    results = run_ranks(size, body)
+    mean = torch.stack([torch.stack(r[0]) for r in results]).mean(0)
+    torch.testing.assert_close(mean, torch.stack(losses))
+    for _, grads, weights in results:
+        assert weights.keys() == dict(reference.named_parameters()).keys()
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(
+                weights[name], parameter.detach(), msg=lambda m, n=name: f"{n}: {m}"
+            )
+            if gradients[name] is None:
+                assert grads[name] is None, name
+            else:
+                torch.testing.assert_close(
+                    grads[name], gradients[name], msg=lambda m, n=name: f"{n}: {m}"
+                )
