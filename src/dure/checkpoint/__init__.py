@@ -5,8 +5,9 @@ commit), `manifest` and `parts` (files and checksums), `tree` (state without pic
 (modules, optimizers and the rest), `randomness` (the generators), `agreement` (all ranks or none).
 
 `save` and `load` (`sharded`) have torch's names, and take DTensors of any mesh and placements into
-any other. Below them: `saving` and `restoring`; `flattening` (names), `slices` (who has which
-elements), `planning` (who writes what), `slice_files` and `catalog` (what lies where).
+any other. Below them: `saving` and `restoring`; `background` (`async_save`) and `staging` (its
+copies); `flattening` (names), `slices` (who has which elements), `planning` (who writes what),
+`slice_files` and `catalog` (what lies where).
 
 `state_dict` gives the state of models and optimizers under the user's names (`names`), with that of
 optimizers that have not stepped (`fresh_state`).
@@ -24,16 +25,21 @@ from dure.checkpoint.metadata import (
 from dure.checkpoint.objects import PerRank
 from dure.checkpoint.restoring import Loaded
 from dure.checkpoint.sharded import (
+    AsyncCheckpointerType,
+    AsyncSaveResponse,
     DefaultLoadPlanner,
     DefaultSavePlanner,
     FileSystemReader,
     FileSystemWriter,
+    async_save,
     load,
     save,
 )
 from dure.errors import CheckpointException
 
 __all__ = [
+    "AsyncCheckpointerType",
+    "AsyncSaveResponse",
     "BytesStorageMetadata",
     "CheckpointException",
     "Checkpointer",
@@ -47,6 +53,7 @@ __all__ = [
     "PerRank",
     "Saved",
     "TensorStorageMetadata",
+    "async_save",
     "load",
     "save",
 ]

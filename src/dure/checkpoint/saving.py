@@ -1,6 +1,7 @@
 """Saving a state dictionary: each rank writes its slices, rank 0 the manifest.
 
 1. Rank 0 makes the folder; all tell what they have (or that it is what it was), and their values.
+   A save in the background holds copies from here on, and makes the folder later.
 2. Each writes its file, through to the disk; all tell how it went, and the slices' checksums.
 3. Rank 0 puts the manifest in its place; all learn that it is there.
 
@@ -9,7 +10,7 @@ What fails on any rank fails on all, before anything of the folder's checkpoint 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from dure.checkpoint.slices import Box, pieces_of
 from dure.checkpoint.tree import encode
 from dure.errors import CheckpointError, CheckpointMismatch, UsageError
 
-__all__ = ["Taken", "save_into", "take"]
+__all__ = ["Saving", "Taken", "begin", "save_into", "take"]
 
 _NOT_SAVED = "the checkpoint was not saved"
 
@@ -94,6 +95,113 @@ def _take_tensor(name: str, tensor: torch.Tensor, taken: Taken) -> None:
         taken.memory[Slice(name, piece.box)] = piece.memory.resolve_conj().resolve_neg()
 
 
+class Saving:
+    """One save of one rank.
+
+    Args:
+        ranks: Those that save.
+        state_dict: What they save.
+        before: Called first, with all else that may fail: where it raises on one rank, all fail.
+
+    Raises:
+        CheckpointException: It failed on some ranks; nothing was written.
+
+    Collective: all of `ranks`. One exchange.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        state_dict: Mapping[str, Any],
+        before: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        self._ranks, known = ranks, known_to(ranks.group)
+        mine: list[Taken] = []
+
+        def tell() -> _Told:
+            number = before()
+            mine.append(take(state_dict))
+            digest = digest_of(mine[0].offer)
+            offer = None if known.has(ranks.rank, digest) else mine[0].offer
+            return _Told(digest, offer, mine[0].values, mine[0].paths, number)
+
+        self._told = ranks.all_or_none(_NOT_SAVED, tell)
+        self._memory = mine[0].memory
+        self._division: Division | CheckpointMismatch
+        try:  # what is wrong is so on all ranks
+            self._division = known.division([(t.digest, t.offer) for t in self._told])
+            _check_names(self._division, self._told)
+        except CheckpointMismatch as e:
+            self._division = e
+
+    def _divided(self) -> Division:
+        if isinstance(self._division, CheckpointMismatch):
+            raise self._division
+        return self._division
+
+    def hold(self, copy: Callable[[dict[Slice, torch.Tensor]], dict[Slice, torch.Tensor]]) -> None:
+        """Keep copies of what this rank writes: the program may change its tensors from now on.
+
+        Raises:
+            CheckpointException: It failed on some ranks.
+
+        Collective: all of the ranks. One exchange.
+        """
+
+        def held() -> None:
+            mine = self._divided().layouts[self._ranks.rank].begins
+            self._memory = copy({part: self._memory[part] for part in mine})
+
+        self._ranks.all_or_none(_NOT_SAVED, held)
+
+    def write(self, path: Path, number: int) -> Catalog:
+        """Write into the folder `path`, as its `number`-th save; return the manifest.
+
+        Raises:
+            CheckpointException: It failed on some ranks; what was saved before is as it was.
+
+        Collective: all of the ranks. Two exchanges.
+        """
+        ranks = self._ranks
+
+        def write() -> list[int]:
+            layout = self._divided().layouts[ranks.rank]
+            if not layout.begins:
+                return []
+            return write_slices(path / part_name(number, ranks.rank), layout, self._memory)
+
+        try:
+            sums = ranks.all_or_none(_NOT_SAVED, write)
+        except BaseException:
+            if ranks.rank == 0:
+                with suppress(OSError):
+                    remove(path, number=number)
+            raise
+        catalog = _catalog(self._divided(), self._told, sums, number)
+        ranks.all_or_none(_NOT_SAVED, lambda: publish(path, catalog) if ranks.rank == 0 else None)
+        return catalog
+
+    @property
+    def number(self) -> int:
+        """What `before` returned on rank 0."""
+        return self._told[0].number or 0
+
+
+def begin(folder: Folder, replace: bool) -> int:
+    """Make a folder, keep others from saving there, and return the number of a new save.
+
+    Raises:
+        OSError: It cannot be made, or somebody else saves there.
+        CheckpointError: There is a checkpoint, and it is not to be replaced.
+    """
+    path = folder.path
+    make(path)
+    folder.hold()
+    if not replace and (path / NAME).exists():
+        raise CheckpointError("there is a checkpoint already", path=str(path), seen=f"{path}")
+    return next_number(path)
+
+
 def save_into(
     path: Path, state_dict: Mapping[str, Any], ranks: Ranks, replace: bool = True
 ) -> Catalog:
@@ -106,46 +214,12 @@ def save_into(
 
     Collective: all of `ranks`. Three exchanges.
     """
-    folder, known = Folder(path), known_to(ranks.group)
-    mine: list[Taken] = []
-    divided: list[Division] = []
-
-    def begin() -> _Told:
-        mine.append(take(state_dict))
-        number: int | None = None
-        if ranks.rank == 0:
-            make(path)
-            folder.hold()
-            if not replace and (path / NAME).exists():
-                raise CheckpointError(
-                    "there is a checkpoint already", path=str(path), seen=f"{path}"
-                )
-            number = next_number(path)
-        digest = digest_of(mine[0].offer)
-        offer = None if known.has(ranks.rank, digest) else mine[0].offer
-        return _Told(digest, offer, mine[0].values, mine[0].paths, number)
-
-    def write(told: list[_Told]) -> list[int]:
-        divided.append(known.division([(t.digest, t.offer) for t in told]))
-        _check_names(divided[0], told)
-        layout = divided[0].layouts[ranks.rank]
-        if not layout.begins:
-            return []
-        part = part_name(told[0].number or 0, ranks.rank)
-        return write_slices(path / part, layout, mine[0].memory)
-
+    folder = Folder(path)
     try:
-        told = ranks.all_or_none(_NOT_SAVED, begin)
-        try:
-            sums = ranks.all_or_none(_NOT_SAVED, lambda: write(told))
-        except BaseException:
-            if ranks.rank == 0:
-                with suppress(OSError):
-                    remove(path, number=told[0].number)
-            raise
-        catalog = _catalog(divided[0], told, sums)
-        ranks.all_or_none(_NOT_SAVED, lambda: publish(path, catalog) if ranks.rank == 0 else None)
-        return catalog
+        saving = Saving(
+            ranks, state_dict, lambda: begin(folder, replace) if ranks.rank == 0 else None
+        )
+        return saving.write(path, saving.number)
     finally:
         folder.release()
 
@@ -158,9 +232,8 @@ def _check_names(division: Division, told: list[_Told]) -> None:
         )
 
 
-def _catalog(division: Division, told: list[_Told], sums: list[list[int]]) -> Catalog:
+def _catalog(division: Division, told: list[_Told], sums: list[list[int]], number: int) -> Catalog:
     """Put together what ranks told. A value that several have is the lowest rank's."""
-    number = told[0].number or 0
     slices: dict[str, dict[Box, Stored]] = {name: {} for name in division.kinds}
     layouts = {
         part_name(number, rank): layout

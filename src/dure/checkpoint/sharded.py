@@ -8,24 +8,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, MutableMapping
+from concurrent.futures import Future
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dure.checkpoint.agreement import Ranks
+from dure.checkpoint.background import background_of
 from dure.checkpoint.metadata import Metadata, metadata_of
 from dure.checkpoint.restoring import Loaded, catalog_of, load_from
 from dure.checkpoint.saving import save_into
+from dure.checkpoint.staging import AsyncStager, DefaultStager
 from dure.errors import UsageError
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
 __all__ = [
+    "AsyncCheckpointerType",
+    "AsyncSaveResponse",
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
     "FileSystemReader",
     "FileSystemWriter",
+    "async_save",
     "load",
     "save",
 ]
@@ -157,14 +164,73 @@ def save(
     Cost: each byte is read and written once, by one rank; memory: one slice where it is not
     contiguous on the CPU.
     """
-    _need(planner, DefaultSavePlanner, "save")
-    if not use_collectives:
-        raise UsageError("a checkpoint has one manifest", seen="use_collectives is False")
-    writer = _need(storage_writer, FileSystemWriter, "save")
-    path = _folder(checkpoint_id, writer, "save")
-    replace = writer is None or writer.overwrite
+    path, replace = _target("save", checkpoint_id, storage_writer, planner, use_collectives)
     ranks = Ranks(process_group, "save", no_dist)
     return metadata_of(save_into(path, state_dict, ranks, replace))
+
+
+class AsyncCheckpointerType(Enum):
+    """What writes in the background, under torch's names: a thread, for both."""
+
+    THREAD = "thread"
+    PROCESS = "process"
+
+
+class AsyncSaveResponse(NamedTuple):
+    """What `async_save` returns where a `DefaultStager` is given."""
+
+    staging_completion: Future[None]
+    upload_completion: Future[Metadata]
+
+
+def async_save(
+    state_dict: Mapping[str, Any],
+    *,
+    checkpoint_id: Where | None = None,
+    storage_writer: FileSystemWriter | None = None,
+    planner: DefaultSavePlanner | None = None,
+    process_group: ProcessGroup | None = None,
+    async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+    async_stager: AsyncStager | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Future[Metadata] | AsyncSaveResponse:
+    """Save a state as `save` does, in the background: return when the state may be changed.
+
+    Args:
+        state_dict: As for `save`, and the next five.
+        checkpoint_id: The folder.
+        storage_writer: The same.
+        planner: Changes nothing.
+        process_group: The ranks that save. They get a group of their own for it.
+        async_checkpointer_type: Changes nothing: a thread writes, and leaves Python to others.
+        async_stager: What holds the snapshot; None: a buffer that is kept for the next save.
+        no_dist: This process alone.
+        use_collectives: Only True.
+
+    Returns:
+        A future of what the checkpoint holds; it is done when that is on the disk. With a
+        `DefaultStager`: `AsyncSaveResponse`.
+
+    Raises:
+        CheckpointException: Something cannot be saved; or the save before failed on a rank, and
+            nobody saw it at its future.
+        UsageError: As `save`.
+
+    Collective: all ranks of the group must call; two exchanges, and the first time a new group.
+    Waits for the save before.
+
+    Cost: one copy of the bytes that this rank writes, which are as many bytes of memory, kept.
+    """
+    del async_checkpointer_type
+    path, replace = _target("async_save", checkpoint_id, storage_writer, planner, use_collectives)
+    saves = background_of(Ranks(process_group, "async_save", no_dist))
+    future = saves.save(path, state_dict, replace, async_stager)
+    if not isinstance(async_stager, DefaultStager):
+        return future
+    staged: Future[None] = Future()
+    staged.set_result(None)
+    return AsyncSaveResponse(staged, future)
 
 
 def load(
@@ -205,6 +271,17 @@ def load(
     path = _folder(checkpoint_id, _need(storage_reader, FileSystemReader, "load"), "load")
     partial = planner is not None and planner.allow_partial_load
     return load_from(path, state_dict, Ranks(process_group, "load", no_dist), partial)
+
+
+def _target(
+    op: str, checkpoint_id: Where | None, writer: Any, planner: Any, use_collectives: bool
+) -> tuple[Path, bool]:
+    """Return the folder to save into, and whether what is there may be replaced."""
+    _need(planner, DefaultSavePlanner, op)
+    if not use_collectives:
+        raise UsageError("a checkpoint has one manifest", seen="use_collectives is False")
+    _need(writer, FileSystemWriter, op)
+    return _folder(checkpoint_id, writer, op), writer is None or writer.overwrite
 
 
 def _need(given: Any, kind: type[Any], op: str) -> Any:

@@ -1,0 +1,103 @@
+"""Snapshots: copies of a rank's slices, from which a save goes on while training does.
+
+A stager keeps one buffer and uses it again: new pages cost more than the copy. `num_bytes` tells
+what it holds, and `close` gives it back. The names are torch's; there is one way to stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from dure.checkpoint.slice_files import Slice
+
+__all__ = ["AsyncStager", "BlockingAsyncStager", "DefaultStager", "StagingOptions"]
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class StagingOptions:
+    """torch's options: taken, and change nothing. A snapshot is one copy, before the call returns.
+
+    A thread that copied later would see what the next step writes.
+    """
+
+    use_pinned_memory: bool = True
+    use_shared_memory: bool = True
+    use_async_staging: bool = True
+    use_non_blocking_copy: bool = True
+
+
+class AsyncStager(Protocol):
+    """What `async_save` takes snapshots with."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that it holds."""
+        ...
+
+    def hold(self, memory: dict[Slice, torch.Tensor]) -> dict[Slice, torch.Tensor]:
+        """Return copies, which are valid until the next call."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back, after the save that uses it."""
+        ...
+
+
+class BlockingAsyncStager:
+    """Copies into one buffer of the CPU's memory.
+
+    Args:
+        cache_staged_state_dict: Keep the buffer from save to save.
+        type_check: Changes nothing.
+    """
+
+    def __init__(self, cache_staged_state_dict: bool = False, type_check: bool = False) -> None:
+        self.cache_staged_state_dict = cache_staged_state_dict
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that it holds."""
+        return self._buffer.numel()
+
+    def hold(self, memory: dict[Slice, torch.Tensor]) -> dict[Slice, torch.Tensor]:
+        """Return copies, which are valid until the next call.
+
+        Cost: one pass over the bytes; memory: as many, the first time.
+        """
+        begins: list[int] = []
+        end = 0
+        for tensor in memory.values():
+            begins.append(end)
+            num_bytes = tensor.numel() * tensor.element_size()
+            end += num_bytes + -num_bytes % _ALIGNMENT
+        if end > self.num_bytes or not self.cache_staged_state_dict:
+            self.close()  # before there is another
+            self._buffer = torch.empty(end, dtype=torch.uint8)
+        found: dict[Slice, torch.Tensor] = {}
+        for begin, (part, tensor) in zip(begins, memory.items(), strict=True):
+            num_bytes = tensor.numel() * tensor.element_size()
+            place = self._buffer[begin : begin + num_bytes].view(tensor.dtype)
+            found[part] = place.view(tensor.shape).copy_(tensor)
+        return found
+
+    def close(self) -> None:
+        """Give the memory back, after the save that uses it."""
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+
+class DefaultStager(BlockingAsyncStager):
+    """The same, and keeps its buffer.
+
+    Args:
+        config: Changes nothing.
+    """
+
+    def __init__(self, config: StagingOptions | None = None) -> None:
+        super().__init__(cache_staged_state_dict=True)
+        self.config = config or StagingOptions()
