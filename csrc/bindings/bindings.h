@@ -13,6 +13,7 @@ inline int64_t nanoseconds(double seconds) {
 }
 
 void bind_callsite(nanobind::module_& m);
+void bind_checksum(nanobind::module_& m);
 void bind_group(nanobind::module_& m);
 void bind_outcome(nanobind::module_& m);
 void bind_symmetric_heap(nanobind::module_& m);

@@ -16,6 +16,7 @@ NB_MODULE(_engine, m) {
     bind_symmetric_heap(m);
     bind_group(m);
     bind_callsite(m);
+    bind_checksum(m);
     bind_tensor(m);
     m.def("kernel_isa", [] { return std::string(kernel_isa()); });
     m.def("select_kernel_isa",

@@ -18,6 +18,7 @@ AS_TORCH = "the signature of torch.distributed's function of that name"
 MORE_PARAMETERS = {
     "init_process_group": AS_TORCH,
     "new_group": AS_TORCH,
+    "async_save": AS_TORCH,
     "DistributedDataParallel.__init__": "the signature of torch.nn.parallel's class of that name",
     "SyncBatchNorm.__init__": "the signature of torch.nn's class of that name",
     "PowerSGDState.__init__": "the signature of torch.distributed's class of that name",

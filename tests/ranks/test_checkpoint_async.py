@@ -47,13 +47,21 @@ def loaded(folder, *shape):
     return state["w"].tolist()
 
 
+class Gate(threading.Event):
+    """No slice is written until it is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.reached = threading.Event()
+
+
 @pytest.fixture
 def gate(monkeypatch):
-    """No slice is written until the event is set."""
-    opened = threading.Event()
+    opened = Gate()
     write = slice_files.write_all
 
     def waiting(descriptor, data):
+        opened.reached.set()
         assert opened.wait(60)
         write(descriptor, data)
 
@@ -89,7 +97,9 @@ def test_a_save_that_is_not_done_leaves_the_checkpoint_before(tmp_path, gate):
     gate.set()
     save({"w": counted(3)}, checkpoint_id=tmp_path)
     gate.clear()
+    gate.reached.clear()
     future = saved_in_background({"w": torch.zeros(3)}, tmp_path)
+    assert gate.reached.wait(60)
     assert loaded(tmp_path, 3) == [0, 1, 2]
     with pytest.raises(CheckpointException, match="another job is saving"):
         save({"w": torch.ones(3)}, checkpoint_id=tmp_path)

@@ -434,7 +434,7 @@ LIES = {
     "shape": lambda f, s: f["tensors"]["w"].update(shape=[1 << 60, 2]),
     "dtype": lambda f, s: f["tensors"]["w"].update(dtype="I32"),
     "unknown dtype": lambda f, s: f["tensors"]["w"].update(dtype="F31"),
-    "sum": lambda f, s: s[0].update(crc32=s[0]["crc32"] ^ 1),
+    "sum": lambda f, s: s[0].update(crc32c=s[0]["crc32c"] ^ 1),
     "no number": lambda f, s: s[0].update(at="8"),
     "form": lambda f, s: f.pop("tensors"),
     "version": lambda f, s: f.update(version=99),

@@ -37,7 +37,7 @@ class Stored(NamedTuple):
     """Where a slice lies."""
 
     file: str
-    crc32: int
+    crc32c: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Catalog:
                 "file": stored.file,
                 "at": self.layouts[stored.file].begins[Slice(name, box)],
                 "num_bytes": kind.num_bytes(box),
-                "crc32": stored.crc32,
+                "crc32c": stored.crc32c,
             }
             for box, stored in self.slices[name].items()
         ]
@@ -149,7 +149,7 @@ def _catalog(fields: dict[str, Any]) -> Catalog:
         for entry in cast(list[dict[str, Any]], tensor["slices"]):
             box = Box(_numbers(name, entry["offsets"]), _numbers(name, entry["sizes"]))
             boxes.append(box)
-            stored = Stored(_file(name, entry["file"]), *_numbers(name, [entry["crc32"]]))
+            stored = Stored(_file(name, entry["file"]), *_numbers(name, [entry["crc32c"]]))
             slices[name][box] = stored
             at, num_bytes = _numbers(name, [entry["at"], entry["num_bytes"]])
             claimed.setdefault(stored.file, {})[Slice(name, box)] = at, num_bytes

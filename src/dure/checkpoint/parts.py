@@ -4,7 +4,7 @@ A part is what one rank writes: eight bytes with the length of a JSON header, th
 tensor's dtype, shape and place), and the tensors' bytes one after another. Any reader of
 safetensors can open one.
 
-Writing goes through in pieces of a megabyte, so a model is never held twice. For each tensor
+Writing goes through in pieces, so a model is never held twice. For each tensor
 the CRC-32 of its bytes is kept for the manifest. As the manifest knows every tensor, it also knows
 the only header and the only length that the file can have: so each byte of a part is checked.
 
@@ -43,7 +43,7 @@ __all__ = [
 
 T = TypeVar("T", bound=Any)
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 18
 """What is written, or read, at once; a checksum finds it in the cache of its core."""
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -145,7 +145,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor, a megabyte at a time."""
+    """Yield the bytes of a tensor, a piece at a time."""
     data = _bytes_of(tensor)
     for at in range(0, len(data), PIECE_BYTES):
         yield data[at : at + PIECE_BYTES]

@@ -214,7 +214,7 @@ class _Loading:
                 if name not in files:
                     files[name] = SliceFile(self._path / name, self.catalog.layouts[name])
                 dtype = self.catalog.kinds[read.part.name].torch_dtype
-                files[name].read(read.part, read.stored.crc32, dtype, read.box, read.to)
+                files[name].read(read.part, read.stored.crc32c, dtype, read.box, read.to)
         finally:
             for file in files.values():
                 file.close()

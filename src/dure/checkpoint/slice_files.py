@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 from dure.checkpoint.opening import open_file
 from dure.checkpoint.parts import DTYPES, PIECE_BYTES, Entry, header, pieces, write_all
 from dure.checkpoint.slices import Box, whole_box
+from dure.comm.checksum import crc32c
 from dure.comm.reduction import as_bytes
 from dure.errors import CheckpointError
 
@@ -103,7 +103,7 @@ class Layout:
 
 
 def write_slices(path: Path, layout: Layout, memory: dict[Slice, torch.Tensor]) -> list[int]:
-    """Write slices to a new file, through to the disk; return the CRC-32 of each, in its order.
+    """Write slices to a new file, through to the disk; return the CRC-32C of each, in its order.
 
     Raises:
         OSError: The disk is full, or the file cannot be written.
@@ -116,7 +116,7 @@ def write_slices(path: Path, layout: Layout, memory: dict[Slice, torch.Tensor]) 
         for part in layout.begins:
             crc = 0
             for data in pieces(memory[part]):
-                crc = zlib.crc32(data, crc)
+                crc = crc32c(data, crc)
                 write_all(file.fileno(), data)
             sums.append(crc)
         os.fsync(file.fileno())
@@ -167,12 +167,14 @@ class SliceFile:
         """Close the file; what is mapped stays until it is used no more."""
         os.close(self._descriptor)
 
-    def read(self, part: Slice, crc32: int, dtype: torch.dtype, box: Box, to: torch.Tensor) -> None:
+    def read(
+        self, part: Slice, wanted: int, dtype: torch.dtype, box: Box, to: torch.Tensor
+    ) -> None:
         """Copy the elements `box` of a slice to `to`; check the slice's sum if it is read whole.
 
         Args:
             part: The slice.
-            crc32: Of its bytes.
+            wanted: CRC-32C of its bytes.
             dtype: Of the tensor in the file.
             box: Indices in the whole tensor, within the slice's.
             to: Where they go, [*box.sizes]; any dtype, strides and device.
@@ -190,9 +192,9 @@ class SliceFile:
         else:
             lying = self._mapped(at, part.box, dtype)
             data = memoryview(cast(Any, as_bytes(lying).numpy()))
-            crc = zlib.crc32(data) if box == part.box else None
+            crc = crc32c(data) if box == part.box else None
             to.copy_(lying[box.within(part.box)])
-        if crc not in (None, crc32):
+        if crc not in (None, wanted):
             raise self._error(
                 f"{part.name}{part.box} in {self.path.name} is changed: its checksum is wrong"
             )
@@ -204,7 +206,7 @@ class SliceFile:
             count = os.preadv(self._descriptor, [data[:PIECE_BYTES]], at)
             if not count:
                 raise self._error(f"{self.path.name} became shorter")
-            crc = zlib.crc32(data[:count], crc) if summed else 0
+            crc = crc32c(data[:count], crc) if summed else 0
             data, at = data[count:], at + count
         return crc if summed else None
 

@@ -23,6 +23,7 @@ __all__ = [
     "available",
     "call_site",
     "change_word",
+    "crc32c",
     "heap_allocate",
     "heap_identity",
     "heap_offset",
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
         Request,
         call_site,
         change_word,
+        crc32c,
         heap_allocate,
         heap_identity,
         heap_offset,
@@ -75,7 +77,7 @@ else:
     heap_allocate, heap_trim = _found.heap_allocate, _found.heap_trim
     heap_identity, heap_offset = _found.heap_identity, _found.heap_offset
     heap_peer, heap_usage = _found.heap_peer, _found.heap_usage
-    change_word = _found.change_word
+    change_word, crc32c = _found.change_word, _found.crc32c
     kernel_isa, select_kernel_isa = _found.kernel_isa, _found.select_kernel_isa
     reduce, call_site = _found.reduce, _found.call_site
     know_torch, set_library_folders = _found.know_torch, _found.set_library_folders

@@ -292,6 +292,9 @@ def set_library_folders(library: list[str], programs: list[str], /) -> None:
 def call_site() -> str:
     """Return the place of the user's program that calls, as "file:line in function"."""
 
+def crc32c(data: bytes | bytearray | memoryview, before: int = 0, /) -> int:
+    """Return the CRC-32C of bytes that follow others whose sum is `before`."""
+
 def kernel_isa() -> str:
     """Return the instruction set of the kernels in use: generic, avx2 or avx512."""
 
