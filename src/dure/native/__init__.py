@@ -66,6 +66,8 @@ if TYPE_CHECKING:
         set_library_folders,
     )
 else:
+    from dure.native._absent import crc32c as _slow_crc32c
+
     try:
         from dure.native import _engine as _found
     except ImportError as error:
@@ -77,7 +79,9 @@ else:
     heap_allocate, heap_trim = _found.heap_allocate, _found.heap_trim
     heap_identity, heap_offset = _found.heap_identity, _found.heap_offset
     heap_peer, heap_usage = _found.heap_peer, _found.heap_usage
-    change_word, crc32c = _found.change_word, _found.crc32c
+    change_word = _found.change_word
+    # An extension that was built before it had one leaves sums to Python.
+    crc32c = getattr(_found, "crc32c", _slow_crc32c)
     kernel_isa, select_kernel_isa = _found.kernel_isa, _found.select_kernel_isa
     reduce, call_site = _found.reduce, _found.call_site
     know_torch, set_library_folders = _found.know_torch, _found.set_library_folders
