@@ -6,16 +6,32 @@ lists included. Rules name placements for operands and for results by these numb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
 
+from dure.tensor.placement_types import REDUCTIONS, Partial, Placement, Replicate
 from dure.tensor.spec import DTensorSpec, TensorMeta
 
-__all__ = ["DIRECT", "Op", "OpCall", "Place", "Strategy", "direct", "fill", "schema_of"]
+__all__ = [
+    "DIRECT",
+    "LINEAR",
+    "SUM",
+    "TERMS",
+    "Op",
+    "OpCall",
+    "Place",
+    "R",
+    "Strategy",
+    "alike",
+    "direct",
+    "fill",
+    "schema_of",
+    "with_one",
+]
 
 Op = torch._ops.OpOverload  # pyright: ignore[reportPrivateUsage]
 aten = torch.ops.aten
@@ -106,9 +122,10 @@ class OpCall:
     Attributes:
         op: The operator.
         args, kwargs: As given, each DTensor replaced by its spec.
-        operands: The specs, in order.
+        operands: The specs, in order; once it is chosen what moves, those after it.
         places: Where each operand stands.
         outputs: Shape, strides and dtype of each result that is a tensor, None for others.
+        results: The spec of each, once it is chosen what moves.
     """
 
     op: Op
@@ -117,6 +134,7 @@ class OpCall:
     operands: tuple[DTensorSpec, ...]
     places: tuple[Place, ...]
     outputs: tuple[TensorMeta | None, ...] = ()
+    results: tuple[DTensorSpec | None, ...] = ()
     _bound: dict[str, Any] = field(default_factory=dict)
 
     def arg(self, name: str) -> Any:
@@ -145,10 +163,30 @@ class OpCall:
                 return number
         return None
 
+    def spec(self, name: str) -> DTensorSpec:
+        """Return the spec of the operand that is the argument `name`."""
+        number = self.operand(name)
+        assert number is not None
+        return self.operands[number]
+
     @property
     def name(self) -> str:
         """The operator's name, such as "aten.add.Tensor"."""
         return str(self.op)
+
+    @property
+    def output(self) -> TensorMeta:
+        """Shape, strides and dtype of the first result, of an operator that gives a tensor."""
+        first = self.outputs[0]
+        assert first is not None
+        return first
+
+    @property
+    def result(self) -> DTensorSpec:
+        """The spec of the first result, of an operator that gives a tensor."""
+        first = self.results[0]
+        assert first is not None
+        return first
 
 
 def fill(
@@ -180,3 +218,24 @@ class Strategy:
 
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
+
+
+R, SUM = Replicate(), Partial("sum")
+LINEAR = (SUM, Partial("avg"))
+TERMS = tuple(map(Partial, REDUCTIONS))
+
+
+def alike(call: OpCall, placements: Iterable[Placement]) -> list[Strategy]:
+    """Return strategies in which all operands and all results lie alike."""
+    return [Strategy((p,) * len(call.operands), (p,) * len(call.outputs)) for p in placements]
+
+
+def with_one(
+    call: OpCall, placements: Iterable[Placement] = LINEAR, number: int = 0
+) -> list[Strategy]:
+    """Return strategies in which the results lie as one operand does, and the others are whole."""
+    others = range(len(call.operands))
+    return [
+        Strategy(tuple(p if i == number else R for i in others), (p,) * len(call.outputs))
+        for p in placements
+    ]

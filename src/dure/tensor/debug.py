@@ -286,7 +286,7 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
     rows, columns = (
         sorted({key[i] for key in owners}, key=lambda text: order.get(text, 0)) for i in (0, 1)
     )
-    terms = " (terms of a reduction)" if spec.has_partial() else ""
+    terms = " (terms of a reduction)" if spec.partial else ""
     cells = [
         [f"{mesh.device_type}:{','.join(owners[row, column])}" for column in columns]
         for row in rows

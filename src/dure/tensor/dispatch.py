@@ -23,7 +23,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -524,7 +524,8 @@ def _plan(call: OpCall, found: Rule | ViewRule) -> Plan:
         None if meta is None else spec_of(mesh, placements, meta)
         for meta, placements in zip(call.outputs, given, strict=True)
     )
-    local = found.local(call, targets, outputs) if found.local is not None else None
+    settled = replace(call, operands=tuple(targets), results=outputs)
+    local = found.local(settled) if found.local is not None else None
     moves = tuple(
         None if spec is target else (spec, target)
         for spec, target in zip(call.operands, targets, strict=True)
@@ -715,7 +716,7 @@ def _written_by_another(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, A
         not packet.endswith("_")
         or written(call) != [0]
         or type(target) is not _DTensor
-        or target.spec.has_partial()
+        or target.spec.partial
         or other is None
         or overload not in other.overloads()
     ):

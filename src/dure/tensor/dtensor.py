@@ -390,7 +390,7 @@ class DTensor(torch.Tensor):
         return self.redistribute(placements=target.placements)
 
     def __coerce_tangent_metadata__(self) -> DTensor:
-        if not self.spec.has_partial():
+        if not self.spec.partial:
             return self
         return self.redistribute(placements=self.spec.without_terms().placements)
 

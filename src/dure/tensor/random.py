@@ -142,7 +142,7 @@ def _run(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     named = {**dict(zip(schema.names, args, strict=False)), **kwargs}
     tensors: dict[str, DTensor] = {n: t for n, t in named.items() if isinstance(t, DTensor)}
     for name in schema.mutated:
-        if tensors[name].spec.has_partial():
+        if tensors[name].spec.partial:
             raise PlacementError(
                 f"{op} cannot write terms of a reduction",
                 op=str(op),

@@ -15,15 +15,14 @@ A family of operators is a file of `rules/`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dure.tensor.call import Op, OpCall, Strategy
+from dure.tensor.call import Op, OpCall, Strategy, direct, schema_of
 from dure.tensor.placement_types import Placement, Shard, StridedShard
-from dure.tensor.spec import DTensorSpec
 
 __all__ = [
     "Local",
@@ -35,6 +34,8 @@ __all__ = [
     "rule_of",
     "set_pointwise",
     "view_rule",
+    "with_argument",
+    "with_local_size",
     "zeros_where_empty",
 ]
 
@@ -44,8 +45,8 @@ Local = Callable[..., Any]
 Floats among the arguments may differ from those of the call that it was made for: it takes them as
 they come.
 """
-MakeLocal = Callable[[OpCall, Sequence[DTensorSpec], Sequence[DTensorSpec | None]], Local | None]
-"""Given the call and the specs of operands and results; None for the operator as it is."""
+MakeLocal = Callable[[OpCall], Local | None]
+"""Given the call, with the specs of operands and results; None for the operator as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,22 +124,32 @@ def view_rule(*ops: Op, local: MakeLocal | None = None) -> Callable[..., Any]:
     return register
 
 
-def zeros_where_empty(
-    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
-) -> Local | None:
+def zeros_where_empty(call: OpCall) -> Local | None:
     """Return zeros on ranks with an empty part, where kernels refuse or warn: a `MakeLocal`.
 
     For operators whose results are then empty, or terms of a sum.
     """
-    if all(0 in s.shape or 0 not in s.local_shape for s in operands):
+    if all(0 in s.shape or 0 not in s.local_shape for s in call.operands):
         return None
-    made = [None if r is None else (r.local_shape, r.meta.dtype) for r in results]
+    made = [None if r is None else (r.local_shape, r.meta.dtype) for r in call.results]
 
     def zeros(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         parts = [None if m is None else first.new_zeros(m[0], dtype=m[1]) for m in made]
         return parts[0] if len(parts) == 1 else tuple(parts)
 
     return zeros
+
+
+def with_argument(call: OpCall, name: str, value: Any) -> Local:
+    """Give the operator another value as the argument of this name, one that has no default."""
+    place, op = schema_of(call.op).names.index(name), call.op
+    return lambda *args, **kwargs: op(*args[:place], value, *args[place + 1 :], **kwargs)
+
+
+def with_local_size(call: OpCall) -> Local:
+    """Give the operator the size of this rank's part of the result as its second argument."""
+    shape, op = call.result.local_shape, direct(call.op)
+    return lambda tensor, size, *args, **kwargs: op(tensor, shape, *args, **kwargs)
 
 
 _pointwise: list[Rule] = []

@@ -193,13 +193,13 @@ class DTensorSpec:
             return self
         return self.with_placements([Replicate() if p.is_partial() else p for p in self.placements])
 
+    def replicated(self) -> DTensorSpec:
+        """Return the spec of the tensor where each rank has the whole."""
+        return self.with_placements((Replicate(),) * self.mesh.ndim)
+
     def is_replicated(self) -> bool:
         """Tell whether each rank has the whole."""
         return all(placement.is_replicate() for placement in self.placements)
-
-    def has_partial(self) -> bool:
-        """Tell whether ranks have terms of a reduction; `partial` is the same, without a call."""
-        return self.partial
 
     def __repr__(self) -> str:
         return f"Spec({self})"

@@ -5,32 +5,16 @@ Sorting, cumulative sums, flips and shifts, padding, repeating, triangles, joini
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from dure.tensor.call import OpCall, Strategy
-from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
+from dure.tensor.call import LINEAR, TERMS, OpCall, R, Strategy, alike
+from dure.tensor.placement_types import Shard
 from dure.tensor.registry import by_value, rule
-from dure.tensor.spec import DTensorSpec
-
-__all__ = ["kept", "terms_of"]
 
 aten = torch.ops.aten
-R = Replicate()
-LINEAR = (Partial("sum"), Partial("avg"))
-TERMS = tuple(Partial(op) for op in ("sum", "avg", "min", "max", "product"))
-
-
-def terms_of(call: OpCall, terms: Iterable[Placement]) -> list[Strategy]:
-    """Return strategies in which all operands are terms, and so the results."""
-    return [Strategy((p,) * len(call.operands), (p,) * len(call.outputs)) for p in terms]
-
-
-def kept(call: OpCall, dims: Iterable[int]) -> list[Strategy]:
-    """Return strategies in which operands and results are all cut along one of `dims`."""
-    return terms_of(call, map(Shard, dims))
 
 
 def _others(call: OpCall) -> list[int]:
@@ -42,10 +26,11 @@ def _others(call: OpCall) -> list[int]:
 @rule(
     aten.sort.default, aten.sort.stable, aten.topk.default, aten.cumsum.default,
     aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default,
+    aten._safe_softmax.default,
 )  # fmt: skip
 def _along_one(call: OpCall) -> list[Strategy]:
     linear = call.op is aten.cumsum.default and call.operands[0].meta.dtype.is_floating_point
-    return kept(call, _others(call)) + terms_of(call, LINEAR if linear else ())
+    return alike(call, [*map(Shard, _others(call)), *(LINEAR if linear else ())])
 
 
 @rule(aten.flip.default, aten.roll.default)
@@ -53,12 +38,12 @@ def _reordered(call: OpCall) -> list[Strategy]:
     ndim, dims = call.operands[0].ndim, call.arg("dims")
     flat = call.op is aten.roll.default and not dims
     moved = set(range(ndim)) if flat else {d % ndim for d in dims if ndim}
-    return kept(call, (d for d in range(ndim) if d not in moved)) + terms_of(call, TERMS)
+    return alike(call, [*(Shard(d) for d in range(ndim) if d not in moved), *TERMS])
 
 
 @rule(aten.renorm.default)
 def _renorm(call: OpCall) -> list[Strategy]:
-    return kept(call, [call.arg("dim") % call.operands[0].ndim])
+    return alike(call, [Shard(call.arg("dim") % call.operands[0].ndim)])
 
 
 by_value.add(aten.constant_pad_nd.default)
@@ -67,8 +52,8 @@ by_value.add(aten.constant_pad_nd.default)
 @rule(aten.constant_pad_nd.default)
 def _padded(call: OpCall) -> list[Strategy]:
     ndim, pad = call.operands[0].ndim, call.arg("pad")
-    same = [d for d in range(ndim) if not any(pad[2 * (ndim - 1 - d) : 2 * (ndim - d)])]
-    return kept(call, same) + terms_of(call, LINEAR if call.arg("value") == 0 else ())
+    same = [Shard(d) for d in range(ndim) if not any(pad[2 * (ndim - 1 - d) : 2 * (ndim - d)])]
+    return alike(call, [*same, *(LINEAR if call.arg("value") == 0 else ())])
 
 
 @rule(aten.repeat.default)
@@ -76,14 +61,12 @@ def _repeated(call: OpCall) -> list[Strategy]:
     spec, repeats = call.operands[0], call.arg("repeats")
     added = len(repeats) - spec.ndim
     same = [d for d in range(spec.ndim) if repeats[d + added] == 1]
-    return [Strategy((Shard(d),), (Shard(d + added),)) for d in same] + terms_of(call, TERMS)
+    return [Strategy((Shard(d),), (Shard(d + added),)) for d in same] + alike(call, TERMS)
 
 
-def _triangle_local(
-    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
-) -> Callable[..., Any] | None:
+def _triangle_local(call: OpCall) -> Callable[..., Any] | None:
     """Count the diagonal from where this rank's rows and columns begin."""
-    spec, op = operands[0], call.op
+    spec, op = call.operands[0], call.op
     if spec.coordinate is None:
         return None
     (_, row), (_, column) = spec.runs(spec.ndim - 2)[0], spec.runs(spec.ndim - 1)[0]
@@ -92,7 +75,7 @@ def _triangle_local(
 
 @rule(aten.tril.default, aten.triu.default, local=_triangle_local, contiguous=True)
 def _triangle(call: OpCall) -> list[Strategy]:
-    return kept(call, range(call.operands[0].ndim)) + terms_of(call, LINEAR)
+    return alike(call, [*map(Shard, range(call.operands[0].ndim)), *LINEAR])
 
 
 # ---- joining -------------------------------------------------------------------------------------
@@ -100,9 +83,7 @@ def _triangle(call: OpCall) -> list[Strategy]:
 
 @rule(aten.cat.default)
 def _joined(call: OpCall) -> list[Strategy]:
-    (result,) = call.outputs
-    assert result is not None
-    ndim = len(result.shape)
+    ndim = len(call.output.shape)
     nothing = [spec.shape == (0,) and ndim != 1 for spec in call.operands]
     found: list[Strategy] = []
     for d in range(ndim):
@@ -110,7 +91,7 @@ def _joined(call: OpCall) -> list[Strategy]:
             inputs = tuple(R if empty else Shard(d) for empty in nothing)
             found.append(Strategy(inputs, (Shard(d),)))
     dtypes = {spec.meta.dtype for spec in call.operands}
-    return found + terms_of(call, TERMS if len(dtypes) == 1 else ())
+    return found + alike(call, TERMS if len(dtypes) == 1 else ())
 
 
 @rule(aten.stack.default)
@@ -119,4 +100,4 @@ def _stacked(call: OpCall) -> list[Strategy]:
     new = call.arg("dim") % (ndim + 1)
     found = [Strategy((Shard(d),) * count, (Shard(d + (d >= new)),)) for d in range(ndim)]
     dtypes = {spec.meta.dtype for spec in call.operands}
-    return found + terms_of(call, TERMS if len(dtypes) == 1 else ())
+    return found + alike(call, TERMS if len(dtypes) == 1 else ())

@@ -9,48 +9,33 @@ from __future__ import annotations
 
 import torch
 
-from dure.tensor.call import OpCall, Strategy
-from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
+from dure.tensor.call import SUM, OpCall, R, Strategy
+from dure.tensor.placement_types import Placement, Shard
 from dure.tensor.registry import rule, zeros_where_empty
 from dure.tensor.rules.pointwise import aligned
-from dure.tensor.spec import DTensorSpec
 
 aten = torch.ops.aten
-R = Replicate()
-SUM = Partial("sum")
 BATCH, HEADS, LENGTH = 0, 1, 2
 
 
-def _mask(call: OpCall, shape: tuple[int, ...], dim: int) -> list[Placement]:
-    """Return how the mask must lie, if there is one."""
-    number = call.operand("attn_mask")
-    return [] if number is None else [aligned(call.operands[number], shape, dim)]
-
-
-def _ways(call: OpCall) -> list[tuple[int, bool]]:
-    """Return dimensions of the queries that may be cut, and whether keys and values are, too."""
-    query, key = _operand(call, "query"), _operand(call, "key")
-    found = [(BATCH, True)]
+def _ways(call: OpCall) -> list[tuple[Shard, Placement, list[Placement]]]:
+    """Return how queries may be cut, how keys and values then lie, and the mask if there is one."""
+    query, key = call.spec("query"), call.spec("key")
+    cuts = [BATCH]
     # With fewer heads for keys, each of theirs serves a run of the queries': both are cut
     # between runs only if ranks have equally many.
     mesh = query.mesh
     even = all(key.shape[HEADS] % size == 0 for size in (mesh.size(), *mesh.shape))
     if query.shape[HEADS] == key.shape[HEADS] or even:
-        found.append((HEADS, True))
+        cuts.append(HEADS)
     if not call.arg("is_causal"):
-        found.append((LENGTH, False))
-    return found
-
-
-def _operand(call: OpCall, name: str) -> DTensorSpec:
-    number = call.operand(name)
-    assert number is not None
-    return call.operands[number]
-
-
-def _scores_shape(call: OpCall) -> tuple[int, ...]:
-    query, key = _operand(call, "query"), _operand(call, "key")
-    return (*query.shape[:3], key.shape[2])
+        cuts.append(LENGTH)
+    scores = (*query.shape[:3], key.shape[2])
+    masks = [] if call.operand("attn_mask") is None else [call.spec("attn_mask")]
+    return [
+        (Shard(d), R if d == LENGTH else Shard(d), [aligned(mask, scores, d) for mask in masks])
+        for d in cuts
+    ]
 
 
 @rule(
@@ -58,13 +43,7 @@ def _scores_shape(call: OpCall) -> tuple[int, ...]:
     local=zeros_where_empty, contiguous=True,
 )  # fmt: skip
 def _attention(call: OpCall) -> list[Strategy]:
-    found: list[Strategy] = []
-    for dim, alike in _ways(call):
-        cut = Shard(dim)
-        other = cut if alike else R
-        mask = _mask(call, _scores_shape(call), dim)
-        found.append(Strategy((cut, other, other, *mask), (cut, cut)))
-    return found
+    return [Strategy((cut, other, other, *mask), (cut, cut)) for cut, other, mask in _ways(call)]
 
 
 @rule(
@@ -73,10 +52,8 @@ def _attention(call: OpCall) -> list[Strategy]:
 )  # fmt: skip
 def _attention_backward(call: OpCall) -> list[Strategy]:
     found: list[Strategy] = []
-    for dim, alike in _ways(call):
-        cut = Shard(dim)
-        other = cut if alike else R
-        mask = _mask(call, _scores_shape(call), dim)
+    for cut, other, mask in _ways(call):
+        of_keys = SUM if other is R else cut
         inputs = (cut, cut, other, other, cut, cut, *mask)
-        found.append(Strategy(inputs, (cut, cut, cut) if alike else (cut, SUM, SUM)))
+        found.append(Strategy(inputs, (cut, of_keys, of_keys)))
     return found

@@ -6,20 +6,17 @@ and the bias is added by the first rank of that axis only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from dure.tensor.call import Op, OpCall, Strategy, schema_of
-from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
-from dure.tensor.registry import rule, zeros_where_empty
+from dure.tensor.call import LINEAR, SUM, OpCall, R, Strategy, alike, with_one
+from dure.tensor.placement_types import Placement, Shard
+from dure.tensor.registry import rule, with_argument, zeros_where_empty
 from dure.tensor.spec import DTensorSpec
 
 aten = torch.ops.aten
-R = Replicate()
-SUM = Partial("sum")
-LINEAR = (SUM, Partial("avg"))
 
 
 def _channel_dims(call: OpCall) -> tuple[int, int]:
@@ -33,15 +30,12 @@ def _is_first(spec: DTensorSpec, dim: int) -> bool:
     return all(here == 0 for here, p in zip(at, spec.placements, strict=False) if p.is_shard(dim))
 
 
-def _convolution_local(
-    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
-) -> Callable[..., Any] | None:
+def _convolution_local(call: OpCall) -> Callable[..., Any] | None:
     """Leave the bias to the first of the ranks that add their terms."""
-    result, op = results[0], call.op
-    assert result is not None
-    biased = call.operand("bias") is not None and _is_first(operands[0], 1)
-    if zeros_where_empty(call, operands, results) is not None:
-        shape = result.local_shape
+    op = call.op
+    biased = call.operand("bias") is not None and _is_first(call.operands[0], 1)
+    if zeros_where_empty(call) is not None:
+        shape = call.result.local_shape
 
         def nothing(x: torch.Tensor, weight: torch.Tensor, bias: Any, *args: Any) -> torch.Tensor:
             made = x.new_zeros(shape)
@@ -70,26 +64,23 @@ def _convolution(call: OpCall) -> list[Strategy]:
     return found
 
 
-def _convolution_backward_local(
-    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
-) -> Callable[..., Any] | None:
+def _convolution_backward_local(call: OpCall) -> Callable[..., Any] | None:
     """Give the operator the number of this rank's output channels.
 
     A rank without input channels has the whole gradient of the bias none the less.
     """
-    nothing = zeros_where_empty(call, operands, results)
-    bias, op = results[2], call.op
+    nothing = zeros_where_empty(call)
+    bias = call.results[2]
     if bias is None:
         return nothing
     if nothing is not None:
-        space = [dim for dim in range(operands[0].ndim) if dim != 1]
+        space = [dim for dim in range(call.operands[0].ndim) if dim != 1]
 
         def summed(grad: torch.Tensor, *args: Any) -> tuple[Any, ...]:
             return (*nothing(grad, *args)[:2], grad.sum(space))
 
         return summed
-    sizes = list(bias.local_shape)
-    return lambda grad, x, weight, _, *args: op(grad, x, weight, sizes, *args)
+    return with_argument(call, "bias_sizes", bias.local_shape)
 
 
 @rule(aten.convolution_backward.default, local=_convolution_backward_local)
@@ -100,7 +91,7 @@ def _convolution_backward(call: OpCall) -> list[Strategy]:
         found.append(Strategy((Shard(1), R, Shard(out)), (SUM, Shard(out), Shard(0))))
         # Each rank has the whole gradient, and so the whole one of the bias.
         found.append(Strategy((R, Shard(1), Shard(into)), (Shard(1), Shard(into), R)))
-    return found + [Strategy((term, R, R), (term, term, term)) for term in LINEAR]
+    return found + with_one(call)
 
 
 # ---- pooling and resampling ----------------------------------------------------------------------
@@ -119,38 +110,23 @@ _SPACE = {
     ),
 }  # fmt: skip
 _LINEAR = ("avg_pool", "upsample")
-_SIZES = "input_size"
 
 
-def _backward_of(packet: Any) -> Op | None:
-    found = getattr(aten, f"{packet.__name__}_backward", None)
-    return None if found is None else found.default
-
-
-def _space_local(
-    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
-) -> Callable[..., Any] | None:
+def _space_local(call: OpCall) -> Callable[..., Any] | None:
     """Give the operator the size of this rank's part, where it takes the input's."""
-    nothing = zeros_where_empty(call, operands, results)
-    if nothing is not None or not call.has(_SIZES):
+    nothing = zeros_where_empty(call)
+    if nothing is not None or not call.has("input_size"):
         return nothing
-    place, result, op = schema_of(call.op).names.index(_SIZES), results[0], call.op
-    assert result is not None
-    shape = list(result.local_shape)
-    return lambda *args, **kwargs: op(*args[:place], shape, *args[place + 1 :], **kwargs)
+    return with_argument(call, "input_size", call.result.local_shape)
 
 
 def _before_space(dims: int) -> Callable[[OpCall], list[Strategy]]:
     """Return the rule of operators on the last `dims` dimensions."""
 
     def strategies(call: OpCall) -> list[Strategy]:
-        count, outputs = len(call.operands), len(call.outputs)
-        cuts = [Shard(dim) for dim in range(call.operands[0].ndim - dims)]
-        found = [Strategy((cut,) * count, (cut,) * outputs) for cut in cuts]
-        if "backward" in call.name or any(part in call.name for part in _LINEAR):
-            rest = (R,) * (count - 1)
-            found += [Strategy((term, *rest), (term,) * outputs) for term in LINEAR]
-        return found
+        found = alike(call, map(Shard, range(call.operands[0].ndim - dims)))
+        linear = "backward" in call.name or any(part in call.name for part in _LINEAR)
+        return found + (with_one(call) if linear else [])
 
     return strategies
 
@@ -158,6 +134,6 @@ def _before_space(dims: int) -> Callable[[OpCall], list[Strategy]]:
 for _dims, _packets in _SPACE.items():
     for _packet in _packets:
         rule(_packet.default, local=_space_local)(_before_space(_dims))
-        _backward = _backward_of(_packet)
+        _backward = getattr(aten, f"{_packet.__name__}_backward", None)
         if _backward is not None:
-            rule(_backward, local=_space_local)(_before_space(_dims))
+            rule(_backward.default, local=_space_local)(_before_space(_dims))

@@ -6,49 +6,47 @@ it has and gives zeros for the others, which are terms of a sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from dure.tensor.call import OpCall, Strategy
-from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
+from dure.tensor.call import SUM, OpCall, R, Strategy, with_one
+from dure.tensor.placement_types import Shard
 from dure.tensor.registry import rule
 from dure.tensor.spec import DTensorSpec
 
+__all__ = ["own_rows"]
+
 aten = torch.ops.aten
-R = Replicate()
-SUM = Partial("sum")
-LINEAR = (SUM, Partial("avg"))
 
 
-def _own_rows(indices: torch.Tensor, rows: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return indices into this rank's rows, and which are of rows that it does not have."""
-    size, offset = rows
-    own = indices - offset
+def own_rows(
+    numbers: torch.Tensor, spec: DTensorSpec, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return numbers of a dimension's entries as this rank counts its own, and which it lacks."""
+    size, first = spec.runs(dim)[0]
+    own = numbers - first
     missing = (own < 0) | (own >= size)
     return own.masked_fill(missing, 0), missing
 
 
-def _lookup_local(
-    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
-) -> Callable[..., Any] | None:
+def _lookup_local(call: OpCall) -> Callable[..., Any] | None:
     """Look up the rows that this rank has.
 
     Raises:
         IndexError: A number is no row's of the whole table, as the operator itself would.
     """
-    table, op = operands[0], call.op
+    table, op = call.operands[0], call.op
     if not table.cuts(0):
         return None
-    ((size, offset),) = table.runs(0)
 
     def lookup(weight: torch.Tensor, indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not indices.is_cuda and ((indices < 0) | (indices >= table.shape[0])).any():
             raise IndexError("index out of range in self")
-        if not size:
+        if not weight.shape[0]:
             return weight.new_zeros((*indices.shape, weight.shape[1]))
-        own, missing = _own_rows(indices, (size, offset))
+        own, missing = own_rows(indices, table, 0)
         found = op(weight, own)
         return found.masked_fill_(missing.unsqueeze(-1), 0)
 
@@ -61,7 +59,7 @@ def _embedding(call: OpCall) -> list[Strategy]:
     last = indices.ndim
     found = [Strategy((R, Shard(dim)), (Shard(dim),)) for dim in range(indices.ndim)]
     found += [Strategy((Shard(1), R), (Shard(last),)), Strategy((Shard(0), R), (SUM,))]
-    return found + [Strategy((term, R), (term,)) for term in LINEAR]
+    return found + with_one(call)
 
 
 @rule(aten.embedding_dense_backward.default)
@@ -69,6 +67,6 @@ def _embedding_backward(call: OpCall) -> list[Strategy]:
     grad, indices = call.operands
     found = [Strategy((Shard(grad.ndim - 1), R), (Shard(1),))]
     if not call.arg("scale_grad_by_freq"):
-        rows: list[Placement] = [Shard(dim) for dim in range(indices.ndim)]
+        rows = map(Shard, range(indices.ndim))
         found += [Strategy((row, row), (SUM,)) for row in rows]
-    return found + [Strategy((term, R), (term,)) for term in LINEAR]
+    return found + with_one(call)

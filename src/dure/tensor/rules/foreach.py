@@ -213,7 +213,7 @@ def _unscale(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Unscale the parts; what one rank found, all ranks of its mesh have found."""
     grads, found, inverse = args
     specs = [t.spec for t in grads if type(t) is DTensor]
-    terms = next((s for s in specs if s.has_partial()), None)
+    terms = next((s for s in specs if s.partial), None)
     if terms is not None:
         raise PlacementError(
             f"{op} would look at terms of a reduction",

@@ -6,20 +6,16 @@ several indices make dimensions of the result, a cut of those goes along with th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from dure.tensor.call import OpCall, Strategy
-from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
-from dure.tensor.registry import rule
-from dure.tensor.spec import DTensorSpec
+from dure.tensor.call import LINEAR, TERMS, OpCall, R, Strategy, alike, with_one
+from dure.tensor.placement_types import Placement, Shard
+from dure.tensor.registry import rule, with_local_size
+from dure.tensor.rules.views import without
 
 aten = torch.ops.aten
-R = Replicate()
-LINEAR = (Partial("sum"), Partial("avg"))
-TERMS = tuple(Partial(op) for op in ("sum", "avg", "min", "max", "product"))
 
 
 def _dim(call: OpCall) -> int:
@@ -30,7 +26,7 @@ def _dim(call: OpCall) -> int:
 def _gather(call: OpCall) -> list[Strategy]:
     source, index = call.operands
     dim = _dim(call)
-    found = [Strategy((term, R), (term,)) for term in TERMS]
+    found = with_one(call, TERMS)
     if not source.ndim or source.ndim != index.ndim:
         return found
     for d in range(index.ndim):
@@ -60,7 +56,7 @@ def _scatter(call: OpCall) -> list[Strategy]:
 @rule(aten.index_select.default)
 def _index_select(call: OpCall) -> list[Strategy]:
     source, index = call.operands
-    found = [Strategy((term, R), (term,)) for term in TERMS]
+    found = with_one(call, TERMS)
     if source.ndim:
         found += [
             Strategy((Shard(d), R), (Shard(d),)) for d in range(source.ndim) if d != _dim(call)
@@ -118,11 +114,9 @@ def _index(call: OpCall) -> list[Strategy]:
     if found_dims is None:
         return []
     dims, begin, made = found_dims
-    (result,) = call.outputs
-    assert result is not None
     source, *indices = call.operands
     whole = (R,) * len(indices)
-    found = [Strategy((term, *whole), (term,)) for term in TERMS]
+    found = with_one(call, TERMS)
     for d in range(source.ndim):
         if d not in dims:
             there = Shard(_there(d, dims, begin, made))
@@ -131,8 +125,8 @@ def _index(call: OpCall) -> list[Strategy]:
         inputs: list[Placement] = []
         for index in indices:
             own = d - (made - index.ndim)
-            alike = own >= 0 and index.shape[own] == result.shape[begin + d]
-            inputs.append(Shard(own) if alike else R)
+            cut = own >= 0 and index.shape[own] == call.output.shape[begin + d]
+            inputs.append(Shard(own) if cut else R)
         found.append(Strategy((R, *inputs), (Shard(begin + d),)))
     return found
 
@@ -159,23 +153,12 @@ def _index_put(call: OpCall) -> list[Strategy]:
 # ---- inverses of views ---------------------------------------------------------------------------
 
 
-def _sizes_local(
-    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
-) -> Callable[..., Any]:
-    """Give the operator the sizes of this rank's part of the result."""
-    result, op = results[0], call.op
-    assert result is not None
-    shape = list(result.local_shape)
-    return lambda grad, sizes, *args, **kwargs: op(grad, shape, *args, **kwargs)
-
-
-def _put_back(call: OpCall, to: Sequence[int | None], terms: bool) -> list[Strategy]:
+def _put_back(call: OpCall, to: Sequence[int | None]) -> list[Strategy]:
     """Return strategies of an operator that puts values into a tensor.
 
     Args:
         call: Its last operand are the values; the first, if there are two, what they are put into.
         to: For each dimension of the result where it is in the values, None if it is not.
-        terms: Whether terms go along.
     """
     found: list[Strategy] = []
     first = len(call.operands) > 1
@@ -183,51 +166,25 @@ def _put_back(call: OpCall, to: Sequence[int | None], terms: bool) -> list[Strat
         if there is not None:
             inputs = (Shard(d), Shard(there)) if first else (Shard(there),)
             found.append(Strategy(inputs, (Shard(d),)))
-    inputs = len(call.operands)
-    return found + [Strategy((p,) * inputs, (p,)) for p in (LINEAR if terms else ())]
+    return found + alike(call, LINEAR)
 
 
-def _without(call: OpCall, *gone: int) -> list[int | None]:
-    """Return where the result's dimensions are in a tensor that lacks some of them."""
-    (result,) = call.outputs
-    assert result is not None
-    ndim = len(result.shape)
-    lost = [d % ndim for d in gone]
-    return [None if d in lost else d - sum(g < d for g in lost) for d in range(ndim)]
-
-
-@rule(aten.select_backward.default, local=_sizes_local)
-def _select_backward(call: OpCall) -> list[Strategy]:
-    return _put_back(call, _without(call, call.arg("dim")), terms=True)
-
-
+@rule(aten.select_backward.default, local=with_local_size)
 @rule(aten.select_scatter.default)
-def _select_scatter(call: OpCall) -> list[Strategy]:
-    return _put_back(call, _without(call, call.arg("dim")), terms=True)
+def _selected(call: OpCall) -> list[Strategy]:
+    return _put_back(call, without(len(call.output.shape), [call.arg("dim")]))
 
 
-@rule(aten.diagonal_backward.default, local=_sizes_local)
-def _diagonal_backward(call: OpCall) -> list[Strategy]:
-    return _put_back(call, _without(call, call.arg("dim1"), call.arg("dim2")), terms=True)
-
-
+@rule(aten.diagonal_backward.default, local=with_local_size)
 @rule(aten.diagonal_scatter.default)
-def _diagonal_scatter(call: OpCall) -> list[Strategy]:
-    return _put_back(call, _without(call, call.arg("dim1"), call.arg("dim2")), terms=True)
+def _diagonal(call: OpCall) -> list[Strategy]:
+    gone = call.arg("dim1"), call.arg("dim2")
+    return _put_back(call, without(len(call.output.shape), gone))
 
 
-def _same_but(call: OpCall) -> list[int | None]:
-    (result,) = call.outputs
-    assert result is not None
-    dim = call.arg("dim") % max(len(result.shape), 1)
-    return [None if d == dim else d for d in range(len(result.shape))]
-
-
-@rule(aten.slice_backward.default, aten.unfold_backward.default, local=_sizes_local)
-def _slice_backward(call: OpCall) -> list[Strategy]:
-    return _put_back(call, _same_but(call), terms=True)
-
-
+@rule(aten.slice_backward.default, aten.unfold_backward.default, local=with_local_size)
 @rule(aten.slice_scatter.default)
-def _slice_scatter(call: OpCall) -> list[Strategy]:
-    return _put_back(call, _same_but(call), terms=True)
+def _sliced(call: OpCall) -> list[Strategy]:
+    ndim = len(call.output.shape)
+    dim = call.arg("dim") % max(ndim, 1)
+    return _put_back(call, [None if d == dim else d for d in range(ndim)])

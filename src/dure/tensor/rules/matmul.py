@@ -7,20 +7,16 @@ so terms of one, with the other whole, give terms as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from dure.tensor.call import OpCall, Strategy
-from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
+from dure.tensor.call import LINEAR, SUM, OpCall, R, Strategy
+from dure.tensor.placement_types import Placement, Shard
 from dure.tensor.registry import rule
-from dure.tensor.spec import DTensorSpec
 
 aten = torch.ops.aten
-R = Replicate()
-SUM = Partial("sum")
-LINEAR = (SUM, Partial("avg"))
 
 
 def _products(batch: bool) -> list[tuple[Placement, Placement, Placement]]:
@@ -38,21 +34,14 @@ def _products(batch: bool) -> list[tuple[Placement, Placement, Placement]]:
     return found
 
 
-@rule(aten.mm.default)
-def _mm(call: OpCall) -> list[Strategy]:
-    return [Strategy((a, b), (c,)) for a, b, c in _products(False)]
+@rule(aten.mm.default, aten.bmm.default)
+def _product(call: OpCall) -> list[Strategy]:
+    return [Strategy((a, b), (c,)) for a, b, c in _products(call.op is aten.bmm.default)]
 
 
-@rule(aten.bmm.default)
-def _bmm(call: OpCall) -> list[Strategy]:
-    return [Strategy((a, b), (c,)) for a, b, c in _products(True)]
-
-
-def _added_once(
-    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
-) -> Callable[..., Any] | None:
+def _added_once(call: OpCall) -> Callable[..., Any] | None:
     """Let only the first of the ranks that have terms of the product add the bias."""
-    bias, left, _ = operands
+    bias, left, _ = call.operands
     axes = [
         axis
         for axis, placement in enumerate(left.placements)

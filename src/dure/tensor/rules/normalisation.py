@@ -9,20 +9,16 @@ compute it; its channels may be sharded. With fixed statistics its rows may be, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from dure.tensor.call import OpCall, Strategy
-from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
-from dure.tensor.registry import rule, zeros_where_empty
-from dure.tensor.spec import DTensorSpec
+from dure.tensor.call import SUM, OpCall, R, Strategy, with_one
+from dure.tensor.placement_types import Placement, Shard
+from dure.tensor.registry import rule, with_argument, zeros_where_empty
 
 aten = torch.ops.aten
-R = Replicate()
-SUM = Partial("sum")
-LINEAR = (SUM, Partial("avg"))
 
 
 def _by_name(call: OpCall, placements: Mapping[str, Placement]) -> tuple[Placement, ...]:
@@ -33,9 +29,7 @@ def _by_name(call: OpCall, placements: Mapping[str, Placement]) -> tuple[Placeme
 
 def _rows(call: OpCall) -> list[Shard]:
     """Return the cuts through dimensions that are not normalised over."""
-    number = call.operand("input")
-    assert number is not None
-    return [Shard(d) for d in range(call.operands[number].ndim - len(call.arg("normalized_shape")))]
+    return [Shard(d) for d in range(call.spec("input").ndim - len(call.arg("normalized_shape")))]
 
 
 @rule(aten.native_layer_norm.default, aten._fused_rms_norm.default)
@@ -54,32 +48,19 @@ def _layer_norm_backward(call: OpCall) -> list[Strategy]:
     for row in _rows(call):
         inputs = _by_name(call, dict.fromkeys(("grad_out", "input", "mean", "rstd"), row))
         found.append(Strategy(inputs, (row, *(SUM,) * (count - 1))))
-    return found + [
-        Strategy(_by_name(call, {"grad_out": term}), (term,) * count) for term in LINEAR
-    ]
+    return found + with_one(call)
 
 
 # ---- groups --------------------------------------------------------------------------------------
 
 
-def _group_norm_local(
-    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
-) -> Callable[..., Any] | None:
+def _group_norm_local(call: OpCall) -> Callable[..., Any] | None:
     """Give the operator the number of this rank's rows."""
-    number = call.operand("input")
-    assert number is not None
-    spec = operands[number]
-    rows, op = spec.local_shape[0], call.op
+    spec = call.spec("input")
+    rows = spec.local_shape[0]
     if rows == spec.shape[0]:
         return None
-    if not rows:
-        return zeros_where_empty(call, operands, results)
-    place = 3 if op is aten.native_group_norm.default else 5
-
-    def run(*args: Any) -> Any:
-        return op(*args[:place], rows, *args[place + 1 :])
-
-    return run
+    return with_argument(call, "N", rows) if rows else zeros_where_empty(call)
 
 
 @rule(aten.native_group_norm.default, local=_group_norm_local)
@@ -91,16 +72,12 @@ def _group_norm(call: OpCall) -> list[Strategy]:
 def _group_norm_backward(call: OpCall) -> list[Strategy]:
     inputs = _by_name(call, dict.fromkeys(("grad_out", "input", "mean", "rstd"), Shard(0)))
     found = [Strategy(inputs, (Shard(0), SUM, SUM))]
-    return found + [Strategy(_by_name(call, {"grad_out": term}), (term,) * 3) for term in LINEAR]
+    return found + with_one(call)
 
 
 # ---- batches -------------------------------------------------------------------------------------
 
 _CHANNELS = ("weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd")
-
-
-def _channels(call: OpCall) -> dict[str, Placement]:
-    return dict.fromkeys(_CHANNELS, Shard(0))
 
 
 @rule(aten.native_batch_norm.default, local=zeros_where_empty)
@@ -109,7 +86,7 @@ def _batch_norm(call: OpCall) -> list[Strategy]:
         return []
     training = call.arg("training")
     saved = Shard(0) if training else R
-    channels = _by_name(call, {"input": Shard(1), **_channels(call)})
+    channels = _by_name(call, {"input": Shard(1), **dict.fromkeys(_CHANNELS, Shard(0))})
     found = [Strategy(channels, (Shard(1), saved, saved))]
     if not training:
         found.append(Strategy(_by_name(call, {"input": Shard(0)}), (Shard(0), R, R)))
@@ -119,10 +96,10 @@ def _batch_norm(call: OpCall) -> list[Strategy]:
 @rule(aten.native_batch_norm_backward.default, local=zeros_where_empty)
 def _batch_norm_backward(call: OpCall) -> list[Strategy]:
     training = call.arg("train")
-    given = {name: p for name, p in _channels(call).items() if training or "save" not in name}
+    given = {name: Shard(0) for name in _CHANNELS if training or "save" not in name}
     channels = _by_name(call, {"grad_out": Shard(1), "input": Shard(1), **given})
     found = [Strategy(channels, (Shard(1), Shard(0), Shard(0)))]
     if not training:
         rows = _by_name(call, {"grad_out": Shard(0), "input": Shard(0)})
         found.append(Strategy(rows, (Shard(0), SUM, SUM)))
-    return found + [Strategy(_by_name(call, {"grad_out": term}), (term,) * 3) for term in LINEAR]
+    return found + with_one(call)

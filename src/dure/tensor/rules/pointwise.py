@@ -11,16 +11,14 @@ from collections.abc import Sequence
 
 import torch
 
-from dure.tensor.call import OpCall, Strategy
-from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
+from dure.tensor.call import LINEAR, OpCall, R, Strategy, alike, with_one
+from dure.tensor.placement_types import Partial, Placement, Shard
 from dure.tensor.registry import by_value, rule, set_pointwise
 from dure.tensor.spec import DTensorSpec
 
-__all__ = ["aligned", "pointwise"]
+__all__ = ["aligned", "aligned_cuts", "pointwise"]
 
 aten = torch.ops.aten
-R = Replicate()
-LINEAR = (Partial("sum"), Partial("avg"))
 ORDERED = (Partial("min"), Partial("max"))
 
 
@@ -30,14 +28,17 @@ def aligned(spec: DTensorSpec, shape: Sequence[int], dim: int) -> Placement:
     return Shard(own) if own >= 0 and spec.shape[own] == shape[dim] else R
 
 
+def aligned_cuts(call: OpCall, shape: Sequence[int]) -> list[tuple[Shard, tuple[Placement, ...]]]:
+    """Return the cuts of a result, and for each how the operands must lie."""
+    dims = range(len(shape))
+    return [(Shard(d), tuple(aligned(spec, shape, d) for spec in call.operands)) for d in dims]
+
+
 def pointwise(call: OpCall) -> list[Strategy]:
     """Return what is legal for every pointwise operator: shards of the result's dimensions."""
-    found: list[Strategy] = []
     shape = next(meta.shape for meta in call.outputs if meta is not None)
-    for dim in range(len(shape)):
-        inputs = tuple(aligned(spec, shape, dim) for spec in call.operands)
-        found.append(Strategy(inputs, (Shard(dim),) * len(call.outputs)))
-    return found
+    count = len(call.outputs)
+    return [Strategy(inputs, (cut,) * count) for cut, inputs in aligned_cuts(call, shape)]
 
 
 set_pointwise(pointwise)
@@ -47,18 +48,13 @@ rule(
 )(pointwise)  # fmt: skip
 
 
-def _alike(call: OpCall, terms: Sequence[Placement]) -> list[Strategy]:
-    """All operands as terms, and so the result."""
-    return [Strategy((p,) * len(call.operands), (p,) * len(call.outputs)) for p in terms]
-
-
 @rule(
     aten.neg.default, aten.clone.default, aten.neg_.default, aten.positive.default,
     aten.zeros_like.default, aten.zero_.default,
 )  # fmt: skip
 def _unary_linear(call: OpCall) -> list[Strategy]:
     terms = LINEAR if "neg" in call.name else (*LINEAR, *ORDERED)
-    return pointwise(call) + _alike(call, terms)
+    return pointwise(call) + alike(call, terms)
 
 
 @rule(
@@ -66,26 +62,20 @@ def _unary_linear(call: OpCall) -> list[Strategy]:
 )  # fmt: skip
 def _sum(call: OpCall) -> list[Strategy]:
     both = len(call.operands) == len([n for n in ("self", "other") if call.operand(n) is not None])
-    return pointwise(call) + (_alike(call, LINEAR) if both and len(call.operands) > 1 else [])
+    return pointwise(call) + (alike(call, LINEAR) if both and len(call.operands) > 1 else [])
 
 
 @rule(aten.mul.Tensor, aten.mul_.Tensor, aten.mul.Scalar, aten.mul_.Scalar)
 def _product(call: OpCall) -> list[Strategy]:
     found = pointwise(call)
-    for term in LINEAR:
-        for number in range(len(call.operands)):
-            inputs = tuple(term if i == number else R for i in range(len(call.operands)))
-            found.append(Strategy(inputs, (term,)))
+    for number in range(len(call.operands)):
+        found += with_one(call, number=number)
     return found
 
 
 @rule(aten.div.Tensor, aten.div_.Tensor, aten.div.Scalar, aten.div_.Scalar)
 def _quotient(call: OpCall) -> list[Strategy]:
-    found = pointwise(call)
-    if call.operand("self") == 0:
-        rest = (R,) * (len(call.operands) - 1)
-        found += [Strategy((term, *rest), (term,)) for term in LINEAR]
-    return found
+    return pointwise(call) + (with_one(call) if call.operand("self") == 0 else [])
 
 
 by_value.update({aten.masked_fill.Scalar, aten.masked_fill_.Scalar})
@@ -93,15 +83,14 @@ by_value.update({aten.masked_fill.Scalar, aten.masked_fill_.Scalar})
 
 @rule(aten.masked_fill.Scalar, aten.masked_fill_.Scalar)
 def _masked_fill(call: OpCall) -> list[Strategy]:
-    linear = call.arg("value") == 0
-    return pointwise(call) + [Strategy((term, R), (term,)) for term in LINEAR if linear]
+    return pointwise(call) + (with_one(call) if call.arg("value") == 0 else [])
 
 
 @rule(aten._to_copy.default)
 def _cast(call: OpCall) -> list[Strategy]:
     found, dtype = pointwise(call), call.arg("dtype")
     if dtype is None or _casts_terms(call.operands[0].meta.dtype, dtype):
-        found += _alike(call, LINEAR)
+        found += alike(call, LINEAR)
     return found
 
 
@@ -114,4 +103,4 @@ def _casts_terms(given: torch.dtype, to: torch.dtype) -> bool:
 def _copy(call: OpCall) -> list[Strategy]:
     to, given = call.operands[0].meta, call.operands[-1].meta
     same = to.shape == given.shape and _casts_terms(given.dtype, to.dtype)
-    return pointwise(call) + (_alike(call, (*LINEAR, *ORDERED)) if same else [])
+    return pointwise(call) + (alike(call, (*LINEAR, *ORDERED)) if same else [])

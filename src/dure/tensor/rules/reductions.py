@@ -16,20 +16,17 @@ from typing import Any
 
 import torch
 
-from dure.tensor.call import Op, OpCall, Strategy
+from dure.tensor.call import SUM, Op, OpCall, R, Strategy
 from dure.tensor.dispatch import special
-from dure.tensor.dtensor import DTensor
-from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
+from dure.tensor.placement_types import Partial, Placement, Shard
 from dure.tensor.redistribute import redistribute
 from dure.tensor.registry import by_value, rule, zeros_where_empty
 from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
 
-__all__ = ["reduced_dims", "reduction"]
+__all__ = ["reduced_dims", "reduction", "weighed"]
 
 aten = torch.ops.aten
-R = Replicate()
-SUM, AVG = Partial("sum"), Partial("avg")
-MIN, MAX, PRODUCT = Partial("min"), Partial("max"), Partial("product")
+AVG, MIN, MAX, PRODUCT = map(Partial, ("avg", "min", "max", "product"))
 
 
 _NONE_WHEN_EMPTY = {aten.any.dims, aten.all.dims}
@@ -72,16 +69,10 @@ def reduction(
 
 def _linear_terms(call: OpCall) -> list[Partial]:
     """Return the terms that a sum or mean lets through: those of numbers that it does not cast."""
-    given, (made,) = call.operands[0].meta.dtype, call.outputs
-    assert made is not None
+    given, made = call.operands[0].meta.dtype, call.output.dtype
     if not (given.is_floating_point or given.is_complex):
-        return [SUM] if given == made.dtype and given != torch.bool else []
-    return [SUM, AVG] if given.is_complex == made.dtype.is_complex else []
-
-
-@rule(aten.sum.default, aten.sum.dim_IntList)
-def _sum(call: OpCall) -> list[Strategy]:
-    return reduction(call, [SUM], _linear_terms(call))
+        return [SUM] if given == made and given != torch.bool else []
+    return [SUM, AVG] if given.is_complex == made.is_complex else []
 
 
 @rule(aten.nansum.default, aten.count_nonzero.default, aten.count_nonzero.dim_IntList)
@@ -101,35 +92,34 @@ def _filled(spec: DTensorSpec | None, value: float | bool) -> Callable[..., torc
     return lambda tensor, *args, **kwargs: tensor.new_full(shape, value, dtype=dtype)
 
 
-def _mean_local(
-    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
-) -> Callable[..., Any] | None:
-    """Weigh this rank's mean by its share of the elements."""
-    dims, op = reduced_dims(call), call.op
-    mine, all_of_them = (
-        _local_count(operands[0], dims),
-        math.prod(operands[0].shape[dim] for dim in dims),
-    )
-    if mine == all_of_them:
+def weighed(call: OpCall, mine: int, whole: int) -> Callable[..., Any] | None:
+    """Weigh this rank's mean by its share of the elements that are averaged."""
+    op = call.op
+    if mine == whole:
         return None
     if mine == 0:
-        return _filled(results[0], 0)
-    share = mine / all_of_them
+        return _filled(call.result, 0)
+    share = mine / whole
     return lambda *args, **kwargs: op(*args, **kwargs) * share
 
 
+def _mean_local(call: OpCall) -> Callable[..., Any] | None:
+    spec, dims = call.operands[0], reduced_dims(call)
+    return weighed(call, _local_count(spec, dims), math.prod(spec.shape[dim] for dim in dims))
+
+
+@rule(aten.sum.default, aten.sum.dim_IntList)
 @rule(aten.mean.default, aten.mean.dim, local=_mean_local)
-def _mean(call: OpCall) -> list[Strategy]:
+def _sum(call: OpCall) -> list[Strategy]:
     return reduction(call, [SUM], _linear_terms(call))
 
 
 @rule(aten.prod.default, aten.prod.dim_int)
 def _product(call: OpCall) -> list[Strategy]:
-    (made,) = call.outputs
-    assert made is not None
-    if made.dtype.is_complex:
+    made = call.output.dtype
+    if made.is_complex:
         return reduction(call, None)
-    same = call.operands[0].meta.dtype == made.dtype
+    same = call.operands[0].meta.dtype == made
     return reduction(call, [PRODUCT], [PRODUCT] if same else [])
 
 
@@ -148,15 +138,15 @@ def _worst(dtype: torch.dtype, least: bool) -> float | bool:
     return limits.max if least else limits.min
 
 
-def _extreme_local(
-    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
-) -> Callable[..., Any] | None:
+def _extreme_local(call: OpCall) -> Callable[..., Any] | None:
     """Give the value that loses to every other where this rank has nothing to reduce."""
-    result = results[0]
-    assert result is not None
-    if _local_count(operands[0], reduced_dims(call)):
+    spec = call.operands[0]
+    if _local_count(spec, reduced_dims(call)):
         return None
-    return _filled(result, _worst(result.meta.dtype, call.op in _LEAST))
+    least = [True, False] if call.op is aten.aminmax.default else [call.op in _LEAST]
+    pairs = zip(call.results, least, strict=True)
+    made = [_filled(result, _worst(spec.meta.dtype, one)) for result, one in pairs]
+    return made[0] if len(made) == 1 else lambda *args, **kwargs: tuple(m(*args) for m in made)
 
 
 @rule(
@@ -173,25 +163,10 @@ def _extreme(call: OpCall) -> list[Strategy]:
     aten.all.default, aten.all.dim, aten.all.dims,
 )  # fmt: skip
 def _truth(call: OpCall) -> list[Strategy]:
-    (made,) = call.outputs
-    assert made is not None
     return reduction(call, [MIN if call.op in _LEAST else MAX])
 
 
-def _both_local(
-    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
-) -> Callable[..., Any] | None:
-    if _local_count(operands[0], reduced_dims(call)):
-        return None
-    dtype = operands[0].meta.dtype
-    least, most = (
-        _filled(results[0], _worst(dtype, True)),
-        _filled(results[1], _worst(dtype, False)),
-    )
-    return lambda tensor, **kwargs: (least(tensor), most(tensor))
-
-
-@rule(aten.aminmax.default, local=_both_local)
+@rule(aten.aminmax.default, local=_extreme_local)
 def _both(call: OpCall) -> list[Strategy]:
     return reduction(call, [MIN, MAX])
 
@@ -212,16 +187,13 @@ _TERMS_OF_NORMS = {math.inf: MAX, -math.inf: MIN, 0.0: SUM, 1.0: SUM}
 """Norms whose terms are reduced as they are."""
 
 
-def _norm_local(
-    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
-) -> Callable[..., Any] | None:
+def _norm_local(call: OpCall) -> Callable[..., Any] | None:
     """Add the powers of the ranks' norms and take the root, where a reduced dimension is cut.
 
     Powers are float64, so that a norm which fits its dtype does not overflow on the way.
     """
     order, dims = float(call.arg("ord")), reduced_dims(call)
-    spec, result, op = operands[0], results[0], call.op
-    assert result is not None
+    spec, result, op = call.operands[0], call.result, call.op
     empty = not _local_count(spec, dims) and all(spec.shape[dim] for dim in dims)
     own = _filled(result, math.inf if order < 0 else 0.0) if empty else op
     if order in _TERMS_OF_NORMS:
@@ -231,10 +203,9 @@ def _norm_local(
     ]
     if not axes:
         return None
-    wide = TensorMeta(result.shape, result.meta.stride, torch.float64)
     terms = [SUM if axis in axes else p for axis, p in enumerate(result.placements)]
-    before = spec_of(result.mesh, tuple(terms), wide)
-    after = before.with_placements(result.placements)
+    after = result.with_dtype(torch.float64)
+    before = after.with_placements(terms)
 
     def norm(*args: Any, **kwargs: Any) -> torch.Tensor:
         part = own(*args, **kwargs)
@@ -258,15 +229,10 @@ def _norm(call: OpCall) -> list[Strategy]:
 # ---- values that a program reads -----------------------------------------------------------------
 
 
-def _whole(tensor: DTensor) -> torch.Tensor:
-    """Return the whole of a tensor, on every rank."""
-    spec = tensor.spec
-    return redistribute(tensor.part, spec, spec.with_placements((R,) * spec.mesh.ndim))
-
-
 @special(aten._local_scalar_dense.default)
 def _read(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return op(_whole(args[0]))
+    (tensor,) = args
+    return op(redistribute(tensor.part, tensor.spec, tensor.spec.replicated()))
 
 
 @special(aten.equal.default)
@@ -276,12 +242,12 @@ def _equal(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     if left.shape != right.shape:
         return False
     spec = left.spec
-    where = [R if p.is_partial() else p for p in spec.placements]
+    where = spec.without_terms().placements
     a, b = (redistribute(t.part, t.spec, t.spec.with_placements(where)) for t in (left, right))
     scalar = TensorMeta(torch.Size([]), (), torch.bool)
     flag = spec_of(spec.mesh, (MIN,) * spec.mesh.ndim, scalar)
     same = torch.tensor(op(a, b))
-    return bool(redistribute(same, flag, flag.with_placements((R,) * spec.mesh.ndim)))
+    return bool(redistribute(same, flag, flag.replicated()))
 
 
 @special(aten.allclose.default)

@@ -1,74 +1,113 @@
 """Softmax and losses.
 
-The dimension of a softmax may be sharded as the others may (class_sharded.py); its gradient is
-linear.
+The dimension of a softmax may be sharded as the others may. A vocabulary of scores is the largest
+activation of a language model: where it is sharded over the classes, nothing of it is gathered. The
+ranks exchange the highest score and the sum of exponentials of each sample, and of its target's
+score, which one rank has, a term each. A softmax's gradient is linear.
 
 A loss that is summed or averaged over a sharded batch is terms of a sum. What an average divides by
 is counted over the whole batch: by the shape, or, where weights and ignored targets count, by a
 sum over the ranks, which the operator makes itself.
+
+Source: loss parallelism as in Megatron-LM, https://arxiv.org/abs/1909.08053, section 3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
-from dure.tensor.call import OpCall, Strategy, schema_of
-from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
+from dure.comm.ops import ReduceOp
+from dure.tensor.call import SUM, OpCall, R, Strategy, alike, schema_of, with_one
+from dure.tensor.placement_types import Placement, Shard
 from dure.tensor.redistribute import redistribute
-from dure.tensor.registry import rule
-from dure.tensor.rules.class_sharded import (
-    logsumexp_of_classes,
-    nll_backward_of_classes,
-    nll_of_classes,
-    softmax_of_classes,
-)
-from dure.tensor.rules.pointwise import aligned
-from dure.tensor.rules.reductions import reduced_dims, reduction, zeros_where_empty
+from dure.tensor.registry import rule, zeros_where_empty
+from dure.tensor.rules.embedding import own_rows
+from dure.tensor.rules.pointwise import aligned_cuts, pointwise
+from dure.tensor.rules.reductions import reduced_dims, reduction, weighed
 from dure.tensor.spec import DTensorSpec
 
 aten = torch.ops.aten
-R = Replicate()
-SUM = Partial("sum")
-LINEAR = (SUM, Partial("avg"))
 NONE, MEAN, TOTAL = 0, 1, 2
 """What an argument `reduction` may be."""
 
 
-def _other_dims(call: OpCall) -> list[Strategy]:
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _reduce(
+    tensor: torch.Tensor, spec: DTensorSpec, dims: Collection[int], op: ReduceOp
+) -> torch.Tensor:
+    """Reduce a tensor in place over the ranks among whom dimensions are divided."""
+    for dim in dims:
+        for cut in spec.cuts(dim):
+            spec.mesh.get_group(cut.axis).all_reduce(tensor, op)
+    return tensor
+
+
+def _highest(values: torch.Tensor, spec: DTensorSpec, dims: Collection[int]) -> torch.Tensor:
+    """Return the highest of all ranks' values over dimensions, which are kept."""
+    if all(values.shape[dim] for dim in dims):
+        found = values.amax(tuple(dims), keepdim=True)
+    else:
+        shape = [1 if dim in dims else size for dim, size in enumerate(values.shape)]
+        found = values.new_full(shape, -math.inf)
+    return _reduce(found, spec, dims, ReduceOp.MAX)
+
+
+def _softmax_local(call: OpCall) -> Callable[..., Any] | None:
+    """Normalise over all ranks' classes, where they are divided."""
     spec = call.operands[0]
     dim = call.arg("dim") % max(spec.ndim, 1)
-    cuts = [Shard(d) for d in range(spec.ndim) if d != dim]
-    return [Strategy((cut,) * len(call.operands), (cut,)) for cut in cuts]
+    if spec.ndim == 0 or not spec.cuts(dim):
+        return None
+    dtype, logarithm = call.result.meta.dtype, "log_softmax" in call.name
 
+    def forward(values: torch.Tensor, *_: Any) -> torch.Tensor:
+        values = _wide(values)
+        shifted = values - _highest(values, spec, [dim])
+        total = _reduce(shifted.exp().sum(dim, keepdim=True), spec, [dim], ReduceOp.SUM)
+        return (shifted - total.log() if logarithm else shifted.exp() / total).to(dtype)
 
-@rule(aten._safe_softmax.default)
-def _safe_softmax(call: OpCall) -> list[Strategy]:
-    return _other_dims(call)
+    def backward(grad: torch.Tensor, output: torch.Tensor, *_: Any) -> torch.Tensor:
+        grad, output = _wide(grad), _wide(output)
+        terms = grad if logarithm else grad * output
+        total = _reduce(terms.sum(dim, keepdim=True), spec, [dim], ReduceOp.SUM)
+        found = grad - output.exp() * total if logarithm else output * (grad - total)
+        return found.to(dtype)
 
-
-@rule(aten._softmax.default, aten._log_softmax.default, local=softmax_of_classes)
-def _softmax(call: OpCall) -> list[Strategy]:
-    return [Strategy((cut,), (cut,)) for cut in map(Shard, range(call.operands[0].ndim))]
+    return backward if "backward" in call.name else forward
 
 
 @rule(
+    aten._softmax.default, aten._log_softmax.default,
     aten._softmax_backward_data.default, aten._log_softmax_backward_data.default,
-    local=softmax_of_classes,
+    local=_softmax_local,
 )  # fmt: skip
-def _softmax_backward(call: OpCall) -> list[Strategy]:
-    cuts = map(Shard, range(call.operands[0].ndim))
-    found = [Strategy((cut, cut), (cut,)) for cut in cuts]
-    return found + [Strategy((term, R), (term,)) for term in LINEAR]
+def _softmax(call: OpCall) -> list[Strategy]:
+    found = alike(call, map(Shard, range(call.operands[0].ndim)))
+    return found + (with_one(call) if "backward" in call.name else [])
 
 
-def _logsumexp_local(
-    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
-) -> Callable[..., Any] | None:
-    divided = logsumexp_of_classes(operands[0], reduced_dims(call), results[0])
-    return divided or zeros_where_empty(call, operands, results)
+def _logsumexp_local(call: OpCall) -> Callable[..., Any] | None:
+    """Add up all ranks' exponentials, where a dimension that is reduced is divided."""
+    spec, dims, dtype = call.operands[0], reduced_dims(call), call.result.meta.dtype
+    if not any(spec.cuts(dim) for dim in dims):
+        return zeros_where_empty(call)
+
+    def forward(values: torch.Tensor, _: Any, keepdim: bool = False) -> torch.Tensor:
+        values, reduced = _wide(values), tuple(dims)
+        highest = _highest(values, spec, dims)
+        highest = torch.where(highest.isinf(), 0, highest)
+        total = (values - highest).exp().sum(reduced, keepdim=True)
+        found = (_reduce(total, spec, dims, ReduceOp.SUM).log() + highest).to(dtype)
+        return found if keepdim else found.squeeze(reduced)
+
+    return forward
 
 
 @rule(aten.logsumexp.default, local=_logsumexp_local)
@@ -81,26 +120,14 @@ def _logsumexp(call: OpCall) -> list[Strategy]:
 # ---- losses that are pointwise before they are reduced -------------------------------------------
 
 
-def _broadcast(specs: Sequence[DTensorSpec]) -> torch.Size:
-    return torch.broadcast_shapes(*(spec.shape for spec in specs))
+def _sizes(specs: Sequence[DTensorSpec]) -> tuple[int, int]:
+    """Return how many elements this rank has of tensors that are broadcast, and all ranks."""
+    mine, whole = zip(*((spec.local_shape, spec.shape) for spec in specs), strict=True)
+    return torch.broadcast_shapes(*mine).numel(), torch.broadcast_shapes(*whole).numel()
 
 
-def _pointwise_loss_local(
-    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
-) -> Callable[..., Any] | None:
-    """Weigh this rank's mean by its share of the elements."""
-    if call.arg("reduction") != MEAN:
-        return None
-    whole = _broadcast(operands).numel()
-    mine = torch.broadcast_shapes(*(spec.local_shape for spec in operands)).numel()
-    if mine == whole:
-        return None
-    op, share = call.op, mine / whole
-    if not mine:
-        result = results[0]
-        assert result is not None
-        return lambda first, *args, **kwargs: first.new_zeros((), dtype=result.meta.dtype)
-    return lambda *args, **kwargs: op(*args, **kwargs) * share
+def _pointwise_loss_local(call: OpCall) -> Callable[..., Any] | None:
+    return weighed(call, *_sizes(call.operands)) if call.arg("reduction") == MEAN else None
 
 
 @rule(
@@ -110,23 +137,18 @@ def _pointwise_loss_local(
     local=_pointwise_loss_local,
 )  # fmt: skip
 def _pointwise_loss(call: OpCall) -> list[Strategy]:
-    shape, reduced = _broadcast(call.operands), call.arg("reduction") != NONE
-    found: list[Strategy] = []
-    for dim in range(len(shape)):
-        inputs = tuple(aligned(spec, shape, dim) for spec in call.operands)
-        found.append(Strategy(inputs, (SUM if reduced else Shard(dim),)))
-    return found
+    shape = torch.broadcast_shapes(*(spec.shape for spec in call.operands))
+    reduced = call.arg("reduction") != NONE
+    cuts = aligned_cuts(call, shape)
+    return [Strategy(inputs, (SUM if reduced else cut,)) for cut, inputs in cuts]
 
 
-def _pointwise_loss_backward_local(
-    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
-) -> Callable[..., Any] | None:
+def _pointwise_loss_backward_local(call: OpCall) -> Callable[..., Any] | None:
     """Divide by the number of all elements, not by that of this rank's."""
-    if call.arg("reduction") != MEAN:
+    mine, whole = _sizes(call.operands[1:])
+    if call.arg("reduction") != MEAN or mine == whole:
         return None
-    whole, op = _broadcast(operands[1:]).numel(), call.op
-    if torch.broadcast_shapes(*(spec.local_shape for spec in operands[1:])).numel() == whole:
-        return None
+    op = call.op
     place = schema_of(op).names.index("reduction")
 
     def backward(grad: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -147,19 +169,13 @@ def _pointwise_loss_backward_local(
     local=_pointwise_loss_backward_local,
 )  # fmt: skip
 def _pointwise_loss_backward(call: OpCall) -> list[Strategy]:
-    shape = _broadcast(call.operands[1:])
-    found: list[Strategy] = []
-    for dim in range(len(shape)):
-        inputs = tuple(aligned(spec, shape, dim) for spec in call.operands)
-        found.append(Strategy(inputs, (Shard(dim),)))
-    rest = (R,) * (len(call.operands) - 1)
-    return found + [Strategy((term, *rest), (term,)) for term in LINEAR]
+    return pointwise(call) + with_one(call)
 
 
 # ---- negative log likelihood ---------------------------------------------------------------------
 
 
-def _batches(call: OpCall, scores: DTensorSpec) -> list[tuple[Placement, Placement]]:
+def _batches(scores: DTensorSpec) -> list[tuple[Placement, Placement]]:
     """Return how scores [N, C, ...] and what has no classes, [N, ...], may be cut."""
     if scores.ndim < 2:
         return []
@@ -167,33 +183,70 @@ def _batches(call: OpCall, scores: DTensorSpec) -> list[tuple[Placement, Placeme
     return pairs + [(Shard(dim), Shard(dim - 1)) for dim in range(2, scores.ndim)]
 
 
-def _classes(scores: DTensorSpec) -> Shard:
-    """Return how scores are cut whose classes are divided."""
-    return Shard(1 if scores.ndim > 1 else 0)
+def _classes(scores: DTensorSpec) -> int:
+    """Return the dimension of the classes."""
+    return 1 if scores.ndim > 1 else 0
 
 
-def _nll_local(
-    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
-) -> Callable[..., Any] | None:
+def _check_targets(target: torch.Tensor, classes: int, ignored: int) -> None:
+    """Raise as the operator itself does if a target is no class."""
+    wrong = ((target < 0) | (target >= classes)) & (target != ignored)
+    if not target.is_cuda and wrong.any():
+        raise IndexError(f"Target {target[wrong][0].item()} is out of bounds.")
+
+
+def _weights(
+    target: torch.Tensor, weight: torch.Tensor | None, ignored: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return what each target counts."""
+    counts = target != ignored
+    if weight is None:
+        return counts.to(dtype)
+    return torch.where(counts, weight[torch.where(counts, target, 0)], 0)
+
+
+def _nll_of_own(scores: DTensorSpec) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Return what gives terms of nll_loss, for targets among this rank's classes, and weights."""
+    dim = _classes(scores)
+
+    def sums(
+        values: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignored: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        _check_targets(target, scores.shape[dim], ignored)
+        index, missing = own_rows(target, scores, dim)
+        counted = _weights(target, weight, ignored, values.dtype)
+        if values.shape[dim]:
+            given = values.gather(dim, index.unsqueeze(dim)).squeeze(dim)
+        else:
+            given = counted
+        loss = (-given * counted).masked_fill_(missing | (target == ignored), 0)
+        if reduction == NONE:
+            return loss, values.new_zeros(())
+        return loss.sum(), counted.sum()
+
+    return sums
+
+
+def _nll_local(call: OpCall) -> Callable[..., Any] | None:
     """Divide by the weight of all targets, which the ranks add up."""
-    divided = nll_of_classes(call, operands, results)
-    if divided is not None:
-        return divided
-    total = results[1]
+    scores, dim = call.operands[0], _classes(call.operands[0])
+    divided = bool(scores.cuts(dim))
+    sums = _nll_of_own(scores) if divided else call.op
+    batch = [SUM if p.is_shard() and not p.is_shard(dim) else R for p in scores.placements]
+    if call.arg("reduction") != MEAN or not (divided or SUM in batch):
+        return sums if divided else None
+    total = call.results[1]
     assert total is not None
-    cut = [p.is_shard() for p in operands[0].placements]
-    if call.arg("reduction") != MEAN or not any(cut):
-        return None
-    op, whole = call.op, total.with_placements([R] * len(cut))
-    terms = whole.with_placements([SUM if is_cut else R for is_cut in cut])
+    terms, whole = total.with_placements(batch), total.replicated()
 
-    def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        values, target, weight, _, ignored = args
-        loss, own = op(values, target, weight, TOTAL, ignored)
+    def mean(
+        values: torch.Tensor, target: torch.Tensor, weight: Any, _: int, ignored: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, own = sums(values, target, weight, TOTAL, ignored)
         weights = redistribute(own, terms, whole)
         return loss / weights, weights
 
-    return forward
+    return mean
 
 
 @rule(
@@ -204,24 +257,53 @@ def _nll(call: OpCall) -> list[Strategy]:
     weights = (R,) * (len(call.operands) - 2)
     reduction = call.arg("reduction")
     found: list[Strategy] = []
-    for scores, targets in _batches(call, call.operands[0]):
+    for scores, targets in _batches(call.operands[0]):
         loss = targets if reduction == NONE else SUM
         total = R if reduction == MEAN else SUM
         found.append(Strategy((scores, targets, *weights), (loss, total)))
-    return [*found, Strategy((_classes(call.operands[0]), R, *weights), (SUM, R))]
+    classes = Shard(_classes(call.operands[0]))
+    return [*found, Strategy((classes, R, *weights), (SUM, R))]
+
+
+def _nll_backward_local(call: OpCall) -> Callable[..., Any] | None:
+    """Give the gradient of this rank's classes, where they are divided."""
+    spec = call.operands[1]
+    dim = _classes(spec)
+    if not spec.cuts(dim):
+        return None
+
+    def backward(
+        grad: torch.Tensor,
+        values: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor | None,
+        reduction: int,
+        ignored: int,
+        total: torch.Tensor,
+    ) -> torch.Tensor:
+        index, missing = own_rows(target, spec, dim)
+        counted = _weights(target, weight, ignored, values.dtype)
+        scale = grad / total if reduction == MEAN else grad
+        found = torch.zeros_like(values)
+        if values.shape[dim]:
+            nothing = missing | (target == ignored)
+            source = (-counted * scale).masked_fill_(nothing, 0).to(values.dtype)
+            found.scatter_(dim, index.unsqueeze(dim), source.unsqueeze(dim))
+        return found
+
+    return backward
 
 
 @rule(
     aten.nll_loss_backward.default, aten.nll_loss2d_backward.default,
-    local=nll_backward_of_classes, contiguous=True,
+    local=_nll_backward_local, contiguous=True,
 )  # fmt: skip
 def _nll_backward(call: OpCall) -> list[Strategy]:
     rest = (R,) * (len(call.operands) - 3)
     found: list[Strategy] = []
-    for scores, targets in _batches(call, call.operands[1]):
+    for scores, targets in _batches(call.operands[1]):
         grad = targets if call.operands[0].ndim else R
         found.append(Strategy((grad, scores, targets, *rest), (scores,)))
-    classes = _classes(call.operands[1])
+    classes = Shard(_classes(call.operands[1]))
     found.append(Strategy((R, classes, R, *rest), (classes,)))
-    others = (R,) * (len(call.operands) - 1)
-    return found + [Strategy((term, *others), (term,)) for term in LINEAR]
+    return found + with_one(call)

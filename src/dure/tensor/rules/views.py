@@ -10,23 +10,24 @@ makes of the result: the outermost dimension of a group, if it divides evenly; a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from dure.errors import PlacementError
-from dure.tensor.call import Op, OpCall, Strategy, direct
+from dure.tensor.call import TERMS, Op, OpCall, R, Strategy, alike
 from dure.tensor.dispatch import dispatch, special
 from dure.tensor.dtensor import wrap
-from dure.tensor.placement_types import Partial, Placement, Replicate, Shard, StridedShard
+from dure.tensor.placement_types import Placement, Shard, StridedShard
 from dure.tensor.redistribute import redistribute
-from dure.tensor.registry import rule, view_rule
-from dure.tensor.spec import Cut, DTensorSpec, TensorMeta, cuts_of, spec_of
+from dure.tensor.registry import rule, view_rule, with_local_size
+from dure.tensor.spec import Cut, TensorMeta, cuts_of, spec_of
+
+__all__ = ["groups_of", "without"]
 
 aten = torch.ops.aten
-R = Replicate()
-TERMS = tuple(Partial(op) for op in ("sum", "avg", "min", "max", "product"))
 
 
 def _moved_dims(call: OpCall, to: Sequence[int | None]) -> list[Strategy]:
@@ -38,8 +39,8 @@ def _moved_dims(call: OpCall, to: Sequence[int | None]) -> list[Strategy]:
     for cut in cuts:
         there = to[cut.dim]
         if there is not None:
-            found.append(Strategy((cut,), (_at(cut, there),) * count))
-    return found + [Strategy((term,), (term,) * count) for term in TERMS]
+            found.append(Strategy((cut,), (replace(cut, dim=there),) * count))
+    return found + alike(call, TERMS)
 
 
 @rule(
@@ -69,7 +70,7 @@ def _of_memory(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     What is beside a view in memory, a copy of it does not have.
     """
     tensor, spec = args[0], args[0].spec
-    whole = spec.with_placements((R,) * spec.mesh.ndim)
+    whole = spec.replicated()
     part, moved = redistribute(tensor.part, spec, whole), not spec.is_replicated()
     beside = moved and tensor._is_view() and (*args[3:], *kwargs.values()) not in ((), (None,))
     if beside or part.stride() != spec.meta.stride:
@@ -88,8 +89,7 @@ def _of_memory(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @rule(aten.view.dtype, aten.view_as_real.default, aten.view_as_complex.default)
 def _other_dtype(call: OpCall) -> list[Strategy]:
     """The last dimension takes up what elements get larger or smaller; terms only of complex."""
-    spec, (result,) = call.operands[0], call.outputs
-    assert result is not None
+    spec, result = call.operands[0], call.output
     bits = call.op is aten.view.dtype
     same = bits and spec.meta.dtype.itemsize == result.dtype.itemsize
     shared = min(spec.ndim, len(result.shape)) - (bits and not same)
@@ -116,97 +116,61 @@ def _unsqueezed(call: OpCall) -> list[Strategy]:
     return _moved_dims(call, [dim + (dim >= new) for dim in range(ndim)])
 
 
-def _squeezed_local(
-    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
-) -> Callable[..., Any]:
-    """Remove the dimensions that have one element in the whole, not those of one in a part."""
-    spec = operands[0]
-    dims = [dim for dim in _squeezed_dims(call) if spec.shape[dim] == 1]
-    return lambda tensor, *args, **kwargs: aten.squeeze.dims(tensor, dims)
+def without(ndim: int, gone: Iterable[int]) -> list[int | None]:
+    """Return where dimensions are in a tensor that lacks some of them."""
+    lost = {dim % max(ndim, 1) for dim in gone}
+    return [None if d in lost else d - sum(g < d for g in lost) for d in range(ndim)]
 
 
 def _squeezed_dims(call: OpCall) -> list[int]:
-    spec = call.operands[0]
-    if call.op is aten.squeeze.default:
-        return list(range(spec.ndim))
-    dims = call.arg("dim")
-    dims = [dims] if isinstance(dims, int) else list(dims)
-    return [dim % spec.ndim for dim in dims] if spec.ndim else []
+    """Return the dimensions that go: of one element in the whole, not in a part."""
+    shape = call.operands[0].shape
+    dims = range(len(shape)) if call.op is aten.squeeze.default else call.arg("dim")
+    dims = [dims] if isinstance(dims, int) else dims
+    return [dim for dim in dims if shape and shape[dim] == 1]
+
+
+def _squeezed_local(call: OpCall) -> Callable[..., Any]:
+    dims = _squeezed_dims(call)
+    return lambda tensor, *args, **kwargs: aten.squeeze.dims(tensor, dims)
 
 
 @rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, local=_squeezed_local)
 def _squeezed(call: OpCall) -> list[Strategy]:
-    spec, dims = call.operands[0], _squeezed_dims(call)
-    to: list[int | None] = []
-    kept = 0
-    for dim, size in enumerate(spec.shape):
-        gone = dim in dims and size == 1
-        to.append(None if gone else kept)
-        kept += not gone
-    return _moved_dims(call, to)
+    return _moved_dims(call, without(call.operands[0].ndim, _squeezed_dims(call)))
 
 
-def _sized_local(
-    call: OpCall, operands: Sequence[DTensorSpec], results: Sequence[DTensorSpec | None]
-) -> Callable[..., Any]:
-    """Give the operator the size of this rank's part in place of the whole's."""
-    result = results[0]
-    assert result is not None
-    shape, op = result.local_shape, direct(call.op)
-    return lambda tensor, size, *args, **kwargs: op(tensor, shape, *args, **kwargs)
-
-
-@rule(aten.expand.default, local=_sized_local)
+@rule(aten.expand.default, local=with_local_size)
 def _expanded(call: OpCall) -> list[Strategy]:
-    spec, (result,) = call.operands[0], call.outputs
-    assert result is not None
-    added = len(result.shape) - spec.ndim
-    kept = [spec.shape[dim] == result.shape[dim + added] for dim in range(spec.ndim)]
+    shape, made = call.operands[0].shape, call.output.shape
+    added = len(made) - len(shape)
+    kept = [size == made[dim + added] for dim, size in enumerate(shape)]
     return _moved_dims(call, [d + added if keep else None for d, keep in enumerate(kept)])
 
 
 # ---- parts ---------------------------------------------------------------------------------------
 
 
-def _but(call: OpCall, name: str) -> tuple[int, list[int | None]]:
-    """Return the dimension that an argument names, and where the others go if it stays."""
-    ndim = call.operands[0].ndim
-    dim = call.arg(name) % max(ndim, 1)
-    return dim, [None if d == dim else d for d in range(ndim)]
-
-
-@rule(aten.split.Tensor, aten.split_with_sizes.default)
-def _split(call: OpCall) -> list[Strategy]:
-    return _moved_dims(call, _but(call, "dim")[1])
-
-
-@rule(aten.unfold.default)
-def _unfolded(call: OpCall) -> list[Strategy]:
-    return _moved_dims(call, _but(call, "dimension")[1])
+@rule(aten.split.Tensor, aten.split_with_sizes.default, aten.unfold.default, aten.slice.Tensor)
+def _parts(call: OpCall) -> list[Strategy]:
+    shape = call.operands[0].shape
+    dim = call.arg("dimension" if call.op is aten.unfold.default else "dim") % max(len(shape), 1)
+    everything = False
+    if call.op is aten.slice.Tensor:
+        size, start, end = shape[dim], call.arg("start") or 0, call.arg("end")
+        everything = start in (0, -size) and (end is None or end >= size) and call.arg("step") == 1
+    return _moved_dims(call, [d if d != dim or everything else None for d in range(len(shape))])
 
 
 @rule(aten.select.int, aten.unbind.int)
 def _selected(call: OpCall) -> list[Strategy]:
-    dim, to = _but(call, "dim")
-    return _moved_dims(call, [None if d is None else d - (d > dim) for d in to])
-
-
-@rule(aten.slice.Tensor)
-def _sliced(call: OpCall) -> list[Strategy]:
-    dim, to = _but(call, "dim")
-    size = call.operands[0].shape[dim]
-    start, end = call.arg("start") or 0, call.arg("end")
-    everything = start in (0, -size) and (end is None or end >= size) and call.arg("step") == 1
-    return _moved_dims(call, range(len(to)) if everything else to)
+    return _moved_dims(call, without(call.operands[0].ndim, [call.arg("dim")]))
 
 
 @rule(aten.diagonal.default)
 def _diagonal(call: OpCall) -> list[Strategy]:
-    ndim = call.operands[0].ndim
-    gone = [call.arg("dim1") % ndim, call.arg("dim2") % ndim]
-    return _moved_dims(
-        call, [None if d in gone else d - sum(g < d for g in gone) for d in range(ndim)]
-    )
+    gone = call.arg("dim1"), call.arg("dim2")
+    return _moved_dims(call, without(call.operands[0].ndim, gone))
 
 
 # ---- flattening and splitting --------------------------------------------------------------------
@@ -239,12 +203,11 @@ Digit = tuple[int, int | None]
 
 
 @view_rule(
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, local=_sized_local
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, local=with_local_size
 )  # fmt: skip
 def _reshaped(call: OpCall) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
     """All cuts go along if they can; else those of the first axes that can."""
-    spec, (result,) = call.operands[0], call.outputs
-    assert result is not None
+    spec, result = call.operands[0], call.output
     before, after, sizes = spec.shape, result.shape, spec.mesh.shape
     if 0 in before:
         keep = tuple(p if p.is_partial() else R for p in spec.placements)
@@ -284,7 +247,7 @@ def _through(
             placements[a].is_shard(long[0][0]) for a in axes
         ):
             for axis in axes:
-                found[axis] = _at(placements[axis], long[1][0])
+                found[axis] = replace(placements[axis], dim=long[1][0])
             continue
         digits: list[Digit] = []
         for dim in dims:
@@ -306,13 +269,6 @@ def _through(
         if _digits(after[dim], cuts_of(found, sizes, dim), sizes) != _merged(taken):
             return None
     return tuple(found)
-
-
-def _at(placement: Placement, dim: int) -> Placement:
-    """Return the same cut through another dimension."""
-    if isinstance(placement, StridedShard):
-        return StridedShard(dim, split_factor=placement.split_factor)
-    return Shard(dim)
 
 
 def _digits(size: int, cuts: Sequence[Cut], sizes: Sequence[int]) -> list[Digit] | None:
