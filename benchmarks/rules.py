@@ -88,6 +88,7 @@ FAMILIES: dict[str, tuple[str, Sequence[str]]] = {
             "x.topk(2, 0)", "x.cumsum(0)", "x.cumprod(0)", "x.logcumsumexp(0)", "x.cummax(0)",
             "x.cummin(0)", "x.renorm(2, 0, 1)", "F.pad(x, (1, 1))", "x.repeat(2, 1)", "x.tril()",
             "x.triu()", "torch.cat([x, y])", "torch.stack([x, y])",
+            "aten._safe_softmax(x, 0)",
         ),
     ),
     "indexing": (
@@ -117,7 +118,7 @@ FAMILIES: dict[str, tuple[str, Sequence[str]]] = {
     "softmax": (
         "Softmax and losses",
         (
-            "x.softmax(0)", "x.log_softmax(0)", "x.logsumexp(0)", "aten._safe_softmax(x, 0)",
+            "x.softmax(0)", "x.log_softmax(0)", "x.logsumexp(0)",
             "F.mse_loss(x, y)",
             "F.smooth_l1_loss(x, y)", "F.huber_loss(x, y)", "F.soft_margin_loss(x, y01)",
             "F.binary_cross_entropy(half, y01)", "F.binary_cross_entropy_with_logits(x, y01)",

@@ -78,7 +78,7 @@ def test_an_optimizer_over_several_meshes_steps_as_over_whole_tensors(name: str,
     run_ranks(4, body)
 
 
-def test_lists_bring_the_others_to_the_first() -> None:
+def test_lists_that_lie_differently_go_tensor_by_tensor() -> None:
     def body(rank: int) -> None:
         mesh = init_device_mesh("cpu", (4,))
         first = placed(WEIGHT, mesh, Shard(0))
@@ -94,10 +94,15 @@ def test_lists_bring_the_others_to_the_first() -> None:
         row = placed(torch.arange(4.0), mesh, Shard(0))
         (made,) = torch._foreach_mul([placed(WEIGHT, mesh, Shard(1))], [row])
         assert torch.equal(made.full_tensor(), WEIGHT * torch.arange(4.0))
-        with pytest.raises(PlacementError, match="terms of a reduction"):
+        with pytest.raises(PlacementError, match="would have to move what it writes"):
             torch._foreach_add_([terms], 1.0)
-        with pytest.raises(UsageError, match="plain tensor and a DTensor"):
+        with pytest.raises(UsageError, match="plain tensor beside DTensors"):
             torch._foreach_add_([first], [WEIGHT])
+        with pytest.raises(PlacementError, match="lie differently"):
+            torch._fused_sgd_(
+                [first], [second], [], weight_decay=0.0, momentum=0.0, lr=0.1, dampening=0.0,
+                nesterov=False, maximize=False, is_first_step=False,
+            )  # fmt: skip
 
     run_ranks(4, body)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dure.errors import PlacementError, UsageError
-from dure.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
+from dure.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh, spec
 from dure.testing import run_ranks
 
 
@@ -29,6 +29,16 @@ def test_a_view_that_needs_no_move_shares_memory():
         x[:, 1].add_(10)
         whole[:, 1] += 10
         assert torch.equal(x.full_tensor(), whole)
+
+    run_ranks(2, body)
+
+
+def test_a_view_is_no_copy_where_the_table_of_specs_was_emptied():
+    def body(rank):
+        whole, x = sharded()
+        spec._specs.clear()  # as it is when it is full
+        x.detach().add_(10)
+        assert torch.equal(x.full_tensor(), whole + 10)
 
     run_ranks(2, body)
 
@@ -142,6 +152,11 @@ def test_what_a_list_operator_writes_is_known_to_autograd():
         loss = (x * x).sum()
         with torch.no_grad():
             torch._foreach_mul_([x], 2.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        loss = (x * x).sum()
+        with torch.no_grad():  # tensor by tensor, as they lie differently
+            torch._foreach_mul_([x], [x.redistribute(placements=[Replicate()])])
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 

@@ -527,7 +527,7 @@ def _plan(call: OpCall, found: Rule | ViewRule) -> Plan:
     settled = replace(call, operands=tuple(targets), results=outputs)
     local = found.local(settled) if found.local is not None else None
     moves = tuple(
-        None if spec is target else (spec, target)
+        None if spec.placements == target.placements else (spec, target)
         for spec, target in zip(call.operands, targets, strict=True)
     )
     schema = schema_of(call.op)

@@ -21,6 +21,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -40,10 +41,10 @@ from dure.tensor.placement_types import (
     StridedShard,
     chunk,
 )
-from dure.tensor.recording import announced, recorders
 from dure.tensor.spec import Cut, DTensorSpec, cuts_of
+from dure.trace import hooks
 
-__all__ = ["Plan", "Step", "cost_of", "parts_along", "plan_of", "redistribute"]
+__all__ = ["Plan", "Step", "cost_of", "parts_along", "plan_of", "redistribute", "running"]
 
 _LATENCY_BYTES = 30_000
 """What a collective costs however short it is, as bytes: some 3 us at 10 GB/s."""
@@ -267,6 +268,9 @@ def cost_of(source: DTensorSpec, target: DTensorSpec) -> float:
 
 # ---- doing it ------------------------------------------------------------------------------------
 
+running: ContextVar[Step | None] = ContextVar("dure_step", default=None)
+"""The step whose collective runs, for those who trace it."""
+
 
 def redistribute(
     local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, async_op: bool = False
@@ -309,10 +313,13 @@ def redistribute(
 def _run(step: Step, local: torch.Tensor, async_op: bool) -> torch.Tensor:
     if step.move is Move.SLICE:
         return _own_part(step, local)
-    if recorders:
-        with announced(step):
-            return _move(step, local, async_op)
-    return _move(step, local, async_op)
+    if not hooks:
+        return _move(step, local, async_op)
+    token = running.set(step)
+    try:
+        return _move(step, local, async_op)
+    finally:
+        running.reset(token)
 
 
 def _move(step: Step, local: torch.Tensor, async_op: bool) -> torch.Tensor:

@@ -4,9 +4,9 @@ Each optimizer of `torch.optim` hands its parameters, gradients and state as lis
 such as ``torch.optim.adam.adam``, which computes element by element in the form that was asked for:
 a loop, lists (`foreach`) or one kernel (`fused`). Torch lets no tensor take part in the choice of
 that function. So this file puts one in its place that takes the parts out of DTensors that lie
-alike, updates these as plain tensors, and raises the versions of what was written. What does not
-lie alike, terms of sums, scaled gradients and updates that autograd follows go the way of any
-operator (rules/foreach.py).
+alike, updates these as plain tensors, and raises the versions of what was written. Gradients are
+brought to where their parameters lie. What else does not lie alike, terms of sums and updates that
+autograd follows go the way of any operator (rules/foreach.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from dure.comm.untraced import untraced_below
-from dure.tensor.dtensor import DTensor, parts_of, wrap
+from dure.tensor.dtensor import DTensor, to_target, wrap
+from dure.tensor.rules.foreach import Specs, are_parts, parts_like
 from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
 
 __all__ = ["on_parts"]
@@ -28,8 +29,6 @@ _OPTIMIZERS = (
     "adadelta", "adagrad", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd",
 )  # fmt: skip
 """Modules of `torch.optim`, and the functions in them, that compute element by element."""
-
-_Specs = list[DTensorSpec | None]
 
 
 def on_parts(update: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,54 +52,33 @@ def on_parts(update: Callable[..., Any]) -> Callable[..., Any]:
 def _updated(update: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     count = sum(type(arg) is list for arg in args)
     lists, rest = args[:count], args[count:]
-    specs: _Specs = [t.spec if type(t) is DTensor else None for t in args[0]]
-    parts = [_parts(given, specs) for given in lists]
-    scaled = options.get("grad_scale") is not None  # then gradients are written
+    specs: Specs = [t.spec if type(t) is DTensor else None for t in args[0]]
     beside = DTensor in {*map(type, rest), *map(type, options.values())}
-    if None in parts or scaled or beside or not all(map(_is_part, {*specs})):
+    parts = None
+    if are_parts(specs) and not beside:
+        parts = [parts_like(given, specs) for given in lists]
+        if parts[1] is None:
+            parts[1] = parts_like([*map(_beside, lists[1], specs)], specs)
+    if parts is None or None in parts:
         return update(*args, **options)
     result = update(*parts, *rest, **options)
-    written = [t for given in (lists[0], *lists[2:]) for t in given if type(t) is DTensor]
-    torch.autograd.graph.increment_version(written)
+    unscaled = lists[1] if options.get("grad_scale") is not None else []
+    written = [t for given in (lists[0], unscaled, *lists[2:]) for t in given]
+    torch.autograd.graph.increment_version([t for t in written if type(t) is DTensor])
     for given, now in zip(lists, parts, strict=True):
         if type(None) in {*map(type, given)}:
             given[:] = _with_new(given, now or [], specs)
     return result
 
 
-def _is_part(spec: DTensorSpec | None) -> bool:
-    """Tell whether this rank has a part of such a tensor, and not a term; plain ones are fine."""
-    return spec is None or not (spec.partial or spec.coordinate is None)
+def _beside(grad: Any, spec: DTensorSpec | None) -> Any:
+    """Return a gradient that lies as its parameter does, if both are of one mesh."""
+    if type(grad) is not DTensor or spec is None or grad.device_mesh != spec.mesh:
+        return grad
+    return to_target(grad, grad.spec.with_placements(spec.placements))
 
 
-def _parts(given: Any, specs: _Specs) -> list[Any] | None:
-    """Return the parts of tensors that lie as `specs` say; None if one does not.
-
-    Plain tensors stand for plain parameters, or are counts, such as of steps.
-    """
-    if type(given) is not list or len(given) not in (0, len(specs)):
-        return None
-    found = parts_of(given, specs) if given else []
-    if found is not None:
-        return found
-    lie: _Specs = []
-    for tensor, spec in zip(given, specs, strict=True):
-        if type(tensor) is DTensor:
-            lie.append(tensor.spec if spec is not None and _alike(tensor.spec, spec) else None)
-        elif tensor is None or tensor.ndim == 0 or spec is None:
-            lie.append(None)
-        else:
-            return None
-    return parts_of(given, lie)
-
-
-def _alike(one: DTensorSpec, other: DTensorSpec) -> bool:
-    """Tell whether the parts have the same elements of the whole."""
-    same = one is other or (one.mesh is other.mesh and one.placements == other.placements)
-    return same and one.shape == other.shape
-
-
-def _with_new(given: Sequence[Any], now: Sequence[Any], specs: _Specs) -> list[Any]:
+def _with_new(given: Sequence[Any], now: Sequence[Any], specs: Specs) -> list[Any]:
     """Return an optimizer's list with the state that the update made, lying as its parameter."""
     made: list[Any] = []
     for before, after, spec in zip(given, now, specs, strict=True):

@@ -16,11 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dure import trace
 from dure.comm.queries import get_rank
 from dure.comm.untraced import untraced_below
-from dure.tensor import recording
 from dure.tensor.dispatch import dispatch, has_own_way
 from dure.tensor.dtensor import DTensor
 from dure.tensor.holders import unseen_among
-from dure.tensor.redistribute import Step
+from dure.tensor.redistribute import Step, running
 from dure.tensor.registry import rule_of
 from dure.tensor.spec import DTensorSpec
 
@@ -90,8 +89,7 @@ class Watch(TorchDispatchMode):
 
     def __enter__(self) -> Watch:
         self._rank = get_rank()
-        recording.recorders.append(self._step)
-        self._hook = trace.add_hook(before=self._plain)
+        self._hook = trace.add_hook(before=self._collective)
         super().__enter__()
         return self
 
@@ -102,7 +100,6 @@ class Watch(TorchDispatchMode):
         exc_tb: TracebackType | None,
     ) -> None:
         super().__exit__(exc_type, exc_val, exc_tb)
-        recording.recorders.remove(self._step)
         if self._hook is not None:
             trace.remove_hook(self._hook)
 
@@ -141,16 +138,16 @@ class Watch(TorchDispatchMode):
         self.operations.append(one)
         return one
 
-    def _step(self, step: Step) -> None:
-        if step.before.mesh.get_rank() == self._rank:
-            one = self._open or self._new("")
-            one.steps.append(step)
-            if not one.name:
-                one.inputs, one.outputs = [step.before], [step.after]
-
-    def _plain(self, event: trace.Event) -> None:
-        if event.global_rank == self._rank and not recording.moving():
-            (self._open or self._new("")).plain.append(event.op)
+    def _collective(self, event: trace.Event) -> None:
+        if event.global_rank != self._rank:
+            return
+        one, step = self._open or self._new(""), running.get()
+        if step is None:
+            one.plain.append(event.op)
+            return
+        one.steps.append(step)
+        if not one.name:
+            one.inputs, one.outputs = [step.before], [step.after]
 
 
 def _seen(values: Any) -> list[DTensorSpec | str]:

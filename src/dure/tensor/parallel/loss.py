@@ -15,7 +15,7 @@ def loss_parallel() -> Iterator[None]:
     """Take plain targets and weights of a loss as replicated, for the length of a `with` block.
 
     `torch.nn.functional.cross_entropy` of a DTensor whose classes are sharded gathers nothing
-    (rules/class_sharded.py), in this block or out of it, for every reduction, with weights,
+    (rules/softmax.py), in this block or out of it, for every reduction, with weights,
     ignored targets and label smoothing, on meshes of any number of axes. Torch's programs compute
     the loss and its backward in this block, where targets may be plain tensors that all ranks have.
     """
