@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn.modules import module as hooks
 from dure.errors import PlacementError
 from dure.tensor.dtensor import DTensor
 from dure.tensor.redistribute import Move
-from dure.tensor.watching import Operation, Watch
+from dure.tensor.watching import Operation, Watch, in_columns
 
 __all__ = ["CommCounts", "CommDebugMode", "visualize_sharding"]
 
@@ -111,13 +111,8 @@ class CommDebugMode:
         self._watch.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._watch.__exit__(kind, error, traceback)
+    def __exit__(self, *raised: Any) -> None:
+        self._watch.__exit__(*raised)
         for hook in self._hooks:
             hook.remove()
 
@@ -271,59 +266,44 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
         )
     if spec.coordinate is None or any(spec.coordinate):
         return
-    owners: dict[tuple[str, ...], list[str]] = {}
-    order: dict[str, int] = {}
-    ranks = mesh.mesh
-    for place in range(ranks.numel()):
-        coordinate = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), ranks.shape))
-        runs = [spec.runs(dim, coordinate) for dim in range(dtensor.ndim)]
-        if not all(sum(length for length, _ in dim_runs) for dim_runs in runs):
-            continue
-        ranges = tuple(_range(dim_runs) for dim_runs in runs)
-        order |= {text: r[0][1] for text, r in zip(ranges, runs, strict=True) if text not in order}
-        rank = str(int(ranks.flatten()[place]))
-        owners.setdefault((*ranges, "")[:2], []).append(rank)
+    owners: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+    coordinates = itertools.product(*map(range, mesh.shape))
+    for rank, coordinate in zip(mesh.mesh.flatten().tolist(), coordinates, strict=True):
+        runs = [tuple(spec.runs(dim, coordinate)) for dim in range(dtensor.ndim)]
+        if all(length for ((length, _), *_) in runs):
+            owners[(*runs, ())[:2]].append(str(rank))
     rows, columns = (
-        sorted({key[i] for key in owners}, key=lambda text: order.get(text, 0)) for i in (0, 1)
+        sorted({key[i] for key in owners}, key=lambda runs: [offset for _, offset in runs])
+        for i in (0, 1)
     )
-    terms = " (terms of a reduction)" if spec.partial else ""
-    cells = [
-        [f"{mesh.device_type}:{','.join(owners[row, column])}" for column in columns]
+    head = ["", *(f"Col {_range(column)}" if column else "" for column in columns)]
+    table = [
+        [f"Row {_range(row)}"]
+        + [f"{mesh.device_type}:{','.join(owners[row, column])}" for column in columns]
         for row in rows
     ]
     if header:
         print(header)
     if use_rich:
-        _print_rich(rows, columns, cells)
+        _print_rich(head, table)
     else:
-        heads = ["", *(f"Col {column}" if column else "" for column in columns)]
-        table = [heads, *([f"Row {row}", *line] for row, line in zip(rows, cells, strict=True))]
-        widths = [max(len(line[i]) for line in table) for i in range(len(heads))]
-        for line in table:
-            told = "  ".join(text.ljust(w) for text, w in zip(line, widths, strict=True))
-            print(told.rstrip())
-    if terms:
-        print(terms.strip())
+        print(in_columns([head, *table]))
+    if spec.partial:
+        print("(terms of a reduction)")
 
 
-def _range(runs: list[tuple[int, int]]) -> str:
+def _range(runs: Sequence[tuple[int, int]]) -> str:
     return ",".join(f"{offset}-{offset + length - 1}" for length, offset in runs)
 
 
-def _print_rich(rows: list[str], columns: list[str], cells: list[list[str]]) -> None:
+def _print_rich(head: list[str], rows: list[list[str]]) -> None:
     from rich.console import Console  # lazy: only where it is asked for
     from rich.table import Table  # lazy: only where it is asked for
 
-    colors = ("blue", "green", "magenta", "cyan", "yellow", "red")
+    colors = itertools.cycle(("blue", "green", "magenta", "cyan", "yellow", "red"))
     table = Table(show_lines=True)
-    table.add_column("")
-    for column in columns:
-        table.add_column(f"Col {column}" if column else "", justify="center")
-    number = 0
-    for row, line in zip(rows, cells, strict=True):
-        shown: list[str] = []
-        for text in line:
-            shown.append(f"[on {colors[number % len(colors)]}] {text} [/]")
-            number += 1
-        table.add_row(f"Row {row}", *shown)
+    for column in head:
+        table.add_column(column, justify="center" if column else "left")
+    for name, *cells in rows:
+        table.add_row(name, *(f"[on {next(colors)}] {text} [/]" for text in cells))
     Console().print(table)

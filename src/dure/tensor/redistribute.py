@@ -87,11 +87,15 @@ class Step:
     after: DTensorSpec
     nbytes: int
 
+    @property
+    def axis_name(self) -> str:
+        """The axis, by its name if it has one."""
+        names = self.before.mesh.mesh_dim_names
+        return names[self.axis] if names else f"axis {self.axis}"
+
     def __str__(self) -> str:
-        mesh = self.before.mesh
-        axis = mesh.mesh_dim_names[self.axis] if mesh.mesh_dim_names else f"axis {self.axis}"
         way = f"{self.before.placements[self.axis]} -> {self.after.placements[self.axis]}"
-        return f"{self.move.value} along {axis}: {way}, {self.nbytes} bytes"
+        return f"{self.move.value} along {self.axis_name}: {way}, {self.nbytes} bytes"
 
 
 @dataclass(frozen=True, slots=True)

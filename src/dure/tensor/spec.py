@@ -295,9 +295,4 @@ def _resolved(placement: Placement, ndim: int, op: str) -> Placement:
             op=op,
             seen=f"{placement!r} of a tensor of {ndim} dimensions",
         )
-    if placement.dim >= 0:
-        return placement
-    dim = placement.dim % ndim
-    if isinstance(placement, StridedShard):
-        return StridedShard(dim, split_factor=placement.split_factor)
-    return Shard(dim)
+    return placement if placement.dim >= 0 else replace(placement, dim=placement.dim % ndim)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 
 __all__ = [
@@ -21,34 +21,28 @@ strict: ContextVar[bool] = ContextVar("dure_strict", default=False)
 
 
 @contextmanager
-def replicating() -> Iterator[None]:
-    """Take plain tensors beside DTensors as replicated, for the length of a `with` block."""
-    token = implicit_replication.set(True)
+def _on(switch: ContextVar[bool]) -> Iterator[None]:
+    token = switch.set(True)
     try:
         yield
     finally:
-        implicit_replication.reset(token)
+        switch.reset(token)
 
 
-@contextmanager
-def strictly() -> Iterator[None]:
+def replicating() -> AbstractContextManager[None]:
+    """Take plain tensors beside DTensors as replicated, for the length of a `with` block."""
+    return _on(implicit_replication)
+
+
+def strictly() -> AbstractContextManager[None]:
     """Refuse operators that would be computed replicated, for the length of a `with` block.
 
     Such an operator raises `PlacementError`, before anything is sent. In `parallelize_module` a
     path of a plan that matches no module raises `UsageError`.
     """
-    token = strict.set(True)
-    try:
-        yield
-    finally:
-        strict.reset(token)
+    return _on(strict)
 
 
-@contextmanager
-def within_decomposition() -> Iterator[None]:
+def within_decomposition() -> AbstractContextManager[None]:
     """Tell that operators are run to compute another one, for the length of a `with` block."""
-    token = decomposing.set(True)
-    try:
-        yield
-    finally:
-        decomposing.reset(token)
+    return _on(decomposing)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from dure.tensor.redistribute import Step, running
 from dure.tensor.registry import rule_of
 from dure.tensor.spec import DTensorSpec
 
-__all__ = ["Explanation", "Operation", "Watch", "explain"]
+__all__ = ["Explanation", "Operation", "Watch", "explain", "in_columns"]
 
 
 @dataclass(slots=True)
@@ -66,7 +65,7 @@ class Operation:
         for step in self.steps:
             numbers = [n for n, s in enumerate(self.inputs) if s is step.before]
             who = f"operand {numbers[0]}" if numbers else "an operand"
-            said.append(f"{who} as {step.after.placements[step.axis]} along {_axis(step)}")
+            said.append(f"{who} as {step.after.placements[step.axis]} along {step.axis_name}")
         if self.plain:
             said.append("ranks combine what each found")
         return "; ".join(dict.fromkeys(said))
@@ -93,13 +92,8 @@ class Watch(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_val: BaseException | None,
-        exc_tb: TracebackType | None,
-    ) -> None:
-        super().__exit__(exc_type, exc_val, exc_tb)
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
         if self._hook is not None:
             trace.remove_hook(self._hook)
 
@@ -177,25 +171,23 @@ class Explanation:
 
     def __str__(self) -> str:
         head = ("operator", "in", "out", "communication", "bytes", "why")
-        rows = [_row(one) for one in self.operations]
-        widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-        lines = [
-            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-            for row in (head, tuple("-" * width for width in widths), *rows)
-        ]
-        return "\n".join(lines)
+        return in_columns([head, *map(_row, self.operations)], ruled=True)
+
+
+def in_columns(rows: Sequence[Sequence[str]], ruled: bool = False) -> str:
+    """Return rows as lines of text, their columns below each other; a rule below the first."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if ruled:
+        rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(lines)
 
 
 def _row(one: Operation) -> tuple[str, ...]:
-    told = [f"{s.move.value}[{_axis(s)}]" for s in one.steps] + one.plain
+    told = [f"{s.move.value}[{s.axis_name}]" for s in one.steps] + one.plain
     name = (one.name or "(redistribute)") + (" (backward)" if one.backward else "")
     places = (", ".join(map(str, specs)) for specs in (one.inputs, one.outputs))
     return (name, *places, ", ".join(told), str(one.nbytes or ""), one.why())
-
-
-def _axis(step: Step) -> str:
-    names = step.before.mesh.mesh_dim_names
-    return names[step.axis] if names else f"axis {step.axis}"
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:

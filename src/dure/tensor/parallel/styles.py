@@ -25,7 +25,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -227,6 +227,8 @@ class _LayerParallel(ParallelStyle):
     """For each kind of module the placement of its parameters."""
     _wants: ClassVar[Mapping[type[nn.Module], Placement]]
     """For each kind of module what its input must be."""
+    _gives: ClassVar[Placement]
+    """What its output is brought to, if nothing else is said."""
 
     def __init__(
         self,
@@ -235,22 +237,9 @@ class _LayerParallel(ParallelStyle):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
-        """See the class.
-
-        Args:
-            input_layouts: What a plain input is a part under.
-            output_layouts: What the output is brought to.
-            use_local_output: Whether the output is this rank's part, a plain tensor.
-        """
         self.input_layouts = input_layouts
         self.output_layouts = output_layouts
         self.use_local_output = use_local_output
-
-    def _default_input(self, kind: type[nn.Module]) -> Placement:
-        return self._wants[kind]
-
-    def _default_output(self) -> Placement:
-        raise NotImplementedError
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         found = layer_within(module, tuple(self._cuts))
@@ -273,9 +262,8 @@ class _LayerParallel(ParallelStyle):
         for name, placement in cut.items():
             if getattr(layer, name, None) is not None:
                 distribute(layer, name, device_mesh, placement, src)
-        given = self.input_layouts or self._default_input(kind)
         wanted = self._wants[kind]
-        out = self.output_layouts or self._default_output()
+        given, out = self.input_layouts or wanted, self.output_layouts or self._gives
         features = layer.in_features if isinstance(layer, nn.Linear) else None
 
         def before(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -319,9 +307,7 @@ class ColwiseParallel(_LayerParallel):
         nn.Embedding: {"weight": Shard(1)},
     }
     _wants: ClassVar = {nn.Linear: Replicate(), nn.Embedding: Replicate()}
-
-    def _default_output(self) -> Placement:
-        return Shard(-1)
+    _gives: ClassVar = Shard(-1)
 
 
 class RowwiseParallel(_LayerParallel):
@@ -346,9 +332,7 @@ class RowwiseParallel(_LayerParallel):
         nn.Embedding: {"weight": Shard(0)},
     }
     _wants: ClassVar = {nn.Linear: Shard(-1), nn.Embedding: Replicate()}
-
-    def _default_output(self) -> Placement:
-        return Replicate()
+    _gives: ClassVar = Replicate()
 
 
 class SequenceParallel(ParallelStyle):
@@ -390,6 +374,27 @@ def _as_layouts(layouts: Layouts) -> tuple[Placement | None, ...] | None:
     if layouts is None:
         return None
     return (layouts,) if isinstance(layouts, Placement) else tuple(layouts)
+
+
+def _prepared(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    local: bool,
+    value: Any,
+    given: Placement | None,
+    wanted: Placement | None,
+) -> Any:
+    """Return what has a layout with the placement wanted, as a part if that is asked for."""
+    if given is None:
+        return value
+    if not isinstance(value, torch.Tensor):
+        raise PlacementError(
+            f"{type(module).__name__} has a layout for what is no tensor",
+            seen=f"{value!r}",
+            fix="Give None as its layout.",
+        )
+    result = moved(value, mesh, given, wanted)
+    return part_of(result) if local else result
 
 
 def _check_pair(given: Sequence[object] | None, wanted: Sequence[object] | None, what: str) -> None:
@@ -436,17 +441,7 @@ class PrepareModuleInput(ParallelStyle):
         )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def prepared(value: Any, given: Placement | None, wanted: Placement | None) -> Any:
-            if given is None:
-                return value
-            if not isinstance(value, torch.Tensor):
-                raise PlacementError(
-                    f"an input of {type(module).__name__} with a layout is no tensor",
-                    seen=f"{value!r}",
-                    fix="Give None as its layout.",
-                )
-            result = moved(value, device_mesh, given, wanted)
-            return part_of(result) if self.use_local_output else result
+        prepared = partial(_prepared, module, device_mesh, self.use_local_output)
 
         def before(
             _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
@@ -496,12 +491,7 @@ class PrepareModuleOutput(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         given = self.output_layouts or ()
         wanted = self.desired_output_layouts or ()
-
-        def prepared(value: Any, have: Placement | None, want: Placement | None) -> Any:
-            if have is None:
-                return value
-            result = moved(value, device_mesh, have, want)
-            return part_of(result) if self.use_local_output else result
+        prepared = partial(_prepared, module, device_mesh, self.use_local_output)
 
         def after(_: nn.Module, inputs: object, outputs: Any) -> Any:
             found: tuple[Any, ...] = outputs if isinstance(outputs, tuple) else (outputs,)
