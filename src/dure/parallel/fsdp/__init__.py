@@ -8,6 +8,7 @@ strategy.py                    how: shared.py, gathered.py
 from __future__ import annotations
 
 from dure.parallel.fsdp.explain import explain
+from dure.parallel.fsdp.following import follow
 from dure.parallel.fsdp.fully_shard import (
     fully_shard,
     register_fsdp_forward_method,
@@ -32,6 +33,7 @@ __all__ = [
     "OffloadPolicy",
     "UnshardHandle",
     "explain",
+    "follow",
     "full_parameters",
     "fully_shard",
     "join_step",

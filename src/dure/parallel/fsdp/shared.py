@@ -30,6 +30,7 @@ from torch.optim.optimizer import (
 )
 
 from dure import symmetric_memory
+from dure.comm.ops import ReduceOp
 from dure.errors import ModuleError, PeerLost
 from dure.parallel.fsdp.axes import DataAxes
 from dure.parallel.fsdp.optimizers import rebind
@@ -74,7 +75,8 @@ class Turns:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._signals = symmetric_memory.rendezvous(symmetric_memory.empty(1), group)
-        self._group_name = group.group_name
+        self._group, self._group_name = group, group.group_name
+        self._token = torch.zeros(5, dtype=torch.uint8)  # what no program reduces so
         self._rank, self._peers = (
             group.rank(),
             [r for r in range(group.size()) if r != group.rank()],
@@ -102,7 +104,8 @@ class Turns:
             return
         self._await_readers()
         self.end_write()
-        self._signals.barrier()
+        # A call of the group, so that ranks which call something else are told at once.
+        self._group.all_reduce(self._token, ReduceOp.BXOR)
         self._reading = True
 
     def meet(self) -> None:

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from dure.comm.untraced import untraced
-from dure.errors import ModuleError, PeerLost, UsageError
+from dure.errors import Desync, ModuleError, PeerLost, UsageError
 from dure.parallel.fsdp.group import ParameterGroup
 from dure.parallel.fsdp.policies import MixedPrecisionPolicy
 from dure.parallel.fsdp.uninitialized import check_initialized
@@ -68,6 +68,11 @@ class Order:
         return self._sequence[self._at] if self._known and self._at < len(self._sequence) else None
 
     @property
+    def is_known(self) -> bool:
+        """Whether a step was made."""
+        return self._known
+
+    @property
     def sequence(self) -> Sequence[FSDPState]:
         """The order; empty before it is known."""
         return tuple(self._sequence) if self._known else ()
@@ -103,6 +108,7 @@ class Tree:
     def _name_parameters(self, root: FSDPState) -> None:
         paths = {inner: path for m in root.modules for path, inner in m.named_modules()}
         for state in self.states:
+            state.name = paths.get(state.modules[0]) or "(root)"
             for group in state.groups:
                 for parameter in group.parameters:
                     module, name = parameter.places[0]
@@ -116,13 +122,22 @@ class Tree:
         return forward, backward
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
-        """Have an error that a rank died say what it has left."""
+    def telling(self, state: FSDPState | None = None) -> Iterator[None]:
+        """Have an error that a rank died say what it has left; other errors name the module."""
         try:
             yield
+        except Desync as error:
+            name = (state or self.root).name
+            if error.rank is not None and error.rank in error.calls:
+                error.calls[error.rank] += f", for the module {name}"
+            error.advise(
+                f"Here parameters of the module {name} were asked for. Ranks that have no more to "
+                "compute follow the others in `with fsdp.follow(model):`, or by fsdp.join_step."
+            )
+            raise
         except PeerLost as error:
-            for state in self.states:
-                for group in state.groups:
+            for each in self.states:
+                for group in each.groups:
                     group.strategy.tell(error)
             raise
 
@@ -131,6 +146,8 @@ class Tree:
     def begin_forward(self, state: FSDPState) -> None:
         """A module's forward begins; the outermost one's begins a step."""
         if self._entry is None:
+            if state.announce is not None:
+                state.announce(state)
             self._forward = self._enter(self._forwards.setdefault(state, Order()))
             self._entry = state
         assert self._forward is not None
@@ -237,6 +254,15 @@ class Tree:
             else:
                 self._leave(together=True)
 
+    def join_forward(self, entry: FSDPState) -> None:
+        """Take part in a forward of other ranks, without gradients, which `entry` begins."""
+        order = self._forwards.setdefault(entry, Order())
+        with self.telling(entry), torch.no_grad():
+            self._enter(order)
+            for state in order.end() if order.is_known else ():
+                state.join_gather()
+            self._leave(together=True)
+
     def reduce(self, state: FSDPState) -> None:
         """A module's backward has ended."""
         assert self._backward is not None
@@ -310,6 +336,8 @@ class FSDPState:
         forward_prefetch, backward_prefetch: States to gather ahead, where the user said so.
         in_backward: Its backward has begun and not ended.
         is_checked: Nothing is offloaded, nor made by `to_empty` and perhaps written by nobody.
+        announce: Is called when a forward begins with this one; see `follow`.
+        name: Path of its module in the root, for messages.
         is_offloaded: Shards have no values; see `offload`.
         to_run: Modules of the call that forward has not reached, where it has reached one.
         running: How many forwards of its modules run, within one another.
@@ -331,6 +359,8 @@ class FSDPState:
         self.in_backward = False
         self.is_checked = True
         self.is_offloaded = False
+        self.announce: Callable[[FSDPState], None] | None = None
+        self.name = "(root)"
         self.to_run: set[nn.Module] = set()
         self.running = 0
         self.tree: Tree | None = None
@@ -412,13 +442,13 @@ class FSDPState:
         """Gather; cast inputs; ask to be told when their gradients are there (Any: any inputs)."""
         tree = self.tree or Tree(self)
         if autograd_hooks.in_backward():
-            with tree.telling():
+            with tree.telling(self):
                 tree.begin_backward(self)
         else:
             if not (self.to_run or self.running):
                 self.to_run.update(self.modules)
                 self._raising = sys.exc_info()[1]
-                with tree.telling():
+                with tree.telling(self):
                     tree.begin_forward(self)
             self.running += 1
         dtype = self.policy.param_dtype
@@ -445,7 +475,7 @@ class FSDPState:
         if raised or not (self.to_run or self.running):
             try:
                 self.reshard_after()
-                with tree.telling():
+                with tree.telling(self):
                     tree.end_forward(self, raised)
             except ModuleError:
                 tree.forget()
@@ -470,13 +500,13 @@ class FSDPState:
 
     def _before_backward(self, _: Sequence[Any]) -> None:
         assert self.tree is not None
-        with self.tree.telling():
+        with self.tree.telling(self):
             self.tree.begin_backward(self)
 
     def _after_backward(self) -> None:
         assert self.tree is not None
         if self.in_backward:
-            with self.tree.telling():
+            with self.tree.telling(self):
                 self.tree.reduce(self)
 
     def _before_state_dict(self, *_: Any) -> None:

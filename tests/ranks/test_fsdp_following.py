@@ -1,0 +1,188 @@
+"""Ranks that make different numbers of forwards: followed inside `follow`, told of outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dure
+from dure.errors import Desync, UsageError
+from dure.fsdp import follow, fully_shard, strategy
+from dure.testing import CommRecorder, run_ranks
+
+WORDS = 9
+
+
+@pytest.fixture(params=["gathered", "shared"])
+def way(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+class Block(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        values = torch.arange(WORDS * WORDS).view(WORDS, WORDS) * (3 + number) % 17 - 8
+        self.weight = nn.Parameter(values.float() / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(x @ self.weight)
+
+
+class Net(nn.Module):
+    """Gives the next word; even ones skip a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WORDS)
+        self.blocks = nn.ModuleList([Block(number) for number in range(3)])
+        with torch.no_grad():
+            self.embed.weight.copy_(torch.eye(WORDS))
+
+    def forward(self, word: torch.Tensor) -> torch.Tensor:
+        x = self.embed(word)
+        for number, block in enumerate(self.blocks):
+            if number != 1 or int(word) % 2:
+                x = block(x)
+        return x
+
+
+def sharded(way: str) -> Net:
+    model = Net()
+    with strategy(way):
+        for block in model.blocks:
+            fully_shard(block)
+        return fully_shard(model)
+
+
+def words(model: nn.Module, first: int, count: int) -> Iterator[int]:
+    word = torch.tensor(first)
+    for _ in range(count):
+        word = model(word).argmax()
+        yield int(word)
+
+
+def warm(model: nn.Module) -> None:
+    """All modules, on all ranks: their order."""
+    model(torch.tensor(1)).sum().backward()
+
+
+@pytest.mark.parametrize("counts", [(3, 3), (1, 4), (5, 0), (0, 0), (2, 6, 0, 3)])
+def test_ranks_that_are_done_follow_the_others(way: str, counts: tuple[int, ...]) -> None:
+    def body(rank: int) -> list[list[int]]:
+        model = sharded(way)
+        warm(model)
+        made = []
+        for turn in range(2):
+            with follow(model), torch.no_grad():
+                made.append(list(words(model, rank + turn, counts[rank])))
+            warm(model)
+        return made
+
+    reference = Net()
+    expected = [
+        [list(words(reference, rank + turn, count)) for turn in range(2)]
+        for rank, count in enumerate(counts)
+    ]
+    assert run_ranks(len(counts), body) == expected
+
+
+def test_it_costs_one_flag_a_forward(way: str) -> None:
+    """As many as the longest has forwards, and one more to end."""
+
+    def body(rank: int) -> None:
+        model = sharded(way)
+        warm(model)
+        with CommRecorder() as seen, follow(model), torch.no_grad():
+            list(words(model, 1, (1, 4)[rank]))
+        flags = [e for e in seen.events if e.op == "all_gather_single" and e.nbytes == 8]
+        assert len(flags) == 5
+
+    run_ranks(2, body)
+
+
+def caught(kind: type[dure.DureError], rank: int, call: Any) -> Any:
+    with pytest.raises(kind) as error:
+        call(rank)
+    return error.value
+
+
+@pytest.mark.parametrize("instead", ["barrier", "all_reduce"])
+def test_outside_of_it_all_are_told_of_module_and_ranks(way: str, instead: str) -> None:
+    def wrong(rank: int) -> None:
+        model = sharded(way)
+        warm(model)
+        with torch.no_grad():
+            list(words(model, 1, (1, 2)[rank]))
+        if instead == "barrier":
+            dure.barrier()
+        else:
+            dure.all_reduce(torch.ones(3))
+
+    def body(rank: int) -> None:
+        error = caught(Desync, rank, wrong)
+        assert set(error.calls) == {0, 1}
+        if rank == 1:
+            assert error.calls[1].endswith("for the module (root)")
+            assert "follow" in error.fix
+
+    run_ranks(2, body)
+
+
+def test_different_modules_are_told_by_name(way: str) -> None:
+    def wrong(rank: int) -> None:
+        model = sharded(way)
+        warm(model)
+        with follow(model), torch.no_grad():
+            if rank:
+                model(torch.tensor(1))
+            else:
+                model.blocks[2](torch.ones(WORDS))
+
+    def body(rank: int) -> None:
+        error = caught(Desync, rank, wrong)
+        assert error.calls == {0: "forward of blocks.2", 1: "forward of (root)"}
+
+    run_ranks(2, body)
+
+
+def test_a_rank_that_raises_ends_it_for_all(way: str) -> None:
+    def wrong(rank: int) -> None:
+        model = sharded(way)
+        warm(model)
+        with follow(model), torch.no_grad():
+            for number, _ in enumerate(words(model, 1, 3)):
+                if rank == 0 and number == 1:
+                    raise KeyError
+
+    def body(rank: int) -> None:
+        if rank == 0:
+            with pytest.raises(KeyError):
+                wrong(rank)
+        else:
+            assert caught(Desync, rank, wrong).calls == {0: "raised", 1: "forward of (root)"}
+
+    run_ranks(2, body)
+
+
+def test_what_cannot_be_followed_is_refused(way: str) -> None:
+    def unknown(rank: int) -> None:
+        model = sharded("gathered")
+        with follow(model), torch.no_grad():
+            list(words(model, 1, rank))
+
+    def body(rank: int) -> None:
+        error = caught(UsageError, rank, unknown)
+        assert "rank 0: no forward, and none before; rank 1: forward of (root)" in error.seen
+        model = sharded(way)
+        warm(model)
+        with pytest.raises(UsageError, match="without gradients"), follow(model):
+            model(torch.tensor(1))
+        with pytest.raises(UsageError, match="within another"), follow(model), follow(model):
+            pass
+        warm(model)
+
+    run_ranks(2, body)
