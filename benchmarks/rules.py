@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from dure.tensor import Partial, Placement, Replicate, Shard, init_device_mesh
 from dure.tensor.call import Op, OpCall, Strategy, schema_of
 from dure.tensor.dtensor import wrap
-from dure.tensor.registry import Rule, ViewRule, _rules, rule_of
+from dure.tensor.registry import Rule, _rules, rule_of
 from dure.tensor.spec import TensorMeta, spec_of
 from dure.tensor.watching import Watch
 from dure.testing import run_ranks
@@ -284,19 +284,19 @@ def allowed(called: Called, mesh: Any) -> str:
     """Return what the rule of an operator allows on one axis."""
     found = rule_of(called.op)
     call = _call(called, mesh)
-    if isinstance(found, ViewRule):
+    assert found is not None
+    if found.all_axes:
         ways = [_reshaped(found, call, Shard(dim)) for dim in range(call.operands[0].ndim)]
         told = [f"{way.inputs[0]} → {way.outputs[0]}" for way in ways if way is not None]
         return ", ".join(f"`{way}`" for way in (*told, "P → P"))
-    assert isinstance(found, Rule)
     return ", ".join(f"`{way}`" for way in _written(found.strategies(call)))
 
 
-def _reshaped(found: ViewRule, call: OpCall, given: Placement) -> Strategy | None:
+def _reshaped(found: Rule, call: OpCall, given: Placement) -> Strategy | None:
     """Return what a placement becomes that goes along through a view; None if it is moved."""
     spec = call.operands[0].with_placements([given])
-    before, after = found.placements(replace(call, operands=(spec,)))
-    return Strategy((given,), after) if before == (given,) else None
+    (way,) = found.strategies(replace(call, operands=(spec,)))
+    return Strategy((given,), way.outputs[0]) if way.inputs[0] == (given,) else None
 
 
 def _call(called: Called, mesh: Any) -> OpCall:
@@ -447,8 +447,7 @@ def table(rows: Sequence[Called]) -> list[str]:
 def _maker(op: Op) -> Any:
     """Return the function that is an operator's rule."""
     found = rule_of(op)
-    made = found.strategies if isinstance(found, Rule) else found and found.placements
-    return made and (made.__module__, made.__qualname__)
+    return found and (found.strategies.__module__, found.strategies.__qualname__)
 
 
 def _short(op: Op) -> str:
@@ -465,7 +464,8 @@ def rows_of(family: str, examples: Sequence[str]) -> list[Called]:
                 continue
             if one.op not in _rules and _short(one.op) not in example:
                 continue  # pointwise by torch's tag, and not what the example is of
-            key = (one.op, one.example if isinstance(rule_of(one.op), ViewRule) else "")
+            found_rule = rule_of(one.op)
+            key = (one.op, one.example if found_rule and found_rule.all_axes else "")
             if key not in found or (one.example and not found[key].example):
                 found[key] = one
     return list(found.values())
@@ -480,7 +480,7 @@ def rendered() -> str:
         made = {text: parts_of(text) for text in MADE_OF_OTHERS}
         see([one for rows in (*families.values(), without) for one in rows])
     seen = {one.op for rows in families.values() for one in rows}
-    missing = sorted(str(op) for op in set(_rules) - seen - NOT_ON_CPU)
+    missing = sorted(str(op) for op in set(_rules) - seen - NOT_ON_CPU - {torch.Tag.pointwise})
     if missing:
         sys.exit(f"no example calls {', '.join(missing)}: give one in FAMILIES")
     lines: list[str] = []

@@ -37,7 +37,7 @@ from dure.tensor.expand import choose, written
 from dure.tensor.holders import has_its_part_alone, is_shared, unseen_among
 from dure.tensor.placement_types import Replicate
 from dure.tensor.redistribute import redistribute
-from dure.tensor.registry import Rule, ViewRule, by_value, rule_of
+from dure.tensor.registry import Rule, by_value, rule_of
 from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ __all__ = [
     "dispatch",
     "forget_plans",
     "has_own_way",
-    "list_operator",
     "plans",
     "special",
 ]
@@ -60,8 +59,8 @@ _MOST_PLANS = 1 << 16
 plans: dict[Any, Plan] = {}
 _special: dict[Op, Callable[..., Any]] = {}
 """Operators that are run in a way of their own: called with (op, args, kwargs)."""
-_lists: dict[Op, Callable[..., Any]] = {}
-"""The same for operators on lists, which may have plain tensors too; nothing is looked up first."""
+_lists: set[Op] = set()
+"""Those on lists, which may have plain tensors too; nothing is looked up first."""
 _warned: set[Op] = set()
 _undecomposed: set[tuple[Op, int]] = set()
 """Operators whose decomposition was tried, on a mesh, and needs what has no rule.
@@ -78,12 +77,12 @@ def bind(cls: type[DTensor], wrap: Callable[[torch.Tensor, DTensorSpec], DTensor
     _DTensor, _wrap = cls, wrap
 
 
-def special(*ops: Op) -> Callable[..., Any]:
-    """Register the decorated function as the way to run these operators."""
+def special(*ops: Op, lists: bool = False) -> Callable[..., Any]:
+    """Register the decorated function as the way to run these operators, which may be on lists."""
 
     def register(run: Callable[..., Any]) -> Any:
-        for op in ops:
-            _special[op] = run
+        _special.update(dict.fromkeys(ops, run))
+        _lists.update(ops if lists else ())
         return run
 
     return register
@@ -94,20 +93,9 @@ def forget_plans() -> None:
     plans.clear()
 
 
-def list_operator(*ops: Op) -> Callable[..., Any]:
-    """Register the decorated function as the way to run these operators on lists of tensors."""
-
-    def register(run: Callable[..., Any]) -> Any:
-        for op in ops:
-            _lists[op] = run
-        return run
-
-    return register
-
-
 def has_own_way(op: Op) -> bool:
     """Tell whether an operator is run neither by a rule nor by what is done without one."""
-    return op in _special or op in _lists
+    return op in _special
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +140,7 @@ def dispatch(
         unseen: Those among them that no program has, if that is known already.
     """
     if op in _lists:
-        return _lists[op](op, args, kwargs or {})
+        return _special[op](op, args, kwargs or {})
     dtensor = _DTensor
     copied = False
     key: list[Any] = [op]
@@ -246,8 +234,7 @@ def _miss(
     try:
         plan = _plan(call, found)
     except PlacementError:
-        strategies = found.options(call) if isinstance(found, Rule) else []
-        if not _moves_unseen(call, args, strategies, unseen):
+        if not _moves_unseen(call, args, found.options(call), unseen):
             raise
         return dispatch(op, args, kwargs)
     if len(plans) >= _MOST_PLANS:
@@ -509,10 +496,10 @@ def _leaves(result: Any) -> list[Any]:
     return [result if isinstance(result, torch.Tensor) else None]
 
 
-def _plan(call: OpCall, found: Rule | ViewRule) -> Plan:
-    if isinstance(found, ViewRule):
-        before, after = found.placements(call)
-        wanted, given = (tuple(before),), (tuple(after),) * len(call.outputs)
+def _plan(call: OpCall, found: Rule) -> Plan:
+    if found.all_axes:
+        (only,) = found.strategies(call)
+        wanted, given = only.inputs, only.outputs
     else:
         wanted, given = choose(call, found.options(call))
     targets = [

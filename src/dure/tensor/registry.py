@@ -28,12 +28,9 @@ __all__ = [
     "Local",
     "MakeLocal",
     "Rule",
-    "ViewRule",
     "by_value",
     "rule",
     "rule_of",
-    "set_pointwise",
-    "view_rule",
     "with_argument",
     "with_local_size",
     "zeros_where_empty",
@@ -58,11 +55,14 @@ class Rule:
         local: See the head of this file.
         contiguous: Whether what is said of cuts holds for consecutive parts only. Else it holds
             for `StridedShard` as well: dimensions that are cut together have one size.
+        all_axes: Whether it sees all axes at once, as the view family does: it returns one
+            strategy, of a placement for each axis.
     """
 
     strategies: Callable[[OpCall], list[Strategy]]
     local: MakeLocal | None = None
     contiguous: bool = False
+    all_axes: bool = False
 
     def options(self, call: OpCall) -> list[Strategy]:
         """Return what is legal on one axis, with the strided cuts that the operands have."""
@@ -84,42 +84,25 @@ def _strided(strategy: Strategy, factor: int) -> Strategy:
     return Strategy(tuple(map(one, strategy.inputs)), tuple(map(one, strategy.outputs)))
 
 
-@dataclass(frozen=True, slots=True)
-class ViewRule:
-    """The rule of an operator that sees all axes at once: the view family.
-
-    Attributes:
-        placements: Returns the placements that operand 0 must have, and those of the result.
-        local: As in `Rule`.
-    """
-
-    placements: Callable[[OpCall], tuple[tuple[Any, ...], tuple[Any, ...]]]
-    local: MakeLocal | None = None
-
-
-_rules: dict[Op, Rule | ViewRule] = {}
+_rules: dict[Op | torch.Tag, Rule] = {}
 by_value: set[Op] = set()
 """Operators whose rule looks at the value of a float; those of others decide nothing."""
 
 
-def rule(*ops: Op, local: MakeLocal | None = None, contiguous: bool = False) -> Callable[..., Any]:
-    """Register the decorated function as the rule of these operators; see `Rule`."""
+def rule(
+    *ops: Op | torch.Tag,
+    local: MakeLocal | None = None,
+    contiguous: bool = False,
+    all_axes: bool = False,
+) -> Callable[..., Any]:
+    """Register the decorated function as the rule of these operators; see `Rule`.
+
+    The rule of a tag is that of all operators that have it, and none of their own.
+    """
 
     def register(strategies: Callable[[OpCall], list[Strategy]]) -> Any:
-        for op in ops:
-            _rules[op] = Rule(strategies, local, contiguous)
+        _rules.update(dict.fromkeys(ops, Rule(strategies, local, contiguous, all_axes)))
         return strategies
-
-    return register
-
-
-def view_rule(*ops: Op, local: MakeLocal | None = None) -> Callable[..., Any]:
-    """Register the decorated function as the rule, over all axes, of these operators."""
-
-    def register(placements: Callable[[OpCall], Any]) -> Any:
-        for op in ops:
-            _rules[op] = ViewRule(placements, local)
-        return placements
 
     return register
 
@@ -152,17 +135,9 @@ def with_local_size(call: OpCall) -> Local:
     return lambda tensor, size, *args, **kwargs: op(tensor, shape, *args, **kwargs)
 
 
-_pointwise: list[Rule] = []
-
-
-def set_pointwise(strategies: Callable[[OpCall], list[Strategy]]) -> None:
-    """Set the rule of operators that torch tags as pointwise and that have no rule of their own."""
-    _pointwise[:] = [Rule(strategies)]
-
-
-def rule_of(op: Op) -> Rule | ViewRule | None:
+def rule_of(op: Op) -> Rule | None:
     """Return the rule of an operator; None if it has none."""
     found = _rules.get(op)
     if found is None and torch.Tag.pointwise in op.tags:
-        return _pointwise[0]
+        return _rules[torch.Tag.pointwise]
     return found

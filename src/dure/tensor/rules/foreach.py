@@ -19,7 +19,7 @@ from dure.comm.ops import ReduceOp
 from dure.errors import PlacementError
 from dure.mesh import DeviceMesh
 from dure.tensor.call import Op, R, schema_of
-from dure.tensor.dispatch import check_copy, list_operator
+from dure.tensor.dispatch import check_copy, special
 from dure.tensor.dtensor import DTensor, parts_of, wrap
 from dure.tensor.redistribute import redistribute
 from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
@@ -78,7 +78,7 @@ def _alike(one: DTensorSpec, other: DTensorSpec) -> bool:
     return same and one.shape == other.shape
 
 
-@list_operator(*_overloads("_foreach_"), *_FUSED)
+@special(*_overloads("_foreach_"), *_FUSED, lists=True)
 def _on_parts(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     filled, named = list(args), dict(kwargs)
     lists = {n: a for n, a in (*enumerate(args), *kwargs.items()) if _is_list(a)}
@@ -134,7 +134,7 @@ def _number(tensor: torch.Tensor) -> torch.Tensor:
 # ---- scaling of gradients ------------------------------------------------------------------------
 
 
-@list_operator(aten._amp_foreach_non_finite_check_and_unscale_.default)
+@special(aten._amp_foreach_non_finite_check_and_unscale_.default, lists=True)
 def _unscale(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Unscale the parts; what one rank found, all ranks of its mesh have found."""
     grads, found, inverse = args
@@ -234,7 +234,7 @@ def norm_of(tensors: Sequence[torch.Tensor], p: float) -> torch.Tensor:
     return norms.sum() if p == 0 else torch.linalg.vector_norm(norms, p)
 
 
-@list_operator(aten._foreach_norm.Scalar)
+@special(aten._foreach_norm.Scalar, lists=True)
 def _foreach_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     names = dict(zip(("self", "ord", "dtype"), args, strict=False)) | kwargs
     return norms_of(names["self"], float(names.get("ord", 2)), names.get("dtype"))

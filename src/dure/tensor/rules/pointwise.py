@@ -13,7 +13,7 @@ import torch
 
 from dure.tensor.call import LINEAR, OpCall, R, Strategy, alike, with_one
 from dure.tensor.placement_types import Partial, Placement, Shard
-from dure.tensor.registry import by_value, rule, set_pointwise
+from dure.tensor.registry import by_value, rule
 from dure.tensor.spec import DTensorSpec
 
 __all__ = ["aligned", "aligned_cuts", "pointwise"]
@@ -34,18 +34,16 @@ def aligned_cuts(call: OpCall, shape: Sequence[int]) -> list[tuple[Shard, tuple[
     return [(Shard(d), tuple(aligned(spec, shape, d) for spec in call.operands)) for d in dims]
 
 
+# The tag, and operators that torch does not give it.
+@rule(
+    torch.Tag.pointwise,
+    aten.masked_fill.Tensor, aten.masked_fill_.Tensor, aten.fill_.Scalar, aten.fill_.Tensor,
+)  # fmt: skip
 def pointwise(call: OpCall) -> list[Strategy]:
     """Return what is legal for every pointwise operator: shards of the result's dimensions."""
     shape = next(meta.shape for meta in call.outputs if meta is not None)
     count = len(call.outputs)
     return [Strategy(inputs, (cut,) * count) for cut, inputs in aligned_cuts(call, shape)]
-
-
-set_pointwise(pointwise)
-# Those that torch does not tag.
-rule(
-    aten.masked_fill.Tensor, aten.masked_fill_.Tensor, aten.fill_.Scalar, aten.fill_.Tensor,
-)(pointwise)  # fmt: skip
 
 
 @rule(

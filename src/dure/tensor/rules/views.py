@@ -22,7 +22,7 @@ from dure.tensor.dispatch import dispatch, special
 from dure.tensor.dtensor import wrap
 from dure.tensor.placement_types import Placement, Shard, StridedShard
 from dure.tensor.redistribute import redistribute
-from dure.tensor.registry import rule, view_rule, with_local_size
+from dure.tensor.registry import rule, with_local_size
 from dure.tensor.spec import Cut, TensorMeta, cuts_of, spec_of
 
 __all__ = ["groups_of", "without"]
@@ -202,19 +202,20 @@ Digit = tuple[int, int | None]
 """A size, and the mesh axis whose coordinate it is; None for what each rank has."""
 
 
-@view_rule(
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, local=with_local_size
+@rule(
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default,
+    local=with_local_size, all_axes=True,
 )  # fmt: skip
-def _reshaped(call: OpCall) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
+def _reshaped(call: OpCall) -> list[Strategy]:
     """All cuts go along if they can; else those of the first axes that can."""
     spec, result = call.operands[0], call.output
     before, after, sizes = spec.shape, result.shape, spec.mesh.shape
     if 0 in before:
         keep = tuple(p if p.is_partial() else R for p in spec.placements)
-        return keep, keep
+        return [Strategy((keep,), (keep,))]
     there = _through(spec.placements, before, after, sizes)
     if there is not None:
-        return spec.placements, there
+        return [Strategy((spec.placements,), (there,))]
     given: list[Placement] = [R if p.is_shard() else p for p in spec.placements]
     there = tuple(given)
     for axis, placement in enumerate(spec.placements):
@@ -222,7 +223,7 @@ def _reshaped(call: OpCall) -> tuple[tuple[Placement, ...], tuple[Placement, ...
         found = _through(trial, before, after, sizes)
         if found is not None:
             given, there = trial, found
-    return tuple(given), there
+    return [Strategy((tuple(given),), (there,))]
 
 
 def _through(
