@@ -145,6 +145,7 @@ VARIABLES: dict[str, Variable] = {
             meaning="1: ranks compare every collective over gloo or nccl before data move",
         ),
         Variable(name="OMPI_COMM_WORLD_SIZE", meaning="set by Open MPI's mpirun in every process"),
+        Variable(name="MPI4PY_RC_THREAD_LEVEL", meaning="what mpi4py asks of MPI's threads"),
         Variable(name="PMI_SIZE", meaning="set by the mpiexec of MPICH and Intel MPI"),
         Variable(name="PMIX_RANK", meaning="set by launchers that speak PMIx, such as srun"),
         Variable(name="XDG_CONFIG_HOME", meaning="where the user's own key file lives"),

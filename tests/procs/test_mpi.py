@@ -66,6 +66,33 @@ def test_program_meets_without_any_variable_2_ranks(tmp_path):
     assert sorted(ended.out.split("\n")[:-1]) == [f"{r} of 2: {b}" for r in (0, 1) for b in named]
 
 
+def test_a_rank_that_starts_mpi_late_still_reaches_the_store_in_rank_0(tmp_path):
+    """Rank 0 waits for it within MPI, and serves the store meanwhile."""
+    program = write(
+        tmp_path,
+        """
+        import time
+        import dure as dist
+        from dure.comm.backends.mpi import backend
+
+        start = backend.create_mpi
+
+        def late(options):
+            if options.rank == 1:
+                time.sleep(2)  # rank 0 is in MPI_Init
+                options.store.set("late", "yes")
+            return start(options)
+
+        backend.create_mpi = late
+        with dist.process_group():
+            print(f"{dist.get_backend()}\\n", end="")
+        """,
+    )
+    ended = mpi_jobs.mpirun(2, program, DURE_BACKEND="mpi")
+    assert ended.code == 0, ended.err
+    assert ended.out.split() == ["mpi", "mpi"]
+
+
 @pytest.mark.slow
 def test_example_runs_under_mpirun_2_ranks():
     ended = mpi_jobs.mpirun(2, EXAMPLES / "02_collectives.py", DURE_BACKEND="mpi")

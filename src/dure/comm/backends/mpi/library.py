@@ -1,15 +1,16 @@
 """MPI as this process has it: found, loaded and started once, when the first group asks for it.
 
 mpi4py brings no MPI of its own: its wheel finds the machine's (Open MPI, MPICH, Intel MPI) when it
-is imported. Importing it also starts MPI; ending it is left to mpi4py, at the process's end.
+is imported. Dure starts MPI; ending it is left to mpi4py, at the process's end.
 
 Threads: all calls into MPI are made under `Library.lock`, so MPI_THREAD_SERIALIZED is enough for
 Dure; a program that also calls MPI itself, from another thread, needs MPI_THREAD_MULTIPLE, which
-mpi4py asks for by default.
+mpi4py asks for by default (`mpi4py.rc`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import subprocess
@@ -59,7 +60,7 @@ class Library:
 
 @functools.cache
 def load() -> Library:
-    """Import mpi4py, which starts MPI, and return what there is.
+    """Import mpi4py, start MPI unless the program has, and return what there is.
 
     Raises:
         UsageError: mpi4py is not installed, or finds no MPI on this machine.
@@ -68,16 +69,33 @@ def load() -> Library:
         raise _absent(
             "mpi4py is not installed", "Install it: pip install '.[mpi]' in the checkout of Dure."
         )
+    import mpi4py  # lazy: an extra
+
+    mpi4py.rc.finalize = mpi4py.rc.finalize is not False  # None: where importing it starts MPI
+    mpi4py.rc.initialize = False
     try:
-        from mpi4py import MPI  # lazy: an extra, and importing it starts MPI
+        from mpi4py import MPI  # lazy: an extra
     except (ImportError, RuntimeError) as error:
         raise _absent(str(error).splitlines()[0], _NO_LIBRARY) from None
     if not MPI.Is_initialized():
-        MPI.Init_thread()
+        level = env.text("MPI4PY_RC_THREAD_LEVEL") or mpi4py.rc.thread_level
+        _start(MPI, getattr(MPI, f"THREAD_{level.upper()}"))
     if MPI.Is_finalized():
         raise _absent("MPI has been finalized in this process", "Leave that to mpi4py.")
     threads = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
     return Library(MPI=MPI, threads=threads)
+
+
+def _start(module: Any, level: int) -> None:
+    """Start MPI with the interpreter unlocked, which mpi4py would hold.
+
+    MPI waits in there for the other processes, and these may wait for the store, which a thread of
+    this process serves.
+    """
+    library = ctypes.CDLL(module.__file__)  # what it is linked with is found in it
+    status: int = library.MPI_Init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
+    if status != module.SUCCESS:
+        raise _absent(f"MPI_Init_thread failed with error {status}", _NO_LIBRARY)
 
 
 _NO_LIBRARY = "Install an MPI; on Debian and Ubuntu: apt-get install openmpi-bin libopenmpi-dev."
