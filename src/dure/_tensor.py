@@ -5,44 +5,8 @@ from __future__ import annotations
 import sys
 
 from dure import device_mesh
-from dure.tensor import (
-    DeviceMesh,
-    DTensor,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    debug,
-    distribute_module,
-    distribute_tensor,
-    empty,
-    experimental,
-    full,
-    init_device_mesh,
-    ones,
-    placement_types,
-    rand,
-    randn,
-    zeros,
-)
-
-__all__ = [
-    "DTensor",
-    "DeviceMesh",
-    "Partial",
-    "Placement",
-    "Replicate",
-    "Shard",
-    "distribute_module",
-    "distribute_tensor",
-    "empty",
-    "full",
-    "init_device_mesh",
-    "ones",
-    "rand",
-    "randn",
-    "zeros",
-]
+from dure.tensor import *  # noqa: F403  # the same names
+from dure.tensor import debug, experimental, placement_types
 
 sys.modules |= {
     f"{__name__}.debug": debug,

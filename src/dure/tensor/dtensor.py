@@ -264,14 +264,6 @@ class DTensor(torch.Tensor):
         target = spec.with_placements(
             as_placements(placements, spec.mesh, self.ndim, "redistribute")
         )
-        for old, new in zip(spec.placements, target.placements, strict=True):
-            if isinstance(new, Partial) and old != new:
-                raise PlacementError(
-                    "nothing is redistributed to Partial",
-                    op="redistribute",
-                    seen=f"{spec} to {list(target.placements)}",
-                    fix="DTensor.from_local(t, mesh, [Partial()]) makes one of terms.",
-                )
         return to_target(self, target, async_op, forward_dtype, backward_dtype)
 
     # ---------------------------------------------------------------- what it is
@@ -331,10 +323,8 @@ class DTensor(torch.Tensor):
                 here if there.is_partial() and not here.is_partial() else there
                 for here, there in zip(self.spec.placements, spec.placements, strict=True)
             )
-            target = spec.with_placements(placements)
-            if target is not spec:
-                grad = wrap(redistribute(grad.part, spec, target), target)
-                _grad.__set__(self, grad)
+            grad = _moved(grad, placements)
+            _grad.__set__(self, grad)
         return grad
 
     def _set_grad(self, value: torch.Tensor | None) -> None:
@@ -382,17 +372,6 @@ class DTensor(torch.Tensor):
         meta = TensorMeta(torch.Size(size), tuple(stride), spec.meta.dtype)
         made = wrap(inner["part"], spec_of(spec.mesh, spec.placements, meta))
         return made.requires_grad_(requires_grad)  # pyright: ignore[reportReturnType]
-
-    def __coerce_same_metadata_as_tangent__(self, context: Any, kind: Any = None) -> DTensor | None:
-        if kind is not None:
-            return None
-        target, _ = context
-        return self.redistribute(placements=target.placements)
-
-    def __coerce_tangent_metadata__(self) -> DTensor:
-        if not self.spec.partial:
-            return self
-        return self.redistribute(placements=self.spec.without_terms().placements)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         dispatch.check_copy("pickle", self)
