@@ -105,7 +105,7 @@ def test_autograd_refuses_weights_that_another_step_wrote_and_no_others(pool):
     assert pool.run(_several_forwards) == [True] * 4
 
 
-def _low(rank: int) -> tuple[float, int]:
+def _low(rank: int) -> tuple[float, ...]:
     """bfloat16 wholes travel as such; a rank without a batch joins."""
     model = nn.Linear(4, 4, bias=False)
     with strategy("shared"):

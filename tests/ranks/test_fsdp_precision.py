@@ -188,7 +188,7 @@ def test_modules_of_different_policies(way: str) -> None:
 def test_integers_are_no_precision() -> None:
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
         with pytest.raises(ModuleError, match="floating-point"):
-            MixedPrecisionPolicy(**{name: torch.int8})
+            MixedPrecisionPolicy(**{name: torch.int8})  # pyright: ignore
 
 
 @pytest.mark.parametrize("where", ["torch", "dure"])

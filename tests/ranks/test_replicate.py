@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from dure._composable.fsdp import FSDPModule
-from dure._composable.replicate import DDP
+from dure._composable.fsdp import FSDPModule  # pyright: ignore
+from dure._composable.replicate import DDP  # pyright: ignore
 from torch import nn
 
 from dure._composable import replicate

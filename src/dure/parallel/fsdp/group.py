@@ -16,6 +16,7 @@ import torch
 from dure.errors import ModuleError
 from dure.parallel.fsdp.parameter import FSDPParameter
 from dure.parallel.fsdp.strategy import Reduction, Strategy
+from dure.training.memory import give_back_freed
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -99,6 +100,12 @@ class ParameterGroup:
                 parameter.show_sharded()
             self.strategy.reshard(for_backward)
             self.unsharded = False
+            self._trim()
+
+    def _trim(self) -> None:
+        """Where memory is scarce: give back what the allocator keeps of what was freed."""
+        if self.parameters[0].files is not None:
+            give_back_freed()
 
     def use(self, strategy: Strategy) -> None:
         """Change the strategy, between steps."""
@@ -134,6 +141,7 @@ class ParameterGroup:
         for parameter, part in zip(self.parameters, finish(), strict=True):
             if part is not None:
                 parameter.give_gradient(part)
+        self._trim()
 
     def forget(self) -> None:
         """Drop what a step that failed has left."""

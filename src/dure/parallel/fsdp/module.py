@@ -62,7 +62,12 @@ class FSDPModule:
             state.reshard()
             state.is_checked = False
         with marking(self):
-            return super()._apply(*args, **kwargs)  # pyright: ignore
+            changed = super()._apply(*args, **kwargs)  # pyright: ignore
+            for group in self._state().groups:
+                if group.parameters[0].files is not None:  # at once, not all in memory first
+                    group.adopt()
+                    group.strategy.publish()
+        return changed
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Make this module's parameters whole, not those of modules sharded within.

@@ -1,0 +1,101 @@
+"""Training a model whose parameters and optimizer state are twice the memory there is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dure as dist
+from dure.fsdp import OffloadPolicy, fully_shard, strategy
+from dure.native import available as native_available
+from procs.cgroups import MemoryLimit, limited
+from procs.shm_ranks import Ranks, Seat
+
+pytestmark = pytest.mark.skipif(
+    not native_available()[0], reason=native_available()[1] or "no engine"
+)
+
+WIDTH, LAYERS = 1024, 24
+STEPS = 2
+PARAMETER_BYTES = WIDTH * WIDTH * 4
+STATE_BYTES = 3 * LAYERS * PARAMETER_BYTES  # weights and two averages, 302 MB
+LIMIT = STATE_BYTES // 2
+
+
+def _layer(number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.eye(WIDTH) + torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH
+
+
+def _loss(model: nn.Module, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 + step)
+    return model(torch.randn(4, WIDTH, generator=generator)).square().mean()
+
+
+def _train(seat: Seat, way: str, limit: MemoryLimit, folder: str | None) -> list[float]:
+    dist.init_process_group(
+        "shm", init_method=f"file://{seat.path}", rank=seat.rank, world_size=seat.size
+    )
+    limit.join()
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    with strategy(way):
+        for layer in model:
+            fully_shard(layer, offload_policy=OffloadPolicy(path=folder))
+        fully_shard(model)
+    model.to_empty(device="cpu")
+    for number, parameter in enumerate(model.parameters()):
+        sharded: Any = parameter
+        sharded.part.copy_(_layer(number).chunk(seat.size)[seat.rank])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses: list[float] = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = _loss(model, step)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    dist.barrier()
+    return losses
+
+
+def _expected() -> list[float]:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(_layer(number))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses: list[float] = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = _loss(model, step)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("way", ["shared", "gathered"])
+def test_training_in_half_the_memory_2_ranks(tmp_path: Path, way: str) -> None:
+    with limited(LIMIT) as limit:
+        if isinstance(limit, str):
+            pytest.skip(limit)
+        with Ranks(2, tmp_path, _train, way, limit, str(tmp_path)) as ranks:
+            results = ranks.values()
+        assert limit.highest() <= LIMIT
+    for losses in results:
+        assert losses == pytest.approx(_expected(), rel=1e-4)
+
+
+def test_without_files_the_system_ends_it(tmp_path: Path) -> None:
+    """What the test above shows depends on the files."""
+    with limited(LIMIT) as limit:
+        if isinstance(limit, str):
+            pytest.skip(limit)
+        with Ranks(2, tmp_path, _train, "gathered", limit, None) as ranks:
+            results = [ranks.result(r) for r in range(2)]
+        assert None in results  # at least one was killed; the other may have been told
