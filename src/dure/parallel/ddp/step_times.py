@@ -17,11 +17,12 @@ spans (`trace_step`).
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dure.trace import spans
+from dure.training.module_times import ModuleTimes
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -49,6 +50,16 @@ class StepTimes:
     exposed_comm_s: float = 0.0
     step: int = 0
     num_bytes: int = 0
+
+    @property
+    def exposed_forward_s(self) -> float:
+        """What of it was before backward: nothing."""
+        return 0.0
+
+    @property
+    def modules(self) -> Mapping[str, ModuleTimes]:
+        """Nothing is communicated module by module."""
+        return {}
 
     @property
     def overlap_s(self) -> float:

@@ -129,6 +129,12 @@ class ParameterGroup:
         self._reducing = self.strategy.reduce(gradients, self.reduction)
 
     @property
+    def trained_bytes(self) -> int:
+        """Of this rank's gradients of the wholes."""
+        trained = (p for p in self.parameters if p.is_trained)
+        return sum(p.whole_shape.numel() * p.dtype.itemsize for p in trained)
+
+    @property
     def is_reducing(self) -> bool:
         """Whether a reduction has begun whose result the shards have not."""
         return self._reducing is not None

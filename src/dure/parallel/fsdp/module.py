@@ -13,6 +13,7 @@ from dure.parallel.fsdp.choosing import as_gathered
 from dure.parallel.fsdp.state import FSDPState, Tree, state_of
 from dure.parallel.fsdp.strategy import CustomAllGather, CustomReduceScatter
 from dure.parallel.fsdp.uninitialized import marking
+from dure.training.module_times import ShardedStepTimes
 
 __all__ = ["FSDPModule", "UnshardHandle", "join_step"]
 
@@ -88,6 +89,12 @@ class FSDPModule:
     def reshard(self) -> None:
         """Free this module's whole parameters, if they are there."""
         self._state().reshard()
+
+    @property
+    def step_times(self) -> ShardedStepTimes:
+        """What the last backward, and the forwards before it, waited for; by module."""
+        tree = self._state().tree
+        return ShardedStepTimes() if tree is None else tree.clock.times
 
     # ---------------------------------------------------------------- when gradients are reduced
 

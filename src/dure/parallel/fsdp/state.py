@@ -28,9 +28,11 @@ from torch import nn
 from dure.comm.untraced import untraced
 from dure.errors import Desync, ModuleError, PeerLost, UsageError
 from dure.parallel.fsdp.group import ParameterGroup
+from dure.parallel.fsdp.parameter import FSDPParameter
 from dure.parallel.fsdp.policies import MixedPrecisionPolicy
 from dure.parallel.fsdp.uninitialized import check_initialized
 from dure.training import autograd_hooks
+from dure.training.module_times import ModuleClock, now
 from dure.training.pytrees import mapped, tensors_of
 
 __all__ = ["FSDPState", "Order", "Tree", "state_of"]
@@ -97,13 +99,14 @@ class Tree:
                     state.tree = self
         self._name_parameters(root)
         self.root = root
+        self.clock = ModuleClock()
         self.is_last_backward = True
         self._entry: FSDPState | None = None
         self._forwards: dict[FSDPState, Order] = {}
         self._backwards: dict[FSDPState, tuple[Order, Order]] = {}
         self._forward: Order | None = None
         self._backward: tuple[Order, Order] | None = None
-        self._reducing: deque[ParameterGroup] = deque()
+        self._reducing: deque[tuple[str, ParameterGroup]] = deque()
 
     def _name_parameters(self, root: FSDPState) -> None:
         paths = {inner: path for m in root.modules for path, inner in m.named_modules()}
@@ -175,8 +178,11 @@ class Tree:
         for group in groups:
             group.adopt()
             group.strategy.publish()
+        self.clock.begin_forward()
+        begin = now()
         for group in groups:
             group.strategy.enter()
+        self.clock.turn(begin)
         order.begin()
         return order
 
@@ -229,9 +235,12 @@ class Tree:
         self._backward = orders
         for order in orders:
             order.begin()
+        self.clock.begin_backward()
+        begin = now()
         for state in self.states:
             for group in state.groups:
                 group.strategy.enter()
+        self.clock.turn(begin)
 
     def join_step(self) -> None:
         """Take part in a forward of the root and, with gradients on, in its backward."""
@@ -276,10 +285,19 @@ class Tree:
 
         So that flat copies of gradients do not pile up until backward ends.
         """
+        begin = now()
         state.end_backward()
-        self._reducing += [g for g in state.groups if g.is_reducing]
+        reducing = [(state.name, g) for g in state.groups if g.is_reducing]
+        self.clock.reduction_started(state.name, begin, sum(g.trained_bytes for _, g in reducing))
+        self._reducing += reducing
         while len(self._reducing) > _MOST_REDUCTIONS:
-            self._reducing.popleft().finish_reduction()
+            self._finish_reduction()
+
+    def _finish_reduction(self) -> None:
+        name, group = self._reducing.popleft()
+        begin = now()
+        group.finish_reduction()
+        self.clock.reduced(name, begin)
 
     def _end_backward(self) -> None:
         """Autograd has ended: reduce what is left, and wait for all."""
@@ -299,20 +317,27 @@ class Tree:
             state.join_gather()
         for state in reductions.end():
             self._begin_reduction(state)
+        self.clock.last_wait()
         while self._reducing:
-            self._reducing.popleft().finish_reduction()
+            self._finish_reduction()
         for state in self.states:
             for group in state.groups:
                 if state.reshard_after_backward:
                     group.reshard()
                 group.strategy.check_unwritten()
         self._backward = None
+        begin = now()
         self._leave(together=True)
+        self.clock.turn(begin)
+        group = next((p.axes.shard_group for s in self.states for p in s.parameters), None)
+        if group is not None:
+            self.clock.end_backward(group)
 
     def forget(self) -> None:
         """End a step that failed: reshard all, and drop its gradients."""
         self._entry, self._forward, self._backward = None, None, None
         self._reducing.clear()
+        self.clock.forget()
         for state in self.states:
             state.in_backward = False
             state.running = 0
@@ -387,15 +412,28 @@ class FSDPState:
             return self.reshard_after_forward
         return self.tree is None or self.tree.root is not self
 
+    @property
+    def parameters(self) -> Iterator[FSDPParameter]:
+        """All parameters of the call."""
+        return (parameter for group in self.groups for parameter in group.parameters)
+
     def unshard(self) -> None:
         """Begin to make all parameters whole."""
-        for group in self.groups:
-            group.unshard()
+        if self.is_sharded:
+            begin = now()
+            for group in self.groups:
+                group.unshard()
+            if self.tree is not None:
+                self.tree.clock.gather_started(self.name, begin)
 
     def show_wholes(self) -> None:
         """Let the modules have the wholes."""
-        for group in self.groups:
-            group.show_wholes()
+        if self.is_sharded:
+            begin = now()
+            for group in self.groups:
+                group.show_wholes()
+            if self.tree is not None:
+                self.tree.clock.gathered(self.name, begin)
 
     def reshard(self) -> None:
         """Let the modules have the shards."""

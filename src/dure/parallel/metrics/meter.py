@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
@@ -28,9 +28,16 @@ import torch
 from dure.comm.queries import get_rank, is_initialized
 from dure.comm.world import resolve
 from dure.errors import UsageError
-from dure.parallel.metrics.split import FIELDS, StepReport, StepSplit, median_split
+from dure.parallel.metrics.split import (
+    FIELDS,
+    StepReport,
+    StepSplit,
+    median_modules,
+    median_split,
+)
 from dure.trace import line, spans
 from dure.training.autograd_hooks import at_end, on_outputs
+from dure.training.module_times import ModuleTimes
 from dure.training.pytrees import tensors_of
 
 if TYPE_CHECKING:
@@ -40,6 +47,7 @@ __all__ = ["StepMeter"]
 
 T = TypeVar("T")
 _NS = 1e9
+_KEPT_MODULES = 100
 
 
 class _Times(Protocol):
@@ -51,6 +59,10 @@ class _Times(Protocol):
     def exposed_comm_s(self) -> float: ...
     @property
     def num_bytes(self) -> int: ...
+    @property
+    def exposed_forward_s(self) -> float: ...
+    @property
+    def modules(self) -> Mapping[str, ModuleTimes]: ...
 
 
 class _Timed(Protocol):
@@ -136,6 +148,7 @@ class StepMeter:
         self._last_reduced = self._timed.step_times.step if self._timed else 0
         self._finished: deque[_Step] = deque(maxlen=keep)
         self._num_finished = 0
+        self._modules: deque[Mapping[str, ModuleTimes]] = deque(maxlen=_KEPT_MODULES)
         self._step = _Step()
         self._asked = self._forward = self._backward = self._update = self._inner = 0
         self._has_optimizer, self._updated = optimizer is not None, False
@@ -146,7 +159,8 @@ class StepMeter:
         if module is None:
             return []
         return [
-            module.register_forward_pre_hook(self._forward_begins),
+            # Before those of a module that gathers its parameters, which is a part of forward.
+            module.register_forward_pre_hook(self._forward_begins, prepend=True),
             module.register_forward_hook(self._forward_ended),
         ]
 
@@ -248,17 +262,21 @@ class StepMeter:
 
     def _backward_ended(self) -> None:
         now, step = time.monotonic_ns(), self._step
-        exposed = 0
+        exposed = before = 0
         reduced = self._timed.step_times if self._timed is not None else None
         if reduced is not None and reduced.step != self._last_reduced:
             self._last_reduced = reduced.step
             exposed = int(reduced.exposed_comm_s * _NS)
+            before = int(reduced.exposed_forward_s * _NS)
             step.exposed += exposed
+            step.forward = max(0, step.forward - before)
+            if reduced.modules:
+                self._modules.append(reduced.modules)
             step.num_bytes += reduced.num_bytes
         elif spans.listeners:  # otherwise the module tells of them itself
             self._tell("forward", self._forward, self._backward)
             self._tell("backward", self._backward, now)
-        step.backward += max(0, now - self._backward - exposed)
+        step.backward += max(0, now - self._backward - (exposed - before))
         self._forward = self._backward = 0
 
     def _update_begins(self, *_: object) -> None:
@@ -307,7 +325,8 @@ class StepMeter:
         mine = median_split(steps)
         rank, rows = self._gathered([float(getattr(mine, name)) for name in FIELDS])
         ranks = tuple(StepSplit(**dict(zip(FIELDS, row, strict=True))) for row in rows)
-        return StepReport(ranks=ranks, num_steps=len(steps), rank=rank)
+        modules = median_modules(list(self._modules)[-last:] if last else self._modules)
+        return StepReport(ranks=ranks, num_steps=len(steps), rank=rank, modules=modules)
 
     def _gathered(self, row: list[float]) -> tuple[int, list[list[float]]]:
         """Return this rank's number and the rows of all ranks; only the own where it is alone."""

@@ -17,10 +17,12 @@ cost of communication itself; what the others wait beyond that is imbalance.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-__all__ = ["FIELDS", "StepReport", "StepSplit", "median_split"]
+from dure.training.module_times import ModuleTimes
+
+__all__ = ["FIELDS", "StepReport", "StepSplit", "median_modules", "median_split"]
 
 _MEASURED = ("data_wait_s", "forward_s", "backward_s", "exposed_comm_s", "optimizer_s")
 _NAMES = ("data wait", "forward", "backward", "exposed communication", "optimizer", "other")
@@ -88,6 +90,19 @@ def median_split(steps: Sequence[StepSplit]) -> StepSplit:
     return StepSplit(**{f: statistics.median(getattr(s, f) for s in steps) for f in FIELDS})
 
 
+def median_modules(steps: Iterable[Mapping[str, ModuleTimes]]) -> dict[str, ModuleTimes]:
+    """Return the medians of each module that communicated in any step."""
+    found: dict[str, list[ModuleTimes]] = {}
+    for step in steps:
+        for name, times in step.items():
+            found.setdefault(name, []).append(times)
+    fields = ModuleTimes.__dataclass_fields__
+    return {
+        name: ModuleTimes(**{f: statistics.median(getattr(t, f) for t in times) for f in fields})
+        for name, times in found.items()
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """What the steps of all ranks amount to.
@@ -95,12 +110,14 @@ class StepReport:
     Attributes:
         ranks: The medians of each rank's steps.
         num_steps: How many they are the medians of.
-        rank: Whose report it is; all ranks have the same but for this.
+        rank: Whose report it is; all ranks have the same but for this and what follows.
+        modules: Of a sharded module, the medians of what this rank waited for, by module.
     """
 
     ranks: tuple[StepSplit, ...]
     num_steps: int
     rank: int = 0
+    modules: Mapping[str, ModuleTimes] = field(default_factory=dict[str, ModuleTimes])
 
     @property
     def split(self) -> StepSplit:
@@ -162,6 +179,12 @@ class StepReport:
                 f"rank {self.slowest} is the slowest: its own work takes {self.imbalance:.1%} more "
                 "than the ranks' mean"
             )
+        if self.modules:
+            heads = ("gathered ahead", "waited for", "reduce")
+            lines.append(_line(f"modules of rank {self.rank}", [f"{h:>16}" for h in heads]))
+        for name, times in self.modules.items():
+            took = (times.ahead_s, times.unshard_s, times.reduce_s)
+            lines.append(_line(name, [f"{seconds * 1e3:>13.2f} ms" for seconds in took]))
         return "\n".join(lines)
 
 

@@ -1,0 +1,186 @@
+"""What a step waits for, module by module, where parameters are gathered and gradients reduced.
+
+    forward                       backward                          wait for gradients
+    |--[a]----[b]----[c]----------|----[c]----[b]----[a]------------|-----|
+       |-- b, ahead --|                       |------ reduce c ---------|
+
+Measured on the host's clock, around what communicates. Of a module: how long its gather ran
+*ahead*, while something else computed; how long it was then waited for; and how long reducing its
+gradients was started or waited for. The sum of waits is the step's exposed communication.
+
+Where somebody listens, phases, gathers and reductions are emitted as spans.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from dure.trace import spans
+
+if TYPE_CHECKING:
+    from dure.comm.group import ProcessGroup
+
+__all__ = ["ModuleClock", "ModuleTimes", "ShardedStepTimes"]
+
+now = time.monotonic_ns
+_NS = 1e9
+
+
+@dataclass(slots=True)
+class ModuleTimes:
+    """What one module's communication took in a step, in seconds.
+
+    Attributes:
+        ahead_s: Its gathers ran while something else computed.
+        unshard_s: Starting its gathers, and waiting for them.
+        reduce_s: Starting to reduce its gradients, and waiting for that.
+    """
+
+    ahead_s: float = 0.0
+    unshard_s: float = 0.0
+    reduce_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedStepTimes:
+    """Times of one backward, and of the forwards before it.
+
+    Attributes:
+        exposed_comm_s: The part in which this rank only started or waited for communication.
+        exposed_forward_s: What of it was before backward.
+        turns_s: What of it was waiting for the other ranks to begin or end a step.
+        step: Number of the backward, from 1; 0 before the first.
+        num_bytes: What was reduced: this rank's gradients of whole parameters.
+        modules: By the path of the module.
+    """
+
+    exposed_comm_s: float = 0.0
+    exposed_forward_s: float = 0.0
+    turns_s: float = 0.0
+    step: int = 0
+    num_bytes: int = 0
+    modules: Mapping[str, ModuleTimes] = field(default_factory=dict[str, ModuleTimes])
+
+
+class ModuleClock:
+    """Stamps of the step that is going on. Forwards without gradients are not measured.
+
+    Attributes:
+        times: Of the last backward that has ended.
+    """
+
+    def __init__(self) -> None:
+        self.times = ShardedStepTimes()
+        self._counts = False
+        self._clear()
+
+    def _clear(self) -> None:
+        self._forward = self._backward = self._last = 0
+        self._exposed = self._exposed_forward = self._turns = self._num_bytes = 0
+        self._modules: dict[str, ModuleTimes] = {}
+        self._begun: dict[str, int] = {}
+        self._told: list[tuple[str, int, int]] = []
+
+    def begin_forward(self) -> None:
+        """Note that the outermost module's forward begins."""
+        self._counts = torch.is_grad_enabled()
+        if self._counts and not self._forward:
+            self._forward = now()
+
+    def begin_backward(self) -> None:
+        """Note that the first gradient is there."""
+        self._counts, self._backward = True, now()
+        self._exposed_forward = self._exposed
+
+    def last_wait(self) -> None:
+        """Note that backward has nothing left to compute."""
+        self._last = now()
+
+    def turn(self, begin: int) -> None:
+        """Note that other ranks were waited for, from `begin` until now."""
+        if self._counts:
+            self._turns += self._spent(begin)
+
+    def gather_started(self, module: str, begin: int) -> None:
+        """Note that a gather was started, from `begin` until now."""
+        if self._counts:
+            self._of(module).unshard_s += self._spent(begin) / _NS
+            self._begun.setdefault(module, begin)
+
+    def gathered(self, module: str, begin: int) -> None:
+        """Note that a gather was waited for, from `begin` until now."""
+        if self._counts:
+            started = self._begun.pop(module, begin)
+            times = self._of(module)
+            times.ahead_s += max(0, begin - started) / _NS
+            times.unshard_s += self._spent(begin) / _NS
+            if spans.listeners:
+                self._told.append((f"unshard {module}", started, now()))
+
+    def reduction_started(self, module: str, begin: int, num_bytes: int) -> None:
+        """Note that reducing gradients was started, from `begin` until now."""
+        if self._counts and num_bytes:
+            self._of(module).reduce_s += self._spent(begin) / _NS
+            self._num_bytes += num_bytes
+            self._begun[f"reduce {module}"] = begin
+
+    def reduced(self, module: str, begin: int) -> None:
+        """Note that a reduction was waited for, from `begin` until now."""
+        if self._counts:
+            self._of(module).reduce_s += self._spent(begin) / _NS
+            started = self._begun.pop(f"reduce {module}", begin)
+            if spans.listeners:
+                self._told.append((f"reduce {module}", started, now()))
+
+    def end_backward(self, group: ProcessGroup) -> None:
+        """End the step: `times` are its times; where somebody listens, its spans are emitted."""
+        self.times = ShardedStepTimes(
+            exposed_comm_s=self._exposed / _NS,
+            exposed_forward_s=self._exposed_forward / _NS,
+            turns_s=self._turns / _NS,
+            step=self.times.step + 1,
+            num_bytes=self._num_bytes,
+            modules=self._modules,
+        )
+        if spans.listeners:
+            self._emit(group)
+        self._clear()
+
+    def forget(self) -> None:
+        """Drop what a step that failed has noted."""
+        self._clear()
+
+    def _of(self, module: str) -> ModuleTimes:
+        return self._modules.setdefault(module, ModuleTimes())
+
+    def _spent(self, begin: int) -> int:
+        spent = now() - begin
+        self._exposed += spent
+        return spent
+
+    def _emit(self, group: ProcessGroup) -> None:
+        rank, step = group.global_ranks[group.rank()], self.times.step
+        phases = [
+            ("forward", self._forward, self._backward),
+            ("backward", self._backward, self._last),
+            ("wait for gradients", self._last, now()),
+        ]
+        told = [(name, begin, end, spans.STEP) for name, begin, end in phases if begin]
+        told += [(name, begin, end, spans.BUCKETS) for name, begin, end in self._told]
+        for name, begin, end, track in told:
+            spans.emit(
+                spans.Span(
+                    name=name,
+                    track=track,
+                    global_rank=rank,
+                    start_ns=begin,
+                    end_ns=end,
+                    group=group.group_name,
+                    details={"step": step},
+                )
+            )
