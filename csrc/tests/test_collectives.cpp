@@ -1,5 +1,6 @@
 // Every collective on 1 to 5 ranks, at the sizes where the way of doing it changes.
 #include <algorithm>
+#include <cstring>
 
 #include "harness.h"
 
@@ -14,10 +15,16 @@ std::vector<size_t> counts(int n) {
             4096, 4097, chunk - 1, chunk, chunk + 1, 300007};
 }
 
-std::vector<int32_t> ramp(size_t count, int from) {
-    std::vector<int32_t> out(count);
-    for (size_t i = 0; i < count; i++) out[i] = static_cast<int32_t>(i) + from;
-    return out;
+// Element by element the thread sanitizer would take most of the time. What ranks share is copied
+// and compared whole, which it sees.
+__attribute__((no_sanitize("thread"))) void fill(int32_t* to, size_t count, int from, int step) {
+    for (size_t i = 0; i < count; i++) to[i] = from + static_cast<int32_t>(i) * step;
+}
+
+std::vector<int32_t> ramp(size_t count, int from, int step = 1) {
+    std::vector<int32_t> made(count);
+    fill(made.data(), count, from, step);
+    return std::vector<int32_t>(made);
 }
 
 void on_all(const std::function<void(Group&, size_t)>& body) {
@@ -36,9 +43,7 @@ TEST(all_reduce_sums) {
         const int n = g.size();
         auto x = ramp(count, g.rank());
         CHECK(g.all_reduce(block_of(x), DType::i32, Reduction::sum) == Status::ok);
-        for (size_t i = 0; i < count; i++) {
-            CHECK(x[i] == static_cast<int32_t>(i) * n + n * (n - 1) / 2);
-        }
+        CHECK(x == ramp(count, n * (n - 1) / 2, n));
     });
 }
 
@@ -56,9 +61,7 @@ TEST(all_reduce_into_other_memory_leaves_what_was_given) {
             if (!in_place) call.inputs = {block_of(x)};
             CHECK(g.run(call) == Status::ok);
             CHECK(in_place || x == given);
-            for (size_t i = 0; i < count; i++) {
-                CHECK(out[i] == static_cast<int32_t>(i) * n + n * (n - 1) / 2);
-            }
+            CHECK(out == ramp(count, n * (n - 1) / 2, n));
         }
     });
 }
@@ -71,9 +74,7 @@ TEST(reduce_changes_only_the_root) {
         CHECK(g.run({Op::reduce, DType::i32, Reduction::sum, root, {}, {block_of(x)}}) ==
               Status::ok);
         if (g.rank() != root) CHECK(x == before);
-        for (size_t i = 0; g.rank() == root && i < count; i++) {
-            CHECK(x[i] == static_cast<int32_t>(i) * n + n * (n - 1) / 2);
-        }
+        if (g.rank() == root) CHECK(x == ramp(count, n * (n - 1) / 2, n));
     });
 }
 
@@ -194,8 +195,10 @@ TEST(all_to_all_takes_blocks_in_runs) {
         for (int n : {1, 2, 3, 5}) {
             on_threads(n, [](Group& g) {
                 for (size_t block : {1'200, 120'000, 2'400'000}) {
-                    if (block > 1'000'000 && g.size() != 2) continue;  // streamed
+                    const bool streamed = block > 1'000'000;
+                    if (streamed && g.size() != 2) continue;
                     for (size_t given : {1, 4, 1'200}) {
+                        if (streamed && given != 4) continue;
                         for (size_t taken : {1, 6, 1'200}) exchange_runs(g, block, given, taken);
                     }
                 }
@@ -215,9 +218,8 @@ TEST(reduce_scatter_in_place) {
         }
         call.outputs = {call.inputs[me]};
         CHECK(g.run(call) == Status::ok);
-        for (size_t i = 0; i < count; i++) {
-            CHECK(x[me * count + i] == static_cast<int32_t>(me * count + i) * n + n * (n - 1) / 2);
-        }
+        const auto sum = ramp(count, static_cast<int>(me * count) * n + n * (n - 1) / 2, n);
+        CHECK(count == 0 || std::memcmp(&x[me * count], sum.data(), count * 4) == 0);
     });
 }
 
@@ -231,12 +233,12 @@ TEST(heap_tensors_are_reduced_in_place_and_mix_with_ordinary_ones) {
             std::vector<int32_t> own(kCount);
             for (bool mixed : {false, true}) {
                 int32_t* x = mixed && g.rank() == 0 ? own.data() : shared;
-                for (size_t i = 0; i < kCount; i++) x[i] = static_cast<int32_t>(i) + g.rank();
+                const auto given = ramp(kCount, g.rank());
+                std::memcpy(x, given.data(), kCount * 4);
                 const Block tensor{reinterpret_cast<std::byte*>(x), kCount * 4};
                 CHECK(g.all_reduce(tensor, DType::i32, Reduction::sum) == Status::ok);
-                for (size_t i = 0; i < kCount; i++) {
-                    CHECK(x[i] == static_cast<int32_t>(i) * n + n * (n - 1) / 2);
-                }
+                const auto sum = ramp(kCount, n * (n - 1) / 2, n);
+                CHECK(std::memcmp(x, sum.data(), kCount * 4) == 0);
             }
         });
     }
