@@ -16,7 +16,6 @@ import contextvars
 import itertools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -491,17 +490,16 @@ class DeviceMesh:
     def _get_all_submeshes(self, mesh_dim_name: str) -> list[DeviceMesh]:
         """Return the meshes along an axis, of all ranks; those without this rank have no group."""
         axis = self._layout.axes[self._axis(mesh_dim_name)]
-        found: list[DeviceMesh] = []
-        for ranks in map(tuple, self._root.rank_lists(Layout((axis,)))):
-            root = _Root(self.device_type, ranks, self._root.rank)
-            if root.position is None:
-                root.first = DeviceMesh._cut(
-                    root, Layout.row_major((len(ranks),)), (mesh_dim_name,)
-                )
-                found.append(root.first)
-            else:
-                found.append(self[mesh_dim_name])
-        return found
+        rank = self.get_rank()
+        return [
+            self[mesh_dim_name]
+            if rank in ranks
+            else DeviceMesh(
+                self.device_type, ranks, mesh_dim_names=(mesh_dim_name,),
+                _init_backend=False, _rank=rank,
+            )
+            for ranks in self._root.rank_lists(Layout((axis,)))
+        ]  # fmt: skip
 
     def _get_root_mesh(self) -> DeviceMesh:
         """Return the mesh that this one was cut from; itself if it was not."""
@@ -514,12 +512,7 @@ class DeviceMesh:
         _current.set((*_current.get(), self))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         _current.set(_current.get()[:-1])
 
     def _value(self) -> tuple[object, ...]:
@@ -554,30 +547,29 @@ class DeviceMesh:
         digits = tuple(axis.digits for axis in self._layout.axes)
         return restore_mesh, (*whole, digits, self._names)
 
-    @staticmethod
-    def _restore(
-        device_type: str,
-        ranks: tuple[int, ...],
-        shape: tuple[int, ...],
-        names: tuple[str, ...] | None,
-        digits: tuple[tuple[tuple[int, int], ...], ...],
-        own_names: tuple[str, ...] | None,
-    ) -> DeviceMesh:
-        """Unpickle a mesh: with the groups of this rank's oldest equal root, if there is one."""
-        array = torch.tensor(ranks, dtype=torch.int).reshape(shape)
-        default = current_world().default
-        alone = DeviceMesh(
-            device_type, array, mesh_dim_names=names, _init_backend=False,
-            _rank=-1 if default is None else default.rank(),
-        )  # fmt: skip
-        live = [root for root in _roots.get(current_world(), ()) if root.first == alone]
-        root = min(live, key=lambda root: root.first.number, default=alone._root)
-        return DeviceMesh._cut(root, Layout(tuple(Axis(axis) for axis in digits)), own_names)
 
+def restore_mesh(
+    device_type: str,
+    ranks: tuple[int, ...],
+    shape: tuple[int, ...],
+    names: tuple[str, ...] | None,
+    digits: tuple[tuple[tuple[int, int], ...], ...],
+    own_names: tuple[str, ...] | None,
+) -> DeviceMesh:
+    """Unpickle a mesh: with the groups of this rank's oldest equal root, if there is one.
 
-def restore_mesh(*value: Any) -> DeviceMesh:
-    """Unpickle a mesh; a function of the module, whose name restricted unpicklers can be told."""
-    return DeviceMesh._restore(*value)  # pyright: ignore[reportPrivateUsage]
+    A function of the module, whose name restricted unpicklers can be told.
+    """
+    array = torch.tensor(ranks, dtype=torch.int).reshape(shape)
+    default = current_world().default
+    alone = DeviceMesh(
+        device_type, array, mesh_dim_names=names, _init_backend=False,
+        _rank=-1 if default is None else default.rank(),
+    )  # fmt: skip
+    live = [root for root in _roots.get(current_world(), ()) if root.first == alone]
+    root = min(live, key=lambda root: root.first.number, default=alone._root)  # pyright: ignore
+    axes = tuple(Axis(axis) for axis in digits)
+    return DeviceMesh._cut(root, Layout(axes), own_names)  # pyright: ignore
 
 
 def init_device_mesh(

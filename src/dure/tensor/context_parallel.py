@@ -417,10 +417,9 @@ def context_parallel(
             seen=f"{len(tensors)} buffers, {len(dims)} buffer_seq_dims",
         )
     kept = {id(tensor) for tensor in no_restore_buffers or ()}
-    whole: list[torch.Tensor | None] = []
+    whole = [None if id(t) in kept else t.detach().clone() for t in tensors]
     parts = [_part(t, dim, group) for t, dim in zip(tensors, dims, strict=True)]
     for tensor, part in zip(tensors, parts, strict=True):
-        whole.append(None if id(tensor) in kept else tensor.detach().clone())
         _replace(tensor, part)
     try:
         with _RingMode(group):

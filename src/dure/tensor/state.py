@@ -30,7 +30,14 @@ def _on(switch: ContextVar[bool]) -> Iterator[None]:
 
 
 def replicating() -> AbstractContextManager[None]:
-    """Take plain tensors beside DTensors as replicated, for the length of a `with` block."""
+    """Take plain tensors beside DTensors as replicated, for the length of a `with` block.
+
+    That is `implicit_replication`, and all of `loss_parallel`: `torch.nn.functional.cross_entropy`
+    of a DTensor whose classes are sharded gathers nothing (rules/softmax.py), in this block or out
+    of it, for every reduction, with weights, ignored targets and label smoothing, on meshes of any
+    number of axes. Torch's programs compute the loss and its backward in this block, where targets
+    may be plain tensors that all ranks have.
+    """
     return _on(implicit_replication)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dure.tensor.parallel.loss import loss_parallel
 from dure.tensor.parallel.plan import parallelize_module
 from dure.tensor.parallel.styles import (
     ColwiseParallel,
@@ -13,6 +12,7 @@ from dure.tensor.parallel.styles import (
     RowwiseParallel,
     SequenceParallel,
 )
+from dure.tensor.state import replicating as loss_parallel
 
 __all__ = [
     "ColwiseParallel",

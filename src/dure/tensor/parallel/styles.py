@@ -37,7 +37,7 @@ from dure.tensor.distribute import distribute_tensor
 from dure.tensor.dtensor import DTensor, from_part, part_of, to_target
 from dure.tensor.parallel.adapters import Around, layer_within, placement_like
 from dure.tensor.placement_types import Placement, Replicate, Shard
-from dure.tensor.spec import DTensorSpec
+from dure.tensor.spec import DTensorSpec, as_placements
 
 __all__ = [
     "ColwiseParallel",
@@ -172,7 +172,7 @@ def _spec_of_part(
         if len(_specs) >= _MOST_SPECS:
             _specs.clear()
         shape = stride = None
-        if features is not None and _positive(given, part.ndim) == Shard(part.ndim - 1):
+        if features is not None and given in (Shard(-1), Shard(part.ndim - 1)):
             shape = torch.Size([*part.shape[:-1], features])
             stride = torch.empty(shape, device="meta").stride()
         made = DTensor.from_local(part.detach(), mesh, [given], shape=shape, stride=stride)
@@ -182,13 +182,7 @@ def _spec_of_part(
 
 @lru_cache(maxsize=1 << 12)
 def _target(spec: DTensorSpec, wanted: Placement) -> DTensorSpec:
-    return spec.with_placements([_positive(wanted, spec.ndim)])
-
-
-def _positive(placement: Placement, ndim: int) -> Placement:
-    if type(placement) is Shard and placement.dim < 0:
-        return Shard(placement.dim + ndim)
-    return placement
+    return spec.with_placements(as_placements([wanted], spec.mesh, spec.ndim, "redistribute"))
 
 
 def distribute(

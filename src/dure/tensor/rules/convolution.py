@@ -96,20 +96,16 @@ def _convolution_backward(call: OpCall) -> list[Strategy]:
 
 # ---- pooling and resampling ----------------------------------------------------------------------
 
-_SPACE = {
-    1: (aten.upsample_nearest1d, aten._upsample_nearest_exact1d, aten.upsample_linear1d),
-    2: (
-        aten.avg_pool2d, aten._adaptive_avg_pool2d, aten.max_pool2d_with_indices,
-        aten.adaptive_max_pool2d, aten.upsample_nearest2d, aten._upsample_nearest_exact2d,
-        aten.upsample_bilinear2d, aten.upsample_bicubic2d,
-    ),
-    3: (
-        aten.avg_pool3d, aten._adaptive_avg_pool3d, aten.max_pool3d_with_indices,
-        aten.adaptive_max_pool3d, aten.upsample_nearest3d, aten._upsample_nearest_exact3d,
-        aten.upsample_trilinear3d,
-    ),
-}  # fmt: skip
-_LINEAR = ("avg_pool", "upsample")
+_SPACE = (
+    "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_linear1d",
+    "avg_pool2d", "_adaptive_avg_pool2d", "max_pool2d_with_indices", "adaptive_max_pool2d",
+    "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d", "upsample_bicubic2d",
+    "avg_pool3d", "_adaptive_avg_pool3d", "max_pool3d_with_indices", "adaptive_max_pool3d",
+    "upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_trilinear3d",
+)  # fmt: skip
+"""Operators on as many last dimensions as their names have before the d."""
+_LINEAR = ("avg_pool", "upsample", "backward")
+_OPS = [getattr(aten, name + end, None) for name in _SPACE for end in ("", "_backward")]
 
 
 def _space_local(call: OpCall) -> Callable[..., Any] | None:
@@ -120,20 +116,8 @@ def _space_local(call: OpCall) -> Callable[..., Any] | None:
     return with_argument(call, "input_size", call.result.local_shape)
 
 
-def _before_space(dims: int) -> Callable[[OpCall], list[Strategy]]:
-    """Return the rule of operators on the last `dims` dimensions."""
-
-    def strategies(call: OpCall) -> list[Strategy]:
-        found = alike(call, map(Shard, range(call.operands[0].ndim - dims)))
-        linear = "backward" in call.name or any(part in call.name for part in _LINEAR)
-        return found + (with_one(call) if linear else [])
-
-    return strategies
-
-
-for _dims, _packets in _SPACE.items():
-    for _packet in _packets:
-        rule(_packet.default, local=_space_local)(_before_space(_dims))
-        _backward = getattr(aten, f"{_packet.__name__}_backward", None)
-        if _backward is not None:
-            rule(_backward.default, local=_space_local)(_before_space(_dims))
+@rule(*(op.default for op in _OPS if op is not None), local=_space_local)
+def _before_space(call: OpCall) -> list[Strategy]:
+    (dims,) = (n for n in (1, 2, 3) if f"{n}d" in call.name)
+    found = alike(call, map(Shard, range(call.operands[0].ndim - dims)))
+    return found + (with_one(call) if any(part in call.name for part in _LINEAR) else [])
