@@ -18,8 +18,8 @@ from dure.comm.group import ProcessGroup
 from dure.device_mesh import DeviceMesh
 from dure.errors import ModuleError
 from dure.fsdp import fully_shard, strategy
-from dure.parallel.fsdp.shared import Turns
 from dure.testing import run_ranks
+from dure.training.turns import Turns
 
 STEPS = 40
 

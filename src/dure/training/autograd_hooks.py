@@ -10,6 +10,8 @@ out) while the other ranks wait for it. These hooks live as long as the graph, a
 call, so that the backward is seen to also where the program has let go of the module. They do not
 hold the output's own node, so that the graph is free to go.
 
+*Inputs* (`on_inputs`). When gradients of all inputs of a module are there, its backward is over.
+
 *The end* (`at_end`, `at_end_or_failure`). Autograd calls back when the running backward has ended;
 where it raises, it drops the callback.
 
@@ -33,7 +35,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dure.training.pytrees import tensors_of
+from dure.training.pytrees import mapped, tensors_of
 
 __all__ = [
     "at_end",
@@ -41,6 +43,7 @@ __all__ = [
     "fills_gradients",
     "in_backward",
     "on_gradients",
+    "on_inputs",
     "on_outputs",
     "task_id",
     "will_reach",
@@ -108,6 +111,32 @@ def _output_hook(
         call(below)
 
     return gradient_arrived
+
+
+def on_inputs(inputs: Any, call: Callable[[], None]) -> Any:
+    """Have `call()` called when gradients of all tensors of `inputs` have arrived (Any: a pytree).
+
+    Returns:
+        The pytree, in which tensors that need gradients are others, to be used instead.
+    """
+    found = [t for t in tensors_of(inputs) if t.requires_grad]
+    through: Any = _AfterBackward.apply(call, *found)
+    passed = dict(zip(map(id, found), through, strict=True))
+    return mapped(inputs, lambda t: passed.get(id(t), t))
+
+
+class _AfterBackward(torch.autograd.Function):
+    """Calls a function when gradients of all the tensors that it passes on have arrived."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable[[], None], *tensors: torch.Tensor) -> Any:
+        ctx.call = call
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.call()
+        return None, *gradients
 
 
 def at_end_or_failure(call: Callable[[], None]) -> None:

@@ -33,7 +33,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 from dure.errors import ModuleError
 from dure.training import autograd_hooks
-from dure.training.pytrees import mapped
+from dure.training.pytrees import cast_floats
 
 __all__ = ["ComputeCopies", "MixedPrecision"]
 
@@ -155,7 +155,7 @@ class ComputeCopies:
             self._end_backward()  # one that raised, and that something keeps alive
         dtype = self.precision.param_dtype
         if dtype is not None and self.precision.cast_forward_inputs:
-            inputs, kwargs = _cast(inputs, dtype), _cast(kwargs, dtype)
+            inputs, kwargs = cast_floats(inputs, dtype), cast_floats(kwargs, dtype)
         copies: dict[torch.Tensor, torch.Tensor] = {}
         with self.shadowed(copies):
             outputs = module(*inputs, **kwargs)
@@ -239,11 +239,6 @@ class ComputeCopies:
         return wanted and tensor not in self._ignored
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Return `value` with the floating-point tensors in it in `dtype` (Any: any pytree)."""
-    return mapped(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
-
-
 def _restore(attributes: dict[str, Any], name: str, before: object) -> None:
     """Take a shadow away (Any: attributes of a module)."""
     if before is _ABSENT:
@@ -277,10 +272,10 @@ def _guard_border(module: nn.Module, dtype: torch.dtype, undo: ExitStack) -> Non
     def enter(
         _: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return _cast(inputs, own), _cast(kwargs, own)
+        return cast_floats(inputs, own), cast_floats(kwargs, own)
 
     def leave(_: nn.Module, __: object, outputs: object) -> object:
-        return _cast(outputs, dtype)
+        return cast_floats(outputs, dtype)
 
     undo.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
     undo.callback(module.register_forward_hook(leave).remove)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-__all__ = ["mapped", "moved", "tensors_of"]
+__all__ = ["cast_floats", "mapped", "moved", "tensors_of"]
 
 
 def tensors_of(value: object) -> Iterator[torch.Tensor]:
@@ -31,6 +31,11 @@ def tensors_of(value: object) -> Iterator[torch.Tensor]:
 def moved(value: Any, device: torch.device) -> Any:
     """Return `value` with the tensors in it moved to `device` (Any: any pytree)."""
     return mapped(value, lambda tensor: tensor.to(device))
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Return `value` with the floating-point tensors in it in `dtype` (Any: any pytree)."""
+    return mapped(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -29,8 +29,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from dure import symmetric_memory
-from dure.comm.ops import ReduceOp
 from dure.errors import ModuleError, PeerLost
 from dure.parallel.fsdp.axes import DataAxes
 from dure.parallel.fsdp.optimizers import rebind
@@ -39,11 +37,12 @@ from dure.parallel.fsdp.reducing import Reducer
 from dure.tensor.dtensor import DTensor
 from dure.tensor.placement_types import chunk
 from dure.training.memory import node_shared_zeros
+from dure.training.turns import Turns
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["Shared", "Turns", "why_not_shared"]
+__all__ = ["Shared", "why_not_shared"]
 
 _ALIGNMENT = 64
 
@@ -61,98 +60,6 @@ def why_not_shared(parameters: Sequence[FSDPParameter], axes: DataAxes) -> str |
     if group.backend_name not in ("shm", "threads", "hybrid"):
         return f"ranks of the backend {group.backend_name} share no memory"
     return None
-
-
-class Turns:
-    """Who reads and who writes the parameters that the ranks of a group share.
-
-    One for all groups of parameters of a process group. Counters `wrote` are odd while a rank
-    writes, so that survivors of a death know whose rows are torn.
-
-    Collective: `enter`.
-    Threads: one a rank.
-    """
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._signals = symmetric_memory.rendezvous(symmetric_memory.empty(1), group)
-        self._group, self._group_name = group, group.group_name
-        self._token = torch.zeros(5, dtype=torch.uint8)  # what no program reduces so
-        self._rank, self._peers = (
-            group.rank(),
-            [r for r in range(group.size()) if r != group.rank()],
-        )
-        self._wrote = node_shared_zeros(group, 8 * group.size()).view(torch.int64)
-        self._reading = self._awaiting = False
-        self._seen = -1
-
-    @classmethod
-    def of(cls, group: ProcessGroup) -> Turns:
-        """Return the turns of a group, which has them: they go when it goes."""
-        turns = group.belongings.get(cls)
-        if turns is None:
-            turns = group.belongings[cls] = cls(group)
-        return turns
-
-    @property
-    def epoch(self) -> int:
-        """A number that changes when any rank has written."""
-        return int(self._wrote.sum())
-
-    def enter(self) -> None:
-        """Wait until all ranks are here, and have written what they wrote."""
-        if self._reading:
-            return
-        self._await_readers()
-        self.end_write()
-        # A call of the group, so that ranks which call something else are told at once.
-        self._group.all_reduce(self._token, ReduceOp.BXOR)
-        self._reading = True
-
-    def meet(self) -> None:
-        """Wait until all ranks are here, within a step."""
-        self._signals.barrier(channel=1)
-
-    def leave(self, together: bool) -> None:
-        """Tell all that this rank reads no more; with `together`, wait until nobody does."""
-        if self._reading:
-            self._reading, self._awaiting = False, True
-            for peer in self._peers:
-                self._signals.put_signal(peer)
-        if together:
-            self._await_readers()
-
-    def begin_write(self) -> None:
-        """Wait until nobody reads; note that this rank writes."""
-        self.leave(together=True)
-        if int(self._wrote[self._rank]) % 2 == 0:
-            self._wrote[self._rank] += 1
-
-    def end_write(self) -> None:
-        """Note that what this rank wrote is whole."""
-        if int(self._wrote[self._rank]) % 2:
-            self._wrote[self._rank] += 1
-
-    def torn(self) -> list[int]:
-        """Return the other ranks that write: after the death of one, whose rows are not whole."""
-        return [peer for peer in self._peers if int(self._wrote[peer]) % 2]
-
-    def tell(self, error: PeerLost) -> None:
-        """Add to an error whether the weights are whole."""
-        torn = self.torn()
-        note = "The weights that the ranks share are whole: no rank was writing them."
-        if torn:
-            note = (
-                f"Rows of the weights that ranks {torn} of {self._group_name!r} were writing are "
-                "not whole: take them from a checkpoint."
-            )
-        if note not in getattr(error, "__notes__", ()):
-            error.add_note(note)
-
-    def _await_readers(self) -> None:
-        if self._awaiting:
-            self._awaiting = False
-            for peer in self._peers:
-                self._signals.wait_signal(peer)
 
 
 class Shared(Reducer):

@@ -33,7 +33,7 @@ from dure.parallel.fsdp.policies import MixedPrecisionPolicy
 from dure.parallel.fsdp.uninitialized import check_initialized
 from dure.training import autograd_hooks
 from dure.training.module_times import ModuleClock, now
-from dure.training.pytrees import mapped, tensors_of
+from dure.training.pytrees import cast_floats, tensors_of
 
 __all__ = ["FSDPState", "Order", "Tree", "state_of"]
 
@@ -390,7 +390,6 @@ class FSDPState:
         self.running = 0
         self.tree: Tree | None = None
         self._raising: BaseException | None = None
-        self.trains = any(p.sharded.requires_grad for g in groups for p in g.parameters)
         for module in self.modules:
             module._dure_fsdp = self  # pyright: ignore
             module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
@@ -491,16 +490,16 @@ class FSDPState:
             self.running += 1
         dtype = self.policy.param_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
-            args, kwargs = _cast(args, dtype), _cast(kwargs, dtype)
+            args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_of((args, kwargs))):
-            args, kwargs = _watched((args, kwargs), self._after_backward)
+            args, kwargs = autograd_hooks.on_inputs((args, kwargs), self._after_backward)
         return args, kwargs
 
     @untraced
     def _after_forward(self, module: nn.Module, inputs: object, output: Any) -> Any:
         """Free the wholes; ask to be told when a gradient of the outputs arrives."""
         if self.policy.output_dtype is not None:
-            output = _cast(output, self.policy.output_dtype)
+            output = cast_floats(output, self.policy.output_dtype)
         if autograd_hooks.in_backward():
             return output
         tree = self.tree
@@ -563,30 +562,3 @@ class FSDPState:
 def state_of(module: nn.Module) -> FSDPState | None:
     """Return the state of a module that was given to `fully_shard`."""
     return getattr(module, "_dure_fsdp", None)
-
-
-class _AfterBackward(torch.autograd.Function):
-    """Calls a function when gradients of all the tensors that it passes on have arrived."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Callable[[], None], *tensors: torch.Tensor) -> Any:
-        ctx.call = call
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        ctx.call()
-        return None, *gradients
-
-
-def _watched(value: Any, call: Callable[[], None]) -> Any:
-    """Return a pytree whose tensors that need gradients have passed `_AfterBackward`."""
-    found = [t for t in tensors_of(value) if t.requires_grad]
-    through: Any = _AfterBackward.apply(call, *found)
-    passed = dict(zip(map(id, found), through, strict=True))
-    return mapped(value, lambda t: passed.get(id(t), t))
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Return a pytree with its floating-point tensors in `dtype`."""
-    return mapped(value, lambda t: t.to(dtype) if t.is_floating_point() else t)

@@ -56,14 +56,18 @@ class Reduction:
     hook: Callable[[torch.Tensor], object] | None = None
 
 
-class CustomAllGather(Protocol):
-    """A program's own all_gather, as torch's `AllGather`; see `set_custom_all_gather`."""
+class Allocator(Protocol):
+    """What a program's own collectives have besides."""
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Return memory [size], for the input or the output; its values may be any."""
         ...
+
+
+class CustomAllGather(Allocator, Protocol):
+    """A program's own all_gather, as torch's `AllGather`; see `set_custom_all_gather`."""
 
     def __call__(
         self,
@@ -76,14 +80,8 @@ class CustomAllGather(Protocol):
         ...
 
 
-class CustomReduceScatter(Protocol):
+class CustomReduceScatter(Allocator, Protocol):
     """A program's own reduce_scatter, as torch's `ReduceScatter`."""
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Return memory [size], for the input or the output; its values may be any."""
-        ...
 
     def __call__(
         self,
