@@ -158,7 +158,31 @@ const std::string* thread_name() {
     return name;
 }
 
+namespace {
+
+thread_local Subject said;
+
+Subject make_subject(uint32_t code, std::string text) {
+    static std::unordered_set<std::string> texts;  // entries never move
+    static const std::string too_many = "(one of many)";
+    if (texts.size() >= kMostSites) return {code, &too_many};
+    return {code, &*texts.insert(std::move(text)).first};
+}
+
+}  // namespace
+
+Subject thread_subject() { return said; }
+
 void bind_callsite(nb::module_& m) {
+    nb::class_<Subject>(m, "Subject")
+        .def("__init__",
+             [](Subject* made, uint32_t code, std::string text) {
+                 new (made) Subject(make_subject(code, std::move(text)));
+             })
+        .def_ro("code", &Subject::code)
+        .def_prop_ro("text", [](const Subject& s) { return s.text ? *s.text : std::string(); });
+    m.def("set_subject", [](const Subject& about) { said = about; });
+    m.def("subject", [] { return said; });
     m.def("set_library_folders",
           [](std::vector<std::string> library, std::vector<std::string> programs) {
               for (std::string& folder : library) folder += '/';

@@ -21,6 +21,9 @@ const Site* call_site();
 // The name it had when it first called.
 const std::string* thread_name();
 
+// What the plain collectives of the calling thread are about, until it says something else.
+Subject thread_subject();
+
 void bind_callsite(nanobind::module_& m);
 
 }  // namespace dure

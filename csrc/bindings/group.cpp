@@ -46,7 +46,7 @@ nb::list flight_of(const Engine& e) {
 }
 
 Call call_of(int op, int dtype, int reduction, int root, const nb::list& inputs,
-             const nb::list& outputs, int into, double factor) {
+             const nb::list& outputs, int into, double factor, const Subject& subject) {
     Call call{static_cast<Op>(op),
               static_cast<DType>(dtype),
               static_cast<Reduction>(reduction),
@@ -55,6 +55,7 @@ Call call_of(int op, int dtype, int reduction, int root, const nb::list& inputs,
               blocks(outputs)};
     call.into = static_cast<DType>(into);
     call.factor = factor;
+    call.subject = subject;
     return call;
 }
 
@@ -112,9 +113,11 @@ void bind_channel(nb::module_& m) {
     c.def_ro("index", &ChannelView::index)
         .def("run",
              [](ChannelView& v, int op, int dtype, int reduction, int root, const nb::list& inputs,
-                const nb::list& outputs, int into, double factor, bool async, nb::handle keep) {
+                const nb::list& outputs, int into, double factor, const Subject& subject,
+                bool async, nb::handle keep) {
                  return v.engine.run(
-                     v.index, call_of(op, dtype, reduction, root, inputs, outputs, into, factor),
+                     v.index,
+                     call_of(op, dtype, reduction, root, inputs, outputs, into, factor, subject),
                      async, keep);
              })
         .def("plain_send", [](ChannelView& v, nb::handle tensor, nb::handle to,

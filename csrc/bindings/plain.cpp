@@ -78,6 +78,7 @@ Call& empty_call(Op op, DType dtype) {
     call.given = call.taken = {};
     call.site = call_site();
     call.thread = thread_name();
+    call.subject = thread_subject();
     return call;
 }
 

@@ -228,7 +228,8 @@ class Channel {
     uint64_t swapped_ = 0;  // pieces swapped
     Op op_ = Op::none;
     const Site* shown_[2] = {};                // what `site` of the own block tells
-    const std::string* shown_thread_[2] = {};  // and `thread`
+    const std::string* shown_thread_[2] = {};  // `thread`
+    uint32_t shown_subject_[2] = {};           // and `subject`, its code
     bool all_begun_ = false;                   // all ranks' headers have come
     int64_t started_ns_ = 0;                   // of the operation's first wait that was not short
     double factors_[kMaxRanks];                // of a premultiplied sum, by rank

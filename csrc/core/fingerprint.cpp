@@ -1,11 +1,12 @@
 // The header exchange of a collective: say what was called, arrive, compare.
 //
 // Note "Fingerprint". Before a rank arrives it writes into its slot what it called: operation,
-// dtype, reduction, root, bytes. Operations that move a block for each pair of ranks also write a
-// table, the bytes they send to and expect from each rank. When all have arrived everyone compares
-// everything with its own, so that all ranks come to the same result, and none has touched user
-// data yet. In the usual case (all blocks alike) that is 16 bytes a rank, in the line that was read
-// for the tick anyway; the tables are read only if some rank says that its blocks differ.
+// dtype, reduction, root or subject, bytes. Operations that move a block for each pair of ranks
+// also write a table, the bytes they send to and expect from each rank. When all have arrived
+// everyone compares everything with its own, so that all ranks come to the same result, and none
+// has touched user data yet. In the usual case (all blocks alike) that is 16 bytes a rank, in the
+// line that was read for the tick anyway; the tables are read only if some rank says that its
+// blocks differ.
 //
 // The peers have read the line of the next operation's slot, so to write it is to call it back from
 // their cores first, which takes as long as a peer takes to see what was written. It is called back
@@ -23,25 +24,19 @@ uint64_t* Channel::table(int rank) const {
     return reinterpret_cast<uint64_t*>(tables_ + index * group_.layout().table_stride);
 }
 
-// Begin operation number seq_ + 1. The slot is ours until we arrive.
-void Channel::write_header(const Call& call, size_t bytes, uint64_t heap) {
-    seq_++;
-    op_ = call.op;
-    started_ns_ = 0;
-    OpSlot& s = slot(rank_);
-    s.seq = seq_;
-    s.op = call.op;
-    s.dtype = call.dtype;
-    s.reduction = call.reduction;
-    s.even = 1;
-    s.root = call.converts() ? -2 - static_cast<int32_t>(call.into) : call.root;
-    s.bytes = bytes;
-    s.heap = heap;
-    if (call.reduction == Reduction::premul_sum) s.factor = call.factor;
-    if (call.site != shown_[seq_ & 1] || call.thread != shown_thread_[seq_ & 1]) show_place(call);
+namespace {
+
+constexpr int32_t kSubjects = INT32_MIN;  // and 2^30 numbers above it are subjects' codes
+
+// One number for what only some operations have: a root; below -1 the dtype that a reduce_scatter
+// converts into; or the code of what the call is about. Those with a root are compared by that.
+int32_t root_of(const Call& call) {
+    if (call.converts()) return -2 - static_cast<int32_t>(call.into);
+    if (call.root >= 0 || call.subject.code == 0) return call.root;
+    return kSubjects + static_cast<int32_t>(call.subject.code);
 }
 
-namespace {
+bool is_subject(int32_t root) { return root < kSubjects / 2; }
 
 // Texts in the segment are words, so that who reads them while they change reads something.
 template <size_t kWords>
@@ -67,6 +62,28 @@ std::string load_text(const std::atomic<uint64_t> (&words)[kWords]) {
 }
 
 }  // namespace
+
+// Begin operation number seq_ + 1. The slot is ours until we arrive.
+void Channel::write_header(const Call& call, size_t bytes, uint64_t heap) {
+    seq_++;
+    op_ = call.op;
+    started_ns_ = 0;
+    OpSlot& s = slot(rank_);
+    s.seq = seq_;
+    s.op = call.op;
+    s.dtype = call.dtype;
+    s.reduction = call.reduction;
+    s.even = 1;
+    s.root = root_of(call);
+    s.bytes = bytes;
+    s.heap = heap;
+    if (call.reduction == Reduction::premul_sum) s.factor = call.factor;
+    if (call.site != shown_[seq_ & 1] || call.thread != shown_thread_[seq_ & 1]) show_place(call);
+    if (is_subject(s.root) && call.subject.code != shown_subject_[seq_ & 1]) {
+        store_text(block(rank_).subject[seq_ & 1], call.subject.text);
+        shown_subject_[seq_ & 1] = call.subject.code;
+    }
+}
 
 // Where the call was made is text, so it is written only when it changes: a loop that calls from
 // one line writes it twice.
@@ -218,10 +235,12 @@ std::string Channel::describe_call(int rank) const {
         text.append(describe_blocks(rank));
     if (s.reduction != Reduction::none) text.append(", ").append(name_of(s.reduction));
     if (s.root >= 0) text.append(", root ").append(std::to_string(s.root));
-    if (s.root < -1) text.append(", into ").append(name_of(static_cast<DType>(-2 - s.root)));
+    if (s.root < -1 && !is_subject(s.root))
+        text.append(", into ").append(name_of(static_cast<DType>(-2 - s.root)));
     text.append(")");
     const std::string site = site_of(rank, seq_ & 1);
     if (!site.empty()) text.append(" at ").append(site);
+    if (is_subject(s.root)) text.append(", of ").append(load_text(block(rank).subject[seq_ & 1]));
     return text;
 }
 

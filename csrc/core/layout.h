@@ -27,7 +27,7 @@
 namespace dure {
 
 constexpr uint64_t kMagic = 0x6472645f65727564;  // "dure_drd"
-constexpr uint32_t kProtocol = 7;
+constexpr uint32_t kProtocol = 8;
 constexpr int kMaxRanks = 256;
 constexpr int kChannels = 2;
 constexpr size_t kLine = 64;
@@ -46,6 +46,7 @@ constexpr size_t kLargeBytes = 1024 * 1024;
 // From here on it pays to look for a tensor in the symmetric heap.
 constexpr size_t kZeroCopyBytes = 16 * 1024;
 constexpr size_t kSiteBytes = 160;
+constexpr size_t kSubjectBytes = 192;
 constexpr size_t kThreadBytes = 32;
 constexpr uint32_t kNoCore = UINT32_MAX;
 
@@ -60,7 +61,7 @@ struct alignas(128) OpSlot {
     DType dtype;
     Reduction reduction;
     uint8_t even;  // 1: all block lengths are `bytes`, so that no table need be read
-    int32_t root;  // of a reduce_scatter into another dtype: -2 - that dtype
+    int32_t root;  // or what else must be equal: see `root_of` in fingerprint.cpp
     uint64_t bytes;
     uint64_t heap;  // 0, or where the tensor lies (HeapPlace)
     std::byte inlined[kInlineBytes];
@@ -83,9 +84,10 @@ struct HeapPlace {
 struct alignas(128) ChannelBlock {
     OpSlot slot[2];
     // Rarely written, so that the arriving rank finds it in its cache.
-    Word waiters;                                       // who sleeps on slot[].tick
-    std::atomic<uint64_t> site[2][kSiteBytes / 8];      // where the call was made, for texts
-    std::atomic<uint64_t> thread[2][kThreadBytes / 8];  // and by which thread
+    Word waiters;                                         // who sleeps on slot[].tick
+    std::atomic<uint64_t> site[2][kSiteBytes / 8];        // where the call was made, for texts
+    std::atomic<uint64_t> thread[2][kThreadBytes / 8];    // by which thread
+    std::atomic<uint64_t> subject[2][kSubjectBytes / 8];  // and what it is about
 };
 
 struct alignas(128) RankBlock {

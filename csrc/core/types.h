@@ -117,6 +117,13 @@ struct Site {
     int line = 0;
 };
 
+// What a collective is about beyond lengths, as the program says it: "float32[8, 4] (S(0)) to (R)".
+// Ranks compare the code, and show the text, which lives as long as the process.
+struct Subject {
+    uint32_t code = 0;  // below 2^30; 0 where nothing is said
+    const std::string* text = nullptr;
+};
+
 // Set in `Call::members` where it is a digest: more than one group, or ranks above 62.
 constexpr uint64_t kDigest = uint64_t{1} << 63;
 
@@ -147,6 +154,7 @@ struct Call {
     DType into = DType::opaque;  // dtype of a reduce_scatter's result; opaque: the same
     uint64_t members = 0;        // of new_group: a bit for each rank, or with bit 63 a digest
     const std::string* thread = nullptr;  // the caller's, by name; lives as long as the process
+    Subject subject = {};
 
     bool converts() const { return into != DType::opaque && into != dtype; }
     DType result() const { return converts() ? into : dtype; }

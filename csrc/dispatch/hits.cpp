@@ -244,11 +244,12 @@ PyObject* parts(PyObject*, PyObject* const* given, Py_ssize_t count) {
     return found.release();
 }
 
-// DTensor.grad, unless it is terms of a sum.
+// DTensor.grad, unless it is terms of a sum, or a copy in the place of a view.
 PyObject* read_grad(PyObject*, PyObject* of) {
     Ref found(Py_TYPE(grad)->tp_descr_get(grad, of, reinterpret_cast<PyObject*>(Py_TYPE(of))));
-    if (!found || !is_whole(found.get())) return found.release();
-    if (spec_partial.at(spec.at(found.get())) == Py_False) return found.release();
+    if (!found || !Py_IS_TYPE(found.get(), dtensor)) return found.release();
+    const bool whole = is_whole(found.get());
+    if (whole && spec_partial.at(spec.at(found.get())) == Py_False) return found.release();
     return PyObject_CallOneArg(slow_grad, of);
 }
 

@@ -295,6 +295,29 @@ TEST(calls_that_differ_are_told_to_all_before_data_change) {
     });
 }
 
+TEST(calls_about_other_things_are_told_to_all) {
+    static const std::string texts[] = {"rows", "columns"};
+    const auto about = [](Block b, size_t thing) {
+        Call call{Op::all_reduce, DType::f32, Reduction::sum, -1, {}, {b}};
+        call.subject = {thing ? (uint32_t{1} << 30) - 1 : 1, &texts[thing]};
+        return call;
+    };
+    expect_desync([&](Block b, bool odd) { return about(b, odd); });
+    expect_desync([&](Block b, bool odd) {
+        Call call = about(b, 1);
+        if (odd) call.subject = {};
+        return call;
+    });
+    on_threads(2, [&](Group& g) {
+        std::vector<float> x(2000, 1.0f);
+        for (size_t thing : {0, 1, 1, 0}) CHECK(g.run(about(block_of(x), thing)) == Status::ok);
+        CHECK(x[0] == 16.0f);
+        CHECK(g.run(about(block_of(x), g.rank() ? 1 : 0)) == Status::desync);
+        CHECK(g.failure().calls[0] == "all_reduce(float32[2000], SUM), of rows");
+        CHECK(g.failure().calls[1] == "all_reduce(float32[2000], SUM), of columns");
+    });
+}
+
 TEST(blocks_that_do_not_match_are_told_to_all) {
     expect_desync([](Block b, bool odd) {
         // Rank 1 sends 12 bytes to rank 0, which expects 8.

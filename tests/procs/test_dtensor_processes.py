@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from dure.errors import Desync
+from dure.mesh import DeviceMesh
 from dure.native import available as native_available
-from dure.tensor import Shard, distribute_module, distribute_tensor, init_device_mesh
+from dure.tensor import DTensor, Shard, distribute_module, distribute_tensor, init_device_mesh
 from dure.testing import ProcessPool
 from ranks import dtensor_worlds as worlds
 
@@ -77,7 +79,30 @@ def test_a_module_of_the_first_ranks_values_trains(pool: tuple[ProcessPool, int]
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def test_two_models_on_two_equal_meshes_run_at_once(pool: tuple[ProcessPool, int]) -> None:
+def test_two_models_on_two_meshes_run_at_once(pool: tuple[ProcessPool, int]) -> None:
     processes, n = pool
-    sizes = (2, n // 2)
-    assert processes.run(worlds.two_models, sizes) == [worlds.losses_of_two_models(sizes)] * n
+    for sizes in worlds.PAIRS if n == 4 else [((2, 4), (2, 4))]:
+        expected = worlds.losses_of_two_models(*sizes)
+        assert processes.run(worlds.two_models, *sizes) == [expected] * n
+
+
+def means_other_rows(rank: int, n: int) -> dict[int, str]:
+    """Mean another tensor than the other ranks, of as many bytes, on the last rank."""
+    mesh = DeviceMesh("cpu", list(reversed(range(n))))  # whose group no other test uses
+    shape = (6, 2) if rank == n - 1 else (2, 6)
+    x = DTensor.from_local(torch.ones(shape), mesh, [Shard(0)])
+    with pytest.raises(Desync) as caught:
+        x.full_tensor()
+    return caught.value.calls
+
+
+def test_ranks_that_mean_different_tensors_learn_it(pool: tuple[ProcessPool, int]) -> None:
+    processes, n = pool
+    if processes.backend == "gloo":
+        pytest.skip("gloo compares nothing, unless asked to")
+    for calls in processes.run(means_other_rows, n):
+        assert sorted(calls) == list(range(n))
+        assert f"of float32[{6 * n}, 2] (S(0)) to (R)" in calls[0]  # which is global rank n - 1
+        for other in range(1, n):
+            assert f"of float32[{2 * n}, 6] (S(0)) to (R)" in calls[other]
+            assert "test_dtensor_processes.py" in calls[other]

@@ -27,14 +27,16 @@ from ranks.tensor_models import (
     whole,
 )
 
-STEPS = 2
-PROGRAM = Path(__file__).parent / "programs" / "llama_for_torch.py"
+STEPS = {(1, 4): 2, (2, 2): 20}  # of each mesh
+PLANS = tp_plan, sp_plan, loss_plan
+PROGRAMS = Path(__file__).parent / "programs"
+PROGRAM = PROGRAMS / "llama_for_torch.py"
 
 
-def _trains(rank: int, plan: Callable[[], dict[str, ParallelStyle]]) -> None:
+def trains(rank: int, plan: Callable[[], dict[str, ParallelStyle]]) -> None:
     """Compare a model cut over all ranks, and one over two beside its replica, with a whole one."""
-    expected = trained_alone(STEPS, heads=8, kv_heads=4)
-    for shape in ((1, 4), (2, 2)):
+    for shape, steps in STEPS.items():
+        expected = trained_alone(steps, heads=8, kv_heads=4)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
         model = parallelize_module(small_llama(False, 8, 4), mesh["tp"], plan())
         ddp = dure.DistributedDataParallel(model, mesh=mesh["dp"])
@@ -46,7 +48,7 @@ def _trains(rank: int, plan: Callable[[], dict[str, ParallelStyle]]) -> None:
             return loss
 
         losses, grads, weights = train(
-            ddp, STEPS, part=lambda ids, n=replicas, i=mine: ids.chunk(n)[i], shown=shown
+            ddp, steps, part=lambda ids, n=replicas, i=mine: ids.chunk(n)[i], shown=shown
         )
         assert losses == pytest.approx(expected[0], rel=1e-12)
         for step, wanted in enumerate(expected[1]):
@@ -61,8 +63,8 @@ def _trains(rank: int, plan: Callable[[], dict[str, ParallelStyle]]) -> None:
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_llama_trains_over_processes_as_on_one_rank(process_pool, backend):
     pool = process_pool(4, backend)
-    for plan in (tp_plan, sp_plan, loss_plan):
-        pool.run(_trains, plan)
+    for plan in PLANS:
+        pool.run(trains, plan)
 
 
 @pytest.mark.skipif(not native_available()[0], reason=native_available()[1] or "no engine")
@@ -70,12 +72,25 @@ def test_a_llama_trains_over_hosts_as_on_one_rank():
     """Two hosts, which are only pretended; each has a replica, or half of the model."""
     with ProcessPool(4, None, hosts="aabb") as pool:
         assert set(pool.run(_backend)) == {"hybrid"}
-        for plan in (tp_plan, loss_plan):
-            pool.run(_trains, plan)
+        for plan in PLANS:
+            pool.run(trains, plan)
 
 
 def _backend(rank: int) -> str:
     return dure.get_backend()
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+@pytest.mark.skipif(not native_available()[0], reason=native_available()[1] or "no engine")
+def test_a_llama_trains_over_namespaces_as_on_one_rank(tmp_path):
+    """Two hosts that are network namespaces, two ranks each."""
+    with hosts(2) as made:
+        program = [PROGRAMS / "llama_over_hosts.py", tmp_path]
+        ranks = start_job(made, 2, program, tmp_path / "key")
+        ends = [(r.communicate(timeout=100)[1], r.returncode) for r in ranks]
+    assert [code for _, code in ends] == [0] * len(ends), ends
+    passed = {path.name for path in tmp_path.glob("passed-*")}
+    assert passed == {f"passed-{rank}-hybrid" for rank in range(4)}
 
 
 # ---- a program written for torch -----------------------------------------------------------------

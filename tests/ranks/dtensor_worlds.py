@@ -259,16 +259,17 @@ def everything(rank: int, sizes: tuple[int, ...], drawn: list[torch.Tensor]) -> 
 # ---- meshes that live together -------------------------------------------------------------------
 
 ROUNDS = 10
+PAIRS = [((2, 2), (2, 2)), ((4, 1), (4, 1)), ((4, 1), (1, 4))]
+"""Of meshes of 4 ranks: equal ones; of which both have an axis that is the world; unequal ones."""
 
 
-def two_models(rank: int, sizes: tuple[int, int]) -> list[list[float]]:
-    """Train two models on two equal meshes, a thread each, in no order between them.
+def two_models(rank: int, *sizes: tuple[int, int]) -> list[list[float]]:
+    """Train two models on two meshes, a thread each, in no order between them.
 
     On odd ranks the second model's thread begins first: each rank's first collective is one that
     the others come to only with their other thread.
     """
-    meshes = [init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")) for _ in range(2)]
-    assert meshes[0] == meshes[1]
+    meshes = [init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")) for shape in sizes]
     found: list[list[float]] = [[], []]
     begun = threading.Event()
 
@@ -300,6 +301,9 @@ def two_models(rank: int, sizes: tuple[int, int]) -> list[list[float]]:
     return found
 
 
-def losses_of_two_models(sizes: tuple[int, int]) -> list[list[float]]:
+def losses_of_two_models(*sizes: tuple[int, int]) -> list[list[float]]:
     """Each of 2 x 4 elements is the sum of 4 elements of x, which have a term from each of dp."""
-    return [[8.0 * 4 * sizes[0] * (number + step) for step in range(ROUNDS)] for number in range(2)]
+    models = enumerate(sizes)
+    return [
+        [8.0 * 4 * dp * (number + step) for step in range(ROUNDS)] for number, (dp, _) in models
+    ]

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from dure.errors import UsageError
 from dure.tensor import (
     DTensor,
+    Partial,
     Replicate,
     Shard,
     distribute_module,
@@ -115,6 +116,24 @@ def test_gradients_accumulate(set_to_none: bool) -> None:
             assert isinstance(parameter.grad, DTensor)
             if parameter.ndim == 2:
                 assert parameter.grad.placements == parameter.placements
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("placement", [Partial(), Shard(0)])
+def test_a_gradient_that_was_moved_for_a_view_is_one_like_any(placement: Any) -> None:
+    """Autograd keeps such a result as the gradient where nobody else holds it, else a copy."""
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        p = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+        part = torch.ones(4) if placement == Partial() else torch.ones(2)
+        grad: Any = DTensor.from_local(part, mesh, [placement])
+        grad.copied_at = grad._version
+        p.grad = grad
+        torch._foreach_mul_([p.grad], 3.0)
+        assert p.grad.placements == (Shard(0),)
+        assert p.grad.full_tensor().tolist() == [6.0 if placement == Partial() else 3.0] * 4
 
     run_ranks(2, body)
 

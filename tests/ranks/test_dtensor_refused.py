@@ -201,23 +201,67 @@ UNLIKE: dict[str, Callable[[int, Any], Any]] = {
         torch.ones(2, dtype=torch.float64 if rank else torch.float32), mesh, ROWS
     ),
     "other operators": lambda rank, mesh: rows(mesh).sum(0) if rank else rows(mesh).sum(1),
+    # As many bytes on both ranks, so that only what is meant differs.
+    "other shapes of one length": lambda rank, mesh: DTensor.from_local(
+        torch.ones(4, 2) if rank else torch.ones(2, 4), mesh, ROWS
+    ),
+    "terms of other shapes": lambda rank, mesh: DTensor.from_local(
+        torch.ones(4, 2) if rank else torch.ones(2, 4), mesh, TERMS
+    ),
+    "other dimensions": lambda rank, mesh: DTensor.from_local(
+        torch.ones(2, 2), mesh, [Shard(rank)]
+    ),
+    "other strides": lambda rank, mesh: DTensor.from_local(
+        torch.ones(2, 2).t() if rank else torch.ones(2, 2), mesh, TERMS
+    ),
 }
 
 
 @pytest.mark.parametrize("name", UNLIKE)
 def test_ranks_that_differ_learn_it_at_the_first_call_that_communicates(name: str) -> None:
-    def body(rank: int) -> None:
+    def body(rank: int) -> tuple[str, dict[int, str]]:
         x = UNLIKE[name](rank, line("tp"))
         with pytest.raises(Desync) as caught:
             x.full_tensor()
         assert sorted(caught.value.calls) == [0, 1]
         for text in caught.value.calls.values():
             assert re.search(r"test_dtensor_refused.py:\d+", text), text
-        (note,) = caught.value.__notes__
-        assert f"redistributed {x.spec} to" in note
-        assert "run_check=True" in note
+        return str(x.spec), caught.value.calls
 
-    run_ranks(2, body)
+    for _, calls in (found := run_ranks(2, body)):
+        for rank, (spec, _) in enumerate(found):
+            assert f"of {spec}" in calls[rank]
+
+
+# Each: how the tensor lies, the shapes of the ranks' parts, and what communicates.
+MOVES: dict[str, tuple[list[Any], list[tuple[int, int]], Callable[[DTensor], Any]]] = {
+    "all_to_all": (ROWS, [(4, 2), (2, 4)], lambda x: x.redistribute(placements=COLUMNS)),
+    "reduce_scatter": (TERMS, [(4, 2), (2, 4)], lambda x: x.redistribute(placements=ROWS)),
+    "an operator's own": (COLUMNS, [(4, 2), (4, 3)], lambda x: x.log_softmax(1)),
+    "another target": (
+        TERMS,
+        [(4, 4), (4, 4)],
+        lambda x: x.redistribute(placements=[Shard(x.device_mesh.get_rank())]),
+    ),
+}
+
+
+@pytest.mark.parametrize("verified", [False, True])
+@pytest.mark.parametrize("name", MOVES)
+def test_every_way_to_communicate_compares_what_is_meant(name: str, verified: bool) -> None:
+    def body(rank: int) -> dict[int, str]:
+        gloo: Any = {0: ("gloo", {"verify": True})} if verified else None
+        mesh = init_device_mesh("cpu", (2,), backend_override=gloo)
+        placements, shapes, move = MOVES[name]
+        x = DTensor.from_local(torch.ones(shapes[rank]), mesh, placements)
+        with pytest.raises(Desync) as caught:
+            move(x)
+        assert sorted(caught.value.calls) == [0, 1]
+        assert f"of {x.spec} to" in caught.value.calls[rank]
+        return caught.value.calls
+
+    one, other = run_ranks(2, body)
+    assert one == other
 
 
 def test_checked_parts_that_fit_are_taken_and_copies_are_made_equal() -> None:

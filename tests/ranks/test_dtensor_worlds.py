@@ -35,6 +35,7 @@ def test_all_ways_on_three_axes(sizes: tuple[int, ...]) -> None:
     run_ranks(math.prod(sizes), worlds.redistributes, sizes, 10_000, timeout=170.0)
 
 
-def test_two_models_on_two_equal_meshes_run_at_once() -> None:
-    expected = worlds.losses_of_two_models((2, 2))
-    assert run_ranks(4, worlds.two_models, (2, 2)) == [expected] * 4
+@pytest.mark.parametrize("sizes", worlds.PAIRS, ids=str)
+def test_two_models_on_two_meshes_run_at_once(sizes: tuple[tuple[int, int], ...]) -> None:
+    expected = worlds.losses_of_two_models(*sizes)
+    assert run_ranks(4, worlds.two_models, *sizes) == [expected] * 4

@@ -128,6 +128,26 @@ def test_runs_are_cut_each():
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_what_was_moved_shares_no_memory_with_what_it_was(transposed):
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2, 1))
+        whole = torch.arange(16.0).reshape(4, 4)
+        whole = whole.t() if transposed else whole
+        x = DTensor.from_local(whole, mesh)
+        for new in [[S0, R], [S1, R], [R, S0], [S0, S1]]:
+            expected = part_of(whole, new, (2, 1), (rank, 0)).clone()
+            got = x.redistribute(placements=new)
+            whole += 1
+            assert torch.equal(got.to_local(), expected), new
+            whole -= 1
+        rows = x.redistribute(placements=[S0, R])
+        same = rows.redistribute(placements=[StridedShard(0, split_factor=1), R])  # lies as it did
+        assert same.to_local().data_ptr() == rows.to_local().data_ptr()
+
+    run_ranks(2, body)
+
+
 def test_gradients_move_back():
     def body(rank):
         mesh = init_device_mesh("cpu", (2,))

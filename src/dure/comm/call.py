@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -50,6 +51,7 @@ _KINDS = (
 KIND_CODES = {kind: code for code, kind in enumerate(_KINDS)}
 """Those of csrc/core/types.h, as far as the engine has them."""
 _MASK = (1 << 64) - 1
+NOTHING = native.Subject(0, "")
 _AT_ROOT = frozenset({"gather", "scatter"})
 _OUTPUT_SAYS = frozenset({"reduce_scatter", "scatter", "recv", "irecv"})
 
@@ -67,6 +69,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         tag: Of a message.
         nbytes: Of an allocation; of new_group, who is in it (`members_code`).
         channel: Which of the group's channels carries it.
+        subject: What it is about, where the program says (`about`).
     """
 
     op: str
@@ -78,6 +81,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     tag: int = 0
     nbytes: int = 0
     channel: int = 0
+    subject: native.Subject = NOTHING
 
     @property
     def kind(self) -> str:
@@ -169,6 +173,7 @@ class Fingerprint(NamedTuple):
         expected: Digest of all ranks' counts, from a root that knows them.
         sends: Sum of `_mix` of what this rank sends to each.
         takes: Sum of `_mix` of what this rank is to receive from each.
+        subject: Code of what it is about; 0 where nothing is said.
     """
 
     kind: int
@@ -181,6 +186,7 @@ class Fingerprint(NamedTuple):
     expected: int = 0
     sends: int = 0
     takes: int = 0
+    subject: int = 0
 
     def pack(self) -> bytes:
         """Return it as `SIZE` bytes."""
@@ -205,7 +211,7 @@ class Fingerprint(NamedTuple):
         return f"{_KINDS[self.kind]}({', '.join(parts)})" + (f" at {site}" if site else "")
 
 
-_FORMAT = struct.Struct("<bhbxi6Q")
+_FORMAT = struct.Struct("<bhbxi6QI")
 SIZE = _FORMAT.size
 """Bytes of a packed fingerprint."""
 
@@ -246,12 +252,13 @@ def fingerprint(call: Call, rank: int, size: int) -> Fingerprint:
         expected,
         sends,
         takes,
+        call.subject.code,
     )
 
 
 _FIELDS = (
     *(("kind", "operation"), ("root", "root"), ("reduction", "reduction"), ("dtype", "dtype")),
-    ("equal", "lengths"),
+    *(("equal", "lengths"), ("subject", "tensor that is meant")),
 )
 
 
@@ -262,8 +269,8 @@ def compare(fingerprints: Sequence[Fingerprint]) -> str:
         fingerprints = _in_one_form(fingerprints)
         first = fingerprints[0]
     for r, other in enumerate(fingerprints):
-        if other[:4] != first[:4] or other.equal != first.equal:
-            what = next(name for key, name in _FIELDS if getattr(other, key) != getattr(first, key))
+        unlike = (name for key, name in _FIELDS if getattr(other, key) != getattr(first, key))
+        if what := next(unlike, ""):
             return f"rank 0 and rank {r} differ in the {what}"
     expected = {f.expected for f in fingerprints if f.expected}
     if expected and expected != {_digest_of([f.own for f in fingerprints])}:
@@ -316,3 +323,25 @@ def _mix(sender: int, receiver: int, length: int) -> int:
 def call_site() -> str:
     """Return where in the user's program the current call was made: "FILE:LINE ..."."""
     return native.call_site() or ring.call_site()
+
+
+def place_of(call: Call) -> str:
+    """Return where a call is made, now, and what it is about."""
+    about = call.subject.text
+    return f"{call_site()}, of {about}" if about else call_site()
+
+
+Subject = native.Subject
+
+
+def subject_of(text: str) -> Subject:
+    """Return what calls are about, for `about`; it is kept as long as the process."""
+    return native.Subject(zlib.crc32(text.encode()) % (1 << 30) or 1, text)
+
+
+about = native.set_subject
+"""Say what this thread's collectives are about until it says something else, in the end `NOTHING`.
+
+All ranks must say the same: ranks that do not find a `Desync` at their first collective, at no
+further communication.
+"""

@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from dure import native
 from dure.comm.call import Call
 from dure.comm.ops import CONVERSIONS, ReduceOp, check_reducible
 from dure.errors import DeviceError, DtypeError, ShapeError, UsageError
@@ -189,6 +190,7 @@ def plain_call(call: Call, rank: int, channel: int, fuses: bool) -> tuple[Call, 
         tag=call.tag,
         nbytes=call.nbytes,
         channel=channel,
+        subject=native.subject(),
     )
     return plain, finish
 

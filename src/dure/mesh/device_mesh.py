@@ -6,8 +6,10 @@ groups belong to the root, which has at most one for the same axis. So sub-meshe
 asking for one twice gives the same object.
 
 A root's groups are its own, even where another root has groups of the same ranks: programs that
-use two meshes at once cannot get into each other's order of calls. The one exception is torch's: an
-axis that is the whole world, in order, uses the default group.
+use two meshes at once cannot get into each other's order of calls. So that a program that makes the
+same mesh again and again does not make groups without end, `_MOST_EQUAL` equal roots have groups of
+their own, and later ones use those of one of them, in turn. The first axis that is the whole world,
+in order, uses the default group, as in torch.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from dure import env
 from dure.comm.footprint import Held, held_by
 from dure.comm.group import ProcessGroup
 from dure.comm.init import init_process_group
+from dure.comm.objects import all_gather_object
 from dure.comm.subgroups import Kind, new_groups
 from dure.comm.world import GroupMember, World, current_world
 from dure.errors import MeshError, NotInGroupError
@@ -39,7 +42,11 @@ _current: contextvars.ContextVar[tuple[DeviceMesh, ...]] = contextvars.ContextVa
     "dure_meshes", default=()
 )
 _roots: weakref.WeakKeyDictionary[World, weakref.WeakSet[_Root]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[World, list[_Root]] = weakref.WeakKeyDictionary()
+"""Those whose groups a world's ranks have made together, oldest first: on all ranks the same."""
 _numbers = itertools.count()
+_MOST_EQUAL = 4
+"""Equal roots that have groups of their own."""
 
 
 def current_mesh() -> DeviceMesh | None:
@@ -60,6 +67,28 @@ class _Root:
         self.flattened: dict[str, Axis] = {}
         self.meshes: dict[tuple[Layout, tuple[str, ...] | None], DeviceMesh] = {}
         self.first: DeviceMesh
+        self.default: ProcessGroup | None = None
+        self.kinds: list[Kind] = []
+        self.num_followers = 0
+
+    def find_groups(self, axes: Sequence[Axis], kinds: list[Kind]) -> None:
+        """Make the groups along the axes, or use those of an equal root where there are many."""
+        default = current_world().need_default()
+        self.default, self.kinds = default, kinds
+        made = _made.setdefault(current_world(), [])
+        made[:] = [root for root in made if root.default is default]
+        equal = [root for root in made if root.first == self.first and root.kinds == kinds]
+        equal = equal[-_MOST_EQUAL:]
+        if len(equal) == _MOST_EQUAL:
+            sound = [False] * default.size()
+            groups = [group for root in equal for group in root.groups.values() if group]
+            all_gather_object(sound, all(group.sound for group in groups), default)
+            if all(sound):
+                self.groups = equal[equal[0].num_followers % _MOST_EQUAL].groups
+                equal[0].num_followers += 1
+                return
+        self.open_groups(axes, kinds)
+        made.append(self)
 
     def rank_lists(self, layout: Layout) -> list[list[int]]:
         """Return the global ranks of each copy of a layout."""
@@ -69,12 +98,14 @@ class _Root:
     def open_groups(self, axes: Sequence[Axis], kinds: Sequence[Kind]) -> None:
         """Make the groups along these axes, those of all ranks, in one exchange."""
         default = current_world().need_default()
+        taken = any(default in root.groups.values() for root in _made.get(current_world(), ()))
         lists: list[list[int]] = []
         kind_of: list[Kind] = []
         for axis, kind in zip(axes, kinds, strict=True):
             ranks = self.rank_lists(Layout((axis,)))
             plain = kind.backend is None and kind.pg_options is None
-            if plain and ranks == [list(default.global_ranks)] and self._fits(default):
+            whole = plain and ranks == [list(default.global_ranks)] and self._fits(default)
+            if whole and not taken:
                 self.groups[axis] = default
                 continue
             lists += ranks
@@ -153,7 +184,7 @@ class DeviceMesh:
         self._settle(root, Layout.row_major(tuple(array.shape)), names)
         root.first = self
         if _init_backend:
-            root.open_groups(self._layout.axes, self._kinds(backend_override))
+            root.find_groups(self._layout.axes, self._kinds(backend_override))
             _roots.setdefault(current_world(), weakref.WeakSet()).add(root)
 
     @staticmethod

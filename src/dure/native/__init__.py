@@ -20,6 +20,7 @@ __all__ = [
     "Outcome",
     "Process",
     "Request",
+    "Subject",
     "available",
     "call_site",
     "change_word",
@@ -36,6 +37,8 @@ __all__ = [
     "require",
     "select_kernel_isa",
     "set_library_folders",
+    "set_subject",
+    "subject",
 ]
 
 _reason = (
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
         Outcome,
         Process,
         Request,
+        Subject,
         call_site,
         change_word,
         crc32c,
@@ -64,6 +68,8 @@ if TYPE_CHECKING:
         reduce,
         select_kernel_isa,
         set_library_folders,
+        set_subject,
+        subject,
     )
 else:
     from dure.native._absent import crc32c as _slow_crc32c
@@ -85,6 +91,7 @@ else:
     kernel_isa, select_kernel_isa = _found.kernel_isa, _found.select_kernel_isa
     reduce, call_site = _found.reduce, _found.call_site
     know_torch, set_library_folders = _found.know_torch, _found.set_library_folders
+    Subject, set_subject, subject = _found.Subject, _found.set_subject, _found.subject
 
 
 def available() -> tuple[bool, str]:

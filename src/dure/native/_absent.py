@@ -6,6 +6,8 @@ before any of this could be used.
 
 from __future__ import annotations
 
+import threading
+from dataclasses import dataclass
 from typing import NoReturn
 
 __all__ = [
@@ -15,6 +17,7 @@ __all__ = [
     "Outcome",
     "Process",
     "Request",
+    "Subject",
     "call_site",
     "change_word",
     "crc32c",
@@ -29,6 +32,8 @@ __all__ = [
     "reduce",
     "select_kernel_isa",
     "set_library_folders",
+    "set_subject",
+    "subject",
 ]
 
 
@@ -99,6 +104,31 @@ def crc32c(data: bytes | bytearray | memoryview, before: int = 0) -> int:
     for byte in memoryview(data).cast("B"):
         state = state >> 8 ^ _TABLE[(state ^ byte) & 0xFF]
     return state ^ 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What a collective is about."""
+
+    code: int
+    text: str
+
+
+class _Said(threading.local):
+    subject = Subject(0, "")
+
+
+_said = _Said()
+
+
+def set_subject(about: Subject) -> None:
+    """Say what the calling thread's collectives are about."""
+    _said.subject = about
+
+
+def subject() -> Subject:
+    """Return what the calling thread's collectives are about."""
+    return _said.subject
 
 
 def kernel_isa() -> str:

@@ -79,13 +79,14 @@ class Channel:
         outputs: list[int],
         into: int,
         factor: float,
+        subject: Subject,
         async_op: bool,
         keep: object,
         /,
     ) -> Outcome | Request | None:
         """Run any collective: a list holds address, length, address, length...
 
-        `keep` lives until it has ended.
+        `keep` lives until it has ended. The plain calls are about what the thread has said.
         """
     def plain_all_reduce(self, tensor: object, op: object, /) -> bool | Outcome:
         """Reduce a plain tensor; False where it is not plain and nothing was done."""
@@ -294,6 +295,26 @@ def call_site() -> str:
 
 def crc32c(data: bytes | bytearray | memoryview, before: int = 0, /) -> int:
     """Return the CRC-32C of bytes that follow others whose sum is `before`."""
+
+class Subject:
+    """What collectives are about, beyond their lengths; ranks compare the code, and show the text.
+
+    Of a code below 2^30; 0 says nothing.
+    """
+
+    def __init__(self, code: int, text: str, /) -> None: ...
+    @property
+    def code(self) -> int:
+        """What is compared."""
+    @property
+    def text(self) -> str:
+        """What it stands for."""
+
+def set_subject(about: Subject, /) -> None:
+    """Say what the calling thread's collectives are about, until it says something else."""
+
+def subject() -> Subject:
+    """Return what the calling thread's collectives are about."""
 
 def kernel_isa() -> str:
     """Return the instruction set of the kernels in use: generic, avx2 or avx512."""

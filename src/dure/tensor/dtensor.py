@@ -34,7 +34,7 @@ from dure.tensor.placement_types import (
     Shard,
     StridedShard,
 )
-from dure.tensor.redistribute import Move, plan_of, redistribute
+from dure.tensor.redistribute import redistribute
 from dure.tensor.registry import by_value
 from dure.tensor.spec import DTensorSpec, TensorMeta, as_placements, spec_of
 from dure.trace.ring import call_site
@@ -317,14 +317,17 @@ class DTensor(torch.Tensor):
             The first read after backward, where autograd left terms: all ranks of the mesh.
         """
         grad = _get_grad(self)
-        if type(grad) is DTensor and grad.spec.partial:
+        copied = type(grad) is DTensor and grad.copied_at is not None  # it is autograd's, no view
+        if type(grad) is DTensor and (copied or grad.spec.partial):
             spec = grad.spec
             placements = tuple(
                 here if there.is_partial() and not here.is_partial() else there
                 for here, there in zip(self.spec.placements, spec.placements, strict=True)
             )
-            grad = _moved(grad, placements)
-            _grad.__set__(self, grad)
+            target = spec.with_placements(placements)
+            if copied or target is not spec:
+                grad = wrap(redistribute(grad.part, spec, target), target)
+                _grad.__set__(self, grad)
         return grad
 
     def _set_grad(self, value: torch.Tensor | None) -> None:
@@ -631,9 +634,13 @@ def _redistributed(
     moved = redistribute(local, spec, target, async_op)
     if moved is local:
         moved = local if async_op else local.view_as(local)
-    elif plan_of(spec, target).steps[-1].move is Move.SLICE:
+    elif type(moved) is torch.Tensor and _one_memory(moved, local):
         moved = moved.clone()  # a slice shares memory with the whole, which may be written
     return wrap(moved, target)
+
+
+def _one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 class _Redistribute(torch.autograd.Function):

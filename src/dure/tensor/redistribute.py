@@ -13,6 +13,10 @@ spec.py): what an axis gathers are the parts that it made. The plan is the cheap
 states that such steps reach, found by Dijkstra's algorithm; a step costs the bytes that a rank
 receives, and what a collective costs however short it is. Plans depend on nothing but the two
 lists, the mesh and the shape, so all ranks make the same one; they are made once and kept.
+
+Ranks that mean different tensors would move bytes that do not belong together. So the collectives
+of a redistribution are *about* it (comm/call.py): ranks compare what they are about with the rest
+of the call, and differences are a `Desync` that tells everybody's tensor, placements and line.
 """
 
 from __future__ import annotations
@@ -20,19 +24,21 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from dure.comm import differentiable as maps
+from dure.comm.call import NOTHING, Subject, about, subject_of
 from dure.comm.group import ProcessGroup
 from dure.comm.ops import ReduceOp
 from dure.comm.pending import pending
-from dure.errors import Desync, InternalError, PlacementError
+from dure.errors import InternalError, PlacementError
 from dure.tensor.placement_types import (
     Partial,
     Placement,
@@ -44,7 +50,16 @@ from dure.tensor.placement_types import (
 from dure.tensor.spec import Cut, DTensorSpec, cuts_of
 from dure.trace import hooks
 
-__all__ = ["Plan", "Step", "cost_of", "parts_along", "plan_of", "redistribute", "running"]
+__all__ = [
+    "Plan",
+    "Step",
+    "all_reduce_of",
+    "cost_of",
+    "parts_along",
+    "plan_of",
+    "redistribute",
+    "running",
+]
 
 _LATENCY_BYTES = 30_000
 """What a collective costs however short it is, as bytes: some 3 us at 10 GB/s."""
@@ -295,28 +310,57 @@ def redistribute(
     """
     if source is target or source.coordinate is None:
         return local
-    order = source.order
-    if order is not None:
-        moved = redistribute(
-            local.permute(order), source.permuted(order), target.permuted(order), async_op
-        )
-        return moved.permute([order.index(dim) for dim in range(len(order))])
-    steps = plan_of(source, target).steps
+    way = _way_of(source, target)
+    if not way.steps:
+        return local
+    if way.order is not None:
+        local = local.permute(way.order)
+    about(way.subject)
     try:
-        for number, step in enumerate(steps):
-            local = _run(step, local, async_op and number == len(steps) - 1)
-    except Desync as error:
-        error.add_note(
-            f"This rank redistributed {source} to {target}. If the ranks mean different tensors, "
-            "DTensor.from_local(..., run_check=True) says which."
-        )
-        raise
-    return local
+        for number, step in enumerate(way.steps, 1):
+            local = _run(step, local, async_op and number == len(way.steps), number > 1)
+    finally:
+        about(NOTHING)
+    return local if way.back is None else local.permute(way.back)
 
 
-def _run(step: Step, local: torch.Tensor, async_op: bool) -> torch.Tensor:
+class _Way(NamedTuple):
+    """A plan as it is run: in the order in which the whole tensor's dimensions lie in memory."""
+
+    steps: tuple[Step, ...]
+    order: tuple[int, ...] | None
+    back: tuple[int, ...] | None
+    subject: Subject
+
+
+@lru_cache(maxsize=1 << 14)
+def _way_of(source: DTensorSpec, target: DTensorSpec) -> _Way:
+    order, back, lies = source.order, None, ""
+    to = ", ".join(map(str, target.placements))
+    if order is not None:
+        back = tuple(order.index(dim) for dim in range(len(order)))
+        lies = f" in the order {order}"
+    subject = subject_of(f"{source}{lies} to ({to}) on {source.mesh!r}")
+    if order is not None:
+        source, target = source.permuted(order), target.permuted(order)
+    return _Way(plan_of(source, target).steps, order, back, subject)
+
+
+def all_reduce_of(
+    spec: DTensorSpec, axes: Iterable[int], tensor: torch.Tensor, op: ReduceOp
+) -> None:
+    """Reduce, in place and along some axes, what ranks have computed of a tensor of this spec."""
+    about(_way_of(spec, spec).subject)
+    try:
+        for axis in axes:
+            spec.mesh.get_group(axis).all_reduce(tensor, op)
+    finally:
+        about(NOTHING)
+
+
+def _run(step: Step, local: torch.Tensor, async_op: bool, own: bool) -> torch.Tensor:
     if step.move is Move.SLICE:
-        return _own_part(step, local)
+        return _own_part(step, local, own)
     if not hooks:
         return _move(step, local, async_op)
     token = running.set(step)
@@ -373,15 +417,15 @@ def parts_along(size: int, cut: Cut, n: int) -> list[list[tuple[int, int]]]:
     return found
 
 
-def _own_part(step: Step, local: torch.Tensor) -> torch.Tensor:
+def _own_part(step: Step, local: torch.Tensor, copied: bool) -> torch.Tensor:
     dim, cut = _last_cut(step.after, step.axis)
     n = step.after.mesh.shape[step.axis]
     coordinate = step.after.coordinate
     assert coordinate is not None
     runs = parts_along(local.shape[dim], cut, n)[coordinate[step.axis]]
     pieces = [local.narrow(dim, offset, length) for length, offset in runs]
-    part = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
-    return part.contiguous()
+    # What was moved here is let go of; of the caller's tensor a view will do.
+    return torch.cat(pieces, dim) if copied or len(pieces) > 1 else pieces[0].contiguous()
 
 
 def _split(tensor: torch.Tensor, dim: int, n: int) -> list[torch.Tensor]:

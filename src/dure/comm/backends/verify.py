@@ -34,7 +34,7 @@ from dure.comm.backends.base import Backend, BackendOptions
 from dure.comm.backends.header import Header, difference
 from dure.comm.backends.queue import OrderedQueue
 from dure.comm.backends.request import Request
-from dure.comm.call import Call, call_site, fingerprint
+from dure.comm.call import Call, fingerprint, place_of
 from dure.errors import DureError, PeerLost, StoreError
 from dure.store.prefix import PrefixStore
 
@@ -86,7 +86,7 @@ class VerifyingBackend:
                 change(timeout)
 
     def run(self, call: Call, async_op: bool) -> Request | None:
-        site = call_site()
+        site = place_of(call)
 
         def verified() -> Request | None:
             self._state.check(call.op)

@@ -109,7 +109,7 @@ class GroupCore:
         self.device_types = frozenset(backends)
         self._use(backends)
         self._coalesced: list[Work] | None = None
-        self.closed = False
+        self.closed, self._failed = False, False
         self.belongings: dict[type, Any] = {}
         self._second = second
         self._channel, self._channels = 0, [self]
@@ -441,9 +441,15 @@ class GroupCore:
             trace.end(event, error)
         self.note_error(error)
 
+    @property
+    def sound(self) -> bool:
+        """Whether it is open, and no operation that this rank has waited for has failed."""
+        return not any(group.closed or group._failed for group in self._channels)
+
     def note_error(self, error: BaseException | None) -> None:
         """Tell the flight recorder of a failed operation."""
         if isinstance(error, DureError):
+            self._failed = True
             flight.on_error(error, self.global_ranks[self._rank])
 
     def _begin(self, call: Call, async_op: bool) -> trace.Event:

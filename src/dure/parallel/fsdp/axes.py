@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dure.comm.world import resolve
 from dure.errors import MeshError
 from dure.layout import Layout
-from dure.mesh import DeviceMesh, init_device_mesh
+from dure.mesh import DeviceMesh
 from dure.parallel.fsdp.policies import DataParallelMeshDims
 from dure.tensor.placement_types import Placement, Replicate, Shard, StridedShard
 
@@ -40,7 +40,7 @@ class DataAxes:
             MeshError: A mesh of more than two axes without `dp_mesh_dims`, or one that lacks them.
         """
         if mesh is None:
-            mesh = init_device_mesh("cpu", (resolve(None, "fully_shard").size(),))
+            mesh = DeviceMesh.from_group(resolve(None, "fully_shard"), "cpu")
         if dims is None:
             if mesh.ndim not in (1, 2):
                 raise MeshError(

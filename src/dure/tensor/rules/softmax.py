@@ -23,7 +23,7 @@ import torch
 from dure.comm.ops import ReduceOp
 from dure.tensor.call import SUM, OpCall, R, Strategy, alike, schema_of, with_one
 from dure.tensor.placement_types import Placement, Shard
-from dure.tensor.redistribute import redistribute
+from dure.tensor.redistribute import all_reduce_of, redistribute
 from dure.tensor.registry import rule, zeros_where_empty
 from dure.tensor.rules.embedding import own_rows
 from dure.tensor.rules.pointwise import aligned_cuts, pointwise
@@ -43,9 +43,7 @@ def _reduce(
     tensor: torch.Tensor, spec: DTensorSpec, dims: Collection[int], op: ReduceOp
 ) -> torch.Tensor:
     """Reduce a tensor in place over the ranks among whom dimensions are divided."""
-    for dim in dims:
-        for cut in spec.cuts(dim):
-            spec.mesh.get_group(cut.axis).all_reduce(tensor, op)
+    all_reduce_of(spec, [cut.axis for dim in dims for cut in spec.cuts(dim)], tensor, op)
     return tensor
 
 

@@ -26,7 +26,7 @@ from dure.comm.backends.hybrid.messages import Messages
 from dure.comm.backends.hybrid.subcomms import LOCAL_SLACK, SubComms
 from dure.comm.backends.queue import OrderedQueue
 from dure.comm.backends.request import Request
-from dure.comm.call import Call, call_site, fingerprint
+from dure.comm.call import Call, fingerprint, place_of
 from dure.errors import DureError
 
 __all__ = ["HybridBackend"]
@@ -111,7 +111,7 @@ class HybridBackend:
         self, call: Call, do: Callable[[Call, Header], None], async_op: bool
     ) -> Request | None:
         """Run a collective, and let what goes wrong with it break the group on all ranks."""
-        header = Header(fingerprint(call, self._rank, self._size), call_site())
+        header = Header(fingerprint(call, self._rank, self._size), place_of(call))
 
         def guarded() -> None:
             state = self._comms.state

@@ -52,7 +52,7 @@ from dure.comm.backends.mpi.memory import (
 )
 from dure.comm.backends.mpi.progress import Operation, ProgressEngine, Steps
 from dure.comm.backends.request import Request
-from dure.comm.call import Call, call_site, fingerprint
+from dure.comm.call import Call, fingerprint, place_of
 from dure.comm.ops import ReduceOp
 from dure.errors import Desync, UsageError
 
@@ -128,7 +128,7 @@ class MpiBackend:
 
     def run(self, call: Call, async_op: bool) -> Request | None:
         steps: Steps = getattr(self, f"_{call.kind}")(call)
-        header = Header(fingerprint(call, self._rank, self._size), call_site())
+        header = Header(fingerprint(call, self._rank, self._size), place_of(call))
         operation = Operation(self._engine, call.op, steps, header=header)
         return self._engine.collective(operation, async_op)
 

@@ -132,6 +132,7 @@ class ShmBackend:
             outputs,
             0 if into is None else dtype_code(into),
             1.0 if reduction is None else reduction.number,
+            call.subject,
             async_op,
             call,
         )

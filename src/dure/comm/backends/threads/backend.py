@@ -20,7 +20,7 @@ from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.request import Request, finished
 from dure.comm.backends.threads.rendezvous import Arrival, MessageEnd, Pending, Rendezvous
 from dure.comm.backends.threads.waiting import Waiting, table_of
-from dure.comm.call import Call, call_site
+from dure.comm.call import Call, call_site, place_of
 from dure.errors import UsageError
 
 __all__ = ["ThreadBackend", "create_threads"]
@@ -85,7 +85,7 @@ class ThreadBackend:
         self._timeout_s = timeout.total_seconds()
 
     def run(self, call: Call, async_op: bool) -> Request | None:
-        arrival = Arrival(self._rendezvous, self._rank, call, call_site())
+        arrival = Arrival(self._rendezvous, self._rank, call, place_of(call))
         self._limit(arrival)
         self._rendezvous.arrive(arrival)
         if async_op:
