@@ -34,7 +34,7 @@ from dure.tensor.placement_types import (
     Shard,
     StridedShard,
 )
-from dure.tensor.redistribute import redistribute
+from dure.tensor.redistribute import Move, redistribute, way_of
 from dure.tensor.registry import by_value
 from dure.tensor.spec import DTensorSpec, TensorMeta, as_placements, spec_of
 from dure.trace.ring import call_site
@@ -634,7 +634,7 @@ def _redistributed(
     moved = redistribute(local, spec, target, async_op)
     if moved is local:
         moved = local if async_op else local.view_as(local)
-    elif type(moved) is torch.Tensor and _one_memory(moved, local):
+    elif way_of(spec, target).steps[-1].move is Move.SLICE and _one_memory(moved, local):
         moved = moved.clone()  # a slice shares memory with the whole, which may be written
     return wrap(moved, target)
 

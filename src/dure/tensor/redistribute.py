@@ -59,6 +59,7 @@ __all__ = [
     "plan_of",
     "redistribute",
     "running",
+    "way_of",
 ]
 
 _LATENCY_BYTES = 30_000
@@ -310,7 +311,7 @@ def redistribute(
     """
     if source is target or source.coordinate is None:
         return local
-    way = _way_of(source, target)
+    way = way_of(source, target)
     if not way.steps:
         return local
     if way.order is not None:
@@ -324,7 +325,7 @@ def redistribute(
     return local if way.back is None else local.permute(way.back)
 
 
-class _Way(NamedTuple):
+class Way(NamedTuple):
     """A plan as it is run: in the order in which the whole tensor's dimensions lie in memory."""
 
     steps: tuple[Step, ...]
@@ -334,7 +335,8 @@ class _Way(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 14)
-def _way_of(source: DTensorSpec, target: DTensorSpec) -> _Way:
+def way_of(source: DTensorSpec, target: DTensorSpec) -> Way:
+    """Return how one spec is brought to another."""
     order, back, lies = source.order, None, ""
     to = ", ".join(map(str, target.placements))
     if order is not None:
@@ -343,14 +345,14 @@ def _way_of(source: DTensorSpec, target: DTensorSpec) -> _Way:
     subject = subject_of(f"{source}{lies} to ({to}) on {source.mesh!r}")
     if order is not None:
         source, target = source.permuted(order), target.permuted(order)
-    return _Way(plan_of(source, target).steps, order, back, subject)
+    return Way(plan_of(source, target).steps, order, back, subject)
 
 
 def all_reduce_of(
     spec: DTensorSpec, axes: Iterable[int], tensor: torch.Tensor, op: ReduceOp
 ) -> None:
     """Reduce, in place and along some axes, what ranks have computed of a tensor of this spec."""
-    about(_way_of(spec, spec).subject)
+    about(way_of(spec, spec).subject)
     try:
         for axis in axes:
             spec.mesh.get_group(axis).all_reduce(tensor, op)
