@@ -311,18 +311,18 @@ def redistribute(
     """
     if source is target or source.coordinate is None:
         return local
-    way = way_of(source, target)
-    if not way.steps:
+    steps, order, back, subject = way_of(source, target)
+    if not steps:
         return local
-    if way.order is not None:
-        local = local.permute(way.order)
-    about(way.subject)
+    if order is not None:
+        local = local.permute(order)
+    about(subject)
     try:
-        for number, step in enumerate(way.steps, 1):
-            local = _run(step, local, async_op and number == len(way.steps), number > 1)
+        for step in steps:
+            local = _run(step, local, async_op and step is steps[-1], step is not steps[0])
     finally:
         about(NOTHING)
-    return local if way.back is None else local.permute(way.back)
+    return local if back is None else local.permute(back)
 
 
 class Way(NamedTuple):
