@@ -26,13 +26,27 @@ from dure.comm.subgroups import new_group
 from dure.comm.world import World, current_world
 from dure.errors import CheckpointError
 
-__all__ = ["Background", "background_of"]
+__all__ = ["AsyncSaveResponse", "Background", "background_of"]
 
 
-class _Outcome(Future[Metadata]):
-    """A future that knows whether its exception was seen."""
+class AsyncSaveResponse(Future[Metadata]):
+    """A save that goes on: a future of what the checkpoint holds, done when it is on the disk.
 
-    seen = False
+    It has the two futures of torch's class of this name, too. As the snapshot is taken before it is
+    returned, the first is done.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+        """Whether somebody has asked for its exception."""
+        self.staging_completion: Future[None] = Future()
+        self.staging_completion.set_result(None)
+
+    @property
+    def upload_completion(self) -> Future[Metadata]:
+        """The save."""
+        return self
 
     def result(self, timeout: float | None = None) -> Metadata:
         """Return what the checkpoint holds, when it is on the disk; or raise."""
@@ -59,7 +73,7 @@ class Background:
         self._ranks = ranks
         self._stager = DefaultStager()
         self._thread: threading.Thread | None = None
-        self._last: _Outcome | None = None
+        self._last: AsyncSaveResponse | None = None
 
     def save(
         self,
@@ -67,7 +81,7 @@ class Background:
         state_dict: Mapping[str, Any],
         replace: bool,
         stager: AsyncStager | None,
-    ) -> Future[Metadata]:
+    ) -> AsyncSaveResponse:
         """Save a state into the folder `path`; returns when the state may be changed.
 
         Raises:
@@ -87,7 +101,7 @@ class Background:
 
         saving = Saving(self._ranks, state_dict, before)
         saving.hold((stager or self._stager).hold)
-        outcome = self._last = _Outcome()
+        outcome = self._last = AsyncSaveResponse()
 
         def run() -> None:
             folder = Folder(path)

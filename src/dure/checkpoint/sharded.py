@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, MutableMapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from dure.checkpoint.agreement import Ranks
-from dure.checkpoint.background import background_of
+from dure.checkpoint.background import AsyncSaveResponse, background_of
 from dure.checkpoint.metadata import Metadata, metadata_of
 from dure.checkpoint.restoring import Loaded, catalog_of, load_from
 from dure.checkpoint.saving import save_into
-from dure.checkpoint.staging import AsyncStager, DefaultStager
+from dure.checkpoint.staging import AsyncStager
 from dure.errors import UsageError
 
 if TYPE_CHECKING:
@@ -176,13 +175,6 @@ class AsyncCheckpointerType(Enum):
     PROCESS = "process"
 
 
-class AsyncSaveResponse(NamedTuple):
-    """What `async_save` returns where a `DefaultStager` is given."""
-
-    staging_completion: Future[None]
-    upload_completion: Future[Metadata]
-
-
 def async_save(
     state_dict: Mapping[str, Any],
     *,
@@ -194,7 +186,7 @@ def async_save(
     async_stager: AsyncStager | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
-) -> Future[Metadata] | AsyncSaveResponse:
+) -> AsyncSaveResponse:
     """Save a state as `save` does, in the background: return when the state may be changed.
 
     Args:
@@ -209,8 +201,7 @@ def async_save(
         use_collectives: Only True.
 
     Returns:
-        A future of what the checkpoint holds; it is done when that is on the disk. With a
-        `DefaultStager`: `AsyncSaveResponse`.
+        A future of what the checkpoint holds; it is done when that is on the disk.
 
     Raises:
         CheckpointException: Something cannot be saved; or the save before failed on a rank, and
@@ -225,12 +216,7 @@ def async_save(
     del async_checkpointer_type
     path, replace = _target("async_save", checkpoint_id, storage_writer, planner, use_collectives)
     saves = background_of(Ranks(process_group, "async_save", no_dist))
-    future = saves.save(path, state_dict, replace, async_stager)
-    if not isinstance(async_stager, DefaultStager):
-        return future
-    staged: Future[None] = Future()
-    staged.set_result(None)
-    return AsyncSaveResponse(staged, future)
+    return saves.save(path, state_dict, replace, async_stager)
 
 
 def load(
