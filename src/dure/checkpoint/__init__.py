@@ -7,7 +7,7 @@ commit), `manifest` and `parts` (files and checksums), `tree` (state without pic
 `save` and `load` (`sharded`) have torch's names, and take DTensors of any mesh and placements into
 any other. Below them: `saving` and `restoring`; `background` (`async_save`) and `staging` (its
 copies); `flattening` (names), `slices` (who has which elements), `planning` (who writes what),
-`slice_files` and `catalog` (what lies where).
+`slice_files` and `catalog` (what lies where), `weight_folder` (Hugging Face's).
 
 `state_dict` gives the state of models and optimizers under the user's names (`names`), with that of
 optimizers that have not stepped (`fresh_state`).
@@ -31,10 +31,13 @@ from dure.checkpoint.sharded import (
     DefaultSavePlanner,
     FileSystemReader,
     FileSystemWriter,
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
     async_save,
     load,
     save,
 )
+from dure.checkpoint.weight_folder import consolidate
 from dure.errors import CheckpointException
 
 __all__ = [
@@ -48,12 +51,15 @@ __all__ = [
     "DefaultSavePlanner",
     "FileSystemReader",
     "FileSystemWriter",
+    "HuggingFaceStorageReader",
+    "HuggingFaceStorageWriter",
     "Loaded",
     "Metadata",
     "PerRank",
     "Saved",
     "TensorStorageMetadata",
     "async_save",
+    "consolidate",
     "load",
     "save",
 ]

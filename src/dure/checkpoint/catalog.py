@@ -37,7 +37,8 @@ class Stored(NamedTuple):
     """Where a slice lies."""
 
     file: str
-    crc32c: int
+    crc32c: int | None
+    """None: not known."""
 
 
 @dataclass(frozen=True, slots=True)

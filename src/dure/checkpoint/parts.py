@@ -127,9 +127,9 @@ def write_part(path: Path, tensors: dict[str, torch.Tensor]) -> list[Entry]:
     return entries
 
 
-def header(entries: list[Entry]) -> bytes:
+def header(entries: list[Entry], metadata: dict[str, str] | None = None) -> bytes:
     """Return the first bytes of a part with these tensors, in this order."""
-    fields: dict[str, object] = {}
+    fields: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
     at = 0
     for entry in entries:
         offsets = [at, at + entry.num_bytes]

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,9 +68,13 @@ def catalog_of(path: Path) -> Catalog:
 
 
 def load_from(
-    path: Path, state_dict: MutableMapping[str, Any], ranks: Ranks, partial: bool
+    path: Path,
+    state_dict: MutableMapping[str, Any],
+    ranks: Ranks,
+    partial: bool,
+    reading: Callable[[Path], Catalog] = catalog_of,
 ) -> Loaded:
-    """Load the checkpoint in the folder `path` into a state, in place.
+    """Load the checkpoint in the folder `path` into a state, in place; `reading` tells what it has.
 
     Raises:
         CheckpointException: It failed on some ranks.
@@ -80,7 +84,7 @@ def load_from(
     loadings: list[_Loading] = []
 
     def compare() -> int:
-        loading = _Loading(path, state_dict)
+        loading = _Loading(path, state_dict, reading(path))
         loading.compare(partial)
         loadings.append(loading)
         return zlib.crc32(repr(sorted(loading.catalog.layouts)).encode())
@@ -103,9 +107,9 @@ def load_from(
 class _Loading:
     """One rank's load."""
 
-    def __init__(self, path: Path, state_dict: MutableMapping[str, Any]) -> None:
+    def __init__(self, path: Path, state_dict: MutableMapping[str, Any], catalog: Catalog) -> None:
         self._path, self._given = path, state_dict
-        self.catalog = catalog_of(path)
+        self.catalog = catalog
         self._state = {key: own_state(value) for key, value in state_dict.items()}
         self._leaves = flatten(self._state)
         self._num_read = 0

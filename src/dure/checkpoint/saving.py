@@ -26,7 +26,7 @@ from dure.checkpoint.manifest import NAME
 from dure.checkpoint.objects import own_state
 from dure.checkpoint.parts import can_be_named
 from dure.checkpoint.planning import Division, Offer, digest_of, known_to
-from dure.checkpoint.slice_files import Slice, kind_of, write_slices
+from dure.checkpoint.slice_files import Kind, Slice, kind_of, write_slices
 from dure.checkpoint.slices import Box, pieces_of
 from dure.checkpoint.tree import encode
 from dure.errors import CheckpointError, CheckpointMismatch, UsageError
@@ -149,8 +149,7 @@ class Saving:
         """
 
         def held() -> None:
-            mine = self._divided().layouts[self._ranks.rank].begins
-            self._memory = copy({part: self._memory[part] for part in mine})
+            self._memory = copy(self.mine())
 
         self._ranks.all_or_none(_NOT_SAVED, held)
 
@@ -177,9 +176,40 @@ class Saving:
                 with suppress(OSError):
                     remove(path, number=number)
             raise
-        catalog = _catalog(self._divided(), self._told, sums, number)
+        catalog = self._catalog(sums, number)
         ranks.all_or_none(_NOT_SAVED, lambda: publish(path, catalog) if ranks.rank == 0 else None)
         return catalog
+
+    def _catalog(self, sums: list[list[int]], number: int) -> Catalog:
+        """Put together what ranks told, and the sums of what they wrote."""
+        division = self._divided()
+        slices: dict[str, dict[Box, Stored]] = {name: {} for name in division.kinds}
+        layouts = {
+            part_name(number, rank): layout
+            for rank, layout in enumerate(division.layouts)
+            if layout.begins
+        }
+        for (file, layout), crcs in zip(layouts.items(), [s for s in sums if s], strict=True):
+            for part, crc in zip(layout.begins, crcs, strict=True):
+                slices[part.name][part.box] = Stored(file, crc)
+        paths: dict[str, list[str | int]] = {}
+        for one in reversed(self._told):
+            paths |= one.paths
+        return Catalog(self.values, division.kinds, slices, layouts, paths)
+
+    def kinds(self) -> dict[str, Kind]:
+        """Return what is saved by all ranks; CheckpointMismatch where they do not fit together."""
+        return self._divided().kinds
+
+    def mine(self) -> dict[Slice, torch.Tensor]:
+        """Return what this rank is to write; errors as `kinds`."""
+        begins = self._divided().layouts[self._ranks.rank].begins
+        return {part: self._memory[part] for part in begins}
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What is no tensor. One that several ranks have is the lowest rank's."""
+        return {name: value for one in reversed(self._told) for name, value in one.values.items()}
 
     @property
     def number(self) -> int:
@@ -230,22 +260,3 @@ def _check_names(division: Division, told: list[_Told]) -> None:
         raise CheckpointMismatch(
             "a name is a tensor on some ranks, and a value on others", seen=f"{min(both)!r}"
         )
-
-
-def _catalog(division: Division, told: list[_Told], sums: list[list[int]], number: int) -> Catalog:
-    """Put together what ranks told. A value that several have is the lowest rank's."""
-    slices: dict[str, dict[Box, Stored]] = {name: {} for name in division.kinds}
-    layouts = {
-        part_name(number, rank): layout
-        for rank, layout in enumerate(division.layouts)
-        if layout.begins
-    }
-    for (file, layout), crcs in zip(layouts.items(), [s for s in sums if s], strict=True):
-        for part, crc in zip(layout.begins, crcs, strict=True):
-            slices[part.name][part.box] = Stored(file, crc)
-    values: dict[str, Any] = {}
-    paths: dict[str, list[str | int]] = {}
-    for one in reversed(told):
-        values |= one.values
-        paths |= one.paths
-    return Catalog(values, division.kinds, slices, layouts, paths)

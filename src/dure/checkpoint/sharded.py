@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from dure.checkpoint.metadata import Metadata, metadata_of
 from dure.checkpoint.restoring import Loaded, catalog_of, load_from
 from dure.checkpoint.saving import save_into
 from dure.checkpoint.staging import AsyncStager
+from dure.checkpoint.weight_folder import MAX_FILE_BYTES, catalog_of_weights, save_weights
 from dure.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ __all__ = [
     "DefaultSavePlanner",
     "FileSystemReader",
     "FileSystemWriter",
+    "HuggingFaceStorageReader",
+    "HuggingFaceStorageWriter",
     "async_save",
     "load",
     "save",
@@ -77,6 +80,42 @@ class FileSystemReader:
             CheckpointError: There is no checkpoint, or its manifest is damaged or lies.
         """
         return metadata_of(catalog_of(_folder(self.path, None, "read_metadata")))
+
+
+@dataclass(frozen=True)
+class HuggingFaceStorageWriter:
+    """A folder of weights as Hugging Face has them, that `save` writes: tensors only.
+
+    Every rank writes what it has to its place in the files; no rank holds the whole.
+
+    Args:
+        path: The folder; made if absent.
+        fqn_to_index_mapping: The number of some tensors' files, from 1 on, by name.
+        max_bytes: How large a file of the others gets.
+    """
+
+    path: Where
+    fqn_to_index_mapping: Mapping[str, int] = field(default_factory=dict[str, int])
+    max_bytes: int = MAX_FILE_BYTES
+
+
+@dataclass(frozen=True)
+class HuggingFaceStorageReader:
+    """A folder of weights as Hugging Face has them, that `load` reads; not checked by sums.
+
+    Args:
+        path: The folder, with an index or without; its files may be links.
+    """
+
+    path: Where
+
+    def read_metadata(self) -> Metadata:
+        """Return what the folder holds; reads the index and the files' headers.
+
+        Raises:
+            CheckpointError: There are no weights, or a file is not what it says.
+        """
+        return metadata_of(catalog_of_weights(_folder(self.path, None, "read_metadata")))
 
 
 @dataclass(frozen=True)
@@ -129,7 +168,7 @@ def save(
     state_dict: Mapping[str, Any],
     *,
     checkpoint_id: Where | None = None,
-    storage_writer: FileSystemWriter | None = None,
+    storage_writer: FileSystemWriter | HuggingFaceStorageWriter | None = None,
     planner: DefaultSavePlanner | None = None,
     process_group: ProcessGroup | None = None,
     no_dist: bool = False,
@@ -144,7 +183,8 @@ def save(
             and `load_state_dict`, and values (numbers, strings, and what else JSON can be made of).
             What is not sharded is to be equal on all ranks: one rank's is kept.
         checkpoint_id: The folder; made if absent. All ranks must see the same folder.
-        storage_writer: The same; `checkpoint_id` goes before it.
+        storage_writer: The same; `checkpoint_id` goes before it. A `HuggingFaceStorageWriter` makes
+            a folder of weights.
         planner: Changes nothing.
         process_group: The ranks that save; None: the default group, or this process alone.
         no_dist: This process alone.
@@ -163,8 +203,13 @@ def save(
     Cost: each byte is read and written once, by one rank; memory: one slice where it is not
     contiguous on the CPU.
     """
-    path, replace = _target("save", checkpoint_id, storage_writer, planner, use_collectives)
     ranks = Ranks(process_group, "save", no_dist)
+    if isinstance(storage_writer, HuggingFaceStorageWriter):
+        path = _folder(checkpoint_id, storage_writer, "save")
+        numbers, max_bytes = storage_writer.fqn_to_index_mapping, storage_writer.max_bytes
+        save_weights(path, state_dict, ranks, numbers, max_bytes)
+        return metadata_of(catalog_of_weights(path))
+    path, replace = _target("save", checkpoint_id, storage_writer, planner, use_collectives)
     return metadata_of(save_into(path, state_dict, ranks, replace))
 
 
@@ -223,7 +268,7 @@ def load(
     state_dict: MutableMapping[str, Any],
     *,
     checkpoint_id: Where | None = None,
-    storage_reader: FileSystemReader | None = None,
+    storage_reader: FileSystemReader | HuggingFaceStorageReader | None = None,
     planner: DefaultLoadPlanner | None = None,
     process_group: ProcessGroup | None = None,
     no_dist: bool = False,
@@ -234,7 +279,8 @@ def load(
         state_dict: As for `save`; it may be of another mesh, other placements or another world, and
             it may be less than what was saved. Tensors keep their dtype: elements are converted.
         checkpoint_id: The folder.
-        storage_reader: The same; `checkpoint_id` goes before it.
+        storage_reader: The same; `checkpoint_id` goes before it. A `HuggingFaceStorageReader` reads
+            a folder of weights.
         planner: `DefaultLoadPlanner(allow_partial_load=True)` leaves alone what is not there.
         process_group: The ranks that load; None: the default group, or this process alone.
         no_dist: This process alone.
@@ -254,9 +300,13 @@ def load(
     Slices that are read whole are compared with their checksum.
     """
     planner = _need(planner, DefaultLoadPlanner, "load")
-    path = _folder(checkpoint_id, _need(storage_reader, FileSystemReader, "load"), "load")
     partial = planner is not None and planner.allow_partial_load
-    return load_from(path, state_dict, Ranks(process_group, "load", no_dist), partial)
+    ranks = Ranks(process_group, "load", no_dist)
+    if isinstance(storage_reader, HuggingFaceStorageReader):
+        path = _folder(checkpoint_id, storage_reader, "load")
+        return load_from(path, state_dict, ranks, partial, catalog_of_weights)
+    path = _folder(checkpoint_id, _need(storage_reader, FileSystemReader, "load"), "load")
+    return load_from(path, state_dict, ranks, partial)
 
 
 def _target(

@@ -77,7 +77,12 @@ class Layout:
     num_bytes: int
 
     @classmethod
-    def of(cls, slices: Iterable[Slice], kinds: dict[str, Kind]) -> Layout:
+    def of(
+        cls,
+        slices: Iterable[Slice],
+        kinds: dict[str, Kind],
+        metadata: dict[str, str] | None = None,
+    ) -> Layout:
         """Lay slices out: largest elements first, which keeps alignment, then by name."""
 
         def key(part: Slice) -> tuple[int, Slice]:
@@ -94,7 +99,7 @@ class Layout:
             shape = part.box.sizes if stored is None else (*part.box.sizes, 2)
             dtype = kind.dtype if stored is None else stored[1]
             entries[called] = Entry(called, dtype, shape, kind.num_bytes(part.box), 0)
-        begin = header(list(entries.values()))
+        begin = header(list(entries.values()), metadata)
         at, begins = len(begin), dict[Slice, int]()
         for part, entry in zip(order, entries.values(), strict=True):
             begins[part] = at
@@ -168,13 +173,13 @@ class SliceFile:
         os.close(self._descriptor)
 
     def read(
-        self, part: Slice, wanted: int, dtype: torch.dtype, box: Box, to: torch.Tensor
+        self, part: Slice, wanted: int | None, dtype: torch.dtype, box: Box, to: torch.Tensor
     ) -> None:
         """Copy the elements `box` of a slice to `to`; check the slice's sum if it is read whole.
 
         Args:
             part: The slice.
-            wanted: CRC-32C of its bytes.
+            wanted: CRC-32C of its bytes; None: not known.
             dtype: Of the tensor in the file.
             box: Indices in the whole tensor, within the slice's.
             to: Where they go, [*box.sizes]; any dtype, strides and device.
@@ -185,14 +190,15 @@ class SliceFile:
         at, run = self.layout.begins[part], box.run_in(part.box)
         straight = to.is_contiguous() and to.device.type == "cpu" and to.dtype == dtype
         straight = straight and not (to.is_conj() or to.is_neg())
+        summed = box == part.box and wanted is not None
         self.num_read += box.num_elements * dtype.itemsize
         if run is not None and straight:
             data = memoryview(cast(Any, as_bytes(to).numpy()))
-            crc = self._pread(data, at + run[0] * dtype.itemsize, box == part.box)
+            crc = self._pread(data, at + run[0] * dtype.itemsize, summed)
         else:
             lying = self._mapped(at, part.box, dtype)
             data = memoryview(cast(Any, as_bytes(lying).numpy()))
-            crc = crc32c(data) if box == part.box else None
+            crc = crc32c(data) if summed else None
             to.copy_(lying[box.within(part.box)])
         if crc not in (None, wanted):
             raise self._error(
