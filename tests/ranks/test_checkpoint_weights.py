@@ -53,7 +53,8 @@ def _as_downloaded(folder):
     snapshot.mkdir()
     files = {"x-1.safetensors": ["a", "c"], "x-2.safetensors": ["b", "number", "none"]}
     for file, names in files.items():
-        save_file({n: WHOLE[n] for n in names}, blobs / file, metadata={"format": "pt"})
+        others = {} if "a" in names else {"a": torch.zeros(1)}  # which the index does not name
+        save_file({n: WHOLE[n] for n in names} | others, blobs / file, metadata={"format": "pt"})
         (snapshot / file).symlink_to(blobs / file)
     placed = {name: file for file, names in files.items() for name in names}
     text = json.dumps({"metadata": {}, "weight_map": placed})
@@ -130,6 +131,8 @@ def test_files_by_number(tmp_path):
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     one, two = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
     assert index["weight_map"] == {"a": two, "b": one, "c": two}
+    save({"a": WHOLE["a"]}, storage_writer=HuggingFaceStorageWriter(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 @pytest.mark.parametrize("strategy", ["shared", "gathered"])

@@ -7,7 +7,7 @@ commit), `manifest` and `parts` (files and checksums), `tree` (state without pic
 `save` and `load` (`sharded`) have torch's names, and take DTensors of any mesh and placements into
 any other. Below them: `saving` and `restoring`; `background` (`async_save`) and `staging` (its
 copies); `flattening` (names), `slices` (who has which elements), `planning` (who writes what),
-`slice_files` and `catalog` (what lies where), `weight_folder` (Hugging Face's).
+`slice_files` and `catalog` (what lies where), `weight_folder` (Hugging Face's), `comparing`.
 
 `state_dict` gives the state of models and optimizers under the user's names (`names`), with that of
 optimizers that have not stepped (`fresh_state`).

@@ -69,6 +69,12 @@ COMMANDS = (
         summary="Show what ranks did last, and what did not match.",
     ),
     Command(
+        name="checkpoint",
+        module="dure.cli.checkpoint",
+        function="commands",
+        summary="Show, verify and compare checkpoints, and make weights of them.",
+    ),
+    Command(
         name="env",
         module="dure.cli.environment",
         function="show_environment",

@@ -1,0 +1,96 @@
+"""`dure checkpoint`: what is in a checkpoint, whether it is whole, how two differ, its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from dure.checkpoint.catalog import Catalog
+
+__all__ = ["commands"]
+
+Folder = Annotated[Path, typer.Argument(help="The folder of a checkpoint.")]
+
+_NUM_SHOWN = 20
+_LONGEST_VALUE = 60
+
+commands = typer.Typer(no_args_is_help=True)
+
+
+def _read(folder: Path) -> Catalog:
+    from dure.checkpoint.restoring import catalog_of  # lazy: torch
+
+    return catalog_of(folder)
+
+
+@commands.command(help="List the tensors and values of a checkpoint.")
+def show(folder: Folder) -> None:
+    """Print names, kinds, slices and bytes; then values."""
+    catalog, console = _read(folder), Console()
+    table = Table(box=None, pad_edge=False)
+    for column in ("tensor", "dtype", "shape", "slices", "bytes"):
+        table.add_column(column, justify="right" if column in ("slices", "bytes") else "left")
+    for name, kind in sorted(catalog.kinds.items()):
+        slices = catalog.slices[name]
+        size = sum(kind.num_bytes(box) for box in slices)
+        table.add_row(name, kind.dtype, str(list(kind.shape)), str(len(slices)), f"{size:,}")
+    console.print(table)
+    for name, value in sorted(catalog.values.items()):
+        text = repr(value)
+        cut = "..." if len(text) > _LONGEST_VALUE else ""
+        console.print(Text(f"{name} = {text[:_LONGEST_VALUE]}{cut}"))
+    files = len(catalog.layouts)
+    console.print(
+        f"{len(catalog.kinds)} tensors in {files} files, {catalog.num_bytes:,} bytes; "
+        f"{len(catalog.values)} values"
+    )
+
+
+@commands.command(help="Read every byte of a checkpoint, and compare it with its checksum.")
+def verify(folder: Folder) -> None:
+    """Print each file that is not what was written; exit with 1 if there is one."""
+    from dure.checkpoint.comparing import faults  # lazy: torch
+
+    catalog = _read(folder)
+    found = faults(folder, catalog)
+    for fault in found:
+        print(fault)
+    if found:
+        raise typer.Exit(1)
+    print(f"whole: {len(catalog.layouts)} files, {catalog.num_bytes:,} bytes")
+
+
+@commands.command(help="Say how two checkpoints differ: names, kinds, values and bytes.")
+def diff(first: Folder, second: Folder) -> None:
+    """Print the differences; exit with 1 if there is one."""
+    from dure.checkpoint.comparing import differences  # lazy: torch
+
+    found = differences(first, second)
+    for line in found[:_NUM_SHOWN]:
+        print(line)
+    if len(found) > _NUM_SHOWN:
+        print(f"and {len(found) - _NUM_SHOWN} more")
+    if found:
+        raise typer.Exit(1)
+    print("the same")
+
+
+@commands.command(help="Make a folder of weights, as Hugging Face has them, of a checkpoint.")
+def consolidate(
+    folder: Folder,
+    to: Annotated[Path, typer.Argument(help="The folder of weights; made if absent.")],
+    prefix: Annotated[
+        str, typer.Option(help="Take tensors whose names begin so, and leave it out of them.")
+    ] = "",
+) -> None:
+    """Write whole tensors in one process and little memory."""
+    from dure.checkpoint import consolidate as write  # lazy: torch
+
+    write(folder, to, prefix)
+    print(f"written to {to}")

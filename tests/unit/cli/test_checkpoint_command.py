@@ -1,0 +1,86 @@
+"""`dure checkpoint`: show, verify, diff, consolidate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dure.checkpoint import save
+from dure.cli.app import USAGE_EXIT_CODE, run_command_line
+from dure.tensor import Shard, distribute_tensor, init_device_mesh
+from dure.testing import run_ranks
+
+
+def saved(folder, ranks=2, changed=0, **values):
+    """Save w [4, 3] of 0, 1, ... in rows of each rank, with `changed` elements 100 more."""
+    whole = torch.arange(12.0)
+    whole[:changed] += 100
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (ranks,))
+        state = {"model": {"w": distribute_tensor(whole.reshape(4, 3), mesh, [Shard(0)])}, **values}
+        save(state, checkpoint_id=folder)
+
+    run_ranks(ranks, body)
+    return str(folder)
+
+
+def called(capsys, *words):
+    code = run_command_line(["checkpoint", *words])
+    out, err = capsys.readouterr()
+    return code, out + err
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def test_show_lists_what_is_there(tmp_path, capsys):
+    code, out = called(capsys, "show", saved(tmp_path, step=3, words="x" * 100))
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert code == 0 and "model.w F32 [4, 3] 2 48" in lines and "step = 3" in lines
+    assert f"words = '{'x' * 59}..." in lines
+    assert lines[-1] == "1 tensors in 2 files, 48 bytes; 2 values"
+
+
+def test_verify_finds_each_file_that_is_changed(tmp_path, capsys):
+    folder = saved(tmp_path)
+    assert called(capsys, "verify", folder) == (0, "whole: 2 files, 48 bytes\n")
+    flipped, short = sorted(tmp_path.glob("part-*"))
+    flipped.write_bytes(flipped.read_bytes()[:-1] + b"\x7f")
+    short.write_bytes(short.read_bytes()[:-1])
+    code, out = called(capsys, "verify", folder)
+    first, second = out.splitlines()
+    assert code == 1 and "model.w[0:2, 0:3]" in first and "checksum is wrong" in first
+    assert short.name in second and "truncated" in second
+
+
+def test_diff_tells_names_values_kinds_and_elements(tmp_path, capsys):
+    first = saved(tmp_path / "1", step=3, gone=1, v=torch.zeros(2))
+    assert called(capsys, "diff", first, first) == (0, "the same\n")
+    other = saved(tmp_path / "2", 3, changed=5, step=4, new=1, v=torch.zeros(3))
+    assert called(capsys, "diff", first, other) == (
+        1,
+        "gone is in the first only\n"
+        "new is in the second only\n"
+        "model.w differs in 5 of 12 elements\n"
+        "step is 3, and 4\n"
+        "v is F32[2], and F32[3]\n",
+    )
+    cut_otherwise = saved(tmp_path / "3", 3, step=3, gone=1, v=torch.zeros(2))
+    assert called(capsys, "diff", first, cut_otherwise) == (0, "the same\n")
+
+
+def test_consolidate_makes_weights(tmp_path, capsys):
+    folder = saved(tmp_path / "1", step=3)
+    code, _ = called(capsys, "consolidate", folder, str(tmp_path / "to"), "--prefix", "model.")
+    held = load_file(tmp_path / "to" / "model.safetensors")
+    assert code == 0 and held["w"].equal(torch.arange(12.0).reshape(4, 3)) and len(held) == 1
+
+
+def test_what_is_no_checkpoint_is_one_line(tmp_path, capsys):
+    code, out = called(capsys, "show", str(tmp_path))
+    assert code != 0 and len(out.splitlines()) == 1 and "manifest.json" in out
+    assert called(capsys, "show")[0] == USAGE_EXIT_CODE
