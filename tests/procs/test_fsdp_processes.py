@@ -64,4 +64,4 @@ def test_what_is_offloaded_is_no_longer_resident_2_ranks(process_pool, tmp_path,
         assert is_same
         assert training > 45  # of 96 MB a rank has half, and what both share
         assert offloaded < 0.2 * training
-        assert back > 0.8 * 45
+        assert back - offloaded > 0.8 * 45
