@@ -507,6 +507,8 @@ def test_what_is_refused() -> None:
         with pytest.raises(ModuleError, match="contiguous"):
             fully_shard(odd)
         mesh = init_device_mesh("cpu", (2, 1, 1))
+        with pytest.raises(MeshError, match="no DeviceMesh"):
+            fully_shard(made(), mesh="dp")  # pyright: ignore[reportArgumentType]
         with pytest.raises(MeshError, match="one axis, or of two"):
             fully_shard(made(), mesh=mesh)
         for number in (0, 3):

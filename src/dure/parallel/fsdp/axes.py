@@ -37,10 +37,18 @@ class DataAxes:
         """Check what `fully_shard` was given.
 
         Raises:
-            MeshError: A mesh of more than two axes without `dp_mesh_dims`, or one that lacks them.
+            MeshError: What is no mesh, or has more than two axes without `dp_mesh_dims`, or lacks
+                these.
         """
         if mesh is None:
             mesh = DeviceMesh.from_group(resolve(None, "fully_shard"), "cpu")
+        if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise MeshError(
+                "mesh is no DeviceMesh",
+                op="fully_shard",
+                seen=repr(mesh),
+                fix="Make one with dure.device_mesh.init_device_mesh; one axis of it is mesh['dp'].",
+            )
         if dims is None:
             if mesh.ndim not in (1, 2):
                 raise MeshError(
