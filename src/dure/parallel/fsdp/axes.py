@@ -47,7 +47,7 @@ class DataAxes:
                 "mesh is no DeviceMesh",
                 op="fully_shard",
                 seen=repr(mesh),
-                fix="Make one with dure.device_mesh.init_device_mesh; one axis of it is mesh['dp'].",
+                fix="Make one with init_device_mesh; one axis of it is mesh['dp'].",
             )
         if dims is None:
             if mesh.ndim not in (1, 2):
