@@ -42,8 +42,6 @@ _current: contextvars.ContextVar[tuple[DeviceMesh, ...]] = contextvars.ContextVa
     "dure_meshes", default=()
 )
 _roots: weakref.WeakKeyDictionary[World, weakref.WeakSet[_Root]] = weakref.WeakKeyDictionary()
-_made: weakref.WeakKeyDictionary[World, list[_Root]] = weakref.WeakKeyDictionary()
-"""Those whose groups a world's ranks have made together, oldest first: on all ranks the same."""
 _numbers = itertools.count()
 _MOST_EQUAL = 4
 """Equal roots that have groups of their own."""
@@ -67,16 +65,13 @@ class _Root:
         self.flattened: dict[str, Axis] = {}
         self.meshes: dict[tuple[Layout, tuple[str, ...] | None], DeviceMesh] = {}
         self.first: DeviceMesh
-        self.default: ProcessGroup | None = None
         self.kinds: list[Kind] = []
         self.num_followers = 0
 
     def find_groups(self, axes: Sequence[Axis], kinds: list[Kind]) -> None:
         """Make the groups along the axes, or use those of an equal root where there are many."""
-        default = current_world().need_default()
-        self.default, self.kinds = default, kinds
-        made = _made.setdefault(current_world(), [])
-        made[:] = [root for root in made if root.default is default]
+        default, self.kinds = current_world().need_default(), kinds
+        made = self._made(default)
         equal = [root for root in made if root.first == self.first and root.kinds == kinds]
         equal = equal[-_MOST_EQUAL:]
         if len(equal) == _MOST_EQUAL:
@@ -90,6 +85,11 @@ class _Root:
         self.open_groups(axes, kinds)
         made.append(self)
 
+    @staticmethod
+    def _made(default: ProcessGroup) -> list[_Root]:
+        """Return those whose groups all ranks have made together, oldest first."""
+        return default.belongings.setdefault(_Root, [])
+
     def rank_lists(self, layout: Layout) -> list[list[int]]:
         """Return the global ranks of each copy of a layout."""
         copies = layout.copies(len(self.ranks))
@@ -98,7 +98,7 @@ class _Root:
     def open_groups(self, axes: Sequence[Axis], kinds: Sequence[Kind]) -> None:
         """Make the groups along these axes, those of all ranks, in one exchange."""
         default = current_world().need_default()
-        taken = any(default in root.groups.values() for root in _made.get(current_world(), ()))
+        taken = any(default in root.groups.values() for root in self._made(default))
         lists: list[list[int]] = []
         kind_of: list[Kind] = []
         for axis, kind in zip(axes, kinds, strict=True):
