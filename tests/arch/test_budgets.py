@@ -23,6 +23,7 @@ MORE_PARAMETERS = {
     "SyncBatchNorm.__init__": "the signature of torch.nn's class of that name",
     "PowerSGDState.__init__": "the signature of torch.distributed's class of that name",
     "DureError.__init__": "every field of an error, keyword-only",
+    "demo": "typer reads the options of a command from its parameters",
     "bench": "typer reads the options of a command from its parameters",
 }
 

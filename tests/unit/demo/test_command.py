@@ -141,3 +141,23 @@ def test_demo_rank_that_crashes_shows_its_output(dure_demo, failing, tmp_path):
     assert result.exit_code == 7
     assert "[0] Traceback: noise" in result.stderr
     assert "rank 0 failed: ZeroDivisionError" in result.stderr
+
+
+def test_ddp_is_compared_with_fsdp(dure_demo, launched, tmp_path):
+    result = dure_demo("--out", tmp_path, "--fsdp", "--ranks", 3, "--batch-size", 60)
+    assert result.exit_code == 0, result.stderr
+    replicated, sharded = (list(spec.args) for spec in launched)
+    assert [spec.nproc for spec in launched] == [3, 3]
+    assert "--fsdp" not in replicated
+    sharded.remove("--fsdp")
+    assert sharded == replicated
+    assert "DDP, 3 ranks" in result.stdout
+    assert "FSDP, 3 ranks" in result.stdout
+    page = (tmp_path / "report.html").read_text()
+    assert "dure demo --epochs 6 --batch-size 60 --backend shm --seed 0 --ranks 3" in page
+    assert " --fsdp" in page
+
+
+def test_one_rank_has_nothing_to_shard(dure_demo, launched, tmp_path):
+    assert dure_demo("--out", tmp_path, "--fsdp", "--ranks", 1).exit_code == 2
+    assert launched == []

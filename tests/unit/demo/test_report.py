@@ -2,6 +2,7 @@
 
 from html.parser import HTMLParser
 
+from dure.cli.demo.events import Memory
 from dure.cli.demo.report import Ran, write_report
 from unit.demo.sample import finished_run
 
@@ -45,3 +46,16 @@ def test_report_of_one_run_has_no_comparison(tmp_path):
     write_report(tmp_path / "r.html", [finished_run(1, 1.0)], RAN)
     page = _read(tmp_path / "r.html")
     assert "gain" not in " ".join(page.text)
+
+
+def test_report_of_ways_says_what_the_last_gains_in_time_and_memory(tmp_path):
+    ddp, fsdp = finished_run(2, 1.0), finished_run(2, 0.8)
+    for run, way, nbytes in ((ddp, "DDP", 40_000_000), (fsdp, "FSDP", 10_000_000)):
+        run.way = way
+        for rank in range(2):
+            run.add(rank, Memory(nbytes=nbytes))
+    page = tmp_path / "report.html"
+    write_report(page, [ddp, fsdp], Ran(command="dure demo", when="now", busy_cores=0.0))
+    text = page.read_text()
+    assert "FSDP trains 1.25 times as fast as DDP, in 0.25 of its memory" in text
+    assert "memory of all ranks" in text

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from dure.cli.demo.events import EpochEnd, Step
+from dure.cli.demo.events import EpochEnd, Memory, Step
 from dure.cli.demo.results import Run, common_target, comparison
 from unit.demo.sample import START, finished_run, phases
 
@@ -92,3 +92,19 @@ def test_comparison_says_what_the_last_run_gains():
 def test_comparison_of_one_run_has_no_gain():
     rows = comparison([finished_run(1, 1.0)])
     assert set(itertools.chain.from_iterable(r.gain for r in rows)) == set()
+
+
+def test_memory_is_the_most_of_every_rank_added_up():
+    ddp, fsdp = finished_run(2, 1.0), finished_run(2, 1.0)
+    ddp.way, fsdp.way = "DDP", "FSDP"
+    assert [row.label for row in comparison([ddp, fsdp])].count("memory of all ranks") == 0
+    for run, most in ((ddp, 30_000_000), (fsdp, 12_000_000)):
+        run.add(0, Memory(nbytes=most))
+        assert run.memory == 0  # one rank has not told
+        run.add(1, Memory(nbytes=10_000_000))
+        run.add(1, Memory(nbytes=8_000_000))
+        assert run.memory == most + 10_000_000
+    row = next(row for row in comparison([ddp, fsdp]) if row.label == "memory of all ranks")
+    assert row.values == ("40 MB", "22 MB")
+    assert row.gain == "1.82×"
+    assert (ddp.name, fsdp.name) == ("DDP, 2 ranks", "FSDP, 2 ranks")

@@ -1,4 +1,6 @@
-"""The command `dure demo`: one rank, then several, on the same images; a table and a report.
+"""The command `dure demo`: one rank, then several (or DDP, then FSDP), on the same images.
+
+It shows a table, and writes a report.
 
 Both jobs are started by `run_job`, which is what `dure run` calls, and both run `train.py`. What
 the user got wrong is a `UsageError`, found before anything is started wherever it can be.
@@ -34,6 +36,7 @@ _USER_ERRORS = {"UsageError", "DataError"}
 _QUIET_CORES = 0.5
 _QUICK_IMAGES = 2400
 _KEPT_LINES = 200
+_FSDP_HIDDEN = 8  # layers: some 11 million parameters, in place of 0.27
 
 
 def demo(
@@ -52,11 +55,17 @@ def demo(
     backend: Annotated[str, typer.Option(help="What moves the gradients: shm or gloo.")] = "shm",
     out: Annotated[Path, typer.Option(help="Directory of the report.")] = Path("runs/demo"),
     seed: Annotated[int, typer.Option(help="Of the initial weights and the order of images.")] = 0,
+    fsdp: Annotated[
+        bool, typer.Option("--fsdp", help="Compare DDP with FSDP, on a larger network.")
+    ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="A shorter run on fewer images.")] = False,
 ) -> None:
-    """Train a small network on real images, with one process and with several, and compare."""
+    """Train a small network on real images, with one process and with several, and compare.
+
+    With --fsdp both runs have several: parameters are replicated in one, and sharded in the other.
+    """
     if epochs is None:
-        epochs = 2 if data else 6 if quick else 20
+        epochs = 2 if data else 6 if quick or fsdp else 20
     plan = Plan(
         data=data,
         ranks=ranks,
@@ -65,6 +74,7 @@ def demo(
         backend=backend,
         out=out,
         seed=seed,
+        fsdp=fsdp,
         quick=quick,
     )
     plan.check()
@@ -82,6 +92,7 @@ class Plan:
     backend: str
     out: Path
     seed: int
+    fsdp: bool
     quick: bool
 
     @property
@@ -91,15 +102,25 @@ class Plan:
             *(("--data", str(self.data)) if self.data else ()),
             *("--epochs", str(self.epochs), "--batch-size", str(self.batch_size)),
             *("--backend", self.backend, "--seed", str(self.seed)),
+            *(("--hidden", str(_FSDP_HIDDEN)) if self.fsdp else ()),
         )
+
+    @property
+    def runs(self) -> list[Run]:
+        """What is compared, the last with the first."""
+        if self.fsdp:
+            return [
+                Run(ranks=self.ranks, batch_size=self.batch_size, way=w) for w in ("DDP", "FSDP")
+            ]
+        return [Run(ranks=n, batch_size=self.batch_size) for n in sorted({1, self.ranks})]
 
     @property
     def command(self) -> str:
         """The command line, with every option spelled out."""
         own = ("--ranks", str(self.ranks), "--out", str(self.out))
-        return shlex.join(
-            ["dure", "demo", *self.training, *own, *(["--quick"] if self.quick else [])]
-        )
+        shared = self.training[:-2] if self.fsdp else self.training  # without what it adds
+        switches = [*(["--fsdp"] if self.fsdp else []), *(["--quick"] if self.quick else [])]
+        return shlex.join(["dure", "demo", *shared, *own, *switches])
 
     def check(self) -> None:
         """Make the report's directory; raise `UsageError` for what is known to fail later."""
@@ -108,6 +129,10 @@ class Plan:
                 "the ranks cannot share a batch equally",
                 seen=f"--batch-size {self.batch_size}, --ranks {self.ranks}",
                 fix=f"Try --batch-size {max(1, round(self.batch_size / self.ranks)) * self.ranks}.",
+            )
+        if self.fsdp and self.ranks < 2:
+            raise UsageError(
+                "there is nothing to shard among one rank", seen="--fsdp, --ranks 1", fix="Try 2."
             )
         if self.data is None:
             require_digits()
@@ -129,16 +154,16 @@ def _carry_out(plan: Plan, console: Console) -> None:
         console.print(f"Note: {crowd}; times will suffer.", highlight=False)
     ran = Ran(command=plan.command, when=f"{datetime.now():%Y-%m-%d %H:%M}", busy_cores=busy)
     with watcher(console) as watch:
-        runs = [_train(ranks, plan, watch) for ranks in sorted({1, plan.ranks})]
+        runs = [_train(run, plan, watch) for run in plan.runs]
     _show(console, runs)
     report = plan.out / "report.html"
     write_report(report, runs, ran)
     console.print(f"Report: {report}", soft_wrap=True, highlight=False)
 
 
-def _train(ranks: int, plan: Plan, watch: Watcher) -> Run:
-    """Run `train.py` on so many ranks; return what came of it, or leave with its exit code."""
-    run = Run(ranks=ranks, batch_size=plan.batch_size)
+def _train(run: Run, plan: Plan, watch: Watcher) -> Run:
+    """Run `train.py` as `run` says; return it with what came of it, or leave with its exit code."""
+    sharded = ("--fsdp",) if run.way == "FSDP" else ()
     images = ("--images", str(_QUICK_IMAGES)) if plan.quick else ()
     other: deque[str] = deque(maxlen=_KEPT_LINES)
 
@@ -157,8 +182,8 @@ def _train(ranks: int, plan: Plan, watch: Watcher) -> Run:
         JobSpec(
             program="dure.cli.demo.train",
             kind="module",
-            args=(*plan.training, *images, "--events"),
-            nproc=ranks,
+            args=(*plan.training, *images, *sharded, "--events"),
+            nproc=run.ranks,
             on_line=take,
             stdin="none",
             quiet=True,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["EpochEnd", "Event", "Phases", "Start", "Step", "decode", "encode"]
+__all__ = ["EpochEnd", "Event", "Memory", "Phases", "Start", "Step", "decode", "encode"]
 
 
 class Phases(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +64,16 @@ class EpochEnd(msgspec.Struct, frozen=True, kw_only=True, tag="epoch", tag_field
     accuracy: float
 
 
-Event = Start | Step | EpochEnd
+class Memory(msgspec.Struct, frozen=True, kw_only=True, tag="memory", tag_field="dure_demo"):
+    """A rank's share of memory, in bytes, beyond what it had before there was a model.
+
+    Of pages that ranks share each has its part (Linux calls it PSS).
+    """
+
+    nbytes: int
+
+
+Event = Start | Step | EpochEnd | Memory
 
 _decoder = msgspec.json.Decoder(Event)
 _MARK = '{"dure_demo":'

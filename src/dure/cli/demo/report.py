@@ -83,6 +83,10 @@ def _headline(runs: Sequence[Run]) -> str:
     if len(runs) < 2:
         return f"{last.name}: {last.images_per_s:,.0f} images/s, test accuracy {accuracies}"
     gain = last.images_per_s / runs[0].images_per_s
+    if last.way:
+        memory = f", in {last.memory / runs[0].memory:.2f} of its memory" if last.memory else ""
+        ways = f"{last.way} trains {gain:.2f} times as fast as {runs[0].way}{memory}"
+        return f"{ways}; test accuracy {accuracies}"
     return f"{last.name} train {gain:.2f} times as fast as one; test accuracy {accuracies}"
 
 
@@ -109,10 +113,16 @@ def _notes(runs: Sequence[Run]) -> str:
         "nothing but wait for gradients of other ranks; what backward hides is not in it. "
         "Data wait is the time until a step has its batch."
     )
+    if runs[-1].memory:
+        text += (
+            " Memory is what all ranks take beyond what they had before there was a model, at the "
+            "end of an epoch: parameters, gradients, optimizer state, and what PyTorch keeps of "
+            "activations. Pages that ranks share count once."
+        )
     if len(runs) > 1:
         text += (
-            " Every step sees the same images whatever the number of ranks, so the losses agree up "
-            f"to rounding: the largest difference in any step is {gap:.1g}."
+            " Every step sees the same images in all runs, so the losses agree up to rounding: the "
+            f"largest difference in any step is {gap:.1g}."
         )
     return text
 
@@ -133,7 +143,10 @@ def _charts(runs: Sequence[Run]) -> list[tuple[str, str]]:
         for run, values in smooth
     ]
     accuracies = [Series(run.name, run.accuracy_curve()) for run in runs]
-    bars = [Bar(run.name, [getattr(run.phases, name) * 1e3 for name in PHASES]) for run in runs]
+    bars = [
+        Bar(run.way or run.name, [getattr(run.phases, name) * 1e3 for name in PHASES])
+        for run in runs
+    ]
     parts = [_SHORT.get(field, label) for field, label in PHASES.items()]
     percent = Axis(label="test accuracy", show=lambda value: f"{value:.0%}")
     return [

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from dure.cli.demo.events import EpochEnd, Event, Phases, Start, Step
+from dure.cli.demo.events import EpochEnd, Event, Memory, Phases, Start, Step
 
 __all__ = ["PHASES", "Point", "Row", "Run", "common_target", "comparison"]
 
@@ -57,6 +57,7 @@ class Run:
         start: What rank 0 said it would do; None until then.
         points: One for each step that all ranks have finished.
         accuracies: After each epoch: (steps taken, accuracy from 0 to 1).
+        way: How ranks share the work, where that is compared: "DDP" or "FSDP".
         wall_s: From starting the processes to the end of the last; 0 until then.
     """
 
@@ -65,7 +66,9 @@ class Run:
     start: Start | None = None
     points: list[Point] = field(default_factory=list[Point])
     accuracies: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
+    way: str = ""
     wall_s: float = 0.0
+    _memory: dict[int, int] = field(default_factory=dict[int, int])
     _pending: dict[int, list[Step]] = field(default_factory=dict[int, list[Step]])
 
     def add(self, rank: int, event: Event) -> None:
@@ -81,6 +84,8 @@ class Run:
             case EpochEnd() if rank == 0 and self.start:
                 steps_taken = event.epoch * self.start.steps_per_epoch
                 self.accuracies.append((steps_taken, event.accuracy))
+            case Memory():
+                self._memory[rank] = max(event.nbytes, self._memory.get(rank, 0))
             case _:
                 pass
 
@@ -98,7 +103,13 @@ class Run:
     @property
     def name(self) -> str:
         """What tables and legends call this run."""
-        return f"{self.ranks} rank" + ("s" if self.ranks != 1 else "")
+        ranks = f"{self.ranks} rank" + ("s" if self.ranks != 1 else "")
+        return f"{self.way}, {ranks}" if self.way else ranks
+
+    @property
+    def memory(self) -> int:
+        """The most that training took of all ranks' memory, in bytes; 0 where it is not known."""
+        return sum(self._memory.values()) if len(self._memory) == self.ranks else 0
 
     @property
     def train_s(self) -> float:
@@ -169,6 +180,7 @@ def comparison(runs: Sequence[Run]) -> list[Row]:
     """Return the final table's rows; every run has finished, with a step at least."""
     target = common_target(runs)
     times = [run.time_to(target) or run.train_s for run in runs]
+    memory = [float(run.memory) for run in runs if run.way]
     return [
         _row(f"time to training loss {target:.2g}", times, lambda t: f"{t:.2f} s", -1),
         _row("images/s", [r.images_per_s for r in runs], lambda v: f"{v:,.0f}", 1),
@@ -179,6 +191,7 @@ def comparison(runs: Sequence[Run]) -> list[Row]:
             -1,
         ),
         *_phase_rows(runs),
+        *([_row("memory of all ranks", memory, _megabytes, -1)] if all(memory) and memory else []),
         Row("test accuracy", tuple(_percent(r.accuracy) for r in runs), _points(runs)),
     ]
 
@@ -188,6 +201,10 @@ def _row(label: str, values: Sequence[float], show: Callable[[float], str], sens
     first, last = values[0], values[-1]
     gain = f"{(last / first) ** sense:.2f}×" if len(values) > 1 and first and last else ""
     return Row(label, tuple(show(v) for v in values), gain)
+
+
+def _megabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e6:,.0f} MB"
 
 
 def _phase_rows(runs: Sequence[Run]) -> list[Row]:

@@ -2,7 +2,8 @@
 
 Every rank runs this file. It builds the same model, takes its share of each batch, and
 `DistributedDataParallel` averages the gradients while backward goes on, so that after each step all
-ranks hold the same parameters: those that one process would have after the whole batch.
+ranks hold the same parameters: those that one process would have after the whole batch. With
+`--fsdp` the ranks share one set of parameters, gradients and optimizer state instead.
 
 Run it by itself, on 2 ranks:  dure run --nproc 2 -m dure.cli.demo.train --epochs 5
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -19,7 +21,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 import dure as dist
-from dure.cli.demo.events import EpochEnd, Event, Phases, Start, Step, encode
+from dure import fsdp
+from dure.cli.demo.events import EpochEnd, Event, Memory, Phases, Start, Step, encode
 from dure.data import DistributedSampler, ImageData, load_digits, load_idx
 from dure.errors import UsageError
 
@@ -27,12 +30,15 @@ Report = Callable[[Event], None]
 Batches = DataLoader[tuple[torch.Tensor, torch.Tensor]]
 
 
-def build_model(side: int, num_classes: int, width: int = 64) -> nn.Sequential:
+def build_model(side: int, num_classes: int, width: int = 64, hidden: int = 0) -> nn.Sequential:
     """Build a network that maps pixels [n, 1, side, side] to logits [n, classes].
 
     It has neither dropout nor batch norm, so what it learns does not depend on who holds which part
-    of a batch. Images larger than 16 pixels are halved by the first convolution.
+    of a batch. Images larger than 16 pixels are halved by the first convolution. So many `hidden`
+    layers before the last one make it large beside what it computes.
     """
+    features = 2 * width * 9
+    between = [m for _ in range(hidden) for m in (nn.Linear(features, features), nn.ReLU())]
     model = nn.Sequential(
         nn.Conv2d(1, width, 3, padding=1, stride=2 if side > 16 else 1),
         nn.ReLU(),
@@ -45,10 +51,11 @@ def build_model(side: int, num_classes: int, width: int = 64) -> nn.Sequential:
         nn.ReLU(),
         nn.AdaptiveMaxPool2d(3),
         nn.Flatten(),
-        nn.Linear(2 * width * 9, num_classes),
+        *between,
+        nn.Linear(features, num_classes),
     )
-    for layer in model:
-        if isinstance(layer, nn.Conv2d):
+    for layer in list(model)[:-1]:
+        if isinstance(layer, nn.Conv2d | nn.Linear):
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
     return model
 
@@ -69,9 +76,9 @@ def train(options: argparse.Namespace, data: ImageData, report: Report) -> None:
     """Train a network on `data`; every rank calls this."""
     world_size = dist.get_world_size()
     torch.manual_seed(options.seed)
-    model: nn.Module = build_model(data.train.pixels.shape[-1], data.num_classes)
-    if world_size > 1:
-        model = dist.DistributedDataParallel(model)
+    before = memory()
+    model = build_model(data.train.pixels.shape[-1], data.num_classes, hidden=options.hidden)
+    model = shard(model) if options.fsdp else replicate(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, weight_decay=1e-3)
     images = Subset(data.train, range(min(options.images, len(data.train))))
     # Dropping the odd images, here and below, gives any number of ranks the same batches.
@@ -95,6 +102,30 @@ def train(options: argparse.Namespace, data: ImageData, report: Report) -> None:
             schedule.step()
             report(Step(step=epoch * len(batches) + i, loss=loss, phases=phases))
         report(EpochEnd(epoch=epoch + 1, accuracy=evaluate(model, data)))
+        if before:
+            report(Memory(nbytes=memory() - before))
+
+
+def replicate(model: nn.Module) -> nn.Module:
+    """Give every rank the model, and average gradients."""
+    return dist.DistributedDataParallel(model) if dist.get_world_size() > 1 else model
+
+
+def shard(model: nn.Sequential) -> nn.Module:
+    """Divide parameters, gradients and optimizer state over the ranks."""
+    for layer in model:
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            fsdp.fully_shard(layer)
+    return fsdp.fully_shard(model)
+
+
+def memory() -> int:
+    """Return this rank's share of the host's memory, in bytes; 0 where the system does not tell."""
+    try:
+        rows = Path("/proc/self/smaps_rollup").read_text("ascii").splitlines()
+    except OSError:
+        return 0
+    return sum(int(row.split()[1]) * 1024 for row in rows if row.startswith("Pss:"))
 
 
 def run_epoch(
@@ -136,9 +167,12 @@ def evaluate(model: nn.Module, data: ImageData) -> float:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     pixels, labels = (t[rank::world_size] for t in (data.test.pixels, data.test.labels))
     correct = torch.zeros(1, dtype=torch.int64)
-    for i in range(0, len(labels), 500):
-        guesses = model(normalize(pixels[i : i + 500])).argmax(dim=1)
-        correct += (guesses == labels[i : i + 500]).sum()
+    is_sharded = isinstance(model, fsdp.FSDPModule)
+    # Shares may be of different lengths.
+    with fsdp.follow(model) if is_sharded else nullcontext():
+        for i in range(0, len(labels), 500):
+            guesses = model(normalize(pixels[i : i + 500])).argmax(dim=1)
+            correct += (guesses == labels[i : i + 500]).sum()
     dist.all_reduce(correct)
     return correct.item() / len(data.test)
 
@@ -180,6 +214,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=120, help="of all ranks together")
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--images", type=int, default=10**9, help="train on the first so many")
+    parser.add_argument("--hidden", type=int, default=0, help="further layers before the last")
+    parser.add_argument("--fsdp", action="store_true", help="fully_shard in place of DDP")
     parser.add_argument("--backend", default="shm")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--events", action="store_true", help="print JSON lines for `dure demo`")
