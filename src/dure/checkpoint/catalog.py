@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from dure.checkpoint import flattening as keys
 from dure.checkpoint.folder import flush
 from dure.checkpoint.manifest import NAME, Unreadable, read_sealed, write_sealed
 from dure.checkpoint.slice_files import Kind, Layout, Slice
@@ -52,7 +53,7 @@ class Catalog:
     """Of each tensor; those without elements have none."""
     layouts: dict[str, Layout]
     """Of each file."""
-    paths: dict[str, list[str | int]] = field(default_factory=dict[str, list[str | int]])
+    paths: dict[str, keys.Path] = field(default_factory=dict[str, keys.Path])
     """The keys that led to a name, where they are not the name itself."""
 
     @property
@@ -68,7 +69,10 @@ class Catalog:
             "format": _FORMAT,
             "version": _VERSION,
             "values": self.values,
-            "paths": self.paths,
+            "paths": {
+                name: [[k] if isinstance(k, keys.Index) else k for k in path]
+                for name, path in self.paths.items()
+            },
             "tensors": {name: self._dump_tensor(name) for name in self.kinds},
         }
 
@@ -170,7 +174,16 @@ def _catalog(fields: dict[str, Any]) -> Catalog:
     both = values.keys() & kinds.keys()
     if both:
         raise Unreadable(f"{min(both)!r} is a tensor and a value")
-    return Catalog(dict(values), kinds, slices, layouts, dict(fields["paths"]))
+    return Catalog(dict(values), kinds, slices, layouts, _paths(fields["paths"]))
+
+
+def _paths(fields: dict[str, list[Any]]) -> dict[str, keys.Path]:
+    found: dict[str, keys.Path] = {}
+    for name, path in fields.items():
+        found[name] = tuple(keys.Index(k[0]) if isinstance(k, list) else k for k in path)
+        if not path or not all(isinstance(k, str | int) for k in found[name]):
+            raise Unreadable(f"{path} are no keys that lead to {name!r}")
+    return found
 
 
 def _kind(name: str, tensor: dict[str, Any]) -> Kind:

@@ -14,9 +14,13 @@ import torch
 
 from dure.errors import UsageError
 
-__all__ = ["Leaf", "flatten", "put"]
+__all__ = ["Index", "Leaf", "Path", "flatten", "nest", "put"]
 
 Path = tuple[Any, ...]
+
+
+class Index(int):
+    """A key that is a place in a list, and no key of a dict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ def _enter(path: Path, value: Any, found: dict[str, Leaf]) -> None:
         found[name] = Leaf(path, value)
         return
     else:
-        items = enumerate(cast(list[Any], value))
+        items = ((Index(i), inner) for i, inner in enumerate(cast(list[Any], value)))
     for key, inner in items:
         _enter((*path, key), inner, found)
 
@@ -71,6 +75,36 @@ def _is_value(value: Any) -> bool:
 
 def _entered(value: Any) -> bool:
     return not _is_value(value)
+
+
+def nest(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, Any]:
+    """Return what `flatten` was given: dicts and lists of the leaves.
+
+    Args:
+        flat: The leaves, by name.
+        paths: The keys that led to a name, where they are not the name itself.
+    """
+    root: dict[Any, Any] = {}
+    for name, value in flat.items():
+        *keys, last = paths.get(name, (name,))
+        place = root
+        for key in keys:
+            place = place.setdefault(key, _Level())
+        place[last] = value
+    return {key: _listed(value) for key, value in root.items()}
+
+
+class _Level(dict[Any, Any]):
+    """A dict that `nest` has made, and no leaf."""
+
+
+def _listed(value: Any) -> Any:
+    """Return levels as dicts, or as lists where their keys are indices."""
+    if not isinstance(value, _Level):
+        return value
+    if all(isinstance(key, Index) for key in value):
+        return [_listed(value[key]) for key in sorted(value)]
+    return {key: _listed(inner) for key, inner in value.items()}
 
 
 def put(state: Any, path: Path, value: Any) -> None:

@@ -125,7 +125,7 @@ def read_sealed(path: Path, form: Callable[[dict[str, Any]], T]) -> T:
         raise Unreadable(f"{path.name} is damaged, or not of Dure: its checksum is wrong")
     try:
         return form(cast(dict[str, Any], json.loads(body)))
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as e:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as e:
         raise Unreadable(f"{path.name} has another form: {type(e).__name__}: {e}") from None
 
 

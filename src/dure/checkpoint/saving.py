@@ -20,7 +20,8 @@ import torch
 
 from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.catalog import Catalog, Stored, next_number, part_name, publish, remove
-from dure.checkpoint.flattening import flatten
+from dure.checkpoint.flattening import Index, flatten
+from dure.checkpoint.flattening import Path as KeyPath
 from dure.checkpoint.folder import Folder, make
 from dure.checkpoint.manifest import NAME
 from dure.checkpoint.objects import own_state
@@ -43,7 +44,7 @@ class Taken:
     offer: Offer
     memory: dict[Slice, torch.Tensor]
     values: dict[str, Any]
-    paths: dict[str, list[str | int]]
+    paths: dict[str, KeyPath]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class _Told:
     digest: bytes
     offer: Offer | None
     values: dict[str, Any]
-    paths: dict[str, list[str | int]]
+    paths: dict[str, KeyPath]
     number: int | None
     """Of the save in its folder; rank 0 tells."""
 
@@ -69,8 +70,8 @@ def take(state_dict: Mapping[str, Any]) -> Taken:
         if not can_be_named(name):
             raise UsageError("nothing can be saved under this name", seen=f"{name!a}")
         if leaf.path != (name,):
-            keys = [k if type(k) in (str, int) else str(k) for k in leaf.path]
-            taken.paths[name] = keys
+            kept = (str, int, Index)
+            taken.paths[name] = tuple(k if type(k) in kept else str(k) for k in leaf.path)
         if isinstance(leaf.value, torch.Tensor):
             _take_tensor(name, leaf.value, taken)
             continue
@@ -192,7 +193,7 @@ class Saving:
         for (file, layout), crcs in zip(layouts.items(), [s for s in sums if s], strict=True):
             for part, crc in zip(layout.begins, crcs, strict=True):
                 slices[part.name][part.box] = Stored(file, crc)
-        paths: dict[str, list[str | int]] = {}
+        paths: dict[str, KeyPath] = {}
         for one in reversed(self._told):
             paths |= one.paths
         return Catalog(self.values, division.kinds, slices, layouts, paths)
