@@ -69,7 +69,7 @@ def test_diff_tells_names_values_kinds_and_elements(tmp_path, capsys):
         "step is 3, and 4\n"
         "v is F32[2], and F32[3]\n",
     )
-    cut_otherwise = saved(tmp_path / "3", 3, step=3, gone=1, v=torch.zeros(2))
+    cut_otherwise = saved(tmp_path / "3", 4, step=3, gone=1, v=torch.zeros(2))
     assert called(capsys, "diff", first, cut_otherwise) == (0, "the same\n")
 
 
