@@ -170,9 +170,9 @@ def test_ranks_that_mean_different_tensors_learn_both_lines() -> None:
         with pytest.raises(Desync) as caught:
             distribute_tensor(torch.ones(shape), mesh, ROWS)
         with pytest.raises(Desync) as other:
-            distribute_tensor(torch.ones(4, 4), mesh, [Shard(rank)])
+            distribute_tensor(torch.ones(4, 4), line("tp"), [Shard(rank)])
         with pytest.raises(Desync) as unlike:
-            DTensor.from_local(torch.ones(shape), mesh, ROWS, run_check=True)
+            DTensor.from_local(torch.ones(shape), line("tp"), ROWS, run_check=True)
         for error in (caught, other, unlike):
             assert sorted(error.value.calls) == [0, 1]
             for text in error.value.calls.values():
@@ -302,7 +302,7 @@ def test_what_is_read_is_the_value_of_the_whole() -> None:
         with CommRecorder() as seen:
             text = repr(rows(mesh).detach())
         assert "local_tensor" in text
-        assert seen.ops.count("all_gather_single") == 1  # of distribute_tensor, none of repr
+        assert seen.ops == ["scatter"]  # of distribute_tensor, none of repr
 
     run_ranks(2, body)
 

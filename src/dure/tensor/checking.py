@@ -1,9 +1,6 @@
-"""What ranks compare: the tensors that they mean, and the parts that they have."""
+"""What ranks compare of the parts that they say to have."""
 
 from __future__ import annotations
-
-import zlib
-from functools import lru_cache
 
 import torch
 
@@ -13,7 +10,7 @@ from dure.errors import Desync
 from dure.tensor.placement_types import Replicate
 from dure.tensor.spec import DTensorSpec
 
-__all__ = ["check_parts", "check_same"]
+__all__ = ["check_parts"]
 
 
 def check_parts(part: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
@@ -52,41 +49,3 @@ def check_parts(part: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
                 if isinstance(placement, Replicate):
                     spec.mesh.get_group(axis).broadcast(part, 0)
     return part
-
-
-@lru_cache(maxsize=1 << 12)
-def _digest_of(spec: DTensorSpec) -> tuple[str, torch.Tensor, int]:
-    """Return what a spec says, and a digest of it, as a tensor to send and as a number."""
-    text = f"{spec} on {spec.mesh!r}"
-    value = zlib.crc32(text.encode())
-    return text, torch.tensor([value], device=spec.mesh.device_type), value
-
-
-def check_same(spec: DTensorSpec, op: str) -> None:
-    """Raise unless all ranks mean the same shape, dtype and placements.
-
-    Raises:
-        Desync: On every rank that shares an axis with one that means another.
-
-    Collective:
-        All ranks of the mesh. A comparison of 8 bytes an axis.
-    """
-    mine, digest, value = _digest_of(spec)
-    for axis in range(spec.mesh.ndim):
-        group = spec.mesh.get_group(axis)
-        digests = digest.new_empty(group.size())
-        group.all_gather_single(digests, digest)
-        if digests.tolist().count(value) == group.size():
-            continue
-        said: list[str | None] = [None] * group.size()
-        all_gather_object(said, f"{mine} at {call_site()}", group)
-        calls = {r: str(text) for r, text in zip(group.global_ranks, said, strict=True)}
-        raise Desync(
-            "the ranks mean different tensors",
-            op=op,
-            group=group.group_name,
-            rank=spec.mesh.get_rank(),
-            calls=calls,
-            seen="; ".join(f"rank {rank}: {text}" for rank, text in calls.items()),
-            fix="Give the same shape, dtype and placements on all ranks.",
-        )

@@ -28,6 +28,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from dure.comm.untraced import untraced_below
 from dure.errors import CommError, MeshError, PlacementError, UsageError
@@ -399,17 +400,10 @@ def _view_in_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     tensor = args[0]
     if op is torch.ops.aten.detach_.default:
         return tensor
-    if op not in _IN_PLACE_VIEWS:
+    view = dispatch(_IN_PLACE_VIEWS[op], args, kwargs) if op in _IN_PLACE_VIEWS else None
+    if view is None or view.copied_at is not None:
         raise PlacementError(
-            f"{op} changes a DTensor's shape in place",
-            op=str(op),
-            seen=str(tensor.spec),
-            fix="Use an operator that returns a new tensor.",
-        )
-    view = dispatch(_IN_PLACE_VIEWS[op], args, kwargs)
-    if view.copied_at is not None:
-        raise PlacementError(
-            f"{op} would have to move the tensor",
+            f"{op} would have to move the tensor, or give it another shape in place",
             op=str(op),
             seen=str(tensor.spec),
             fix="Use the operator that returns a new tensor, or redistribute() first.",
@@ -491,9 +485,8 @@ def _results(call: OpCall) -> tuple[TensorMeta | None, ...]:
 
 def _leaves(result: Any) -> list[Any]:
     """Return the results of an operator as a list; None for what is no tensor."""
-    if isinstance(result, (list, tuple)):
-        return [leaf for one in result for leaf in _leaves(one)]
-    return [result if isinstance(result, torch.Tensor) else None]
+    leaves = pytree.tree_leaves(result)
+    return [one if isinstance(one, torch.Tensor) else None for one in leaves]
 
 
 def _plan(call: OpCall, found: Rule) -> Plan:

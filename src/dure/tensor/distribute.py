@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from dure.comm.call import NOTHING, about
 from dure.comm.differentiable import Map
 from dure.comm.untraced import untraced_below
 from dure.errors import MeshError, ModuleError, PlacementError, UsageError
 from dure.mesh import DeviceMesh
-from dure.tensor.checking import check_same
 from dure.tensor.dtensor import DTensor, mesh_or_current, wrap
 from dure.tensor.placement_types import Placement, Replicate
-from dure.tensor.redistribute import parts_along
+from dure.tensor.redistribute import parts_along, way_of
 from dure.tensor.spec import DTensorSpec, TensorMeta, as_placements, spec_of
 
 __all__ = ["distribute_module", "distribute_tensor"]
@@ -61,7 +61,7 @@ def distribute_tensor(
         All ranks of the mesh; none with ``src_data_rank=None``.
 
     Cost:
-        One scatter or broadcast an axis, and a comparison of 8 bytes.
+        One scatter or broadcast an axis.
     """
     op = "distribute_tensor"
     mesh = mesh_or_current(device_mesh, op)
@@ -95,7 +95,11 @@ def distribute_tensor(
     if spec.coordinate is None:
         local = local.new_empty(0)
     else:
-        local = _own_part(local, spec, None if local.is_meta else src_data_rank)
+        about(way_of(spec, spec).subject)
+        try:
+            local = _own_part(local, spec, None if local.is_meta else src_data_rank)
+        finally:
+            about(NOTHING)
     made = wrap(local, spec)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, tensor.requires_grad)  # pyright: ignore[reportReturnType]
@@ -124,8 +128,6 @@ def _unchanged(
 def _own_part(local: torch.Tensor, spec: DTensorSpec, source: int | None) -> torch.Tensor:
     """Return this rank's part: first cut along the axes that cut, in their order, then copied."""
     mesh = spec.mesh
-    if source is not None:
-        check_same(spec, "distribute_tensor")
     for dim in range(spec.ndim):
         for cut in spec.cuts(dim):
             n, index = mesh.size(cut.axis), mesh.get_local_rank(cut.axis)

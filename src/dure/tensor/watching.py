@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dure import trace
@@ -146,15 +147,13 @@ class Watch(TorchDispatchMode):
 
 def _seen(values: Any) -> list[DTensorSpec | str]:
     """Return the spec of each DTensor in nested values, and plain tensors as text."""
-    if type(values) is DTensor:
-        return [values.spec]
-    if isinstance(values, torch.Tensor):
-        return [f"{str(values.dtype).removeprefix('torch.')}{list(values.shape)}"]
-    if isinstance(values, dict):
-        return [one for value in values.values() for one in _seen(value)]  # pyright: ignore
-    if isinstance(values, (list, tuple)):
-        return [one for value in values for one in _seen(value)]  # pyright: ignore
-    return []
+    found: list[DTensorSpec | str] = []
+    for one in pytree.tree_leaves(values):
+        if type(one) is DTensor:
+            found.append(one.spec)
+        elif isinstance(one, torch.Tensor):
+            found.append(f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}")
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -84,7 +84,8 @@ def parallelize_module(
                 seen=f"{style!r}",
                 fix="Make one, as ColwiseParallel().",
             )
-        found = list(_matching(module, "", path.split("."))) if path else [("", module)]
+        modules = module.named_modules(remove_duplicate=False)
+        found = [(name, target) for name, target in modules if _matches(name, path)]
         if not found:
             _no_match(module, path)
         for name, target in found:
@@ -103,15 +104,11 @@ def parallelize_module(
     return module
 
 
-def _matching(module: nn.Module, prefix: str, path: list[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules below `module` that a path matches, with their names."""
-    for name, child in module.named_children():
-        if fnmatchcase(name, path[0]):
-            full = f"{prefix}.{name}" if prefix else name
-            if len(path) == 1:
-                yield full, child
-            else:
-                yield from _matching(child, full, path[1:])
+def _matches(name: str, path: str) -> bool:
+    """Tell whether a path is that of a module, component by component; "" is the outermost."""
+    names, parts = name.split("."), path.split(".")
+    alike = len(names) == len(parts) and all(map(fnmatchcase, names, parts))
+    return alike and bool(name) == bool(path)
 
 
 def _no_match(module: nn.Module, path: str) -> None:

@@ -154,11 +154,9 @@ def _index_put(call: OpCall) -> list[Strategy]:
 
 
 def _put_back(call: OpCall, to: Sequence[int | None]) -> list[Strategy]:
-    """Return strategies of an operator that puts values into a tensor.
+    """Return strategies of an operator that puts its last operand's values into its first.
 
-    Args:
-        call: Its last operand are the values; the first, if there are two, what they are put into.
-        to: For each dimension of the result where it is in the values, None if it is not.
+    `to` has for each dimension of the result where it is in the values, None if it is not.
     """
     found: list[Strategy] = []
     first = len(call.operands) > 1
