@@ -505,14 +505,16 @@ def _plan(call: OpCall, found: Rule) -> Plan:
         for meta, placements in zip(call.outputs, given, strict=True)
     )
     settled = replace(call, operands=tuple(targets), results=outputs)
-    local = found.local(settled) if found.local is not None else None
+    inside = mesh.get_coordinate() is not None
+    local = found.local(settled) if found.local is not None and inside else None
     moves = tuple(
         None if spec.placements == target.placements else (spec, target)
         for spec, target in zip(call.operands, targets, strict=True)
     )
     schema = schema_of(call.op)
-    moved, inside = any(moves), mesh.get_coordinate() is not None
-    alone = not moved and inside and all(i is None and isinstance(w, int) for w, i in call.places)
+    alone = (
+        not any(moves) and inside and all(i is None and isinstance(w, int) for w, i in call.places)
+    )
     alone = alone and all(kind == "Tensor" for kind in schema.kinds)
     returned = tuple(_place_of(call, name) for name in schema.returned)
     written = returned[0][0] if alone and len(returned) == 1 and returned[0] is not None else None

@@ -64,11 +64,9 @@ def _repeated(call: OpCall) -> list[Strategy]:
     return [Strategy((Shard(d),), (Shard(d + added),)) for d in same] + alike(call, TERMS)
 
 
-def _triangle_local(call: OpCall) -> Callable[..., Any] | None:
+def _triangle_local(call: OpCall) -> Callable[..., Any]:
     """Count the diagonal from where this rank's rows and columns begin."""
     spec, op = call.operands[0], call.op
-    if spec.coordinate is None:
-        return None
     (_, row), (_, column) = spec.runs(spec.ndim - 2)[0], spec.runs(spec.ndim - 1)[0]
     return lambda tensor, diagonal=0: op(tensor, diagonal + row - column)
 

@@ -14,18 +14,15 @@ import torch
 from dure.tensor.call import SUM, OpCall, R, Strategy, with_one
 from dure.tensor.placement_types import Shard
 from dure.tensor.registry import rule
-from dure.tensor.spec import DTensorSpec
 
 __all__ = ["own_rows"]
 
 aten = torch.ops.aten
 
 
-def own_rows(
-    numbers: torch.Tensor, spec: DTensorSpec, dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return numbers of a dimension's entries as this rank counts its own, and which it lacks."""
-    size, first = spec.runs(dim)[0]
+def own_rows(numbers: torch.Tensor, run: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return numbers of entries as this rank counts its own, one run, and which it lacks."""
+    size, first = run
     own = numbers - first
     missing = (own < 0) | (own >= size)
     return own.masked_fill(missing, 0), missing
@@ -40,13 +37,14 @@ def _lookup_local(call: OpCall) -> Callable[..., Any] | None:
     table, op = call.operands[0], call.op
     if not table.cuts(0):
         return None
+    run = table.runs(0)[0]
 
     def lookup(weight: torch.Tensor, indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not indices.is_cuda and ((indices < 0) | (indices >= table.shape[0])).any():
             raise IndexError("index out of range in self")
         if not weight.shape[0]:
             return weight.new_zeros((*indices.shape, weight.shape[1]))
-        own, missing = own_rows(indices, table, 0)
+        own, missing = own_rows(indices, run)
         found = op(weight, own)
         return found.masked_fill_(missing.unsqueeze(-1), 0)
 

@@ -39,22 +39,28 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _reduce(
-    tensor: torch.Tensor, spec: DTensorSpec, dims: Collection[int], op: ReduceOp
-) -> torch.Tensor:
-    """Reduce a tensor in place over the ranks among whom dimensions are divided."""
-    all_reduce_of(spec, [cut.axis for dim in dims for cut in spec.cuts(dim)], tensor, op)
-    return tensor
+Reduce = Callable[[torch.Tensor, ReduceOp], torch.Tensor]
 
 
-def _highest(values: torch.Tensor, spec: DTensorSpec, dims: Collection[int]) -> torch.Tensor:
+def _over_ranks(spec: DTensorSpec, dims: Collection[int]) -> Reduce:
+    """Return what reduces a tensor, in place, over the ranks among whom dimensions are divided."""
+    axes = [cut.axis for dim in dims for cut in spec.cuts(dim)]
+
+    def reduce(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        all_reduce_of(spec, axes, tensor, op)
+        return tensor
+
+    return reduce
+
+
+def _highest(values: torch.Tensor, dims: Collection[int], reduce: Reduce) -> torch.Tensor:
     """Return the highest of all ranks' values over dimensions, which are kept."""
     if all(values.shape[dim] for dim in dims):
         found = values.amax(tuple(dims), keepdim=True)
     else:
         shape = [1 if dim in dims else size for dim, size in enumerate(values.shape)]
         found = values.new_full(shape, -math.inf)
-    return _reduce(found, spec, dims, ReduceOp.MAX)
+    return reduce(found, ReduceOp.MAX)
 
 
 def _softmax_local(call: OpCall) -> Callable[..., Any] | None:
@@ -64,17 +70,18 @@ def _softmax_local(call: OpCall) -> Callable[..., Any] | None:
     if spec.ndim == 0 or not spec.cuts(dim):
         return None
     dtype, logarithm = call.result.meta.dtype, "log_softmax" in call.name
+    reduce = _over_ranks(spec, [dim])
 
     def forward(values: torch.Tensor, *_: Any) -> torch.Tensor:
         values = _wide(values)
-        shifted = values - _highest(values, spec, [dim])
-        total = _reduce(shifted.exp().sum(dim, keepdim=True), spec, [dim], ReduceOp.SUM)
+        shifted = values - _highest(values, [dim], reduce)
+        total = reduce(shifted.exp().sum(dim, keepdim=True), ReduceOp.SUM)
         return (shifted - total.log() if logarithm else shifted.exp() / total).to(dtype)
 
     def backward(grad: torch.Tensor, output: torch.Tensor, *_: Any) -> torch.Tensor:
         grad, output = _wide(grad), _wide(output)
         terms = grad if logarithm else grad * output
-        total = _reduce(terms.sum(dim, keepdim=True), spec, [dim], ReduceOp.SUM)
+        total = reduce(terms.sum(dim, keepdim=True), ReduceOp.SUM)
         found = grad - output.exp() * total if logarithm else output * (grad - total)
         return found.to(dtype)
 
@@ -96,13 +103,14 @@ def _logsumexp_local(call: OpCall) -> Callable[..., Any] | None:
     spec, dims, dtype = call.operands[0], reduced_dims(call), call.result.meta.dtype
     if not any(spec.cuts(dim) for dim in dims):
         return zeros_where_empty(call)
+    reduce = _over_ranks(spec, dims)
 
     def forward(values: torch.Tensor, _: Any, keepdim: bool = False) -> torch.Tensor:
         values, reduced = _wide(values), tuple(dims)
-        highest = _highest(values, spec, dims)
+        highest = _highest(values, dims, reduce)
         highest = torch.where(highest.isinf(), 0, highest)
         total = (values - highest).exp().sum(reduced, keepdim=True)
-        found = (_reduce(total, spec, dims, ReduceOp.SUM).log() + highest).to(dtype)
+        found = (reduce(total, ReduceOp.SUM).log() + highest).to(dtype)
         return found if keepdim else found.squeeze(reduced)
 
     return forward
@@ -206,12 +214,13 @@ def _weights(
 def _nll_of_own(scores: DTensorSpec) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """Return what gives terms of nll_loss, for targets among this rank's classes, and weights."""
     dim = _classes(scores)
+    run = scores.runs(dim)[0]
 
     def sums(
         values: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignored: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         _check_targets(target, scores.shape[dim], ignored)
-        index, missing = own_rows(target, scores, dim)
+        index, missing = own_rows(target, run)
         counted = _weights(target, weight, ignored, values.dtype)
         if values.shape[dim]:
             given = values.gather(dim, index.unsqueeze(dim)).squeeze(dim)
@@ -269,6 +278,7 @@ def _nll_backward_local(call: OpCall) -> Callable[..., Any] | None:
     dim = _classes(spec)
     if not spec.cuts(dim):
         return None
+    run = spec.runs(dim)[0]
 
     def backward(
         grad: torch.Tensor,
@@ -279,7 +289,7 @@ def _nll_backward_local(call: OpCall) -> Callable[..., Any] | None:
         ignored: int,
         total: torch.Tensor,
     ) -> torch.Tensor:
-        index, missing = own_rows(target, spec, dim)
+        index, missing = own_rows(target, run)
         counted = _weights(target, weight, ignored, values.dtype)
         scale = grad / total if reduction == MEAN else grad
         found = torch.zeros_like(values)
