@@ -220,13 +220,13 @@ def test_empty_shared_tensor_is_empty_on_2_ranks(tmp_path):
 # Something slow in the modules' globals keeps the interpreter's end going on for a while.
 _ENDS_WHILE_WAITING = """
 import os, sys, threading, time
-from dure.native import Group
+from dure.native import Group, Subject
 
 group = Group.create(0, 2, 30.0, 2, 1)
 peer = Group.attach(1, 2, 30.0, 2, os.getpid(), group.file, 1)
 group.ready()
 peer.ready()
-barrier = (1, 0, 8, -1, [], [], 0, 1.0)
+barrier = (1, 0, 8, -1, [], [], 0, 1.0, Subject(0, ""))
 channel = group.channel(0)
 waiting = threading.Event()
 
@@ -248,7 +248,7 @@ waiting.wait()
 # The end begins while threads wait for Python's lock.
 _ENDS_WHILE_BUSY = """
 import os, sys, threading, time
-from dure.native import Group
+from dure.native import Group, Subject
 
 group = Group.create(0, 2, 30.0, 2, 1)
 peer = Group.attach(1, 2, 30.0, 2, os.getpid(), group.file, 1)
@@ -258,7 +258,7 @@ busy = threading.Event()
 
 def meet(rank):
     for k in range(1 << 30):
-        rank.channel(0).run(1, 0, 8, -1, [], [], 0, 1.0, False, ())
+        rank.channel(0).run(1, 0, 8, -1, [], [], 0, 1.0, Subject(0, ""), False, ())
         if k == 100:
             busy.set()
 
