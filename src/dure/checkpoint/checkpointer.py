@@ -29,9 +29,9 @@ from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.folder import Folder, Place
 from dure.checkpoint.manifest import NAME, Manifest, write_manifest
 from dure.checkpoint.objects import PerRank, bare, is_sharded, state_of, to_tree, whole_tree
-from dure.checkpoint.parts import Entry, dealt_out, write_part
+from dure.checkpoint.parts import Entry, dealt_out
 from dure.checkpoint.randomness import random_state
-from dure.checkpoint.reading import RANDOM, Loading, inspect
+from dure.checkpoint.reading import RANDOM, Loading, inspect, write_part
 from dure.checkpoint.tree import encode
 from dure.errors import (
     CheckpointDamaged,

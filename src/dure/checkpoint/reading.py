@@ -14,12 +14,15 @@ import torch
 from dure.checkpoint.folder import Place
 from dure.checkpoint.manifest import NAME, Manifest, Unreadable, read_manifest
 from dure.checkpoint.objects import PerRank, check_fits, load_into
-from dure.checkpoint.parts import PartReader, dealt_out
+from dure.checkpoint.parts import DTYPES, Entry, dealt_out, pieces
 from dure.checkpoint.randomness import restore_random_state, seed_new_rank
+from dure.checkpoint.slice_files import Kind, Layout, Slice, SliceFile, write_slices
+from dure.checkpoint.slices import whole_box
 from dure.checkpoint.tree import decode
-from dure.errors import CheckpointMismatch
+from dure.comm.checksum import crc32c
+from dure.errors import CheckpointError, CheckpointMismatch
 
-__all__ = ["RANDOM", "Loading", "inspect"]
+__all__ = ["RANDOM", "Loading", "inspect", "write_part"]
 
 RANDOM = "(random)"
 """The name of the generators' state among a rank's own objects."""
@@ -33,18 +36,56 @@ def inspect(place: Place, rank: int, size: int) -> Manifest | str:
         return str(e)
     if manifest.step != place.step:
         return f"its manifest is of step {manifest.step}"
-    readers = {name: PartReader(place.path / name, e) for name, e in manifest.parts.items()}
-    for reader in readers.values():
-        fault = reader.fault()
-        if fault:
-            return fault
-    sizes = {(n, e.name): e.num_bytes for n, entries in manifest.parts.items() for e in entries}
-    owner = dealt_out(sizes, size)
-    for part, name in sizes:
-        fault = readers[part].tensor_fault(name) if owner[part, name] == rank else None
-        if fault:
-            return fault
+    try:
+        tensors = {n: _mapped(place.path / n, e) for n, e in manifest.parts.items()}
+    except (CheckpointError, KeyError) as e:
+        return e.seen if isinstance(e, CheckpointError) else f"there is no dtype {e}"
+    entries = {(n, e.name): e for n, part in manifest.parts.items() for e in part}
+    owner = dealt_out({key: e.num_bytes for key, e in entries.items()}, size)
+    for (part, name), entry in entries.items():
+        if owner[part, name] == rank and _sum(tensors[part][name]) != entry.crc32c:
+            return f"{name} in {part} is changed: its checksum is wrong"
     return manifest
+
+
+def write_part(path: Path, tensors: dict[str, torch.Tensor]) -> list[Entry]:
+    """Write whole tensors to a new file, through to the disk; return what is in it, in its order.
+
+    Raises:
+        OSError: The disk is full, or the file cannot be written.
+    """
+    kinds = {name: Kind(DTYPES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
+    layout = _layout(kinds)
+    memory = {part: tensors[part.name] for part in layout.begins}
+    return [
+        Entry(p.name, *kinds[p.name], kinds[p.name].num_bytes(p.box), crc)
+        for p, crc in zip(memory, write_slices(path, layout, memory), strict=True)
+    ]
+
+
+def _layout(kinds: dict[str, Kind]) -> Layout:
+    return Layout.of([Slice(name, whole_box(kind.shape)) for name, kind in kinds.items()], kinds)
+
+
+def _mapped(path: Path, entries: list[Entry]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a part, mapped from its file."""
+    kinds = {entry.name: Kind(entry.dtype, entry.shape) for entry in entries}
+    file = SliceFile(path, _layout(kinds))
+    try:
+        return {
+            part.name: file.mapped(part, kinds[part.name].torch_dtype)
+            for part in file.layout.begins
+        }
+    finally:
+        file.close()
+
+
+def _sum(tensor: torch.Tensor) -> int:
+    """Read a tensor's bytes and return their CRC-32C."""
+    crc = 0
+    for piece in pieces(tensor):
+        crc = crc32c(piece, crc)
+    return crc
 
 
 class Loading:
@@ -52,13 +93,14 @@ class Loading:
 
     def __init__(self, path: Path, manifest: Manifest, rank: int, size: int) -> None:
         self._path, self._manifest, self._rank, self._size = path, manifest, rank, size
-        self._parts = {n: PartReader(path / n, e) for n, e in manifest.parts.items()}
-        self._part_of = {e.name: n for n, entries in manifest.parts.items() for e in entries}
+        self._tensors: dict[str, torch.Tensor] = {}
+        for name, entries in manifest.parts.items():
+            self._tensors |= _mapped(path / name, entries)
         self._entries = manifest.entry_of()
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return the tensor of that name, mapped from its file."""
-        return self._parts[self._part_of[name]].tensor(name)
+        return self._tensors[name]
 
     def check(self, objects: dict[str, Any]) -> None:
         """Compare all objects with the file, before any is changed."""

@@ -216,7 +216,13 @@ class SliceFile:
             data, at = data[count:], at + count
         return crc if summed else None
 
+    def mapped(self, part: Slice, dtype: torch.dtype) -> torch.Tensor:
+        """Return a whole slice, mapped: valid when the file is closed; writes do not reach it."""
+        return self._mapped(self.layout.begins[part], part.box, dtype)
+
     def _mapped(self, at: int, box: Box, dtype: torch.dtype) -> torch.Tensor:
+        if not box.num_elements:
+            return torch.empty(box.sizes, dtype=dtype)
         if self._map is None:
             self._map = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_COPY)
         flat = torch.frombuffer(self._map, dtype=dtype, count=box.num_elements, offset=at)
