@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -54,5 +55,10 @@ def clip_grad_norm_(
             seen=f"{float(norm)}",
             fix="Skip the step, or pass error_if_nonfinite=False.",
         )
-    torch.nn.utils.clip_grads_with_norm_(given, max_norm, norm, foreach=True)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    by_device: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
+    for grad in grads:
+        by_device[grad.device].append(grad)
+    for device, some in by_device.items():
+        torch._foreach_mul_(some, factor.to(device))  # pyright: ignore
     return norm
