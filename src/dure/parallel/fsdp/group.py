@@ -8,12 +8,13 @@ waited for when the whole backward has.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
-from dure.errors import ModuleError
+from dure.errors import CommError, ModuleError
 from dure.parallel.fsdp.parameter import FSDPParameter
 from dure.parallel.fsdp.strategy import Reduction, Strategy
 from dure.training.memory import give_back_freed
@@ -150,8 +151,11 @@ class ParameterGroup:
         self._trim()
 
     def forget(self) -> None:
-        """Drop what a step that failed has left."""
-        self._reducing = None
+        """Drop what a step that failed has left; wait for what others still read."""
+        if self._reducing is not None:
+            finish, self._reducing = self._reducing, None
+            with suppress(CommError):
+                finish()
         for parameter in self.parameters:
             parameter.accumulated = None
             if parameter.whole is not None:

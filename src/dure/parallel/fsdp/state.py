@@ -107,6 +107,7 @@ class Tree:
         self._forward: Order | None = None
         self._backward: tuple[Order, Order] | None = None
         self._reducing: deque[tuple[str, ParameterGroup]] = deque()
+        self._kept: set[FSDPState] = set()
 
     def _name_parameters(self, root: FSDPState) -> None:
         paths = {inner: path for m in root.modules for path, inner in m.named_modules()}
@@ -221,8 +222,7 @@ class Tree:
         assert self._backward is not None
         gathers, _ = self._backward
         if state.is_sharded and state.unshard_in_backward:
-            for skipped in gathers.skipped(state):
-                skipped.join_gather()
+            self._join(gathers.skipped(state))
             state.unshard()
             coming = gathers.coming()
             state.show_wholes()
@@ -231,8 +231,15 @@ class Tree:
                     ahead.unshard()
         state.in_backward = True
 
+    def _join(self, skipped: Sequence[FSDPState]) -> None:
+        """Take part in what others gather for backward: not what all have kept since forward."""
+        for state in skipped:
+            if state not in self._kept:
+                state.join_gather()
+
     def _enter_backward(self, orders: tuple[Order, Order]) -> None:
         self._backward = orders
+        self._kept = {state for state in self.states if not state.is_sharded}
         for order in orders:
             order.begin()
         self.clock.begin_backward()
@@ -313,8 +320,7 @@ class Tree:
         for state in reversed(self.states):
             if state.in_backward:
                 self.reduce(state)
-        for state in gathers.end():
-            state.join_gather()
+        self._join(gathers.end())
         for state in reductions.end():
             self._begin_reduction(state)
         self.clock.last_wait()

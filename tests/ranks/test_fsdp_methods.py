@@ -1,0 +1,245 @@
+"""The methods of a sharded module: what each changes, in numbers or in what is communicated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dure.device_mesh import init_device_mesh
+from dure.errors import ModuleError, UsageError
+from dure.fsdp import FSDPModule, fully_shard, share_comm_ctx, strategy
+from dure.tensor import DTensor
+from dure.testing import CommRecorder, run_ranks
+from ranks.fsdp_models import Net, batch, by_step, compare, loss_of, made, mine, shard, whole
+
+
+@pytest.fixture(params=["gathered", "shared"])
+def way(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def sharded(way: str, **options: Any) -> Any:
+    model = made()
+    with strategy(way):
+        return shard(model, **options)
+
+
+def gathers(seen: CommRecorder) -> int:
+    return Counter(seen.ops)["all_gather_single"]
+
+
+def microbatches(model: nn.Module, number: int, size: int = 1, rank: int = 0) -> torch.Tensor:
+    """Three backwards; wholes stay between them, gradients are reduced at the last."""
+    losses = []
+    for k in range(3):
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(k == 2)
+            model.set_is_last_backward(k == 2)
+            model.set_reshard_after_backward(k == 2)
+        loss = loss_of(model, mine(batch(number + 10 * k), size, rank))
+        loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
+
+
+def test_wholes_stay_between_microbatches(way: str) -> None:
+    compare(way, 2, step=microbatches, expected_step=microbatches)
+
+
+def test_wholes_that_stay_are_not_gathered_again() -> None:
+    """Four groups for the first forward; three blocks, freed after it, for each backward."""
+
+    def body(rank: int) -> int:
+        model = sharded("gathered")
+        with CommRecorder() as seen:
+            microbatches(model, 0, 2, rank)
+        return gathers(seen)
+
+    assert run_ranks(2, body) == [4 + 3 * 3] * 2
+
+
+def test_wholes_that_stay_after_forward_are_not_gathered_in_backward() -> None:
+    def body(rank: int) -> tuple[int, int]:
+        model = sharded("gathered")
+        with CommRecorder() as freed:
+            by_step(model, 0, 2, rank)
+        model.set_reshard_after_forward(False)
+        with CommRecorder() as kept:
+            by_step(model, 0, 2, rank)
+        with pytest.raises(UsageError):
+            model.set_reshard_after_forward(2)
+        return gathers(freed), gathers(kept)
+
+    assert run_ranks(2, body) == [(7, 4), (7, 4)]
+
+
+def test_replicas_are_reduced_at_the_last_microbatch(way: str) -> None:
+    def step(model: nn.Module, number: int, size: int = 1, rank: int = 0) -> torch.Tensor:
+        losses = []
+        for k in range(2):
+            if isinstance(model, FSDPModule):
+                model.set_requires_all_reduce(k == 1)
+            loss = loss_of(model, mine(batch(number + 10 * k), size, rank))
+            loss.backward()
+            if isinstance(model, FSDPModule) and k == 0:
+                assert all(p.grad is None for p in model.parameters())
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    def prepare(model: Net) -> None:
+        shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")))
+
+    compare(way, 4, prepare=prepare, step=step, expected_step=step)
+
+
+@pytest.mark.parametrize("async_op", [True, False])
+def test_parameters_are_made_whole_by_hand(way: str, async_op: bool) -> None:
+    def body(rank: int) -> None:
+        model = sharded(way)
+        block = model.blocks[1]
+        expected = made().blocks[1].up.weight
+        handle = block.unshard(async_op=async_op)
+        assert (handle is not None) == async_op
+        if handle is not None:
+            assert isinstance(block.up.weight, DTensor)
+            handle.wait()
+            handle.wait()
+        assert not isinstance(block.up.weight, DTensor)
+        assert torch.equal(block.up.weight, expected)
+        assert isinstance(model.head.weight, DTensor)
+        block.reshard()
+        assert isinstance(block.up.weight, DTensor)
+        by_step(model, 0, 2, rank)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("force", [True, False])
+def test_sums_are_divided_by_what_the_program_says(way: str, force: bool) -> None:
+    """By 4 in place of 2 ranks: half the average, for the modules that were told."""
+
+    def body(rank: int) -> Any:
+        model = sharded(way)
+        model.blocks[0].set_gradient_divide_factor(4.0)
+        model.set_force_sum_reduction_for_comms(force)
+        by_step(model, 0, 2, rank)
+        return {n: whole(p.grad) for n, p in model.named_parameters()}
+
+    reference = made()
+    by_step(reference, 0)
+    for got in run_ranks(2, body):
+        for name, parameter in reference.named_parameters():
+            if parameter.grad is not None:
+                factor = 0.5 if name.startswith("blocks.0.") else 1.0
+                torch.testing.assert_close(got[name], factor * parameter.grad)
+
+
+def test_modules_are_gathered_ahead_as_the_program_says() -> None:
+    """In forward block 0 asks for both others; in backward block 2 does."""
+
+    def body(rank: int) -> tuple[list[int], list[int]]:
+        model = sharded("gathered")
+        first, second, third = model.blocks
+        first.set_modules_to_forward_prefetch([second, third])
+        third.set_modules_to_backward_prefetch([second, first])
+        forward: list[int] = []
+        backward: list[int] = []
+        with CommRecorder() as seen:
+            handles = [
+                first.register_forward_hook(lambda *_: forward.append(gathers(seen))),
+                third.down.register_full_backward_hook(lambda *_: backward.append(gathers(seen))),
+            ]
+            by_step(model, 0, 2, rank)
+            for handle in handles:
+                handle.remove()
+        with pytest.raises(UsageError, match="only sharded modules"):
+            first.set_modules_to_forward_prefetch([model.head])
+        by_step(model, 1, 2, rank)
+        return forward, backward
+
+    # The root and all blocks when block 0 ends; all blocks once more in block 2's backward.
+    assert run_ranks(2, body) == [([4], [7])] * 2
+
+
+def test_a_step_that_failed_is_reset(way: str) -> None:
+    def body(rank: int) -> Any:
+        model = sharded(way)
+        by_step(model, 0, 2, rank)
+
+        def fail(*_: object) -> None:
+            raise ArithmeticError
+
+        model.zero_grad()
+        handle = model.blocks[1].register_full_backward_hook(fail)
+        with pytest.raises(ArithmeticError):
+            by_step(model, 0, 2, rank)
+        handle.remove()
+        with pytest.raises(ModuleError, match="for the root"):
+            model.blocks[0].reset_iter_state()
+        model.reset_iter_state()
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        model.zero_grad()
+        by_step(model, 0, 2, rank)
+        return {n: whole(p.grad) for n, p in model.named_parameters()}
+
+    reference = made()
+    by_step(reference, 0)
+    for got in run_ranks(2, body):
+        for name, parameter in reference.named_parameters():
+            if parameter.grad is not None:
+                torch.testing.assert_close(got[name], parameter.grad)
+
+
+def test_parameters_that_are_ignored_stay_as_they_are(way: str) -> None:
+    def body(rank: int) -> None:
+        model = made()
+        kept = model.head.weight
+        with strategy(way):
+            shard(model, ignored_params={kept})
+        by_step(model, 0, 2, rank)
+        assert model.head.weight is kept
+        assert not isinstance(kept, DTensor)
+        mine_only = made()
+        by_step(mine_only, 0, 2, rank)
+        torch.testing.assert_close(kept.grad, mine_only.head.weight.grad)
+        assert isinstance(model.embed.weight, DTensor)
+
+    run_ranks(2, body)
+
+
+def test_roots_that_share_what_they_communicate_with(way: str) -> None:
+    def body(rank: int) -> None:
+        models = [sharded(way) for _ in range(2)]
+        share_comm_ctx(models)
+        for model in models:
+            by_step(model, 0, 2, rank)
+        plain: Any = nn.Linear(2, 2)
+        with pytest.raises(UsageError, match="not sharded"):
+            share_comm_ctx([plain])
+        FSDPModule.set_post_optim_event(models[0], None)
+        models[0].set_allocate_memory_from_process_group_for_comm(True)
+        models[0].set_symm_mem_for_comm()
+        models[0].set_separate_reduce_scatter_group()
+        models[0].set_reduce_scatter_unused_params(True)
+        models[0].set_reduce_scatter_max_input_buffers(1)
+        with pytest.raises(UsageError, match="at least one"):
+            models[0].set_reduce_scatter_max_input_buffers(0)
+        by_step(models[0], 1, 2, rank)
+
+    run_ranks(2, body)
+
+
+def test_an_unsharded_module_is_made_of_a_sharded_class(way: str) -> None:
+    def body(rank: int) -> None:
+        linear = nn.Linear(2, 3)
+        with strategy(way):
+            fully_shard(linear)
+        made_anew = type(linear)(4, 5)
+        assert type(made_anew) is nn.Linear
+        assert made_anew.weight.shape == (5, 4)
+
+    run_ranks(2, body)
