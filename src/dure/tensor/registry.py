@@ -112,7 +112,11 @@ def zeros_where_empty(call: OpCall) -> Local | None:
 
     For operators whose results are then empty, or terms of a sum.
     """
-    if all(0 in s.shape or 0 not in s.local_shape for s in call.operands):
+    if all(
+        own or not whole
+        for spec in call.operands
+        for own, whole in zip(spec.local_shape, spec.shape, strict=True)
+    ):
         return None
     made = [None if r is None else (r.local_shape, r.meta.dtype) for r in call.results]
 

@@ -17,6 +17,7 @@ import torch
 from dure.tensor.call import SUM, OpCall, R, Strategy, with_one
 from dure.tensor.placement_types import Placement, Shard
 from dure.tensor.registry import rule, with_argument, zeros_where_empty
+from dure.tensor.spec import TensorMeta
 
 aten = torch.ops.aten
 
@@ -82,10 +83,13 @@ _CHANNELS = ("weight", "bias", "running_mean", "running_var", "save_mean", "save
 
 @rule(aten.native_batch_norm.default, local=zeros_where_empty)
 def _batch_norm(call: OpCall) -> list[Strategy]:
-    if call.operands[0].ndim < 2:
-        return []
     training = call.arg("training")
     saved = Shard(0) if training else R
+    if not training and call.operands[0].mesh.device_type == "cpu":  # nothing is saved there
+        none = TensorMeta.of(torch.empty(0, dtype=call.operands[0].meta.dtype))
+        call.outputs = (call.outputs[0], none, none)
+    if call.operands[0].ndim < 2:
+        return []
     channels = _by_name(call, {"input": Shard(1), **dict.fromkeys(_CHANNELS, Shard(0))})
     found = [Strategy(channels, (Shard(1), saved, saved))]
     if not training:
