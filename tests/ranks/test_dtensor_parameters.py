@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -131,7 +131,7 @@ def test_a_gradient_that_was_moved_for_a_view_is_one_like_any(placement: Any) ->
         grad: Any = DTensor.from_local(part, mesh, [placement])
         grad.copied_at = grad._version
         p.grad = grad
-        torch._foreach_mul_([grad], 3.0)
+        torch._foreach_mul_([cast(Any, p.grad)], 3.0)
         assert p.grad.placements == (Shard(0),)
         assert p.grad.full_tensor().tolist() == [6.0 if placement == Partial() else 3.0] * 4
 

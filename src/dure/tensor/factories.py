@@ -6,6 +6,7 @@ the whole and keeps its part, so values do not depend on the mesh, and all gener
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, Unpack
 
@@ -131,3 +132,10 @@ def rand(*size: Sizes, **options: Unpack[Options]) -> DTensor:
 def randn(*size: Sizes, **options: Unpack[Options]) -> DTensor:
     """Return normal random numbers, those of the unsharded run; all else as `rand`."""
     return _made(torch.randn, size, **options)
+
+
+_options = [p for p in inspect.signature(_made).parameters.values() if p.kind is p.KEYWORD_ONLY]
+for _factory in (ones, zeros, empty, full, rand, randn):  # what help() shows
+    _own = inspect.signature(_factory)
+    _before = [p for p in _own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    setattr(_factory, "__signature__", _own.replace(parameters=[*_before, *_options]))  # noqa: B010
