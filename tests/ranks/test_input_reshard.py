@@ -76,6 +76,7 @@ def test_a_rank_keeps_its_part_once_and_backward_gathers():
             y = model(x)
             del x
             if dim == 2:
+                gc.collect()  # cycles of other tests and of the whole before
                 kept = [  # as the product of matrices has it
                     o for o in gc.get_objects()
                     if type(o) is DTensor and o.spec.mesh is mesh and o.shape == (8, 8)

@@ -11,7 +11,6 @@ row by row, and only pages that hold wanted elements are touched.
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -144,7 +143,7 @@ class SliceFile:
 
     def __init__(self, path: Path, layout: Layout) -> None:
         self.path, self.layout, self.num_read = path, layout, 0
-        self._map: mmap.mmap | None = None
+        self._map: Any = None  # torch.UntypedStorage
         try:
             self._descriptor = open_file(path)
         except OSError as e:
@@ -224,6 +223,9 @@ class SliceFile:
         if not box.num_elements:
             return torch.empty(box.sizes, dtype=dtype)
         if self._map is None:
-            self._map = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_COPY)
-        flat = torch.frombuffer(self._map, dtype=dtype, count=box.num_elements, offset=at)
+            # Python's mmap would keep the file open for as long as a tensor lies in it.
+            name = f"/proc/self/fd/{self._descriptor}"
+            self._map = torch.UntypedStorage.from_file(name, False, self.layout.num_bytes)
+        whole = torch.empty(0, dtype=torch.uint8).set_(self._map)  # pyright: ignore
+        flat = torch.frombuffer(whole.numpy(), dtype=dtype, count=box.num_elements, offset=at)
         return flat.view(box.sizes)

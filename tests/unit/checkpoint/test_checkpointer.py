@@ -188,6 +188,16 @@ def test_checkpoint_of_other_objects_is_refused_before_anything_changes(tmp_path
     assert str(path) == caught.value.path
 
 
+def test_no_file_stays_open_while_a_refusal_is_looked_at(tmp_path):
+    checkpoints = Checkpointer(tmp_path)
+    checkpoints.save(1, **trained())
+    with pytest.raises(CheckpointMismatch) as caught:
+        checkpoints.load(**trained() | {"model": small(width=5)})
+    names = [os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")]
+    assert not [name for name in names if name.startswith(f"{tmp_path}{os.sep}")]
+    del caught
+
+
 def test_last_ones_are_kept_and_leftovers_removed(tmp_path):
     checkpoints = Checkpointer(tmp_path, keep=2)
     (tmp_path / ".removing-000007-step-1").mkdir()
