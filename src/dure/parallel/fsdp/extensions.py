@@ -145,13 +145,7 @@ class Extended(Gathered):
         """Finish the all_gather, and have the classes make the wholes."""
         if self._is_whole:
             return self._wholes
-        self.unshard()
-        assert self._begun is not None
-        output, ranks, work = self._begun
-        self._begun = None
-        if work is not None:
-            work.wait()
-        pieces, begin = output.view(ranks, -1), 0
+        pieces, begin = self._pieces(), 0
         made: list[torch.Tensor] = []
         for number, extension in enumerate(self._extensions):
             width = sum(map(extension.room, range(len(extension.shapes))))

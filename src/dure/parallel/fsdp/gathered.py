@@ -164,22 +164,26 @@ class Gathered(Reducer):
                 there.narrow(parameter.dim, 0, part.shape[parameter.dim]).copy_(part)
         return flat
 
-    def wait(self) -> Sequence[torch.Tensor]:
-        """Finish the all_gather, and return the wholes."""
-        if self._is_whole:
-            return self._wholes
+    def _pieces(self) -> torch.Tensor:
+        """Finish the all_gather; return what it gathered, [ranks, k]."""
         self.unshard()
         assert self._begun is not None
         output, ranks, work = self._begun
         self._begun = None
         if work is not None:
             work.wait()
+        return output.view(ranks, -1)
+
+    def wait(self) -> Sequence[torch.Tensor]:
+        """Finish the all_gather, and return the wholes."""
+        if self._is_whole:
+            return self._wholes
+        pieces = self._pieces()
         if not self._wholes:
-            self._wholes = [output.new_empty(p.whole_shape) for p in self._parameters]
-        pieces = output.view(ranks, -1)
+            self._wholes = [pieces.new_empty(p.whole_shape) for p in self._parameters]
         begin = 0
         for parameter, whole in zip(self._parameters, self._wholes, strict=True):
-            numel = padded_numel(parameter, ranks)
+            numel = padded_numel(parameter, len(pieces))
             whole.untyped_storage().resize_(whole.numel() * whole.itemsize)
             with torch.no_grad(), _unversioned(whole):
                 _copy_out(whole, pieces[:, begin : begin + numel], parameter)
