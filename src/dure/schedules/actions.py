@@ -1,0 +1,218 @@
+"""Actions of a pipeline, and schedules: for each rank, its actions in order.
+
+The vocabulary, which the other files of this package use:
+
+- A model is cut into *stages* 0 to S - 1, a batch into *microbatches* 0 to m - 1. Each stage lies
+  on one rank: `placement[stage]`.
+- An *action* is one thing that a rank does for one stage, and mostly for one microbatch. Its text
+  form is torch's: `0F1` is the forward of stage 0 on microbatch 1, `1B0` a whole backward, `1I2`
+  and `1W2` its two halves (gradients of the inputs, gradients of the weights), `0SEND_F0` sends
+  stage 0's output to stage 1, `1RECV_F0` is its other end, `1SEND_B0` sends the gradient of stage
+  1's input to stage 0, `0RECV_B0` is its other end. `0UNSHARD`, `0RESHARD` and `0REDUCE_GRAD` are
+  of a whole stage. `(0F1;1B0)OVERLAP_F_B` computes two actions side by side.
+- A *schedule* holds each rank's list of actions. A *grid* is a schedule of computation only, where
+  None is a time slot in which the rank idles; a list that `lower` made has SEND and RECV, no None.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from dure.errors import UsageError
+
+__all__ = ["Action", "Kind", "Schedule", "loop_placement", "v_placement"]
+
+
+class Kind(StrEnum):
+    """What an action does; the value is its text form."""
+
+    __hash__ = str.__hash__  # Enum's own is a function of Python: schedules have 10^5 actions
+
+    FORWARD = "F"
+    FULL_BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE_GRAD = "REDUCE_GRAD"
+    OVERLAP_F_B = "OVERLAP_F_B"
+
+    @property
+    def is_compute(self) -> bool:
+        """Whether it computes: F, B, I, W or OVERLAP_F_B."""
+        return self in _COMPUTE
+
+    @property
+    def is_send(self) -> bool:
+        """Whether it sends to the next or the previous stage."""
+        return self is Kind.SEND_F or self is Kind.SEND_B
+
+    @property
+    def is_recv(self) -> bool:
+        """Whether it receives from the previous or the next stage."""
+        return self is Kind.RECV_F or self is Kind.RECV_B
+
+    @property
+    def of_stage(self) -> bool:
+        """Whether it concerns a stage as a whole, and so has no microbatch."""
+        return self in _OF_STAGE
+
+
+_SIMPLE = frozenset("FBIW")
+_COMPUTE = _SIMPLE | {"OVERLAP_F_B"}
+_OF_STAGE = frozenset(["UNSHARD", "RESHARD", "REDUCE_GRAD"])
+# A transfer's other end: its kind, and how many stages away it lies.
+_OTHER_END = {
+    Kind.SEND_F: (Kind.RECV_F, 1),
+    Kind.RECV_F: (Kind.SEND_F, -1),
+    Kind.SEND_B: (Kind.RECV_B, -1),
+    Kind.RECV_B: (Kind.SEND_B, 1),
+}
+_TEXT = re.compile(
+    r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|F|B|I|W)(\d*)", re.ASCII
+)
+
+
+class Action(NamedTuple):
+    """One thing that a rank does for one stage.
+
+    Args:
+        stage: The stage's index; -1 for OVERLAP_F_B, whose parts have their own.
+        kind: What is done.
+        microbatch: Of which microbatch; None for what concerns the whole stage.
+        sub_actions: The parts of an OVERLAP_F_B, else None.
+    """
+
+    stage: int
+    kind: Kind
+    microbatch: int | None = None
+    sub_actions: tuple[Action, ...] | None = None
+
+    def __str__(self) -> str:
+        if self.sub_actions is not None:
+            return f"({';'.join(map(str, self.sub_actions))}){self.kind.value}"
+        return f"{self.stage}{self.kind.value}{'' if self.microbatch is None else self.microbatch}"
+
+    __repr__ = __str__
+
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        """What is done: the parts of an OVERLAP_F_B, else the action itself."""
+        return (self,) if self.sub_actions is None else self.sub_actions
+
+    @property
+    def other_end(self) -> Action:
+        """The receive of a send, and the send of a receive.
+
+        Raises:
+            KeyError: It is neither.
+        """
+        kind, distance = _OTHER_END[self.kind]
+        return Action(self.stage + distance, kind, self.microbatch)
+
+    @staticmethod
+    def parse(text: str) -> Action:
+        """Read an action from its text form, such as `2F0`, `1UNSHARD` or `(0F1;1B0)OVERLAP_F_B`.
+
+        Raises:
+            UsageError: It is none.
+        """
+        text = text.strip()
+        if text.startswith("(") and text.endswith(")" + Kind.OVERLAP_F_B):
+            inner = text[1 : -len(Kind.OVERLAP_F_B) - 1].split(";")
+            parts = tuple(Action.parse(part) for part in inner)
+            if len(parts) != 2 or not all(part.kind in _SIMPLE for part in parts):
+                raise _no_action(text, "OVERLAP_F_B takes two of F, B, I and W")
+            return Action(-1, Kind.OVERLAP_F_B, None, parts)
+        found = _TEXT.fullmatch(text)
+        if found is None:
+            raise _no_action(text, "a stage, a kind and a microbatch")
+        stage, kind, microbatch = int(found[1]), Kind(found[2]), found[3]
+        if kind.of_stage == bool(microbatch):
+            wanted = "no microbatch" if kind.of_stage else "a microbatch"
+            raise _no_action(text, f"{kind} with {wanted}")
+        return Action(stage, kind, int(microbatch) if microbatch else None)
+
+
+def _no_action(text: str, expected: str) -> UsageError:
+    return UsageError(
+        "this is no action of a pipeline",
+        seen=f"{text!r}, expected {expected}",
+        fix="Write 2F0, 1B3, 0SEND_F0, 1UNSHARD or (0F1;1B0)OVERLAP_F_B.",
+    )
+
+
+def loop_placement(stages: int, ranks: int) -> tuple[int, ...]:
+    """Return the rank of each stage when stages go round the ranks: 0 1 2 0 1 2."""
+    _check_split(stages, ranks)
+    return tuple(stage % ranks for stage in range(stages))
+
+
+def v_placement(stages: int, ranks: int) -> tuple[int, ...]:
+    """Return the rank of each stage when stages go to and fro: 0 1 2 2 1 0."""
+    _check_split(stages, ranks)
+    there = range(ranks)
+    return tuple(
+        there[stage % ranks] if stage // ranks % 2 == 0 else there[-1 - stage % ranks]
+        for stage in range(stages)
+    )
+
+
+def _check_split(stages: int, ranks: int) -> None:
+    if ranks < 1 or stages < 1 or stages % ranks:
+        raise UsageError(
+            "every rank has the same number of stages",
+            seen=f"{stages} stages on {ranks} ranks",
+            fix=f"Take {max(1, stages // max(ranks, 1)) * max(ranks, 1)} stages.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What each rank does, in order.
+
+    Args:
+        ranks: For each rank its actions; None is a time slot without one.
+        placement: For each stage the rank that it lies on.
+        microbatches: How many a batch is cut into.
+        name: What it is called in tables and pictures.
+    """
+
+    ranks: tuple[tuple[Action | None, ...], ...]
+    placement: tuple[int, ...]
+    microbatches: int
+    name: str = ""
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.placement)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages that lie on `rank`, in order."""
+        return tuple(stage for stage, where in enumerate(self.placement) if where == rank)
+
+    def actions(self, rank: int) -> list[Action]:
+        """Return a rank's actions in order, without idle slots."""
+        return [action for action in self.ranks[rank] if action is not None]
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether there are sends and receives in it, as `lower` writes them."""
+        return any(
+            action is not None and (action.kind.is_send or action.kind.is_recv)
+            for actions in self.ranks
+            for action in actions
+        )
+
+    def with_ranks(self, ranks: Sequence[Sequence[Action | None]]) -> Schedule:
+        """Return the same schedule with other lists."""
+        return Schedule(tuple(map(tuple, ranks)), self.placement, self.microbatches, self.name)
