@@ -39,6 +39,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "RendezvousTimeout",
         "ReplicasDiffer",
         "RpcError",
+        "ScheduleError",
         "ShapeError",
         "StoreError",
         "StoreTimeout",

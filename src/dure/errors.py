@@ -3,7 +3,8 @@
     DureError
     ├── UsageError            the caller is wrong, and the same call will fail again
     │   ├── ShapeError, DtypeError, DeviceError, PlacementError, MeshError
-    │   └── NotInGroupError, DataError, ModuleError (HookError), OptimizerError
+    │   ├── NotInGroupError, DataError, ModuleError (HookError), OptimizerError
+    │   └── ScheduleError         a pipeline's schedule that is not whole, or would deadlock
     ├── CommError             the job is in trouble; the group must be rebuilt
     │   ├── CommTimeout, PeerLost, Desync, Aborted
     ├── StoreError (StoreTimeout, StoreLost, StoreRefused), RendezvousError (RendezvousTimeout)
@@ -54,6 +55,7 @@ __all__ = [
     "RendezvousTimeout",
     "ReplicasDiffer",
     "RpcError",
+    "ScheduleError",
     "ShapeError",
     "StoreError",
     "StoreLost",
@@ -188,6 +190,33 @@ class ModuleError(UsageError, RuntimeError):
 
 class OptimizerError(UsageError, RuntimeError, TypeError):
     """A sharded optimizer cannot be made, or used, as asked."""
+
+
+class ScheduleError(UsageError):
+    """A pipeline's schedule is not whole, or its ranks would wait for each other for ever.
+
+    Args:
+        what: What is wrong.
+        index: The position in the list of `rank`, if it is a matter of one action.
+        action: That action, as text.
+        cycle: Who waits for whom, as (rank, action) pairs; the last waits for the first.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        index: int | None = None,
+        action: str = "",
+        cycle: tuple[tuple[int, str], ...] = (),
+        **fields: object,
+    ) -> None:
+        self.index, self.action, self.cycle = index, action, cycle
+        super().__init__(what, **fields)  # pyright: ignore[reportArgumentType]
+
+    def _where(self) -> str:
+        position = f"index {self.index}" if self.index is not None else ""
+        return ", ".join(filter(None, (super()._where(), position, self.action)))
 
 
 class HookError(ModuleError, TypeError):

@@ -20,6 +20,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
 from dure.errors import UsageError
@@ -45,22 +46,27 @@ class Kind(StrEnum):
     REDUCE_GRAD = "REDUCE_GRAD"
     OVERLAP_F_B = "OVERLAP_F_B"
 
-    @property
+    @cached_property
     def is_compute(self) -> bool:
         """Whether it computes: F, B, I, W or OVERLAP_F_B."""
         return self in _COMPUTE
 
-    @property
+    @cached_property
     def is_send(self) -> bool:
         """Whether it sends to the next or the previous stage."""
-        return self is Kind.SEND_F or self is Kind.SEND_B
+        return self in (Kind.SEND_F, Kind.SEND_B)
 
-    @property
+    @cached_property
     def is_recv(self) -> bool:
         """Whether it receives from the previous or the next stage."""
-        return self is Kind.RECV_F or self is Kind.RECV_B
+        return self in (Kind.RECV_F, Kind.RECV_B)
 
-    @property
+    @cached_property
+    def is_transfer(self) -> bool:
+        """Whether it sends or receives."""
+        return self.is_send or self.is_recv
+
+    @cached_property
     def of_stage(self) -> bool:
         """Whether it concerns a stage as a whole, and so has no microbatch."""
         return self in _OF_STAGE
@@ -208,9 +214,7 @@ class Schedule:
     def has_transfers(self) -> bool:
         """Whether there are sends and receives in it, as `lower` writes them."""
         return any(
-            action is not None and (action.kind.is_send or action.kind.is_recv)
-            for actions in self.ranks
-            for action in actions
+            action.kind.is_transfer for actions in self.ranks for action in actions if action
         )
 
     def with_ranks(self, ranks: Sequence[Sequence[Action | None]]) -> Schedule:
