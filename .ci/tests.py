@@ -1,6 +1,9 @@
-"""Run all tests, and give the few that fail a second look.
+"""Run all tests, in two halves beside each other, and give the few that fail a second look.
 
     python .ci/tests.py [ARGUMENT OF PYTEST]...
+
+One half is the tests that start processes and mostly wait for them, the other all the rest, so that
+two cores are busy. A half's output is shown when it has ended, and a last line adds them up.
 
 On a machine that others use as well, one test of thousands can fail by chance. So where at most
 `MOST` have failed, each is run again, alone, `TIMES` times in a row: if it passes every time it is
@@ -15,34 +18,102 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
 MOST = 3
 TIMES = 3
 TESTS_FAILED = 1  # pytest's own exit status; any other than 0 says that something else went wrong
-KEPT = Path(".pytest_cache/v/cache/lastfailed")  # written only by a pytest that came to its end
 PYTEST = [sys.executable, "-m", "pytest"]
+WITH_PROCESSES = ["tests/procs", "tests/faults", "tests/security"]
+HALVES = {
+    "with processes": WITH_PROCESSES,
+    "all others": ["tests", *(f"--ignore={folder}" for folder in WITH_PROCESSES)],
+}
+
+
+class Half:
+    """One run of pytest in the background."""
+
+    def __init__(self, name: str, words: list[str], folder: Path) -> None:
+        self.name = name
+        self._report, self._cache = folder / f"{name}.xml", folder / name
+        self._output = (folder / f"{name}.txt").open("w+")
+        own = [f"--junitxml={self._report}", "-o", f"cache_dir={self._cache}"]
+        self._process = subprocess.Popen(
+            [*PYTEST, "-rfEs", *own, *words], stdout=self._output, stderr=subprocess.STDOUT
+        )
+
+    def ended(self) -> bool:
+        """Whether it has ended."""
+        return self._process.poll() is not None
+
+    def end(self) -> int:
+        """Show what it said; return its exit status."""
+        status = self._process.wait()
+        self._output.seek(0)
+        print(f"\n--- tests: {self.name}\n{self._output.read()}", flush=True)
+        self._output.close()
+        return status
+
+    def counts(self) -> Counter[str]:
+        """How many tests there were, and how many ended badly, by the report's words."""
+        found: Counter[str] = Counter()
+        if self._report.exists():
+            for suite in ElementTree.parse(self._report).iter("testsuite"):
+                found += Counter({k: int(suite.get(k, 0)) for k in _WORDS})
+        return found
+
+    def failed(self) -> list[str] | None:
+        """The tests that failed; None: pytest did not come to its end."""
+        kept = self._cache / "v/cache/lastfailed"
+        return sorted(json.loads(kept.read_text())) if kept.exists() else None
+
+
+_WORDS = ("tests", "failures", "errors", "skipped")
 
 
 def main(arguments: list[str]) -> int:
     """Run the tests; return the exit status."""
-    KEPT.unlink(missing_ok=True)
+    begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.xml")
-        words = [*PYTEST, "-rfEs", f"--junitxml={report}", *arguments]
-        status = subprocess.run(words, check=False).returncode
-        if status != TESTS_FAILED or not report.exists() or not KEPT.exists():
-            return status
-        errors = sum(int(s.get("errors", 0)) for s in ElementTree.parse(report).iter("testsuite"))
-    failed = sorted(json.loads(KEPT.read_text()))
-    if errors or not 0 < len(failed) <= MOST:
+        running = [Half(name, words + arguments, Path(folder)) for name, words in HALVES.items()]
+        halves, statuses = list(running), list[int]()
+        while running:
+            for half in [h for h in running if h.ended()]:
+                running.remove(half)
+                statuses.append(half.end())
+            time.sleep(0.2)
+        counts = sum((half.counts() for half in halves), Counter[str]())
+        lists = [half.failed() for half in halves]
+    _tell(counts, time.monotonic() - begin)
+    if any(status not in (0, TESTS_FAILED) for status in statuses):
+        return max(statuses)
+    failed = [name for names in lists for name in names or ()]
+    if TESTS_FAILED not in statuses:
+        return 0
+    if counts["errors"] or not 0 < len(failed) <= MOST:
+        errors = counts["errors"]
         print(f"no second look: {len(failed)} tests failed, or had one of {errors} errors beside")
-        return status
+        return TESTS_FAILED
+    return _second_look(failed)
+
+
+def _tell(counts: Counter[str], took: float) -> None:
+    bad = counts["failures"] + counts["errors"] + counts["skipped"]
+    words = {"passed": counts["tests"] - bad, "failed": counts["failures"]}
+    words |= {"skipped": counts["skipped"], "error": counts["errors"]}
+    told = ", ".join(f"{number} {word}" for word, number in words.items() if number)
+    print(f"=== {told} in {took:.0f}s ===", flush=True)
+
+
+def _second_look(failed: list[str]) -> int:
     again = [name for name in failed if not all(_passes(name, i + 1) for i in range(TIMES))]
     if again:
         print(f"failed again, alone: {', '.join(again)}")
-        return status
+        return TESTS_FAILED
     told = f"{len(failed)} test(s) failed once and then passed {TIMES} times alone"
     print(f"unsteady: {told}: {', '.join(failed)}")
     return 0
