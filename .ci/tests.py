@@ -3,7 +3,8 @@
     python .ci/tests.py [ARGUMENT OF PYTEST]...
 
 One half is the tests that start processes and mostly wait for them, the other all the rest, so that
-two cores are busy. A half's output is shown when it has ended, and a last line adds them up.
+two cores are busy. The second half's output is shown as it comes, that of the first when it has
+ended; a last line adds them up.
 
 On a machine that others use as well, one test of thousands can fail by chance. So where at most
 `MOST` have failed, each is run again, alone, `TIMES` times in a row: if it passes every time it is
@@ -15,12 +16,15 @@ shows there, and not in a test that runs alone), and whatever ends pytest before
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
+from typing import IO
 from xml.etree import ElementTree
 
 MOST = 3
@@ -28,35 +32,26 @@ TIMES = 3
 TESTS_FAILED = 1  # pytest's own exit status; any other than 0 says that something else went wrong
 PYTEST = [sys.executable, "-m", "pytest"]
 WITH_PROCESSES = ["tests/procs", "tests/faults", "tests/security"]
-HALVES = {
-    "with processes": WITH_PROCESSES,
-    "all others": ["tests", *(f"--ignore={folder}" for folder in WITH_PROCESSES)],
-}
+ALL_OTHERS = ["tests", *(f"--ignore={folder}" for folder in WITH_PROCESSES)]
 
 
 class Half:
     """One run of pytest in the background."""
 
-    def __init__(self, name: str, words: list[str], folder: Path) -> None:
-        self.name = name
-        self._report, self._cache = folder / f"{name}.xml", folder / name
-        self._output = (folder / f"{name}.txt").open("w+")
+    def __init__(self, words: list[str], folder: Path, output: IO[str]) -> None:
+        self._report, self._cache = folder / "report.xml", folder / "cache"
         own = [f"--junitxml={self._report}", "-o", f"cache_dir={self._cache}"]
         self._process = subprocess.Popen(
-            [*PYTEST, "-rfEs", *own, *words], stdout=self._output, stderr=subprocess.STDOUT
+            [*PYTEST, "-rfEs", *own, *words], stdout=output, stderr=subprocess.STDOUT
         )
 
-    def ended(self) -> bool:
-        """Whether it has ended."""
-        return self._process.poll() is not None
+    def wait(self) -> int:
+        """Return its exit status."""
+        return self._process.wait()
 
-    def end(self) -> int:
-        """Show what it said; return its exit status."""
-        status = self._process.wait()
-        self._output.seek(0)
-        print(f"\n--- tests: {self.name}\n{self._output.read()}", flush=True)
-        self._output.close()
-        return status
+    def kill(self) -> None:
+        """End it, if it has not ended."""
+        self._process.kill()
 
     def counts(self) -> Counter[str]:
         """How many tests there were, and how many ended badly, by the report's words."""
@@ -66,10 +61,10 @@ class Half:
                 found += Counter({k: int(suite.get(k, 0)) for k in _WORDS})
         return found
 
-    def failed(self) -> list[str] | None:
-        """The tests that failed; None: pytest did not come to its end."""
+    def failed(self) -> list[str]:
+        """Return the tests that failed."""
         kept = self._cache / "v/cache/lastfailed"
-        return sorted(json.loads(kept.read_text())) if kept.exists() else None
+        return sorted(json.loads(kept.read_text())) if kept.exists() else []
 
 
 _WORDS = ("tests", "failures", "errors", "skipped")
@@ -78,20 +73,26 @@ _WORDS = ("tests", "failures", "errors", "skipped")
 def main(arguments: list[str]) -> int:
     """Run the tests; return the exit status."""
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        running = [Half(name, words + arguments, Path(folder)) for name, words in HALVES.items()]
-        halves, statuses = list(running), list[int]()
-        while running:
-            for half in [h for h in running if h.ended()]:
-                running.remove(half)
-                statuses.append(half.end())
-            time.sleep(0.2)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("the tests were stopped"))
+    with ExitStack() as stack:
+        folders = [Path(stack.enter_context(tempfile.TemporaryDirectory())) for _ in range(2)]
+        output = stack.enter_context(tempfile.TemporaryFile("w+"))
+        halves = [
+            Half(WITH_PROCESSES + arguments, folders[0], output),
+            Half([*ALL_OTHERS, *arguments], folders[1], sys.stdout),
+        ]
+        try:
+            statuses = [half.wait() for half in reversed(halves)]
+        finally:
+            for half in halves:
+                half.kill()
+            output.seek(0)
+            print(f"\n--- the tests with processes\n{output.read()}", flush=True)
         counts = sum((half.counts() for half in halves), Counter[str]())
-        lists = [half.failed() for half in halves]
+        failed = [name for half in halves for name in half.failed()]
     _tell(counts, time.monotonic() - begin)
     if any(status not in (0, TESTS_FAILED) for status in statuses):
         return max(statuses)
-    failed = [name for names in lists for name in names or ()]
     if TESTS_FAILED not in statuses:
         return 0
     if counts["errors"] or not 0 < len(failed) <= MOST:
