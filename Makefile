@@ -19,7 +19,7 @@ NATIVE_SOURCES := CMakeLists.txt $(CPP_SOURCES)
 SPELLED := README.md ARCHITECTURE.md CONTRIBUTING.md CHANGELOG.md Makefile pyproject.toml \
     docs csrc $(PYTHON_TREES)
 
-.PHONY: help demo test drill kills native-build native-test lint format setup clean
+.PHONY: help demo test drill kills pictures native-build native-test lint format setup clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | \
@@ -49,6 +49,13 @@ lint: $(STAMPS)/package $(STAMPS)/test $(STAMPS)/lint ## run every static check
 
 format: $(STAMPS)/venv $(STAMPS)/lint ## rewrite the sources in the project's layout
 	@scripts/lint format $(PYTHON_TREES) -- $(CPP_SOURCES) --
+
+pictures: $(STAMPS)/package ## draw the schedules of docs/pipelines.md anew
+	@for each in gpipe:4 1f1b:4 interleaved-1f1b:8 looped-bfs:8 interleaved-zero-bubble:8 zb-v:8 \
+	    dualpipe-v:8 forward-only:8; do \
+	    $(BIN)/dure plan pipeline --schedule $${each%:*} --stages $${each#*:} --ranks 4 \
+	        --microbatches 8 --svg docs/pictures/$${each%:*}.svg > /dev/null; \
+	done
 
 setup: $(STAMPS)/package $(STAMPS)/test $(STAMPS)/lint ## install everything, run nothing
 

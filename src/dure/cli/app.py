@@ -63,6 +63,12 @@ COMMANDS = (
         summary="Check this machine, and say what is wrong and what to do.",
     ),
     Command(
+        name="plan",
+        module="dure.cli.plan",
+        function="commands",
+        summary="Say what a job would take, before it is started: schedules of pipelines.",
+    ),
+    Command(
         name="trace",
         module="dure.cli.trace",
         function="commands",

@@ -8,7 +8,9 @@ before any rank starts.
 
 from dure.schedules.actions import Action, Kind, Schedule, loop_placement, v_placement
 from dure.schedules.catalog import SCHEDULES, Generator, find_generator, make_schedule
+from dure.schedules.csv_files import read_csv, write_csv
 from dure.schedules.deadlock import prove_no_deadlock
+from dure.schedules.drawing import draw_svg, draw_text
 from dure.schedules.execution import Span
 from dure.schedules.fill_drain import forward_only, gpipe, looped_bfs
 from dure.schedules.lower import lower
@@ -26,6 +28,8 @@ __all__ = [
     "Schedule",
     "Simulation",
     "Span",
+    "draw_svg",
+    "draw_text",
     "dualpipe_v",
     "find_generator",
     "forward_only",
@@ -38,9 +42,11 @@ __all__ = [
     "make_schedule",
     "one_f_one_b",
     "prove_no_deadlock",
+    "read_csv",
     "simulate",
     "to_grid",
     "v_placement",
     "validate",
+    "write_csv",
     "zb_v",
 ]

@@ -163,7 +163,7 @@ def loop_placement(stages: int, ranks: int) -> tuple[int, ...]:
 
 
 def v_placement(stages: int, ranks: int) -> tuple[int, ...]:
-    """Return the rank of each stage when stages go to and fro: 0 1 2 2 1 0."""
+    """Return the rank of each stage when stages go there and back: 0 1 2 2 1 0."""
     _check_split(stages, ranks)
     there = range(ranks)
     return tuple(

@@ -23,7 +23,7 @@ class Generator:
         torch_name: torch's name for it, as `get_schedule_class` takes it.
         make: Makes it from where the stages lie and the number of microbatches.
         stages_a_rank: How many stages each rank has; None: any number.
-        v_shaped: Stages go to and fro over the ranks, not round and round.
+        v_shaped: Stages go over the ranks there and back, not round and round.
         microbatches_a_stage: The least number of microbatches for each stage.
         trains: It has backwards.
     """

@@ -1,0 +1,171 @@
+"""`dure plan`: what a job would take, before it is started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dure.errors import UsageError
+from dure.schedules import (
+    DEFAULT_TIMES,
+    SCHEDULES,
+    Generator,
+    Schedule,
+    Simulation,
+    draw_svg,
+    draw_text,
+    find_generator,
+    make_schedule,
+    prove_no_deadlock,
+    read_csv,
+    simulate,
+    to_grid,
+    write_csv,
+)
+
+__all__ = ["commands"]
+
+commands = typer.Typer(no_args_is_help=True)
+
+_ANY_NUMBER = 2  # stages a rank, of schedules that take any number, where nothing says how many
+
+
+@commands.callback()
+def _group() -> None:
+    """Keep `pipeline` a word of its own: typer drops it where there is but one command."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A schedule beside the chosen one: what it takes, or why it does not fit."""
+
+    name: str
+    stages: int
+    simulation: Simulation | None
+    reason: str = ""
+
+
+@commands.command(help="Compare schedules of a pipeline: step time, idle time, activations held.")
+def pipeline(
+    schedule: Annotated[str, typer.Option(help="A schedule, or a CSV file of one's own.")] = "1f1b",
+    stages: Annotated[int | None, typer.Option(help="Stages over all ranks.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Microbatches a step.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Ranks of the pipeline.")] = None,
+    times: Annotated[
+        str, typer.Option(help="Time of an action of one stage, such as F=1,B=2,I=1,W=1.")
+    ] = "",
+    send: Annotated[float, typer.Option(help="Time from a send to its arrival.")] = 0.0,
+    csv: Annotated[Path | None, typer.Option(help="Write the schedule's grid here.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Draw the schedule here.")] = None,
+) -> None:
+    """Print a table of all schedules with the chosen one marked, and a drawing if it fits."""
+    table = _times(times)
+    chosen = _chosen(schedule, stages, microbatches, ranks)
+    prove_no_deadlock(chosen)
+    simulation = simulate(chosen, table, send_time=send)
+    if csv is not None:
+        write_csv(to_grid(chosen), csv)
+    if svg is not None:
+        svg.write_text(draw_svg(simulation))
+    console = Console()
+    rows = [_Row(chosen.name, chosen.stages, simulation)]
+    rows += [_beside(g, chosen, table, send) for g in SCHEDULES if g.trains]
+    rows = [row for row in rows if row is rows[0] or row.name != chosen.name]
+    console.print(_table(rows))
+    for row in rows:
+        if row.reason:
+            console.print(f"{row.name} does not fit: {row.reason}", highlight=False)
+    each = chosen.stages / len(chosen.ranks)
+    console.print(
+        f"{len(chosen.ranks)} ranks, {chosen.microbatches} microbatches. Times are those of one "
+        f"stage of {chosen.name} ({each:g} a rank); activations are counted in its stages too.",
+        highlight=False,
+    )
+    drawn = draw_text(simulation)
+    if max(map(len, drawn.splitlines())) <= console.width:
+        print(drawn, end="")
+
+
+def _times(text: str) -> dict[str, float]:
+    """Read `F=1,B=2`; what is not given is as in DEFAULT_TIMES, in proportion to F."""
+    given: dict[str, float] = {}
+    for word in filter(None, text.split(",")):
+        kind, _, value = word.partition("=")
+        try:
+            given[kind.strip()] = float(value)
+        except ValueError:
+            raise UsageError(
+                "--times has a kind and a number in each place",
+                seen=repr(word),
+                fix="Write F=1,B=2.",
+            ) from None
+        if kind.strip() not in DEFAULT_TIMES or not given[kind.strip()] >= 0:
+            raise UsageError("--times has numbers of at least 0 for F, B, I and W", seen=repr(word))
+    unit = given.setdefault("F", 1.0)
+    if "B" not in given and not {"I", "W"} <= set(given):
+        given["B"] = 2 * unit
+    return given
+
+
+def _chosen(name: str, stages: int | None, microbatches: int | None, ranks: int | None) -> Schedule:
+    if name.endswith(".csv"):
+        own = read_csv(name, "compute_comms")
+        for what, asked, seen in (
+            ("stages", stages, own.stages),
+            ("microbatches", microbatches, own.microbatches),
+            ("ranks", ranks, len(own.ranks)),
+        ):
+            if asked not in (None, seen):
+                raise UsageError(f"{name} has {seen} {what}", fix=f"Leave out --{what} {asked}.")
+        return own
+    generator = find_generator(name)
+    if microbatches is None or stages is None:
+        raise UsageError("--stages and --microbatches are needed, or a CSV file as --schedule")
+    each = generator.stages_a_rank or (_ANY_NUMBER if stages % _ANY_NUMBER == 0 else 1)
+    ranks = ranks if ranks is not None else max(1, stages // each)
+    return make_schedule(generator.name, stages=stages, microbatches=microbatches, ranks=ranks)
+
+
+def _beside(generator: Generator, chosen: Schedule, table: dict[str, float], send: float) -> _Row:
+    """Simulate another schedule of the same model: with more stages, each takes less."""
+    ranks = len(chosen.ranks)
+    each = generator.stages_a_rank or max(_ANY_NUMBER, chosen.stages // ranks)
+    share = chosen.stages / (ranks * each)
+    try:
+        other = make_schedule(
+            generator.name, stages=ranks * each, microbatches=chosen.microbatches, ranks=ranks
+        )
+    except UsageError as error:
+        return _Row(generator.name, ranks * each, None, error.fix)
+    times = {kind: time * share for kind, time in table.items()}
+    found = simulate(other, times, send_time=send, activation_bytes=share)
+    return _Row(generator.name, other.stages, found)
+
+
+def _table(rows: list[_Row]) -> Table:
+    """Order by step time; the first row is the chosen one's."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("schedule", no_wrap=True)
+    for column in ("stages", "step time", "bubble", "peak activations"):
+        table.add_column(column, justify="right", no_wrap=True)
+    order = sorted(rows, key=lambda row: row.simulation.step_time if row.simulation else 1e300)
+    for row in order:
+        mark = "* " if row is rows[0] else "  "
+        if row.simulation is None:
+            table.add_row(mark + row.name, str(row.stages), "-", "-", "-")
+            continue
+        found = row.simulation
+        peak = max(found.peak_bytes)
+        table.add_row(
+            mark + row.name,
+            str(row.stages),
+            f"{found.step_time:.4g}",
+            f"{found.bubble:.1%}",
+            f"{peak:.4g}",
+        )
+    return table

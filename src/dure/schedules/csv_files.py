@@ -1,0 +1,123 @@
+"""Schedules as CSV files, as torch writes and reads them: a row a rank, a cell a step.
+
+There are two formats: `compute_only` has forwards and backwards, and empty cells where a rank
+idles; `compute_comms` has transfers and what concerns whole stages as well.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from pathlib import Path
+from typing import Literal
+
+from dure.errors import ScheduleError, UsageError
+from dure.schedules.actions import Action, Schedule
+from dure.schedules.validate import validate
+
+__all__ = ["Format", "read_csv", "write_csv"]
+
+Format = Literal["compute_only", "compute_comms"]
+
+
+def write_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
+    """Write a schedule; its lists say which of the formats it is."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(schedule.ranks)
+
+
+def read_csv(path: str | os.PathLike[str], format: Format = "compute_only") -> Schedule:
+    """Read a schedule; where stages lie, and how many microbatches there are, is taken from it.
+
+    Args:
+        path: The file.
+        format: What may be in it: forwards and backwards only, or all actions.
+
+    Returns:
+        A schedule with the file's name, which has been validated.
+
+    Raises:
+        UsageError: It is no such file; names row, column and cell, counted from 1.
+        ScheduleError: The schedule is not whole; names the same.
+    """
+    if format not in ("compute_only", "compute_comms"):
+        raise UsageError(
+            "there are two formats of schedules",
+            seen=repr(format),
+            fix="Take 'compute_only' or 'compute_comms'.",
+        )
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = list(csv.reader(file))
+    cells = [[cell.strip() for cell in row] for row in rows]
+    ranks = [
+        [_action(path, format, row, column, cell) for column, cell in enumerate(each)]
+        for row, each in enumerate(cells)
+    ]
+    schedule = _schedule(path, ranks)
+    try:
+        validate(schedule)
+    except ScheduleError as error:
+        where = Path(path).name
+        if error.rank is not None and error.index is not None:
+            filled = [column for column, cell in enumerate(cells[error.rank]) if cell]
+            where = _place(path, error.rank, filled[error.index])
+        raise ScheduleError(
+            error.what,
+            rank=error.rank,
+            index=error.index,
+            action=error.action,
+            seen=f"{where}: {error.seen}",
+            fix=error.fix,
+        ) from None
+    return schedule
+
+
+def _place(path: str | os.PathLike[str], row: int, column: int) -> str:
+    return f"{Path(path).name}, row {row + 1}, column {column + 1}"
+
+
+def _action(
+    path: str | os.PathLike[str], format: Format, row: int, column: int, cell: str
+) -> Action | None:
+    if not cell:
+        return None
+    try:
+        action = Action.parse(cell)
+    except UsageError as error:
+        raise UsageError(
+            error.what, seen=f"{_place(path, row, column)}: {error.seen}", fix=error.fix
+        ) from None
+    if format == "compute_only" and not action.kind.is_compute:
+        raise UsageError(
+            "a compute_only file has forwards and backwards only",
+            seen=f"{_place(path, row, column)}: {cell!r}",
+            fix="Read it with format='compute_comms', or drop the cell.",
+        )
+    return action
+
+
+def _schedule(path: str | os.PathLike[str], ranks: list[list[Action | None]]) -> Schedule:
+    """Find out where stages lie, from the rows in which they compute."""
+    found: dict[int, tuple[int, int]] = {}  # stage -> row and column where it is seen first
+    microbatches = 0
+    for row, actions in enumerate(ranks):
+        for column, action in enumerate(actions):
+            for part in action.parts if action is not None and action.kind.is_compute else ():
+                first = found.setdefault(part.stage, (row, column))
+                if first[0] != row:
+                    raise UsageError(
+                        "a stage computes on two ranks",
+                        seen=f"{_place(path, row, column)}: {str(action)!r}; "
+                        f"stage {part.stage} is in row {first[0] + 1} too",
+                        fix="Keep all actions of a stage in one row.",
+                    )
+                microbatches = max(microbatches, (part.microbatch or 0) + 1)
+    missing = sorted(set(range(max(found, default=0) + 1)) - set(found))
+    if missing:
+        raise UsageError(
+            "a stage computes nowhere",
+            seen=f"{Path(path).name}: no forward of stage {missing[0]}",
+            fix="Number stages from 0, without gaps.",
+        )
+    placement = tuple(found[stage][0] for stage in range(len(found)))
+    return Schedule(tuple(map(tuple, ranks)), placement, microbatches, Path(path).stem)

@@ -1,0 +1,64 @@
+"""`dure plan pipeline`: all schedules beside each other, a grid and a picture of the chosen one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from dure.cli.app import run_command_line
+from dure.schedules import read_csv
+
+
+def called(capsys, *words):
+    code = run_command_line(["plan", "pipeline", *words])
+    return code, *capsys.readouterr()
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def test_all_schedules_are_compared_and_the_chosen_one_is_marked(capsys, tmp_path):
+    files = ["--csv", str(tmp_path / "a.csv"), "--svg", str(tmp_path / "a.svg")]
+    words = ["--schedule", "1f1b", "--stages", "4", "--microbatches", "8"]
+    code, out, _ = called(capsys, *words, *files)
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert code == 0
+    assert "* 1f1b 4 33 27.3% 4" in lines  # (8 + 3) * 3, of which 24 are work
+    assert "interleaved-1f1b 8 28.5 15.8% 5.5" in lines
+    assert "rank 0 F0 F1 F2 F3" in out.replace("   ", " ")
+    assert len(read_csv(tmp_path / "a.csv").ranks) == 4
+    assert (tmp_path / "a.svg").read_text().startswith("<svg")
+    assert "* a 4 33 27.3% 4" in " ".join(
+        called(capsys, "--schedule", str(tmp_path / "a.csv"))[1].split()
+    )
+
+
+def test_times_may_be_given(capsys):
+    words = ["--schedule", "1f1b", "--stages", "2", "--microbatches", "1", "--times", "F=2,B=5"]
+    assert "* 1f1b 2 14 50.0% 1" in " ".join(called(capsys, *words)[1].split())
+    assert "* 1f1b 2 16 56.2% 1" in " ".join(called(capsys, *words, "--send", "1")[1].split())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--schedule", "1f1b", "--stages", "4"],
+        ["--schedule", "nothing", "--stages", "4", "--microbatches", "4"],
+        ["--stages", "4", "--microbatches", "4", "--times", "F=1,B"],
+        ["--stages", "4", "--microbatches", "4", "--ranks", "3"],
+    ],
+)
+def test_what_is_wrong_is_one_line(words, capsys):
+    code, out, err = called(capsys, *words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("dure plan: error: ")
+
+
+def test_the_command_needs_no_torch():
+    program = "import sys, dure.cli.plan; print('torch' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert shown.stdout.strip() == b"False"
