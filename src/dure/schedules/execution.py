@@ -3,7 +3,7 @@
 Each rank does its list in order. A forward waits for the forward of the stage before it, a backward
 (B or I) for the backward of the stage behind it. Where that stage lies on another rank, its result
 arrives `send_time` after it is sent: in a grid it is sent as soon as it is there; in a list with
-transfers when both SEND and RECV have been reached. Transfers take none of their rank's own time.
+transfers when both SEND and RECV have been posted, which takes a rank the time that they are given.
 
 The work is linear in the number of actions: a rank is advanced until it waits, and again when what
 it waits for has a time.
@@ -22,7 +22,7 @@ __all__ = ["Execution", "Span", "Wait", "execute", "refuse_waiting"]
 
 
 class Span(NamedTuple):
-    """An action and when it runs; for SEND and RECV, when it is posted."""
+    """An action and when it keeps its rank busy; SEND and RECV are posted at the end."""
 
     action: Action
     start: float
@@ -62,7 +62,7 @@ def execute(
 
     Args:
         schedule: A grid, or lists with transfers.
-        time_of: The time of an action that is no transfer.
+        time_of: The time that an action takes of its rank.
         send_time: The time from a SEND to its arrival.
 
     Raises:
@@ -122,12 +122,11 @@ class _Run:
                 clock = start + self.time_of(action)
                 self.ended.append((clock, rank, action))
                 woken += self._hand_over(action, clock)
-            elif action.kind.is_transfer:
-                start = clock
-                woken += self._post(action, clock)
             else:
                 start = clock
                 clock += self.time_of(action)
+                if action.kind.is_transfer:
+                    woken += self._post(action, clock)
             spans.append(Span(action, start, clock))
             index += 1
         self.at[rank], self.clock[rank] = index, clock

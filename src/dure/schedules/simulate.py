@@ -23,7 +23,7 @@ def cost_function(times: Times) -> Callable[[Action], float]:
     Args:
         times: Such a function; or a table of a time for each kind ("F", "B", ...), or of a sequence
             with a time for each stage. In a table, B is I + W where it is missing, I and W are half
-            of B, OVERLAP_F_B is the sum of its parts, and UNSHARD, RESHARD, REDUCE_GRAD take none.
+            of B, OVERLAP_F_B is the sum of its parts, and all others take none.
 
     Raises:
         UsageError: The table has kinds that there are not, too few of them, or negative times.
@@ -62,8 +62,8 @@ class Simulation:
 
     Args:
         schedule: What was simulated.
-        spans: For each rank its actions with start and end, in order; transfers, which take none
-            of their rank's time, when they are posted.
+        spans: For each rank its actions with start and end, in order; SEND and RECV are posted at
+            their end.
         step_time: From the first start to the last end.
         peak_activations: For each rank, the most microbatches' activations that it holds at once,
             counted over its stages.
@@ -97,8 +97,8 @@ def simulate(
 ) -> Simulation:
     """Return when each action of a grid, or of lists with transfers, runs.
 
-    Ranks wait for data only: a send takes no time of its rank, and arrives `send_time` after both
-    ends have been reached (in a grid: after the result is there). Linear in the number of actions.
+    Ranks wait for data only: what is sent arrives `send_time` after both ends have been posted (in
+    a grid: after the result is there), and its rank goes on. Linear in the number of actions.
 
     Args:
         schedule: What is to run.

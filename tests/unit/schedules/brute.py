@@ -49,8 +49,7 @@ def ends(
                 if action.kind.is_compute:
                     for part in action.parts:
                         clock = max(clock, arrival(schedule, part, done, send_time))
-                if not action.kind.is_transfer:
-                    clock += time_of(action)
+                clock += time_of(action)
                 for part in action.parts:
                     done[part] = clock
                 found[rank][index] = clock

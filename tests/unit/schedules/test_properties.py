@@ -37,11 +37,12 @@ def grids(draw: st.DrawFn) -> Schedule:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(grid=grids(), data=st.data())
 def test_whole_free_of_deadlock_and_as_long_as_foretold(grid: Schedule, data: st.DataObject):
     times = st.integers(0, 9)
-    table = {kind: [data.draw(times) for _ in range(grid.stages)] for kind in "FIW"}
+    kinds = ["F", "I", "W", "SEND_F", "RECV_B", "REDUCE_GRAD"]
+    table = {kind: [data.draw(times) for _ in range(grid.stages)] for kind in kinds}
     send_time = data.draw(times)
 
     def time_of(action: Action) -> float:
@@ -49,7 +50,7 @@ def test_whole_free_of_deadlock_and_as_long_as_foretold(grid: Schedule, data: st
             return table["I"][action.stage] + table["W"][action.stage]
         if action.kind == "OVERLAP_F_B":
             return sum(map(time_of, action.parts))
-        return table[action.kind][action.stage] if action.kind.is_compute else 0
+        return table[action.kind][action.stage] if action.kind in table else 0
 
     sharded = data.draw(st.sets(st.integers(0, grid.stages - 1)))
     listed = lower(grid, sharded=sharded)
