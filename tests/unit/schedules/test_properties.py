@@ -62,11 +62,35 @@ def test_whole_free_of_deadlock_and_as_long_as_foretold(grid: Schedule, data: st
         prove_no_deadlock(schedule, batched=True)
         assert comes_to_its_end(schedule, False)
         found = simulate(schedule, table, send_time=send_time)
+        assert found.peak_bytes == peaks
         expected = ends(schedule, time_of, send_time)
         assert [[span.end for span in spans] for spans in found.spans] == expected
     for rank, actions in enumerate(listed.ranks):
         computed = [a for a in actions if a is not None and a.kind.is_compute]
         assert computed == grid.actions(rank)
+
+
+@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("rounds", [2, 5])
+def test_bubbles_and_activations_are_those_of_the_literature(p: int, rounds: int):
+    m = rounds * p
+    filling, both = p - 1, 2
+    expected = {  # name -> bubble, most activations of half a rank's stages
+        "gpipe": (filling / (m + filling), 2 * m),
+        "1f1b": (filling / (m + filling), 2 * p),
+        "interleaved-1f1b": (filling / (both * m + filling), 2 * p + filling),
+        "looped-bfs": (filling / (both * m + filling), 2 * m),
+        "interleaved-zero-bubble": (filling / (6 * m + filling), 2 * p),
+        "zb-v": (filling / (6 * m + filling), 2 * p),
+        "dualpipe-v": (None, 2 * p + 1),
+    }
+    for name, (bubble, activations) in expected.items():
+        each = 1 if name in ("gpipe", "1f1b") else both
+        grid = make_schedule(name, stages=each * p, microbatches=m, ranks=p)
+        found = simulate(grid, activation_bytes=both / each)
+        assert max(found.peak_bytes) == activations, name
+        assert bubble is None or found.bubble == pytest.approx(bubble), name
+    assert validate(make_schedule("1f1b", stages=4, microbatches=8, ranks=4)) == (4, 3, 2, 1)
 
 
 def mutate(schedule: Schedule, rng: random.Random) -> tuple[str, Schedule]:
