@@ -69,8 +69,8 @@ def reduce_in_order(tensors: Sequence[torch.Tensor], op: ReduceOp, out: torch.Te
         All contiguous, of one dtype, device and number of elements; the shapes may differ.
 
     Cost:
-        n - 1 passes over the tensor, and one accumulator (of 4 bytes an element for 8 and 16 bit
-        floats, else of the tensor's own size).
+        n - 1 passes over the tensor. `out` is the accumulator, unless it is one of the later
+        tensors, or of 8 or 16 bit floats; then that is a tensor of its own.
 
     Numerics:
         As the text of this module says; bitwise the same for the same `tensors`, always.
@@ -91,13 +91,17 @@ def reduce_in_order(tensors: Sequence[torch.Tensor], op: ReduceOp, out: torch.Te
 def _fold(flats: Sequence[torch.Tensor], name: str, target: torch.Tensor) -> None:
     """Fold `flats` from left to right, in the accumulator's dtype, and round into `target`."""
     wide = accumulator_dtype(target.dtype)
-    acc = flats[0].to(wide, copy=True)
+    in_place = target.dtype is wide and all(t.data_ptr() != target.data_ptr() for t in flats[1:])
+    acc = target if in_place else flats[0].to(wide, copy=True)
+    if in_place and flats[0].data_ptr() != acc.data_ptr():
+        acc.copy_(flats[0])
     fold = _FOLDS[name]
     for t in flats[1:]:
         fold(acc, t.to(wide))
     if name == "AVG":
         acc.div_(len(flats))
-    target.copy_(acc)
+    if not in_place:
+        target.copy_(acc)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dure.comm.memory import heap_empty
 from dure.parallel.fsdp.axes import DataAxes
 from dure.parallel.fsdp.parameter import FSDPParameter
 from dure.parallel.fsdp.reducing import padded_numel
 from dure.parallel.fsdp.shared import Shared
 
 if TYPE_CHECKING:
+    from dure.comm.group import ProcessGroup
     from dure.comm.work import Work
 
 __all__ = ["SharedByHost", "why_not_by_host"]
@@ -77,28 +79,31 @@ class SharedByHost(Shared):
             if work is not None:
                 work.wait()
 
-    def unshard(self) -> None:
+    def unshard(self) -> ProcessGroup | None:
         """Begin to gather the rows of other hosts, once a step."""
         if self._is_gathered or self._begun is not None:
-            return
+            return None
         block = self._low_block or self._full
-        flat = torch.zeros(sum(self._rooms) + _STAMP_BYTES, dtype=torch.uint8)
+        nbytes = sum(self._rooms) + _STAMP_BYTES
+        gathered = heap_empty(self._far.size(), nbytes, dtype=torch.uint8)
+        flat = gathered[self._far.rank()]
         pieces = flat.split([*self._rooms, _STAMP_BYTES])
         for shard, there in zip(block.shards, pieces, strict=False):
             there[: shard.nbytes].copy_(shard.detach().view(-1).view(torch.uint8))
         flat[-_STAMP_BYTES:].copy_(torch.tensor([self._turns.epoch]).view(torch.uint8))
-        output = flat.new_empty(self._far.size() * flat.numel())
-        self._begun = output, self._far.all_gather_single(output, flat, async_op=True)
+        work = self._far.all_gather_single(gathered.view(-1), flat, async_op=True)
+        self._begun = gathered, work
+        return self._far
 
     def wait(self) -> Sequence[torch.Tensor]:
         """Put the rows where they belong, and wait until the host's ranks have done so."""
         self.unshard()
         if self._begun is not None:
-            output, work = self._begun
+            gathered, work = self._begun
             self._begun = None
             if work is not None:
                 work.wait()
-            self._spread(output.view(self._far.size(), -1))
+            self._spread(gathered)
             self._turns.meet()
             self._is_gathered = True
         return super().wait()

@@ -16,7 +16,7 @@ What an engine does differently from the contract is made up for here:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 from weakref import WeakSet
@@ -202,6 +202,8 @@ class EngineGroup:
     def _all_gather(self, call: Call, async_op: bool) -> Request | None:
         """Shorter tensors are padded to the longest."""
         outputs, (tensor,) = call.outputs, call.inputs
+        if self._size == 2:
+            return self._swap(call.op, [tensor, tensor], outputs, async_op)
         longest = max(t.numel() for t in outputs) * tensor.element_size()
         source = as_bytes(tensor)
         if len(source) < longest:
@@ -217,12 +219,40 @@ class EngineGroup:
         return self._start(call.op, start, async_op, copy_back)
 
     def _all_gather_single(self, call: Call, async_op: bool) -> Request | None:
+        if self._size == 2:
+            gives = [call.inputs[0]] * 2
+            return self._swap(call.op, gives, call.takes(2), async_op)
         output, source = as_bytes(call.outputs[0]), as_bytes(call.inputs[0])
         return self._start(call.op, lambda e: e.all_gather(output, source), async_op)
+
+    def _swap(
+        self,
+        op: str,
+        gives: Sequence[torch.Tensor],
+        takes: Sequence[torch.Tensor],
+        async_op: bool,
+    ) -> Request | None:
+        """Send to the one other rank and receive from it, where the tensors lie.
+
+        An all_gather of torch's Gloo copies its input once and its output twice.
+        """
+        here, other = self._rank, 1 - self._rank
+        mine, kept = as_bytes(gives[here]), as_bytes(takes[here])
+        if mine.data_ptr() != kept.data_ptr():
+            with torch.inference_mode():  # the user's tensors may be inference tensors
+                kept.copy_(mine)
+        source, result = as_bytes(gives[other]), as_bytes(takes[other])
+        if source.data_ptr() == result.data_ptr():
+            source = source.clone()
+        sent, taken = [0, 0], [0, 0]
+        sent[other], taken[other] = len(source), len(result)
+        return self._start(op, lambda e: e.exchange(result, source, taken, sent), async_op)
 
     def _all_to_all(self, call: Call, async_op: bool) -> Request | None:
         """Send to each rank and receive from each; empty tensors are free."""
         inputs, outputs = call.gives(self._size), call.takes(self._size)
+        if self._size == 2:
+            return self._swap(call.op, inputs, outputs, async_op)
         takes = [t.numel() * t.element_size() for t in outputs]
         gives = [t.numel() * t.element_size() for t in inputs]
         source = joined(inputs)

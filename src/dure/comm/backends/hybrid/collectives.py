@@ -30,7 +30,8 @@ Chunks overlap: while the network has one, step 1 of the next and step 3 of the 
 Every rank of a host does the same steps in the same order, in a rail or not.
 
 A reduce_scatter is the same in one piece, with an all_to_all on the rails: rail j sees to the parts
-of the ranks with local number j, j + L, ..., and hands them over where a host has more than L.
+of the ranks with local number j, j + L, ..., and hands them over where a host has more than L. What
+the other hosts get is folded first, and travels while this host's own is folded.
 
 Cost: between hosts each rail sends 2 (H-1)/H of its slices, so a host sends 2 (H-1)/H S in all,
 where plain Gloo sends that for every rank; a reduce sends S from each host to the root's.
@@ -314,30 +315,36 @@ class Collectives:
             return
         wire, partial, rails = accumulator_dtype(output.dtype), _partial(op), hosts.num_rails
         parts = [t.detach().view(-1).to(wire) for t in inputs]
-        nothing = torch.empty(0, dtype=wire)
-        wide = [nothing] * len(hosts.mine)
-        for rail in range(rails):
-            wide[rail] = torch.cat([parts[r] for ranks in hosts.ranks for r in ranks[rail::rails]])
-        total = torch.empty_like(wide[hosts.local])
-        comms.local.run(_reduce_scatter(total, wide, partial), False)
+
+        def fold(host: int) -> torch.Tensor:
+            """Fold what this host's ranks have for the ranks of `host`."""
+            ranks = hosts.ranks[host]
+            wide = [_joined([parts[r] for r in ranks[rail::rails]]) for rail in range(rails)]
+            wide += [parts[0][:0]] * (len(hosts.mine) - rails)
+            total = torch.empty_like(wide[hosts.local])
+            comms.local.run(_reduce_scatter(total, wide, partial), False)
+            return total
+
+        here, nothing, request = hosts.here, parts[0][:0], None
+        gives = [nothing if host == here else fold(host) for host in range(len(hosts.ranks))]
         self._headers.settle()
         mine = hosts.mine[hosts.local :: rails] if comms.rail is not None else ()
-        result = torch.empty(sum(parts[r].numel() for r in mine), dtype=output.dtype)
+        lengths = [parts[r].numel() for r in mine]
+        takes = [parts[0].new_empty(sum(lengths)) for _ in gives]
         if comms.rail is not None:
-            lengths = [
-                sum(parts[r].numel() for r in ranks[hosts.local :: rails]) for ranks in hosts.ranks
-            ]
-            taken = [torch.empty(result.numel(), dtype=wire) for _ in lengths]
-            request = comms.rail.run(_all_to_all(taken, total.split(lengths)), True)
-            comms.wait(request, call.op)
-            if result.numel():
-                reduce_in_order(taken, partial, taken[0])
-                _copy_back(taken[0], result, op, hosts.size)
+            takes[here] = nothing
+            request = comms.rail.run(_all_to_all(takes, gives), True)
+        sums = [fold(here) if host == here else taken for host, taken in enumerate(takes)]
+        comms.wait(request, call.op)
+        if sum(lengths):
+            reduce_in_order(sums, partial, sums[0])
         if len(hosts.mine) == rails:
-            output.detach().view(-1).copy_(result)
+            _copy_back(sums[0], output, op, hosts.size)
             return
+        result = torch.empty(sum(lengths), dtype=output.dtype)
+        _copy_back(sums[0], result, op, hosts.size)
         gives, takes = [result[:0]] * len(hosts.mine), [result[:0]] * len(hosts.mine)
-        for rank, part in zip(mine, result.split([parts[r].numel() for r in mine]), strict=True):
+        for rank, part in zip(mine, result.split(lengths), strict=True):
             gives[hosts.mine.index(rank)] = part
         takes[hosts.local % rails] = output
         comms.local.run(_all_to_all(takes, gives), False)
@@ -405,10 +412,16 @@ def _fold_by_host(
 
 
 def _copy_back(total: torch.Tensor, out: torch.Tensor, op: ReduceOp, size: int) -> None:
+    flat = out.detach().view(-1)
     if op.name == "AVG":
-        total.div_(size)
-    if out.data_ptr() != total.data_ptr():
-        out.detach().view(-1).copy_(total)
+        torch.div(total, size, out=flat)
+    elif flat.data_ptr() != total.data_ptr():
+        flat.copy_(total)
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return flat tensors as one: the tensor itself where there is one."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def _slices(chunk: torch.Tensor, hosts: Hosts) -> list[torch.Tensor]:
