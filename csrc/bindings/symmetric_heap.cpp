@@ -9,6 +9,7 @@
 
 #include "bindings.h"
 #include "interrupt.h"
+#include "signals.h"
 
 namespace nb = nanobind;
 
@@ -53,37 +54,22 @@ std::shared_ptr<HeapMemory> memory_of(const std::shared_ptr<Process>& process, u
 // 2 where `peer`, who is to change it, has died.
 int change_word(const HeapMemory& memory, size_t index, uint32_t from, uint32_t to,
                 const Process& peer, double seconds) {
-    constexpr int kLooks = 2000;
-    constexpr int64_t kSliceNs = 4'000'000, kInterruptNs = 100'000'000;
+    constexpr int64_t kInterruptNs = 100'000'000;
     if ((index + 1) * sizeof(Word) > memory.bytes) throw nb::value_error("no such signal");
     Word& word = reinterpret_cast<Word*>(memory.data)[index];
-    const auto changed = [&] {
-        uint32_t seen = from;
-        if (!word.compare_exchange_strong(seen, to)) return false;
-        futex_wake_all(word);
-        return true;
-    };
-    if (changed()) return 0;
+    if (change(word, from, to)) return 0;
     const int64_t began = now_ns();
     const int64_t deadline = seconds < 0 ? INT64_MAX : began + nanoseconds(seconds);
     int64_t asked = began;
     return call_without_gil(&memory, [&] {
-        for (int i = 0; i < kLooks; i++) {
-            if (changed()) return 0;
-            relax();
-        }
-        for (;;) {
-            const uint32_t seen = word.load();
-            if (seen != from) futex_wait(word, seen, kSliceNs);
-            if (changed()) return 0;
+        return await_change(word, from, to, [&] {
             const int64_t now = now_ns();
-            if (peer.dead()) return changed() ? 0 : 2;
+            if (peer.dead()) return 2;
             if (now > deadline) return 1;
-            if (now - asked > kInterruptNs) {
-                asked = now;
-                if (PythonCall::interrupted()) return 1;
-            }
-        }
+            if (now - asked <= kInterruptNs) return 0;
+            asked = now;
+            return PythonCall::interrupted() ? 1 : 0;
+        });
     });
 }
 

@@ -4,6 +4,7 @@ A rank *enters* before it reads, and waits until all have: so what was written b
 all. It *leaves* when it reads no more. Who writes waits until all have left, and notes when it
 begins and ends, so that survivors of its death know what is whole. These waits end as the group's
 calls do: a rank that died is a `PeerLost`, one that does not come a `CommTimeout`.
+`csrc/tests/test_turns.cpp` drills the order of these steps, under the thread sanitizer too.
 """
 
 from __future__ import annotations

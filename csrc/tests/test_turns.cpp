@@ -1,0 +1,162 @@
+// Ranks take turns with memory that all of them write and read: `dure.training.turns`, on the same
+// words and the same call. In random delays nobody sees a row half written, or of another step; and
+// the thread sanitizer no access that nothing orders.
+#include <array>
+#include <atomic>
+#include <memory>
+#include <random>
+
+#include "channel.h"
+#include "harness.h"
+#include "signals.h"
+
+namespace dure {
+namespace {
+
+using namespace dure::testing;
+
+constexpr int kMostRanks = 3, kRow = 24;
+
+enum class Guard { none, entering, leaving };
+
+struct Shared {
+    std::array<std::array<Word, kMostRanks>, kMostRanks> left{};  // [who waits][who left]
+    struct alignas(64) Row {
+        volatile uint64_t values[kRow];
+        volatile uint64_t wrote;  // odd while its rank writes
+    };
+    std::array<Row, kMostRanks> rows{};
+    std::atomic<int64_t> torn{0};
+};
+
+// One rank's turns, without one of the guards.
+class Turns {
+  public:
+    Turns(Group& group, Shared& shared, Guard missing)
+        : group_(group), shared_(shared), missing_(missing) {}
+
+    void enter() {
+        await_readers();
+        end_write();
+        if (missing_ != Guard::entering) {
+            std::array<uint8_t, 5> token{};
+            Call call{Op::all_reduce,
+                      DType::u8,
+                      Reduction::bxor,
+                      -1,
+                      {},
+                      {{reinterpret_cast<std::byte*>(token.data()), token.size()}}};
+            CHECK(group_.channel(0).run(call) == Status::ok);
+        }
+        reading_ = true;
+    }
+
+    void leave(bool together) {
+        if (reading_) {
+            reading_ = false;
+            awaiting_ = missing_ != Guard::leaving;
+            for (int peer = 0; awaiting_ && peer < group_.size(); peer++) {
+                if (peer != group_.rank()) await_change(word(peer, group_.rank()), 0, 1, patient);
+            }
+        }
+        if (together) await_readers();
+    }
+
+    void begin_write() {
+        leave(true);
+        if (wrote() % 2 == 0) wrote() = wrote() + 1;
+    }
+
+    void end_write() {
+        if (wrote() % 2 == 1) wrote() = wrote() + 1;
+    }
+
+    volatile uint64_t& wrote() { return row(group_.rank()).wrote; }
+
+  private:
+    static int patient() { return 0; }
+    Shared::Row& row(int rank) { return shared_.rows[static_cast<size_t>(rank)]; }
+    Word& word(int waits, int left) {
+        return shared_.left[static_cast<size_t>(waits)][static_cast<size_t>(left)];
+    }
+
+    void await_readers() {
+        if (!awaiting_) return;
+        awaiting_ = false;
+        for (int peer = 0; peer < group_.size(); peer++) {
+            if (peer != group_.rank()) await_change(word(group_.rank(), peer), 1, 0, patient);
+        }
+    }
+
+    Group& group_;
+    Shared& shared_;
+    const Guard missing_;
+    bool reading_ = false, awaiting_ = false;
+};
+
+uint64_t value_of(uint64_t step, int rank, int i) {
+    return step * 1'000 + static_cast<uint64_t>(rank * kRow + i);
+}
+
+// Mostly nothing, sometimes some microseconds, seldom a nap in which others run.
+void dawdle(std::mt19937& random) {
+    const uint32_t dice = random() % 64;
+    if (dice == 0) usleep(20);
+    for (uint32_t i = dice < 16 ? random() % 512 : 0; i > 0; i--) relax();
+}
+
+// How many reads are torn in `steps` of `size` ranks.
+int64_t torn_reads(int size, uint64_t steps, Guard missing) {
+    auto shared = std::make_unique<Shared>();
+    for (int rank = 0; rank < size; rank++) {
+        for (int i = 0; i < kRow; i++) {
+            shared->rows[static_cast<size_t>(rank)].values[i] = value_of(0, rank, i);
+        }
+    }
+    on_threads(size, [&](Group& group) {
+        std::mt19937 random(static_cast<uint32_t>(group.rank()));
+        Turns turns(group, *shared, missing);
+        const auto look = [&](uint64_t step) {
+            for (int rank = 0; rank < size; rank++) {
+                const Shared::Row& row = shared->rows[static_cast<size_t>(rank)];
+                bool whole = row.wrote == 2 * step;
+                for (int i = 0; i < kRow; i++) {
+                    whole = whole && row.values[i] == value_of(step, rank, i);
+                }
+                if (!whole) shared->torn++;
+            }
+        };
+        for (uint64_t step = 0; step < steps; step++) {
+            turns.enter();
+            look(step);
+            dawdle(random);
+            look(step);
+            turns.leave(random() % 2 == 0);  // a forward alone waits for nobody
+            dawdle(random);
+            turns.begin_write();
+            for (int i = 0; i < kRow; i++) {
+                if (i == kRow / 2) dawdle(random);
+                shared->rows[static_cast<size_t>(group.rank())].values[i] =
+                    value_of(step + 1, group.rank(), i);
+            }
+            if (random() % 2 == 0) turns.end_write();  // else `enter` does
+        }
+        group.close();
+    });
+    return shared->torn;
+}
+
+TEST(nobody_reads_what_another_writes) {
+    CHECK(torn_reads(2, 10'000, Guard::none) == 0);
+    CHECK(torn_reads(3, 2'000, Guard::none) == 0);
+}
+
+#if !defined(__SANITIZE_THREAD__)  // which ends the program at the first
+TEST(without_a_guard_reads_are_torn) {
+    for (const Guard guard : {Guard::entering, Guard::leaving})
+        CHECK(torn_reads(2, 1'000, guard) > 0);
+}
+#endif
+
+}  // namespace
+}  // namespace dure
