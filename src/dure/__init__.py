@@ -34,6 +34,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "NotInGroupError",
         "OptimizerError",
         "PeerLost",
+        "PipelineError",
         "PlacementError",
         "RendezvousError",
         "RendezvousTimeout",

@@ -10,6 +10,7 @@
     ├── StoreError (StoreTimeout, StoreLost, StoreRefused), RendezvousError (RendezvousTimeout)
     ├── ReplicasDiffer        ranks that ought to have the same parameter have not
     ├── UnevenInputs          some ranks ran out of inputs before the others
+    ├── PipelineError         a stage raised; all ranks of the pipeline raise this
     ├── LaunchError           carries the first failing worker's report
     ├── RpcError              carries the remote traceback
     ├── CheckpointError       CheckpointDamaged, CheckpointMismatch, CheckpointNotWritten,
@@ -50,6 +51,7 @@ __all__ = [
     "NotInGroupError",
     "OptimizerError",
     "PeerLost",
+    "PipelineError",
     "PlacementError",
     "RendezvousError",
     "RendezvousTimeout",
@@ -345,6 +347,30 @@ class UnevenInputs(DureError, RuntimeError):
 
     def __init__(self, what: str, *, ranks: tuple[int, ...] = (), **fields: object) -> None:
         self.ranks = ranks
+        super().__init__(what, **fields)  # pyright: ignore[reportArgumentType]
+
+
+class PipelineError(DureError, RuntimeError):
+    """A stage of a pipeline raised; the group is whole, and all ranks raise this at the step's end.
+
+    `action` is what was being done, such as "1B0", for `stage` and `microbatch` (-1: of the stage
+    as a whole), on the rank `peer` of the pipeline; `remote_traceback` what that rank saw. `others`
+    tells of further stages that raised by themselves in the same step.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        action: str = "",
+        stage: int = -1,
+        microbatch: int = -1,
+        remote_traceback: str = "",
+        others: tuple[str, ...] = (),
+        **fields: object,
+    ) -> None:
+        self.action, self.stage, self.microbatch = action, stage, microbatch
+        self.remote_traceback, self.others = remote_traceback, others
         super().__init__(what, **fields)  # pyright: ignore[reportArgumentType]
 
 

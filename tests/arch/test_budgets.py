@@ -15,13 +15,19 @@ SOFT_FUNCTION, HARD_FUNCTION = 40, 80
 SOFT_PARAMETERS, HARD_PARAMETERS = 5, 8
 
 AS_TORCH = "the signature of torch.distributed's function of that name"
+AS_TORCH_CLASS = "the signature of torch.distributed's class of that name"
 MORE_PARAMETERS = {
     "init_process_group": AS_TORCH,
     "new_group": AS_TORCH,
     "async_save": AS_TORCH,
     "DistributedDataParallel.__init__": "the signature of torch.nn.parallel's class of that name",
     "SyncBatchNorm.__init__": "the signature of torch.nn's class of that name",
-    "PowerSGDState.__init__": "the signature of torch.distributed's class of that name",
+    "PowerSGDState.__init__": AS_TORCH_CLASS,
+    "PipelineStage.__init__": AS_TORCH_CLASS,
+    "PipelineScheduleSingle.__init__": AS_TORCH_CLASS,
+    "PipelineScheduleMulti.__init__": AS_TORCH_CLASS,
+    "PipelineScheduleRuntime.__init__": AS_TORCH_CLASS,
+    "ScheduleLoopedBFS.__init__": AS_TORCH_CLASS,
     "DureError.__init__": "every field of an error, keyword-only",
     "demo": "typer reads the options of a command from its parameters",
     "bench": "typer reads the options of a command from its parameters",

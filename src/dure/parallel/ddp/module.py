@@ -32,7 +32,6 @@ from dure.parallel.ddp.validation import (
     checked_device_ids,
     chosen_group,
     refuse_delayed,
-    refuse_divided,
     refuse_foreign_batch_norm,
     refuse_wrapped,
     trained_parameters,
@@ -138,7 +137,6 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         trained = trained_parameters(module, self.parameters_to_ignore)
         self.module = module
         self.process_group = chosen_group(process_group, device_mesh if mesh is None else mesh)
-        refuse_divided(trained, self.process_group)
         self.device_ids = checked_device_ids(device_ids, trained)
         self.output_device, self.dim = output_device, dim
         self.forward_sync_buffers = buffers.in_forward
@@ -350,6 +348,15 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    def reduce_gradients(self) -> None:
+        """Average what backwards inside `no_sync` have added up, without another backward.
+
+        A pipeline calls it after a step's last backward.
+
+        Collective: All ranks of the group.
+        """
+        self.reducer.reduce_kept()
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
         """Have `hook(state, bucket)` reduce the buckets instead of an averaging all_reduce.

@@ -290,8 +290,15 @@ class Reducer:
 
     # ---------------------------------------------------------------- backward
 
-    def _begin(self) -> None:
-        """Ask for `finish` at the end of the backward that is running; once."""
+    def reduce_kept(self) -> None:
+        """Reduce the sums of backwards without reduction."""
+        self.prepare(True)
+        with self._lock:
+            self._begin(at_end=False)
+        self._finish()
+
+    def _begin(self, at_end: bool = True) -> None:
+        """Begin a reduction; with `at_end`, `finish` follows when the running backward ends."""
         replica = self._replica()
         self.reductions.divisor = None if replica is None else replica.announce_backward()
         for view in self.all_views:
@@ -299,12 +306,13 @@ class Reducer:
                 view.recollect()
         self._rebuild()
         self._syncing, self._armed, self._next = True, False, 0
-        if self.allow_unused and not self.static_graph:
+        if at_end and self.allow_unused and not self.static_graph:
             self._look_ahead()
         self._owing = sum(bucket.pending for bucket in self.buckets)
         self.ready_order = []
         self.clock.start_backward()
-        autograd_hooks.at_end(self._finish)
+        if at_end:
+            autograd_hooks.at_end(self._finish)
 
     def _look_ahead(self) -> None:
         """Find out what this backward will not reach, so that no bucket waits for it.

@@ -173,6 +173,17 @@ class FSDPModule:
         for group in self._state().groups:
             group.strategy.custom_reduce_scatter = comm
 
+    def reduce_gradients(self) -> None:
+        """Reduce what backwards without reduction have added up. For the root.
+
+        A pipeline calls it after a step's last backward.
+
+        Collective: All ranks of the mesh.
+        """
+        state = self._state()
+        if state.tree is not None:
+            state.tree.reduce_kept()
+
     # ---------------------------------------------------------------- when wholes are freed
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:

@@ -270,6 +270,23 @@ class Tree:
             else:
                 self._leave(together=True)
 
+    def reduce_kept(self) -> None:
+        """Reduce the gradients that backwards without `sync` have kept whole."""
+        groups = [group for state in self.states for group in state.groups]
+        syncs = [group.sync for group in groups]
+        for group in groups:
+            group.sync = True
+        try:
+            with self.telling(), torch.no_grad():
+                orders = (Order(), Order())
+                self._enter_backward(orders)
+                for state in self.states:
+                    state.in_backward = True
+                self._finish(*orders)
+        finally:
+            for group, sync in zip(groups, syncs, strict=True):
+                group.sync = sync
+
     def join_forward(self, entry: FSDPState) -> None:
         """Take part in a forward of other ranks, without gradients, which `entry` begins."""
         order = self._forwards.setdefault(entry, Order())

@@ -1,0 +1,48 @@
+"""Pipelines: a model cut into stages, whose ranks work on different microbatches at the same time.
+
+One step, in the order of the files: `schedules.py` (torch's classes; cuts a batch, has the list of
+actions), `executor.py` (carries it out), `stage.py` (forward and backward of a part), `messages.py`
+(hands over), `failures.py` (what if a stage raises). `exported.py` cuts a model by torch.export.
+"""
+
+from __future__ import annotations
+
+from dure.parallel.pipeline.exported import (
+    Pipe,
+    PipeInfo,
+    SplitPoint,
+    build_stage,
+    pipe_split,
+    pipeline,
+)
+from dure.parallel.pipeline.schedules import (
+    PipelineOptions,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleForwardOnly,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+from dure.parallel.pipeline.stage import PipelineStage
+
+__all__ = [
+    "Pipe",
+    "PipeInfo",
+    "PipelineOptions",
+    "PipelineStage",
+    "Schedule1F1B",
+    "ScheduleDualPipeV",
+    "ScheduleForwardOnly",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
+    "ScheduleZBVZeroBubble",
+    "SplitPoint",
+    "build_stage",
+    "pipe_split",
+    "pipeline",
+]

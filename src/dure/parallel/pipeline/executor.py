@@ -1,0 +1,344 @@
+"""The runtime: carries out a rank's list of actions, whatever schedule it is of.
+
+    F                 wait for the stage's inputs; forward; of the last stage the loss
+    B, or I and W     wait for the gradients of its outputs; backward, or its two halves
+    SEND_F, SEND_B    hand outputs, or gradients of inputs, over: never waits
+    RECV_F, RECV_B    post the receives: never waits
+    UNSHARD, RESHARD, REDUCE_GRAD     of stages that are sharded or replicated over another axis
+    OVERLAP_F_B       its parts, one after the other
+
+A neighbour on the same rank gets the tensor itself, by F and B. So a rank waits only where it needs
+what is not there, and where the schedule's order allows for every rank's next computation, some
+rank can go on. What happens where a stage raises is told in failures.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from dure.comm.objects import all_gather_object
+from dure.comm.ops import ReduceOp
+from dure.errors import CommError, UsageError
+from dure.parallel.pipeline.failures import (
+    FailureReport,
+    Poisoned,
+    error_of,
+    place_in_schedule,
+    report_of,
+    verify_finite,
+)
+from dure.parallel.pipeline.layout import pack
+from dure.parallel.pipeline.messages import Messages, Transfer
+from dure.parallel.pipeline.stage import PipelineStage
+from dure.schedules import Action, Kind
+from dure.trace import spans
+from dure.training.pytrees import tensors_of
+
+if TYPE_CHECKING:
+    from dure.comm.group import ProcessGroup
+
+__all__ = ["Batch", "CustomFunction", "Executor"]
+
+LossFn = Callable[..., torch.Tensor]
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """What a step works on.
+
+    Attributes:
+        args, kwargs: Of each microbatch.
+        targets: Of each microbatch, on the last stage's rank.
+        loss_kwargs: Handed to the loss function.
+        training: With a backward.
+        keep_outputs: Whether the last stage's outputs are wanted.
+        losses: Of each microbatch, as far as they are known.
+    """
+
+    args: Sequence[tuple[Any, ...]]
+    kwargs: Sequence[dict[str, Any]]
+    targets: Sequence[Any] | None
+    loss_kwargs: dict[str, Any]
+    training: bool
+    keep_outputs: bool
+    losses: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+
+
+class ExecutorOptions(Protocol):
+    """What may be asked for."""
+
+    @property
+    def losses_everywhere(self) -> bool:
+        """Tell the losses to all ranks."""
+        ...
+
+    @property
+    def nan_watch(self) -> bool:
+        """Raise where outputs, gradients or losses of a stage are not finite."""
+        ...
+
+
+CustomFunction = Callable[[Action, Batch], None]
+
+
+class Executor:
+    """Carries out the actions of this rank.
+
+    Threads: one; a step at a time.
+
+    Args:
+        stages: Of this rank.
+        placement: The rank of each stage.
+        microbatches: How many a step has.
+        group: The ranks of the pipeline.
+        loss_fn: ``loss_fn(output, target, **loss_kwargs)``.
+        options: Whether losses are told to all ranks, and NaNs looked for.
+
+    Attributes:
+        custom: What is called in place of actions of a kind.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        placement: Sequence[int],
+        microbatches: int,
+        group: ProcessGroup,
+        loss_fn: LossFn | None,
+        options: ExecutorOptions,
+    ) -> None:
+        self._stages = {stage.stage_index: stage for stage in stages}
+        self._group, self._rank = group, group.rank()
+        self._loss_fn, self._nan_watch = loss_fn, options.nan_watch
+        self._losses_everywhere = options.losses_everywhere
+        self._microbatches = microbatches
+        self._messages = Messages(group, placement, microbatches, stages[0].device)
+        self._live_losses: dict[int, torch.Tensor] = {}
+        self._batch: Batch | None = None
+        self.custom: dict[Kind, CustomFunction] = {}
+        self._do: Mapping[Kind, Callable[[PipelineStage, int], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.FULL_BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
+            Kind.SEND_F: self._send_forward,
+            Kind.SEND_B: self._send_backward,
+            Kind.RECV_F: self._post_forward,
+            Kind.RECV_B: self._post_backward,
+            Kind.UNSHARD: lambda stage, _: stage.data_parallel.unshard(),
+            Kind.RESHARD: lambda stage, _: stage.data_parallel.reshard(),
+            Kind.REDUCE_GRAD: lambda stage, _: stage.data_parallel.reduce(),
+        }
+
+    # ---------------------------------------------------------------- a step
+
+    def run(self, actions: Iterable[Action], batch: Batch, loss_scale: float) -> None:
+        """Carry out a step.
+
+        Raises:
+            PipelineError: On all ranks: a stage raised. The group is whole.
+            CommError: A rank died, or did not come in time.
+        """
+        self._batch = batch
+        self._messages.begin(batch.training)
+        for stage in self._stages.values():
+            stage.clear_runtime_states()
+            stage.has_backward, stage.loss_scale = batch.training, loss_scale
+            stage.data_parallel.begin(batch.training)
+        failure: FailureReport | None = None
+        cause: Exception | None = None
+        action = Action(-1, Kind.FORWARD)
+        try:
+            for action in actions:
+                if failure is not None:
+                    self._pass_on(action, failure)
+                    continue
+                try:
+                    self._perform_timed(action)
+                except CommError:
+                    raise
+                except Poisoned as poisoned:
+                    failure = poisoned.report
+                except Exception as error:
+                    failure, cause = report_of(error, self._rank, action), error
+                if failure is not None:
+                    self._pass_on(action, failure)
+            self._end(failure, cause)
+        except CommError as error:
+            self._messages.abandon()
+            place_in_schedule(error, action)
+            raise
+        finally:
+            self._batch = None
+            self._live_losses.clear()
+
+    def perform(self, action: Action) -> None:
+        """Carry out one action as it is done where no function was registered for its kind."""
+        if action.sub_actions is not None:
+            for part in action.sub_actions:
+                self.perform(part)
+            return
+        stage = self._stages.get(action.stage)
+        if stage is None:
+            raise UsageError(
+                "the schedule has an action for a stage of another rank",
+                seen=f"{action} on rank {self._rank}, which has {sorted(self._stages)}",
+            )
+        microbatch = -1 if action.microbatch is None else action.microbatch
+        self._do[action.kind](stage, microbatch)
+
+    def _perform_timed(self, action: Action) -> None:
+        start_ns = time.monotonic_ns() if spans.listeners else 0
+        custom = self.custom.get(action.kind)
+        with torch.profiler.record_function(f"PP:{action}"):
+            if custom is not None:
+                assert self._batch is not None
+                custom(action, self._batch)
+            else:
+                self.perform(action)
+        if action.kind.is_compute:
+            self._messages.let_go()
+        if start_ns:
+            self._show(action, start_ns)
+
+    def _show(self, action: Action, start_ns: int) -> None:
+        """Show the action to whoever draws the timeline."""
+        for part in action.parts:
+            spans.emit(
+                spans.Span(
+                    name=str(action),
+                    track=f"stage {part.stage}",
+                    global_rank=self._group.global_ranks[self._rank],
+                    start_ns=start_ns,
+                    end_ns=time.monotonic_ns(),
+                )
+            )
+
+    # ---------------------------------------------------------------- computing
+
+    def _forward(self, stage: PipelineStage, microbatch: int) -> None:
+        batch = self._batch
+        assert batch is not None
+        index = stage.stage_index
+        stage.data_parallel.wait()
+        if not stage.is_first and index - 1 not in self._stages:
+            stage.receive_forward(
+                microbatch, self._messages.take(Transfer(index - 1, True, microbatch))
+            )
+        output = stage.forward_one_chunk(
+            microbatch, batch.args[microbatch], batch.kwargs[microbatch], batch.keep_outputs
+        )
+        if stage.is_last:
+            self._compute_loss(output, microbatch)
+        elif index + 1 in self._stages:
+            self._stages[index + 1].receive_forward(microbatch, stage.take_outputs(microbatch))
+        self._watch("the output", list(tensors_of(output)))
+
+    def _compute_loss(self, output: Any, microbatch: int) -> None:
+        batch = self._batch
+        assert batch is not None
+        if self._loss_fn is None or (batch.targets is None and not batch.training):
+            return
+        target = None if batch.targets is None else batch.targets[microbatch]
+        loss = self._loss_fn(output, target, **batch.loss_kwargs)
+        batch.losses[microbatch] = loss.detach()
+        if batch.training:
+            self._live_losses[microbatch] = loss
+        self._watch("the loss", [loss])
+
+    def _watch(self, what: str, tensors: Sequence[torch.Tensor | None]) -> None:
+        if self._nan_watch:
+            verify_finite(what, tensors)
+
+    def _backward(self, stage: PipelineStage, microbatch: int, is_full: bool = True) -> None:
+        index = stage.stage_index
+        stage.data_parallel.wait()
+        if not stage.is_last and index + 1 not in self._stages:
+            stage.receive_backward(
+                microbatch, self._messages.take(Transfer(index + 1, False, microbatch))
+            )
+        loss = self._live_losses.pop(microbatch, None) if stage.is_last else None
+        stage.backward_one_chunk(microbatch, loss, is_full)
+        if not stage.is_first and index - 1 in self._stages:
+            gradients = stage.get_local_bwd_output(microbatch)
+            self._watch("the gradient of input", gradients)
+            self._stages[index - 1].set_local_bwd_input(gradients, microbatch)
+
+    def _backward_input(self, stage: PipelineStage, microbatch: int) -> None:
+        self._backward(stage, microbatch, is_full=False)
+
+    def _backward_weight(self, stage: PipelineStage, microbatch: int) -> None:
+        stage.data_parallel.wait()
+        stage.backward_weight_one_chunk(microbatch)
+
+    # ---------------------------------------------------------------- handing over
+
+    def _send_forward(self, stage: PipelineStage, microbatch: int) -> None:
+        packed = stage.take_outputs(microbatch)
+        self._messages.send(Transfer(stage.stage_index, True, microbatch), packed)
+
+    def _send_backward(self, stage: PipelineStage, microbatch: int) -> None:
+        gradients = stage.get_local_bwd_output(microbatch)
+        self._watch("the gradient of input", gradients)
+        self._messages.send(Transfer(stage.stage_index, False, microbatch), pack(gradients))
+
+    def _post_forward(self, stage: PipelineStage, microbatch: int) -> None:
+        self._messages.post(Transfer(stage.stage_index - 1, True, microbatch))
+
+    def _post_backward(self, stage: PipelineStage, microbatch: int) -> None:
+        self._messages.post(Transfer(stage.stage_index + 1, False, microbatch))
+
+    # ---------------------------------------------------------------- failures, and a step's end
+
+    def _pass_on(self, action: Action, failure: FailureReport) -> None:
+        """Do, of an action of a step that has failed, what other ranks wait for."""
+        for part in action.parts:
+            microbatch = -1 if part.microbatch is None else part.microbatch
+            if part.kind.is_send:
+                transfer = Transfer(part.stage, part.kind is Kind.SEND_F, microbatch)
+                self._messages.send_poison(transfer, failure)
+            elif part.kind.is_recv:
+                self._do[part.kind](self._stages[part.stage], microbatch)
+
+    def _end(self, failure: FailureReport | None, cause: Exception | None) -> None:
+        """Tell each other how the step went; all raise if a rank failed."""
+        if not self._exchange(failure is not None):
+            self._messages.finish()
+            return
+        self._messages.drain()
+        for stage in self._stages.values():
+            stage.data_parallel.forget()
+        reports: list[FailureReport | None] = [None] * self._group.size()
+        all_gather_object(reports, failure if cause is not None else None, self._group)
+        found = [report for report in reports if report is not None]
+        error = error_of(found, self._group.group_name, self._rank, self._group.size())
+        raise error from cause
+
+    def _exchange(self, has_failed: bool) -> bool:
+        """Return whether a rank has failed; tell all ranks the losses, if that was asked for."""
+        batch = self._batch
+        assert batch is not None
+        room = 2 * self._microbatches if self._losses_everywhere else 0
+        told = torch.zeros(1 + room, dtype=torch.float64)
+        told[0] = has_failed
+        if self._losses_everywhere and self._last_is_here:
+            for microbatch, loss in batch.losses.items():
+                told[1 + 2 * microbatch] = 1
+                told[2 + 2 * microbatch] = loss
+        told = told.to(self._messages.header_device)
+        self._group.all_reduce(told, ReduceOp.SUM)
+        failed, *known = told.tolist()
+        if not self._last_is_here:
+            for i in range(self._microbatches if known else 0):
+                if known[2 * i]:
+                    batch.losses[i] = torch.tensor(known[2 * i + 1], dtype=torch.float64)
+        return failed > 0
+
+    @property
+    def _last_is_here(self) -> bool:
+        return any(stage.is_last for stage in self._stages.values())

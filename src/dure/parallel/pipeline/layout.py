@@ -1,0 +1,137 @@
+"""What travels between stages: pytrees, taken apart into tensors and a description of the rest."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from dure.tensor.dtensor import DTensor
+from dure.tensor.placement_types import Partial, Replicate
+
+__all__ = ["GetMesh", "Layout", "Packed", "Spread", "TensorLayout", "pack", "unpack"]
+
+GetMesh = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How a DTensor lies over its mesh: what its local part does not tell."""
+
+    names: tuple[str, ...] | None
+    placements: tuple[Any, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """A tensor without its values; `spread` of one that was a DTensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    spread: Spread | None = None
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """Return memory for it."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Other:
+    """A leaf that is no tensor: None, a number, a string."""
+
+    pickled: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A pytree without the values of its tensors.
+
+    Attributes:
+        tree: Its structure.
+        leaves: What its leaves are.
+    """
+
+    tree: TreeSpec
+    leaves: tuple[TensorLayout | _Other, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel as a pytree of numbers: structures of torch's pytrees are not made to be kept."""
+        return _layout_of, (tree_unflatten(range(len(self.leaves)), self.tree), self.leaves)
+
+    @property
+    def tensors(self) -> list[TensorLayout]:
+        """Its tensors, in order."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, TensorLayout)]
+
+
+def _layout_of(numbered: Any, leaves: tuple[TensorLayout | _Other, ...]) -> Layout:
+    return Layout(tree_flatten(numbered)[1], leaves)
+
+
+class Packed(NamedTuple):
+    """A pytree taken apart: its tensors, of DTensors this rank's parts, and the rest."""
+
+    layout: Layout
+    tensors: list[torch.Tensor]
+
+    def detached(self) -> Packed:
+        """Return it with tensors that have no graph; `layout` still tells which had one."""
+        return Packed(self.layout, [tensor.detach() for tensor in self.tensors])
+
+
+def pack(value: Any) -> Packed:
+    """Take a pytree apart (Any: of whatever structure).
+
+    Of a DTensor this rank's part is taken, differentiably: the gradient that comes back is that of
+    the part, and whole where the part was a term.
+    """
+    leaves, tree = tree_flatten(value)
+    described: list[TensorLayout | _Other] = []
+    tensors: list[torch.Tensor] = []
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            described.append(_Other(pickle.dumps(leaf)))
+            continue
+        spread, part = None, leaf
+        if isinstance(leaf, DTensor):
+            names, placements = leaf.device_mesh.mesh_dim_names, leaf.placements
+            spread = Spread(names, tuple(placements), tuple(leaf.shape), tuple(leaf.stride()))
+            whole = [Replicate() if isinstance(p, Partial) else p for p in placements]
+            part = leaf.to_local(grad_placements=whole)
+        described.append(TensorLayout(tuple(part.shape), part.dtype, part.requires_grad, spread))
+        tensors.append(part)
+    return Packed(Layout(tree, tuple(described)), tensors)
+
+
+def unpack(packed: Packed, get_mesh: GetMesh | None = None) -> Any:
+    """Return the pytree (Any: of whatever structure).
+
+    Args:
+        packed: What `pack` returned, on this rank or another.
+        get_mesh: ``get_mesh(axis names, None)`` returns the mesh for parts of DTensors; where None
+            they stay parts.
+    """
+    rest = iter(packed.tensors)
+    leaves: list[Any] = []
+    for leaf in packed.layout.leaves:
+        if isinstance(leaf, _Other):
+            leaves.append(pickle.loads(leaf.pickled))
+            continue
+        tensor, spread = next(rest), leaf.spread
+        if spread is not None and get_mesh is not None:
+            tensor = DTensor.from_local(
+                tensor,
+                get_mesh(spread.names, None),
+                spread.placements,
+                shape=torch.Size(spread.shape),
+                stride=spread.stride,
+            )
+        leaves.append(tensor)
+    return tree_unflatten(leaves, packed.layout.tree)

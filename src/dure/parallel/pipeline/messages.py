@@ -1,0 +1,290 @@
+"""Hand-over between stages on different ranks, by messages.
+
+A *transfer* is what one stage hands to its neighbour for one microbatch: outputs forward, gradients
+backward. It is a *header* of two numbers and the tensors, each a message, in order, under a tag of
+the transfer's own. Note "Expected layouts": the receiver makes room, and posts its receives, before
+anything comes, if it knows what will come. It expects what the same microbatch brought in the last
+step, if that step brought what the step before it did; else nothing. Sender and receiver come to
+the same expectation without asking, as both know what was carried. The header says what does come:
+
+    header             under the transfer's tag       under the late tag
+    the expected one   the tensors
+    another one        fillers, if any were expected  its description if it is new; the tensors
+    poison             fillers, if any were expected  a report of what failed
+
+A description is sent once a wire: the header then names it by its number. So shapes may change from
+microbatch to microbatch, at the price of receives that are posted when the header has come.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dure.comm.work import Work
+from dure.parallel.pipeline.failures import FailureReport, Poisoned
+from dure.parallel.pipeline.layout import Layout, Packed, TensorLayout
+
+if TYPE_CHECKING:
+    from dure.comm.group import ProcessGroup
+
+__all__ = ["Messages", "Transfer"]
+
+_FIRST_TAG = 1 << 24
+"""Above the tags that programs use."""
+_POISON = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What one stage hands to its neighbour for one microbatch.
+
+    Attributes:
+        stage: Who hands it over.
+        forward: To the next stage, or gradients to the previous one.
+        microbatch: Of which microbatch.
+    """
+
+    stage: int
+    forward: bool
+    microbatch: int
+
+
+@dataclass(slots=True)
+class _Wire:
+    """All transfers from one stage in one direction, as either end knows them.
+
+    Attributes:
+        layouts: By number.
+        numbers: The numbers of those with given leaves.
+        expected: The layout that each microbatch will have; empty: unknown.
+        carried: Those that microbatches had in this step.
+        before: Those of the last step.
+    """
+
+    layouts: list[Layout] = field(default_factory=list[Layout])
+    numbers: dict[tuple[object, ...], list[int]] = field(
+        default_factory=dict[tuple[object, ...], list[int]]
+    )
+    expected: dict[int, int] = field(default_factory=dict[int, int])
+    carried: dict[int, int] = field(default_factory=dict[int, int])
+    before: dict[int, int] | None = None
+
+    def number(self, layout: Layout) -> int | None:
+        """Return the number of a layout that was sent before."""
+        for number in self.numbers.get(layout.leaves, ()):
+            if self.layouts[number].tree == layout.tree:
+                return number
+        return None
+
+    def learn(self, layout: Layout) -> int:
+        """Give a new layout a number."""
+        number = len(self.layouts)
+        self.layouts.append(layout)
+        self.numbers.setdefault(layout.leaves, []).append(number)
+        return number
+
+    def expect(self, microbatch: int) -> list[TensorLayout]:
+        """Return the tensors that a microbatch is expected to have."""
+        number = self.expected.get(microbatch)
+        return [] if number is None else self.layouts[number].tensors
+
+    def end_step(self) -> None:
+        """Choose what to expect of the next step."""
+        steady = self.carried == self.before
+        if self.before is None:
+            steady = len(set(self.carried.values())) == 1
+        self.expected = dict(self.carried) if steady else {}
+        self.before, self.carried = self.carried, {}
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """A receive that was posted."""
+
+    header: torch.Tensor
+    arrival: Work
+    room: list[torch.Tensor]
+    works: list[Work]
+
+
+class Messages:
+    """The transfers of one rank with ranks of its group.
+
+    Threads: one.
+
+    Args:
+        group: The ranks of the pipeline.
+        placement: The rank of each stage.
+        microbatches: How many a step has.
+        device: Where received tensors lie.
+
+    Attributes:
+        header_device: Where numbers lie that the group moves.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        placement: Sequence[int],
+        microbatches: int,
+        device: torch.device,
+    ) -> None:
+        self._group, self._placement, self._microbatches = group, placement, microbatches
+        self._device = device
+        self.header_device = device if group.backend_name == "nccl" else torch.device("cpu")
+        self._wires: dict[tuple[int, bool, bool], _Wire] = {}
+        self._used: set[tuple[int, bool, bool]] = set()
+        self._incoming: dict[Transfer, _Incoming] = {}
+        self._sends: deque[tuple[Work, torch.Tensor]] = deque()
+        self._training = False
+
+    def begin(self, training: bool) -> None:
+        """Begin a step; those without backward have layouts of their own."""
+        self._training = training
+
+    def _wire(self, transfer: Transfer) -> _Wire:
+        key = (transfer.stage, transfer.forward, self._training)
+        self._used.add(key)
+        return self._wires.setdefault(key, _Wire())
+
+    def _tag(self, transfer: Transfer) -> int:
+        line = transfer.stage * 2 + transfer.forward
+        return _FIRST_TAG + 2 * (line * self._microbatches + transfer.microbatch)
+
+    def _receiver(self, transfer: Transfer) -> int:
+        return self._placement[transfer.stage + (1 if transfer.forward else -1)]
+
+    # ---------------------------------------------------------------- sending
+
+    def send(self, transfer: Transfer, packed: Packed) -> None:
+        """Hand over a pytree, whose tensors nobody writes to any more."""
+        layout, wire = packed.layout, self._wire(transfer)
+        number = wire.number(layout)
+        description: bytes = b""
+        if number is None:
+            description = pickle.dumps(layout)  # which fails before anything is sent, or not at all
+            number = wire.learn(layout)
+        tag, wire.carried[transfer.microbatch] = self._tag(transfer), number
+        to = self._receiver(transfer)
+        self._send(torch.tensor([number, len(description)], device=self.header_device), to, tag)
+        if wire.expected.get(transfer.microbatch) != number:
+            self._send_fillers(wire, transfer, to)
+            tag += 1
+            self._send_bytes(description, to, tag)
+        for tensor in packed.tensors:
+            self._send(tensor.contiguous(), to, tag)
+
+    def send_poison(self, transfer: Transfer, report: FailureReport) -> None:
+        """Tell the receiver that there will be no value, and why."""
+        to, tag, data = self._receiver(transfer), self._tag(transfer), pickle.dumps(report)
+        self._send(torch.tensor([_POISON, len(data)], device=self.header_device), to, tag)
+        self._send_fillers(self._wire(transfer), transfer, to)
+        self._send_bytes(data, to, tag + 1)
+
+    def _send_fillers(self, wire: _Wire, transfer: Transfer, to: int) -> None:
+        for layout in wire.expect(transfer.microbatch):
+            filler = torch.zeros(layout.shape, dtype=layout.dtype, device=self._device)
+            self._send(filler, to, self._tag(transfer))
+
+    def _send_bytes(self, data: bytes, to: int, tag: int) -> None:
+        if data:
+            message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            self._send(message.to(self.header_device), to, tag)
+
+    def _send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
+        work = self._group.send(tensor, to, tag, async_op=True)
+        assert work is not None
+        self._sends.append((work, tensor))
+
+    def let_go(self) -> None:
+        """Let go of tensors whose sends have ended."""
+        while self._sends and self._sends[0][0].is_completed():
+            self._sends.popleft()[0].wait()
+
+    # ---------------------------------------------------------------- receiving
+
+    def post(self, transfer: Transfer) -> None:
+        """Post the receives of a transfer."""
+        tag, source = self._tag(transfer), self._placement[transfer.stage]
+        header = torch.empty(2, dtype=torch.int64, device=self.header_device)
+        arrival = self._group.irecv(header, source, tag)
+        room = [t.empty(self._device) for t in self._wire(transfer).expect(transfer.microbatch)]
+        works = [self._group.irecv(tensor, source, tag) for tensor in room]
+        self._incoming[transfer] = _Incoming(header, arrival, room, works)
+
+    def take(self, transfer: Transfer) -> Packed:
+        """Wait for a transfer whose receives were posted; return what came.
+
+        Raises:
+            Poisoned: There is no value.
+            CommError: The sender died, or did not send in time.
+        """
+        wire = self._wire(transfer)
+        incoming = self._incoming.pop(transfer)
+        tag, source = self._tag(transfer), self._placement[transfer.stage]
+        incoming.arrival.wait()
+        number, nbytes = incoming.header.tolist()
+        for work in incoming.works:
+            work.wait()
+        if number != _POISON and wire.expected.get(transfer.microbatch) == number:
+            wire.carried[transfer.microbatch] = number
+            return Packed(wire.layouts[number], incoming.room)
+        told: Any = self._receive_object(nbytes, source, tag + 1) if nbytes else None
+        if number == _POISON:
+            assert isinstance(told, FailureReport)
+            raise Poisoned(told)
+        if told is not None:
+            wire.learn(told)
+        layout = wire.layouts[number]
+        wire.carried[transfer.microbatch] = number
+        tensors = [each.empty(self._device) for each in layout.tensors]
+        works = [self._group.irecv(tensor, source, tag + 1) for tensor in tensors]
+        for work in works:
+            work.wait()
+        return Packed(layout, tensors)
+
+    def _receive_object(self, nbytes: int, source: int, tag: int) -> object:
+        data = torch.empty(nbytes, dtype=torch.uint8, device=self.header_device)
+        self._group.irecv(data, source, tag).wait()
+        return pickle.loads(data.cpu().numpy().tobytes())
+
+    # ---------------------------------------------------------------- a step's end
+
+    def finish(self) -> None:
+        """End a step: all that was sent has arrived, or is about to."""
+        while self._sends:
+            self._sends.popleft()[0].wait()
+        for key in self._used:
+            self._wires[key].end_step()
+        self._used.clear()
+
+    def drain(self) -> list[FailureReport]:
+        """Receive what is still to come of a step that failed; return what it tells of failures.
+
+        What wires know is forgotten, on all ranks.
+        """
+        reports: list[FailureReport] = []
+        while self._incoming:
+            try:
+                self.take(next(iter(self._incoming)))
+            except Poisoned as poisoned:
+                reports.append(poisoned.report)
+        self.finish()
+        self._wires.clear()
+        return reports
+
+    def abandon(self) -> None:
+        """Forget what is under way: the group is broken."""
+        for incoming in self._incoming.values():
+            for work in (incoming.arrival, *incoming.works):
+                work.disown()
+        for work, _ in self._sends:
+            work.disown()
+        self._incoming.clear()
+        self._sends.clear()

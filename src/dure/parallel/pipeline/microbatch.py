@@ -1,0 +1,199 @@
+"""How a batch is cut into microbatches, and results are put together.
+
+Arguments and results are pytrees. A *chunk spec* is a pytree like them, with a `TensorChunkSpec`
+for each tensor that is cut; whatever has another spec is the same in each microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from dure.errors import ShapeError, UsageError
+from dure.tensor.dtensor import DTensor
+
+__all__ = ["TensorChunkSpec", "merge_chunks", "split_args_kwargs_into_chunks", "split_tensor"]
+
+
+class TensorChunkSpec:
+    """A tensor is cut along `split_dim`; chunks are as equal as possible, the first the largest."""
+
+    def __init__(self, split_dim: int) -> None:
+        self.split_dim = split_dim
+
+    def __repr__(self) -> str:
+        return f"TensorChunkSpec({self.split_dim})"
+
+    @staticmethod
+    def from_tuple(chunk_dims: tuple[int, ...]) -> tuple[TensorChunkSpec, ...]:
+        """Return the specs of positional arguments from their dimensions."""
+        return tree_map(TensorChunkSpec, chunk_dims)
+
+    @staticmethod
+    def from_dict(chunk_dims: dict[str, int]) -> dict[str, TensorChunkSpec]:
+        """Return the specs of keyword arguments from their dimensions."""
+        return tree_map(TensorChunkSpec, chunk_dims)
+
+
+class _Replicate:
+    """The spec of what is the same in each microbatch."""
+
+
+class _CustomReducer:
+    """The spec of a result whose chunks a function reduces, such as a sum of losses."""
+
+    def __init__(self, init_value: Any, reduce_fn: Callable[[Any, Any], Any]) -> None:
+        self.init_value, self.reduce_fn = init_value, reduce_fn
+
+
+def _default_spec(value: object) -> TensorChunkSpec | _Replicate:
+    if isinstance(value, torch.Tensor):
+        return TensorChunkSpec(0)
+    if type(value).__name__ == "BlockMask" and len(getattr(value, "kv_num_blocks", ())) > 1:
+        raise UsageError(
+            "a BlockMask over the batch is not cut into microbatches",
+            seen="one with a row for each sequence",
+            fix="Make the mask inside the stage, or one that is the same for all sequences.",
+        )
+    return _Replicate()
+
+
+def split_tensor(
+    tensor: torch.Tensor, spec: TensorChunkSpec, chunks: int
+) -> Sequence[torch.Tensor]:
+    """Return `tensor` as `chunks` tensors; a DTensor's local part is cut, its placement kept.
+
+    Raises:
+        ShapeError: It has fewer than `chunks` along the dimension.
+    """
+    size = tensor.size(spec.split_dim)
+    if size < chunks:
+        raise ShapeError(
+            "the batch is smaller than the number of microbatches",
+            seen=f"{size} along dimension {spec.split_dim} of {tuple(tensor.shape)}, "
+            f"and {chunks} microbatches",
+            fix=f"Take at most {size} microbatches, or a larger batch.",
+        )
+    if not isinstance(tensor, DTensor):
+        parts = torch.tensor_split(tensor, chunks, spec.split_dim)
+        if tensor.requires_grad and tensor.is_leaf:
+            for part in parts:
+                part.retain_grad()
+        return parts
+    made: list[torch.Tensor] = []
+    quotient, remainder = divmod(size, chunks)
+    local: torch.Tensor = tensor.to_local()
+    for i, part in enumerate(torch.tensor_split(local, chunks, spec.split_dim)):
+        shape = list(tensor.shape)
+        shape[spec.split_dim] = quotient + (i < remainder)
+        made.append(_distributed(part, tensor, shape))
+    return made
+
+
+def _distributed(local: torch.Tensor, like: DTensor, shape: list[int]) -> torch.Tensor:
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=like.stride(),
+    )
+
+
+def split_args_kwargs_into_chunks(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    chunks: int,
+    args_chunk_spec: tuple[Any, ...] | None = None,
+    kwargs_chunk_spec: dict[str, Any] | None = None,
+) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+    """Cut positional and keyword arguments into microbatches.
+
+    Args:
+        args: Pytrees; tensors in them are cut, what is none is the same in each microbatch.
+        kwargs: Likewise.
+        chunks: How many microbatches.
+        args_chunk_spec: A pytree like `args`; None: every tensor along dimension 0.
+        kwargs_chunk_spec: Likewise.
+
+    Returns:
+        Positional, and keyword arguments of each microbatch.
+
+    Raises:
+        ShapeError: A tensor has fewer than `chunks` along its dimension.
+        UsageError: The specs do not fit the arguments.
+    """
+    split_args = _split_tree(tuple(args), chunks, args_chunk_spec)
+    return split_args, _split_tree(dict(kwargs or {}), chunks, kwargs_chunk_spec)
+
+
+def _split_tree(value: Any, chunks: int, spec: Any) -> list[Any]:
+    """Cut a pytree (Any: of what structure ever)."""
+    leaves, tree = tree_flatten(value)
+    specs: list[Any] = []
+    if spec is None:
+        specs = [_default_spec(leaf) for leaf in leaves]
+    else:
+        specs = tree_flatten(type(value)(spec) if value else value)[0]
+    if len(specs) != len(leaves):
+        raise UsageError(
+            "the chunk specs do not fit the arguments",
+            seen=f"{len(specs)} specs and {len(leaves)} arguments",
+            fix="Give a TensorChunkSpec for each tensor, in the structure of the arguments.",
+        )
+    columns: list[Sequence[Any]] = []
+    for leaf, one in zip(leaves, specs, strict=True):
+        is_cut = isinstance(one, TensorChunkSpec) and isinstance(leaf, torch.Tensor) and leaf.dim()
+        columns.append(split_tensor(leaf, one, chunks) if is_cut else [leaf] * chunks)
+    return [tree_unflatten([column[i] for column in columns], tree) for i in range(chunks)]
+
+
+def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
+    """Put the results of microbatches together: the inverse of cutting (Any: pytrees).
+
+    Args:
+        chunks: One pytree a microbatch.
+        chunk_spec: A pytree like each of them; None: tensors are joined along dimension 0 (those
+            without dimensions are stacked), anything else must be the same in all.
+
+    Raises:
+        UsageError: The chunks differ in structure, or in what is not joined.
+    """
+    rows = [tree_flatten(chunk) for chunk in chunks]
+    first, tree = rows[0]
+    if chunk_spec is None:
+        specs: list[Any] = [_default_spec(leaf) for leaf in first]
+    else:
+        specs, tree = tree_flatten(chunk_spec)
+    if any(len(leaves) != len(specs) for leaves, _ in rows):
+        raise UsageError(
+            "the results of microbatches do not fit the merge spec",
+            seen=f"{[len(leaves) for leaves, _ in rows]} values, {len(specs)} specs",
+        )
+    columns = zip(*(leaves for leaves, _ in rows), strict=True)
+    return tree_unflatten([_merge(list(c), s) for c, s in zip(columns, specs, strict=True)], tree)
+
+
+def _merge(values: list[Any], spec: Any) -> Any:
+    first = values[0]
+    if isinstance(spec, TensorChunkSpec) and isinstance(first, torch.Tensor):
+        if first.dim() == 0:
+            return torch.stack(values)
+        if not isinstance(first, DTensor):
+            return torch.cat(values, dim=spec.split_dim)
+        shape = list(first.shape)
+        shape[spec.split_dim] = sum(v.shape[spec.split_dim] for v in values)
+        local = torch.cat([v.to_local() for v in values], dim=spec.split_dim)
+        return _distributed(local, first, shape)
+    if isinstance(spec, _CustomReducer):
+        result = spec.init_value
+        for value in values:
+            result = spec.reduce_fn(result, value)
+        return result
+    if not all(bool(value == first) for value in values[1:]):
+        raise UsageError("values that are not joined differ between microbatches", seen=f"{values}")
+    return first

@@ -1,0 +1,624 @@
+"""The schedules' classes: torch's names and arguments over one runtime.
+
+A class chooses the lists of actions (`dure.schedules`); everything else is the same for all: a
+batch is cut into microbatches, the `Executor` carries out this rank's list, losses and outputs are
+put together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from dure.errors import ModuleError, UsageError
+from dure.parallel.pipeline.executor import Batch, Executor, LossFn
+from dure.parallel.pipeline.microbatch import (
+    TensorChunkSpec,
+    merge_chunks,
+    split_args_kwargs_into_chunks,
+)
+from dure.parallel.pipeline.stage import PipelineStage
+from dure.parallel.pipeline.tying import TiedParameters
+from dure.schedules import (
+    Action,
+    Kind,
+    Schedule,
+    lower,
+    make_schedule,
+    prove_no_deadlock,
+    read_csv,
+    write_csv,
+)
+
+__all__ = [
+    "PipelineContext",
+    "PipelineOptions",
+    "PipelineSchedule",
+    "PipelineScheduleMulti",
+    "PipelineScheduleRuntime",
+    "PipelineScheduleSingle",
+    "Schedule1F1B",
+    "ScheduleDualPipeV",
+    "ScheduleForwardOnly",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
+    "ScheduleZBVZeroBubble",
+    "get_schedule_class",
+]
+
+Order = dict[int, list[Action | None]]
+_FORWARD = frozenset({Kind.FORWARD, Kind.SEND_F, Kind.RECV_F, Kind.UNSHARD, Kind.RESHARD})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineOptions:
+    """What torch's schedules have not.
+
+    Attributes:
+        losses_everywhere: `losses` is filled on every rank; it costs nothing, as it rides on the
+            exchange that ends a step.
+        nan_watch: Outputs, gradients and losses of every stage are looked at; where one is not
+            finite, all ranks raise, and name stage, microbatch and action.
+    """
+
+    losses_everywhere: bool = False
+    nan_watch: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class PipelineContext:
+    """What a function that was registered for a kind of action gets beside the action.
+
+    Attributes:
+        schedule_ref: The schedule.
+        arg_mbs, kwarg_mbs, target_mbs: Of each microbatch.
+        losses: The list that was given to `step`.
+        run: Carries out an action as it is done without the function.
+    """
+
+    schedule_ref: PipelineSchedule
+    arg_mbs: Sequence[tuple[Any, ...]]
+    kwarg_mbs: Sequence[dict[str, Any]]
+    target_mbs: Sequence[Any] | None
+    losses: list[torch.Tensor] | None
+    run: Callable[[Action], None]
+
+
+class PipelineSchedule:
+    """What all schedules share; see `PipelineScheduleMulti` for the arguments.
+
+    Attributes:
+        scale_grads: Losses are divided by the number of microbatches before backward.
+        pipeline_order: For each rank its computations, with None where it idles.
+        pipeline_order_with_comms: For each rank all its actions.
+    """
+
+    name: str | None = None
+    """Of the lists of actions in `dure.schedules`; None: `pipeline_order` is set by a subclass, or
+    read from a file."""
+    _backward_requires_autograd = True
+    _defer_pp_recv = False
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: LossFn | None,
+        specs: tuple[Any, Any, Any],
+        scale_grads: bool,
+        options: PipelineOptions | None,
+    ) -> None:
+        self._stages = sorted(stages, key=lambda stage: stage.stage_index)
+        self._n_microbatches, self._loss_fn = n_microbatches, loss_fn
+        self._args_chunk_spec, self._kwargs_chunk_spec, self._output_merge_spec = specs
+        self.scale_grads, self._options = scale_grads, options or PipelineOptions()
+        self._has_backward = loss_fn is not None
+        first = self._stages[0]
+        self._group, self.rank = first.group, first.group_rank
+        self._num_stages, self.pp_group_size = first.num_stages, first.group_size
+        self._functions: dict[Kind, Callable[[Action, PipelineContext], None]] = {}
+        self._losses: list[torch.Tensor] | None = None
+        self._tied: TiedParameters | None = None
+        self._executor: Executor | None = None
+        self._actions: list[Action] = []
+        self.pipeline_order: Order = {}
+        self.pipeline_order_with_comms: dict[int, list[Action]] = {}
+        if self.name is not None:
+            made = make_schedule(
+                self.name,
+                stages=self._num_stages,
+                microbatches=n_microbatches,
+                ranks=self.pp_group_size,
+            )
+            self.pipeline_order = {r: list(actions) for r, actions in enumerate(made.ranks)}
+            self._use(self._lower(made))
+
+    # ---------------------------------------------------------------- the lists of actions
+
+    def _prepare_schedule_with_comms(
+        self,
+        actions: Mapping[int, Sequence[Action | None]],
+        format: Literal["compute_only", "compute_comms"] = "compute_only",
+    ) -> None:
+        """Take lists of actions; add what they lack, and prove that they come to an end."""
+        ranks = tuple(tuple(actions[rank]) for rank in sorted(actions))
+        schedule = Schedule(ranks, _placement(ranks, self._num_stages), self._n_microbatches)
+        if format == "compute_only":
+            schedule = self._lower(schedule)
+        self._use(schedule)
+
+    def _lower(self, schedule: Schedule) -> Schedule:
+        stages = range(self._num_stages)
+        return lower(schedule, sharded=stages, defer_receives=self._defer_pp_recv)
+
+    def _use(self, schedule: Schedule) -> None:
+        mine = [stage.stage_index for stage in self._stages]
+        wanted = [] if self.rank >= len(schedule.ranks) else list(schedule.stages_of(self.rank))
+        seen = (len(schedule.ranks), schedule.stages, schedule.microbatches, wanted)
+        given = (self.pp_group_size, self._num_stages, self._n_microbatches, mine)
+        if seen != given:
+            raise UsageError(
+                "the schedule does not fit the stages of this rank, or the microbatches",
+                op=type(self).__name__,
+                group=self._group.group_name,
+                rank=self.rank,
+                world_size=self.pp_group_size,
+                seen="ranks, stages, microbatches, and this rank's stages are {}, {}, {}, {}; the "
+                "schedule is for {}, {}, {}, {}".format(*given, *seen),
+                fix=f"Give rank {self.rank} the stages {wanted} of {schedule.stages}.",
+            )
+        prove_no_deadlock(schedule)
+        self.pipeline_order_with_comms = {
+            rank: schedule.actions(rank) for rank in range(len(schedule.ranks))
+        }
+        self._actions = self.pipeline_order_with_comms[self.rank]
+        self._executor = Executor(
+            self._stages,
+            schedule.placement,
+            self._n_microbatches,
+            self._group,
+            self._loss_fn,
+            self._options,
+        )
+
+    def _load_csv(
+        self, filename: str, format: Literal["compute_only", "compute_comms"] = "compute_only"
+    ) -> None:
+        """Read the lists of actions from a file: a row a rank, a cell an action.
+
+        Args:
+            filename: The file.
+            format: With ``compute_comms`` it has sends and receives; else they are added.
+        """
+        schedule = read_csv(filename, format)
+        if format == "compute_only":
+            self.pipeline_order = {r: list(actions) for r, actions in enumerate(schedule.ranks)}
+            schedule = self._lower(schedule)
+        self._use(schedule)
+
+    def _dump_csv(
+        self, filename: str, format: Literal["compute_only", "compute_comms"] = "compute_comms"
+    ) -> None:
+        """Write the lists of actions to a file."""
+        whole = format == "compute_comms"
+        order = self.pipeline_order_with_comms if whole else self.pipeline_order
+        ranks = tuple(tuple(order[rank]) for rank in sorted(order))
+        placement = _placement(ranks, self._num_stages)
+        write_csv(Schedule(ranks, placement, self._n_microbatches), filename)
+
+    # ---------------------------------------------------------------- a step
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[torch.Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run forward and backward of a batch (Any: what the model takes, and returns).
+
+        Args:
+            *args: The model's, whole: on the rank of the first stage.
+            target: The loss function's second argument, whole: on the rank of the last stage.
+            losses: A list that is filled with the loss of each microbatch, on the rank of the last
+                stage; on all with `PipelineOptions.losses_everywhere`.
+            return_outputs: Keep the model's outputs.
+            loss_kwargs: More arguments of the loss function.
+            **kwargs: Those that the stages of this rank take.
+
+        Returns:
+            The model's outputs, on the rank of the last stage; else None.
+
+        Raises:
+            PipelineError: On all ranks: a stage raised. The group is whole, the next step works.
+            CommError: A rank died; its message has the action that this rank was at.
+            ModuleError: Gradients are switched off; `eval` is for that.
+            ShapeError: The batch is smaller than the number of microbatches.
+
+        Collective:
+            All ranks of the group.
+        """
+        stages = self._stages
+        arg_mbs = kwarg_mbs = target_mbs = None
+        if kwargs or (args and stages[0].is_first):
+            arg_mbs, kwarg_mbs = split_args_kwargs_into_chunks(
+                args if stages[0].is_first else (),
+                kwargs,
+                self._n_microbatches,
+                self._args_chunk_spec if stages[0].is_first else None,
+                self._kwargs_chunk_spec,
+            )
+        if target is not None and stages[-1].is_last:
+            cut, _ = split_args_kwargs_into_chunks((target,), None, self._n_microbatches)
+            target_mbs = [one for (one,) in cut]
+        outputs = self.step_microbatches(
+            arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs
+        )
+        return None if outputs is None else merge_chunks(outputs, self._output_merge_spec)
+
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the forward of a batch, without gradients; at any time. See `step`."""
+        with self._without_backward():
+            return self.step(*args, target=target, losses=losses, **kwargs)
+
+    @contextmanager
+    def _without_backward(self) -> Iterator[None]:
+        before, self._has_backward = self._has_backward, False
+        try:
+            yield
+        finally:
+            self._has_backward = before
+
+    def step_microbatches(
+        self,
+        arg_mbs: Sequence[tuple[Any, ...]] | None = None,
+        kwarg_mbs: Sequence[dict[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
+        losses: list[torch.Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> list[Any] | None:
+        """Run a step on microbatches that are cut already; their shapes may differ.
+
+        Args:
+            arg_mbs, kwarg_mbs: The arguments of each microbatch (Any: what the model takes).
+            target_mbs: The target of each.
+            losses, return_outputs, loss_kwargs: As of `step`, which see.
+
+        Returns:
+            The outputs of each microbatch, on the rank of the last stage; else None.
+        """
+        self._check_microbatches(arg_mbs=arg_mbs, kwarg_mbs=kwarg_mbs, target_mbs=target_mbs)
+        training = self._has_backward
+        if training and self._backward_requires_autograd and not torch.is_grad_enabled():
+            raise ModuleError(
+                "step() needs gradients", seen="they are switched off", fix="Call eval()."
+            )
+        if self._executor is None:
+            self._prepare_schedule_with_comms(self.pipeline_order)
+        executor = self._executor
+        assert executor is not None
+        if self._tied is None:
+            self._tied = TiedParameters(self._stages, self._group)
+        batch = Batch(
+            args=arg_mbs or [()] * self._n_microbatches,
+            kwargs=kwarg_mbs or [{}] * self._n_microbatches,
+            targets=target_mbs,
+            loss_kwargs=loss_kwargs or {},
+            training=training,
+            keep_outputs=return_outputs,
+        )
+        self._losses = losses
+        scale = 1 / self._n_microbatches if self.scale_grads else 1.0
+        with torch.set_grad_enabled(training and torch.is_grad_enabled()):
+            self._run(executor, batch, scale)
+        if losses is not None and batch.losses:
+            losses[:] = [batch.losses[i] for i in sorted(batch.losses)]
+        last = self._stages[-1]
+        outputs = last.output_chunks if last.is_last and return_outputs else None
+        for stage in self._stages:
+            stage.clear_runtime_states()
+        return outputs
+
+    _step_microbatches = step_microbatches  # torch's name
+
+    def _run(self, executor: Executor, batch: Batch, scale: float) -> None:
+        assert self._tied is not None
+        if not batch.training:
+            executor.run(_forward_only(self._actions), batch, scale)
+            return
+        self._tied.begin()
+        try:
+            executor.run(self._actions, batch, scale)
+        except Exception:
+            self._tied.end(is_whole=False)
+            raise
+        self._tied.end(is_whole=True)
+
+    def _check_microbatches(self, **given: Sequence[Any] | None) -> None:
+        for name, each in given.items():
+            if each is not None and len(each) != self._n_microbatches:
+                raise UsageError(
+                    "a step has another number of microbatches than its schedule",
+                    seen=f"{len(each)} in {name}, expected {self._n_microbatches}",
+                    fix=f"Make the schedule with n_microbatches={len(each)}.",
+                )
+
+    # ---------------------------------------------------------------- functions in place of actions
+
+    def register_custom_function(
+        self, computation_type: Kind, custom_function: Callable[[Action, PipelineContext], None]
+    ) -> None:
+        """Have a function called in place of the actions of a kind.
+
+        Args:
+            computation_type: The kind: any but sends and receives.
+            custom_function: Called with the action and a `PipelineContext`.
+
+        Raises:
+            UsageError: The kind sends or receives.
+        """
+        if computation_type.is_send or computation_type.is_recv:
+            raise UsageError(
+                "sends and receives have no custom function", seen=str(computation_type)
+            )
+        if self._executor is None:
+            self._prepare_schedule_with_comms(self.pipeline_order)
+        executor = self._executor
+        assert executor is not None
+
+        def call(action: Action, batch: Batch) -> None:
+            context = PipelineContext(
+                schedule_ref=self,
+                arg_mbs=batch.args,
+                kwarg_mbs=batch.kwargs,
+                target_mbs=batch.targets,
+                losses=self._losses,
+                run=executor.perform,
+            )
+            custom_function(action, context)
+
+        executor.custom[computation_type] = call
+
+
+def _forward_only(actions: Sequence[Action]) -> list[Action]:
+    """Return what of a list is forward."""
+    parts = [part for action in actions for part in action.parts]
+    return [part for part in parts if part.kind in _FORWARD]
+
+
+def _placement(ranks: Sequence[Sequence[Action | None]], num_stages: int) -> tuple[int, ...]:
+    """Return the rank of each stage: where its actions are.
+
+    Raises:
+        UsageError: A stage has no actions, or actions on two ranks.
+    """
+    found: dict[int, set[int]] = {stage: set() for stage in range(num_stages)}
+    for rank, actions in enumerate(ranks):
+        for action in actions:
+            for part in () if action is None else action.parts:
+                found.setdefault(part.stage, set()).add(rank)
+    wrong = {stage: sorted(where) for stage, where in found.items() if len(where) != 1}
+    if wrong or len(found) != num_stages:
+        raise UsageError(
+            "each stage of a schedule lies on one rank",
+            seen=f"stages and their ranks: {wrong or found}, expected {num_stages} stages",
+            fix=f"Give every stage from 0 to {num_stages - 1} its actions on one rank.",
+        )
+    return tuple(next(iter(found[stage])) for stage in range(num_stages))
+
+
+class PipelineScheduleSingle(PipelineSchedule):
+    """A schedule of one stage a rank.
+
+    Args:
+        stage: This rank's.
+        n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads,
+            options: As of `PipelineScheduleMulti`.
+    """
+
+    def __init__(
+        self,
+        stage: PipelineStage,
+        n_microbatches: int,
+        loss_fn: LossFn | None = None,
+        args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
+        kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
+        output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
+        scale_grads: bool = True,
+        *,
+        options: PipelineOptions | None = None,
+    ) -> None:
+        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        super().__init__([stage], n_microbatches, loss_fn, specs, scale_grads, options)
+        self._stage = stage
+
+
+class PipelineScheduleMulti(PipelineSchedule):
+    """A schedule of any number of stages a rank.
+
+    Args:
+        stages: This rank's.
+        n_microbatches: How many a batch is cut into.
+        loss_fn: ``loss_fn(output, target, **loss_kwargs)`` of a microbatch; without one there is no
+            backward.
+        args_chunk_spec, kwargs_chunk_spec: How arguments are cut; None: along dimension 0.
+        output_merge_spec: How outputs are put together; None: along dimension 0.
+        use_full_backward: Accepted.
+        scale_grads: Divide losses by the number of microbatches before backward: for a loss that is
+            a mean. Gradients of earlier steps that were not zeroed are left as they are.
+        backward_requires_autograd: Refuse `step` where gradients are switched off.
+        defer_pp_recv: Post receives as late as can be, not as early.
+        options: What torch has not.
+
+    Raises:
+        UsageError: The stages do not fit the schedule; says what would.
+    """
+
+    def __init__(
+        self,
+        stages: list[PipelineStage],
+        n_microbatches: int,
+        loss_fn: LossFn | None = None,
+        args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
+        kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
+        output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
+        use_full_backward: bool | None = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+        *,
+        options: PipelineOptions | None = None,
+    ) -> None:
+        del use_full_backward
+        self._defer_pp_recv = defer_pp_recv
+        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        super().__init__(stages, n_microbatches, loss_fn, specs, scale_grads, options)
+        self._backward_requires_autograd = backward_requires_autograd
+
+
+class PipelineScheduleRuntime(PipelineScheduleMulti):
+    """A schedule whose lists a subclass gives, or a file (`_load_csv`)."""
+
+    def __init__(
+        self,
+        stages: list[PipelineStage],
+        n_microbatches: int,
+        loss_fn: LossFn | None = None,
+        args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
+        kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
+        output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+        *,
+        use_full_backward: bool | None = None,
+        options: PipelineOptions | None = None,
+    ) -> None:
+        super().__init__(
+            stages,
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            use_full_backward,
+            scale_grads,
+            backward_requires_autograd,
+            defer_pp_recv,
+            options=options,
+        )
+
+
+class ScheduleGPipe(PipelineScheduleSingle):
+    """All forwards, then all backwards."""
+
+    name = "gpipe"
+
+
+class Schedule1F1B(PipelineScheduleSingle):
+    """One forward and one backward by turns, as soon as the pipeline is full."""
+
+    name = "1f1b"
+
+
+class ScheduleForwardOnly(PipelineScheduleSingle):
+    """Forwards, and no backward."""
+
+    name = "forward-only"
+
+
+class ScheduleInterleaved1F1B(PipelineScheduleRuntime):
+    """1F1B with several stages a rank, round and round: a shorter bubble, more transfers."""
+
+    name = "interleaved-1f1b"
+
+
+class ScheduleInterleavedZeroBubble(PipelineScheduleRuntime):
+    """Interleaved, with gradients of weights in the gaps."""
+
+    name = "interleaved-zero-bubble"
+
+
+class ScheduleZBVZeroBubble(PipelineScheduleRuntime):
+    """Two stages a rank, there and back, with gradients of weights in the gaps."""
+
+    name = "zb-v"
+
+
+class ScheduleDualPipeV(PipelineScheduleRuntime):
+    """Two stages a rank, there and back, with forwards and backwards side by side."""
+
+    name = "dualpipe-v"
+
+
+class ScheduleLoopedBFS(PipelineScheduleRuntime):
+    """Several stages a rank, all microbatches through each of them in turn."""
+
+    name = "looped-bfs"
+
+    def __init__(
+        self,
+        stages: list[PipelineStage],
+        n_microbatches: int,
+        loss_fn: LossFn | None = None,
+        output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+        *,
+        options: PipelineOptions | None = None,
+    ) -> None:
+        super().__init__(
+            stages,
+            n_microbatches,
+            loss_fn,
+            output_merge_spec=output_merge_spec,
+            scale_grads=scale_grads,
+            backward_requires_autograd=backward_requires_autograd,
+            defer_pp_recv=defer_pp_recv,
+            options=options,
+        )
+
+
+_CLASSES: dict[str, type[PipelineSchedule]] = {
+    "1F1B": Schedule1F1B,
+    "Interleaved1F1B": ScheduleInterleaved1F1B,
+    "GPipe": ScheduleGPipe,
+    "LoopedBFS": ScheduleLoopedBFS,
+    "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
+    "PipelineScheduleSingle": PipelineScheduleSingle,
+    "PipelineScheduleMulti": PipelineScheduleMulti,
+    "ZBVZeroBubble": ScheduleZBVZeroBubble,
+    "DualPipeV": ScheduleDualPipeV,
+}
+
+
+def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
+    """Return the class of a schedule by torch's name, in any case.
+
+    Raises:
+        UsageError: There is none (a ValueError).
+    """
+    for name, kind in _CLASSES.items():
+        if name.lower() == schedule_name.lower():
+            return kind
+    raise UsageError(
+        "there is no such schedule",
+        seen=repr(schedule_name),
+        fix=f"Take one of {', '.join(_CLASSES)}.",
+    )

@@ -1,0 +1,132 @@
+"""Parameters that several stages have: an embedding that is the output layer as well.
+
+Each rank that has one sends its gradient to the others that do, when a step ends, and all add them
+up in the order of the stages: the same sum, to the bit, everywhere. Stages of one rank that share a
+parameter share its gradient already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from dure.comm.group import started
+from dure.comm.objects import all_gather_object
+from dure.errors import UsageError
+from dure.parallel.pipeline.stage import PipelineStage
+from dure.tensor.dtensor import DTensor
+
+if TYPE_CHECKING:
+    from dure.comm.group import ProcessGroup
+
+__all__ = ["TiedParameters"]
+
+_TAG = (1 << 24) - 1
+
+
+class TiedParameters:
+    """The tied parameters of this rank's stages.
+
+    Collective:
+        Making one: all ranks of the group; one all_gather of objects.
+
+    Raises:
+        UsageError: On all ranks: parameters of one name differ in shape or dtype.
+    """
+
+    def __init__(self, stages: Sequence[PipelineStage], group: ProcessGroup) -> None:
+        self._group, self._rank = group, group.rank()
+        self._mine: dict[str, list[nn.Parameter]] = {}
+        self._before: dict[nn.Parameter, torch.Tensor | None] = {}
+        described: dict[str, tuple[int, str]] = {}
+        for stage in stages:
+            for name, path in stage.tied.items():
+                parameter = stage.submod.get_parameter(path)
+                known = self._mine.setdefault(name, [])
+                if not any(parameter is other for other in known):
+                    known.append(parameter)
+                seen = f"{tuple(parameter.shape)} of {parameter.dtype}"
+                described.setdefault(name, (stage.stage_index, seen))
+        told: list[dict[str, tuple[int, str]]] = [{} for _ in range(group.size())]
+        all_gather_object(told, described, group)
+        self._holders: dict[str, list[int]] = {}
+        for name in sorted({name for each in told for name in each}):
+            first = sorted((each[name][0], r) for r, each in enumerate(told) if name in each)
+            seen = {each[name][1] for each in told if name in each}
+            if len(seen) > 1:
+                raise UsageError(
+                    "tied parameters are not alike", seen=f"{name}: {' and '.join(sorted(seen))}"
+                )
+            self._holders[name] = [rank for _, rank in first]
+        self._begin_equal()
+
+    def _begin_equal(self) -> None:
+        """Give all the values of the earliest stage."""
+        for name, holders in self._holders.items():
+            if self._rank not in holders:
+                continue
+            parameters = [_local(p.detach()) for p in self._mine[name]]
+            if self._rank == holders[0]:
+                for other in holders[1:]:
+                    self._group.send(parameters[0].contiguous(), other, _TAG)
+            else:
+                values = torch.empty_like(parameters[0], memory_format=torch.contiguous_format)
+                self._group.recv(values, holders[0], _TAG)
+                parameters[0].copy_(values)
+            for further in parameters[1:]:
+                further.copy_(parameters[0])
+
+    def begin(self) -> None:
+        """Put gradients of earlier steps aside, so that only this step's are summed."""
+        self._before = {
+            parameter: parameter.grad for known in self._mine.values() for parameter in known
+        }
+        for parameter in self._before:
+            parameter.grad = None
+
+    def end(self, is_whole: bool) -> None:
+        """Sum this step's gradients, if it `is_whole`; add those of earlier steps.
+
+        Collective: the ranks that have a parameter.
+        """
+        for name, holders in self._holders.items():
+            if is_whole and self._rank in holders:
+                self._sum(self._mine[name], holders)
+        for parameter, before in self._before.items():
+            if before is not None and parameter.grad is not None:
+                _local(parameter.grad).add_(_local(before))
+            elif before is not None:
+                parameter.grad = before
+        self._before = {}
+
+    def _sum(self, parameters: list[nn.Parameter], holders: list[int]) -> None:
+        mine = _total([_gradient(p) for p in parameters])
+        others = [rank for rank in holders if rank != self._rank]
+        got = {rank: torch.empty_like(mine) for rank in others}
+        works = [self._group.irecv(got[rank], rank, _TAG) for rank in others]
+        works += [started(self._group.send(mine, rank, _TAG, async_op=True)) for rank in others]
+        for work in works:
+            work.wait()
+        total = _total([mine if rank == self._rank else got[rank] for rank in holders])
+        for parameter in parameters:
+            _gradient(parameter).copy_(total)
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return _local(parameter.grad)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.part if isinstance(tensor, DTensor) else tensor
+
+
+def _total(parts: list[torch.Tensor]) -> torch.Tensor:
+    total = parts[0].clone(memory_format=torch.contiguous_format)
+    for part in parts[1:]:
+        total += part
+    return total

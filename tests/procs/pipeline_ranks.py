@@ -1,0 +1,97 @@
+"""What ranks of tests of pipelines do in processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import torch
+import torch.distributed.pipelining as theirs
+
+import dure
+import dure.pipelining as ours
+from dure.errors import PeerLost
+from procs import torch_ranks
+from procs.shm_ranks import Seat
+from ranks.pipeline_models import (
+    CPU,
+    SCHEDULES,
+    Pipeline,
+    batches,
+    dense,
+    mse,
+    one_process,
+    stages_of,
+)
+
+
+def equals_torch(rank: int, folder: str, name: str) -> float:
+    """Take a step under torch's runtime on gloo, and under Dure's; return the largest difference.
+
+    Of losses, of the output, and of gradients.
+    """
+    kind, each = SCHEDULES[name]
+    mine = stages_of(name, rank, 2, each)
+    with torch_ranks.world(rank, folder, "gloo"):
+        expected = _step(
+            theirs, getattr(theirs, kind.__name__), rank, stages_of(name, rank, 2, each)
+        )
+    found = _step(ours, kind, mine)
+    pairs = zip(found, expected, strict=True)
+    return max((float((a - b).abs().max()) for a, b in pairs), default=0.0)
+
+
+def _step(library: Any, kind: Any, mine: list[int]) -> list[torch.Tensor]:
+    parts = dense(2 * len(mine))
+    stages = [library.PipelineStage(parts[i], i, len(parts), CPU) for i in mine]
+    schedule = kind(stages if len(mine) > 1 else stages[0], 4, loss_fn=mse)
+    x, y = batches(1, rows=8)[0]
+    losses: list[torch.Tensor] = []
+    last = len(parts) - 1 in mine
+    told = {"target": y, "losses": losses} if last else {}
+    output = schedule.step(*([x] if 0 in mine else []), **told)
+    gradients = [p.grad for i in mine for p in parts[i].parameters()]
+    return [*losses, *([output] if last else []), *(g for g in gradients if g is not None)]
+
+
+def trains_as_one(rank: int) -> float:
+    """Train; return the largest difference of this rank's weights from those of one process.
+
+    Large microbatches, so that messages are copied where they lie; and of uneven lengths.
+    """
+    far = 0.0
+    for name in ("1f1b", "zb-v"):
+        parts = dense(2 * SCHEDULES[name][1], width=200)
+        data = batches(3, rows=402, width=200)
+        pipeline = Pipeline(name, rank, 2, parts, 4)
+        for x, y in data:
+            pipeline.eval(x)
+            pipeline.step(x, y)
+        _, expected = one_process(parts, data, 4)
+        pairs = pipeline.weights().items()
+        far = max(far, *(float((w - expected[n]).abs().max()) for n, w in pairs))
+    return far
+
+
+def loses_one(seat: Seat) -> tuple[int | None, str, str]:
+    """Rank 1 is killed in the backward of microbatch 2; return what rank 0 is told."""
+    dure.init_process_group(
+        "shm", init_method=f"file://{seat.path}", rank=seat.rank, world_size=seat.size
+    )
+    pipeline = Pipeline("1f1b", seat.rank, 2, dense(2), 4)
+    pipeline.step(*batches(1)[0])
+    if seat.rank == 1:
+        calls: list[int] = []
+
+        def on_backward(*_: Any) -> None:
+            calls.append(1)
+            if len(calls) == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        pipeline.parts[1].register_full_backward_hook(on_backward)
+    try:
+        pipeline.step(*batches(1)[0])
+    except PeerLost as error:
+        return error.peer, getattr(error, "action", ""), str(error)
+    raise AssertionError("no rank was lost")

@@ -1,0 +1,30 @@
+"""Pipelines with real processes: over shared memory, and when a rank is killed."""
+
+from __future__ import annotations
+
+import pytest
+
+from dure.native import available as native_available
+from procs import pipeline_ranks
+from procs.shm_ranks import Ranks
+
+NEEDS_ENGINE = pytest.mark.skipif(
+    not native_available()[0], reason=native_available()[1] or "no engine"
+)
+
+
+@NEEDS_ENGINE
+def test_training_over_shared_memory_equals_one_process_2_ranks(process_pool):
+    for far in process_pool(2, "shm").run(pipeline_ranks.trains_as_one):
+        assert far < 1e-12
+
+
+@NEEDS_ENGINE
+def test_survivors_of_a_death_name_their_action(tmp_path):
+    with Ranks(2, tmp_path, pipeline_ranks.loses_one) as ranks:
+        result = ranks.result(0)
+        if isinstance(result, BaseException):
+            raise result
+        peer, action, text = result
+        assert ranks.result(1) is None
+    assert peer == 1 and action == "0B2" and action in text

@@ -1,0 +1,159 @@
+"""Models in parts, and pipelines of them, for the tests of pipelines."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import dure.pipelining as pp
+
+CPU = torch.device("cpu")
+SCHEDULES: dict[str, tuple[Any, int]] = {
+    "gpipe": (pp.ScheduleGPipe, 1),
+    "1f1b": (pp.Schedule1F1B, 1),
+    "interleaved": (pp.ScheduleInterleaved1F1B, 2),
+    "bfs": (pp.ScheduleLoopedBFS, 2),
+    "zero-bubble": (pp.ScheduleInterleavedZeroBubble, 2),
+    "zb-v": (pp.ScheduleZBVZeroBubble, 2),
+    "dualpipe-v": (pp.ScheduleDualPipeV, 2),
+}
+V_SHAPED = ("zb-v", "dualpipe-v")
+
+
+def mse(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return ((output - target) ** 2).mean()
+
+
+def stages_of(name: str, rank: int, world: int, each: int) -> list[int]:
+    """Return the stages that lie on a rank."""
+    if name in V_SHAPED:
+        return [rank, 2 * world - 1 - rank]
+    return [rank + k * world for k in range(each)]
+
+
+def dense(num: int, width: int = 6) -> list[nn.Module]:
+    """Return parts with a weight that is used twice, a norm, and a bias that meets no input."""
+    torch.manual_seed(5)
+    return [Dense(width).double() for _ in range(num)]
+
+
+class Dense(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+        self.twice = nn.Parameter(torch.randn(width, width) / 3)
+        self.shift = nn.Parameter(torch.randn(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(torch.tanh(self.linear(x @ self.twice)) @ self.twice)
+        return x + self.shift.exp()
+
+
+class Pipeline:
+    """This rank's stages of a model in parts, with a schedule, and an optimizer."""
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        world: int,
+        parts: Sequence[nn.Module],
+        microbatches: int,
+        *,
+        loss_fn: Callable[..., torch.Tensor] | None = mse,
+        wrap: Callable[[nn.Module], nn.Module] = lambda part: part,
+        group: Any = None,
+        tied: dict[int, dict[str, str]] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        kind, each = SCHEDULES[name]
+        mine = stages_of(name, rank, world, each)
+        self.parts = copy.deepcopy({i: parts[i] for i in mine})  # shared parameters stay shared
+        self.parts = {i: wrap(part) for i, part in self.parts.items()}
+        self.stages = [
+            pp.PipelineStage(
+                self.parts[i], i, len(parts), CPU, group=group, tied=(tied or {}).get(i)
+            )
+            for i in mine
+        ]
+        one = self.stages if each > 1 else self.stages[0]
+        self.schedule = kind(one, microbatches, loss_fn=loss_fn, **kwargs)
+        self.has_first, self.has_last = 0 in mine, len(parts) - 1 in mine
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list({p: None for part in self.parts.values() for p in part.parameters()})
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> list[float]:
+        """Train on a batch; return the losses, where they are known."""
+        self.optimizer.zero_grad()
+        losses: list[torch.Tensor] = []
+        args = [x] if self.has_first else []
+        output = self.schedule.step(*args, target=y, losses=losses)
+        assert (output is not None) == self.has_last
+        self.optimizer.step()
+        return [loss.item() for loss in losses]
+
+    def eval(self, x: torch.Tensor) -> torch.Tensor | None:
+        return self.schedule.eval(*([x] if self.has_first else []))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{i}.{name}": p.detach().clone()
+            for i, part in self.parts.items()
+            for name, p in part.named_parameters()
+        }
+
+
+def one_process(
+    parts: Sequence[nn.Module],
+    batches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    microbatches: int,
+    loss_fn: Callable[..., torch.Tensor] = mse,
+) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+    """Train on one rank; return the losses of each step, and the weights."""
+    parts = copy.deepcopy(list(parts))
+    parameters = {p: None for part in parts for p in part.parameters()}
+    optimizer = torch.optim.SGD(list(parameters), lr=0.1)
+    told: list[list[float]] = []
+    for x, y in batches:
+        optimizer.zero_grad()
+        losses: list[float] = []
+        for a, b in zip(x.tensor_split(microbatches), y.tensor_split(microbatches), strict=True):
+            output: Any = a
+            for part in parts:
+                output = part(*output) if isinstance(output, tuple) else part(output)
+            loss = loss_fn(output, b)
+            (loss / microbatches).backward()
+            losses.append(loss.item())
+        optimizer.step()
+        told.append(losses)
+    weights = {
+        f"{i}.{name}": p.detach()
+        for i, part in enumerate(parts)
+        for name, p in part.named_parameters()
+    }
+    return told, weights
+
+
+def batches(steps: int, rows: int = 11, width: int = 6) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    both = torch.randn(steps, 2, rows, width, dtype=torch.float64, generator=generator)
+    return [(x, y) for x, y in both]
+
+
+def verify_same(
+    found: Sequence[tuple[list[list[float]], dict[str, torch.Tensor]]],
+    expected: tuple[list[list[float]], dict[str, torch.Tensor]],
+) -> None:
+    """Compare what the ranks tell with one process: to rounding, which is of the order 1e-15."""
+    losses = next(told for told, _ in found if told and told[0])
+    torch.testing.assert_close(losses, expected[0], rtol=0, atol=1e-12)
+    weights = {name: value for _, each in found for name, value in each.items()}
+    assert weights.keys() == expected[1].keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(value, expected[1][name], rtol=0, atol=1e-12, msg=name)

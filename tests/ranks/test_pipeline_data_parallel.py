@@ -1,0 +1,88 @@
+"""Pipelines whose stages are replicated or sharded over another axis of a mesh, or cut by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dure
+from dure.fsdp import fully_shard, strategy
+from dure.tensor import DTensor, Replicate
+from dure.tensor.parallel import ColwiseParallel, parallelize_module
+from dure.testing import CommRecorder, run_ranks
+from ranks.pipeline_models import SCHEDULES, Pipeline, batches, dense, one_process
+
+Weights = dict[str, torch.Tensor]
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _train(rank: int, name: str, kind: str, parts: list[nn.Module]) -> Weights:
+    """At both places of the pipeline 2 ranks: replicas, each with half a batch, or parts."""
+    mesh = dure.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "other"))
+    other = mesh["other"]
+
+    def wrap(part: Any) -> nn.Module:
+        if kind == "ddp":
+            return dure.DistributedDataParallel(part, process_group=other.get_group())
+        if kind == "tensor":
+            style = ColwiseParallel(output_layouts=Replicate())
+            return parallelize_module(part, other, {"linear": style})
+        fully_shard(part.linear, mesh=other)
+        return fully_shard(part, mesh=other)
+
+    way = "gathered" if kind == "gathered" else "shared"
+    with strategy(way):
+        group = mesh["pp"].get_group()
+        pipeline = Pipeline(name, rank // 2, 2, parts, 4, wrap=wrap, group=group)
+    for x, y in batches(3, rows=16):
+        mine = [x, y] if kind == "tensor" else [t.chunk(2)[rank % 2] for t in (x, y)]
+        pipeline.step(*mine)
+        evaluated = pipeline.eval(x)
+        assert (evaluated is not None) == pipeline.has_last
+    weights = pipeline.weights().items()
+    return {name.replace(".module.", "."): _whole(value) for name, value in weights}
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zero-bubble", "zb-v"])
+@pytest.mark.parametrize("kind", ["ddp", "gathered", "tensor"])
+def test_stages_parallel_on_another_axis_train_as_one_process_on_4_ranks(name: str, kind: str):
+    parts = dense(2 * SCHEDULES[name][1])
+    found = run_ranks(4, _train, name, kind, parts)
+    data = batches(3, rows=16)
+    if kind != "tensor":  # a microbatch has a quarter of each replica's half
+        order = torch.arange(16).view(2, 4, 2).transpose(0, 1).flatten()
+        data = [(x[order], y[order]) for x, y in data]
+    _, expected = one_process(parts, data, 4)
+    for weights in found:
+        for path, value in weights.items():
+            torch.testing.assert_close(value, expected[path], rtol=0, atol=1e-12)
+
+
+def _gathers(rank: int, parts: list[nn.Module]) -> list[str]:
+    """Return what a step calls."""
+    mesh = dure.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+
+    def wrap(part: Any) -> nn.Module:
+        fully_shard(part.linear, mesh=mesh["dp"])
+        return fully_shard(part, mesh=mesh["dp"])
+
+    with strategy("gathered"):
+        group = mesh["pp"].get_group()
+        pipeline = Pipeline("1f1b", rank // 2, 2, parts, 4, wrap=wrap, group=group)
+    data = batches(2, rows=8)
+    pipeline.step(*data[0])
+    with CommRecorder() as seen:
+        pipeline.step(*data[1])
+    return sorted(seen.ops)
+
+
+def test_sharded_stages_gather_and_reduce_once_a_step_on_4_ranks():
+    for ops in run_ranks(4, _gathers, dense(2)):
+        assert sum("gather" in op for op in ops) == 2, ops  # the linear layer, and the rest
+        assert sum("reduce_scatter" in op for op in ops) == 2, ops
