@@ -7,6 +7,7 @@ a checkpoint that is not there. A rank that dies meanwhile is the group's matter
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,6 +40,11 @@ class Ranks:
         self.group = resolve(group, op) if named else None
         self.rank = 0 if self.group is None else self.group.rank()
         self.size = 1 if self.group is None else self.group.size()
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that a rank may copy with: its share of the cores, as if all were on one host."""
+        return min(8, max(1, len(os.sched_getaffinity(0)) // self.size))
 
     def _outcomes(self, do: Callable[[], T]) -> list[Any]:
         """Call `do` on every rank; return its result, or its exception, of all of them."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,8 +43,7 @@ class Loaded(NamedTuple):
     """Bytes of tensors that this rank read."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
+class _Read(NamedTuple):
     """Elements of one slice, and where they go."""
 
     part: Slice
@@ -97,7 +96,7 @@ def load_from(
                 seen="their manifests differ",
                 fix="Give all ranks the same folder, and do not save there meanwhile.",
             )
-        loadings[0].read()
+        loadings[0].read(ranks.num_threads)
 
     seen = ranks.all_or_none(_NOT_LOADED, compare)
     ranks.all_or_none(_NOT_LOADED, read)
@@ -189,18 +188,18 @@ class _Loading:
         for box, stored in self.catalog.slices[name].items():
             both = box.meet(piece.box)
             if both is not None:
-                to = piece.memory[both.within(piece.box)]
+                memory = piece.memory
+                to = memory if both == piece.box else memory[both.within(piece.box)]
                 found.append(_Read(Slice(name, box), stored, both, to))
         return found
 
-    def read(self) -> None:
-        """Fill the tensors, then the values, then the objects.
+    def read(self, num_threads: int) -> None:
+        """Fill the tensors, in so many threads, then the values, then the objects.
 
         Raises:
             CheckpointError: A file is not what the manifest says.
         """
-        with torch.no_grad():
-            self._read_tensors()
+        self._read_tensors(num_threads)
         for name, leaf in self._leaves.items():
             if name in self.catalog.values:
                 self._put(name, leaf)
@@ -210,19 +209,28 @@ class _Loading:
             else:
                 self._given[key] = self._state[key]
 
-    def _read_tensors(self) -> None:
+    def _read_tensors(self, num_threads: int) -> None:
         files: dict[str, SliceFile] = {}
+        kinds, waiting = self.catalog.kinds, iter(self._reads)
+
+        def work() -> None:
+            with torch.no_grad():
+                for part, stored, box, to in waiting:
+                    dtype = kinds[part.name].torch_dtype
+                    files[stored.file].read(part, stored.crc32c, dtype, box, to)
+
         try:
-            for read in self._reads:
-                name = read.stored.file
-                if name not in files:
-                    files[name] = SliceFile(self._path / name, self.catalog.layouts[name])
-                dtype = self.catalog.kinds[read.part.name].torch_dtype
-                files[name].read(read.part, read.stored.crc32c, dtype, read.box, read.to)
+            for name in dict.fromkeys(read.stored.file for read in self._reads):
+                files[name] = SliceFile(self._path / name, self.catalog.layouts[name])
+            with ThreadPoolExecutor() as pool:
+                others = [pool.submit(work) for _ in range(num_threads - 1)]
+                work()
+            for other in others:
+                other.result()
         finally:
             for file in files.values():
                 file.close()
-                self._num_read += file.num_read
+        self._num_read = sum(kinds[r.part.name].num_bytes(r.box) for r in self._reads)
         _tell_autograd(self._leaves)
 
     def _put(self, name: str, leaf: Leaf) -> None:

@@ -5,8 +5,8 @@ every offset (`Layout`): a manifest that says otherwise is not of that file. A s
 whole tensor has the tensor's name there, another has its indices behind it: ``w[0:4, 2:8]``.
 
 Reading copies straight to where the elements belong. A slice, or consecutive elements of it, whose
-memory is contiguous is read by the kernel into that memory; else the file is mapped and copied from
-row by row, and only pages that hold wanted elements are touched.
+memory is contiguous is copied there in one pass with its sum; else the file is mapped and copied
+from row by row, and only pages that hold wanted elements are touched.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from dure.checkpoint.opening import open_file
 from dure.checkpoint.parts import DTYPES, PIECE_BYTES, Entry, header, pieces, write_all
 from dure.checkpoint.slices import Box, whole_box
-from dure.comm.checksum import crc32c
+from dure.comm.checksum import copy_from_file, crc32c
 from dure.comm.reduction import as_bytes
 from dure.errors import CheckpointError
 
@@ -128,7 +128,7 @@ def write_slices(path: Path, layout: Layout, memory: dict[Slice, torch.Tensor]) 
 
 
 class SliceFile:
-    """A file that is open for reading.
+    """A file that is open for reading, by several threads at once.
 
     Args:
         path: The file.
@@ -136,13 +136,10 @@ class SliceFile:
 
     Raises:
         CheckpointError: It is no file, has another length, or another header.
-
-    Attributes:
-        num_read: Bytes of slices that were read, or copied from the mapped file.
     """
 
     def __init__(self, path: Path, layout: Layout) -> None:
-        self.path, self.layout, self.num_read = path, layout, 0
+        self.path, self.layout = path, layout
         self._map: Any = None  # torch.UntypedStorage
         try:
             self._descriptor = open_file(path)
@@ -190,7 +187,6 @@ class SliceFile:
         straight = to.is_contiguous() and to.device.type == "cpu" and to.dtype == dtype
         straight = straight and not (to.is_conj() or to.is_neg())
         summed = box == part.box and wanted is not None
-        self.num_read += box.num_elements * dtype.itemsize
         if run is not None and straight:
             data = memoryview(cast(Any, as_bytes(to).numpy()))
             crc = self._pread(data, at + run[0] * dtype.itemsize, summed)
@@ -207,6 +203,9 @@ class SliceFile:
     def _pread(self, data: memoryview, at: int, summed: bool) -> int | None:
         """Read bytes to `data`; return their sum if it is asked for."""
         crc = 0
+        if len(data) >= PIECE_BYTES:
+            count, crc = copy_from_file(self._descriptor, at, data, summed)
+            data, at = data[count:], at + count
         while data:
             count = os.preadv(self._descriptor, [data[:PIECE_BYTES]], at)
             if not count:

@@ -11,6 +11,8 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import add, sub
 from typing import NamedTuple
 
 import torch
@@ -35,18 +37,24 @@ class Box(NamedTuple):
     @property
     def ends(self) -> tuple[int, ...]:
         """One beyond the last index of each dimension."""
-        return tuple(a + n for a, n in zip(self.offsets, self.sizes, strict=True))
+        return tuple(map(add, self.offsets, self.sizes))
 
     def meet(self, other: Box) -> Box | None:
         """Return what both have; None: nothing."""
+        if self == other:
+            return self
         begin = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(b - a for a, b in zip(begin, map(min, self.ends, other.ends), strict=True))
         return Box(begin, sizes) if all(n > 0 for n in sizes) else None
 
     def within(self, outer: Box) -> tuple[slice, ...]:
         """Return the index of this box in a tensor that holds `outer`."""
-        begin = [a - b for a, b in zip(self.offsets, outer.offsets, strict=True)]
+        begin = self.begin_in(outer)
         return tuple(slice(a, a + n) for a, n in zip(begin, self.sizes, strict=True))
+
+    def begin_in(self, outer: Box) -> tuple[int, ...]:
+        """Return where it begins, counted from where `outer` does."""
+        return tuple(map(sub, self.offsets, outer.offsets))
 
     def run_in(self, within: Box) -> tuple[int, int] | None:
         """Return (first, count) where this box is consecutive elements of `within`, row by row.
@@ -110,7 +118,7 @@ def pieces_of(name: str, tensor: torch.Tensor) -> list[Piece]:
         box = Box(tuple(at for _, at, _ in chosen), tuple(size for size, _, _ in chosen))
         if box.num_elements:
             here = tuple(slice(local, local + size) for size, _, local in chosen)
-            found.append(Piece(box, held[here]))
+            found.append(Piece(box, held if box.sizes == held.shape else held[here]))
     return found
 
 
@@ -124,8 +132,14 @@ def fault_of_cover(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
     """Say which elements of a tensor are in two boxes, outside, or in none; None: each in one.
 
     Cost: boxes are compared with those that begin before their end in the first dimension where
-    not all are the same; for rows or columns, linear in their number.
+    not all are the same; for rows or columns, linear in their number. Answers are kept, as tensors
+    of a shape mostly are cut alike.
     """
+    return _fault_of_cover(tuple(shape), tuple(boxes))
+
+
+@lru_cache(maxsize=128)
+def _fault_of_cover(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> str | None:
     whole, found = whole_box(shape), sorted(boxes)
     for box in found:
         if len(box.offsets) != len(whole.sizes) or len(box.sizes) != len(whole.sizes):

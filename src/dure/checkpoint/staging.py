@@ -7,11 +7,13 @@ what it holds, and `close` gives it back. The names are torch's; there is one wa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
 from dure.checkpoint.slice_files import Slice
+from dure.comm.checksum import copy_bytes
+from dure.comm.reduction import as_bytes
 
 __all__ = ["AsyncStager", "BlockingAsyncStager", "DefaultStager", "StagingOptions"]
 
@@ -82,13 +84,21 @@ class BlockingAsyncStager:
         found: dict[Slice, torch.Tensor] = {}
         for begin, (part, tensor) in zip(begins, memory.items(), strict=True):
             num_bytes = tensor.numel() * tensor.element_size()
-            place = self._buffer[begin : begin + num_bytes].view(tensor.dtype)
-            found[part] = place.view(tensor.shape).copy_(tensor)
+            place = self._buffer[begin : begin + num_bytes]
+            found[part] = place.view(tensor.dtype).view(tensor.shape)
+            if tensor.is_cpu and tensor.is_contiguous():
+                copy_bytes(_bytes(place), _bytes(as_bytes(tensor)))
+            else:
+                found[part].copy_(tensor)
         return found
 
     def close(self) -> None:
         """Give the memory back, after the save that uses it."""
         self._buffer = torch.empty(0, dtype=torch.uint8)
+
+
+def _bytes(flat: torch.Tensor) -> memoryview:
+    return memoryview(cast(Any, flat.numpy()))
 
 
 class DefaultStager(BlockingAsyncStager):

@@ -24,6 +24,8 @@ __all__ = [
     "available",
     "call_site",
     "change_word",
+    "copy_bytes",
+    "copy_from_file",
     "crc32c",
     "heap_allocate",
     "heap_identity",
@@ -56,6 +58,8 @@ if TYPE_CHECKING:
         Subject,
         call_site,
         change_word,
+        copy_bytes,
+        copy_from_file,
         crc32c,
         heap_allocate,
         heap_identity,
@@ -72,6 +76,8 @@ if TYPE_CHECKING:
         subject,
     )
 else:
+    from dure.native._absent import copy_bytes as _plain_copy
+    from dure.native._absent import copy_from_file as _copy_nothing
     from dure.native._absent import crc32c as _slow_crc32c
 
     try:
@@ -86,8 +92,10 @@ else:
     heap_identity, heap_offset = _found.heap_identity, _found.heap_offset
     heap_peer, heap_usage = _found.heap_peer, _found.heap_usage
     change_word = _found.change_word
-    # An extension that was built before it had one leaves sums to Python.
+    # An extension that was built before it had them leaves sums and reading to Python.
     crc32c = getattr(_found, "crc32c", _slow_crc32c)
+    copy_bytes = getattr(_found, "copy_bytes", _plain_copy)
+    copy_from_file = getattr(_found, "copy_from_file", _copy_nothing)
     kernel_isa, select_kernel_isa = _found.kernel_isa, _found.select_kernel_isa
     reduce, call_site = _found.reduce, _found.call_site
     know_torch, set_library_folders = _found.know_torch, _found.set_library_folders

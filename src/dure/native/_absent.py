@@ -20,6 +20,8 @@ __all__ = [
     "Subject",
     "call_site",
     "change_word",
+    "copy_bytes",
+    "copy_from_file",
     "crc32c",
     "heap_allocate",
     "heap_identity",
@@ -104,6 +106,19 @@ def crc32c(data: bytes | bytearray | memoryview, before: int = 0) -> int:
     for byte in memoryview(data).cast("B"):
         state = state >> 8 ^ _TABLE[(state ^ byte) & 0xFF]
     return state ^ 0xFFFFFFFF
+
+
+def copy_bytes(to: bytearray | memoryview, source: bytes | bytearray | memoryview) -> None:
+    """Copy as many bytes as both have; ValueError where lengths differ."""
+    memoryview(to).cast("B")[:] = memoryview(source).cast("B")
+
+
+def copy_from_file(
+    descriptor: int, at: int, to: bytearray | memoryview, summed: bool
+) -> tuple[int, int]:
+    """Copy nothing: the caller reads."""
+    del descriptor, at, to, summed
+    return 0, 0
 
 
 @dataclass(frozen=True, slots=True)

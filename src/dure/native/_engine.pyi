@@ -296,6 +296,17 @@ def call_site() -> str:
 def crc32c(data: bytes | bytearray | memoryview, before: int = 0, /) -> int:
     """Return the CRC-32C of bytes that follow others whose sum is `before`."""
 
+def copy_bytes(to: bytearray | memoryview, source: bytes | bytearray | memoryview, /) -> None:
+    """Copy as many bytes as both have, past the cache; ValueError where lengths differ."""
+
+def copy_from_file(
+    descriptor: int, at: int, to: bytearray | memoryview, summed: bool, /
+) -> tuple[int, int]:
+    """Copy bytes of a file, from byte `at` on, past the cache; return how many, and their CRC-32C.
+
+    Fewer, or none, where the file cannot be mapped, ends or fails: reading the rest tells which.
+    """
+
 class Subject:
     """What collectives are about, beyond their lengths; ranks compare the code, and show the text.
 

@@ -14,7 +14,7 @@ transfer: what is between runs without it, so this is as safe, but the transfer 
 
 *Whole stages.* A stage is unsharded once, one action before its first, and resharded once, behind
 its last: its parameters are gathered once a step and not once a microbatch. REDUCE_GRAD stands
-behind a stage's last B or W.
+behind a stage's last B or W, and what that sends.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ from dure.schedules.simulate import DEFAULT_TIMES, cost_function
 from dure.schedules.validate import validate
 
 __all__ = ["lower"]
+
+# Typical, for a forward of 1. Not 0: a rank would seem to be done just when its next input comes,
+# and receive it behind what it still computes when it does come.
+_SEND_TIME = 0.2
 
 
 def lower(
@@ -50,7 +54,7 @@ def lower(
             fix="Execute it as it is, or drop its SEND and RECV.",
         )
     validate(schedule)
-    run = execute(schedule, cost_function(DEFAULT_TIMES), lambda _: 0.0)
+    run = execute(schedule, cost_function(DEFAULT_TIMES), lambda _: _SEND_TIME)
     lists: list[list[Action]] = [[] for _ in schedule.ranks]
     for rank, action in run.order:
         lists[rank].append(action)
@@ -102,23 +106,26 @@ def _defer(actions: list[Action]) -> list[Action]:
 def _whole_stages(actions: list[Action], sharded: Collection[int]) -> list[Action]:
     """Add what is done once for a stage."""
     computed = [(i, part) for i, a in enumerate(actions) if a.kind.is_compute for part in a.parts]
-    first: dict[int, int] = {}
+    ahead: dict[int, int] = {}  # stage -> where it is unsharded: an action before its first
     last: dict[int, int] = {}
     reduced: dict[int, int] = {}
     for position, (index, part) in enumerate(computed):
-        # One action ahead, so that the gather runs beside it.
-        first.setdefault(part.stage, computed[max(0, position - 1)][0])
+        ahead.setdefault(part.stage, computed[position - 1][0] if position else 0)
         last[part.stage] = index
         if part.kind in (Kind.FULL_BACKWARD, Kind.BACKWARD_WEIGHT):
             reduced[part.stage] = index
     found: list[Action] = []
+    behind: list[Action] = []  # of what was computed last: others wait for what it sends
     for index, action in enumerate(actions):
-        found += [Action(s, Kind.UNSHARD) for s in first if first[s] == index and s in sharded]
+        if not action.kind.is_send:
+            found += behind
+            behind = []
+        found += [Action(s, Kind.UNSHARD) for s in ahead if ahead[s] == index and s in sharded]
         found.append(action)
         if action.kind.is_compute:
             for stage in {part.stage: None for part in action.parts}:
                 if reduced.get(stage) == index:
-                    found.append(Action(stage, Kind.REDUCE_GRAD))
+                    behind.append(Action(stage, Kind.REDUCE_GRAD))
                 if last[stage] == index and stage in sharded:
-                    found.append(Action(stage, Kind.RESHARD))
-    return found
+                    behind.append(Action(stage, Kind.RESHARD))
+    return found + behind

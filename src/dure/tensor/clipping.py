@@ -22,9 +22,9 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients in place so that the norm of all of them together is at most `max_norm`.
 
-    `torch.nn.utils.clip_grad_norm_` does the same for parameters of one mesh and plain ones, with a
-    reduction for each gradient; this one takes any mixture, and reduces once for all gradients that
-    lie alike. For gradients of which each rank owns some, use `dure.clip_grad_norm_`.
+    `torch.nn.utils.clip_grad_norm_` does the same, with a reduction for each gradient; this one
+    reduces once for all gradients that lie alike. For gradients of which each rank owns some, use
+    `dure.clip_grad_norm_`.
 
     Args:
         parameters: Parameters of any meshes, and plain ones, whose gradients are the same on all

@@ -220,6 +220,9 @@ def _miss(
         return dispatch(op, args, kwargs, unseen)
     _check_copies(op, operands, places)
     specs = tuple(t.spec for t in operands)
+    if op is torch.ops.aten.stack.default and _are_numbers_of_meshes(specs):
+        whole = [redistribute(t.part, t.spec, t.spec.replicated()) for t in operands]
+        return op(whole, *args[1:], **kwargs)
     _check_meshes(op, specs)
     run = _special.get(op)
     if run is not None:
@@ -369,6 +372,15 @@ _ENGINE = torch.autograd.graph._engine_run_backward.__code__  # pyright: ignore
 def _is_mask(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor is 0 or minus infinity everywhere."""
     return bool(((tensor == 0) | (tensor == -math.inf)).all())
+
+
+def _are_numbers_of_meshes(specs: Sequence[DTensorSpec]) -> bool:
+    """Tell whether these are results, without gradient, on several meshes, for a plain tensor.
+
+    torch's `clip_grad_norm_` makes one norm of those of gradients so.
+    """
+    several = any(spec.mesh != specs[0].mesh for spec in specs)
+    return several and not torch.is_grad_enabled() and not any(spec.shape for spec in specs)
 
 
 def _check_meshes(op: Op, specs: Sequence[DTensorSpec]) -> None:

@@ -32,6 +32,7 @@ from dure.parallel.ddp.validation import (
     checked_device_ids,
     chosen_group,
     refuse_delayed,
+    refuse_divided,
     refuse_foreign_batch_norm,
     refuse_wrapped,
     trained_parameters,
@@ -137,6 +138,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         trained = trained_parameters(module, self.parameters_to_ignore)
         self.module = module
         self.process_group = chosen_group(process_group, device_mesh if mesh is None else mesh)
+        refuse_divided(trained, self.process_group)
         self.device_ids = checked_device_ids(device_ids, trained)
         self.output_device, self.dim = output_device, dim
         self.forward_sync_buffers = buffers.in_forward

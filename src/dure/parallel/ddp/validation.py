@@ -153,6 +153,26 @@ def refuse_wrapped(module: torch.nn.Module, ignored: set[str]) -> None:
             )
 
 
+def refuse_divided(trained: Sequence[NamedParameter], group: ProcessGroup) -> None:
+    """Refuse parameters that are cut among ranks of the group: each has something else of them."""
+    members = set(group.global_ranks)
+    cut: list[str] = []
+    for name, tensor in ((p.name, p.parameter) for p in trained):
+        for axis, placement in enumerate(getattr(tensor, "placements", ())):  # of a DTensor
+            peers = tensor.device_mesh.get_group(axis).global_ranks  # pyright: ignore
+            if placement.is_shard() and len(members.intersection(peers)) > 1:
+                cut.append(name)
+                break
+    if cut:
+        raise ModuleError(
+            "parameters are divided among the ranks that would average them",
+            parameters=tuple(cut),
+            seen=", ".join(cut),
+            fix="Pass the mesh of other axes; or leave them out, as experts that are divided "
+            "over data-parallel ranks (_set_params_and_buffers_to_ignore_for_model).",
+        )
+
+
 def refuse_foreign_batch_norm(module: torch.nn.Module) -> None:
     """Refuse torch's `SyncBatchNorm`: it knows no groups of Dure's, and would not synchronise."""
     paths = [p for p, m in module.named_modules() if isinstance(m, torch.nn.SyncBatchNorm)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dure.tensor.parallel.experts import ExpertParallel
 from dure.tensor.parallel.plan import parallelize_module
 from dure.tensor.parallel.styles import (
     ColwiseParallel,
@@ -16,6 +17,7 @@ from dure.tensor.state import replicating as loss_parallel
 
 __all__ = [
     "ColwiseParallel",
+    "ExpertParallel",
     "ParallelStyle",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
