@@ -59,7 +59,7 @@ def pipeline(
     times: Annotated[
         str, typer.Option(help="Time of an action of one stage, such as F=1,B=2,I=1,W=1.")
     ] = "",
-    send: Annotated[float, typer.Option(help="Time from a send to its arrival.")] = 0.0,
+    send: Annotated[float, typer.Option(min=0, help="Time from a send to its arrival.")] = 0.0,
     csv: Annotated[Path | None, typer.Option(help="Write the schedule's grid here.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the schedule here.")] = None,
 ) -> None:

@@ -44,11 +44,11 @@ class Generator:
         """
         if self.stages_a_rank is not None and stages != ranks * self.stages_a_rank:
             each = "one stage" if self.stages_a_rank == 1 else f"{self.stages_a_rank} stages"
+            other = "" if stages % ranks else ", or take interleaved-1f1b"
             raise UsageError(
                 f"{self.name} has {each} on each rank",
                 seen=f"{stages} stages on {ranks} ranks",
-                fix=f"Cut the model into {ranks * self.stages_a_rank} stages, or take "
-                + ("interleaved-1f1b." if self.trains else "another schedule."),
+                fix=f"Cut the model into {ranks * self.stages_a_rank} stages{other}.",
             )
         return (v_placement if self.v_shaped else loop_placement)(stages, ranks)
 
@@ -109,6 +109,8 @@ def make_schedule(name: str, *, stages: int, microbatches: int, ranks: int) -> S
     Raises:
         UsageError: There is no such schedule, or it does not fit; says what would.
     """
+    if ranks < 1:
+        raise UsageError("a pipeline has at least one rank", seen=str(ranks), fix="Take 1.")
     generator = find_generator(name)
     placement = generator.placement(stages, ranks)
     least = max(1, generator.microbatches_a_stage * stages)

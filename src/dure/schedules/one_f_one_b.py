@@ -28,7 +28,8 @@ def one_f_one_b(placement: tuple[int, ...], microbatches: int) -> Schedule:
     """Return 1F1B with one stage a rank; fewer microbatches than ranks are allowed."""
     p = len(placement)
     ranks = tuple(
-        _alternate(*_orders((rank,), microbatches, microbatches), p - 1 - rank) for rank in range(p)
+        _alternate(*_orders((stage,), microbatches, microbatches), p - 1 - stage)
+        for stage in map(placement.index, range(p))
     )
     return Schedule(ranks, placement, microbatches, "1f1b")
 

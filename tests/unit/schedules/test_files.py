@@ -69,12 +69,14 @@ def test_faults_in_files_are_named(text, format, place, cell, tmp_path):
 @pytest.mark.parametrize(
     ("name", "stages", "ranks", "microbatches", "fix"),
     [
-        ("1f1b", 8, 4, 8, "4 stages"),
+        ("1f1b", 8, 4, 8, "4 stages, or take interleaved-1f1b."),
+        ("1f1b", 7, 4, 8, "4 stages."),
         ("ZBVZeroBubble", 6, 2, 8, "4 stages"),
         ("dualpipe-v", 4, 2, 3, "4 microbatches"),
         ("interleaved-1f1b", 4, 2, 5, "Take 4 or 6 microbatches"),
         ("looped-bfs", 5, 2, 4, "4 stages"),
         ("gpipe", 2, 2, 0, "1 microbatches"),
+        ("gpipe", 2, 0, 2, "Take 1."),
         ("2f2b", 2, 2, 2, "1f1b, interleaved-1f1b"),
     ],
 )

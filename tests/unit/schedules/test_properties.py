@@ -13,8 +13,11 @@ from dure.schedules import (
     SCHEDULES,
     Action,
     Schedule,
+    forward_only,
+    gpipe,
     lower,
     make_schedule,
+    one_f_one_b,
     prove_no_deadlock,
     simulate,
     to_grid,
@@ -91,6 +94,14 @@ def test_bubbles_and_activations_are_those_of_the_literature(p: int, rounds: int
         assert max(found.peak_bytes) == activations, name
         assert bubble is None or found.bubble == pytest.approx(bubble), name
     assert validate(make_schedule("1f1b", stages=4, microbatches=8, ranks=4)) == (4, 3, 2, 1)
+
+
+def test_stages_may_lie_anywhere():
+    for make in (gpipe, one_f_one_b, forward_only):
+        schedule = make((2, 0, 1), 4)
+        assert max(validate(lower(schedule))) <= 4
+        prove_no_deadlock(schedule)
+        assert simulate(schedule).step_time == simulate(make((0, 1, 2), 4)).step_time
 
 
 def mutate(schedule: Schedule, rng: random.Random) -> tuple[str, Schedule]:
