@@ -128,15 +128,15 @@ def test_a_timeline_shows_them(way: str) -> None:
         phases = [span for span in mine if span.track == spans.STEP]
         assert [span.name for span in phases] == ["forward", "backward", "wait for gradients"]
         assert all(a.end_ns == b.start_ns for a, b in itertools.pairwise(phases))
-        names = [span.name for span in mine if span.track == spans.BUCKETS]
+        travelled = [span for span in mine if span.track == spans.MODULES]
+        names = sorted(span.name for span in travelled)
         # In forward and again in backward, but for the root, which keeps its own.
-        assert sorted(names) == [
-            "reduce (root)",
-            "reduce 0",
-            "reduce 1",
-            "unshard (root)",
-            *["unshard 0"] * 2,
-            *["unshard 1"] * 2,
-        ]
+        gathered = ["unshard (root)", *["unshard 0"] * 2, *["unshard 1"] * 2]
+        reduced = ["reduce (root)", "reduce 0", "reduce 1"]
+        assert names == reduced + (gathered if way == "gathered" else [])
+        assert all(s.start_ns < s.started_ns <= s.end_ns for s in travelled)
+        assert {s.group for s in travelled if s.name in reduced} == {"world[1]"}
+        waits = sorted(span.name for span in mine if span.track == spans.WAITS)
+        assert [name for name in waits if name != "other ranks"] == names
         assert all(phases[0].start_ns <= s.start_ns <= s.end_ns for s in mine)
         assert {span.details["step"] for span in mine} == {2}

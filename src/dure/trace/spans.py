@@ -18,10 +18,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["BUCKETS", "STEP", "Keeper", "Span", "emit", "listeners"]
+__all__ = ["BUCKETS", "MODULES", "STEP", "WAITS", "Keeper", "Span", "emit", "listeners"]
 
-STEP, BUCKETS = "step", "buckets"
-"""Tracks: phases, one at a time on each rank; buckets, which overlap them and each other."""
+STEP, BUCKETS, MODULES, WAITS = "step", "buckets", "modules", "waits"
+"""Tracks: phases, one at a time on each rank; buckets of gradients, gathers and reductions of
+modules, which overlap them and each other; what a rank did nothing but wait for."""
 
 _CAPACITY = 20_000
 
@@ -36,8 +37,8 @@ class Span:
         global_rank: Whose it was.
         start_ns: When it began, on `time.monotonic_ns`.
         end_ns: When it ended on the same clock; of a bucket, when its end was noticed.
-        started_ns: Of a bucket: when its operation had been started, so that the operation can be
-            found among those of `group`; 0 otherwise.
+        started_ns: Of a bucket, a gather or a reduction: when its operations had been started, so
+            that they can be found among those of `group`; 0 otherwise.
         group: Name of the process group that the operation is of; empty where there is none.
         details: What a reader may want to know, by name.
     """

@@ -1,10 +1,10 @@
 """A timeline of all ranks in the trace-event format, which Perfetto and Chrome show.
 
-Each rank is a process, each group a track of it. Operations that the caller waited for are slices
-on the track (they cannot overlap); asynchronous ones are spans of their own kind below it, which
-can. An arrow leads from the last rank to arrive at a collective to the end of each operation that
-waited for it. Where steps were recorded, they are drawn above the groups (`tracks`). Times are
-microseconds from the earliest record.
+Each rank is a process, each group, and each further channel of one, a track of it. Operations that
+the caller waited for are slices on the track (they cannot overlap); asynchronous ones are spans of
+their own kind below it, which can. An arrow leads from the last rank to arrive at a collective to
+the end of each operation that waited for it. Where steps were recorded, they are drawn above the
+groups (`tracks`). Times are microseconds from the earliest record.
 
 Source: the trace-event format description,
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
@@ -35,14 +35,20 @@ def timeline(flight: Flight, groups: tuple[GroupView, ...]) -> dict[str, Any]:
     """
     events: list[TraceEvent] = []
     for file in flight.ranks.values():
-        tracks = {g.name: i for i, g in enumerate(file.groups, start=1)}
+        tracks = _tracks(file)
         events += _names(file, tracks)
         events += steps(flight, file)
         for number, record in enumerate(file.records):
-            events += _operation(flight, file, record, tracks.get(record.group, 0), number)
+            events += _operation(flight, file, record, tracks[record.group], number)
     for group in groups:
         events += _arrows(flight, group)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _tracks(file: RankFile) -> dict[str, int]:
+    """Number the groups of a rank, and what its operations name beside them: channels, old ones."""
+    names = dict.fromkeys([*(g.name for g in file.groups), *(r.group for r in file.records)])
+    return {name: i for i, name in enumerate(names, start=1)}
 
 
 def _names(file: RankFile, tracks: dict[str, int]) -> list[TraceEvent]:
@@ -114,18 +120,13 @@ def _arrows(flight: Flight, group: GroupView) -> list[TraceEvent]:
             }
             begin = _microseconds(flight, last, calls[last].start_ns)
             end = _microseconds(flight, rank, call.end_ns)
-            tids = {r: _track(flight, r, group.name) for r in (last, rank)}
+            tids = {r: _tracks(flight.ranks[r])[group.name] for r in (last, rank)}
             events.append(arrow | {"ph": "s", "ts": begin, "pid": last, "tid": tids[last]})
             events.append(
                 arrow
                 | {"ph": "f", "bp": "e", "ts": max(begin, end), "pid": rank, "tid": tids[rank]}
             )
     return events
-
-
-def _track(flight: Flight, rank: int, group: str) -> int:
-    names = [g.name for g in flight.ranks[rank].groups]
-    return names.index(group) + 1 if group in names else 0
 
 
 def _microseconds(flight: Flight, rank: int, monotonic_ns: int) -> float:

@@ -1,4 +1,4 @@
-"""Steps on a timeline: a track of phases, and below it tracks of the buckets of gradients.
+"""Steps on a timeline: a track of phases, below it tracks of what travels meanwhile, and of waits.
 
     step        | data |  forward  |      backward          |wait for gradients| optimizer |
     buckets 1                            | bucket 0 |    | bucket 2 |
@@ -6,19 +6,20 @@
 
 Slices of one track must not overlap, so a bucket goes to the first track that is free. One beside
 backward is communication that costs nothing; one beside "wait for gradients" is what the step waits
-for. A bucket lasts as long as the operation that it started, where the recorder still has that.
+for. A bucket lasts as long as the operations that it started, where the recorder still has them. So
+do gathers and reductions of a sharded module, which lie on tracks of "modules".
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
 from dure.trace.merging import Flight, RankFile
 from dure.trace.record import Record
-from dure.trace.spans import STEP, Span
+from dure.trace.spans import STEP, WAITS, Span
 
 __all__ = ["steps"]
 
@@ -32,9 +33,10 @@ Track = tuple[str, int]
 def steps(flight: Flight, file: RankFile) -> list[TraceEvent]:
     """Return the trace events of a rank's spans; none where steps were not recorded."""
     ended = [record for record in file.records if record.end_ns]
-    placed = [(span, _end(span, ended)) for span in file.spans]
+    found = sorted(file.spans, key=lambda span: span.start_ns)
+    placed = [(span, _end(span, ended)) for span in found]
     tracks = _tracks(placed)
-    used = sorted(set(tracks), key=lambda track: (track[0] != STEP, track))
+    used = sorted(set(tracks), key=lambda track: (track[0] != STEP, track[0] != WAITS, track))
     numbers = {track: _FIRST_TRACK + i for i, track in enumerate(used)}
     events = _names(file.rank, numbers)
     for (span, end), track in zip(placed, tracks, strict=True):
@@ -55,18 +57,14 @@ def steps(flight: Flight, file: RankFile) -> list[TraceEvent]:
 
 
 def _end(span: Span, records: list[Record]) -> int:
-    """Return when a span ended: of a bucket, when the operation did that it started.
+    """Return when a span ended: of a bucket, when the last operation did that it started.
 
-    That is the first one of its group that was called while the bucket was being started.
+    Those are the ones of its group that were called while the bucket was being started.
     """
-    if span.started_ns:
-        first = bisect_left(records, span.start_ns, key=lambda record: record.start_ns)
-        for record in islice(records, first, None):
-            if record.start_ns > span.started_ns:
-                break
-            if record.group == span.group:
-                return record.end_ns
-    return span.end_ns
+    first = bisect_left(records, span.start_ns, key=lambda record: record.start_ns)
+    past = bisect_right(records, span.started_ns, key=lambda record: record.start_ns)
+    ends = [r.end_ns for r in islice(records, first, past) if r.group == span.group]
+    return max(ends, default=span.end_ns)
 
 
 def _tracks(placed: list[tuple[Span, int]]) -> list[Track]:

@@ -8,15 +8,15 @@ Measured on the host's clock, around what communicates. Of a module: how long it
 *ahead*, while something else computed; how long it was then waited for; and how long reducing its
 gradients was started or waited for. The sum of waits is the step's exposed communication.
 
-Where somebody listens, phases, gathers and reductions are emitted as spans.
+Where somebody listens, phases, gathers, reductions and waits are emitted as spans.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -83,8 +83,8 @@ class ModuleClock:
         self._forward = self._backward = self._last = 0
         self._exposed = self._exposed_forward = self._turns = self._num_bytes = 0
         self._modules: dict[str, ModuleTimes] = {}
-        self._begun: dict[str, int] = {}
-        self._told: list[tuple[str, int, int]] = []
+        self._begun: dict[str, _Begun] = {}
+        self._told: list[spans.Span] = []
 
     def begin_forward(self) -> None:
         """Note that the outermost module's forward begins."""
@@ -105,37 +105,38 @@ class ModuleClock:
         """Note that other ranks were waited for, from `begin` until now."""
         if self._counts:
             self._turns += self._spent(begin)
+            self._waited("other ranks", begin)
 
-    def gather_started(self, module: str, begin: int) -> None:
-        """Note that a gather was started, from `begin` until now."""
+    def gather_started(self, module: str, begin: int, group: ProcessGroup | None) -> None:
+        """Note that a gather was asked for, from `begin` until now; it was begun in `group`."""
         if self._counts:
             self._of(module).unshard_s += self._spent(begin) / _NS
-            self._begun.setdefault(module, begin)
+            if group is not None:
+                self._begun[f"unshard {module}"] = _Begun(begin, now(), group.group_name)
 
     def gathered(self, module: str, begin: int) -> None:
         """Note that a gather was waited for, from `begin` until now."""
         if self._counts:
-            started = self._begun.pop(module, begin)
-            times = self._of(module)
-            times.ahead_s += max(0, begin - started) / _NS
+            times, gather = self._of(module), self._begun.get(f"unshard {module}")
             times.unshard_s += self._spent(begin) / _NS
-            if spans.listeners:
-                self._told.append((f"unshard {module}", started, now()))
+            if gather is not None:
+                times.ahead_s += max(0, begin - gather.begin) / _NS
+                self._ended(f"unshard {module}", begin)
 
-    def reduction_started(self, module: str, begin: int, num_bytes: int) -> None:
-        """Note that reducing gradients was started, from `begin` until now."""
-        if self._counts and num_bytes:
+    def reduction_started(
+        self, module: str, begin: int, group: ProcessGroup, num_bytes: int
+    ) -> None:
+        """Note that reducing gradients was started in `group`, from `begin` until now."""
+        if self._counts:
             self._of(module).reduce_s += self._spent(begin) / _NS
             self._num_bytes += num_bytes
-            self._begun[f"reduce {module}"] = begin
+            self._begun[f"reduce {module}"] = _Begun(begin, now(), group.group_name)
 
     def reduced(self, module: str, begin: int) -> None:
         """Note that a reduction was waited for, from `begin` until now."""
         if self._counts:
             self._of(module).reduce_s += self._spent(begin) / _NS
-            started = self._begun.pop(f"reduce {module}", begin)
-            if spans.listeners:
-                self._told.append((f"reduce {module}", started, now()))
+            self._ended(f"reduce {module}", begin)
 
     def end_backward(self, group: ProcessGroup) -> None:
         """End the step: `times` are its times; where somebody listens, its spans are emitted."""
@@ -163,6 +164,28 @@ class ModuleClock:
         self._exposed += spent
         return spent
 
+    def _ended(self, name: str, begin: int) -> None:
+        """Note that what had begun was waited for, from `begin` until now."""
+        begun = self._begun.pop(name, None)
+        if begun is None or not spans.listeners:
+            return
+        self._told.append(
+            spans.Span(
+                name=name,
+                track=spans.MODULES,
+                start_ns=begun.begin,
+                started_ns=begun.started,
+                end_ns=now(),
+                group=begun.group_name,
+            )
+        )
+        self._waited(name, begin)
+
+    def _waited(self, name: str, begin: int) -> None:
+        if spans.listeners:
+            wait = spans.Span(name=name, track=spans.WAITS, start_ns=begin, end_ns=now())
+            self._told.append(wait)
+
     def _emit(self, group: ProcessGroup) -> None:
         rank, step = group.global_ranks[group.rank()], self.times.step
         phases = [
@@ -170,17 +193,18 @@ class ModuleClock:
             ("backward", self._backward, self._last),
             ("wait for gradients", self._last, now()),
         ]
-        told = [(name, begin, end, spans.STEP) for name, begin, end in phases if begin]
-        told += [(name, begin, end, spans.BUCKETS) for name, begin, end in self._told]
-        for name, begin, end, track in told:
-            spans.emit(
-                spans.Span(
-                    name=name,
-                    track=track,
-                    global_rank=rank,
-                    start_ns=begin,
-                    end_ns=end,
-                    group=group.group_name,
-                    details={"step": step},
-                )
-            )
+        told = [
+            spans.Span(name=name, start_ns=begin, end_ns=end, group=group.group_name)
+            for name, begin, end in phases
+            if begin
+        ]
+        for span in told + self._told:
+            spans.emit(replace(span, global_rank=rank, details={"step": step}))
+
+
+class _Begun(NamedTuple):
+    """What a rank has begun: from when until when it did, and in which group."""
+
+    begin: int
+    started: int
+    group_name: str

@@ -11,7 +11,7 @@ import pytest
 from dure.trace import spans
 from dure.trace.findings import study
 from dure.trace.merging import read
-from dure.trace.spans import BUCKETS, Keeper, Span
+from dure.trace.spans import BUCKETS, MODULES, WAITS, Keeper, Span
 from dure.trace.timeline import timeline
 from unit.trace.made_up import record, write
 
@@ -52,6 +52,32 @@ def test_a_bucket_lasts_as_long_as_the_operation_it_started(tmp_path):
     assert (found["bucket 0"]["ts"], found["bucket 0"]["end"]) == (0.0, 500)
     assert found["bucket 1"]["end"] == 8000  # no operation of its group: as the rank noticed it
     assert found["bucket 0"]["args"] == {"bytes": 8, "first": "a.weight"}
+
+
+def test_a_gather_lasts_until_all_that_it_started_has_ended(tmp_path):
+    gather = Span(
+        name="unshard 0",
+        track=MODULES,
+        start_ns=MS,
+        started_ns=int(2.1 * MS),
+        end_ns=9 * MS,
+        group="world",
+    )
+    wait = Span(name="unshard 1", track=WAITS, start_ns=4 * MS, end_ns=5 * MS)
+    found = drawn(tmp_path, gather, wait)
+    # Operations began at 1.05 and 2.05 ms, and ended at 1.5 and 2.5.
+    assert (found["unshard 0"]["end"], found["unshard 0"]["track"]) == (1500, "modules")
+    assert (found["unshard 1"]["end"], found["unshard 1"]["track"]) == (4000, "waits")
+    assert found["unshard 1"]["tid"] < found["unshard 0"]["tid"]
+
+
+def test_a_channel_beside_a_group_has_a_track_of_its_name(tmp_path):
+    second = record(0, 1, group="world[1]", start_ns=2 * MS, end_ns=3 * MS)
+    write(tmp_path, 0, [record(0, 1), second])
+    events = timeline(read(tmp_path), ())["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    shown = [names[e["tid"]] for e in events if e["ph"] == "X"]
+    assert shown == ["group world", "group world[1]"]
 
 
 def test_buckets_that_overlap_lie_in_lanes_of_their_own_below_the_phases(tmp_path):

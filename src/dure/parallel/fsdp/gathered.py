@@ -124,25 +124,25 @@ class Gathered(Reducer):
 
     # ---------------------------------------------------------------- making whole
 
-    def unshard(self) -> None:
+    def unshard(self) -> ProcessGroup | None:
         """Begin the all_gather."""
         if self._is_whole or self._begun is not None:
-            return
+            return None
         if self._kept is not None:
             assert self._near is not None
-            self._begin(self._near, self._kept)
-            return
+            return self._begin(self._near, self._kept)
         versions = [p.version for p in self._parameters]
         if self._wholes and versions != self._versions:
             for parameter in self._parameters:
                 parameter.has_changed()
         self._versions = versions
-        self._begin(self._axes.shard_group, self._shards())
+        return self._begin(self._axes.shard_group, self._shards())
 
-    def _begin(self, group: ProcessGroup, flat: torch.Tensor) -> None:
+    def _begin(self, group: ProcessGroup, flat: torch.Tensor) -> ProcessGroup:
         output = self._room(group.size() * flat.numel())
         gather = self.custom_all_gather or group_all_gather
         self._begun = output, group.size(), gather(output, flat, group, async_op=True)
+        return group
 
     def _room(self, numel: int) -> torch.Tensor:
         device = self._parameters[0].part.device

@@ -82,10 +82,9 @@ class ParameterGroup:
             self.reshard()
             self.strategy.reshard()
 
-    def unshard(self) -> None:
-        """Begin to make the parameters whole."""
-        if not self.unsharded:
-            self.strategy.unshard()
+    def unshard(self) -> ProcessGroup | None:
+        """Begin to make the parameters whole; see `Strategy.unshard`."""
+        return None if self.unsharded else self.strategy.unshard()
 
     def show_wholes(self) -> None:
         """Let modules have the wholes, as soon as they are there."""

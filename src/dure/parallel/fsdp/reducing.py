@@ -32,11 +32,15 @@ class Reducer:
     Args:
         parameters: Of one dtype.
         axes: Over which they are sharded.
+
+    Attributes:
+        reducing_group: In which gradients are reduced, unless by a program's own collective.
+        custom_reduce_scatter: The program's own; None for Dure's.
     """
 
     def __init__(self, parameters: Sequence[FSDPParameter], axes: DataAxes) -> None:
         self._parameters, self._axes = list(parameters), axes
-        self._group = axes.shard_group.channel(1)
+        self.reducing_group = axes.shard_group.channel(1)
         self._carry: torch.Tensor | None = None
         self.custom_reduce_scatter: CustomReduceScatter | None = None
 
@@ -60,7 +64,8 @@ class Reducer:
         comm = self.custom_reduce_scatter
         if comm is None:
             output = flat.new_empty(flat.shape[1])
-            work = self._group.reduce_scatter_single(output, flat.view(-1), op, async_op=True)
+            group = self.reducing_group
+            work = group.reduce_scatter_single(output, flat.view(-1), op, async_op=True)
         else:
             output = comm.allocate((flat.shape[1],), dtype=dtype, device=flat.device)
             work = comm(output, flat.view(-1), self._axes.shard_group, op, async_op=True)

@@ -180,7 +180,7 @@ class Shared(Reducer):
         """Add to an error whether the weights are whole."""
         self._turns.tell(error)
 
-    def unshard(self) -> None:
+    def unshard(self) -> ProcessGroup | None:
         """Nothing to do: the wholes are there."""
 
     def wait(self) -> Sequence[torch.Tensor]:

@@ -312,7 +312,10 @@ class Tree:
         begin = now()
         state.end_backward()
         reducing = [(state.name, g) for g in state.groups if g.is_reducing]
-        self.clock.reduction_started(state.name, begin, sum(g.trained_bytes for _, g in reducing))
+        num_bytes = sum(g.trained_bytes for _, g in reducing)
+        if num_bytes:
+            group = reducing[0][1].strategy.reducing_group
+            self.clock.reduction_started(state.name, begin, group, num_bytes)
         self._reducing += reducing
         while len(self._reducing) > _MOST_REDUCTIONS:
             self._finish_reduction()
@@ -443,10 +446,9 @@ class FSDPState:
         """Begin to make all parameters whole."""
         if self.is_sharded:
             begin = now()
-            for group in self.groups:
-                group.unshard()
+            begun = [group.unshard() for group in self.groups]
             if self.tree is not None:
-                self.tree.clock.gather_started(self.name, begin)
+                self.tree.clock.gather_started(self.name, begin, next(filter(None, begun), None))
 
     def show_wholes(self) -> None:
         """Let the modules have the wholes."""

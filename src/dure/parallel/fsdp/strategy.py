@@ -102,6 +102,7 @@ class Strategy(Protocol):
     """
 
     name: str
+    reducing_group: ProcessGroup
     custom_reduce_scatter: CustomReduceScatter | None
 
     def attach(self) -> None:
@@ -143,8 +144,12 @@ class Strategy(Protocol):
         """Add to an error what a rank's death has left of the parameters."""
         ...
 
-    def unshard(self) -> None:
-        """Begin to make the parameters whole; nothing if they are, or have begun to be."""
+    def unshard(self) -> ProcessGroup | None:
+        """Begin to make the parameters whole; nothing if they are, or have begun to be.
+
+        Returns:
+            The group in which an all_gather was begun.
+        """
         ...
 
     def wait(self) -> Sequence[torch.Tensor]:
