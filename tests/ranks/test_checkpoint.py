@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import dure
-from dure.checkpoint import Checkpointer, PerRank, checkpointer
+from dure.checkpoint import Checkpointer, PerRank, saving
 from dure.checkpoint.randomness import random_state
 from dure.errors import (
     CheckpointDamaged,
@@ -60,7 +60,7 @@ def test_any_number_of_ranks_loads_what_two_have_saved(tmp_path, sharded):
     paths = run_ranks(2, _save, tmp_path, sharded, 5)
     assert len(set(paths)) == 1
     parts = {p.name for p in Path(paths[0]).glob("*.safetensors")}
-    assert parts == {f"part-0000{r}.safetensors" for r in range(2 if sharded else 1)}
+    assert parts == {f"part-000001-0000{r}.safetensors" for r in range(2 if sharded else 1)}
     (alone,) = run_ranks(1, _load, tmp_path, False)
     assert alone[0] == 5 and len(alone[2]) == 6
     for ranks in (2, 3):
@@ -168,9 +168,9 @@ def test_new_ranks_are_seeded_by_rule_and_old_ones_go_on(tmp_path, monkeypatch):
     Checkpointer(tmp_path).save(1, state={})
     saved = random_state()
     restored, seeded = [], []
-    monkeypatch.setattr("dure.checkpoint.reading.restore_random_state", restored.append)
+    monkeypatch.setattr("dure.checkpoint.resuming.restore_random_state", restored.append)
     monkeypatch.setattr(
-        "dure.checkpoint.reading.seed_new_rank", lambda first, rank: seeded.append((first, rank))
+        "dure.checkpoint.resuming.seed_new_rank", lambda first, rank: seeded.append((first, rank))
     )
     run_ranks(3, lambda _: Checkpointer(tmp_path).load(state={}))
     assert [r["torch"] for r in restored] == [saved["torch"]]
@@ -183,14 +183,14 @@ def test_rank_that_cannot_write_fails_all_and_the_older_checkpoint_stays(
     tmp_path, monkeypatch, failing
 ):
     run_ranks(2, _save, tmp_path, True, 1)
-    real = checkpointer.write_part
+    real = saving.write_slices
 
-    def full(path, tensors):
-        if f"part-0000{failing}" in path.name:
+    def full(path, *given):
+        if f"-0000{failing}.safetensors" in path.name:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(path, tensors)
+        return real(path, *given)
 
-    monkeypatch.setattr(checkpointer, "write_part", full)
+    monkeypatch.setattr(saving, "write_slices", full)
 
     def save(rank):
         with pytest.raises(CheckpointNotWritten) as caught:
@@ -210,7 +210,7 @@ def test_value_that_one_rank_cannot_save_fails_all(tmp_path):
 
     seen = run_ranks(2, save)
     assert seen[0] == seen[1]
-    assert "rank1/mine/x" in seen[0]
+    assert "ranks.1.mine.x" in seen[0]
 
 
 def test_object_that_fails_on_one_rank_fails_all(tmp_path):
@@ -240,13 +240,13 @@ def test_ranks_with_other_tensors_are_refused_when_all_write(tmp_path):
 def test_each_rank_checks_its_share_and_all_refuse_alike(tmp_path):
     for seed in (1, 2):
         run_ranks(3, _save, tmp_path, True, seed)
-    part = tmp_path / "000002-step-2" / "part-00002.safetensors"
+    part = tmp_path / "000002-step-2" / "part-000001-00002.safetensors"
     data = bytearray(part.read_bytes())
     data[-1] ^= 1
     part.write_bytes(data)
     results = run_ranks(2, _load, tmp_path, True)
     assert results[0] == results[1] and results[0][0] == 1
-    (tmp_path / "000001-step-1" / "part-00000.safetensors").unlink()
+    (tmp_path / "000001-step-1" / "part-000001-00000.safetensors").unlink()
 
     def load(rank):
         with pytest.raises(CheckpointDamaged) as caught:

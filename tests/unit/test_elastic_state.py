@@ -50,10 +50,10 @@ def test_a_commit_copies_into_the_same_memory_again():
     state = State(model=nn.Linear(64, 64))
     state.commit()
     state.commit()
-    where = {state.committed.tensor("model/weight").data_ptr()}
+    where = {state.committed.tensor("model.weight").data_ptr()}
     for _ in range(4):
         state.commit()
-        where.add(state.committed.tensor("model/weight").data_ptr())
+        where.add(state.committed.tensor("model.weight").data_ptr())
     assert len(where) == 2 and state.nbytes == 4 * (64 * 64 + 64)
 
 

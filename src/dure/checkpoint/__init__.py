@@ -1,13 +1,13 @@
 """Checkpoints: whole or not there, never half; of a run, or of a state in any sharding.
 
-`Checkpointer` saves and resumes a data-parallel run. Below it: `folder` (names and the atomic
-commit), `manifest` and `parts` (files and checksums), `tree` (state without pickle), `objects`
-(modules, optimizers and the rest), `randomness` (the generators), `agreement` (all ranks or none).
-
 `save` and `load` (`sharded`) have torch's names, and take DTensors of any mesh and placements into
 any other. Below them: `saving` and `restoring`; `background` (`async_save`) and `staging` (its
-copies); `flattening` (names), `slices` (who has which elements), `planning` (who writes what),
-`slice_files` and `catalog` (what lies where), `weight_folder` (Hugging Face's), `comparing`.
+copies); `tree` (state without pickle, and its names), `slices` (who has which elements), `planning`
+(who writes what), `files`, `slice_files` and `catalog` (what lies where), `reading` (all of it),
+`agreement` (all ranks or none), `weight_folder` (Hugging Face's).
+
+`Checkpointer` saves a data-parallel run with them and resumes it (`resuming`). Besides: `folder`
+(names and the atomic commit), `objects` (modules, optimizers and the rest), `randomness`.
 
 `state_dict` gives the state of models and optimizers under the user's names (`names`), with that of
 optimizers that have not stepped (`fresh_state`).

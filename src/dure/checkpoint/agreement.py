@@ -72,12 +72,17 @@ class Ranks:
 
         Collective: all ranks must call.
         """
-        outcomes = self._outcomes(do)
-        for rank, (_, error, _) in enumerate(outcomes):
-            if error is not None:
-                error.add_note(f"on rank {rank} of {self.size}")
-                raise error
-        return [result for result, _, _ in outcomes]
+        try:
+            return self.all_or_none("", do)
+        except CheckpointException as e:
+            error = self.lowest(e)
+            raise error from error.__cause__
+
+    def lowest(self, failed: CheckpointException) -> BaseException:
+        """Return the exception of the lowest rank that failed, for all ranks to raise."""
+        rank, (error, _) = min(failed.failures.items())
+        error.add_note(f"on rank {rank} of {self.size}")
+        return error
 
     def all_or_none(self, what: str, do: Callable[[], T]) -> list[T]:
         """Call `do` on every rank, and return all ranks' results.

@@ -1,35 +1,51 @@
-"""The manifest of a sharded checkpoint: which slice of which tensor lies where, and all values.
+"""The manifest of a checkpoint: the state without its tensors, and which slice of which lies where.
 
-It is written last, and put in its place by one rename: that is the commit. Until then the manifest
-of the checkpoint before is there, and so are the files that it names, since every save takes names
-of its own:
+One JSON file, behind a line with its SHA-256. It is written last, and put in its place by one
+rename: that is the commit. Until then the manifest of the checkpoint before is there, and so are
+the files that it names, since every save takes names of its own:
 
     manifest.json
     part-000002-00000.safetensors      of the folder's 2nd save, by rank 0
 
-A manifest is believed where it is consistent: slices are within their tensors, each element is in
-exactly one, and offsets and lengths are those that its files must have (see `slice_files.Layout`).
-Files are compared with it when they are opened.
+A manifest is believed where it is consistent: slices are within their tensors, and each element is
+in exactly one. Where they lie in their files follows from what is in these (`slice_files.Layout`),
+and files are compared with that when they are opened.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from dure.checkpoint import flattening as keys
+from dure.checkpoint.files import read_file
 from dure.checkpoint.folder import flush
-from dure.checkpoint.manifest import NAME, Unreadable, read_sealed, write_sealed
 from dure.checkpoint.slice_files import Kind, Layout, Slice
 from dure.checkpoint.slices import Box, fault_of_cover
+from dure.checkpoint.tree import Leaf, Named, decode, flatten
+from dure.errors import CheckpointError
 
-__all__ = ["Catalog", "Stored", "next_number", "part_name", "publish", "read_catalog", "remove"]
+__all__ = [
+    "NAME",
+    "Catalog",
+    "Stored",
+    "Unreadable",
+    "catalog_of",
+    "leaves_of",
+    "next_number",
+    "part_name",
+    "publish",
+    "remove",
+]
 
-_FORMAT, _VERSION = "dure sharded checkpoint", 1
+NAME = "manifest.json"
+_FORMAT, _VERSION = "dure checkpoint", 2
 _PART = re.compile(r"part-(\d{6,})-(\d{5,})\.safetensors")
 _HIDDEN = ".saving-manifest.json"
 
@@ -42,19 +58,31 @@ class Stored(NamedTuple):
     """None: not known."""
 
 
-@dataclass(frozen=True, slots=True)
-class Catalog:
-    """What a sharded checkpoint consists of."""
+class Unreadable(Exception):
+    """A manifest cannot be used; the text says why. Never leaves this package."""
 
-    values: dict[str, Any]
-    """What is no tensor, as `tree.encode` makes it, by name."""
+
+@dataclass(frozen=True)
+class Catalog:
+    """What a checkpoint consists of."""
+
+    tree: Any
+    """The state as `tree.encode` makes it. In it are tensors' names, some maybe in two places."""
     kinds: dict[str, Kind]
     slices: dict[str, dict[Box, Stored]]
     """Of each tensor; those without elements have none."""
     layouts: dict[str, Layout]
     """Of each file."""
-    paths: dict[str, keys.Path] = field(default_factory=dict[str, keys.Path])
-    """The keys that led to a name, where they are not the name itself."""
+
+    @cached_property
+    def leaves(self) -> dict[str, Leaf]:
+        """Tensors, as `Named`, and values of the state by name."""
+        return leaves_of(self.tree)
+
+    def kind_of(self, name: str) -> Kind | None:
+        """Return what the leaf of that name is; None: no tensor, or not there."""
+        leaf = self.leaves.get(name)
+        return self.kinds[leaf.value] if leaf and isinstance(leaf.value, Named) else None
 
     @property
     def num_bytes(self) -> int:
@@ -68,11 +96,7 @@ class Catalog:
         return {
             "format": _FORMAT,
             "version": _VERSION,
-            "values": self.values,
-            "paths": {
-                name: [[k] if isinstance(k, keys.Index) else k for k in path]
-                for name, path in self.paths.items()
-            },
+            "state": self.tree,
             "tensors": {name: self._dump_tensor(name) for name in self.kinds},
         }
 
@@ -83,13 +107,16 @@ class Catalog:
                 "offsets": box.offsets,
                 "sizes": box.sizes,
                 "file": stored.file,
-                "at": self.layouts[stored.file].begins[Slice(name, box)],
-                "num_bytes": kind.num_bytes(box),
                 "crc32c": stored.crc32c,
             }
             for box, stored in self.slices[name].items()
         ]
         return {"dtype": kind.dtype, "shape": kind.shape, "slices": slices}
+
+
+def leaves_of(tree: Any) -> dict[str, Leaf]:
+    """Return the leaves of a state by name, tensors as `Named`; errors as `flatten`, `decode`."""
+    return flatten(decode(tree, Named))
 
 
 def part_name(number: int, rank: int) -> str:
@@ -113,9 +140,13 @@ def publish(folder: Path, catalog: Catalog) -> None:
     Raises:
         OSError: It cannot be written; the folder's checkpoint is the one before.
     """
+    body = json.dumps(catalog.dump(), allow_nan=False).encode()
     hidden = folder / _HIDDEN
     hidden.unlink(missing_ok=True)
-    write_sealed(hidden, catalog.dump())
+    with hidden.open("xb") as file:
+        file.write(_digest(body) + b"\n" + body)
+        file.flush()
+        os.fsync(file.fileno())
     flush(folder)
     hidden.rename(folder / NAME)
     flush(folder)
@@ -131,22 +162,49 @@ def remove(folder: Path, keep: Any = (), number: int | None = None) -> None:
                 (folder / name).unlink()
 
 
-def read_catalog(folder: Path) -> Catalog:
+def catalog_of(folder: Path) -> Catalog:
     """Read the manifest of a folder and check that it is consistent. No other file is read.
 
     Raises:
-        Unreadable: It is absent, no file, damaged, of another format, or lies; the text says which.
+        CheckpointError: It is absent, no file, damaged, of another format, or lies; which is told.
     """
-    return read_sealed(folder / NAME, _catalog)
+    try:
+        return _read(folder)
+    except Unreadable as e:
+        seen = f"{e}; in {folder}"
+        raise CheckpointError(
+            "the checkpoint cannot be used", path=str(folder), seen=seen
+        ) from None
+
+
+def _read(folder: Path) -> Catalog:
+    try:
+        digest, _, body = read_file(folder / NAME).partition(b"\n")
+    except FileNotFoundError:
+        raise Unreadable(f"there is no {NAME}: it was never finished") from None
+    except OSError as e:
+        raise Unreadable(f"{NAME} cannot be read: {e.strerror}") from None
+    if digest != _digest(body):
+        raise Unreadable(f"{NAME} is damaged, or not of Dure: its checksum is wrong")
+    try:
+        return _catalog(cast(dict[str, Any], json.loads(body)))
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RuntimeError) as e:
+        raise Unreadable(f"{NAME} has another form: {type(e).__name__}: {e}") from None
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.sha256(body).hexdigest().encode()
 
 
 def _catalog(fields: dict[str, Any]) -> Catalog:
     kind = fields.get("format"), fields.get("version")
     if kind != (_FORMAT, _VERSION):
-        raise Unreadable(f"it is of format {kind[0]!r}, version {kind[1]!r}, not {_FORMAT!r}")
+        raise Unreadable(
+            f"it is of format {kind[0]!r}, version {kind[1]!r}, not {_FORMAT!r}, {_VERSION}"
+        )
     kinds: dict[str, Kind] = {}
     slices: dict[str, dict[Box, Stored]] = {}
-    claimed: dict[str, dict[Slice, tuple[int, int]]] = {}
+    parts: dict[str, list[Slice]] = {}
     for name, tensor in cast(dict[str, dict[str, Any]], fields["tensors"]).items():
         kinds[name] = _kind(name, tensor)
         slices[name] = {}
@@ -156,34 +214,18 @@ def _catalog(fields: dict[str, Any]) -> Catalog:
             boxes.append(box)
             stored = Stored(_file(name, entry["file"]), *_numbers(name, [entry["crc32c"]]))
             slices[name][box] = stored
-            at, num_bytes = _numbers(name, [entry["at"], entry["num_bytes"]])
-            claimed.setdefault(stored.file, {})[Slice(name, box)] = at, num_bytes
+            parts.setdefault(stored.file, []).append(Slice(name, box))
         fault = fault_of_cover(kinds[name].shape, boxes)
         if fault:
             raise Unreadable(f"of {name!r}, {fault}")
-    layouts = {file: Layout.of(parts, kinds) for file, parts in claimed.items()}
-    for file, parts in claimed.items():
-        for part, claim in parts.items():
-            true = layouts[file].begins[part], kinds[part.name].num_bytes(part.box)
-            if claim != true:
-                raise Unreadable(
-                    f"{part.name}{part.box} is said to be {claim[1]} bytes at {claim[0]} of "
-                    f"{file}, where it is {true[1]} at {true[0]}"
-                )
-    values = cast(dict[str, Any], fields["values"])
-    both = values.keys() & kinds.keys()
-    if both:
-        raise Unreadable(f"{min(both)!r} is a tensor and a value")
-    return Catalog(dict(values), kinds, slices, layouts, _paths(fields["paths"]))
-
-
-def _paths(fields: dict[str, list[Any]]) -> dict[str, keys.Path]:
-    found: dict[str, keys.Path] = {}
-    for name, path in fields.items():
-        found[name] = tuple(keys.Index(k[0]) if isinstance(k, list) else k for k in path)
-        if not path or not all(isinstance(k, str | int) for k in found[name]):
-            raise Unreadable(f"{path} are no keys that lead to {name!r}")
-    return found
+    layouts = {file: Layout.of(lying, kinds) for file, lying in parts.items()}
+    if not isinstance(fields["state"], dict):
+        raise Unreadable(f"{NAME} is of no state")
+    catalog = Catalog(fields["state"], kinds, slices, layouts)
+    for name, leaf in catalog.leaves.items():
+        if isinstance(leaf.value, Named) and leaf.value not in kinds:
+            raise Unreadable(f"{NAME} has no tensor {leaf.value!r}, which {name!r} is said to be")
+    return catalog
 
 
 def _kind(name: str, tensor: dict[str, Any]) -> Kind:

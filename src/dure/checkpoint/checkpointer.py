@@ -1,41 +1,36 @@
 """Saving and loading the whole of a data-parallel run, so that it goes on as if nothing happened.
 
-*Save.* Rank 0 makes a hidden folder; ranks write their parts into it; all tell each other how it
-went; rank 0 writes the manifest and renames the folder (the commit, see `folder`); all learn that
-it is done. If any of it fails on any rank, every rank raises, and older checkpoints are untouched.
+*Save.* Rank 0 makes a hidden folder; the state is saved there as `save` does it (`saving`); rank 0
+renames the folder (the commit, see `folder`); all learn that it is done. If any of it fails on any
+rank, every rank raises, and older checkpoints are untouched.
 
-    sharded=False   rank 0 writes what the ranks share; a rank with state of its own adds a part
-    sharded=True    the shared tensors are dealt out by size, and every rank writes its portion
+    sharded=False   rank 0 has what ranks share; one with state of its own, or a part, adds a file
+    sharded=True    all have it, so it is dealt out by size, and every rank writes its portion
 
-*Load.* From the newest checkpoint to the oldest: the ranks share out the tensors and check each
-byte once. The first whole one is taken; each that was refused is logged with its reason. Then every
-object is compared with the file, and only when all fit is the first of them changed. The random
-generators come last, since loading may draw from them.
+*Load.* From the newest checkpoint to the oldest: the ranks share out the slices and check each
+byte once (`resuming`). The first whole one is taken; each that was refused is logged with its
+reason. Then every object is compared with the file, and only when all fit is the first of them
+changed. The random generators come last, since loading may draw from them.
 """
 
 from __future__ import annotations
 
 import logging
 import operator
-import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.folder import Folder, Place
-from dure.checkpoint.manifest import NAME, Manifest, write_manifest
-from dure.checkpoint.objects import PerRank, bare, is_sharded, state_of, to_tree, whole_tree
-from dure.checkpoint.parts import Entry, dealt_out
+from dure.checkpoint.objects import PerRank, is_divided, is_sharded, state_of
 from dure.checkpoint.randomness import random_state
-from dure.checkpoint.reading import RANDOM, Loading, inspect, write_part
-from dure.checkpoint.tree import encode
+from dure.checkpoint.resuming import RANDOM, RUN, Resuming
+from dure.checkpoint.saving import Saving
 from dure.errors import (
     CheckpointDamaged,
     CheckpointError,
+    CheckpointException,
     CheckpointNotWritten,
     UsageError,
 )
@@ -45,7 +40,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpointer", "Saved"]
 
-T = TypeVar("T")
 _log = logging.getLogger("dure.checkpoint")
 
 
@@ -57,30 +51,6 @@ class Saved:
     path: Path
     world_size: int
     num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """What one rank has to save."""
-
-    shared: dict[str, Any]
-    portions: dict[str, Any]
-    """Trees of this rank's part of sharded objects."""
-    own: dict[str, Any]
-    tensors: dict[str, torch.Tensor]
-    """Those that this rank writes."""
-    digest: int
-    """Of the names, dtypes and shapes of the shared tensors."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """What one rank has written, for the manifest."""
-
-    own: dict[str, Any]
-    portions: dict[str, Any]
-    part: str | None
-    entries: list[Entry]
 
 
 class Checkpointer:
@@ -135,91 +105,54 @@ class Checkpointer:
         Cost: each byte is read and written once; memory: one tensor that is not on the CPU.
         """
         ranks, number = self._ranks, _step_number(step)
-        if RANDOM in objects:
-            raise UsageError("an object has the name of the random generators", seen=RANDOM)
-        for value in objects.values():
-            if is_sharded(value) and not self.sharded:
-                bare(value).consolidate_state_dict(0)
-        taken: list[_Taken] = []
+        reserved = objects.keys() & {RANDOM, RUN, "$"}
+        if reserved:
+            raise UsageError("an object has a name that is taken", seen=min(reserved))
+        state: dict[str, Any] = {}
 
-        def take() -> int:
-            taken.append(self._take(objects))
-            return taken[0].digest
+        def begin() -> Path | None:
+            state.update(self._state(number, objects))
+            return self._folder.begin(number) if ranks.rank == 0 else None
 
-        if len(set(ranks.each(take))) > 1 and self.sharded:
-            raise CheckpointError(
-                "the ranks hold different objects",
-                seen="names, shapes or dtypes of the tensors to be saved differ",
-                fix="Pass the same objects on all ranks, or wrap one that differs in PerRank.",
-            )
-        made: Path | None = None
+        def commit() -> Path | None:
+            if ranks.rank != 0:
+                return None
+            path = self._folder.commit(saving.begun)
+            self._prune()
+            return path
+
         try:
-            made = ranks.first(lambda: self._writing(lambda: self._folder.begin(number)))
-            folder = made
-            written = ranks.each(lambda: self._writing(lambda: self._write(folder, taken[0])))
-            portions = {n: whole_tree([w.portions[n] for w in written]) for n in taken[0].portions}
-            manifest = Manifest(
-                step=number,
-                objects=taken[0].shared | portions,
-                ranks=[w.own for w in written],
-                parts={w.part: w.entries for w in written if w.part},
-            )
-            return ranks.first(lambda: self._writing(lambda: self._commit(folder, manifest)))
+            saving = Saving(ranks, state, begin)
+            saving.write(saving.begun, 1)
+            return ranks.all_or_none("the checkpoint was not saved", commit)[0] or saving.begun
+        except CheckpointException as e:
+            error = ranks.lowest(e)
+            if isinstance(error, OSError):
+                raise self._not_written(min(e.failures), error) from error
+            raise error from error.__cause__
         finally:
-            if ranks.rank == 0 and made is not None and made.exists():
-                self._folder.clean()
             self._folder.release()
 
-    def _take(self, objects: dict[str, Any]) -> _Taken:
-        """Turn this rank's objects into trees; choose the tensors that this rank writes."""
-        rank, size = self._ranks.rank, self._ranks.size
+    def _state(self, step: int, objects: dict[str, Any]) -> dict[str, Any]:
+        """Return what this rank has to save."""
         shared: dict[str, Any] = {}
-        portions: dict[str, Any] = {}
-        common: dict[str, torch.Tensor] = {}
-        mine: dict[str, torch.Tensor] = {}
-        own: dict[str, Any] = {RANDOM: encode(random_state(), RANDOM, {})}
+        own: dict[str, Any] = {RANDOM: random_state()}
         for name, value in objects.items():
             if isinstance(value, PerRank):
-                state = state_of(name, value)
-                own[name] = to_tree(name, state, mine, prefix=f"rank{rank}/")
-            elif self.sharded and is_sharded(value):
-                portions[name] = to_tree(name, state_of(name, value, local=True), mine)
-            elif rank == 0 or self.sharded:
-                shared[name] = to_tree(name, state_of(name, value), common)
-        sizes = {name: t.numel() * t.element_size() for name, t in common.items()}
-        owner = dealt_out(sizes, size if self.sharded else 1)
-        mine |= {name: tensor for name, tensor in common.items() if owner[name] == rank}
-        kinds = [(name, str(t.dtype), tuple(t.shape)) for name, t in sorted(common.items())]
-        return _Taken(shared, portions, own, mine, zlib.crc32(repr(kinds).encode()))
+                own[name] = state_of(name, value)
+            elif self.sharded or self._ranks.rank == 0 or is_sharded(value) or is_divided(value):
+                shared[name] = state_of(name, value)
+        return shared | {RUN: {"step": step, "ranks": {str(self._ranks.rank): own}}}
 
-    def _writing(self, do: Callable[[], T]) -> T:
-        """Do something to the disk; where that fails, say on which rank and that nothing is lost.
-
-        Raises:
-            CheckpointNotWritten: It failed.
-        """
-        try:
-            return do()
-        except OSError as e:
-            raise CheckpointNotWritten(
-                "the checkpoint could not be written",
-                path=str(self._folder.path),
-                rank=self._ranks.rank,
-                world_size=self._ranks.size,
-                seen=f"{e.strerror or type(e).__name__}: {e.filename or self._folder.path}",
-                fix="No rank has saved; checkpoints that were saved before are as they were.",
-            ) from e
-
-    def _write(self, folder: Path, taken: _Taken) -> _Written:
-        part = f"part-{self._ranks.rank:05d}.safetensors" if taken.tensors else None
-        entries = write_part(folder / part, taken.tensors) if part else []
-        return _Written(taken.own, taken.portions, part, entries)
-
-    def _commit(self, folder: Path, manifest: Manifest) -> Path:
-        write_manifest(folder / NAME, manifest)
-        path = self._folder.commit(folder)
-        self._prune()
-        return path
+    def _not_written(self, rank: int, error: OSError) -> CheckpointNotWritten:
+        return CheckpointNotWritten(
+            "the checkpoint could not be written",
+            path=str(self._folder.path),
+            rank=rank,
+            world_size=self._ranks.size,
+            seen=f"{error.strerror or type(error).__name__}: {error.filename or self._folder.path}",
+            fix="No rank has saved; checkpoints that were saved before are as they were.",
+        )
 
     def _prune(self) -> None:
         """Remove the oldest whole checkpoints; those that were refused are for a person to see."""
@@ -236,10 +169,9 @@ class Checkpointer:
         """Return the newest whole checkpoint, or None; this rank alone reads and checks it."""
         self.refused = {}
         for place in reversed(self._places()):
-            found = inspect(place, 0, 1)
-            if isinstance(found, Manifest):
-                return Saved(found.step, place.path, found.world_size, found.num_bytes)
-            self._refuse(place, found)
+            found = self._opened(place, Ranks(None, alone=True))
+            if found is not None:
+                return Saved(found.step, found.path, found.world_size, found.catalog.num_bytes)
         return None
 
     def load(self, step: int | None = None, /, **objects: Any) -> int | None:
@@ -260,25 +192,23 @@ class Checkpointer:
         Cost: each byte is read once by one of the ranks to check it, and once by every rank to
         load it; memory: mapped from the file, copied once.
         """
-        place, manifest = self._choose(step)
-        if place is None or manifest is None:
+        found = self._choose(step)
+        if found is None:
             return None
-        loading = Loading(place.path, manifest, self._ranks.rank, self._ranks.size)
-        self._ranks.each(lambda: loading.check(objects))
-        self._ranks.each(lambda: loading.load(objects))
-        return manifest.step
+        self._ranks.each(lambda: found.check(objects))
+        self._ranks.each(lambda: found.load(objects))
+        return found.step
 
-    def _choose(self, step: int | None) -> tuple[Place | None, Manifest | None]:
+    def _choose(self, step: int | None) -> Resuming | None:
         """Find the newest whole checkpoint, on all ranks the same."""
         ranks = self._ranks
         places = ranks.first(self._places)
         wanted = [p for p in reversed(places) if step is None or p.step == step]
         self.refused = {}
         for place in wanted:
-            found = self._inspect(place)
-            if isinstance(found, Manifest):
-                return place, found
-            self._refuse(place, found)
+            found = self._opened(place, ranks)
+            if found is not None:
+                return found
         if self.refused:
             raise CheckpointDamaged(
                 "there is no whole checkpoint" + ("" if step is None else f" of step {step}"),
@@ -293,18 +223,19 @@ class Checkpointer:
                 path=str(self._folder.path),
                 seen=f"there are those of steps {[p.step for p in places]}",
             )
-        return None, None
+        return None
 
-    def _inspect(self, place: Place) -> Manifest | str:
-        """Return a checkpoint's manifest if all ranks find it whole, else what the first found."""
-        found: list[Manifest | str] = []
-
-        def look() -> str:
-            found.append(inspect(place, self._ranks.rank, self._ranks.size))
-            return found[0] if isinstance(found[0], str) else ""
-
-        faults = [fault for fault in self._ranks.each(look) if fault]
-        return faults[0] if faults else found[0]
+    def _opened(self, place: Place, ranks: Ranks) -> Resuming | None:
+        """Return a checkpoint if all of `ranks` find it whole, else say why it is passed over."""
+        found: list[Resuming] = []
+        try:
+            ranks.each(lambda: found.append(Resuming(place, ranks)))
+        except CheckpointError as e:
+            self.refused[str(place.path)] = e.seen
+            if self._ranks.rank == 0:
+                _log.warning("checkpoint %s is refused: %s", place.path, e.seen)
+            return None
+        return found[0]
 
     def _places(self) -> list[Place]:
         """List what is in the folder, to read from it.
@@ -321,11 +252,6 @@ class Checkpointer:
                 seen=e.strerror or type(e).__name__,
                 fix="Give a folder that this process may read.",
             ) from e
-
-    def _refuse(self, place: Place, reason: str) -> None:
-        self.refused[str(place.path)] = reason
-        if self._ranks.rank == 0:
-            _log.warning("checkpoint %s is refused: %s", place.path, reason)
 
 
 def _step_number(step: Any) -> int:

@@ -1,7 +1,7 @@
 """The folder of a run's checkpoints: names, the commit, and what is left over.
 
     000012-step-3000/                 a checkpoint: the 12th that was saved, after step 3000
-        part-00000.safetensors
+        part-000001-00000.safetensors
         manifest.json
     .saving-000013-step-3100/         being written; or left by a run that was killed in it
     .removing-000009-step-2700/       on its way out
@@ -49,6 +49,7 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: int | None = None
+        self._begun: Path | None = None
 
     def places(self) -> list[Place]:
         """List the committed checkpoints, oldest first.
@@ -76,6 +77,7 @@ class Folder:
         number = max((place.number for place in self.places()), default=0) + 1
         made = self.path / f"{_SAVING}{number:06d}-step-{step}"
         made.mkdir()
+        self._begun = made
         return made
 
     def hold(self) -> None:
@@ -95,18 +97,20 @@ class Folder:
             return  # a file system without locks
 
     def release(self) -> None:
-        """Let others save here."""
+        """Remove what was begun and not committed, and let others save here."""
+        if self._begun is not None:
+            shutil.rmtree(self._begun, ignore_errors=True)
+            self._begun = None
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def commit(self, made: Path) -> Path:
-        """Make what `begin` returned a checkpoint, durably.
+        """Make what `begin` returned, in which all is flushed, a checkpoint, durably.
 
         Raises:
             OSError: It cannot be renamed or flushed.
         """
-        flush(made)
         final = made.with_name(made.name.removeprefix(_SAVING))
         made.rename(final)
         flush(self.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
@@ -9,11 +10,11 @@ from typing import Any, cast
 import torch
 
 from dure.checkpoint.agreement import Ranks
-from dure.checkpoint.flattening import nest
-from dure.checkpoint.restoring import catalog_of, load_from
+from dure.checkpoint.catalog import catalog_of
+from dure.checkpoint.reading import Mapped
 from dure.checkpoint.saving import save_into
 from dure.checkpoint.tree import decode
-from dure.errors import CheckpointError, InternalError
+from dure.errors import CheckpointError
 
 __all__ = ["dcp_to_torch_save", "torch_save_to_dcp"]
 
@@ -28,20 +29,14 @@ def dcp_to_torch_save(
         torch_save_path: The file; replaced if it is there.
 
     Raises:
-        CheckpointError: The checkpoint cannot be used.
-        CheckpointException: A slice of it is damaged.
+        CheckpointError: The checkpoint cannot be used, or is damaged.
 
-    Cost: memory of all tensors.
+    Cost: memory of the tensors that are saved in several slices; others are mapped.
     """
     folder = Path(dcp_checkpoint_dir)
     catalog = catalog_of(folder)
-    flat: dict[str, Any] = {
-        name: torch.empty(kind.shape, dtype=kind.torch_dtype)
-        for name, kind in catalog.kinds.items()
-    }
-    load_from(folder, flat, Ranks(None, alone=True), False, lambda _: catalog)
-    flat |= {name: decode(value, _no_tensor) for name, value in catalog.values.items()}
-    torch.save(nest(flat, catalog.paths), torch_save_path)
+    state = decode(catalog.tree, cache(Mapped(folder, catalog).checked))
+    torch.save(state, torch_save_path)
 
 
 def torch_save_to_dcp(
@@ -69,7 +64,3 @@ def torch_save_to_dcp(
         raise CheckpointError("the file holds no dict", path=str(torch_save_path), seen=seen)
     folder = Path(dcp_checkpoint_dir)
     save_into(folder, cast(dict[str, Any], state), Ranks(None, alone=True))
-
-
-def _no_tensor(name: str) -> torch.Tensor:
-    raise InternalError("a value holds a tensor", seen=name)

@@ -66,15 +66,16 @@ class Metadata:
 
 def metadata_of(catalog: Catalog) -> Metadata:
     """Return a manifest under torch's names."""
-    found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
-        name: BytesStorageMetadata() for name in catalog.values
-    }
-    for name, kind in catalog.kinds.items():
+    found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    for name, leaf in catalog.leaves.items():
+        kind = catalog.kind_of(name)
+        if kind is None:
+            found[name] = BytesStorageMetadata()
+            continue
         chunks = [
             ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            for box in catalog.slices[name]
+            for box in catalog.slices[leaf.value]
         ]
         properties = TensorProperties(kind.torch_dtype)
         found[name] = TensorStorageMetadata(properties, torch.Size(kind.shape), chunks)
-    paths = {name: tuple(catalog.paths.get(name, [name])) for name in found}
-    return Metadata(found, paths)
+    return Metadata(found, {name: leaf.path for name, leaf in catalog.leaves.items()})

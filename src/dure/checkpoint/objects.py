@@ -5,8 +5,8 @@ The protocol is torch's: `state_dict` and `load_state_dict`. Four kinds need mor
 - a module in a wrapper (DistributedDataParallel, a compiled module) is saved as the module within,
   so that the names are the same with and without the wrapper;
 - a module is compared with the file before anything is loaded: names, shapes and dtypes;
-- an optimizer whose state is sharded has `consolidate_state_dict`, which all ranks call, and
-  `local_state_dict`, each rank's part of the whole, which is what a sharded checkpoint takes;
+- an optimizer whose state is sharded has `local_state_dict`, each rank's part of the whole, and all
+  ranks save theirs, as they do of DTensors;
 - a dict or a list is its own state, and is filled in place.
 
 What all ranks share is saved once. An object wrapped in `PerRank` is saved by every rank.
@@ -14,6 +14,7 @@ What all ranks share is saved once. An object wrapped in `PerRank` is saved by e
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol, cast, runtime_checkable
@@ -22,25 +23,25 @@ import torch
 from torch import nn
 
 from dure.checkpoint.names import WRAPPERS
-from dure.checkpoint.parts import can_be_named, can_be_stored, dtype_name
+from dure.checkpoint.slice_files import Kind, kind_of
 from dure.checkpoint.stateful import Stateful
-from dure.checkpoint.tree import decode, encode
+from dure.checkpoint.tree import decode
 from dure.errors import CheckpointMismatch, UsageError
+from dure.tensor import DTensor
 from dure.training.pytrees import mapped
 
 __all__ = [
     "PerRank",
-    "Reader",
     "Sharded",
     "bare",
     "check_fits",
+    "few",
+    "is_divided",
     "is_sharded",
     "is_stateful",
     "load_into",
     "own_state",
     "state_of",
-    "to_tree",
-    "whole_tree",
 ]
 
 _NUM_SHOWN = 3
@@ -62,20 +63,8 @@ class Sharded(Protocol):
 
     state: Any
 
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring the whole state to rank `to`. Collective."""
-        ...
-
     def local_state_dict(self) -> Any:
         """Return this rank's part, in the form of the whole."""
-        ...
-
-
-class Reader(Protocol):
-    """Where the tensors of a checkpoint are read."""
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return the tensor of that name, mapped from its file."""
         ...
 
 
@@ -94,14 +83,23 @@ def is_sharded(value: Any) -> bool:
     return isinstance(bare(value), Sharded)
 
 
-def state_of(name: str, value: Any, local: bool = False) -> Any:
-    """Return an object's state; with `local`, the part of a sharded one that is this rank's.
+def is_divided(value: Any) -> bool:
+    """Tell whether the object is a module or an optimizer with DTensors."""
+    inner = bare(value)
+    held: Iterable[Any] = inner.parameters() if isinstance(inner, nn.Module) else ()
+    if isinstance(inner, torch.optim.Optimizer):
+        held = (p for group in inner.param_groups for p in group["params"])
+    return any(isinstance(p, DTensor) for p in held)
+
+
+def state_of(name: str, value: Any) -> Any:
+    """Return an object's state; of a sharded one, the part that is this rank's.
 
     Raises:
         UsageError: It has none.
     """
     inner = bare(value)
-    if local and isinstance(inner, Sharded):
+    if isinstance(inner, Sharded):
         return inner.local_state_dict()
     if isinstance(inner, type):
         raise _stateless(name, f"{inner.__qualname__} is a class")
@@ -127,76 +125,34 @@ def _stateless(name: str, seen: str) -> UsageError:
     return UsageError(f"{name!r} cannot be saved", seen=seen, fix=fix)
 
 
-def whole_tree(parts: list[Any]) -> Any:
-    """Put the trees of a sharded optimizer's parts together.
+def check_fits(name: str, value: Any, saved: Any) -> None:
+    """Compare a module, or an optimizer's groups, with the state that was saved under `name`.
 
-    Parameters' entries are those of all parts; all else is of the first.
-    """
-    entries: dict[int, Any] = {}
-    others: list[Any] = []
-    for part in parts:
-        state = part["state"]
-        pairs = state["v"] if "$" in state else [list(pair) for pair in state.items()]
-        entries |= {key: entry for key, entry in pairs if isinstance(key, int)}
-        if part is parts[0]:
-            others = [pair for pair in pairs if not isinstance(pair[0], int)]
-    numbered = [[key, entries[key]] for key in sorted(entries)]
-    return {**parts[0], "state": {"$": "map", "v": numbered + others}}
-
-
-def to_tree(name: str, state: Any, tensors: dict[str, torch.Tensor], prefix: str = "") -> Any:
-    """Turn a state into a tree, its tensors into `tensors`; refuse what the file cannot hold."""
-    tree = encode(state, prefix + name, tensors)
-    for path, tensor in tensors.items():
-        if not can_be_stored(tensor.dtype):
-            raise UsageError(
-                "a tensor cannot be saved in a checkpoint", seen=f"{path} is {tensor.dtype}"
-            )
-        if not can_be_named(path):
-            raise UsageError(
-                "a tensor cannot be saved under this name", seen=f"it is called {path!a}"
-            )
-    return tree
-
-
-def check_fits(name: str, value: Any, tree: Any, entries: dict[str, Any]) -> None:
-    """Compare a module, or an optimizer's groups, with what was saved under `name`.
+    Args:
+        name: The object's.
+        value: The object.
+        saved: Its state, with a `Kind` for each tensor.
 
     Raises:
         CheckpointMismatch: They differ; the first differences are named.
     """
     inner = bare(value)
+    state = cast(Mapping[Any, Any], saved) if isinstance(saved, Mapping) else {}
     if isinstance(inner, nn.Module):
-        wanted, found = _shapes_of(inner.state_dict()), _shapes_in(tree, entries)
-        _refuse(name, _differences(wanted, found))
-    elif isinstance(inner, torch.optim.Optimizer) and isinstance(tree, dict):
-        saved = cast(dict[str, Any], tree).get("param_groups", [])
-        sizes = [len(group.get("params", ())) for group in saved]
+        wanted = {
+            key: kind_of(tensor) or tensor.dtype
+            for key, tensor in inner.state_dict().items()
+            if isinstance(tensor, torch.Tensor)
+        }
+        _refuse(name, _differences(wanted, {k: v for k, v in state.items() if isinstance(v, Kind)}))
+    elif isinstance(inner, torch.optim.Optimizer):
+        sizes = [len(group.get("params", ())) for group in state.get("param_groups", [])]
         own = [len(group["params"]) for group in inner.param_groups]
         if sizes != own:
             _refuse(name, [f"parameters in each group: {sizes} in the file, {own} here"])
 
 
-def _shapes_of(state: dict[str, Any]) -> dict[str, str]:
-    return {
-        k: f"{list(v.shape)} {dtype_name(v.dtype) if can_be_stored(v.dtype) else v.dtype}"
-        for k, v in state.items()
-        if isinstance(v, torch.Tensor) and not v.is_complex()
-    }
-
-
-def _shapes_in(tree: Any, entries: dict[str, Any]) -> dict[str, str]:
-    fields = cast(dict[str, Any], tree) if isinstance(tree, dict) else {}
-    if "$" in fields:  # an OrderedDict, or keys that are no plain names
-        fields = {pair[0]: pair[1] for pair in fields["v"] if isinstance(pair[0], str)}
-    return {
-        k: f"{list(entries[node['v']].shape)} {entries[node['v']].dtype}"
-        for k, node in fields.items()
-        if isinstance(node, dict) and cast(dict[str, Any], node).get("$") == "tensor"
-    }
-
-
-def _differences(wanted: dict[str, str], found: dict[str, str]) -> list[str]:
+def _differences(wanted: dict[str, Any], found: dict[str, Kind]) -> list[str]:
     lines = [
         f"{k} is {found[k]} in the file, {v} here"
         for k, v in wanted.items()
@@ -209,15 +165,20 @@ def _differences(wanted: dict[str, str], found: dict[str, str]) -> list[str]:
 def _refuse(name: str, differences: list[str]) -> None:
     if not differences:
         return
-    more = len(differences) - _NUM_SHOWN
     raise CheckpointMismatch(
         f"{name!r} in the checkpoint is of another object",
-        seen="; ".join(differences[:_NUM_SHOWN]) + (f"; and {more} more" if more > 0 else ""),
+        seen=few(differences, "; "),
         fix="Load it into the model that was saved, or save in another folder.",
     )
 
 
-def load_into(name: str, value: Any, tree: Any, reader: Reader) -> None:
+def few(items: Sequence[str], between: str = ", ") -> str:
+    """Return the first of several things to be told, and how many more there are."""
+    more = len(items) - _NUM_SHOWN
+    return between.join(items[:_NUM_SHOWN]) + (f"{between}and {more} more" if more > 0 else "")
+
+
+def load_into(name: str, value: Any, tree: Any, tensor_of: Callable[[str], torch.Tensor]) -> None:
     """Put a saved state back.
 
     A module copies it into the memory that it has, straight from the mapped file. Others may keep
@@ -228,9 +189,9 @@ def load_into(name: str, value: Any, tree: Any, reader: Reader) -> None:
     """
     inner = bare(value)
     if isinstance(inner, nn.Module | Sharded):
-        state = decode(tree, reader.tensor)
+        state = decode(tree, tensor_of)
     else:  # what was one tensor in two places is so again
-        state = decode(tree, cache(lambda n: reader.tensor(n).clone()))
+        state = decode(tree, cache(lambda n: tensor_of(n).clone()))
     try:
         if isinstance(inner, dict):
             inner.clear()

@@ -21,7 +21,7 @@ from dure.checkpoint.slices import Box, fault_of_cover
 from dure.comm.group import ProcessGroup
 from dure.errors import CheckpointMismatch
 
-__all__ = ["Division", "Known", "Offer", "digest_of", "divide", "known_to"]
+__all__ = ["Division", "Known", "Offer", "deal", "digest_of", "divide", "known_to"]
 
 Offer = dict[str, tuple[Kind, tuple[Box, ...]]]
 """What a rank has, by name."""
@@ -103,14 +103,24 @@ def divide(offers: list[Offer]) -> Division:
             for box in boxes:
                 holders.setdefault(Slice(name, box), []).append(rank)
     _check_cover(kinds, holders)
+    return Division(kinds, [Layout.of(parts, kinds) for parts in deal(holders, kinds, len(offers))])
+
+
+def deal(
+    holders: dict[Slice, list[int]], kinds: dict[str, Kind], num_ranks: int
+) -> list[list[Slice]]:
+    """Deal slices out to ranks that have them, so that all get about as many bytes.
+
+    What one rank alone has comes first, then the largest; each goes to the rank with the least.
+    """
     sizes = {part: kinds[part.name].num_bytes(part.box) for part in holders}
-    loads = [0] * len(offers)
-    written: list[list[Slice]] = [[] for _ in offers]
+    loads = [0] * num_ranks
+    dealt: list[list[Slice]] = [[] for _ in loads]
     for part in sorted(holders, key=lambda p: (len(holders[p]) > 1, -sizes[p], p)):
         rank = min(holders[part], key=lambda r: (loads[r], r))
         loads[rank] += sizes[part]
-        written[rank].append(part)
-    return Division(kinds, [Layout.of(parts, kinds) for parts in written])
+        dealt[rank].append(part)
+    return dealt
 
 
 def _check_cover(kinds: dict[str, Kind], holders: dict[Slice, list[int]]) -> None:

@@ -1,141 +1,156 @@
-"""Reading one checkpoint: is it whole, does it fit, and what is in it.
+"""Reading whole checkpoints: are all bytes as they were written, what is in one, how do two differ.
 
-Ranks share out the checking: each tensor's bytes are read and compared with their checksum by one
-of them. Loading is every rank's own.
+Files are mapped, so that what is read takes no memory. Those that load a run share the checking
+out: each slice is read and compared with its checksum by one of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from dure.checkpoint.folder import Place
-from dure.checkpoint.manifest import NAME, Manifest, Unreadable, read_manifest
-from dure.checkpoint.objects import PerRank, check_fits, load_into
-from dure.checkpoint.parts import DTYPES, Entry, dealt_out, pieces
-from dure.checkpoint.randomness import restore_random_state, seed_new_rank
-from dure.checkpoint.slice_files import Kind, Layout, Slice, SliceFile, write_slices
-from dure.checkpoint.slices import whole_box
-from dure.checkpoint.tree import decode
+from dure.checkpoint.catalog import Catalog, catalog_of
+from dure.checkpoint.files import pieces
+from dure.checkpoint.planning import deal
+from dure.checkpoint.slice_files import Slice, SliceFile
+from dure.checkpoint.slices import Box, whole_box
+from dure.checkpoint.tree import encode
 from dure.comm.checksum import crc32c
-from dure.errors import CheckpointError, CheckpointMismatch
+from dure.errors import CheckpointError
 
-__all__ = ["RANDOM", "Loading", "inspect", "write_part"]
-
-RANDOM = "(random)"
-"""The name of the generators' state among a rank's own objects."""
+__all__ = ["Mapped", "damaged", "differences", "faults", "share_of"]
 
 
-def inspect(place: Place, rank: int, size: int) -> Manifest | str:
-    """Return a checkpoint's manifest if this rank's share of it is whole, else what is wrong."""
-    try:
-        manifest = read_manifest(place.path / NAME)
-    except Unreadable as e:
-        return str(e)
-    if manifest.step != place.step:
-        return f"its manifest is of step {manifest.step}"
-    try:
-        tensors = {n: _mapped(place.path / n, e) for n, e in manifest.parts.items()}
-    except (CheckpointError, KeyError) as e:
-        return e.seen if isinstance(e, CheckpointError) else f"there is no dtype {e}"
-    entries = {(n, e.name): e for n, part in manifest.parts.items() for e in part}
-    owner = dealt_out({key: e.num_bytes for key, e in entries.items()}, size)
-    for (part, name), entry in entries.items():
-        if owner[part, name] == rank and _sum(tensors[part][name]) != entry.crc32c:
-            return f"{name} in {part} is changed: its checksum is wrong"
-    return manifest
+class Mapped:
+    """The tensors of a checkpoint, mapped from its files, which may be closed and removed.
 
-
-def write_part(path: Path, tensors: dict[str, torch.Tensor]) -> list[Entry]:
-    """Write whole tensors to a new file, through to the disk; return what is in it, in its order.
+    Args:
+        folder: The checkpoint.
+        catalog: Its manifest.
+        files: Of these files only; None: of all.
 
     Raises:
-        OSError: The disk is full, or the file cannot be written.
+        CheckpointError: A file is not what the manifest says. What is in it is not looked at.
     """
-    kinds = {name: Kind(DTYPES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
-    layout = _layout(kinds)
-    memory = {part: tensors[part.name] for part in layout.begins}
-    return [
-        Entry(p.name, *kinds[p.name], kinds[p.name].num_bytes(p.box), crc)
-        for p, crc in zip(memory, write_slices(path, layout, memory), strict=True)
-    ]
 
+    def __init__(self, folder: Path, catalog: Catalog, files: Iterable[str] | None = None) -> None:
+        self._folder, self._catalog = folder, catalog
+        self._slices: dict[Slice, torch.Tensor] = {}
+        for name in catalog.layouts if files is None else files:
+            file = SliceFile(folder / name, catalog.layouts[name])
+            try:
+                for part in file.layout.begins:
+                    dtype = catalog.kinds[part.name].torch_dtype
+                    self._slices[part] = file.mapped(part, dtype)
+            finally:
+                file.close()
 
-def _layout(kinds: dict[str, Kind]) -> Layout:
-    return Layout.of([Slice(name, whole_box(kind.shape)) for name, kind in kinds.items()], kinds)
+    def fault(self, part: Slice) -> str | None:
+        """Read a slice and say if it is not as it was written; None: it is, or nobody knows."""
+        stored, crc = self._catalog.slices[part.name][part.box], 0
+        if stored.crc32c is None:
+            return None
+        for piece in pieces(self._slices[part]):
+            crc = crc32c(piece, crc)
+        if crc == stored.crc32c:
+            return None
+        return f"{part.name}{part.box} in {stored.file} is changed: its checksum is wrong"
 
+    def check(self, parts: Iterable[Slice]) -> None:
+        """Read slices, and compare them with their checksums.
 
-def _mapped(path: Path, entries: list[Entry]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a part, mapped from its file."""
-    kinds = {entry.name: Kind(entry.dtype, entry.shape) for entry in entries}
-    file = SliceFile(path, _layout(kinds))
-    try:
-        return {
-            part.name: file.mapped(part, kinds[part.name].torch_dtype)
-            for part in file.layout.begins
-        }
-    finally:
-        file.close()
-
-
-def _sum(tensor: torch.Tensor) -> int:
-    """Read a tensor's bytes and return their CRC-32C."""
-    crc = 0
-    for piece in pieces(tensor):
-        crc = crc32c(piece, crc)
-    return crc
-
-
-class Loading:
-    """One whole checkpoint, as one rank reads it."""
-
-    def __init__(self, path: Path, manifest: Manifest, rank: int, size: int) -> None:
-        self._path, self._manifest, self._rank, self._size = path, manifest, rank, size
-        self._tensors: dict[str, torch.Tensor] = {}
-        for name, entries in manifest.parts.items():
-            self._tensors |= _mapped(path / name, entries)
-        self._entries = manifest.entry_of()
+        Raises:
+            CheckpointError: One is not as it was written.
+        """
+        for part in parts:
+            fault = self.fault(part)
+            if fault:
+                raise damaged(self._folder, fault)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the tensor of that name, mapped from its file."""
-        return self._tensors[name]
+        """Return a whole tensor, mapped if it is one slice; its bytes are not checked."""
+        kind, boxes = self._catalog.kinds[name], self._catalog.slices[name]
+        whole = whole_box(kind.shape)
+        if whole in boxes:
+            return self._slices[Slice(name, whole)]
+        made = torch.empty(kind.shape, dtype=kind.torch_dtype)
+        for box in boxes:
+            made[box.within(whole)] = self._slices[Slice(name, box)]
+        return made
 
-    def check(self, objects: dict[str, Any]) -> None:
-        """Compare all objects with the file, before any is changed."""
-        for name, value in objects.items():
-            try:
-                check_fits(name, value, self._tree(name, value), self._entries)
-            except CheckpointMismatch as e:
-                raise CheckpointMismatch(
-                    e.what, path=str(self._path), seen=f"{e.seen}; in {self._path}", fix=e.fix
-                ) from None
+    def checked(self, name: str) -> torch.Tensor:
+        """Return a whole tensor as `tensor`, whose bytes are those that were written.
 
-    def load(self, objects: dict[str, Any]) -> None:
-        """Put all objects back, then the random generators."""
-        for name, value in objects.items():
-            load_into(name, value, self._tree(name, value), self)
-        ranks = self._manifest.ranks
-        if self._rank < len(ranks):
-            restore_random_state(decode(ranks[self._rank][RANDOM], self.tensor))
-        else:
-            seed_new_rank(decode(ranks[0][RANDOM], self.tensor), self._rank)
+        Raises:
+            CheckpointError: They are not.
+        """
+        self.check(Slice(name, box) for box in self._catalog.slices[name])
+        return self.tensor(name)
 
-    def _tree(self, name: str, value: Any) -> Any:
-        saved = self._manifest.objects
-        if isinstance(value, PerRank):
-            if self._size != self._manifest.world_size:
-                raise CheckpointMismatch(
-                    f"{name!r} was saved by each rank, and the number of ranks is another",
-                    seen=f"{self._manifest.world_size} ranks saved it, {self._size} load it",
-                    fix="Load it with as many ranks as saved it.",
+
+def damaged(folder: Path, seen: str) -> CheckpointError:
+    """Return the error that tells what is wrong with a checkpoint."""
+    return CheckpointError(
+        "the checkpoint is damaged", path=str(folder), seen=f"{seen}; in {folder}"
+    )
+
+
+def faults(folder: Path, catalog: Catalog) -> list[str]:
+    """Open every file, read every byte, and return what is not as it was written.
+
+    Cost: one pass over the bytes; no memory.
+    """
+    found: list[str] = []
+    for name, layout in catalog.layouts.items():
+        try:
+            mapped = Mapped(folder, catalog, [name])
+        except CheckpointError as e:
+            found.append(e.seen)
+            continue
+        found += [fault for part in layout.begins if (fault := mapped.fault(part))]
+    return found
+
+
+def share_of(catalog: Catalog, rank: int, num_ranks: int) -> list[Slice]:
+    """Return the slices that one of several ranks is to check, about as many bytes as others."""
+    anybody = list(range(num_ranks))
+    holders = {part: anybody for layout in catalog.layouts.values() for part in layout.begins}
+    return deal(holders, catalog.kinds, num_ranks)[rank]
+
+
+def differences(first: Path, second: Path) -> list[str]:
+    """Return how the second checkpoint differs from the first: names, kinds, values, elements.
+
+    Tensors that are cut alike and have the same checksums are taken to be the same; of others the
+    elements are compared.
+
+    Raises:
+        CheckpointError: One cannot be used, or is damaged.
+
+    Cost: memory of the largest tensor, for each of the two that has it in slices.
+    """
+    a, b = catalog_of(first), catalog_of(second)
+    tensors = Mapped(first, a), Mapped(second, b)
+    found = [f"{name} is in the first only" for name in sorted(a.leaves.keys() - b.leaves.keys())]
+    found += [f"{name} is in the second only" for name in sorted(b.leaves.keys() - a.leaves.keys())]
+    for name in sorted(a.leaves.keys() & b.leaves.keys()):
+        one, other = a.kind_of(name), b.kind_of(name)
+        mine, its = a.leaves[name].value, b.leaves[name].value
+        if one != other:
+            found.append(f"{name} is {one or 'a value'}, and {other or 'a value'}")
+        elif one is None:
+            if encode(mine, "", {}) != encode(its, "", {}):
+                found.append(f"{name} is {mine!r:.60}, and {its!r:.60}")
+        elif _sums(a, mine) != _sums(b, its):
+            count = int((tensors[0].checked(mine) != tensors[1].checked(its)).sum())
+            if count:
+                found.append(
+                    f"{name} differs in {count} of {torch.Size(one.shape).numel()} elements"
                 )
-            saved = self._manifest.ranks[self._rank]
-        if name not in saved:
-            raise CheckpointMismatch(
-                f"there is no {name!r} in the checkpoint",
-                seen=f"it has {sorted(saved)}",
-                fix="Pass the same names, and PerRank where it was, to save and load.",
-            )
-        return saved[name]
+    return found
+
+
+def _sums(catalog: Catalog, name: str) -> dict[Box, int | None]:
+    return {box: stored.crc32c for box, stored in catalog.slices[name].items()}

@@ -18,20 +18,18 @@ from typing import Any, NamedTuple
 import torch
 
 from dure.checkpoint.agreement import Ranks
-from dure.checkpoint.catalog import Catalog, Stored, read_catalog
-from dure.checkpoint.flattening import Leaf, flatten, put
-from dure.checkpoint.manifest import Unreadable
-from dure.checkpoint.objects import bare, is_stateful, own_state
+from dure.checkpoint.catalog import Catalog, Stored, catalog_of
+from dure.checkpoint.fresh_state import fresh_state
+from dure.checkpoint.objects import bare, few, is_stateful, own_state
 from dure.checkpoint.slice_files import Slice, SliceFile
 from dure.checkpoint.slices import Box, Piece, pieces_of
-from dure.checkpoint.tree import decode
+from dure.checkpoint.tree import Leaf, Named, flatten, put
 from dure.errors import CheckpointError, CheckpointMismatch
 from dure.tensor import DTensor
 
-__all__ = ["Loaded", "catalog_of", "load_from"]
+__all__ = ["Loaded", "load_from"]
 
 _NOT_LOADED = "the checkpoint was not loaded"
-_NUM_SHOWN = 3
 
 
 class Loaded(NamedTuple):
@@ -50,20 +48,6 @@ class _Read(NamedTuple):
     stored: Stored
     box: Box
     to: torch.Tensor
-
-
-def catalog_of(path: Path) -> Catalog:
-    """Return the manifest of a folder.
-
-    Raises:
-        CheckpointError: It cannot be used; why is told.
-    """
-    try:
-        return read_catalog(path)
-    except Unreadable as e:
-        raise CheckpointError(
-            "the checkpoint cannot be used", path=str(path), seen=f"{e}; in {path}"
-        ) from None
 
 
 def load_from(
@@ -109,14 +93,26 @@ class _Loading:
     def __init__(self, path: Path, state_dict: MutableMapping[str, Any], catalog: Catalog) -> None:
         self._path, self._given = path, state_dict
         self.catalog = catalog
-        self._state = {key: own_state(value) for key, value in state_dict.items()}
+        self._state = {key: self._own_state(key, value) for key, value in state_dict.items()}
         self._leaves = flatten(self._state)
         self._num_read = 0
+
+    def _own_state(self, key: str, value: Any) -> Any:
+        """Return a state to fill; an optimizer that has not stepped gets that of its first step."""
+        state = own_state(value)
+        if isinstance(value, torch.optim.Optimizer) and not value.state:
+            leaves = self.catalog.leaves.values()
+            saved = {leaf.path[2] for leaf in leaves if leaf.path[:2] == (key, "state")}
+            for group, packed in zip(value.param_groups, state["param_groups"], strict=True):
+                for number, parameter in zip(packed["params"], group["params"], strict=True):
+                    if number in saved:
+                        state["state"][number] = fresh_state(value, group, parameter)
+        return state
 
     @property
     def loaded(self) -> Loaded:
         """What was missing, what was there besides, and how much was read."""
-        names = self.catalog.kinds.keys() | self.catalog.values.keys()
+        names = self.catalog.leaves.keys()
         missing = sorted(self._leaves.keys() - names)
         return Loaded(missing, sorted(names - self._leaves.keys()), self._num_read)
 
@@ -129,38 +125,25 @@ class _Loading:
         loaded = self.loaded
         if loaded.missing_keys and not partial:
             raise self._mismatch(
-                f"Missing key in checkpoint state_dict: {_shown(loaded.missing_keys)}."
+                f"Missing key in checkpoint state_dict: {few(loaded.missing_keys)}."
             )
-        self._refuse_optimizers_without_state(loaded.unexpected_keys)
         faults = [
             fault
             for name, leaf in self._leaves.items()
             if (fault := self._fault(name, leaf)) is not None
         ]
         if faults:
-            more = len(faults) - _NUM_SHOWN
-            text = "; ".join(faults[:_NUM_SHOWN]) + (f"; and {more} more" if more > 0 else "")
-            raise self._mismatch("the checkpoint is of another state", text)
+            raise self._mismatch("the checkpoint is of another state", few(faults, "; "))
         self._reads = self._planned()
 
     def _mismatch(self, what: str, seen: str = "") -> CheckpointMismatch:
         return CheckpointMismatch(what, path=str(self._path), seen=seen)
 
-    def _refuse_optimizers_without_state(self, unexpected: list[str]) -> None:
-        for key, value in self._given.items():
-            if isinstance(value, torch.optim.Optimizer) and not value.state:
-                lost = [name for name in unexpected if name.startswith(f"{key}.state.")]
-                if lost:
-                    raise self._mismatch(
-                        "an optimizer that has not stepped has no tensors to load into",
-                        f"{key!r} has none, the checkpoint has {_shown(lost)}",
-                    )
-
     def _fault(self, name: str, leaf: Leaf) -> str | None:
         """Say what keeps a leaf from being loaded; None: nothing, or it is missing."""
-        kind, value = self.catalog.kinds.get(name), leaf.value
+        kind, value = self.catalog.kind_of(name), leaf.value
         if kind is None:
-            wanted = name in self.catalog.values and isinstance(value, torch.Tensor)
+            wanted = name in self.catalog.leaves and isinstance(value, torch.Tensor)
             return f"{name} is no tensor in the checkpoint" if wanted else None
         if not isinstance(value, torch.Tensor):
             return f"{name} is {kind} in the checkpoint, and a {type(value).__name__} here"
@@ -175,10 +158,10 @@ class _Loading:
         """Work out which elements go where, in the order in which they lie in the files."""
         reads: list[_Read] = []
         for name, leaf in self._leaves.items():
-            if name not in self.catalog.kinds:
+            if self.catalog.kind_of(name) is None:
                 continue
             for piece in pieces_of(name, leaf.value):
-                reads += self._meeting(name, piece)
+                reads += self._meeting(self.catalog.leaves[name].value, piece)
         begins = {file: layout.begins for file, layout in self.catalog.layouts.items()}
         reads.sort(key=lambda r: (r.stored.file, begins[r.stored.file][r.part]))
         return reads
@@ -201,8 +184,9 @@ class _Loading:
         """
         self._read_tensors(num_threads)
         for name, leaf in self._leaves.items():
-            if name in self.catalog.values:
-                self._put(name, leaf)
+            saved = self.catalog.leaves.get(name)
+            if saved is not None and not isinstance(saved.value, Named):
+                self._put(name, leaf, saved.value)
         for key, value in self._given.items():
             if is_stateful(value):
                 bare(value).load_state_dict(self._state[key])
@@ -233,8 +217,7 @@ class _Loading:
         self._num_read = sum(kinds[r.part.name].num_bytes(r.box) for r in self._reads)
         _tell_autograd(self._leaves)
 
-    def _put(self, name: str, leaf: Leaf) -> None:
-        value = decode(self.catalog.values[name], _no_tensor)
+    def _put(self, name: str, leaf: Leaf, value: Any) -> None:
         try:
             put(self._state, leaf.path, value)
         except TypeError:
@@ -242,15 +225,6 @@ class _Loading:
                 "a value cannot be put in its place",
                 f"{name} is in something that takes no items",
             ) from None
-
-
-def _shown(names: list[str]) -> str:
-    more = len(names) - _NUM_SHOWN
-    return ", ".join(names[:_NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-def _no_tensor(name: str) -> torch.Tensor:
-    raise CheckpointError("a value holds a tensor", seen=name)
 
 
 def _tell_autograd(leaves: Mapping[str, Leaf]) -> None:

@@ -1,6 +1,6 @@
 """Saving a state dictionary: each rank writes its slices, rank 0 the manifest.
 
-1. Rank 0 makes the folder; all tell what they have (or that it is what it was), and their values.
+1. Rank 0 makes the folder; all tell what they have (or that it is what it was), and their trees.
    A save in the background holds copies from here on, and makes the folder later.
 2. Each writes its file, through to the disk; all tell how it went, and the slices' checksums.
 3. Rank 0 puts the manifest in its place; all learn that it is there.
@@ -13,23 +13,30 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dure.checkpoint.agreement import Ranks
-from dure.checkpoint.catalog import Catalog, Stored, next_number, part_name, publish, remove
-from dure.checkpoint.flattening import Index, flatten
-from dure.checkpoint.flattening import Path as KeyPath
+from dure.checkpoint.catalog import (
+    NAME,
+    Catalog,
+    Stored,
+    leaves_of,
+    next_number,
+    part_name,
+    publish,
+    remove,
+)
+from dure.checkpoint.files import can_be_named
 from dure.checkpoint.folder import Folder, make
-from dure.checkpoint.manifest import NAME
 from dure.checkpoint.objects import own_state
-from dure.checkpoint.parts import can_be_named
 from dure.checkpoint.planning import Division, Offer, digest_of, known_to
 from dure.checkpoint.slice_files import Kind, Slice, kind_of, write_slices
 from dure.checkpoint.slices import Box, pieces_of
-from dure.checkpoint.tree import encode
+from dure.checkpoint.tree import Named, encode, flatten, merged
 from dure.errors import CheckpointError, CheckpointMismatch, UsageError
 
 __all__ = ["Saving", "Taken", "begin", "save_into", "take"]
@@ -43,8 +50,7 @@ class Taken:
 
     offer: Offer
     memory: dict[Slice, torch.Tensor]
-    values: dict[str, Any]
-    paths: dict[str, KeyPath]
+    tree: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,36 +59,25 @@ class _Told:
 
     digest: bytes
     offer: Offer | None
-    values: dict[str, Any]
-    paths: dict[str, KeyPath]
-    number: int | None
-    """Of the save in its folder; rank 0 tells."""
+    tree: Any
+    begun: Any
+    """What `before` returned."""
 
 
 def take(state_dict: Mapping[str, Any]) -> Taken:
-    """Flatten a state into slices and values. No communication.
+    """Take a state apart into slices and a tree. No communication.
 
     Raises:
         UsageError: Something in it cannot be saved; its name is told.
     """
-    taken = Taken({}, {}, {}, {})
-    for name, leaf in flatten({k: own_state(v) for k, v in state_dict.items()}).items():
+    state = {key: own_state(value) for key, value in state_dict.items()}
+    for name in flatten(state):
         if not can_be_named(name):
             raise UsageError("nothing can be saved under this name", seen=f"{name!a}")
-        if leaf.path != (name,):
-            kept = (str, int, Index)
-            taken.paths[name] = tuple(k if type(k) in kept else str(k) for k in leaf.path)
-        if isinstance(leaf.value, torch.Tensor):
-            _take_tensor(name, leaf.value, taken)
-            continue
-        within: dict[str, torch.Tensor] = {}
-        taken.values[name] = encode(leaf.value, name, within)
-        if within:
-            raise UsageError(
-                "a tensor cannot be saved within this",
-                seen=f"{min(within)} is in a {type(leaf.value).__name__}",
-                fix="Use lists and dicts around tensors.",
-            )
+    tensors: dict[str, torch.Tensor] = {}
+    taken = Taken({}, {}, encode(state, "", tensors))
+    for name, tensor in tensors.items():
+        _take_tensor(name, tensor, taken)
     return taken
 
 
@@ -114,31 +109,33 @@ class Saving:
         self,
         ranks: Ranks,
         state_dict: Mapping[str, Any],
-        before: Callable[[], int | None] = lambda: None,
+        before: Callable[[], Any] = lambda: None,
     ) -> None:
         self._ranks, known = ranks, known_to(ranks.group)
         mine: list[Taken] = []
 
         def tell() -> _Told:
-            number = before()
+            begun = before()
             mine.append(take(state_dict))
             digest = digest_of(mine[0].offer)
             offer = None if known.has(ranks.rank, digest) else mine[0].offer
-            return _Told(digest, offer, mine[0].values, mine[0].paths, number)
+            return _Told(digest, offer, mine[0].tree, begun)
 
         self._told = ranks.all_or_none(_NOT_SAVED, tell)
         self._memory = mine[0].memory
-        self._division: Division | CheckpointMismatch
+        self._division: Division | CheckpointMismatch | UsageError
         try:  # what is wrong is so on all ranks
             self._division = known.division([(t.digest, t.offer) for t in self._told])
-            _check_names(self._division, self._told)
-        except CheckpointMismatch as e:
+            self._tree = reduce(merged, (one.tree for one in self._told))
+            if any(one.tree != self._tree for one in self._told):
+                leaves_of(self._tree)  # has no two of one name
+        except (CheckpointMismatch, UsageError) as e:
             self._division = e
 
     def _divided(self) -> Division:
-        if isinstance(self._division, CheckpointMismatch):
-            raise self._division
-        return self._division
+        if isinstance(self._division, Division):
+            return self._division
+        raise self._division
 
     def hold(self, copy: Callable[[dict[Slice, torch.Tensor]], dict[Slice, torch.Tensor]]) -> None:
         """Keep copies of what this rank writes: the program may change its tensors from now on.
@@ -193,10 +190,7 @@ class Saving:
         for (file, layout), crcs in zip(layouts.items(), [s for s in sums if s], strict=True):
             for part, crc in zip(layout.begins, crcs, strict=True):
                 slices[part.name][part.box] = Stored(file, crc)
-        paths: dict[str, KeyPath] = {}
-        for one in reversed(self._told):
-            paths |= one.paths
-        return Catalog(self.values, division.kinds, slices, layouts, paths)
+        return Catalog(self._tree, division.kinds, slices, layouts)
 
     def kinds(self) -> dict[str, Kind]:
         """Return what is saved by all ranks; CheckpointMismatch where they do not fit together."""
@@ -207,15 +201,16 @@ class Saving:
         begins = self._divided().layouts[self._ranks.rank].begins
         return {part: self._memory[part] for part in begins}
 
-    @property
-    def values(self) -> dict[str, Any]:
-        """What is no tensor. One that several ranks have is the lowest rank's."""
-        return {name: value for one in reversed(self._told) for name, value in one.values.items()}
+    def values(self) -> list[str]:
+        """Return the names of what is no tensor; errors as `kinds`."""
+        self._divided()
+        leaves = leaves_of(self._tree).items()
+        return [name for name, leaf in leaves if not isinstance(leaf.value, Named)]
 
     @property
-    def number(self) -> int:
+    def begun(self) -> Any:
         """What `before` returned on rank 0."""
-        return self._told[0].number or 0
+        return self._told[0].begun
 
 
 def begin(folder: Folder, replace: bool) -> int:
@@ -250,14 +245,6 @@ def save_into(
         saving = Saving(
             ranks, state_dict, lambda: begin(folder, replace) if ranks.rank == 0 else None
         )
-        return saving.write(path, saving.number)
+        return saving.write(path, saving.begun)
     finally:
         folder.release()
-
-
-def _check_names(division: Division, told: list[_Told]) -> None:
-    both = {name for one in told for name in one.values} & division.kinds.keys()
-    if both:
-        raise CheckpointMismatch(
-            "a name is a tensor on some ranks, and a value on others", seen=f"{min(both)!r}"
-        )

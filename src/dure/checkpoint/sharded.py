@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.background import AsyncSaveResponse, background_of
+from dure.checkpoint.catalog import catalog_of
 from dure.checkpoint.metadata import Metadata, metadata_of
-from dure.checkpoint.restoring import Loaded, catalog_of, load_from
+from dure.checkpoint.restoring import Loaded, load_from
 from dure.checkpoint.saving import save_into
 from dure.checkpoint.staging import AsyncStager
 from dure.checkpoint.weight_folder import MAX_FILE_BYTES, catalog_of_weights, save_weights

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from dure.checkpoint.opening import open_file
-from dure.checkpoint.parts import DTYPES, PIECE_BYTES, Entry, header, pieces, write_all
+from dure.checkpoint.files import DTYPES, PIECE_BYTES, Entry, header, open_file, pieces, write_all
 from dure.checkpoint.slices import Box, whole_box
 from dure.comm.checksum import copy_from_file, crc32c
 from dure.comm.reduction import as_bytes
@@ -97,7 +96,7 @@ class Layout:
             stored = _COMPLEX.get(kind.dtype)
             shape = part.box.sizes if stored is None else (*part.box.sizes, 2)
             dtype = kind.dtype if stored is None else stored[1]
-            entries[called] = Entry(called, dtype, shape, kind.num_bytes(part.box), 0)
+            entries[called] = Entry(called, dtype, shape, kind.num_bytes(part.box))
         begin = header(list(entries.values()), metadata)
         at, begins = len(begin), dict[Slice, int]()
         for part, entry in zip(order, entries.values(), strict=True):

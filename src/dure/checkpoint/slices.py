@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from dure.checkpoint.tree import require_dense
 from dure.errors import UsageError
 from dure.tensor import DTensor
 
@@ -93,14 +94,8 @@ def pieces_of(name: str, tensor: torch.Tensor) -> list[Piece]:
     Raises:
         UsageError: It holds terms of a reduction, is not dense, or has no values.
     """
-    held = tensor.part if isinstance(tensor, DTensor) else tensor
-    if held.layout != torch.strided or held.is_quantized or held.is_meta:
-        raise UsageError(
-            "a tensor cannot be in a checkpoint",
-            seen=f"{name} is {held.layout}, {held.dtype}, on {held.device}",
-            fix="Save and load dense tensors that have values; to_empty() makes them of meta ones.",
-        )
-    held = held.detach()
+    require_dense(name, tensor)
+    held = (tensor.part if isinstance(tensor, DTensor) else tensor).detach()
     if not isinstance(tensor, DTensor):
         return [Piece(whole_box(held.shape), held)] if held.numel() else []
     spec = tensor.spec

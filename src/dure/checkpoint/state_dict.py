@@ -370,7 +370,7 @@ class _View:
 
         state = self._received(state, like)
         passed = {
-            live[name][0] if name in live else name: _laid_out(value, like((name,)))
+            live[name][0] if name in live else name: _cut_like(value, like((name,)))
             for name, value in state.items()
         }
         if self._options.ignore_frozen_params:
@@ -430,7 +430,7 @@ class _View:
                         told["state"].pop(number, None)
                     elif state is not None:
                         told["state"][number] = {
-                            key: _laid_out(value, like(("state", name, key)))
+                            key: _cut_like(value, like(("state", name, key)))
                             for key, value in state.items()
                         }
                     elif optimizer.state.get(parameter) or fresh_state(optimizer, group, parameter):
@@ -492,7 +492,7 @@ class _View:
                 tensor = torch.empty(value.shape, dtype=value.dtype)
             tensor = tensor.to(self._device(target)).contiguous()
             broadcast(tensor, src=0, group=group)
-            return None if target is None else _laid_out(tensor, target)
+            return None if target is None else _cut_like(tensor, target)
 
         return _each(self._ranks.first(lambda: _each(given, stand_in)), receive)
 
@@ -527,7 +527,7 @@ def _each(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> An
     return change(path, value)
 
 
-def _laid_out(value: Any, like: Any) -> Any:
+def _cut_like(value: Any, like: Any) -> Any:
     """Cut a whole tensor as the DTensor `like`; return all else as it is."""
     plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
     if not plain or not isinstance(like, DTensor) or value.shape != like.shape:
@@ -540,19 +540,17 @@ def _flattened(state: State) -> State:
     """Return an optimizer's state as one level of names."""
     flat: State = {}
 
-    def add(path: Path, value: Any) -> None:
-        flat[".".join(map(str, path))] = value
+    def enter(name: str, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key, inner in cast(Mapping[str, Any], value).items():
+                enter(f"{name}.{key}", inner)
+        else:
+            flat[name] = value
 
-    for name, inner in state["state"].items():
-        for key, value in inner.items():
-            if isinstance(value, Mapping):
-                _each(value, add, ("state", name, key))
-            else:
-                flat[f"state.{name}.{key}"] = value
+    enter("state", state["state"])
     for group in state["param_groups"]:
         for name in group["params"]:
-            for key, value in _options_of(group).items():
-                flat[f"param_groups.{name}.{key}"] = value
+            enter(f"param_groups.{name}", _options_of(group))
     return flat
 
 
@@ -564,21 +562,16 @@ def _nested(flat: Mapping[str, Any], names: Iterable[str]) -> State:
         names: Of parameters. Of others, what is behind the last dot is taken to be the key.
     """
     known = set(names)
-    states: dict[str, State] = {}
-    groups: dict[str, State] = {}
-    for key, value in flat.items():
-        kind, _, rest = key.partition(".")
-        ends = [i for i, c in enumerate(rest) if c == "."]
-        end = next((i for i in reversed(ends) if rest[:i] in known), ends[-1] if ends else 0)
-        name, inner = rest[:end], rest[end + 1 :]
-        if kind not in ("state", "param_groups") or not name or not inner:
-            raise CheckpointMismatch("a name is not of an optimizer's state", seen=f"{key!r}")
-        if kind == "param_groups":
-            groups.setdefault(name, {"params": [name]})[inner] = value
-            continue
-        *keys, last = inner.split(".")
-        place = states.setdefault(name, {})
-        for part in keys:
-            place = place.setdefault(part, {})
-        place[last] = value
-    return {"state": states, "param_groups": list(groups.values())}
+    made: dict[str, dict[str, State]] = {"state": {}, "param_groups": {}}
+    for name, value in flat.items():
+        kind, *keys = name.split(".")
+        ends = [end for end in range(1, len(keys)) if ".".join(keys[:end]) in known]
+        end = ends[-1] if ends else len(keys) - 1
+        if kind not in made or end < 1:
+            raise CheckpointMismatch("a name is not of an optimizer's state", seen=f"{name!r}")
+        place = made[kind].setdefault(".".join(keys[:end]), {})
+        for key in keys[end:-1]:
+            place = place.setdefault(key, {})
+        place[keys[-1]] = value
+    groups = [options | {"params": [name]} for name, options in made["param_groups"].items()]
+    return {"state": made["state"], "param_groups": groups}

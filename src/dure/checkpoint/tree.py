@@ -1,15 +1,19 @@
 """State as JSON and tensors, and back, without pickle: reading a file runs no code of its author.
 
 What `state_dict` returns is a tree of Python values with tensors as leaves. The tensors are taken
-out and named by their path (``model/layers.0.weight``); what remains becomes JSON. JSON's own types
+out and named by their path (``model.layers.0.weight``); what remains becomes JSON. JSON's own types
 stand for themselves; everything else is an object with a kind and a value:
 
-    {"$": "tensor", "v": "optimizer/state/0/exp_avg"}     {"$": "tuple", "v": [...]}
+    {"$": "tensor", "v": "optimizer.state.0.exp_avg"}     {"$": "tuple", "v": [...]}
     {"$": "map", "v": [[key, value], ...]}                 dicts whose keys are not plain strings
     {"$": "ordered", "v": [...], "versions": {...}}        a module's state, and its formats
 
 Two leaves that are one tensor (tied weights) get one name, so its bytes are stored once. A type
-that is not in the tables below is refused by the path at which it was found.
+that is not in the tables below is refused by the path at which it was found. Ranks that have parts
+of a state merge their trees.
+
+A state is also one level of names, as torch names it (`flatten`). Dicts are always entered; lists
+and tuples where there is a tensor, a dict or a list of such in them. All else is a value.
 """
 
 from __future__ import annotations
@@ -18,20 +22,51 @@ import base64
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 import torch
 
-from dure.errors import UsageError
+from dure.errors import CheckpointMismatch, UsageError
+from dure.tensor import DTensor
 
-__all__ = ["decode", "encode"]
+__all__ = [
+    "Index",
+    "Leaf",
+    "Named",
+    "decode",
+    "encode",
+    "flatten",
+    "merged",
+    "put",
+    "require_dense",
+    "tensor_node",
+]
 
-TensorOf = Callable[[str], torch.Tensor]
+Path = tuple[Any, ...]
+
+
+class Index(int):
+    """A key that is a place in a list, and no key of a dict."""
+
+
+class Named(str):
+    """Stands for the tensor that a file has under this name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor or value in a nested state, and the keys that lead to it."""
+
+    path: Path
+    value: Any
 
 
 def encode(value: object, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     """Turn `value` into JSON's types; put the tensors in it into `tensors`, by name.
+
+    Names are the keys and indices that lead to a tensor, with dots between, behind `path`.
 
     Raises:
         UsageError: There is something that cannot be saved; the message names its path.
@@ -53,8 +88,8 @@ class _Encoder:
             return self._tensor(value, path)
         if isinstance(value, Mapping):
             return self._mapping(cast(Mapping[object, object], value), path)
-        if type(value) in _SEQUENCES:
-            items = [self.encode(v, f"{path}/{i}") for i, v in enumerate(_ordered(value))]
+        if type(value) in _SEQUENCES and not _holds_tensors_without_order(value):
+            items = [self.encode(v, _within(path, i)) for i, v in enumerate(_ordered(value))]
             kind = _SEQUENCES[type(value)]
             return items if kind == "list" else _tagged(kind, items)
         return self._leaf(value, path)
@@ -88,42 +123,69 @@ class _Encoder:
         kind = _MAPPINGS.get(type(value), "map")
         plain = kind == "map" and all(isinstance(k, str) and k != "$" for k in value)
         if plain:
-            return {cast(str, k): self.encode(v, f"{path}/{k}") for k, v in value.items()}
+            return {cast(str, k): self.encode(v, _within(path, k)) for k, v in value.items()}
         pairs = [
-            [self.encode(k, f"{path}/(key)"), self.encode(v, f"{path}/{k}")]
+            [self.encode(k, _within(path, "(key)")), self.encode(v, _within(path, k))]
             for k, v in value.items()
         ]
         tagged = _tagged(kind, pairs)
         versions = getattr(value, "_metadata", None)  # what torch's modules say of their formats
         if kind == "ordered" and isinstance(versions, Mapping):
             plain_dict = dict(cast(Mapping[object, object], versions))
-            tagged["versions"] = self.encode(plain_dict, f"{path}/(versions)")
+            tagged["versions"] = self.encode(plain_dict, _within(path, "(versions)"))
         return tagged
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Any:
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-            raise UsageError(
-                "a tensor cannot be saved in a checkpoint",
-                seen=f"{path} is {tensor.layout}, {tensor.dtype}, on {tensor.device}",
-                fix="Save dense tensors that have values.",
-            )
-        tensor = tensor.detach()
-        kind = "tensor"
-        if tensor.is_complex():  # the file format knows no complex128
-            kind, tensor = "complex_tensor", torch.view_as_real(tensor.resolve_conj())
-        tensor = tensor.resolve_neg()  # bytes are written as they lie
-        same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        name = self._name_of.get(same) if tensor.numel() else None
+        require_dense(path, tensor)
+        name = None
+        same: object = None
+        if not isinstance(tensor, DTensor):
+            tensor = tensor.detach()
+            if tensor.numel() and not (tensor.is_conj() or tensor.is_neg()):
+                place = tensor.data_ptr(), tensor.device
+                same = (*place, tensor.shape, tensor.stride(), tensor.dtype)
+                name = self._name_of.get(same)
         if name is None:
             name = path
-            while name in self._tensors:  # "a/b" the key, and "b" within "a"
+            while name in self._tensors:  # "a.b" the key, and "b" within "a"
                 name += "'"
-            self._name_of[same], self._tensors[name] = name, tensor
-        return _tagged(kind, name)
+            self._tensors[name] = tensor
+            if same is not None:
+                self._name_of[same] = name
+        return tensor_node(name)
+
+
+def require_dense(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor whose values do not lie in memory as its shape says.
+
+    Raises:
+        UsageError: It is not dense, quantised, or has no values.
+    """
+    held = tensor.part if isinstance(tensor, DTensor) else tensor
+    if held.layout != torch.strided or held.is_quantized or held.is_meta:
+        raise UsageError(
+            "a tensor cannot be in a checkpoint",
+            seen=f"{name} is {held.layout}, {held.dtype}, on {held.device}",
+            fix="Save and load dense tensors that have values; to_empty() makes them of meta ones.",
+        )
+
+
+def tensor_node(name: str) -> dict[str, Any]:
+    """Return what stands for the tensor of that name."""
+    return _tagged("tensor", name)
 
 
 def _tagged(kind: str, value: Any) -> dict[str, Any]:
     return {"$": kind, "v": value}
+
+
+def _within(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _holds_tensors_without_order(value: object) -> bool:
+    unordered = isinstance(value, set | frozenset)
+    return unordered and any(isinstance(v, torch.Tensor) for v in cast(set[object], value))
 
 
 _SEQUENCES: dict[type, str] = {
@@ -134,6 +196,7 @@ _SEQUENCES: dict[type, str] = {
     torch.Size: "size",
 }
 _MAPPINGS: dict[type, str] = {OrderedDict: "ordered", Counter: "counter"}
+_KINDS_OF_MAPPINGS = ("map", *_MAPPINGS.values())
 
 
 def _ordered(value: object) -> list[object]:
@@ -142,8 +205,49 @@ def _ordered(value: object) -> list[object]:
     return sorted(items, key=repr) if isinstance(value, set | frozenset) else items
 
 
-def decode(node: Any, tensor_of: TensorOf) -> Any:
-    """Turn what `encode` returned back into values; `tensor_of` gives the tensor of a name.
+def merged(first: Any, second: Any, path: str = "") -> Any:
+    """Return the tree of a state that two ranks have parts of; where they differ, as the first has.
+
+    Raises:
+        CheckpointMismatch: There is a tensor in the one, and something else in the other.
+    """
+    if first == second:
+        return first
+    if isinstance(first, list) and isinstance(second, list):
+        a, b = cast(list[Any], first), cast(list[Any], second)
+        common = [merged(*two, _within(path, i)) for i, two in enumerate(zip(a, b, strict=False))]
+        return common + a[len(b) :] + b[len(a) :]
+    kinds = _kind(first), _kind(second)
+    if (kinds[0] == "tensor") != (kinds[1] == "tensor"):
+        raise CheckpointMismatch(
+            "a name is a tensor on some ranks, and a value on others", seen=f"{path!r}"
+        )
+    if not all(kind in _KINDS_OF_MAPPINGS for kind in kinds):
+        return first
+    pair = cast(list[dict[str, Any]], [first, second])
+    entries, others = map(_entries, pair)
+    for key, (told, value) in others.items():
+        own = entries.get(key)
+        both = value if own is None else merged(own[1], value, _within(path, told))
+        entries[key] = told, both
+    tagged = [node for node in pair if "$" in node]
+    if not tagged:
+        return dict(entries.values())
+    return {**tagged[-1], **tagged[0], "v": [list(entry) for entry in entries.values()]}
+
+
+def _kind(node: Any) -> str | None:
+    """Return what kind of thing a node is; None: one of JSON's that is no object."""
+    return cast(dict[str, Any], node).get("$", "map") if isinstance(node, dict) else None
+
+
+def _entries(mapping: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    pairs = mapping["v"] if "$" in mapping else mapping.items()
+    return {repr(key): (key, value) for key, value in pairs}
+
+
+def decode(node: Any, tensor_of: Callable[[str], Any]) -> Any:
+    """Turn what `encode` returned back into values; `tensor_of` gives what is at a tensor's name.
 
     Raises:
         KeyError, ValueError, TypeError: The JSON is not what `encode` makes.
@@ -158,8 +262,6 @@ def decode(node: Any, tensor_of: TensorOf) -> Any:
     kind, value = fields["$"], fields["v"]
     if kind == "tensor":
         return tensor_of(value)
-    if kind == "complex_tensor":
-        return torch.view_as_complex(tensor_of(value))
     if kind in _WHOLE:
         return _WHOLE[kind](value)
     inner = [decode(item, tensor_of) for item in value]
@@ -199,3 +301,54 @@ _FROM_ITEMS: dict[str, Callable[[list[Any]], Any]] = {
     "ordered": OrderedDict,
     "counter": lambda pairs: Counter(dict(pairs)),
 }
+
+
+def flatten(state: Mapping[Any, Any]) -> dict[str, Leaf]:
+    """Return the leaves of a nested state by name.
+
+    Raises:
+        UsageError: Two have the same name.
+    """
+    found: dict[str, Leaf] = {}
+    _enter((), state, found)
+    return found
+
+
+def _enter(path: Path, value: Any, found: dict[str, Leaf]) -> None:
+    if isinstance(value, Mapping):
+        items = cast(Mapping[Any, Any], value).items()
+    elif _is_value(value):
+        name = ".".join(map(str, path))
+        if name in found:
+            raise UsageError(
+                "two entries of a state have the same name",
+                seen=f"{name!r} is {list(found[name].path)} and {list(path)}",
+                fix="Let no key have a dot where the rest of the name is that of another.",
+            )
+        found[name] = Leaf(path, value)
+        return
+    else:
+        items = ((Index(i), inner) for i, inner in enumerate(cast(list[Any], value)))
+    for key, inner in items:
+        _enter((*path, key), inner, found)
+
+
+def _is_value(value: Any, within: bool = False) -> bool:
+    """Tell whether nothing in it is entered; `within` a list, a tensor is."""
+    if isinstance(value, Mapping):
+        return False
+    if not isinstance(value, list | tuple):
+        return not isinstance(value, torch.Tensor | Named) or not within
+    return all(_is_value(inner, within=True) for inner in cast(list[Any], value))
+
+
+def put(state: Any, path: Path, value: Any) -> Any:
+    """Put a value where a leaf of that path was; return `state`, a tuple made anew."""
+    key, *rest = path
+    if rest:
+        value = put(state[key], tuple(rest), value)
+    if isinstance(state, tuple):
+        before, after = cast(Path, state[:key]), cast(Path, state[key + 1 :])
+        return (*before, value, *after)
+    state[key] = value
+    return state

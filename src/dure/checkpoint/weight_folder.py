@@ -21,15 +21,14 @@ from typing import Any, cast
 import torch
 
 from dure.checkpoint.agreement import Ranks
-from dure.checkpoint.catalog import Catalog, Stored
+from dure.checkpoint.catalog import Catalog, Stored, Unreadable, catalog_of
+from dure.checkpoint.files import DTYPES, open_file, read_file
 from dure.checkpoint.folder import flush, make
-from dure.checkpoint.manifest import Unreadable
-from dure.checkpoint.opening import open_file, read_file
-from dure.checkpoint.parts import DTYPES
-from dure.checkpoint.restoring import catalog_of, load_from
+from dure.checkpoint.restoring import load_from
 from dure.checkpoint.saving import Saving
 from dure.checkpoint.slice_files import Kind, Layout, Slice
 from dure.checkpoint.slices import whole_box
+from dure.checkpoint.tree import tensor_node
 from dure.errors import CheckpointError, UsageError
 
 __all__ = ["MAX_FILE_BYTES", "catalog_of_weights", "consolidate", "save_weights"]
@@ -82,7 +81,7 @@ def _catalog(folder: Path) -> Catalog:
                 continue
             if name in kinds:
                 raise Unreadable(f"{name!r} is in two files, one of them {file}")
-            kinds[name] = kind
+            kinds[name], catalog.tree[name] = kind, tensor_node(name)
             box = whole_box(kind.shape)
             catalog.slices[name] = {box: Stored(str(path), None)} if box.num_elements else {}
     missing = (wanted or {}).keys() - kinds.keys()
@@ -232,10 +231,11 @@ def save_weights(
 
     def prepare() -> None:
         kinds = saving.kinds()
-        if saving.values:
+        values = saving.values()
+        if values:
             raise UsageError(
                 "a folder of weights has tensors only",
-                seen=f"{min(saving.values)!r} is a value",
+                seen=f"{min(values)!r} is a value",
                 fix="Save get_model_state_dict(model).",
             )
         files.append(_Files(folder, kinds, numbers, max_bytes))

@@ -24,7 +24,7 @@ commands = typer.Typer(no_args_is_help=True)
 
 
 def _read(folder: Path) -> Catalog:
-    from dure.checkpoint.restoring import catalog_of  # lazy: torch
+    from dure.checkpoint.catalog import catalog_of  # lazy: torch
 
     return catalog_of(folder)
 
@@ -36,26 +36,27 @@ def show(folder: Folder) -> None:
     table = Table(box=None, pad_edge=False)
     for column in ("tensor", "dtype", "shape", "slices", "bytes"):
         table.add_column(column, justify="right" if column in ("slices", "bytes") else "left")
+    values = {name: leaf for name, leaf in catalog.leaves.items() if not catalog.kind_of(name)}
     for name, kind in sorted(catalog.kinds.items()):
         slices = catalog.slices[name]
         size = sum(kind.num_bytes(box) for box in slices)
         table.add_row(name, kind.dtype, str(list(kind.shape)), str(len(slices)), f"{size:,}")
     console.print(table)
-    for name, value in sorted(catalog.values.items()):
-        text = repr(value)
+    for name, leaf in sorted(values.items()):
+        text = repr(leaf.value)
         cut = "..." if len(text) > _LONGEST_VALUE else ""
         console.print(Text(f"{name} = {text[:_LONGEST_VALUE]}{cut}"))
     files = len(catalog.layouts)
     console.print(
         f"{len(catalog.kinds)} tensors in {files} files, {catalog.num_bytes:,} bytes; "
-        f"{len(catalog.values)} values"
+        f"{len(values)} values"
     )
 
 
 @commands.command(help="Read every byte of a checkpoint, and compare it with its checksum.")
 def verify(folder: Folder) -> None:
     """Print each file that is not what was written; exit with 1 if there is one."""
-    from dure.checkpoint.comparing import faults  # lazy: torch
+    from dure.checkpoint.reading import faults  # lazy: torch
 
     catalog = _read(folder)
     found = faults(folder, catalog)
@@ -69,7 +70,7 @@ def verify(folder: Folder) -> None:
 @commands.command(help="Say how two checkpoints differ: names, kinds, values and bytes.")
 def diff(first: Folder, second: Folder) -> None:
     """Print the differences; exit with 1 if there is one."""
-    from dure.checkpoint.comparing import differences  # lazy: torch
+    from dure.checkpoint.reading import differences  # lazy: torch
 
     found = differences(first, second)
     for line in found[:_NUM_SHOWN]:

@@ -109,7 +109,7 @@ class Snapshot:
 
     def put_back(self, name: str, part: Any) -> None:
         """Give a part the state that it had."""
-        load_into(name, part, self._trees[name], self)
+        load_into(name, part, self._trees[name], self.tensor)
 
     def values(self) -> dict[str, Any]:
         """Return the plain values, new ones each time."""

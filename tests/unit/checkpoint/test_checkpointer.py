@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
-from dure.checkpoint import Checkpointer, PerRank, checkpointer, folder
+from dure.checkpoint import Checkpointer, PerRank, checkpointer, folder, load
+from dure.checkpoint.catalog import catalog_of
+from dure.checkpoint.reading import faults
 from dure.data import DistributedSampler
 from dure.errors import (
     CheckpointDamaged,
@@ -91,19 +93,31 @@ def test_every_dtype_and_shape_comes_back_and_can_be_read_by_safetensors(tmp_pat
     loaded = {}
     Checkpointer(tmp_path).load(state=loaded)
     assert {k: v.dtype for k, v in loaded.items()} == {k: v.dtype for k, v in state.items()}
-    stored = load_file(path / "part-00000.safetensors")
+    stored = load_file(path / "part-000001-00000.safetensors")
     for name, tensor in state.items():
         back = loaded[name]
         assert back.shape == tensor.shape
         assert torch.equal(back.double(), tensor.double())
-        assert torch.equal(stored[f"state/{name}"].double(), tensor.double())
+        if tensor.numel():
+            assert torch.equal(stored[f"state.{name}"].double(), tensor.double())
+
+
+def test_load_reads_what_a_checkpointer_has_saved(tmp_path):
+    saved, loaded = trained(1), trained(2)
+    path = Checkpointer(tmp_path).save(12, **saved, extra={3: ("a", torch.ones(1))})
+    found = load(loaded, checkpoint_id=path)
+    for name, thing in saved.items():
+        assert equal(thing.state_dict(), loaded[name].state_dict()), name
+    assert found.missing_keys == []
+    assert {"extra.3.0", "extra.3.1", "(run).step"} < set(found.unexpected_keys)
+    assert faults(path, catalog_of(path)) == []
 
 
 def test_loaded_tensors_do_not_depend_on_the_file(tmp_path):
     path = Checkpointer(tmp_path).save(1, state={"x": torch.ones(1000)})
     loaded = {}
     Checkpointer(tmp_path).load(state=loaded)
-    with (path / "part-00000.safetensors").open("r+b") as file:
+    with (path / "part-000001-00000.safetensors").open("r+b") as file:
         file.truncate(0)
     assert loaded["x"].sum() == 1000
 
@@ -126,7 +140,7 @@ def test_any_changed_byte_is_found_and_the_older_checkpoint_used(
     values = [0.0]
     checkpoints.save(1, values=values, model=small(1))
     newest = checkpoints.save(2, values=[1.0], model=small(2))
-    file = newest / ("manifest.json" if which else "part-00000.safetensors")
+    file = newest / ("manifest.json" if which else "part-000001-00000.safetensors")
     data = bytearray(file.read_bytes())
     at = int(where * len(data))
     data[at] ^= 1 << (at % 8)
@@ -143,11 +157,11 @@ def test_any_changed_byte_is_found_and_the_older_checkpoint_used(
     "ruin",
     [
         lambda path: (path / "manifest.json").unlink(),
-        lambda path: (path / "part-00000.safetensors").unlink(),
+        lambda path: (path / "part-000001-00000.safetensors").unlink(),
         lambda path: (path / "manifest.json").write_text("{}"),
         lambda path: torch.save({}, path / "manifest.json"),
         lambda path: path.rename(path.with_name("000009-step-77")),
-        lambda path: os.truncate(path / "part-00000.safetensors", 5000),
+        lambda path: os.truncate(path / "part-000001-00000.safetensors", 5000),
     ],
 )
 def test_damaged_and_foreign_checkpoints_are_refused_by_name(tmp_path, ruin, caplog):
@@ -290,7 +304,8 @@ def test_saving_flushes_files_before_the_commit_and_the_folder_after(tmp_path, m
     monkeypatch.setattr(Path, "rename", rename)
     Checkpointer(tmp_path).save(3, x={"x": torch.ones(2)})
     hidden = ".saving-000001-step-3"
-    assert order == ["part-00000.safetensors", "manifest.json", hidden, "rename", tmp_path.name]
+    manifest = [".saving-manifest.json", hidden, "rename", hidden]
+    assert order == ["part-000001-00000.safetensors", *manifest, "rename", tmp_path.name]
     assert folder.Folder is checkpointer.Folder
 
 
@@ -308,7 +323,9 @@ def test_a_step_may_be_a_number_of_numpy_or_torch(tmp_path):
         assert Checkpointer(tmp_path).load(model=small()) == operator.index(step)
 
 
-@pytest.mark.parametrize("objects", [{"a": {"\ud800": torch.ones(2)}}, {"(random)": PerRank({})}])
+@pytest.mark.parametrize(
+    "objects", [{"a": {"\ud800": torch.ones(2)}}, {"(random)": PerRank({})}, {"(run)": {}}]
+)
 def test_a_name_that_could_not_be_read_again_is_refused(tmp_path, objects):
     with pytest.raises(UsageError):
         Checkpointer(tmp_path).save(1, **objects)
@@ -371,14 +388,13 @@ def test_a_folder_that_cannot_be_listed_is_one_clear_error(tmp_path):
 
 FOREIGN = {
     "deep": b"[" * 100_000,
-    "infinite": b'{"format": "dure checkpoint", "version": 1, "parts": {}, "objects": {}, '
-    b'"ranks": [{}], "step": 1e999}',
-    "no rank": b'{"format": "dure checkpoint", "version": 1, "parts": {}, "objects": {}, '
-    b'"ranks": [], "step": 2}',
-    "null byte": b'{"format": "dure checkpoint", "version": 1, "parts": {"a\\u0000": []}, '
-    b'"objects": {}, "ranks": [{}], "step": 2}',
-    "parent": b'{"format": "dure checkpoint", "version": 1, "parts": {"..": []}, '
-    b'"objects": {}, "ranks": [{}], "step": 2}',
+    "infinite": b'{"(run)": {"step": 1e999, "ranks": {"0": {"(random)": {}}}}}',
+    "no rank": b'{"(run)": {"step": 2, "ranks": {}}}',
+    "rank 1 only": b'{"(run)": {"step": 2, "ranks": {"1": {"(random)": {}}}}}',
+    "no random numbers": b'{"(run)": {"step": 2, "ranks": {"0": {}}}}',
+    "no run": b"{}",
+    "no state": b"[]",
+    "no device": b'{"x": {"$": "device", "v": "nowhere"}}',
 }
 
 
@@ -387,8 +403,10 @@ def test_a_manifest_that_nobody_here_wrote_is_refused_and_the_older_one_taken(tm
     checkpoints = Checkpointer(tmp_path)
     checkpoints.save(1, model=small())
     newest = checkpoints.save(2, model=small())
-    digest = hashlib.sha256(FOREIGN[kind]).hexdigest().encode()
-    (newest / "manifest.json").write_bytes(digest + b"\n" + FOREIGN[kind])
+    body = b'{"format": "dure checkpoint", "version": 2, "tensors": {}, "state": %b}'
+    body %= FOREIGN[kind]
+    digest = hashlib.sha256(body).hexdigest().encode()
+    (newest / "manifest.json").write_bytes(digest + b"\n" + body)
     assert checkpoints.load(model=small()) == 1
     assert list(checkpoints.refused) == [str(newest)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, OrderedDict
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.checkpoint.tree import decode, encode
-from dure.errors import UsageError
+from dure.checkpoint.tree import decode, encode, merged
+from dure.errors import CheckpointMismatch, UsageError
 
 LEAVES = st.one_of(
     st.none(),
@@ -52,6 +53,36 @@ def test_tree_comes_back_as_it_was(value):
     assert repr(back) == repr(value) or isinstance(value, set | dict | list | tuple)
 
 
+NESTED = st.recursive(
+    LEAVES,
+    lambda inner: st.dictionaries(KEYS, inner) | st.dictionaries(KEYS, inner).map(OrderedDict),
+)
+
+
+def part_of(value, number, path=()):
+    """Return every second of the leaves of nested dicts; `number` None: all, in plain dicts."""
+    taken = {
+        key: part_of(inner, number, (*path, key)) if isinstance(inner, dict) else inner
+        for key, inner in value.items()
+        if isinstance(inner, dict) or number in (None, crc32(repr((*path, key)).encode()) % 2)
+    }
+    return taken if number is None else type(value)(taken)
+
+
+@given(st.dictionaries(KEYS, NESTED))
+def test_trees_of_parts_are_merged_to_that_of_the_whole(value):
+    first, second = (encode(part_of(value, number), "", {}) for number in range(2))
+    assert part_of(decode(merged(first, second), str), None) == part_of(value, None)
+
+
+def test_a_tensor_is_not_merged_with_a_value():
+    tensor = encode({"a": {"b": torch.ones(1)}}, "", {})
+    assert merged(tensor, tensor) == tensor
+    for other in (1, [], {}):
+        with pytest.raises(CheckpointMismatch, match=r"a\.b"):
+            merged(tensor, {"a": {"b": other}})
+
+
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, -0.0])
 def test_unusual_numbers_come_back(value):
     assert repr(there_and_back([value])) == repr([value])
@@ -72,13 +103,13 @@ def test_arrays_and_counters_come_back():
 def test_tensors_are_taken_out_by_path_and_tied_ones_once():
     weight, tensors = torch.ones(2, 2), {}
     tree = encode({"a": [weight, weight.t()], "b": {"c": weight}}, "m", tensors)
-    assert list(tensors) == ["m/a/0", "m/a/1"]
+    assert list(tensors) == ["m.a.0", "m.a.1"]
     assert tree["b"]["c"] == tree["a"][0]
 
 
 def test_two_paths_that_read_alike_get_two_names():
     tensors = {}
-    encode({"a/b": torch.zeros(1), "a": {"b": torch.ones(1)}}, "m", tensors)
+    encode({"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}}, "m", tensors)
     assert sorted(t.item() for t in tensors.values()) == [0, 1]
 
 
@@ -96,6 +127,7 @@ def test_complex_tensors_come_back(dtype):
         object(),
         torch.nn.Linear(1, 1),
         torch.ones(2).to_sparse(),
+        {torch.ones(2)},
         torch.ones(2, device="meta"),
         np.array(["a"]),
     ],
@@ -103,4 +135,4 @@ def test_complex_tensors_come_back(dtype):
 def test_what_cannot_be_saved_is_named_by_its_path(value):
     with pytest.raises(UsageError) as caught:
         encode({"state": [1, {"inner": value}]}, "optimizer", {})
-    assert "optimizer/state/1/inner" in caught.value.seen
+    assert "optimizer.state.1.inner" in caught.value.seen

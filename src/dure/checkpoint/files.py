@@ -1,18 +1,22 @@
-"""Files of tensors, in the safetensors format: their first bytes, and the pieces of what follows.
+"""Files of tensors, in the safetensors format, and how any file of a checkpoint is opened.
 
-A part is what one rank writes: eight bytes with the length of a JSON header, the header (each
-tensor's dtype, shape and place), and the tensors' bytes one after another. Any reader of
-safetensors can open one. As the manifest knows every tensor, it also knows the only header and the
-only length that the file can have: so each byte of a part is checked.
+A file of tensors is eight bytes with the length of a JSON header, the header (each tensor's dtype,
+shape and place), and the tensors' bytes one after another. Any reader of safetensors can open one.
+As the manifest knows every tensor, it also knows the only header and the only length that the file
+can have: so each byte is checked.
+
+A name in a folder may be a pipe, whose opening waits for a writer for ever; or a link, whose target
+may be anything. Both are refused, as are folders and devices.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar, cast
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -22,16 +26,14 @@ __all__ = [
     "DTYPES",
     "PIECE_BYTES",
     "Entry",
+    "NotAFile",
     "can_be_named",
-    "can_be_stored",
-    "dealt_out",
-    "dtype_name",
     "header",
+    "open_file",
     "pieces",
+    "read_file",
     "write_all",
 ]
-
-T = TypeVar("T", bound=Any)
 
 PIECE_BYTES = 1 << 18
 """What is written, or read, at once; a checksum finds it in the cache of its core."""
@@ -54,41 +56,18 @@ DTYPES: dict[torch.dtype, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor in a part, as the manifest knows it."""
+class Entry(NamedTuple):
+    """One tensor in a part, as its header has it."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
-    crc32c: int
-
-    @classmethod
-    def load(cls, fields: dict[str, Any]) -> Entry:
-        """Make an entry of what `dump` returned."""
-        shape = tuple(int(n) for n in fields["shape"])
-        num_bytes, crc32c = int(fields["num_bytes"]), int(fields["crc32c"])
-        return cls(str(fields["name"]), str(fields["dtype"]), shape, num_bytes, crc32c)
-
-    def dump(self) -> dict[str, Any]:
-        """Return JSON's types."""
-        return asdict(self)
-
-
-def can_be_stored(dtype: torch.dtype) -> bool:
-    """Tell whether the file format knows the dtype."""
-    return dtype in DTYPES
 
 
 def can_be_named(name: str) -> bool:
     """Tell whether readers of the file format take a tensor of this name."""
     return name != "__metadata__" and not any("\ud800" <= c <= "\udfff" for c in name)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the file format's name of a dtype."""
-    return DTYPES[dtype]
 
 
 def header(entries: list[Entry], metadata: dict[str, str] | None = None) -> bytes:
@@ -121,12 +100,38 @@ def write_all(descriptor: int, data: memoryview) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def dealt_out(sizes: dict[T, int], num_ranks: int) -> dict[T, int]:
-    """Deal things of given sizes out to ranks, the largest first, each to the least loaded."""
-    loads = [0] * num_ranks
-    owner: dict[T, int] = {}
-    for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
-        rank = loads.index(min(loads))
-        owner[name] = rank
-        loads[rank] += sizes[name]
-    return owner
+class NotAFile(OSError):
+    """There is something of that name, and it is no plain file."""
+
+
+def open_file(path: Path) -> int:
+    """Return a descriptor to read a plain file with.
+
+    Raises:
+        NotAFile: It is a link, a pipe, a folder, a socket, or a device.
+        OSError: It is not there, or may not be read.
+    """
+    kind = path.lstat().st_mode
+    if not stat.S_ISREG(kind):
+        raise NotAFile(0, f"is no file but {_named(kind)}", str(path))
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # replaced since it was looked at
+        os.close(descriptor)
+        raise NotAFile(0, "is no file", str(path))
+    return descriptor
+
+
+def _named(kind: int) -> str:
+    kinds = [
+        (stat.S_ISLNK, "a link"),
+        (stat.S_ISFIFO, "a pipe"),
+        (stat.S_ISDIR, "a folder"),
+        (stat.S_ISSOCK, "a socket"),
+    ]
+    return next((name for test, name in kinds if test(kind)), "a device")
+
+
+def read_file(path: Path) -> bytes:
+    """Return the bytes of a plain file; errors as `open_file`."""
+    with os.fdopen(open_file(path), "rb") as file:
+        return file.read()
