@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.testing import assert_close as close
 from torch.utils.checkpoint import checkpoint
 
 import dure
+from dure.checkpoint import load, save
 from dure.errors import ModuleError, PlacementError, ShapeError, UsageError
 from dure.fsdp import fully_shard, strategy
 from dure.mesh import DeviceMesh, init_device_mesh
@@ -144,6 +146,20 @@ def test_a_bias_moves_against_the_load_and_a_loss_is_one_where_the_load_is_even(
     assert loads[""].tolist() == [4, 2, 1, 1]
     assert moe.expert_bias.tolist() == [-0.5, 0.0, 0.5, 0.5]
     assert tokens_per_expert(moe)[""].tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_low_precision_and_autocast_compute_what_doubles_do(before: bool) -> None:
+    moe, x = layer(score_before_experts=before), drawn(9, D)
+    wanted = moe(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = moe.float()(x.float().requires_grad_())
+        got.sum().backward()
+    close(got.double(), wanted, rtol=0.05, atol=0.02)
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in moe.parameters())
+    low = moe.to(torch.bfloat16)(x.to(torch.bfloat16))
+    assert low.dtype == torch.bfloat16
+    close(low.double(), wanted, rtol=0.05, atol=0.02)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -443,6 +459,29 @@ def test_replicas_leave_experts_out() -> None:
             close(_whole(parameter.grad), alone.get_parameter(name).grad, msg=name)
 
     run_ranks(2, body)
+
+
+def test_a_checkpoint_is_loaded_by_other_numbers_of_ranks(tmp_path: Path) -> None:
+    """Saved by experts over 2 of 4 ranks, 5 of them as 3 and 2; loaded by one rank and by 3."""
+    alone = layer(num_experts=5)
+
+    def sharded(model: MoE, shape: tuple[int, int]) -> MoE:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep"))
+        parallelize_module(model, mesh["ep"], {"experts": ExpertParallel()})
+        return fully_shard(model.experts, mesh=mesh["dp"]) and model
+
+    def write(rank: int) -> None:
+        save(sharded(copy.deepcopy(alone), (2, 2)).state_dict(), checkpoint_id=tmp_path)
+
+    def read(rank: int, shape: tuple[int, int]) -> None:
+        model = sharded(layer(1, num_experts=5), shape)
+        load(model.state_dict(), checkpoint_id=tmp_path)
+        for name, parameter in model.named_parameters():
+            close(_whole(parameter), alone.get_parameter(name).detach(), rtol=0, atol=0)
+
+    run_ranks(4, write)
+    for shape in ((1, 1), (1, 3)):
+        run_ranks(math.prod(shape), read, shape)
 
 
 def test_what_does_not_fit_is_refused() -> None:

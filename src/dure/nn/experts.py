@@ -225,7 +225,8 @@ class MoE(nn.Module):
         hidden_dim: Hidden features h of each expert.
 
     Shapes:
-        x [*, d]; result [*, d], of x's dtype. Any number of tokens, also none.
+        x [*, d]; result [*, d], of x's dtype, or that of shared experts' results. Any number of
+        tokens, also none.
 
     Cost:
         Computing T * k rows; gathering them and adding them up moves 4 * T * k * d elements.
@@ -265,10 +266,10 @@ class MoE(nn.Module):
         if self.args.score_before_experts:
             made = self.experts((routed * scores).to(x.dtype), counts)
         else:
-            made = (self.experts(routed, counts) * scores).to(x.dtype)
+            made = self.experts(routed, counts) * scores
         shared = self.shared_experts
         result = torch.zeros_like(tokens) if shared is None else shared(tokens)
-        return result.index_add(0, rows, made).reshape(x.shape)
+        return result.index_add(0, rows, made.to(result.dtype)).reshape(x.shape)
 
     def _capacity(self, tokens: int) -> int | None:
         factor, args = self.args.capacity_factor, self.args
