@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dure.cli.pipeline_steps import MeasuredStep, measured_step
 from dure.errors import UsageError
+from dure.schedules import draw_svg
 from dure.trace.events import State
 from dure.trace.findings import Difference, Findings, GroupView, describe, study
 from dure.trace.merging import Flight, read, read_file
@@ -55,8 +57,25 @@ def merge(
         if group.numbers:
             console.print(_side_by_side(flight, findings, group, last))
     _tell(console, flight, findings)
+    step = measured_step(flight)
+    if step is not None:
+        _tell_step(console, step, output)
     if output is not None:
         console.print(f"Timeline: {output} (open it in ui.perfetto.dev, or chrome://tracing)")
+
+
+def _tell_step(console: Console, step: MeasuredStep, output: Path | None) -> None:
+    """Show a pipeline's step beside what its lists take with the measured times; draw both."""
+    table = Table("pipeline", "step", "bubble")
+    for name, each in (("measured", step.measured), ("simulated", step.simulated)):
+        table.add_row(name, f"{each.step_time:.4g} ms", f"{each.bubble:.1%}")
+    console.print(f"Pipeline of group {step.group!r}, step {step.number}:")
+    console.print(table)
+    if output is not None:
+        for name, each in (("measured", step.measured), ("simulated", step.simulated)):
+            picture = output.with_suffix(f".{name}.svg")
+            picture.write_text(draw_svg(each))
+            console.print(f"Picture: {picture}")
 
 
 @commands.command(help="Show one rank's last operations, and where its threads were.")

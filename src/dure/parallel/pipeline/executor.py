@@ -32,7 +32,7 @@ from dure.parallel.pipeline.failures import (
     report_of,
     verify_finite,
 )
-from dure.parallel.pipeline.layout import pack
+from dure.parallel.pipeline.layout import Packed, pack
 from dure.parallel.pipeline.messages import Messages, Transfer
 from dure.parallel.pipeline.stage import PipelineStage
 from dure.schedules import Action, Kind
@@ -120,6 +120,7 @@ class Executor:
         self._messages = Messages(group, placement, microbatches, stages[0].device)
         self._live_losses: dict[int, torch.Tensor] = {}
         self._batch: Batch | None = None
+        self._num_steps, self._start_ns = 0, 0
         self.custom: dict[Kind, CustomFunction] = {}
         self._do: Mapping[Kind, Callable[[PipelineStage, int], None]] = {
             Kind.FORWARD: self._forward,
@@ -145,6 +146,7 @@ class Executor:
             CommError: A rank died, or did not come in time.
         """
         self._batch = batch
+        self._num_steps += 1
         self._messages.begin(batch.training)
         for stage in self._stages.values():
             stage.clear_runtime_states()
@@ -193,7 +195,7 @@ class Executor:
         self._do[action.kind](stage, microbatch)
 
     def _perform_timed(self, action: Action) -> None:
-        start_ns = time.monotonic_ns() if spans.listeners else 0
+        self._start_ns = time.monotonic_ns() if spans.listeners else 0
         custom = self.custom.get(action.kind)
         with torch.profiler.record_function(f"PP:{action}"):
             if custom is not None:
@@ -203,21 +205,28 @@ class Executor:
                 self.perform(action)
         if action.kind.is_compute:
             self._messages.let_go()
-        if start_ns:
-            self._show(action, start_ns)
+        if self._start_ns:
+            self._show(action)
 
-    def _show(self, action: Action, start_ns: int) -> None:
-        """Show the action to whoever draws the timeline."""
-        for part in action.parts:
-            spans.emit(
-                spans.Span(
-                    name=str(action),
-                    track=f"stage {part.stage}",
-                    global_rank=self._group.global_ranks[self._rank],
-                    start_ns=start_ns,
-                    end_ns=time.monotonic_ns(),
-                )
+    def _show(self, action: Action) -> None:
+        """Show the action, from the moment on when what it needs was there."""
+        spans.emit(
+            spans.Span(
+                name=str(action),
+                track=f"stage {action.parts[0].stage}",
+                global_rank=self._group.global_ranks[self._rank],
+                start_ns=self._start_ns,
+                end_ns=time.monotonic_ns(),
+                group=self._group.group_name,
+                details={"action": str(action), "rank": self._rank, "step": self._num_steps},
             )
+        )
+
+    def _take(self, transfer: Transfer) -> Packed:
+        packed = self._messages.take(transfer)
+        if self._start_ns:
+            self._start_ns = time.monotonic_ns()
+        return packed
 
     # ---------------------------------------------------------------- computing
 
@@ -227,9 +236,7 @@ class Executor:
         index = stage.stage_index
         stage.data_parallel.wait()
         if not stage.is_first and index - 1 not in self._stages:
-            stage.receive_forward(
-                microbatch, self._messages.take(Transfer(index - 1, True, microbatch))
-            )
+            stage.receive_forward(microbatch, self._take(Transfer(index - 1, True, microbatch)))
         output = stage.forward_one_chunk(
             microbatch, batch.args[microbatch], batch.kwargs[microbatch], batch.keep_outputs
         )
@@ -259,9 +266,7 @@ class Executor:
         index = stage.stage_index
         stage.data_parallel.wait()
         if not stage.is_last and index + 1 not in self._stages:
-            stage.receive_backward(
-                microbatch, self._messages.take(Transfer(index + 1, False, microbatch))
-            )
+            stage.receive_backward(microbatch, self._take(Transfer(index + 1, False, microbatch)))
         loss = self._live_losses.pop(microbatch, None) if stage.is_last else None
         stage.backward_one_chunk(microbatch, loss, is_full)
         if not stage.is_first and index - 1 in self._stages:
