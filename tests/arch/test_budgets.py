@@ -26,7 +26,6 @@ MORE_PARAMETERS = {
     "PipelineStage.__init__": AS_TORCH_CLASS,
     "PipelineScheduleSingle.__init__": AS_TORCH_CLASS,
     "PipelineScheduleMulti.__init__": AS_TORCH_CLASS,
-    "PipelineScheduleRuntime.__init__": AS_TORCH_CLASS,
     "ScheduleLoopedBFS.__init__": AS_TORCH_CLASS,
     "DureError.__init__": "every field of an error, keyword-only",
     "demo": "typer reads the options of a command from its parameters",

@@ -34,9 +34,7 @@ def equals_torch(rank: int, folder: str, name: str) -> float:
     kind, each = SCHEDULES[name]
     mine = stages_of(name, rank, 2, each)
     with torch_ranks.world(rank, folder, "gloo"):
-        expected = _step(
-            theirs, getattr(theirs, kind.__name__), rank, stages_of(name, rank, 2, each)
-        )
+        expected = _step(theirs, getattr(theirs, kind.__name__), mine)
     found = _step(ours, kind, mine)
     pairs = zip(found, expected, strict=True)
     return max((float((a - b).abs().max()) for a, b in pairs), default=0.0)

@@ -57,6 +57,15 @@ def test_schedules_train_as_one_process(name: str):
         verify_same(found, one_process(parts, batches(3), num))
 
 
+def test_messages_over_gloo_and_deferred_receives_on_2_ranks():
+    parts = dense(4)
+
+    def train(rank: int) -> Told:
+        return _train(rank, "interleaved", 2, parts, 4, defer_pp_recv=True)
+
+    verify_same(run_ranks(2, train, backend="gloo"), one_process(parts, batches(3), 4))
+
+
 # ---------------------------------------------------------------- what travels between stages
 
 

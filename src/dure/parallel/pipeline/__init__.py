@@ -7,6 +7,7 @@ actions), `executor.py` (carries it out), `stage.py` (forward and backward of a 
 
 from __future__ import annotations
 
+from dure.parallel.pipeline.executor import PipelineOptions
 from dure.parallel.pipeline.exported import (
     Pipe,
     PipeInfo,
@@ -16,7 +17,6 @@ from dure.parallel.pipeline.exported import (
     pipeline,
 )
 from dure.parallel.pipeline.schedules import (
-    PipelineOptions,
     Schedule1F1B,
     ScheduleDualPipeV,
     ScheduleForwardOnly,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -42,7 +42,7 @@ from dure.training.pytrees import tensors_of
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["Batch", "CustomFunction", "Executor"]
+__all__ = ["Batch", "CustomFunction", "Executor", "LossFn", "PipelineOptions"]
 
 LossFn = Callable[..., torch.Tensor]
 
@@ -69,18 +69,19 @@ class Batch:
     losses: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
 
 
-class ExecutorOptions(Protocol):
-    """What may be asked for."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineOptions:
+    """What torch's schedules have not.
 
-    @property
-    def losses_everywhere(self) -> bool:
-        """Tell the losses to all ranks."""
-        ...
+    Attributes:
+        losses_everywhere: `losses` is filled on every rank; it costs nothing, as it rides on the
+            exchange that ends a step.
+        nan_watch: Outputs, gradients and losses of every stage are looked at; where one is not
+            finite, all ranks raise, and name stage, microbatch and action.
+    """
 
-    @property
-    def nan_watch(self) -> bool:
-        """Raise where outputs, gradients or losses of a stage are not finite."""
-        ...
+    losses_everywhere: bool = False
+    nan_watch: bool = False
 
 
 CustomFunction = Callable[[Action, Batch], None]
@@ -110,7 +111,7 @@ class Executor:
         microbatches: int,
         group: ProcessGroup,
         loss_fn: LossFn | None,
-        options: ExecutorOptions,
+        options: PipelineOptions,
     ) -> None:
         self._stages = {stage.stage_index: stage for stage in stages}
         self._group, self._rank = group, group.rank()

@@ -6,7 +6,7 @@ for each tensor that is cut; whatever has another spec is the same in each micro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,13 +40,6 @@ class TensorChunkSpec:
 
 class _Replicate:
     """The spec of what is the same in each microbatch."""
-
-
-class _CustomReducer:
-    """The spec of a result whose chunks a function reduces, such as a sum of losses."""
-
-    def __init__(self, init_value: Any, reduce_fn: Callable[[Any, Any], Any]) -> None:
-        self.init_value, self.reduce_fn = init_value, reduce_fn
 
 
 def _default_spec(value: object) -> TensorChunkSpec | _Replicate:
@@ -189,11 +182,6 @@ def _merge(values: list[Any], spec: Any) -> Any:
         shape[spec.split_dim] = sum(v.shape[spec.split_dim] for v in values)
         local = torch.cat([v.to_local() for v in values], dim=spec.split_dim)
         return _distributed(local, first, shape)
-    if isinstance(spec, _CustomReducer):
-        result = spec.init_value
-        for value in values:
-            result = spec.reduce_fn(result, value)
-        return result
     if not all(bool(value == first) for value in values[1:]):
         raise UsageError("values that are not joined differ between microbatches", seen=f"{values}")
     return first

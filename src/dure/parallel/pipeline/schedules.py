@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from dure.errors import ModuleError, UsageError
-from dure.parallel.pipeline.executor import Batch, Executor, LossFn
+from dure.parallel.pipeline.executor import Batch, Executor, LossFn, PipelineOptions
 from dure.parallel.pipeline.microbatch import (
     TensorChunkSpec,
     merge_chunks,
@@ -36,7 +36,6 @@ from dure.schedules import (
 
 __all__ = [
     "PipelineContext",
-    "PipelineOptions",
     "PipelineSchedule",
     "PipelineScheduleMulti",
     "PipelineScheduleRuntime",
@@ -54,21 +53,6 @@ __all__ = [
 
 Order = dict[int, list[Action | None]]
 _FORWARD = frozenset({Kind.FORWARD, Kind.SEND_F, Kind.RECV_F, Kind.UNSHARD, Kind.RESHARD})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineOptions:
-    """What torch's schedules have not.
-
-    Attributes:
-        losses_everywhere: `losses` is filled on every rank; it costs nothing, as it rides on the
-            exchange that ends a step.
-        nan_watch: Outputs, gradients and losses of every stage are looked at; where one is not
-            finite, all ranks raise, and name stage, microbatch and action.
-    """
-
-    losses_everywhere: bool = False
-    nan_watch: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -458,11 +442,11 @@ class PipelineScheduleMulti(PipelineSchedule):
             backward.
         args_chunk_spec, kwargs_chunk_spec: How arguments are cut; None: along dimension 0.
         output_merge_spec: How outputs are put together; None: along dimension 0.
-        use_full_backward: Accepted.
         scale_grads: Divide losses by the number of microbatches before backward: for a loss that is
             a mean. Gradients of earlier steps that were not zeroed are left as they are.
         backward_requires_autograd: Refuse `step` where gradients are switched off.
         defer_pp_recv: Post receives as late as can be, not as early.
+        use_full_backward: Accepted.
         options: What torch has not.
 
     Raises:
@@ -477,11 +461,11 @@ class PipelineScheduleMulti(PipelineSchedule):
         args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
         kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
         output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
-        use_full_backward: bool | None = None,
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
         *,
+        use_full_backward: bool | None = None,
         options: PipelineOptions | None = None,
     ) -> None:
         del use_full_backward
@@ -493,35 +477,6 @@ class PipelineScheduleMulti(PipelineSchedule):
 
 class PipelineScheduleRuntime(PipelineScheduleMulti):
     """A schedule whose lists a subclass gives, or a file (`_load_csv`)."""
-
-    def __init__(
-        self,
-        stages: list[PipelineStage],
-        n_microbatches: int,
-        loss_fn: LossFn | None = None,
-        args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
-        kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
-        output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
-        scale_grads: bool = True,
-        backward_requires_autograd: bool = True,
-        defer_pp_recv: bool = False,
-        *,
-        use_full_backward: bool | None = None,
-        options: PipelineOptions | None = None,
-    ) -> None:
-        super().__init__(
-            stages,
-            n_microbatches,
-            loss_fn,
-            args_chunk_spec,
-            kwargs_chunk_spec,
-            output_merge_spec,
-            use_full_backward,
-            scale_grads,
-            backward_requires_autograd,
-            defer_pp_recv,
-            options=options,
-        )
 
 
 class ScheduleGPipe(PipelineScheduleSingle):

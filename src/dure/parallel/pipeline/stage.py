@@ -10,11 +10,10 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from dure.comm.world import resolve
-from dure.errors import ShapeError, UsageError
+from dure.errors import UsageError
 from dure.parallel.pipeline.backward import Edges, backward, edges_of, input_backward
 from dure.parallel.pipeline.data_parallel import DataParallelStage
 from dure.parallel.pipeline.layout import GetMesh, Packed, pack, unpack
-from dure.training.pytrees import tensors_of
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -36,8 +35,7 @@ class PipelineStage:
         stage_index: Its place in the model, from 0.
         num_stages: How many parts there are.
         device: Where it computes.
-        input_args, output_args, output_grads, input_grads: Accepted as torch has them; shapes are
-            found when they travel, and are verified against `input_args` where it is given.
+        input_args, output_args, output_grads, input_grads: Accepted; shapes travel with tensors.
         group: The ranks of the pipeline; the default group where None.
         dw_builder: For a module that computes its weights' gradients later: called after each
             backward, returns what computes them, where the schedule says W, or at once.
@@ -74,7 +72,7 @@ class PipelineStage:
         *,
         tied: Mapping[str, str] | None = None,
     ) -> None:
-        del output_args, output_grads, input_grads
+        del input_args, output_args, output_grads, input_grads
         self.submod, self.stage_index, self.num_stages = submodule, stage_index, num_stages
         self.device, self.dw_builder, self.get_mesh = torch.device(device), dw_builder, get_mesh
         self.group = resolve(group, "PipelineStage")
@@ -89,7 +87,6 @@ class PipelineStage:
         self.tied = dict(tied or {})
         self.has_backward = False
         self.data_parallel = DataParallelStage(submodule)
-        self._expected = None if input_args is None else list(tensors_of(input_args))
         self.loss_scale = 1.0
         self._results: dict[int, Any] = {}
         self._inputs: dict[int, Packed] = {}
@@ -154,7 +151,6 @@ class PipelineStage:
         """
         if not self.is_first:
             args = unpack(self._inputs[fwd_chunk_id], self.get_mesh)
-        self._verify_inputs(args)
         with self.data_parallel.computing():
             output = self.submod(*args, **(kwargs or {}))
         if not self.is_last:
@@ -171,20 +167,6 @@ class PipelineStage:
     def take_outputs(self, microbatch: int) -> Packed:
         """Return what is to go to the next stage."""
         return self._outbox.pop(microbatch)
-
-    def _verify_inputs(self, args: tuple[Any, ...]) -> None:
-        """Compare with `input_args`, all but the batch's dimension."""
-        if self._expected is None:
-            return
-        seen = [(tuple(t.shape[1:]), t.dtype) for t in tensors_of(args)]
-        expected = [(tuple(t.shape[1:]), t.dtype) for t in self._expected]
-        if seen != expected:
-            raise ShapeError(
-                "a stage got other inputs than its input_args say",
-                op="PipelineStage",
-                seen=f"stage {self.stage_index} got {seen}, expected {expected}",
-                fix="Leave input_args out: shapes travel with the tensors.",
-            )
 
     # ---------------------------------------------------------------- backward
 
