@@ -312,10 +312,47 @@ def test_an_optimizer_that_needs_more_is_refused():
 
     def body(rank):
         zero = dure.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD)
-        with pytest.raises(UsageError, match="not whole on any rank"):
-            get_optimizer_state_dict(model, zero)
+        with pytest.raises(UsageError, match="consolidate_state_dict"):
+            get_optimizer_state_dict(model, zero, options=StateDictOptions(full_state_dict=True))
 
     run_ranks(1, body)
+
+
+def test_the_state_of_a_zero_redundancy_optimizer_goes_on_in_any_world(tmp_path):
+    def made():
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(1.0)
+        return model, dure.ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+
+    def stepped(model, optimizer):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    def saved(rank):
+        model, optimizer = made()
+        stepped(model, optimizer)
+        parts = get_optimizer_state_dict(model, optimizer)
+        state = {"model": get_model_state_dict(model), "optimizer": parts}
+        dure.checkpoint.save(state, checkpoint_id=tmp_path)
+        return set(parts["state"]), stepped(model, optimizer)
+
+    def loaded(rank):
+        model, optimizer = made()
+        weights, parts = get_state_dict(model, optimizer)
+        dure.checkpoint.load({"model": weights, "optimizer": parts}, checkpoint_id=tmp_path)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=parts)
+        return stepped(model, optimizer)
+
+    (first, expected), (second, _) = run_ranks(2, saved)
+    assert not first & second
+    assert first | second == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    for n in (1, 2, 3):
+        for weights in run_ranks(n, loaded):
+            torch.testing.assert_close(weights, expected)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

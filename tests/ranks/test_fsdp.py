@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dure.device_mesh import init_device_mesh
-from dure.errors import MeshError, ModuleError
+from dure.errors import MeshError, ModuleError, UsageError
 from dure.fsdp import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -498,7 +498,7 @@ def test_what_is_refused() -> None:
         with pytest.raises(ModuleError, match="no forward"):
             fully_shard(model.blocks)
         shard(model)
-        with pytest.raises(ModuleError, match="sharded already"):
+        with pytest.raises(ModuleError, match="data parallel already"):
             fully_shard(model)
         with pytest.raises(ModuleError, match="cannot be copied"):
             copy.deepcopy(model)
@@ -506,6 +506,14 @@ def test_what_is_refused() -> None:
         odd.head.weight = nn.Parameter(odd.head.weight.detach().t())
         with pytest.raises(ModuleError, match="contiguous"):
             fully_shard(odd)
+        odd = made()
+        odd.head.bias = nn.Parameter(torch.tensor(1.0))
+        before = list(odd.parameters())
+        with pytest.raises(ModuleError, match="without dimensions"):
+            fully_shard(odd)
+        assert all(a is b for a, b in zip(before, odd.parameters(), strict=True))
+        with pytest.raises(UsageError, match="takes a module"):
+            fully_shard([])
         mesh = init_device_mesh("cpu", (2, 1, 1))
         with pytest.raises(MeshError, match="no DeviceMesh"):
             fully_shard(made(), mesh="dp")  # pyright: ignore[reportArgumentType]

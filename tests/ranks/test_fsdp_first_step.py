@@ -10,6 +10,7 @@ from torch import nn
 
 from dure.errors import ModuleError, OptimizerError
 from dure.fsdp import fully_shard, strategy
+from dure.parallel.amp import GradScaler
 from dure.tensor import DTensor
 from dure.testing import run_ranks
 
@@ -109,6 +110,26 @@ def test_an_optimizer_with_state_of_before_sharding_is_refused(way: str) -> None
         assert "0.weight [4, 3]" in error.value.seen
 
     run_ranks(2, body)
+
+
+def test_gradients_of_an_optimizer_made_before_sharding_are_unscaled(way: str) -> None:
+    def body(rank: int) -> list[torch.Tensor]:
+        model = made()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sharded(model, way)
+        scaler = GradScaler("cpu", init_scale=8.0)
+        loss = model(torch.linspace(0, 1, 6).view(2, 3)).square().sum()
+        scaled: Any = scaler.scale(loss)
+        scaled.backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        return wholes(model)
+
+    reference = made()
+    step(reference, torch.optim.SGD(reference.parameters(), lr=0.1))
+    for weights in run_ranks(2, body):
+        torch.testing.assert_close(weights, wholes(reference))
 
 
 class Rotary(nn.Module):

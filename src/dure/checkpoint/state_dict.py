@@ -134,7 +134,8 @@ def get_optimizer_state_dict(
     """Return the state of optimizers, keyed by the user's names of the model's parameters.
 
     Trainable parameters that have not been stepped have the state that a first step would make;
-    the optimizer is not changed. Frozen ones have what there is, or nothing.
+    the optimizer is not changed. Frozen ones have what there is, or nothing. Of a
+    `ZeroRedundancyOptimizer` each rank has the state of its parameters; `save` writes all.
 
     Args:
         model: The model whose parameters they update.
@@ -144,7 +145,7 @@ def get_optimizer_state_dict(
 
     Raises:
         UsageError: An optimizer has parameters that the model has not, or another's, or state
-            beside its parameters; it is a `ZeroRedundancyOptimizer`, which is for `save` itself.
+            beside its parameters; ``full_state_dict`` of a `ZeroRedundancyOptimizer`.
 
     Collective with ``full_state_dict``: the ranks of the parameters' meshes.
     """
@@ -299,7 +300,9 @@ class _View:
         groups: list[State] = []
         taken: set[str] = set()
         for optimizer in _several(optimizers):
-            told = self._told_by(optimizer)
+            self._check_whole(optimizer)
+            told, local = self._told_by(optimizer), _local_of(optimizer)
+            mine = _parameters_of(local)
             for group, packed in zip(optimizer.param_groups, told["param_groups"], strict=True):
                 names = [self._names_of(p)[0] for p in group["params"]]
                 if taken.intersection(names) or len(set(names)) < len(names):
@@ -308,8 +311,8 @@ class _View:
                 taken.update(names)
                 for name, p, number in zip(names, group["params"], packed["params"], strict=True):
                     state = told["state"].get(number)
-                    if not state and p.requires_grad:
-                        state = fresh_state(optimizer, group, p)
+                    if not state and p.requires_grad and p in mine:
+                        state = fresh_state(local, group, p)
                     if state:
                         states[name] = state
                 groups.append(_options_of(packed) | {"params": names})
@@ -324,14 +327,19 @@ class _View:
             made = _flattened(made)
         return self._handed_out(made)
 
-    def _told_by(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        if is_sharded(optimizer):
+    def _check_whole(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._options.full_state_dict and is_sharded(optimizer):
             raise UsageError(
                 "a sharded optimizer's state is not whole on any rank",
-                seen=type(optimizer).__qualname__,
-                fix="Save the optimizer itself, with dure.checkpoint.Checkpointer.",
+                seen=f"full_state_dict=True for a {type(optimizer).__qualname__}",
+                fix="Leave out full_state_dict: each rank has the state of its parameters, and "
+                "save writes all. Or call optimizer.consolidate_state_dict(to=0) on all ranks, and "
+                "optimizer.state_dict() on rank 0.",
             )
-        told = optimizer.state_dict()
+
+    def _told_by(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        sharded: Any = optimizer
+        told = sharded.local_state_dict() if is_sharded(optimizer) else optimizer.state_dict()
         besides = told.keys() - {"state", "param_groups"}
         if besides:
             raise UsageError(
@@ -415,7 +423,8 @@ class _View:
         missing: list[str] = []
         loading: list[tuple[torch.optim.Optimizer, State]] = []
         for optimizer in several:
-            told = self._told_by(optimizer)
+            told, local = self._told_by(optimizer), _local_of(optimizer)
+            mine = _parameters_of(local)
             loading.append((optimizer, told))
             number = 0
             for group, packed in zip(optimizer.param_groups, told["param_groups"], strict=True):
@@ -433,7 +442,9 @@ class _View:
                             key: _cut_like(value, like(("state", name, key)))
                             for key, value in state.items()
                         }
-                    elif optimizer.state.get(parameter) or fresh_state(optimizer, group, parameter):
+                    elif parameter in mine and (
+                        optimizer.state.get(parameter) or fresh_state(local, group, parameter)
+                    ):
                         missing.append(name)
                     number += 1
                 packed.update(self._common(found))
@@ -509,6 +520,16 @@ class _View:
 def _several(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
     one = isinstance(optimizers, torch.optim.Optimizer)
     return (optimizers,) if one else tuple(optimizers)
+
+
+def _local_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return what updates this rank's parameters: of a sharded optimizer the one within."""
+    sharded: Any = optimizer
+    return sharded.optim if is_sharded(optimizer) else optimizer
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
+    return {p for group in optimizer.param_groups for p in group["params"]}
 
 
 def _options_of(group: Mapping[str, Any]) -> State:

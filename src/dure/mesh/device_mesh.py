@@ -1,22 +1,15 @@
 """`DeviceMesh`: the ranks of a job as an array with named axes.
 
-A mesh is a layout (layout.py) over the ranks of its *root*, the mesh that it was cut from, and one
-group for each of its axes. Slicing, flattening, splitting and joining change the layout alone; the
-groups belong to the root, which has at most one for the same axis. So sub-meshes cost nothing, and
-asking for one twice gives the same object.
-
-A root's groups are its own, even where another root has groups of the same ranks: programs that
-use two meshes at once cannot get into each other's order of calls. So that a program that makes the
-same mesh again and again does not make groups without end, `_MOST_EQUAL` equal roots have groups of
-their own, and later ones use those of one of them, in turn. The first axis that is the whole world,
-in order, uses the default group, as in torch.
+A mesh is a layout (layout.py) over the ranks of its *root* (root.py), the mesh that it was cut
+from, and one group for each of its axes. Slicing, flattening, splitting and joining change the
+layout alone; the groups belong to the root. So sub-meshes cost nothing, and asking for one twice
+gives the same object.
 """
 
 from __future__ import annotations
 
 import contextvars
 import itertools
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
@@ -26,12 +19,12 @@ from dure import env
 from dure.comm.footprint import Held, held_by
 from dure.comm.group import ProcessGroup
 from dure.comm.init import init_process_group
-from dure.comm.objects import all_gather_object
-from dure.comm.subgroups import Kind, new_groups
-from dure.comm.world import GroupMember, World, current_world
+from dure.comm.subgroups import Kind
+from dure.comm.world import current_world
 from dure.errors import MeshError, NotInGroupError
 from dure.layout import Axis, Layout
 from dure.mesh.picture import draw
+from dure.mesh.root import Root, live_roots
 
 __all__ = ["DeviceMesh", "current_mesh", "init_device_mesh", "memory", "restore_mesh"]
 
@@ -41,83 +34,13 @@ BackendOverride = str | object | tuple[str, object]
 _current: contextvars.ContextVar[tuple[DeviceMesh, ...]] = contextvars.ContextVar(
     "dure_meshes", default=()
 )
-_roots: weakref.WeakKeyDictionary[World, weakref.WeakSet[_Root]] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()
-_MOST_EQUAL = 4
-"""Equal roots that have groups of their own."""
 
 
 def current_mesh() -> DeviceMesh | None:
     """Return the mesh of the innermost ``with mesh:`` block; None outside of one."""
     entered = _current.get()
     return entered[-1] if entered else None
-
-
-class _Root:
-    """What all meshes that are cut from one have in common: the ranks and the groups."""
-
-    def __init__(self, device_type: str, ranks: tuple[int, ...], rank: int) -> None:
-        self.device_type = device_type
-        self.ranks = ranks
-        self.rank = rank
-        self.position = ranks.index(rank) if rank in ranks else None
-        self.groups: dict[Axis, ProcessGroup | None] = {}
-        self.flattened: dict[str, Axis] = {}
-        self.meshes: dict[tuple[Layout, tuple[str, ...] | None], DeviceMesh] = {}
-        self.first: DeviceMesh
-        self.kinds: list[Kind] = []
-        self.num_followers = 0
-
-    def find_groups(self, axes: Sequence[Axis], kinds: list[Kind]) -> None:
-        """Make the groups along the axes, or use those of an equal root where there are many."""
-        default, self.kinds = current_world().need_default(), kinds
-        made = self._made(default)
-        equal = [root for root in made if root.first == self.first and root.kinds == kinds]
-        equal = equal[-_MOST_EQUAL:]
-        if len(equal) == _MOST_EQUAL:
-            sound = [False] * default.size()
-            groups = [group for root in equal for group in root.groups.values() if group]
-            all_gather_object(sound, all(group.sound for group in groups), default)
-            if all(sound):
-                self.groups = equal[equal[0].num_followers % _MOST_EQUAL].groups
-                equal[0].num_followers += 1
-                return
-        self.open_groups(axes, kinds)
-        made.append(self)
-
-    @staticmethod
-    def _made(default: ProcessGroup) -> list[_Root]:
-        """Return those whose groups all ranks have made together, oldest first."""
-        return default.belongings.setdefault(_Root, [])
-
-    def rank_lists(self, layout: Layout) -> list[list[int]]:
-        """Return the global ranks of each copy of a layout."""
-        copies = layout.copies(len(self.ranks))
-        return [[self.ranks[position] for position in copy] for copy in copies]
-
-    def open_groups(self, axes: Sequence[Axis], kinds: Sequence[Kind]) -> None:
-        """Make the groups along these axes, those of all ranks, in one exchange."""
-        default = current_world().need_default()
-        taken = any(default in root.groups.values() for root in self._made(default))
-        lists: list[list[int]] = []
-        kind_of: list[Kind] = []
-        for axis, kind in zip(axes, kinds, strict=True):
-            ranks = self.rank_lists(Layout((axis,)))
-            plain = kind.backend is None and kind.pg_options is None
-            whole = plain and ranks == [list(default.global_ranks)] and self._fits(default)
-            if whole and not taken:
-                self.groups[axis] = default
-                continue
-            lists += ranks
-            kind_of += [kind] * len(ranks)
-        groups = new_groups(lists, kind_of) if lists else []
-        mine = [g for g in groups if g is not GroupMember.NON_GROUP_MEMBER]
-        left = [axis for axis in axes if axis not in self.groups]
-        self.groups |= zip(left, mine or [None] * len(left), strict=True)
-
-    def _fits(self, group: ProcessGroup) -> bool:
-        """Tell whether a group can reach tensors of the mesh's device."""
-        return self.device_type in group.device_types
 
 
 class DeviceMesh:
@@ -148,7 +71,7 @@ class DeviceMesh:
         From any. A mesh never changes, except that `_flatten` adds a name to its root.
     """
 
-    _root: _Root
+    _root: Root
     _layout: Layout
     _names: tuple[str, ...] | None
     _shape: tuple[int, ...]
@@ -175,7 +98,7 @@ class DeviceMesh:
         if _init_backend and current_world().default is None:
             init_process_group()
         rank = current_world().need_default().rank() if _rank is None else _rank
-        root = _Root(device_type, tuple(array.flatten().tolist()), rank)
+        root = Root(device_type, tuple(array.flatten().tolist()), rank)
         if _init_backend:
             _check_ranks(root.ranks, current_world().need_default().size(), tuple(array.shape))
             _choose_device(device_type)
@@ -185,10 +108,10 @@ class DeviceMesh:
         root.first = self
         if _init_backend:
             root.find_groups(self._layout.axes, self._kinds(backend_override))
-            _roots.setdefault(current_world(), weakref.WeakSet()).add(root)
+            root.register()
 
     @staticmethod
-    def _cut(root: _Root, layout: Layout, names: tuple[str, ...] | None) -> DeviceMesh:
+    def _cut(root: Root, layout: Layout, names: tuple[str, ...] | None) -> DeviceMesh:
         """Return the mesh of a root that has this layout and these names, always the same."""
         mesh = root.meshes.get((layout, names))
         if mesh is None:
@@ -196,7 +119,7 @@ class DeviceMesh:
             mesh._settle(root, layout, names)
         return mesh
 
-    def _settle(self, root: _Root, layout: Layout, names: tuple[str, ...] | None) -> None:
+    def _settle(self, root: Root, layout: Layout, names: tuple[str, ...] | None) -> None:
         self._root, self._layout, self._names = root, layout, names
         self._shape = layout.shape
         position = root.position
@@ -262,7 +185,7 @@ class DeviceMesh:
                     f"{None if expected is None else list(expected)}",
                 )
             made._root.groups[axis] = one
-        _roots.setdefault(current_world(), weakref.WeakSet()).add(made._root)
+        made._root.register()
         return made
 
     # ---------------------------------------------------------------- what it is
@@ -597,8 +520,7 @@ def restore_mesh(
         device_type, array, mesh_dim_names=names, _init_backend=False,
         _rank=-1 if default is None else default.rank(),
     )  # fmt: skip
-    live = [root for root in _roots.get(current_world(), ()) if root.first == alone]
-    root = min(live, key=lambda root: root.first.number, default=alone._root)  # pyright: ignore
+    root = next((root for root in live_roots() if root.first == alone), alone._root)  # pyright: ignore
     axes = tuple(Axis(axis) for axis in digits)
     return DeviceMesh._cut(root, Layout(axes), own_names)  # pyright: ignore
 
@@ -649,8 +571,7 @@ def memory() -> Held:
     Cost:
         Some milliseconds.
     """
-    roots = sorted(_roots.get(current_world(), ()), key=lambda root: root.first.number)
-    groups = {id(g): g for root in roots for g in root.groups.values() if g is not None}
+    groups = {id(g): g for root in live_roots() for g in root.groups.values() if g is not None}
     return held_by(groups.values())
 
 

@@ -58,9 +58,9 @@ __all__ = [
 
 _MOST_PLANS = 1 << 16
 plans: dict[Any, Plan] = {}
-_special: dict[Op, Callable[..., Any]] = {}
-"""Operators that are run in a way of their own: called with (op, args, kwargs)."""
-_lists: set[Op] = set()
+_special: dict[Op | torch.Tag, Callable[..., Any]] = {}
+"""Operators, or all with a tag, that run in a way of their own: called with (op, args, kwargs)."""
+_lists: set[Op | torch.Tag] = set()
 """Those on lists, which may have plain tensors too; nothing is looked up first."""
 _warned: set[Op] = set()
 _undecomposed: set[tuple[Op, int]] = set()
@@ -78,7 +78,7 @@ def bind(cls: type[DTensor], wrap: Callable[[torch.Tensor, DTensorSpec], DTensor
     _DTensor, _wrap = cls, wrap
 
 
-def special(*ops: Op, lists: bool = False) -> Callable[..., Any]:
+def special(*ops: Op | torch.Tag, lists: bool = False) -> Callable[..., Any]:
     """Register the decorated function as the way to run these operators, which may be on lists."""
 
     def register(run: Callable[..., Any]) -> Any:
@@ -224,11 +224,10 @@ def _miss(
         whole = [redistribute(t.part, t.spec, t.spec.replicated()) for t in operands]
         return op(whole, *args[1:], **kwargs)
     _check_meshes(op, specs)
-    run = _special.get(op)
+    in_place_view = torch.Tag.inplace_view in op.tags
+    run = _special.get(torch.Tag.inplace_view if in_place_view else op)
     if run is not None:
         return run(op, args, kwargs)
-    if torch.Tag.inplace_view in op.tags:
-        return _view_in_place(op, args, kwargs)
     bare, named = fill(args, kwargs, places, specs)
     call = OpCall(op, tuple(bare), named, specs, places)
     found = rule_of(op)
@@ -394,42 +393,6 @@ def _check_meshes(op: Op, specs: Sequence[DTensorSpec]) -> None:
                 fix="Equal meshes have the same ranks, shape, names and device. Put both on "
                 "one mesh: distribute_tensor(t.full_tensor(), mesh, placements).",
             )
-
-
-_IN_PLACE_VIEWS: dict[Op, Op] = {
-    torch.ops.aten.t_.default: torch.ops.aten.t.default,
-    torch.ops.aten.transpose_.default: torch.ops.aten.transpose.int,
-    torch.ops.aten.squeeze_.default: torch.ops.aten.squeeze.default,
-    torch.ops.aten.squeeze_.dim: torch.ops.aten.squeeze.dim,
-    torch.ops.aten.squeeze_.dims: torch.ops.aten.squeeze.dims,
-    torch.ops.aten.unsqueeze_.default: torch.ops.aten.unsqueeze.default,
-}
-"""Operators that make a tensor a view of itself, and those that return such a view."""
-
-
-def _view_in_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Make a tensor a view of itself: its part, its spec, and the shape that torch sees."""
-    tensor = args[0]
-    if op is torch.ops.aten.detach_.default:
-        return tensor
-    view = dispatch(_IN_PLACE_VIEWS[op], args, kwargs) if op in _IN_PLACE_VIEWS else None
-    if view is None or view.copied_at is not None:
-        raise PlacementError(
-            f"{op} would have to move the tensor, or give it another shape in place",
-            op=str(op),
-            seen=str(tensor.spec),
-            fix="Use the operator that returns a new tensor, or redistribute() first.",
-        )
-    with torch._C._ExcludeDispatchKeyGuard(_PYTHON_KEYS):  # pyright: ignore
-        op(*args, **kwargs)
-    tensor.part, tensor.spec = view.part, view.spec
-    return tensor
-
-
-_PYTHON_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Python) | torch._C.DispatchKeySet(  # pyright: ignore
-    torch._C.DispatchKey.PythonTLSSnapshot  # pyright: ignore
-)
-"""What sends operators on DTensors to `dispatch`."""
 
 
 def _check_copies(op: Op, operands: Sequence[Any], places: Sequence[Place]) -> None:

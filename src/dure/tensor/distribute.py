@@ -22,7 +22,7 @@ from dure.errors import MeshError, ModuleError, PlacementError, UsageError
 from dure.mesh import DeviceMesh
 from dure.tensor.dtensor import DTensor, mesh_or_current, wrap
 from dure.tensor.placement_types import Placement, Replicate
-from dure.tensor.redistribute import parts_along, way_of
+from dure.tensor.redistribute import parts_along, pieces_of, way_of
 from dure.tensor.spec import DTensorSpec, TensorMeta, as_placements, spec_of
 
 __all__ = ["distribute_module", "distribute_tensor"]
@@ -97,7 +97,7 @@ def distribute_tensor(
     else:
         about(way_of(spec, spec).subject)
         try:
-            local = _own_part(local, spec, None if local.is_meta else src_data_rank)
+            local = _received(local, spec, None if local.is_meta else src_data_rank)
         finally:
             about(NOTHING)
     made = wrap(local, spec)
@@ -125,7 +125,7 @@ def _unchanged(
     return tensor
 
 
-def _own_part(local: torch.Tensor, spec: DTensorSpec, source: int | None) -> torch.Tensor:
+def _received(local: torch.Tensor, spec: DTensorSpec, source: int | None) -> torch.Tensor:
     """Return this rank's part: first cut along the axes that cut, in their order, then copied."""
     mesh = spec.mesh
     for dim in range(spec.ndim):
@@ -133,7 +133,7 @@ def _own_part(local: torch.Tensor, spec: DTensorSpec, source: int | None) -> tor
             n, index = mesh.size(cut.axis), mesh.get_local_rank(cut.axis)
             runs = parts_along(local.shape[dim], cut, n)
             if source is None:
-                local = torch.cat(_pieces(local, dim, runs[index]), dim)
+                local = torch.cat(pieces_of(local, dim, runs[index]), dim)
                 continue
             what = Map(mesh.get_group(cut.axis))
             shape = list(local.shape)
@@ -144,7 +144,7 @@ def _own_part(local: torch.Tensor, spec: DTensorSpec, source: int | None) -> tor
             else:
                 parts = None
                 if index == source:
-                    pieces = [_pieces(local, dim, one) for one in runs]
+                    pieces = [pieces_of(local, dim, one) for one in runs]
                     parts = [p[0] if len(p) == 1 else torch.cat(p, dim) for p in pieces]
                 what.group.scatter(part, parts, source)
             local = part
@@ -156,11 +156,6 @@ def _own_part(local: torch.Tensor, spec: DTensorSpec, source: int | None) -> tor
                 local = local.contiguous() if own else what.allocate(local)
                 what.group.broadcast(local, source)
     return local
-
-
-def _pieces(tensor: torch.Tensor, dim: int, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    """Return views of some runs of a dimension."""
-    return [tensor.narrow(dim, offset, length) for length, offset in runs]
 
 
 # ---- modules -------------------------------------------------------------------------------------

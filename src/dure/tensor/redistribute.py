@@ -56,6 +56,7 @@ __all__ = [
     "all_reduce_of",
     "cost_of",
     "parts_along",
+    "pieces_of",
     "plan_of",
     "redistribute",
     "running",
@@ -425,15 +426,21 @@ def _own_part(step: Step, local: torch.Tensor, copied: bool) -> torch.Tensor:
     coordinate = step.after.coordinate
     assert coordinate is not None
     runs = parts_along(local.shape[dim], cut, n)[coordinate[step.axis]]
-    pieces = [local.narrow(dim, offset, length) for length, offset in runs]
+    pieces = pieces_of(local, dim, runs)
     # What was moved here is let go of; of the caller's tensor a view will do.
     return torch.cat(pieces, dim) if copied or len(pieces) > 1 else pieces[0].contiguous()
 
 
+def pieces_of(
+    tensor: torch.Tensor, dim: int, runs: Sequence[tuple[int, int]]
+) -> list[torch.Tensor]:
+    """Return views of some runs of a dimension, each (length, offset)."""
+    return [tensor.narrow(dim, offset, length) for length, offset in runs]
+
+
 def _split(tensor: torch.Tensor, dim: int, n: int) -> list[torch.Tensor]:
     """Return views of `n` parts, as torch.chunk cuts, but always `n`."""
-    cuts = (chunk(tensor.shape[dim], n, index) for index in range(n))
-    return [tensor.narrow(dim, offset, length) for length, offset in cuts]
+    return pieces_of(tensor, dim, [chunk(tensor.shape[dim], n, index) for index in range(n)])
 
 
 def _all_gather(

@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+from collections.abc import Iterable
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,8 +21,16 @@ from dure.comm.memory import host_shared_empty, shared_empty
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["give_back_freed", "give_back_pages", "node_shared_zeros", "own_zeros"]
+__all__ = [
+    "give_back_freed",
+    "give_back_pages",
+    "node_shared_zeros",
+    "own_zeros",
+    "piece_of",
+    "side_by_side",
+]
 
+_ALIGNMENT = 64
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -45,6 +55,22 @@ def node_shared_zeros(group: ProcessGroup, num_bytes: int) -> torch.Tensor:
         UsageError: The group's backend has no memory that ranks share.
     """
     return host_shared_empty(num_bytes, dtype=torch.uint8, group=group)
+
+
+def side_by_side(nbytes: Iterable[int]) -> list[int]:
+    """Return where pieces of so many bytes begin, one after another; last, where the memory ends.
+
+    They begin at addresses that the fastest instructions like.
+    """
+    return list(accumulate((-(-n // _ALIGNMENT) * _ALIGNMENT for n in nbytes), initial=0))
+
+
+def piece_of(memory: torch.Tensor, start: int, nbytes: int) -> torch.UntypedStorage:
+    """Return a storage over some bytes of `memory`, of its own, and no longer than they are."""
+    if not nbytes:
+        return torch.UntypedStorage(0)
+    piece = torch.frombuffer(memory.numpy(), dtype=torch.uint8, count=nbytes, offset=start)
+    return piece.untyped_storage()
 
 
 def give_back_pages(tensor: torch.Tensor) -> int:

@@ -42,6 +42,19 @@ _ABSENT = object()
 _MIXED_INSIDE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
+def check_floating(policy: object, *names: str) -> None:
+    """Raise a ModuleError unless what a policy has under these names are such dtypes, or None."""
+    for name in names:
+        dtype: torch.dtype | None = getattr(policy, name)
+        if dtype is not None and not dtype.is_floating_point:
+            raise ModuleError(
+                "mixed precision is for floating-point dtypes",
+                op=type(policy).__name__,
+                seen=f"{name}={dtype}",
+                fix="Use torch.bfloat16, or torch.float16 with a GradScaler.",
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class MixedPrecision:
     """What a module computes, reduces and keeps buffers in; None leaves a thing as it is.
@@ -66,14 +79,7 @@ class MixedPrecision:
     modules_to_ignore: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
-            dtype = getattr(self, name)
-            if dtype is not None and not dtype.is_floating_point:
-                raise ModuleError(
-                    "mixed precision is for floating-point dtypes",
-                    seen=f"{name}={dtype}",
-                    fix="Use torch.bfloat16, or torch.float16 with a GradScaler.",
-                )
+        check_floating(self, "param_dtype", "reduce_dtype", "buffer_dtype")
 
     @classmethod
     def of(cls, given: Any) -> MixedPrecision:

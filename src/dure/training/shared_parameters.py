@@ -24,14 +24,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from dure.comm.ops import ReduceOp
-from dure.training.memory import give_back_freed, node_shared_zeros
+from dure.training.memory import give_back_freed, node_shared_zeros, piece_of, side_by_side
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
 __all__ = ["SharedParameters", "clusters_of"]
 
-_ALIGNMENT = 64
 _ROOT = 0
 
 
@@ -77,17 +76,12 @@ class SharedParameters:
         clusters = [[parameters[i] for i in c] for c in clusters_of(parameters)]
         clusters = [c for c in clusters if c[0].numel()]
         extents = [_common_extent(c) for c in clusters]
-        starts = [0]
-        for start, end in extents:
-            length = end - start
-            starts.append(starts[-1] + -(-length // _ALIGNMENT) * _ALIGNMENT)
+        starts = side_by_side(end - start for start, end in extents)
         memory = node_shared_zeros(self._group, starts.pop())
         bound: list[tuple[torch.Tensor, torch.Tensor]] = []
         for cluster, (start, end), offset in zip(clusters, extents, starts, strict=True):
-            room = torch.frombuffer(
-                memory.numpy(), dtype=torch.uint8, count=end - start, offset=offset
-            )
-            bound += [(p, _placed(p, room.untyped_storage(), start)) for p in cluster]
+            room = piece_of(memory, offset, end - start)
+            bound += [(p, _placed(p, room, start)) for p in cluster]
         if self._group.rank() == _ROOT:
             for parameter, place in bound:
                 place.copy_(parameter.detach())

@@ -34,6 +34,7 @@ from dure.comm.objects import all_gather_object
 from dure.comm.ops import ReduceOp
 from dure.comm.world import current_world, resolve
 from dure.errors import Desync, UsageError
+from dure.training.optimizers import rebind
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -113,6 +114,7 @@ class GradScaler(torch.amp.GradScaler):
                 seen=f"a {type(optimizer).__name__} with overlap_with_ddp=True",
                 fix="Make it without overlap_with_ddp, or use bfloat16 and no scaler.",
             )
+        rebind(optimizer)  # parameters that were replaced since have no gradients to unscale
         found: _Tensors = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         group = self._group()
         if group is None:

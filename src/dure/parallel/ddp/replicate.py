@@ -14,22 +14,21 @@ import torch
 from torch import nn
 
 from dure.comm.untraced import untraced
-from dure.errors import ModuleError, UsageError
+from dure.errors import UsageError
 from dure.parallel.ddp.comm_hooks import CommHook
 from dure.parallel.ddp.module import DistributedDataParallel
+from dure.training.in_place import InPlace, check_plain, give_methods
 
 __all__ = ["DDP", "replicate"]
 
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
 _REPLICA = "_dure_replica"
 
 
-class DDP:
+class DDP(InPlace):
     """What a module is besides its own class after `replicate`."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a module without replicas: ``DDP<Class>(...)`` is ``Class(...)``."""
-        return cls.__mro__[2](*args, **kwargs)
+    prefix = "DDP"
+    made_by = "replicate"
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Average gradients from the next forward on, or add them up on this rank (no_sync)."""
@@ -60,13 +59,7 @@ def replicate(
     Collective:
         All ranks of the group.
     """
-    if hasattr(module, "_dure_fsdp") or hasattr(module, _REPLICA):
-        raise ModuleError(
-            "the module is data parallel already",
-            op="replicate",
-            seen=type(module).__name__,
-            fix="Call replicate or fully_shard, and once.",
-        )
+    check_plain([module], "replicate")
     if kwargs.get("mixed_precision") is not None:
         raise UsageError(
             "mixed_precision is not for modules that are replicated in place",
@@ -88,7 +81,7 @@ def replicate(
     object.__setattr__(module, _REPLICA, DistributedDataParallel(module, **kwargs))
     module.register_forward_pre_hook(_before_forward, prepend=True)
     module.register_forward_hook(_after_forward, always_call=True)
-    module.__class__ = _replicated_class(type(module))
+    give_methods(module, DDP)
     return module
 
 
@@ -111,18 +104,3 @@ def _after_forward(module: nn.Module, _: object, outputs: object) -> None:
 
 def _syncs(replica: DistributedDataParallel) -> bool:
     return torch.is_grad_enabled() and replica.require_backward_grad_sync
-
-
-def _replicated_class(cls: type[nn.Module]) -> type[nn.Module]:
-    if cls not in _classes:
-        _classes[cls] = type(f"DDP{cls.__name__}", (DDP, cls), {"__deepcopy__": _no_copy})
-    return _classes[cls]
-
-
-def _no_copy(module: nn.Module, memo: object) -> nn.Module:
-    raise ModuleError(
-        "a replicated module cannot be copied",
-        op="deepcopy",
-        seen=type(module).__name__,
-        fix="Copy the module before replicate, or its state_dict().",
-    )

@@ -7,14 +7,11 @@ strategy.py                    how: shared.py, gathered.py
 
 from __future__ import annotations
 
+from dure.parallel.fsdp.choosing import strategy
 from dure.parallel.fsdp.explain import explain
 from dure.parallel.fsdp.following import follow
-from dure.parallel.fsdp.fully_shard import (
-    fully_shard,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
-from dure.parallel.fsdp.module import FSDPModule, UnshardHandle, join_step
+from dure.parallel.fsdp.fully_shard import fully_shard, register_fsdp_forward_method
+from dure.parallel.fsdp.module import FSDPModule, UnshardHandle, join_step, share_comm_ctx
 from dure.parallel.fsdp.offloading import offload, onload
 from dure.parallel.fsdp.policies import (
     CPUOffloadPolicy,
@@ -22,7 +19,6 @@ from dure.parallel.fsdp.policies import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from dure.parallel.fsdp.strategy import strategy
 from dure.parallel.fsdp.weights import full_parameters, stream_full
 
 __all__ = [

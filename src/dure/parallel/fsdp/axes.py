@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from dure.comm.world import resolve
-from dure.errors import MeshError
+from dure.errors import MeshError, ModuleError
 from dure.layout import Layout
 from dure.mesh import DeviceMesh
 from dure.parallel.fsdp.policies import DataParallelMeshDims
+from dure.tensor.dtensor import DTensor
 from dure.tensor.placement_types import Placement, Replicate, Shard, StridedShard
+from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -92,15 +96,13 @@ class DataAxes:
         """This rank's place among them."""
         return self.mesh.get_local_rank(self.mesh.ndim - 1)
 
-    def near_group(self, size: int) -> ProcessGroup:
-        """Return this rank and its neighbours: `size` ranks of the shard axis, one after another.
+    def near_and_far(self, size: int) -> tuple[ProcessGroup, ProcessGroup]:
+        """Return this rank and its neighbours, `size` ranks of the shard axis, one after another.
+
+        And the ranks that have this one's place among their neighbours.
 
         Collective: all ranks of the mesh, at the first call.
         """
-        return self.near_and_far(size)[0]
-
-    def near_and_far(self, size: int) -> tuple[ProcessGroup, ProcessGroup]:
-        """Return the same, and the ranks that have this one's place among their neighbours."""
         axis, mesh = self.mesh.ndim - 1, self.mesh
         layout = mesh._layout.split(axis, (self.size // size, size))  # pyright: ignore[reportPrivateUsage]
         split = mesh._cut(mesh._root, layout, None)  # pyright: ignore[reportPrivateUsage]
@@ -108,22 +110,36 @@ class DataAxes:
         mesh._open(layout.axes[made], split._kinds(None)[made])  # pyright: ignore[reportPrivateUsage]
         return split.get_group(axis + 1), split.get_group(axis)
 
-    def placements(
-        self, dim: int, inner: Sequence[Placement], sizes: Sequence[int]
-    ) -> list[Placement]:
-        """Return how a parameter lies over these axes, whose dimension `dim` they cut.
+    def shard_spec(self, parameter: torch.Tensor, dim: int) -> DTensorSpec:
+        """Return how a parameter lies whose dimension `dim` is cut over these axes, last of all.
 
-        Args:
-            dim: The dimension.
-            inner: Placements over the axes that cut it before (tensor parallel).
-            sizes: Sizes of those axes.
+        Raises:
+            ModuleError: It is a DTensor that is divided over one of them already.
         """
-        before = 1
-        for placement, size in zip(inner, sizes, strict=True):
-            if placement.is_shard(dim):
-                before *= size
+        data, inner = self.mesh, parameter.spec if isinstance(parameter, DTensor) else None
+        mesh, places = data, list(range(data.ndim))
+        placements: list[Placement] = [Replicate()] * data.ndim
+        if inner is not None and self.whole is not None and inner.mesh == self.whole:
+            names = inner.mesh.mesh_dim_names or ()
+            mesh, placements = inner.mesh, list(inner.placements)
+            places = [names.index(name) for name in data.mesh_dim_names or ()]
+        elif inner is not None:
+            mesh = DeviceMesh._concatenate([data, inner.mesh])  # pyright: ignore[reportPrivateUsage]
+            placements += inner.placements
+        if any(not placements[axis].is_replicate() for axis in places):
+            raise ModuleError(
+                "the parameter is divided over a data-parallel axis already",
+                op="fully_shard",
+                seen=f"{placements} of {mesh!r}; {data.mesh_dim_names} are data parallel",
+            )
+        before = math.prod(
+            mesh.size(axis) for axis, each in enumerate(placements) if each.is_shard(dim)
+        )
         cut = Shard(dim) if before == 1 else StridedShard(dim, split_factor=before)
-        return [cut] if self.mesh.ndim == 1 else [Replicate(), cut]
+        placements[places[-1]] = cut
+        strides = torch.empty(parameter.shape, device="meta").stride()
+        meta = TensorMeta(parameter.shape, strides, parameter.dtype)
+        return spec_of(mesh, tuple(placements), meta)
 
 
 def _one_axis(mesh: DeviceMesh, names: str | tuple[str, ...] | None) -> str | None:

@@ -1,64 +1,98 @@
-"""Which strategy a group of parameters gets."""
+"""Which strategy a group of parameters gets: `fully_shard` chooses, a program may force one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
+from dure import env
 from dure.errors import UsageError
 from dure.parallel.fsdp.axes import DataAxes
 from dure.parallel.fsdp.extensions import Extended, is_extended
 from dure.parallel.fsdp.gathered import Gathered
-from dure.parallel.fsdp.group import ParameterGroup
 from dure.parallel.fsdp.hosts import SharedByHost, why_not_by_host
 from dure.parallel.fsdp.parameter import FSDPParameter
+from dure.parallel.fsdp.reducing import CustomCollective
 from dure.parallel.fsdp.shared import Shared, why_not_shared
 from dure.parallel.fsdp.strategy import Strategy
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["as_gathered", "strategy_for"]
+__all__ = ["forced", "strategy", "strategy_for"]
+
+NAMES = ("shared", "gathered")
+_forced: ContextVar[str | None] = ContextVar("dure_fsdp_strategy", default=None)
+
+
+@contextmanager
+def strategy(name: str) -> Iterator[None]:
+    """Have `fully_shard` use one strategy, whatever it would choose. So does DURE_FSDP_STRATEGY.
+
+    Args:
+        name: "shared" or "gathered".
+
+    Raises:
+        UsageError: No such strategy. `fully_shard` raises where "shared" cannot be.
+    """
+    token = _forced.set(_checked(name))
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def forced() -> str | None:
+    """Return the strategy that the program or the environment asks for."""
+    name = _forced.get() or env.text("DURE_FSDP_STRATEGY")
+    return _checked(name) if name else None
+
+
+def _checked(name: str) -> str:
+    if name not in NAMES:
+        raise UsageError(
+            "no such strategy", op="fsdp.strategy", seen=f"{name!r}; there are {', '.join(NAMES)}"
+        )
+    return name
 
 
 def strategy_for(
     parameters: Sequence[FSDPParameter],
     axes: DataAxes,
-    near: ProcessGroup | None = None,
     asked: str | None = None,
+    near: ProcessGroup | None = None,
+    all_gather: CustomCollective | None = None,
 ) -> Strategy:
     """Return *shared* where it can be, else *gathered*; or the one that is asked for.
 
     Args:
         parameters: Of one group: of one dtype, all tensor subclasses with extensions or none.
         axes: Over which they are sharded.
-        near: Of *gathered*; see `Gathered`.
         asked: "shared", "gathered", or None for the choice.
+        near, all_gather: Of *gathered*; see `Gathered`.
 
     Raises:
         UsageError: *shared* is asked for where it cannot be; why.
     """
-    reason = None if asked == "gathered" else why_not_shared(parameters, axes)
-    over_hosts = len(axes.shard_group.hosts) > 1
-    if asked != "gathered" and reason is None and over_hosts:
-        reason = why_not_by_host(axes)
-    if asked != "gathered" and reason is None:
-        return SharedByHost(parameters, axes) if over_hosts else Shared(parameters, axes)
-    if asked == "shared":
-        raise UsageError(
-            "these parameters cannot be in memory that ranks share",
-            op="fully_shard",
-            seen=reason or "",
-        )
-    kind = Extended if is_extended(parameters[0].part) else Gathered
-    return kind(parameters, axes, near)
-
-
-def as_gathered(group: ParameterGroup) -> Gathered:
-    """Return a group's strategy, after it has changed to *gathered* if it was another."""
-    if not isinstance(group.strategy, Gathered):
-        if isinstance(group.strategy, Shared):
-            group.strategy.give_up()
-        group.use(Gathered(group.parameters, group.parameters[0].axes, group.near))
-    assert isinstance(group.strategy, Gathered)
-    return group.strategy
+    reason = None
+    if asked != "gathered" and all_gather is None:
+        over_hosts = len(axes.shard_group.hosts) > 1
+        reason = why_not_shared(parameters, axes)
+        if reason is None and over_hosts:
+            reason = why_not_by_host(axes)
+        if reason is None:
+            return SharedByHost(parameters, axes) if over_hosts else Shared(parameters, axes)
+        if asked == "shared":
+            raise UsageError(
+                "these parameters cannot be in memory that ranks share",
+                op="fully_shard",
+                seen=reason,
+            )
+    if is_extended(parameters[0].part):
+        made = Extended(parameters, axes, all_gather)
+    else:
+        made = Gathered(parameters, axes, near, all_gather)
+    made.why = reason or made.why
+    return made

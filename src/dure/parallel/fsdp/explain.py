@@ -9,12 +9,11 @@ import torch
 from torch import nn
 
 from dure.comm.queries import get_rank
-from dure.errors import ModuleError
 from dure.parallel.fsdp.group import ParameterGroup
-from dure.parallel.fsdp.shared import why_not_shared
-from dure.parallel.fsdp.state import FSDPState, state_of
+from dure.parallel.fsdp.state import FSDPState, states_in
+from dure.tensor.watching import in_columns
 
-__all__ = ["GroupLine", "Sharding", "explain", "names_of", "states_in"]
+__all__ = ["GroupLine", "Sharding", "explain", "names_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,17 +73,11 @@ class Sharding:
 
     def __str__(self) -> str:
         head = ("group", "parameters", "elements", "dtype", "trained", "shard", "whole", "strategy")
-        rows = [(*head, "why"), *map(_row, self.groups)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        rows.insert(1, tuple("-" * width for width in widths))
         lines = [
-            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        lines.append(
+            in_columns([(*head, "why"), *map(_row, self.groups)], ruled=True),
             f"shards of this rank: {_bytes(self.trained_bytes)} trained (gradients take as much, "
-            f"states of AdamW twice), {_bytes(self.frozen_bytes)} frozen"
-        )
+            f"states of AdamW twice), {_bytes(self.frozen_bytes)} frozen",
+        ]
         for name, order in (("forward", self.forward), ("backward", self.backward)):
             told = " > ".join(order) if order else "known after the first step"
             lines.append(f"gathered ahead in {name}: {told}")
@@ -109,7 +102,7 @@ def explain(model: nn.Module) -> Sharding:
     """
     states = states_in(model, "fsdp.explain")
     names = names_of(model)
-    of_states = {state: names[state.modules[0]] for state in states}
+    of_states = {state: names.get(state.modules[0], "(outside)") for state in states}
     taken = {place for s in states for g in s.groups for p in g.parameters for place in p.places}
     tree = next((s.tree for s in states if s.tree is not None), None)
     forward, backward = tree.orders() if tree is not None else ((), ())
@@ -130,23 +123,6 @@ def explain(model: nn.Module) -> Sharding:
     return told
 
 
-def states_in(model: nn.Module, op: str) -> list[FSDPState]:
-    """Return what the `fully_shard` calls on modules of a model have made.
-
-    Raises:
-        ModuleError: There was none.
-    """
-    found = dict.fromkeys(s for m in model.modules() if (s := state_of(m)) is not None)
-    if not found:
-        raise ModuleError(
-            "nothing of this module is sharded",
-            op=op,
-            seen=type(model).__name__,
-            fix="Call fully_shard on it first.",
-        )
-    return list(found)
-
-
 def names_of(model: nn.Module) -> dict[nn.Module, str]:
     """Return the path of each module; "(root)" for the model itself."""
     return {module: path or "(root)" for path, module in model.named_modules()}
@@ -164,14 +140,8 @@ def _line(module: str, group: ParameterGroup, names: dict[nn.Module, str]) -> Gr
         sharded_bytes=sum(p.part.nbytes for p in parameters),
         whole_bytes=sum(p.whole_shape.numel() * p.dtype.itemsize for p in parameters),
         strategy=group.strategy.name,
-        why=_why(group),
+        why=group.strategy.why,
     )
-
-
-def _why(group: ParameterGroup) -> str:
-    if group.strategy.name == "shared":
-        return "CPU parameters, ranks on one host"
-    return why_not_shared(group.parameters, group.parameters[0].axes) or "asked for"
 
 
 def _path(module: str, name: str) -> str:

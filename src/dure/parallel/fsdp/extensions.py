@@ -18,10 +18,9 @@ that of what the class has named, has no bytes.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -29,13 +28,9 @@ from dure.errors import ModuleError
 from dure.parallel.fsdp.axes import DataAxes
 from dure.parallel.fsdp.gathered import Gathered
 from dure.parallel.fsdp.parameter import FSDPParameter
-
-if TYPE_CHECKING:
-    from dure.comm.group import ProcessGroup
+from dure.parallel.fsdp.reducing import CustomCollective
 
 __all__ = ["Extended", "is_extended"]
-
-_ALIGNMENT = 64
 
 _unversioned = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore
 
@@ -73,10 +68,11 @@ class _Extension:
     outputs: list[torch.Tensor] = field(default_factory=list)
     owned: tuple[torch.Tensor, ...] = ()
 
-    def room(self, number: int) -> int:
-        """Return the bytes that a full part of one tensor takes on the way."""
-        nbytes = math.prod(self.shapes[number]) * self.dtypes[number].itemsize
-        return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    @property
+    def rooms(self) -> list[int]:
+        """The bytes of a full part of each tensor."""
+        sizes = zip(self.shapes, self.dtypes, strict=True)
+        return [shape.numel() * dtype.itemsize for shape, dtype in sizes]
 
 
 class Extended(Gathered):
@@ -85,15 +81,17 @@ class Extended(Gathered):
     Args:
         parameters: Of one dtype, all with extensions.
         axes: Over which they are sharded.
-        near: Nothing: what a class gathers is gathered from all ranks.
+        all_gather: The program's own; None for Dure's.
     """
 
     def __init__(
-        self, parameters: Sequence[FSDPParameter], axes: DataAxes, near: ProcessGroup | None = None
+        self,
+        parameters: Sequence[FSDPParameter],
+        axes: DataAxes,
+        all_gather: CustomCollective | None = None,
     ) -> None:
-        super().__init__(parameters, axes)
+        super().__init__(parameters, axes, None, all_gather)
         self._dtype = torch.uint8
-        self._extensions = [_Extension() for _ in parameters]
 
     def attach(self) -> None:
         """Begin anew: other wholes are made."""
@@ -101,15 +99,15 @@ class Extended(Gathered):
         self._extensions = [_Extension() for _ in self._parameters]
 
     def _shards(self) -> torch.Tensor:
-        pieces: list[tuple[torch.Tensor, int]] = []
-        for parameter, extension in zip(self._parameters, self._extensions, strict=True):
-            tensors = self._asked(parameter, extension)
-            for number, tensor in enumerate(tensors):
-                there = tensor.detach().contiguous().view(-1).view(torch.uint8)
-                pieces.append((there, extension.room(number)))
-        flat = self._room(sum(room for _, room in pieces))
-        for (piece, _), there in zip(pieces, flat.split([room for _, room in pieces]), strict=True):
-            there[: piece.numel()].copy_(piece)
+        tensors = [
+            tensor.detach().contiguous().view(-1).view(torch.uint8)
+            for each in zip(self._parameters, self._extensions, strict=True)
+            for tensor in self._asked(*each)
+        ]
+        rooms = [room for extension in self._extensions for room in extension.rooms]
+        flat = self._room(sum(rooms))
+        for tensor, there in zip(tensors, flat.split(rooms), strict=True):
+            there[: tensor.numel()].copy_(tensor)
         return flat
 
     def _asked(self, parameter: FSDPParameter, extension: _Extension) -> Sequence[torch.Tensor]:
@@ -141,21 +139,12 @@ class Extended(Gathered):
     def _is_uneven(self, parameter: FSDPParameter) -> bool:
         return bool(parameter.whole_shape[0] % self._axes.size)
 
-    def wait(self) -> Sequence[torch.Tensor]:
-        """Finish the all_gather, and have the classes make the wholes."""
-        if self._is_whole:
-            return self._wholes
-        pieces, begin = self._pieces(), 0
-        made: list[torch.Tensor] = []
-        for number, extension in enumerate(self._extensions):
-            width = sum(map(extension.room, range(len(extension.shapes))))
-            with torch.no_grad():
-                _copy_out(extension, pieces[:, begin : begin + width])
-                made.append(self._whole(number, extension))
-            begin += width
-        self._wholes = made
-        self._is_whole = True
-        return self._wholes
+    def _fill(self, pieces: torch.Tensor) -> None:
+        """Copy all ranks' bytes [n, k] into the outputs, and have the classes make the wholes."""
+        theirs = pieces.split([sum(e.rooms) for e in self._extensions], dim=1)
+        for extension, there in zip(self._extensions, theirs, strict=True):
+            _copy_out(extension, there)
+        self._wholes = [*map(self._whole, range(len(theirs)), self._extensions)]
 
     def _whole(self, number: int, extension: _Extension) -> torch.Tensor:
         parameter = self._parameters[number]
@@ -174,28 +163,17 @@ class Extended(Gathered):
             part.fsdp_post_all_gather(outputs, extension.metadata, parameter.dtype, out=whole)
         return self._wholes[number]
 
-    def reshard(self, for_backward: bool = False) -> None:
-        """Free what the wholes are in."""
-        if not self._is_whole:
-            return
-        self._is_whole = False
-        for extension in self._extensions:
-            for tensor in (*extension.outputs, *extension.owned):
-                tensor.untyped_storage().resize_(0)
+    def _memory(self) -> Sequence[torch.Tensor]:
+        return [t for e in self._extensions for t in (*e.outputs, *e.owned)]
 
 
 def _copy_out(extension: _Extension, pieces: torch.Tensor) -> None:
     """Copy all ranks' bytes [n, width] into the outputs."""
-    ranks, begin = len(pieces), 0
-    is_first = not extension.outputs
-    for number, (shape, dtype) in enumerate(zip(extension.shapes, extension.dtypes, strict=True)):
-        nbytes = math.prod(shape) * dtype.itemsize
-        if is_first:
-            rows = torch.Size((ranks * shape[0], *shape[1:]))
-            extension.outputs.append(pieces.new_empty(rows, dtype=dtype))
-        output = extension.outputs[number]
-        output.untyped_storage().resize_(ranks * nbytes)
+    if not extension.outputs:
+        rows = [torch.Size((len(pieces) * n, *rest)) for n, *rest in extension.shapes]
+        each = zip(rows, extension.dtypes, strict=True)
+        extension.outputs = [pieces.new_empty(shape, dtype=dtype) for shape, dtype in each]
+    for output, there in zip(extension.outputs, pieces.split(extension.rooms, dim=1), strict=True):
+        output.untyped_storage().resize_(there.numel())
         with _unversioned(output):
-            there = output.view(-1).view(torch.uint8).view(ranks, nbytes)
-            there.copy_(pieces[:, begin : begin + nbytes])
-        begin += extension.room(number)
+            output.view(-1).view(torch.uint8).view(there.shape).copy_(there)

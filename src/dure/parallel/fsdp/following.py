@@ -18,8 +18,8 @@ from torch import nn
 
 from dure.comm.world import resolve
 from dure.errors import CommError, Desync, UsageError
-from dure.parallel.fsdp.explain import names_of, states_in
-from dure.parallel.fsdp.state import FSDPState, Tree
+from dure.parallel.fsdp.explain import names_of
+from dure.parallel.fsdp.state import FSDPState, Tree, states_in
 
 __all__ = ["follow"]
 
@@ -64,7 +64,7 @@ def follow(model: nn.Module) -> Iterator[None]:
         following.finish()
     except BaseException as error:
         if not (following.has_told or isinstance(error, CommError)):
-            following.fail()
+            following.tell(_FAILED)
         raise
     finally:
         for state in states:
@@ -81,7 +81,7 @@ class _Following:
     def __init__(self, model: nn.Module, states: Sequence[FSDPState]) -> None:
         self._states = states
         names = names_of(model)
-        self._names = [names[state.modules[0]] for state in states]
+        self._names = [names.get(state.modules[0], "(outside)") for state in states]
         groups = {p.axes.shard_group for s in states for g in s.groups for p in g.parameters}
         self._group = groups.pop() if len(groups) == 1 else resolve(None, "follow")
         self._device = "cuda" if self._group.backend_name == "nccl" else "cpu"
@@ -107,13 +107,9 @@ class _Following:
             entry = self._states[number - 1]
             (entry.tree or Tree(entry)).join_forward(entry)
 
-    def fail(self) -> None:
-        """Tell the others that this rank has raised, and comes no more."""
-        self._gathered(_FAILED)
-
     def _exchange(self, number: int) -> int:
         """Tell what this rank calls; return what others call, 0 where nobody does."""
-        numbers = self._gathered(number)
+        numbers = self.tell(number)
         called = {n for n in numbers if n > 0}
         if len(called) <= 1 and _FAILED not in numbers and not (called and _UNABLE in numbers):
             return called.pop() if called else _DONE
@@ -132,7 +128,8 @@ class _Following:
             fix="Let all ranks make one forward first, with any input.",
         )
 
-    def _gathered(self, number: int) -> list[int]:
+    def tell(self, number: int) -> list[int]:
+        """Tell the others which module this rank calls, or why none; return what all tell."""
         mine = torch.tensor([number], device=self._device)
         numbers = mine.new_empty(self._group.size())
         self._group.all_gather_single(numbers, mine)

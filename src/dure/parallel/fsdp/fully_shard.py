@@ -8,8 +8,7 @@ have (tied) belongs to the call on a module that has all of them within.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,7 +17,7 @@ from torch import nn
 from dure.errors import DeviceError, MeshError, ModuleError, UsageError
 from dure.mesh import DeviceMesh
 from dure.parallel.fsdp.axes import DataAxes
-from dure.parallel.fsdp.choosing import strategy_for
+from dure.parallel.fsdp.choosing import forced
 from dure.parallel.fsdp.extensions import is_extended
 from dure.parallel.fsdp.group import ParameterGroup
 from dure.parallel.fsdp.module import FSDPModule
@@ -28,20 +27,21 @@ from dure.parallel.fsdp.policies import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
+from dure.parallel.fsdp.reducing import Reduction
 from dure.parallel.fsdp.state import FSDPState, state_of
-from dure.parallel.fsdp.strategy import Reduction, forced
-from dure.tensor.dtensor import DTensor
 from dure.tensor.placement_types import Shard
+from dure.training.grad_views import own_part
+from dure.training.in_place import check_plain, give_methods
 from dure.training.mapped_files import Files
+from dure.training.optimizers import note_replaced
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
+__all__ = ["fully_shard", "register_fsdp_forward_method"]
 
 _OP = "fully_shard"
-Taken = tuple[FSDPState, ParameterGroup, FSDPParameter]
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
+Taken = tuple[FSDPState, FSDPParameter]
 
 
 def fully_shard(
@@ -90,42 +90,48 @@ def fully_shard(
     Cost:
         Parameters: 1/n of their memory. A step: see the strategies.
     """
-    modules = (
-        tuple(cast("Sequence[nn.Module]", module))
-        if isinstance(module, list | tuple)
-        else (module,)
-    )
+    given = cast("Sequence[nn.Module]", module if isinstance(module, list | tuple) else [module])
+    modules = tuple(dict.fromkeys(given))
     _check_modules(modules)
     axes = DataAxes.of(mesh, dp_mesh_dims)
     policy = mp_policy or MixedPrecisionPolicy()
-    found = _parameters(modules, ignored_params or set())
     near, frees = _after_forward(reshard_after_forward, axes)
     path = offload_policy.path if offload_policy is not None else None
     files = None if path is None else Files(path)
-    groups: dict[tuple[torch.dtype, bool, bool], list[FSDPParameter]] = {}
-    originals: list[tuple[nn.Parameter, FSDPParameter]] = []
-    for parameter, places in found.items():
-        _check_parameter(parameter, places, axes)
-        placement = shard_placement_fn(parameter) if shard_placement_fn is not None else None
-        dim = _dim(placement, parameter, places)
-        made = FSDPParameter(parameter, places, dim, axes, policy, files)
-        made.show_sharded()
-        kind = made.dtype, parameter.requires_grad, is_extended(made.part)
-        groups.setdefault(kind, []).append(made)
-        originals.append((parameter, made))
-    reduction = Reduction(dtype=policy.reduce_dtype)
-    make = partial(strategy_for, axes=axes, near=near, asked=forced())
-    made_groups = [
-        ParameterGroup(parameters=p, reduction=reduction, make=make, near=near)
-        for p in groups.values()
-    ]
-    state = FSDPState(modules, made_groups, policy, frees)
-    for parameter, made in originals:
-        group = next(g for g in made_groups if made in g.parameters)
-        parameter._dure_fsdp = state, group, made  # pyright: ignore
+    found = _parameters(modules, ignored_params or set())
+    dims = {p: _dim(p, places, axes, shard_placement_fn) for p, places in found.items()}
+    made = {p: FSDPParameter(p, found[p], dims[p], axes, policy, files) for p in found}
+    groups = _groups(made.values(), axes, policy, near)
+    state = FSDPState(modules, groups, policy, frees)
+    for parameter, one in made.items():
+        one.show_sharded()
+        note_replaced(parameter, one.now)
+        parameter._dure_fsdp = state, one  # pyright: ignore
     for each in modules:
-        each.__class__ = _sharded_class(type(each))
+        give_methods(each, FSDPModule)
     return module
+
+
+def _groups(
+    parameters: Iterable[FSDPParameter],
+    axes: DataAxes,
+    policy: MixedPrecisionPolicy,
+    near: ProcessGroup | None,
+) -> list[ParameterGroup]:
+    """Return groups of parameters that are alike."""
+    alike: dict[tuple[torch.dtype, bool, bool], list[FSDPParameter]] = {}
+    for one in parameters:
+        kind = one.dtype, one.is_trained, is_extended(one.part)
+        alike.setdefault(kind, []).append(one)
+    return [
+        ParameterGroup(
+            parameters=group,
+            reduction=Reduction(group, axes, policy.reduce_dtype),
+            asked=forced(),
+            near=near,
+        )
+        for group in alike.values()
+    ]
 
 
 def _after_forward(
@@ -142,10 +148,12 @@ def _after_forward(
         )
     if asked in (1, axes.size):
         return None, asked > 1
-    return axes.near_group(asked), True
+    return axes.near_and_far(asked)[0], True
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:
+    if not modules:
+        raise UsageError("fully_shard takes a module, or some in a list", op=_OP, seen="[]")
     for module in modules:
         if not isinstance(module, nn.Module):
             raise UsageError("fully_shard takes modules", op=_OP, seen=f"a {type(module).__name__}")
@@ -159,17 +167,7 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
                 seen=type(module).__name__,
                 fix="Call fully_shard on each module in it, or on a list of them.",
             )
-        if hasattr(module, "_dure_replica") or hasattr(module, "require_backward_grad_sync"):
-            raise ModuleError(
-                "the module is data parallel already", op=_OP, seen=type(module).__name__
-            )
-        if state_of(module) is not None:
-            raise ModuleError(
-                "the module is sharded already",
-                op=_OP,
-                seen=type(module).__name__,
-                fix="Call fully_shard once on each module.",
-            )
+    check_plain(modules, _OP)
 
 
 def _parameters(
@@ -217,7 +215,8 @@ def _managed(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
 
 def _given_back(parameter: nn.Parameter, taken: Taken) -> list[tuple[nn.Module, str]]:
     """Take a tied parameter out of the group of an earlier call; return where it is."""
-    state, group, mine = taken
+    state, mine = taken
+    group = next(group for group in state.groups if mine in group.parameters)
     group.parameters.remove(mine)
     if group.parameters:
         group.remake()
@@ -228,11 +227,15 @@ def _given_back(parameter: nn.Parameter, taken: Taken) -> list[tuple[nn.Module, 
     return mine.places
 
 
-def _check_parameter(
-    parameter: nn.Parameter, places: list[tuple[nn.Module, str]], axes: DataAxes
-) -> None:
+def _dim(
+    parameter: nn.Parameter,
+    places: list[tuple[nn.Module, str]],
+    axes: DataAxes,
+    choose: Callable[[nn.Parameter], Shard | None] | None,
+) -> int:
+    """Check a parameter; return the dimension to cut."""
     name = f"{type(places[0][0]).__name__}.{places[0][1]}"
-    local: Any = parameter.part if isinstance(parameter, DTensor) else parameter
+    local = own_part(parameter)
     if not local.is_contiguous():
         raise ModuleError(
             "only contiguous parameters are sharded",
@@ -247,43 +250,24 @@ def _check_parameter(
             op=_OP,
             seen=f"{name} on {local.device}, {axes.mesh!r}",
         )
-
-
-def _dim(
-    placement: Shard | None, parameter: nn.Parameter, places: list[tuple[nn.Module, str]]
-) -> int:
     if parameter.ndim == 0:
         raise ModuleError(
             "a parameter without dimensions cannot be sharded",
             op=_OP,
-            parameters=(places[0][1],),
+            parameters=(name,),
             fix="Give it the shape [1], or name it in ignored_params.",
         )
+    placement = choose(parameter) if choose is not None else None
     if placement is None:
         return 0
-    if not isinstance(placement, Shard) or not -parameter.ndim <= placement.dim < parameter.ndim:
+    if not isinstance(placement, Shard) or not -parameter.ndim <= placement.dim < parameter.ndim:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ModuleError(
             "shard_placement_fn returns Shard(dim) of a dimension that there is, or None",
             op=_OP,
-            parameters=(places[0][1],),
+            parameters=(name,),
             seen=f"{placement!r} for {list(parameter.shape)}",
         )
     return placement.dim % parameter.ndim
-
-
-def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    if cls not in _classes:
-        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": _no_copy})
-    return _classes[cls]
-
-
-def _no_copy(module: nn.Module, memo: object) -> nn.Module:
-    raise ModuleError(
-        "a sharded module cannot be copied",
-        op="deepcopy",
-        seen=type(module).__name__,
-        fix="Copy the module before fully_shard, or its state_dict().",
-    )
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -311,19 +295,3 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return state.run(module, method, args, kwargs)
 
     setattr(module, method_name, run)
-
-
-def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Accepted: roots share what they communicate with, the channels of their group, anyway.
-
-    Args:
-        modules: Sharded modules.
-
-    Raises:
-        UsageError: One is not.
-    """
-    for module in modules:
-        if not isinstance(module, FSDPModule):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise UsageError(
-                "the module is not sharded", op="share_comm_ctx", seen=type(module).__name__
-            )

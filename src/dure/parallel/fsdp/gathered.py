@@ -23,51 +23,54 @@ import torch
 from dure.comm.ops import ReduceOp
 from dure.parallel.fsdp.axes import DataAxes
 from dure.parallel.fsdp.parameter import FSDPParameter
-from dure.parallel.fsdp.reducing import Reducer, padded_numel, padded_shape, parts_of
+from dure.parallel.fsdp.reducing import CustomCollective, padded_numel, padded_shape, parts_of
+from dure.parallel.fsdp.strategy import Strategy
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
-    from dure.comm.work import Work
-    from dure.errors import PeerLost
-    from dure.parallel.fsdp.strategy import CustomAllGather
+    from dure.training.turns import Turns
 
 __all__ = ["Gathered"]
 
 _unversioned = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore
 
 
-class Gathered(Reducer):
+class Gathered(Strategy):
     """Makes a group's parameters whole by all_gather.
 
     Args:
-        parameters: Of one dtype.
-        axes: Over which they are sharded.
+        parameters, axes: As for `Strategy`.
         near: Ranks that have the wholes between them from forward to backward; None: all ranks.
-
-    Attributes:
-        custom_all_gather: The program's own; None for Dure's.
+        all_gather: The program's own; None for Dure's.
     """
 
     name = "gathered"
 
     def __init__(
-        self, parameters: Sequence[FSDPParameter], axes: DataAxes, near: ProcessGroup | None = None
+        self,
+        parameters: Sequence[FSDPParameter],
+        axes: DataAxes,
+        near: ProcessGroup | None = None,
+        all_gather: CustomCollective | None = None,
     ) -> None:
         super().__init__(parameters, axes)
         self._dtype = parameters[0].dtype
-        self._near = near
-        self.custom_all_gather: CustomAllGather | None = None
+        self._near, self._all_gather = near, all_gather
         self._kept: torch.Tensor | None = None
         self._wholes: list[torch.Tensor] = []
-        self._begun: tuple[torch.Tensor, int, Work | None] | None = None
         self._is_whole = False
         self._versions: list[int] = []
         self._in_files: dict[FSDPParameter, torch.Tensor] = {}
         self.attach()
 
     def attach(self) -> None:
-        """Bring shards into files, where there are some; else they are read where they are."""
+        """Take shards out of memory that ranks shared, and into files if they are to be there."""
         for parameter in self._parameters:
+            sharded: Any = parameter.sharded
+            turns: Turns | None = vars(sharded).pop("_dure_turns", None)
+            if turns is not None:
+                turns.leave(together=False)
+                sharded.part = sharded.part.clone()
             self._file(parameter)
         self._wholes = []
         self._kept = None
@@ -80,49 +83,23 @@ class Gathered(Reducer):
         is_plain = type(part) is torch.Tensor and not part.is_meta
         if parameter.files is None or not is_plain or self._in_files.get(parameter) is part:
             return
-        parameter.mark_files()
         sharded.part = parameter.files.zeros(part.shape, part.dtype).copy_(part)
         self._in_files[parameter] = sharded.part
 
     def publish(self) -> None:
         """Drop what a step that failed has begun to gather; take back what was put elsewhere."""
+        super().publish()
         for parameter in self._parameters:
             self._file(parameter)
-        if self._begun is not None:
-            work = self._begun[-1]
-            self._begun = None
-            if work is not None:
-                work.wait()
-
-    def enter(self) -> None:
-        """Nothing to do: a rank reads its own copies."""
-
-    def leave(self, together: bool) -> None:
-        """Nothing to do."""
-
-    def before_write(self) -> None:
-        """Nothing to do."""
-
-    def recomputed(self) -> Sequence[torch.Tensor]:
-        """There is none: wholes have no memory between steps."""
-        return ()
-
-    def check_unwritten(self) -> None:
-        """Nothing to check: others read the copies that they gathered."""
 
     def is_stale(self) -> bool:
         """Ask all ranks, as each knows of its own shards only."""
         if not self._is_whole and self._kept is None:
             return False
-        stale = torch.tensor([self._versions != [p.version for p in self._parameters]])
-        flag = stale.to(torch.int32).to(self._parameters[0].part.device)
+        stale = self._versions != [p.version for p in self._parameters]
+        flag = torch.tensor([stale], dtype=torch.int32, device=self._parameters[0].part.device)
         self._axes.shard_group.all_reduce(flag, ReduceOp.MAX)
         return bool(flag.item())
-
-    def tell(self, error: PeerLost) -> None:
-        """Nothing to tell: shards are this rank's own."""
-
-    # ---------------------------------------------------------------- making whole
 
     def unshard(self) -> ProcessGroup | None:
         """Begin the all_gather."""
@@ -139,15 +116,18 @@ class Gathered(Reducer):
         return self._begin(self._axes.shard_group, self._shards())
 
     def _begin(self, group: ProcessGroup, flat: torch.Tensor) -> ProcessGroup:
-        output = self._room(group.size() * flat.numel())
-        gather = self.custom_all_gather or group_all_gather
-        self._begun = output, group.size(), gather(output, flat, group, async_op=True)
+        output, gather = self._room(group.size() * flat.numel()), self._all_gather
+        if gather is None:
+            work = group.all_gather_single(output, flat, async_op=True)
+        else:
+            work = gather(output, flat, group, async_op=True)
+        self._begun = output, group.size(), work
         return group
 
     def _room(self, numel: int) -> torch.Tensor:
         device = self._parameters[0].part.device
-        if self.custom_all_gather is not None:
-            return self.custom_all_gather.allocate((numel,), dtype=self._dtype, device=device)
+        if self._all_gather is not None:
+            return self._all_gather.allocate((numel,), dtype=self._dtype, device=device)
         return torch.empty(numel, dtype=self._dtype, device=device)
 
     def _shards(self) -> torch.Tensor:
@@ -164,32 +144,32 @@ class Gathered(Reducer):
                 there.narrow(parameter.dim, 0, part.shape[parameter.dim]).copy_(part)
         return flat
 
-    def _pieces(self) -> torch.Tensor:
-        """Finish the all_gather; return what it gathered, [ranks, k]."""
-        self.unshard()
-        assert self._begun is not None
-        output, ranks, work = self._begun
-        self._begun = None
-        if work is not None:
-            work.wait()
-        return output.view(ranks, -1)
-
     def wait(self) -> Sequence[torch.Tensor]:
         """Finish the all_gather, and return the wholes."""
-        if self._is_whole:
-            return self._wholes
-        pieces = self._pieces()
+        if not self._is_whole:
+            self.unshard()
+            pieces = self._gathered()
+            assert pieces is not None
+            with torch.no_grad():
+                self._fill(pieces)
+            self._is_whole = True
+        return self._wholes
+
+    def _fill(self, pieces: torch.Tensor) -> None:
+        """Copy all ranks' padded parts [n, k] into the wholes."""
         if not self._wholes:
             self._wholes = [pieces.new_empty(p.whole_shape) for p in self._parameters]
-        begin = 0
-        for parameter, whole in zip(self._parameters, self._wholes, strict=True):
-            numel = padded_numel(parameter, len(pieces))
+        sizes = [padded_numel(p, len(pieces)) for p in self._parameters]
+        for parameter, whole, theirs in zip(
+            self._parameters, self._wholes, pieces.split(sizes, dim=1), strict=True
+        ):
             whole.untyped_storage().resize_(whole.numel() * whole.itemsize)
-            with torch.no_grad(), _unversioned(whole):
-                _copy_out(whole, pieces[:, begin : begin + numel], parameter)
-            begin += numel
-        self._is_whole = True
-        return self._wholes
+            shape = padded_shape(parameter, len(pieces))
+            with _unversioned(whole):
+                parts = parts_of(whole, parameter, len(pieces))
+                for piece, part in zip(theirs, parts, strict=False):
+                    size = part.shape[parameter.dim]
+                    part.copy_(piece.view(shape).narrow(parameter.dim, 0, size))
 
     def reshard(self, for_backward: bool = False) -> None:
         """Free the wholes; until backward, keep what the near ranks need."""
@@ -200,8 +180,12 @@ class Gathered(Reducer):
         self._is_whole = False
         if for_backward and self._near is not None and self._kept is None:
             self._kept = self._near_part(self._near)
-        for whole in self._wholes:
-            whole.untyped_storage().resize_(0)
+        for tensor in self._memory():
+            tensor.untyped_storage().resize_(0)
+
+    def _memory(self) -> Sequence[torch.Tensor]:
+        """Return what the wholes are in."""
+        return self._wholes
 
     def _near_part(self, near: ProcessGroup) -> torch.Tensor:
         size, rank = near.size(), near.rank()
@@ -210,18 +194,3 @@ class Gathered(Reducer):
             found = parts_of(whole.detach(), parameter, size)
             parts.append(found[rank] if rank < len(found) else whole.narrow(parameter.dim, 0, 0))
         return self._flat(parts, size)
-
-
-def group_all_gather(
-    output: torch.Tensor, flat: torch.Tensor, group: ProcessGroup, async_op: bool = False
-) -> Work | None:
-    """Gather `flat` [k] of each rank into `output` [n * k]."""
-    return group.all_gather_single(output, flat, async_op=async_op)
-
-
-def _copy_out(whole: torch.Tensor, pieces: torch.Tensor, parameter: FSDPParameter) -> None:
-    """Copy all ranks' padded parts [n, numel] into a whole tensor."""
-    shape = padded_shape(parameter, len(pieces))
-    for piece, part in zip(pieces, parts_of(whole, parameter, len(pieces)), strict=False):
-        size = part.shape[parameter.dim]
-        part.copy_(piece.view(shape).narrow(parameter.dim, 0, size))

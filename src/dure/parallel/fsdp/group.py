@@ -7,7 +7,6 @@ waited for when the whole backward has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -15,8 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from dure.errors import CommError, ModuleError
+from dure.parallel.fsdp.choosing import strategy_for
 from dure.parallel.fsdp.parameter import FSDPParameter
-from dure.parallel.fsdp.strategy import Reduction, Strategy
+from dure.parallel.fsdp.reducing import CustomCollective, Reduction
+from dure.parallel.fsdp.strategy import Strategy
 from dure.training.memory import give_back_freed
 
 if TYPE_CHECKING:
@@ -25,42 +26,45 @@ if TYPE_CHECKING:
 __all__ = ["ParameterGroup"]
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class ParameterGroup:
     """A group of parameters; see the module's text.
 
     Attributes:
         parameters: One dtype; all need gradients, or none does.
-        strategy: How they become whole.
         reduction: How gradients are reduced.
-        make: Makes a strategy for parameters.
+        asked: The strategy that is to be; None for the choice.
         near: Ranks that keep the wholes between them until backward; see `Gathered`.
+        all_gather: The program's own, for which the strategy must be *gathered*.
+        strategy: How the parameters become whole.
         sync: Reduce at this backward; else gradients are kept whole.
         unsharded: Modules have the wholes.
     """
 
     parameters: list[FSDPParameter]
-    strategy: Strategy = field(init=False)
     reduction: Reduction
-    make: Callable[[Sequence[FSDPParameter]], Strategy]
+    asked: str | None = None
     near: ProcessGroup | None = None
+    all_gather: CustomCollective | None = None
+    strategy: Strategy = field(init=False)
     sync: bool = True
     unsharded: bool = False
     _dtypes: list[torch.dtype] = field(default_factory=list[torch.dtype], init=False)
-    _reducing: Callable[[], Sequence[torch.Tensor | None]] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.strategy = self.make(self.parameters)
-        self._dtypes = self._dtypes_now()
+        self._choose()
 
-    def _dtypes_now(self) -> list[torch.dtype]:
-        return [p.sharded.dtype for p in self.parameters]
+    def _choose(self) -> None:
+        axes = self.reduction.axes
+        self.strategy = strategy_for(self.parameters, axes, self.asked, self.near, self.all_gather)
+        self._dtypes = [p.sharded.dtype for p in self.parameters]
 
     def remake(self) -> None:
-        """Make the strategy anew: there are other parameters, or of another dtype."""
-        before, self.strategy = self.strategy, self.make(self.parameters)
-        self.strategy.custom_reduce_scatter = before.custom_reduce_scatter
-        self._dtypes = self._dtypes_now()
+        """Change the strategy, between steps: parameters are others, or what was asked for."""
+        self.reshard()
+        self._choose()
+        for parameter in self.parameters:
+            parameter.whole = None
 
     def adopt(self) -> None:
         """Take over what the program put in the place of shards since the last step."""
@@ -75,7 +79,7 @@ class ParameterGroup:
                 fix="Convert the whole module that fully_shard was given; or part of it before.",
             )
         if any(adopted):
-            if self._dtypes != self._dtypes_now():
+            if self._dtypes != [p.sharded.dtype for p in self.parameters]:
                 self.remake()
             self.strategy.attach()
         if self.strategy.is_stale():
@@ -107,14 +111,6 @@ class ParameterGroup:
         if self.parameters[0].files is not None:
             give_back_freed()
 
-    def use(self, strategy: Strategy) -> None:
-        """Change the strategy, between steps."""
-        self.reshard()
-        strategy.custom_reduce_scatter = self.strategy.custom_reduce_scatter
-        self.strategy = strategy
-        for parameter in self.parameters:
-            parameter.whole = None
-
     def end_backward(self) -> None:
         """Begin to reduce the gradients that the wholes got, or keep them where `sync` is off."""
         dtype = self.reduction.dtype
@@ -126,7 +122,7 @@ class ParameterGroup:
             return
         self.finish_reduction()
         gradients = [p.take_gradient(dtype) if p.is_trained else None for p in self.parameters]
-        self._reducing = self.strategy.reduce(gradients, self.reduction)
+        self.reduction.begin(gradients)
 
     @property
     def trained_bytes(self) -> int:
@@ -134,27 +130,19 @@ class ParameterGroup:
         trained = (p for p in self.parameters if p.is_trained)
         return sum(p.whole_shape.numel() * p.dtype.itemsize for p in trained)
 
-    @property
-    def is_reducing(self) -> bool:
-        """Whether a reduction has begun whose result the shards have not."""
-        return self._reducing is not None
-
     def finish_reduction(self) -> None:
-        """Wait for the reduction that was begun, and give the shards their gradients."""
-        if self._reducing is None:
-            return
-        finish, self._reducing = self._reducing, None
-        for parameter, part in zip(self.parameters, finish(), strict=True):
-            if part is not None:
-                parameter.give_gradient(part)
-        self._trim()
+        """Wait for the reduction that was begun, if any, and give the shards their gradients."""
+        if self.reduction.is_begun:
+            for parameter, part in zip(self.parameters, self.reduction.finish(), strict=True):
+                if part is not None:
+                    parameter.give_gradient(part)
+            self._trim()
 
     def forget(self) -> None:
         """Drop what a step that failed has left; wait for what others still read."""
-        if self._reducing is not None:
-            finish, self._reducing = self._reducing, None
+        if self.reduction.is_begun:
             with suppress(CommError):
-                finish()
+                self.reduction.finish()
         for parameter in self.parameters:
             parameter.accumulated = None
             if parameter.whole is not None:

@@ -25,7 +25,6 @@ from dure.parallel.fsdp.shared import Shared
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
-    from dure.comm.work import Work
 
 __all__ = ["SharedByHost", "why_not_by_host"]
 
@@ -53,18 +52,18 @@ class SharedByHost(Shared):
     Collective: construction.
     """
 
+    why = "CPU parameters, once a host"
+
     def __init__(self, parameters: Sequence[FSDPParameter], axes: DataAxes) -> None:
         hosts = len(axes.shard_group.hosts)
         near, self._far = axes.near_and_far(axes.size // hosts)
         self._is_gathered = False
-        self._begun: tuple[torch.Tensor, Work | None] | None = None
         self._stamps: list[int] = []
         super().__init__(parameters, axes, near)
-        block = self._low_block or self._full
         self._rooms = [padded_numel(p, axes.size) * p.dtype.itemsize for p in self._parameters]
         mine = self._far.rank()
         self._others = [
-            (host, block.rows_of(host * near.size() + near.rank()))
+            (host, self._read.rows_of(host * near.size() + near.rank()))
             for host in range(hosts)
             if host != mine
         ]
@@ -73,36 +72,27 @@ class SharedByHost(Shared):
         """Put what others are to read where they read it; they gather it anew."""
         super().publish()
         self._is_gathered = False
-        if self._begun is not None:  # by a step that failed
-            work = self._begun[-1]
-            self._begun = None
-            if work is not None:
-                work.wait()
 
     def unshard(self) -> ProcessGroup | None:
         """Begin to gather the rows of other hosts, once a step."""
         if self._is_gathered or self._begun is not None:
             return None
-        block = self._low_block or self._full
         nbytes = sum(self._rooms) + _STAMP_BYTES
         gathered = heap_empty(self._far.size(), nbytes, dtype=torch.uint8)
         flat = gathered[self._far.rank()]
         pieces = flat.split([*self._rooms, _STAMP_BYTES])
-        for shard, there in zip(block.shards, pieces, strict=False):
+        for shard, there in zip(self._read.shards, pieces, strict=False):
             there[: shard.nbytes].copy_(shard.detach().view(-1).view(torch.uint8))
         flat[-_STAMP_BYTES:].copy_(torch.tensor([self._turns.epoch]).view(torch.uint8))
         work = self._far.all_gather_single(gathered.view(-1), flat, async_op=True)
-        self._begun = gathered, work
+        self._begun = gathered, self._far.size(), work
         return self._far
 
     def wait(self) -> Sequence[torch.Tensor]:
         """Put the rows where they belong, and wait until the host's ranks have done so."""
         self.unshard()
-        if self._begun is not None:
-            gathered, work = self._begun
-            self._begun = None
-            if work is not None:
-                work.wait()
+        gathered = self._gathered()
+        if gathered is not None:
             self._spread(gathered)
             self._turns.meet()
             self._is_gathered = True

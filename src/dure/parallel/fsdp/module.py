@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from dure.errors import ModuleError, UsageError
-from dure.parallel.fsdp.choosing import as_gathered
-from dure.parallel.fsdp.state import FSDPState, Tree, state_of
-from dure.parallel.fsdp.strategy import CustomAllGather, CustomReduceScatter
+from dure.parallel.fsdp.group import ParameterGroup
+from dure.parallel.fsdp.reducing import CustomCollective
+from dure.parallel.fsdp.state import FSDPState, Tree, state_of, states_within
 from dure.parallel.fsdp.uninitialized import marking
+from dure.training.in_place import InPlace
 from dure.training.module_times import ShardedStepTimes
 
-__all__ = ["FSDPModule", "UnshardHandle", "join_step"]
+__all__ = ["FSDPModule", "UnshardHandle", "join_step", "share_comm_ctx"]
 
 
 class UnshardHandle:
@@ -31,13 +32,11 @@ class UnshardHandle:
             self._state = None
 
 
-class FSDPModule:
+class FSDPModule(InPlace):
     """What a sharded module is besides its own class; see torch.distributed.fsdp.FSDPModule."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make an unsharded module: ``FSDP<Class>(...)`` is ``Class(...)``."""
-        plain = cls.__mro__[2]
-        return plain(*args, **kwargs)
+    prefix = "FSDP"
+    made_by = "fully_shard"
 
     def _state(self) -> FSDPState:
         assert isinstance(self, nn.Module)
@@ -48,13 +47,11 @@ class FSDPModule:
     def _states(self, recurse: bool = True) -> list[FSDPState]:
         """Return this module's state and, with `recurse`, those of modules within."""
         assert isinstance(self, nn.Module)
-        modules = self.modules() if recurse else [self]
-        states: list[FSDPState] = []
-        for module in modules:
-            state = state_of(module)
-            if state is not None and state not in states:
-                states.append(state)
-        return states
+        return states_within([self]) if recurse else [self._state()]
+
+    def _groups(self, recurse: bool = True) -> Iterator[ParameterGroup]:
+        """Go through this module's groups and, with `recurse`, those of modules within."""
+        return (group for state in self._states(recurse) for group in state.groups)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Change the shards, not the wholes: `to`, `to_empty`, `double` (Any: as nn.Module's)."""
@@ -102,35 +99,28 @@ class FSDPModule:
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """Reduce gradients from now on, or keep them whole and add them up (no_sync)."""
-        for state in self._states(recurse):
-            for group in state.groups:
-                group.sync = requires_gradient_sync
+        for group in self._groups(recurse):
+            group.sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Reduce over the axis of replicas, too, or add up this replica's parts first."""
-        for state in self._states(recurse):
-            for group in state.groups:
-                group.reduction.replicate = requires_all_reduce
+        for group in self._groups(recurse):
+            group.reduction.replicate = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say whether more backwards come before the step: nothing is kept waiting for them."""
-        for state in self._states():
-            if state.tree is not None:
-                state.tree.is_last_backward = is_last_backward
+        """Accepted. Nothing is kept waiting for the backwards that come before the step."""
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide sums of gradients by `factor`, and not by the number of ranks."""
-        for state in self._states(recurse=False):
-            for group in state.groups:
-                group.reduction.divisor = factor
+        for group in self._groups(recurse=False):
+            group.reduction.divisor = factor
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Have collectives sum, and divide afterwards."""
-        for state in self._states():
-            for group in state.groups:
-                group.reduction.force_sum = enable
+        for group in self._groups():
+            group.reduction.force_sum = enable
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], object], *, stream: object = None
@@ -142,13 +132,12 @@ class FSDPModule:
                 over ranks that the mesh has not. All ranks call it in one order.
             stream: Nothing on CPU.
         """
-        for state in self._states(recurse=False):
-            for group in state.groups:
-                group.reduction.hook = hook
+        for group in self._groups(recurse=False):
+            group.reduction.hook = hook
 
     # ---------------------------------------------------------------- a program's own collectives
 
-    def set_custom_all_gather(self, comm: CustomAllGather) -> None:
+    def set_custom_all_gather(self, comm: CustomCollective) -> None:
         """Have this module's parameters gathered by a program's own all_gather.
 
         Parameters that the ranks of a host share are gathered from then on, each rank into memory
@@ -156,22 +145,23 @@ class FSDPModule:
 
         Args:
             comm: Has ``allocate(size, *, dtype, device)`` for input and output, and is called with
-                ``(output, input, group, async_op)``; see `CustomAllGather`.
+                ``(output, input, group, async_op)``; see `CustomCollective`.
         """
-        for group in self._state().groups:
-            as_gathered(group).custom_all_gather = comm
+        for group in self._groups(recurse=False):
+            group.all_gather = comm
+            group.remake()
 
-    def set_custom_reduce_scatter(self, comm: CustomReduceScatter) -> None:
+    def set_custom_reduce_scatter(self, comm: CustomCollective) -> None:
         """Have this module's gradients reduced by a program's own reduce_scatter.
 
         Args:
             comm: Has ``allocate`` as well, and is called with
-                ``(output, input, group, op, async_op)``; see `CustomReduceScatter`. The end of
+                ``(output, input, group, op, async_op)``; see `CustomCollective`. The end of
                 each rank's part of the input is a count for each parameter, and says which ranks
                 have a gradient: what is no zero must not become one.
         """
-        for group in self._state().groups:
-            group.strategy.custom_reduce_scatter = comm
+        for group in self._groups(recurse=False):
+            group.reduction.reduce_scatter = comm
 
     def reduce_gradients(self) -> None:
         """Reduce what backwards without reduction have added up. For the root.
@@ -288,8 +278,20 @@ def join_step(module: nn.Module) -> None:
     (state.tree or Tree(state)).join_step()
 
 
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """Accepted: roots share what they communicate with, the channels of their group, anyway.
+
+    Args:
+        modules: Sharded modules.
+
+    Raises:
+        UsageError: One is not.
+    """
+    _states_of(modules)
+
+
 def _states_of(modules: Sequence[Any]) -> list[FSDPState]:
     states = [state_of(module) for module in modules]
     if None in states:
-        raise UsageError("only sharded modules are gathered ahead", seen=f"{modules!r}"[:200])
+        raise UsageError("a module is not sharded", seen=f"{modules!r}"[:200])
     return [state for state in states if state is not None]

@@ -8,8 +8,6 @@ that holds a tensor has to know.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import IO
 
 import torch
@@ -17,25 +15,17 @@ from torch import nn
 
 from dure.comm.memory import heap_trim
 from dure.errors import DeviceError, UsageError
-from dure.parallel.fsdp.explain import states_in
-from dure.parallel.fsdp.optimizers import mark_offloaded
-from dure.parallel.fsdp.state import FSDPState
-from dure.tensor.dtensor import DTensor
+from dure.parallel.fsdp.state import FSDPState, states_in
+from dure.training.grad_views import own_part
 from dure.training.memory import give_back_freed, give_back_pages
+from dure.training.optimizers import mark_offloaded
 
 __all__ = ["offload", "onload"]
 
 _LEAST = 1 << 16  # bytes: what is smaller shares its pages with other memory
 _KEPT = "_dure_offloaded"
-
-
-@dataclass(frozen=True, slots=True)
-class _Offloaded:
-    """What is in the file, in its order; the file has no name, and goes with this process."""
-
-    file: IO[bytes]
-    tensors: list[torch.Tensor]
-    parameters: list[nn.Parameter]
+Offloaded = tuple[IO[bytes], list[torch.Tensor], list[nn.Parameter]]
+"""A file, which has no name and goes with this process; what is in it; what is refused a step."""
 
 
 def offload(
@@ -89,7 +79,7 @@ def offload(
     heap_trim()
     give_back_freed()
     _mark(states, parameters, True)
-    model.__dict__[_KEPT] = _Offloaded(file, tensors, parameters)
+    model.__dict__[_KEPT] = file, tensors, parameters
     return given
 
 
@@ -105,21 +95,25 @@ def onload(model: nn.Module) -> None:
     Cost:
         Reading the bytes once.
     """
-    kept: _Offloaded | None = model.__dict__.pop(_KEPT, None)
+    kept: Offloaded | None = model.__dict__.pop(_KEPT, None)
     if kept is None:
         raise UsageError("the model is not offloaded", op="onload", seen=type(model).__name__)
-    with kept.file as file:
+    file, tensors, parameters = kept
+    with file:
         file.seek(0)
-        for tensor in kept.tensors:
+        for tensor in tensors:
             file.readinto(_bytes_of(tensor))  # pyright: ignore
-    _mark(states_in(model, "onload"), kept.parameters, False)
+    _mark(states_in(model, "onload"), parameters, False)
 
 
 def _large(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
     """Return the memory of parameters, gradients and state that is worth giving back, once each."""
+    states = optimizer.state.values() if optimizer is not None else ()
+    tensors = [t for p in model.parameters() for t in (p, p.grad) if t is not None]
+    tensors += [t for state in states for t in state.values() if isinstance(t, torch.Tensor)]
     found: dict[int, torch.Tensor] = {}
-    for tensor in _all(model, optimizer):
-        local = tensor.part if isinstance(tensor, DTensor) else tensor.detach()
+    for tensor in tensors:
+        local = own_part(tensor).detach()
         if local.device.type != "cpu":
             raise DeviceError(
                 "only memory of the CPU is given back", op="offload", seen=f"{local.device}"
@@ -127,15 +121,6 @@ def _large(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[to
         if local.nbytes >= _LEAST and local.is_contiguous():
             found[local.data_ptr()] = local
     return list(found.values())
-
-
-def _all(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:
-    for parameter in model.parameters():
-        yield parameter
-        if parameter.grad is not None:
-            yield parameter.grad
-    for state in optimizer.state.values() if optimizer is not None else ():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

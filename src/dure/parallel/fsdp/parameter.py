@@ -10,21 +10,20 @@ shard's ``.grad``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from dure.errors import ModuleError
-from dure.mesh import DeviceMesh
 from dure.parallel.fsdp.axes import DataAxes
-from dure.parallel.fsdp.optimizers import forget_replaced, note_replaced
 from dure.parallel.fsdp.policies import MixedPrecisionPolicy
 from dure.tensor.dtensor import DTensor, wrap
-from dure.tensor.placement_types import Placement, Replicate, chunk
+from dure.tensor.placement_types import chunk
 from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
+from dure.training.grad_views import own_part
 from dure.training.mapped_files import Files
+from dure.training.optimizers import forget_replaced, note_replaced
 
 __all__ = ["FSDPParameter"]
 
@@ -34,19 +33,17 @@ class FSDPParameter:
 
     Args:
         parameter: What the modules have; plain, or a DTensor over other axes of the mesh.
-        places: Every (module, attribute) that has it.
-        dim: The dimension to cut.
-        axes: Over which.
-        policy: In which dtype modules compute with the whole.
-        files: What keeps the shard, its gradient and its optimizer state in files; or None.
 
     Attributes:
         name: Its path in the root module, for messages.
+        places: Every (module, attribute) that has it.
+        dim: The dimension that is cut.
+        axes: Over which.
+        policy: In which dtype modules compute with the whole.
+        files: What keeps the shard, its gradient and its optimizer state in files; or None.
+        whole_shape: Of the whole, or of this rank's tensor-parallel part of it.
         sharded: The nn.Parameter of this rank's shard, a DTensor.
         whole: The nn.Parameter that modules compute with; None before it was first needed.
-        whole_shape: Of the whole, or of this rank's tensor-parallel part of it.
-        dim: The dimension that is cut.
-        axes, policy, files: As given.
         dtype: Of the whole.
     """
 
@@ -59,69 +56,40 @@ class FSDPParameter:
         policy: MixedPrecisionPolicy,
         files: Files | None = None,
     ) -> None:
-        self.files = files
         self.name = places[0][1]
         self.places, self.dim, self.axes, self.policy = places, dim, axes, policy
+        self.files = files
         self._inner = parameter.spec if isinstance(parameter, DTensor) else None
-        local = parameter.part if isinstance(parameter, DTensor) else parameter.detach()
+        local = own_part(parameter).detach()
         self.whole_shape = local.shape
-        self.spec = self._spec(parameter)
         size, offset = chunk(local.shape[dim], axes.size, axes.rank)
         # A copy, so that the memory of the whole can be freed.
         part = local.narrow(dim, offset, size).clone(memory_format=torch.contiguous_format)
-        self.sharded: nn.Parameter = self._as_parameter(
-            wrap(part, self.spec), parameter.requires_grad
-        )
-        self._choose_dtype()
+        sharded = nn.Parameter(wrap(part, axes.shard_spec(parameter, dim)), parameter.requires_grad)
         forget_replaced(parameter)  # a tied one may be taken a second time
         for key, value in vars(parameter).items():
-            setattr(self.sharded, key, value)
-        note_replaced(parameter, self)
-        self._gradient_room: torch.Tensor | None = None
-        self.whole: nn.Parameter | None = None
+            setattr(sharded, key, value)
+        self._take(sharded)
         self.accumulated: torch.Tensor | None = None
 
-    def _spec(self, parameter: torch.Tensor) -> DTensorSpec:
-        """Return the spec of the shard: over the data axes, then over those that it had."""
-        meta = TensorMeta(parameter.shape, tuple(_dense_strides(parameter.shape)), parameter.dtype)
-        if self._inner is None:
-            placements = self.axes.placements(self.dim, (), ())
-            return spec_of(self.axes.mesh, tuple(placements), meta)
-        inner_mesh, inner = self._inner.mesh, self._inner.placements
-        if self.axes.whole is not None and inner_mesh == self.axes.whole:
-            return spec_of(inner_mesh, self._within(inner_mesh, inner), meta)
-        mesh = DeviceMesh._concatenate([self.axes.mesh, inner_mesh])  # pyright: ignore[reportPrivateUsage]
-        placements = self.axes.placements(self.dim, inner, inner_mesh.shape)
-        return spec_of(mesh, (*placements, *inner), meta)
+    def _take(self, sharded: Any) -> None:
+        self.sharded: nn.Parameter = sharded
+        self.spec: DTensorSpec = sharded.spec
+        low = self.policy.param_dtype if sharded.is_floating_point() else None
+        self.dtype: torch.dtype = low or sharded.dtype
+        self.whole: nn.Parameter | None = None
+        self._gradient_room: torch.Tensor | None = None
+        if self.files is not None:
+            sharded._dure_files = self.files  # optimizers keep its state there
 
-    def _within(self, mesh: DeviceMesh, inner: Sequence[Placement]) -> tuple[Placement, ...]:
-        """Return the placements of a parameter whose mesh has the data axes already."""
-        names, data = mesh.mesh_dim_names or (), self.axes.mesh.mesh_dim_names or ()
-        others = [i for i, n in enumerate(names) if n not in data]
-        cut = self.axes.placements(
-            self.dim, [inner[i] for i in others], [mesh.shape[i] for i in others]
-        )
-        made = list(inner)
-        for name, placement in zip(data, cut, strict=True):
-            at = names.index(name)
-            if not isinstance(inner[at], Replicate):
-                raise ModuleError(
-                    "the parameter is divided over a data-parallel axis already",
-                    op="fully_shard",
-                    parameters=(self.name,),
-                    seen=f"{inner[at]} on axis {name!r}",
-                )
-            made[at] = placement
-        return tuple(made)
-
-    def _as_parameter(self, tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-        return nn.Parameter(tensor, requires_grad=requires_grad)
+    def now(self) -> tuple[nn.Parameter, str]:
+        """Return the shard that there is now, and its name; see `note_replaced`."""
+        return self.sharded, self.name
 
     @property
     def part(self) -> torch.Tensor:
         """The values of this rank's shard."""
-        sharded: Any = self.sharded
-        return sharded.part
+        return own_part(self.sharded)
 
     @property
     def is_trained(self) -> bool:
@@ -144,39 +112,22 @@ class FSDPParameter:
         ``to_empty``, ``to(dtype)``, ``load_state_dict(assign=True)`` do so, or change what it is.
         """
         module, name = self.places[0]
-        found: Any = module._parameters[name]  # pyright: ignore[reportPrivateUsage]
-        same = found is self.sharded or found is self.whole
-        if same and self._spec_of(self.sharded) is self.spec:
-            return False
-        if same:
+        found: Any = module._parameters.get(name)  # pyright: ignore[reportPrivateUsage]
+        if found is self.whole:
             found = self.sharded
+        if found is self.sharded and found.spec is self.spec:
+            return False
         if not isinstance(found, DTensor) or found.spec.placements != self.spec.placements:
             raise ModuleError(
                 "a sharded parameter was replaced by what is no shard of it",
                 op="FSDP forward",
                 parameters=(self.name,),
-                seen=str(getattr(found, "spec", None) or tuple(found.shape)),
+                seen=str(getattr(found, "spec", getattr(found, "shape", None))),
                 fix="Assign a DTensor of the same mesh and placements, or copy_ the values.",
             )
-        note_replaced(self.sharded, self)
-        self.sharded, self.spec = found, found.spec  # pyright: ignore[reportAttributeAccessIssue]
-        self._gradient_room = None
-        self.whole = None
-        self._choose_dtype()
+        note_replaced(self.sharded, self.now)
+        self._take(found)
         return True
-
-    @staticmethod
-    def _spec_of(sharded: Any) -> DTensorSpec:
-        return sharded.spec
-
-    def _choose_dtype(self) -> None:
-        low = self.policy.param_dtype if self.sharded.is_floating_point() else None
-        self.dtype = self.sharded.dtype if low is None else low
-
-    def mark_files(self) -> None:
-        """Let optimizers know where to keep the state of the shard."""
-        if self.files is not None:
-            self.sharded._dure_files = self.files  # pyright: ignore
 
     # ---------------------------------------------------------------- what modules have
 
@@ -191,7 +142,7 @@ class FSDPParameter:
             if self._inner is not None:
                 meta = TensorMeta(self._inner.shape, self._inner.meta.stride, self.dtype)
                 made = wrap(tensor, spec_of(self._inner.mesh, self._inner.placements, meta))
-            self.whole = self._as_parameter(made, self.sharded.requires_grad)
+            self.whole = nn.Parameter(made, self.sharded.requires_grad)
         self.whole.requires_grad_(self.sharded.requires_grad)
         self._show(self.whole)
 
@@ -205,17 +156,13 @@ class FSDPParameter:
     # ---------------------------------------------------------------- gradients
 
     def take_gradient(self, dtype: torch.dtype | None) -> torch.Tensor | None:
-        """Return the whole's gradient, with what was accumulated before, and forget both.
-
-        Args:
-            dtype: To accumulate in; None leaves it.
-        """
+        """Return the whole's gradient, with what was accumulated before, and forget both."""
         self.accumulate(dtype)
         gradient, self.accumulated = self.accumulated, None
         return gradient
 
     def accumulate(self, dtype: torch.dtype | None) -> None:
-        """Move the whole's gradient aside; it is reduced at a later backward."""
+        """Move the whole's gradient aside, and add up in `dtype`; a later backward reduces it."""
         if self.whole is None or self.whole.grad is None:
             return
         gradient: Any = self.whole.grad
@@ -225,35 +172,21 @@ class FSDPParameter:
             if gradient.spec.placements != self._inner.placements:
                 gradient = gradient.redistribute(placements=self._inner.placements)
             gradient = gradient.part
-        if dtype is not None and gradient.dtype != dtype and self.accumulated is not None:
-            gradient = gradient.to(dtype)
-        if self.accumulated is None:
-            self.accumulated = gradient
-        else:
-            self.accumulated = self.accumulated.to(gradient.dtype).add_(gradient)
+        if self.accumulated is not None:
+            gradient = gradient.to(dtype or gradient.dtype)
+            gradient = self.accumulated.to(gradient.dtype).add_(gradient)
+        self.accumulated = gradient
 
     def give_gradient(self, part: torch.Tensor) -> None:
         """Add this rank's part of the reduced gradient to the shard's."""
         part = part.to(self.sharded.dtype)
         if self.sharded.grad is None:
             if self.files is not None:
-                part = self._in_file(part, self.files)
+                room = self._gradient_room
+                if room is None or room.dtype != part.dtype:
+                    room = self._gradient_room = self.files.zeros(part.shape, part.dtype)
+                part = room.copy_(part)
             self.sharded.grad = wrap(part, self.spec)
         else:
             grad: Any = self.sharded.grad
             grad.part.add_(part)
-
-    def _in_file(self, part: torch.Tensor, files: Files) -> torch.Tensor:
-        """Return a gradient in this parameter's file for it."""
-        room = self._gradient_room
-        if room is None or room.dtype != part.dtype:
-            room = self._gradient_room = files.zeros(part.shape, part.dtype)
-        return room.copy_(part)
-
-
-def _dense_strides(shape: torch.Size) -> list[int]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.insert(0, step)
-        step *= max(size, 1)
-    return strides

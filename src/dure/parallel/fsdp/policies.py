@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dure.errors import ModuleError
+from dure.training.precision import check_floating
 
 __all__ = ["CPUOffloadPolicy", "DataParallelMeshDims", "MixedPrecisionPolicy", "OffloadPolicy"]
 
@@ -29,15 +29,7 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-            dtype = getattr(self, name)
-            if dtype is not None and not dtype.is_floating_point:
-                raise ModuleError(
-                    "mixed precision is for floating-point dtypes",
-                    op="MixedPrecisionPolicy",
-                    seen=f"{name}={dtype}",
-                    fix="Use torch.bfloat16, or torch.float16 with a GradScaler.",
-                )
+        check_floating(self, "param_dtype", "reduce_dtype", "output_dtype")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ With replicas (HSDP) the parts are reduced once more, over the axis of replicas.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -21,97 +23,137 @@ from dure.comm.memory import heap_empty
 from dure.comm.ops import ReduceOp
 from dure.parallel.fsdp.axes import DataAxes
 from dure.parallel.fsdp.parameter import FSDPParameter
-from dure.parallel.fsdp.strategy import CustomReduceScatter, Reduction
 
-__all__ = ["Reducer", "padded_numel", "padded_shape", "parts_of"]
+if TYPE_CHECKING:
+    from dure.comm.group import ProcessGroup
+    from dure.comm.work import Work
+
+__all__ = [
+    "CustomCollective",
+    "Reduction",
+    "padded_numel",
+    "padded_shape",
+    "parts_of",
+]
 
 
-class Reducer:
-    """Reduces the gradients of a group.
+class CustomCollective(Protocol):
+    """A program's own all_gather or reduce_scatter, as torch's `AllGather` and `ReduceScatter`."""
 
-    Args:
-        parameters: Of one dtype.
-        axes: Over which they are sharded.
+    __call__: Callable[..., Work | None]
+    """Gathers [k] of each rank into [n * k], or reduces [n * k] of each rank to this rank's [k].
 
-    Attributes:
-        reducing_group: In which gradients are reduced, unless by a program's own collective.
-        custom_reduce_scatter: The program's own; None for Dure's.
+    Called with ``(output, input, group, async_op=True)``, or ``(output, input, group, op, ...)``.
+    Returns what waits for it, or None if it is done.
     """
 
-    def __init__(self, parameters: Sequence[FSDPParameter], axes: DataAxes) -> None:
-        self._parameters, self._axes = list(parameters), axes
-        self.reducing_group = axes.shard_group.channel(1)
-        self._carry: torch.Tensor | None = None
-        self.custom_reduce_scatter: CustomReduceScatter | None = None
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return memory [size], for the input or the output; its values may be any."""
+        ...
 
-    def reduce(
-        self, gradients: Sequence[torch.Tensor | None], how: Reduction
-    ) -> Callable[[], Sequence[torch.Tensor | None]]:
-        """Begin to reduce; see `Strategy.reduce`."""
-        size = self._axes.size
-        sizes = [padded_numel(p, size) if p.is_trained else 0 for p in self._parameters]
-        dtype = how.dtype or self._parameters[0].dtype
-        flat = self._empty(size, sum(sizes) + len(sizes), dtype)
+
+@dataclass(slots=True)
+class Reduction:
+    """How gradients of a group are reduced; methods of `FSDPModule` change it.
+
+    Attributes:
+        parameters: The group's.
+        axes: Over which they are sharded.
+        dtype: In which; None for that of the gradients.
+        divisor: What the sum is divided by; None for the number of ranks.
+        force_sum: Use a plain sum and a division instead of the collective's average.
+        replicate: Reduce over the axis of replicas, too, at this backward.
+        hook: Called with the reduced parts of a group's gradients, flat, which it may change.
+        reduce_scatter: The program's own; None for Dure's.
+    """
+
+    parameters: Sequence[FSDPParameter]
+    axes: DataAxes
+    dtype: torch.dtype | None
+    divisor: float | None = None
+    force_sum: bool = False
+    replicate: bool = True
+    hook: Callable[[torch.Tensor], object] | None = None
+    reduce_scatter: CustomCollective | None = None
+    _carry: torch.Tensor | None = field(default=None, init=False)
+    _begun: tuple[Work | None, torch.Tensor, list[int], ReduceOp] | None = field(
+        default=None, init=False
+    )
+
+    @property
+    def group(self) -> ProcessGroup:
+        """In which gradients are reduced, unless by a program's own collective."""
+        return self.axes.shard_group.channel(1)
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether one has begun whose result nobody has."""
+        return self._begun is not None
+
+    def begin(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Begin to reduce gradients of wholes; None is a rank that has none, which counts as zeros.
+
+        Collective: all ranks of the group.
+        """
+        size = self.axes.size
+        sizes = [padded_numel(p, size) if p.is_trained else 0 for p in self.parameters]
+        flat = self._empty(size, sum(sizes) + len(sizes))
         *pieces, used = flat.split([*sizes, len(sizes)], dim=1)
         used.copy_(torch.tensor([g is not None for g in gradients]))
-        for piece, parameter, gradient in zip(pieces, self._parameters, gradients, strict=True):
+        for piece, parameter, gradient in zip(pieces, self.parameters, gradients, strict=True):
             if gradient is None or parameter.whole_shape[parameter.dim] % size:
                 piece.zero_()
             if gradient is not None:
                 _copy_in(piece, gradient, parameter)
-        average = how.divisor is None and not how.force_sum
+        average = self.divisor is None and not self.force_sum
         op = ReduceOp.AVG if average else ReduceOp.SUM
-        comm = self.custom_reduce_scatter
-        if comm is None:
+        if self.reduce_scatter is None:
             output = flat.new_empty(flat.shape[1])
-            group = self.reducing_group
-            work = group.reduce_scatter_single(output, flat.view(-1), op, async_op=True)
+            work = self.group.reduce_scatter_single(output, flat.view(-1), op, async_op=True)
         else:
-            output = comm.allocate((flat.shape[1],), dtype=dtype, device=flat.device)
-            work = comm(output, flat.view(-1), self._axes.shard_group, op, async_op=True)
+            allocate = self.reduce_scatter.allocate
+            output = allocate((flat.shape[1],), dtype=flat.dtype, device=flat.device)
+            group = self.axes.shard_group
+            work = self.reduce_scatter(output, flat.view(-1), group, op, async_op=True)
 
-        def finish() -> Sequence[torch.Tensor | None]:
-            if work is not None:
-                work.wait()
-            return self._reduced(output, sizes, how, op)
+        self._begun = work, output, sizes, op
 
-        return finish
-
-    def _reduced(
-        self, output: torch.Tensor, sizes: list[int], how: Reduction, op: ReduceOp
-    ) -> Sequence[torch.Tensor | None]:
-        """Reduce over replicas, divide, and cut this rank's parts out."""
-        replicas = self._axes.replicate_group
-        if replicas is not None and not how.replicate:
+    def finish(self) -> Sequence[torch.Tensor | None]:
+        """Wait for what was begun; return this rank's parts, None where no rank had a gradient."""
+        assert self._begun is not None
+        (work, output, sizes, op), self._begun = self._begun, None
+        if work is not None:
+            work.wait()
+        replicas = self.axes.replicate_group
+        if replicas is not None and not self.replicate:
             self._carry = output if self._carry is None else self._carry.add_(output)
             return [None] * len(sizes)
         if replicas is not None:
             if self._carry is not None:
                 output, self._carry = output.add_(self._carry), None
             replicas.channel(1).all_reduce(output, op)
-        if how.hook is not None:
-            how.hook(output[: sum(sizes)])
+        if self.hook is not None:
+            self.hook(output[: sum(sizes)])
         if op is not ReduceOp.AVG:
-            ranks = self._axes.size * (replicas.size() if replicas is not None else 1)
-            divisor = ranks if how.divisor is None else how.divisor
-            output[: sum(sizes)].div_(divisor)
+            ranks = self.axes.size * (replicas.size() if replicas is not None else 1)
+            output[: sum(sizes)].div_(ranks if self.divisor is None else self.divisor)
         *pieces, used = output.split([*sizes, len(sizes)])
-        had = used.tolist()
         return [
             self._unpadded(piece, parameter) if some else None
-            for piece, parameter, some in zip(pieces, self._parameters, had, strict=True)
+            for piece, parameter, some in zip(pieces, self.parameters, used.tolist(), strict=True)
         ]
 
     def _unpadded(self, piece: torch.Tensor, parameter: FSDPParameter) -> torch.Tensor:
         part = parameter.part.shape[parameter.dim]
-        return piece.view(padded_shape(parameter, self._axes.size)).narrow(parameter.dim, 0, part)
+        return piece.view(padded_shape(parameter, self.axes.size)).narrow(parameter.dim, 0, part)
 
-    def _empty(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        device = self._parameters[0].part.device
-        if self.custom_reduce_scatter is not None:
-            room = self.custom_reduce_scatter.allocate(
-                (rows * columns,), dtype=dtype, device=device
-            )
+    def _empty(self, rows: int, columns: int) -> torch.Tensor:
+        first = self.parameters[0]
+        dtype, device = self.dtype or first.dtype, first.part.device
+        if self.reduce_scatter is not None:
+            room = self.reduce_scatter.allocate((rows * columns,), dtype=dtype, device=device)
             return room.view(rows, columns)
         if device.type == "cpu":
             return heap_empty(rows, columns, dtype=dtype)

@@ -24,27 +24,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from dure.errors import ModuleError, PeerLost
 from dure.parallel.fsdp.axes import DataAxes
-from dure.parallel.fsdp.optimizers import rebind
 from dure.parallel.fsdp.parameter import FSDPParameter
-from dure.parallel.fsdp.reducing import Reducer
+from dure.parallel.fsdp.strategy import Strategy
 from dure.tensor.dtensor import DTensor
 from dure.tensor.placement_types import chunk
-from dure.training.memory import node_shared_zeros
+from dure.training.memory import node_shared_zeros, piece_of, side_by_side
 from dure.training.turns import Turns
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
 __all__ = ["Shared", "why_not_shared"]
-
-_ALIGNMENT = 64
 
 
 def why_not_shared(parameters: Sequence[FSDPParameter], axes: DataAxes) -> str | None:
@@ -62,7 +55,7 @@ def why_not_shared(parameters: Sequence[FSDPParameter], axes: DataAxes) -> str |
     return None
 
 
-class Shared(Reducer):
+class Shared(Strategy):
     """Keeps a group's parameters whole, in memory that its ranks share.
 
     Args:
@@ -74,6 +67,7 @@ class Shared(Reducer):
     """
 
     name = "shared"
+    why = "CPU parameters, ranks on one host"
 
     def __init__(
         self,
@@ -84,15 +78,10 @@ class Shared(Reducer):
         super().__init__(parameters, axes)
         group = group or axes.shard_group
         self._turns = Turns.of(group)
-        self._low = parameters[0].dtype != parameters[0].spec.meta.dtype
-        dtypes = [p.spec.meta.dtype for p in self._parameters]
-        self._full = _Block(self._parameters, dtypes, axes, group)
-        self._wholes = self._full.wholes
-        self._low_block: _Block | None = None
-        if self._low:
-            dtypes = [p.dtype for p in self._parameters]
-            self._low_block = _Block(self._parameters, dtypes, axes, group)
-            self._wholes = self._low_block.wholes
+        kept, read = [p.spec.meta.dtype for p in parameters], [p.dtype for p in parameters]
+        self._full = _Block(parameters, kept, axes, group)
+        self._read = self._full if read == kept else _Block(parameters, read, axes, group)
+        self._wholes = self._read.wholes
         self._versions: list[int] = []
         self._shard_versions: list[int] = []
         self._epoch = -1
@@ -104,33 +93,19 @@ class Shared(Reducer):
             sharded: Any = parameter.sharded
             part = sharded.part
             sharded._dure_turns = self._turns
-            parameter.mark_files()
-            if part.is_meta:
+            if part is place or part.is_meta:
                 continue
             if part.data_ptr() != place.data_ptr() and place.numel():
                 self._turns.begin_write()
                 place.copy_(part.detach())
             sharded.part = place
 
-    def give_up(self) -> None:
-        """Give the shards memory of this rank's own; another strategy comes."""
-        self._turns.leave(together=False)
-        for parameter in self._parameters:
-            sharded: Any = parameter.sharded
-            if parameter.files is None:
-                sharded.part = parameter.part.clone()
-            del sharded._dure_turns
-
     def publish(self) -> None:
         """Take back shards that the program has put elsewhere; cast, where wholes are cast."""
-        if any(
-            not _is_at(p.part, place)
-            for p, place in zip(self._parameters, self._full.shards, strict=True)
-        ):
-            self.attach()
-        if self._low_block is not None:
-            for low, full in zip(self._low_block.shards, self._full.shards, strict=True):
-                low.copy_(full)
+        super().publish()
+        self.attach()
+        for low, full in zip(self.recomputed(), self._full.shards, strict=False):
+            low.copy_(full)
 
     def enter(self) -> None:
         """Begin a step; see `Turns`."""
@@ -160,10 +135,6 @@ class Shared(Reducer):
             if parameter.version != version:
                 raise _written(parameter)
 
-    def is_stale(self) -> bool:
-        """They are not: wholes and shards are the same memory."""
-        return False
-
     def leave(self, together: bool) -> None:
         """End a step; see `Turns`."""
         self._turns.leave(together)
@@ -174,14 +145,11 @@ class Shared(Reducer):
 
     def recomputed(self) -> Sequence[torch.Tensor]:
         """Return this rank's rows of the low-precision block."""
-        return () if self._low_block is None else self._low_block.shards
+        return () if self._read is self._full else self._read.shards
 
     def tell(self, error: PeerLost) -> None:
         """Add to an error whether the weights are whole."""
         self._turns.tell(error)
-
-    def unshard(self) -> ProcessGroup | None:
-        """Nothing to do: the wholes are there."""
 
     def wait(self) -> Sequence[torch.Tensor]:
         """Return the wholes."""
@@ -229,19 +197,19 @@ class _Block:
         group: ProcessGroup,
     ) -> None:
         self._axes = axes
-        starts = [0]
-        for parameter, dtype in zip(parameters, dtypes, strict=True):
-            nbytes = parameter.whole_shape.numel() * dtype.itemsize
-            starts.append(starts[-1] + -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
-        nbytes, files = max(starts.pop(), _ALIGNMENT), parameters[0].files
+        shapes = [p.whole_shape for p in parameters]
+        *starts, nbytes = side_by_side(
+            shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)
+        )
+        files, nbytes = parameters[0].files, max(nbytes, 1)
         if files is None:
             self._memory = node_shared_zeros(group, nbytes)
         else:
             self._memory = files.shared_zeros(group, nbytes)
         self._starts = starts
         self.wholes = [
-            _over(self._memory, start, parameter.whole_shape, dtype)
-            for parameter, dtype, start in zip(parameters, dtypes, starts, strict=True)
+            _over(self._memory, start, shape, dtype)
+            for shape, dtype, start in zip(shapes, dtypes, starts, strict=True)
         ]
         self.shards = self.rows_of(axes.rank)
 
@@ -257,43 +225,5 @@ class _Block:
 
 
 def _over(memory: torch.Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor over some bytes, whose storage is no longer than it."""
-    if shape.numel() == 0:
-        return torch.empty(shape, dtype=dtype)
-    room = torch.frombuffer(
-        memory.numpy(), dtype=torch.uint8, count=shape.numel() * dtype.itemsize, offset=start
-    )
-    return torch.empty(0, dtype=dtype).set_(room.untyped_storage(), 0, shape)  # pyright: ignore
-
-
-def _is_at(part: torch.Tensor, place: torch.Tensor) -> bool:
-    return part.numel() == 0 or part.data_ptr() == place.data_ptr()
-
-
-def _turns_of(optimizer: torch.optim.Optimizer) -> set[Turns]:
-    found: set[Turns] = set()
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            turns = getattr(parameter, "_dure_turns", None)
-            if turns is not None:
-                found.add(turns)
-    return found
-
-
-def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    rebind(optimizer)
-    for turns in _turns_of(optimizer):
-        try:
-            turns.begin_write()
-        except PeerLost as error:
-            turns.tell(error)
-            raise
-
-
-def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    for turns in _turns_of(optimizer):
-        turns.end_write()
-
-
-register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_after_step)
+    room = piece_of(memory, start, shape.numel() * dtype.itemsize)
+    return torch.empty(0, dtype=dtype).set_(room, 0, shape)  # pyright: ignore

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,26 +28,30 @@ from torch import nn
 from dure.comm.untraced import untraced
 from dure.errors import Desync, ModuleError, PeerLost, UsageError
 from dure.parallel.fsdp.group import ParameterGroup
-from dure.parallel.fsdp.parameter import FSDPParameter
 from dure.parallel.fsdp.policies import MixedPrecisionPolicy
 from dure.parallel.fsdp.uninitialized import check_initialized
 from dure.training import autograd_hooks
 from dure.training.module_times import ModuleClock, now
 from dure.training.pytrees import cast_floats, tensors_of
 
-__all__ = ["FSDPState", "Order", "Tree", "state_of"]
+__all__ = ["FSDPState", "Order", "Tree", "state_of", "states_in", "states_within"]
 
 _MOST_REDUCTIONS = 2
 """Groups whose gradients are reduced at once."""
 
 
 class Order:
-    """In which order the first step gathered, or reduced; later steps keep to it."""
+    """In which order the first step gathered, or reduced; later steps keep to it.
+
+    Attributes:
+        is_known: A step was made.
+        sequence: The order.
+    """
 
     def __init__(self) -> None:
-        self._sequence: list[FSDPState] = []
+        self.sequence: list[FSDPState] = []
+        self.is_known = False
         self._at = 0
-        self._known = False
 
     def begin(self) -> None:
         """Begin at the first."""
@@ -55,34 +59,24 @@ class Order:
 
     def skipped(self, state: FSDPState) -> Sequence[FSDPState]:
         """Return those that come before `state`, and were not called; it is called next."""
-        if not self._known:
-            self._sequence.append(state)
+        if not self.is_known:
+            self.sequence.append(state)
             return ()
-        if state not in self._sequence[self._at :]:
+        if state not in self.sequence[self._at :]:
             return ()
-        found = self._sequence.index(state, self._at)
-        before = self._sequence[self._at : found]
+        found = self.sequence.index(state, self._at)
+        before = self.sequence[self._at : found]
         self._at = found + 1
         return before
 
-    def coming(self) -> FSDPState | None:
-        """Return the next one; None where that is not known."""
-        return self._sequence[self._at] if self._known and self._at < len(self._sequence) else None
-
-    @property
-    def is_known(self) -> bool:
-        """Whether a step was made."""
-        return self._known
-
-    @property
-    def sequence(self) -> Sequence[FSDPState]:
-        """The order; empty before it is known."""
-        return tuple(self._sequence) if self._known else ()
+    def coming(self) -> Sequence[FSDPState]:
+        """Return the next one, or nothing where that is not known."""
+        return self.sequence[self._at : self._at + 1] if self.is_known else ()
 
     def end(self) -> Sequence[FSDPState]:
         """Return those that were not called; from now on the order is known."""
-        rest = self._sequence[self._at :] if self._known else ()
-        self._known, self._at = True, len(self._sequence)
+        rest = self.sequence[self._at :] if self.is_known else ()
+        self.is_known, self._at = True, len(self.sequence)
         return rest
 
 
@@ -90,17 +84,11 @@ class Tree:
     """The states of modules within one another, and where a step of them is."""
 
     def __init__(self, root: FSDPState) -> None:
-        self.states: list[FSDPState] = []
-        for module in root.modules:
-            for inner in module.modules():
-                state = state_of(inner)
-                if state is not None and state not in self.states:
-                    self.states.append(state)
-                    state.tree = self
+        self.root, self.states = root, states_within(root.modules)
+        for state in self.states:
+            state.tree = self
         self._name_parameters(root)
-        self.root = root
         self.clock = ModuleClock()
-        self.is_last_backward = True
         self._entry: FSDPState | None = None
         self._forwards: dict[FSDPState, Order] = {}
         self._backwards: dict[FSDPState, tuple[Order, Order]] = {}
@@ -119,10 +107,15 @@ class Tree:
                     path = paths.get(module)
                     parameter.name = f"{path}.{name}" if path else name
 
+    @property
+    def groups(self) -> Iterator[ParameterGroup]:
+        """All groups of the states."""
+        return (group for state in self.states for group in state.groups)
+
     def orders(self) -> tuple[Sequence[FSDPState], Sequence[FSDPState]]:
         """Return in which order forward gathers, and backward; empty before that is known."""
-        forward = next((o.sequence for o in self._forwards.values()), ())
-        backward = next((gathers.sequence for gathers, _ in self._backwards.values()), ())
+        forward = next((o.sequence for o in self._forwards.values() if o.is_known), [])
+        backward = next((o.sequence for o, _ in self._backwards.values() if o.is_known), [])
         return forward, backward
 
     @contextmanager
@@ -140,9 +133,8 @@ class Tree:
             )
             raise
         except PeerLost as error:
-            for each in self.states:
-                for group in each.groups:
-                    group.strategy.tell(error)
+            for group in self.groups:
+                group.strategy.tell(error)
             raise
 
     # ---------------------------------------------------------------- forward
@@ -150,18 +142,28 @@ class Tree:
     def begin_forward(self, state: FSDPState) -> None:
         """A module's forward begins; the outermost one's begins a step."""
         if self._entry is None:
+            if self._backward is not None:  # which raised, so autograd has told of no end
+                self.forget()
             if state.announce is not None:
                 state.announce(state)
             self._forward = self._enter(self._forwards.setdefault(state, Order()))
             self._entry = state
         assert self._forward is not None
-        for skipped in self._forward.skipped(state):
-            skipped.join_gather()
+        self._join(self._forward.skipped(state))
+        self._gather(state, state.forward_prefetch or self._forward.coming())
+
+    def _gather(self, state: FSDPState, ahead: Sequence[FSDPState]) -> None:
+        """Let a module have its wholes; begin to gather what comes next."""
         state.unshard()
-        coming = self._forward.coming()
         state.show_wholes()
-        for ahead in state.forward_prefetch or ([coming] if coming is not None else []):
-            ahead.unshard()
+        for each in ahead:
+            each.unshard()
+
+    def _join(self, skipped: Sequence[FSDPState]) -> None:
+        """Take part in what others gather: not, for backward, what all have kept since forward."""
+        for state in skipped:
+            if state not in self._kept:
+                state.join_gather()
 
     def _check_usable(self) -> None:
         if not all(state.is_checked for state in self.states):
@@ -175,17 +177,21 @@ class Tree:
         """Begin a step: what was written before is seen by all."""
         self._leave(together=False)  # what an earlier forward reads is no longer awaited
         self._check_usable()
-        groups = [group for each in self.states for group in each.groups]
-        for group in groups:
+        for group in self.groups:
             group.adopt()
             group.strategy.publish()
         self.clock.begin_forward()
-        begin = now()
-        for group in groups:
-            group.strategy.enter()
-        self.clock.turn(begin)
+        self._take_turn()
+        self._kept = set()
         order.begin()
         return order
+
+    def _take_turn(self) -> None:
+        """Wait until all ranks read what they share."""
+        begin = now()
+        for group in self.groups:
+            group.strategy.enter()
+        self.clock.turn(begin)
 
     def end_forward(self, state: FSDPState, raised: bool) -> None:
         """A module's forward has ended."""
@@ -199,18 +205,15 @@ class Tree:
             if each.to_run:  # of a list of modules, forward has called some
                 each.to_run.clear()
                 each.reshard()
-        for skipped in self._forward.end():
-            skipped.join_gather()
-        for each in self.states:
-            for group in each.groups:
-                group.strategy.check_unwritten()
+        self._join(self._forward.end())
+        for group in self.groups:
+            group.strategy.check_unwritten()
         if not torch.is_grad_enabled():
             self._leave(together=True)
 
     def _leave(self, together: bool) -> None:
-        for state in self.states:
-            for group in state.groups:
-                group.strategy.leave(together)
+        for group in self.groups:
+            group.strategy.leave(together)
 
     # ---------------------------------------------------------------- backward
 
@@ -223,19 +226,8 @@ class Tree:
         gathers, _ = self._backward
         if state.is_sharded and state.unshard_in_backward:
             self._join(gathers.skipped(state))
-            state.unshard()
-            coming = gathers.coming()
-            state.show_wholes()
-            for ahead in state.backward_prefetch or ([coming] if coming is not None else []):
-                if ahead.is_sharded:
-                    ahead.unshard()
+            self._gather(state, state.backward_prefetch or gathers.coming())
         state.in_backward = True
-
-    def _join(self, skipped: Sequence[FSDPState]) -> None:
-        """Take part in what others gather for backward: not what all have kept since forward."""
-        for state in skipped:
-            if state not in self._kept:
-                state.join_gather()
 
     def _enter_backward(self, orders: tuple[Order, Order]) -> None:
         self._backward = orders
@@ -243,11 +235,7 @@ class Tree:
         for order in orders:
             order.begin()
         self.clock.begin_backward()
-        begin = now()
-        for state in self.states:
-            for group in state.groups:
-                group.strategy.enter()
-        self.clock.turn(begin)
+        self._take_turn()
 
     def join_step(self) -> None:
         """Take part in a forward of the root and, with gradients on, in its backward."""
@@ -261,8 +249,7 @@ class Tree:
                 f"{type(self.root.modules[0]).__name__} yet",
             )
         with self.telling():
-            for state in self._enter(forward).end():
-                state.join_gather()
+            self._join(self._enter(forward).end())
             if training and backward is not None:
                 with torch.no_grad():
                     self._enter_backward(backward)
@@ -292,17 +279,15 @@ class Tree:
         order = self._forwards.setdefault(entry, Order())
         with self.telling(entry), torch.no_grad():
             self._enter(order)
-            for state in order.end() if order.is_known else ():
-                state.join_gather()
+            self._join(order.end() if order.is_known else ())
             self._leave(together=True)
 
     def reduce(self, state: FSDPState) -> None:
         """A module's backward has ended."""
         assert self._backward is not None
         _, reductions = self._backward
-        for skipped in reductions.skipped(state):
-            self._begin_reduction(skipped)
-        self._begin_reduction(state)
+        for each in (*reductions.skipped(state), state):
+            self._begin_reduction(each)
 
     def _begin_reduction(self, state: FSDPState) -> None:
         """Begin to reduce a module's gradients; end what was begun long before it.
@@ -311,10 +296,10 @@ class Tree:
         """
         begin = now()
         state.end_backward()
-        reducing = [(state.name, g) for g in state.groups if g.is_reducing]
+        reducing = [(state.name, g) for g in state.groups if g.reduction.is_begun]
         num_bytes = sum(g.trained_bytes for _, g in reducing)
         if num_bytes:
-            group = reducing[0][1].strategy.reducing_group
+            group = reducing[0][1].reduction.group
             self.clock.reduction_started(state.name, begin, group, num_bytes)
         self._reducing += reducing
         while len(self._reducing) > _MOST_REDUCTIONS:
@@ -355,9 +340,9 @@ class Tree:
         begin = now()
         self._leave(together=True)
         self.clock.turn(begin)
-        group = next((p.axes.shard_group for s in self.states for p in s.parameters), None)
+        group = next(self.groups, None)
         if group is not None:
-            self.clock.end_backward(group)
+            self.clock.end_backward(group.reduction.axes.shard_group)
 
     def forget(self) -> None:
         """End a step that failed: reshard all, and drop its gradients."""
@@ -368,9 +353,9 @@ class Tree:
             state.in_backward = False
             state.running = 0
             state.to_run.clear()
-            for group in state.groups:
-                group.forget()
-                group.reshard()
+        for group in self.groups:
+            group.forget()
+            group.reshard()
         self._leave(together=False)
 
 
@@ -430,18 +415,6 @@ class FSDPState:
         """Whether modules have shards."""
         return any(not group.unsharded for group in self.groups)
 
-    @property
-    def frees_after_forward(self) -> bool:
-        """Whether wholes are freed between forward and backward."""
-        if self.reshard_after_forward is not None:
-            return self.reshard_after_forward
-        return self.tree is None or self.tree.root is not self
-
-    @property
-    def parameters(self) -> Iterator[FSDPParameter]:
-        """All parameters of the call."""
-        return (parameter for group in self.groups for parameter in group.parameters)
-
     def unshard(self) -> None:
         """Begin to make all parameters whole."""
         if self.is_sharded:
@@ -466,8 +439,10 @@ class FSDPState:
 
     def reshard_after(self) -> None:
         """Let the modules have the shards when a forward has ended, if they are to have them."""
-        training = torch.is_grad_enabled()
-        if self.frees_after_forward or not training:
+        training, frees = torch.is_grad_enabled(), self.reshard_after_forward
+        if frees is None:
+            frees = self.tree is None or self.tree.root is not self
+        if frees or not training:
             for group in self.groups:
                 group.reshard(for_backward=training)
 
@@ -578,8 +553,7 @@ class FSDPState:
 
     def _before_loading(self, *_: Any) -> None:
         """Let values be written into shards."""
-        self.check_resident()
-        self.reshard()
+        self._before_state_dict()
         for group in self.groups:
             group.strategy.before_write()
 
@@ -587,3 +561,26 @@ class FSDPState:
 def state_of(module: nn.Module) -> FSDPState | None:
     """Return the state of a module that was given to `fully_shard`."""
     return getattr(module, "_dure_fsdp", None)
+
+
+def states_within(modules: Iterable[nn.Module]) -> list[FSDPState]:
+    """Return the states of modules and of those within them, each once."""
+    states = (state_of(inner) for module in modules for inner in module.modules())
+    return [state for state in dict.fromkeys(states) if state is not None]
+
+
+def states_in(model: nn.Module, op: str) -> list[FSDPState]:
+    """Return the same of a model.
+
+    Raises:
+        ModuleError: Nothing of it is sharded.
+    """
+    states = states_within([model])
+    if not states:
+        raise ModuleError(
+            "nothing of this module is sharded",
+            op=op,
+            seen=type(model).__name__,
+            fix="Call fully_shard on it first.",
+        )
+    return states

@@ -1,148 +1,63 @@
-"""How the shards of a group of parameters become whole, and gradients become shards.
+"""How the shards of a group of parameters become whole: one interface, two ways behind it.
 
-Two ways, behind one interface. *shared*: the ranks of a host have the parameters in memory that
-they share; a shard is a view into it, and nothing is gathered (shared.py). *gathered*: the usual
-all_gather into memory of a rank's own (gathered.py). `fully_shard` chooses (choosing.py);
-`strategy("gathered")` or DURE_FSDP_STRATEGY forces one.
+*shared*: the ranks of a host have the parameters in memory that they share; a shard is a view into
+it, and nothing is gathered (shared.py). *gathered*: the usual all_gather into memory of a rank's
+own (gathered.py). `fully_shard` chooses (choosing.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from dure import env
-from dure.errors import PeerLost, UsageError
+from dure.errors import PeerLost
+from dure.parallel.fsdp.axes import DataAxes
+from dure.parallel.fsdp.parameter import FSDPParameter
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
-    from dure.comm.ops import ReduceOp
     from dure.comm.work import Work
 
-__all__ = [
-    "CustomAllGather",
-    "CustomReduceScatter",
-    "Reduction",
-    "Strategy",
-    "forced",
-    "strategy",
-]
-
-NAMES = ("shared", "gathered")
-_forced: ContextVar[str | None] = ContextVar("dure_fsdp_strategy", default=None)
+__all__ = ["Strategy"]
 
 
-@dataclass(slots=True)
-class Reduction:
-    """How gradients of a group are reduced; methods of `FSDPModule` change it.
+class Strategy:
+    """What makes one group's parameters whole; here with copies of this rank's own.
+
+    Args:
+        parameters: Of one dtype.
+        axes: Over which they are sharded.
 
     Attributes:
-        dtype: In which; None for that of the gradients.
-        divisor: What the sum is divided by; None for the number of ranks.
-        force_sum: Use a plain sum and a division instead of the collective's average.
-        replicate: Reduce over the axis of replicas, too, at this backward.
-        hook: Called with the reduced parts of a group's gradients, flat, which it may change.
-    """
+        name: "shared" or "gathered".
+        why: Why it was chosen.
 
-    dtype: torch.dtype | None = None
-    divisor: float | None = None
-    force_sum: bool = False
-    replicate: bool = True
-    hook: Callable[[torch.Tensor], object] | None = None
-
-
-class Allocator(Protocol):
-    """What a program's own collectives have besides."""
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Return memory [size], for the input or the output; its values may be any."""
-        ...
-
-
-class CustomAllGather(Allocator, Protocol):
-    """A program's own all_gather, as torch's `AllGather`; see `set_custom_all_gather`."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: ProcessGroup,
-        async_op: bool = False,
-    ) -> Work | None:
-        """Gather [k] of each rank into [n * k]; return what waits for it, or None if it is done."""
-        ...
-
-
-class CustomReduceScatter(Allocator, Protocol):
-    """A program's own reduce_scatter, as torch's `ReduceScatter`."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: ProcessGroup,
-        op: ReduceOp,
-        async_op: bool = False,
-    ) -> Work | None:
-        """Reduce [n * k] of each rank to this rank's [k]; return what waits, or None."""
-        ...
-
-
-class Strategy(Protocol):
-    """What makes one group's parameters whole. All parameters have one dtype.
-
-    Collective: `unshard` and `reduce`, on all ranks of the group in the same order; `enter`.
+    Collective: `unshard`, on all ranks of the group in the same order; `enter`.
     """
 
     name: str
-    reducing_group: ProcessGroup
-    custom_reduce_scatter: CustomReduceScatter | None
+    why: str = "asked for"
+
+    def __init__(self, parameters: Sequence[FSDPParameter], axes: DataAxes) -> None:
+        self._parameters, self._axes = list(parameters), axes
+        self._begun: tuple[torch.Tensor, int, Work | None] | None = None
 
     def attach(self) -> None:
         """Take the shards that the parameters have now: first, and whenever some were replaced."""
-        ...
+        raise NotImplementedError
 
     def publish(self) -> None:
         """Put what others are to read where they read it; `enter` comes next."""
-        ...
-
-    def enter(self) -> None:
-        """Begin to read, unless begun: a root's forward, or a backward. Wait until all have."""
-        ...
-
-    def leave(self, together: bool) -> None:
-        """End it: this rank reads no more; with `together`, wait until no rank does."""
-        ...
-
-    def before_write(self) -> None:
-        """Wait until shards may be written, where that is between no steps."""
-        ...
-
-    def recomputed(self) -> Sequence[torch.Tensor]:
-        """Return memory of this rank's that `publish` writes anew before it is read."""
-        ...
-
-    def check_unwritten(self) -> None:
-        """Raise if shards were written since `enter`, where others read them."""
-        ...
+        self._gathered()  # what a step that failed has begun
 
     def is_stale(self) -> bool:
         """Whether any rank's shards were written since the wholes, which were kept, were made.
 
         Collective: all ranks of the group.
         """
-        ...
-
-    def tell(self, error: PeerLost) -> None:
-        """Add to an error what a rank's death has left of the parameters."""
-        ...
+        return False
 
     def unshard(self) -> ProcessGroup | None:
         """Begin to make the parameters whole; nothing if they are, or have begun to be.
@@ -150,11 +65,19 @@ class Strategy(Protocol):
         Returns:
             The group in which an all_gather was begun.
         """
-        ...
+
+    def _gathered(self) -> torch.Tensor | None:
+        """Finish an all_gather that has begun; return what it has gathered, [ranks, k]."""
+        if self._begun is None:
+            return None
+        (output, ranks, work), self._begun = self._begun, None
+        if work is not None:
+            work.wait()
+        return output.view(ranks, -1)
 
     def wait(self) -> Sequence[torch.Tensor]:
         """Return the wholes, each [whole_shape] of its `dtype`; always the same tensors."""
-        ...
+        raise NotImplementedError
 
     def reshard(self, for_backward: bool = False) -> None:
         """The wholes are not read until `unshard` comes again.
@@ -162,45 +85,25 @@ class Strategy(Protocol):
         Args:
             for_backward: That is in this step's backward: what makes it cheaper may be kept.
         """
-        ...
+        raise NotImplementedError
 
-    def reduce(
-        self, gradients: Sequence[torch.Tensor | None], how: Reduction
-    ) -> Callable[[], Sequence[torch.Tensor | None]]:
-        """Begin to reduce gradients of wholes; None is a rank that has none, which counts as zeros.
+    def recomputed(self) -> Sequence[torch.Tensor]:
+        """Return memory of this rank's that `publish` writes anew before it is read."""
+        return ()
 
-        Returns:
-            What waits, and returns this rank's parts; None where no rank had a gradient.
-        """
-        ...
+    # ---------------------------------------------------------------- where others read the shards
 
+    def enter(self) -> None:
+        """Begin to read, unless begun: a root's forward, or a backward. Wait until all have."""
 
-@contextmanager
-def strategy(name: str) -> Iterator[None]:
-    """Have `fully_shard` use one strategy, whatever it would choose.
+    def leave(self, together: bool) -> None:
+        """End it: this rank reads no more; with `together`, wait until no rank does."""
 
-    Args:
-        name: "shared" or "gathered".
+    def before_write(self) -> None:
+        """Wait until shards may be written, where that is between no steps."""
 
-    Raises:
-        UsageError: No such strategy. `fully_shard` raises where "shared" cannot be.
-    """
-    token = _forced.set(_checked(name))
-    try:
-        yield
-    finally:
-        _forced.reset(token)
+    def check_unwritten(self) -> None:
+        """Raise if shards were written since `enter`, where others read them."""
 
-
-def forced() -> str | None:
-    """Return the strategy that the program or the environment asks for."""
-    name = _forced.get() or env.text("DURE_FSDP_STRATEGY")
-    return _checked(name) if name else None
-
-
-def _checked(name: str) -> str:
-    if name not in NAMES:
-        raise UsageError(
-            "no such strategy", op="fsdp.strategy", seen=f"{name!r}; there are {', '.join(NAMES)}"
-        )
-    return name
+    def tell(self, error: PeerLost) -> None:
+        """Add to an error what a rank's death has left of the parameters."""

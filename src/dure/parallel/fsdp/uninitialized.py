@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from dure.errors import ModuleError
-from dure.tensor.dtensor import DTensor
+from dure.training.grad_views import own_part
 
 __all__ = ["check_initialized", "marking"]
 
@@ -30,11 +30,11 @@ def marking(module: nn.Module) -> Iterator[None]:
         (inner, name)
         for inner in module.modules()
         for name, tensor in _tensors_of(inner)
-        if _local(tensor).is_meta
+        if own_part(tensor).is_meta
     ]
     yield
     for inner, name in on_meta:
-        local = _local(dict(_tensors_of(inner))[name])
+        local = own_part(dict(_tensors_of(inner))[name]).detach()
         if not local.is_meta and type(local) in (torch.Tensor, nn.Parameter):
             local.untyped_storage().fill_(_pattern(local))  # pyright: ignore
             inner.__dict__.setdefault(_MARK, set()).add(name)
@@ -51,7 +51,7 @@ def check_initialized(modules: Sequence[nn.Module]) -> None:
         for path, inner in module.named_modules():
             tensors = dict(_tensors_of(inner))
             names = [n for n in sorted(inner.__dict__.get(_MARK, ())) if n in tensors]
-            bad = [name for name in names if _has_pattern(_local(tensors[name]))]
+            bad = [name for name in names if _has_pattern(own_part(tensors[name]).detach())]
             unwritten += [f"{path}.{name}" if path else name for name in bad]
     if unwritten:
         raise ModuleError(
@@ -71,10 +71,6 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Give the module's own parameters and buffers, by name."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     yield from module.named_buffers(recurse=False, remove_duplicate=False)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.part if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _pattern(local: torch.Tensor) -> int:

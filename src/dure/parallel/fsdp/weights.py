@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from dure.errors import ShapeError
-from dure.parallel.fsdp.explain import states_in
 from dure.parallel.fsdp.parameter import FSDPParameter
+from dure.parallel.fsdp.state import states_in
+from dure.tensor.distribute import distribute_tensor
 from dure.tensor.dtensor import DTensor
-from dure.tensor.placement_types import Replicate
 
 __all__ = ["full_parameters", "stream_full"]
 
@@ -58,7 +58,11 @@ def full_parameters(model: nn.Module, *, writeback: bool = False) -> Iterator[No
             for group in groups:
                 group.strategy.before_write()
             for parameter, whole in zip(parameters, wholes, strict=True):
-                _write(parameter, whole)
+                spec = parameter.spec
+                with torch.no_grad():
+                    parameter.sharded.copy_(
+                        distribute_tensor(whole, spec.mesh, spec.placements, src_data_rank=None)
+                    )
     finally:
         for parameter in parameters:
             parameter.show_sharded()
@@ -76,13 +80,6 @@ def _checked(parameter: FSDPParameter) -> torch.Tensor:
             fix="Change the shape of a parameter before fully_shard.",
         )
     return whole
-
-
-def _write(parameter: FSDPParameter, whole: torch.Tensor) -> None:
-    mesh, placements = parameter.spec.mesh, parameter.spec.placements
-    with torch.no_grad():
-        everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        parameter.sharded.copy_(everywhere.redistribute(placements=placements))
 
 
 def stream_full(

@@ -63,6 +63,43 @@ def _marked(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return result
 
 
+_IN_PLACE_VIEWS: dict[Op, Op] = {
+    aten.t_.default: aten.t.default,
+    aten.transpose_.default: aten.transpose.int,
+    aten.squeeze_.default: aten.squeeze.default,
+    aten.squeeze_.dim: aten.squeeze.dim,
+    aten.squeeze_.dims: aten.squeeze.dims,
+    aten.unsqueeze_.default: aten.unsqueeze.default,
+}
+"""Operators that make a tensor a view of itself, and those that return such a view."""
+
+
+@special(torch.Tag.inplace_view)
+def _view_in_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make a tensor a view of itself: its part, its spec, and the shape that torch sees."""
+    tensor = args[0]
+    if op is aten.detach_.default:
+        return tensor
+    view = dispatch(_IN_PLACE_VIEWS[op], args, kwargs) if op in _IN_PLACE_VIEWS else None
+    if view is None or view.copied_at is not None:
+        raise PlacementError(
+            f"{op} would have to move the tensor, or give it another shape in place",
+            op=str(op),
+            seen=str(tensor.spec),
+            fix="Use the operator that returns a new tensor, or redistribute() first.",
+        )
+    with torch._C._ExcludeDispatchKeyGuard(_PYTHON_KEYS):  # pyright: ignore
+        op(*args, **kwargs)
+    tensor.part, tensor.spec = view.part, view.spec
+    return tensor
+
+
+_PYTHON_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Python) | torch._C.DispatchKeySet(  # pyright: ignore
+    torch._C.DispatchKey.PythonTLSSnapshot  # pyright: ignore
+)
+"""What sends operators on DTensors to `dispatch`."""
+
+
 @special(aten.as_strided.default)
 def _of_memory(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """View memory, of a gathered copy as of a whole part.

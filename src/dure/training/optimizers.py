@@ -1,0 +1,127 @@
+"""Around an optimizer's step: whether its parameters are those of the model, and may be written.
+
+An optimizer made before a model was sharded in place, or before `to_empty` or
+``load_state_dict(assign=True)`` replaced shards, holds parameters that get no gradient any more,
+and would train nothing. A parameter that was replaced knows by what; before the optimizer uses
+gradients it is given that.
+
+Parameters that are offloaded have no values that could be stepped. Those that the ranks of a host
+share are written when nobody reads them (turns.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from dure.errors import OptimizerError, PeerLost
+from dure.tensor.dtensor import DTensor
+from dure.training.turns import Turns
+
+__all__ = ["forget_replaced", "mark_offloaded", "note_replaced", "rebind"]
+
+_REPLACED = "_dure_replaced"
+_OFFLOADED = "_dure_offloaded"
+
+
+Replacement = Callable[[], tuple[torch.Tensor, str]]
+"""Tells the parameter that the model has now, and its name."""
+
+
+def note_replaced(old: torch.Tensor, by: Replacement) -> None:
+    """Note what tells the parameter that the model has instead of `old`."""
+    vars(old)[_REPLACED] = by
+
+
+def forget_replaced(old: torch.Tensor) -> None:
+    """Take back `note_replaced`."""
+    vars(old).pop(_REPLACED, None)
+
+
+def mark_offloaded(parameter: torch.Tensor, offloaded: bool) -> None:
+    """Have optimizers refuse to step a parameter, or step it again."""
+    if offloaded:
+        vars(parameter)[_OFFLOADED] = True
+    else:
+        vars(parameter).pop(_OFFLOADED, None)
+
+
+def rebind(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer the shards of parameters that were replaced.
+
+    State moves along where it was a shard's, too.
+
+    Raises:
+        OptimizerError: It has state of whole parameters; or a parameter is offloaded.
+    """
+    known = {p for group in optimizer.param_groups for p in group["params"]}
+    for group in optimizer.param_groups:
+        parameters: list[torch.Tensor] = group["params"]
+        for number, old in enumerate(parameters):
+            attributes = vars(old)
+            if _OFFLOADED in attributes:
+                raise _refused(
+                    optimizer, "the model is offloaded", "", "Call fsdp.onload(model) first."
+                )
+            by: Replacement | None = attributes.get(_REPLACED)
+            new, name = (old, "") if by is None else by()
+            if new is old:
+                continue
+            if optimizer.state.get(old) and not _are_alike(old, new):
+                raise _refused(
+                    optimizer,
+                    "the optimizer has state of a parameter that was sharded since",
+                    f"{name} {list(old.shape)}",
+                    "Make the optimizer after fully_shard; to take its state along, save it and "
+                    "load it into the new one.",
+                )
+            if new in known:
+                raise _refused(
+                    optimizer,
+                    "the optimizer has a parameter twice: the shard, and what it was made from",
+                    name,
+                    "Make the optimizer once, after fully_shard.",
+                )
+            if old in optimizer.state:
+                optimizer.state[new] = optimizer.state.pop(old)
+            parameters[number] = new
+            known.add(new)
+
+
+def _are_alike(old: torch.Tensor, new: torch.Tensor) -> bool:
+    if not (isinstance(old, DTensor) and isinstance(new, DTensor)):
+        return False
+    return old.spec.placements == new.spec.placements
+
+
+def _refused(optimizer: torch.optim.Optimizer, why: str, seen: str, fix: str) -> OptimizerError:
+    return OptimizerError(why, op=f"{type(optimizer).__name__}.step", seen=seen, fix=fix)
+
+
+def _turns_of(optimizer: torch.optim.Optimizer) -> set[Turns]:
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return {turns for p in parameters if (turns := vars(p).get("_dure_turns")) is not None}
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    rebind(optimizer)
+    for turns in _turns_of(optimizer):
+        try:
+            turns.begin_write()
+        except PeerLost as error:
+            turns.tell(error)
+            raise
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for turns in _turns_of(optimizer):
+        turns.end_write()
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)
