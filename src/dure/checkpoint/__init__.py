@@ -4,7 +4,8 @@
 any other. Below them: `saving` and `restoring`; `background` (`async_save`) and `staging` (its
 copies); `tree` (state without pickle, and its names), `slices` (who has which elements), `planning`
 (who writes what), `files`, `slice_files` and `catalog` (what lies where), `reading` (all of it),
-`agreement` (all ranks or none), `weight_folder` (Hugging Face's).
+`agreement` (all ranks or none), `weight_folder` (Hugging Face's). `planned` calls planners and
+storages of one's own (`planner`, `storage`), with the readers of `file_storages`.
 
 `Checkpointer` saves a data-parallel run with them and resumes it (`resuming`). Besides: `folder`
 (names and the atomic commit), `objects` (modules, optimizers and the rest), `randomness`.
@@ -16,27 +17,43 @@ optimizers that have not stepped (`fresh_state`).
 from __future__ import annotations
 
 from dure.checkpoint.checkpointer import Checkpointer, Saved
-from dure.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorStorageMetadata,
-)
-from dure.checkpoint.objects import PerRank
-from dure.checkpoint.restoring import Loaded
-from dure.checkpoint.sharded import (
-    AsyncCheckpointerType,
-    AsyncSaveResponse,
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
+from dure.checkpoint.file_storages import (
     FileSystemReader,
     FileSystemWriter,
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
+    QuantizedHuggingFaceStorageReader,
+)
+from dure.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from dure.checkpoint.objects import PerRank
+from dure.checkpoint.optimizer import load_sharded_optimizer_state_dict
+from dure.checkpoint.planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from dure.checkpoint.restoring import Loaded
+from dure.checkpoint.sharded import (
+    AsyncCheckpointerType,
+    AsyncSaveResponse,
     async_save,
     load,
+    load_state_dict,
     save,
+    save_state_dict,
 )
+from dure.checkpoint.storage import StorageReader, StorageWriter
 from dure.checkpoint.weight_folder import consolidate
 from dure.errors import CheckpointException
 
@@ -53,13 +70,26 @@ __all__ = [
     "FileSystemWriter",
     "HuggingFaceStorageReader",
     "HuggingFaceStorageWriter",
+    "LoadPlan",
+    "LoadPlanner",
     "Loaded",
     "Metadata",
+    "MetadataIndex",
     "PerRank",
+    "QuantizedHuggingFaceStorageReader",
+    "ReadItem",
+    "SavePlan",
+    "SavePlanner",
     "Saved",
+    "StorageReader",
+    "StorageWriter",
     "TensorStorageMetadata",
+    "WriteItem",
     "async_save",
     "consolidate",
     "load",
+    "load_sharded_optimizer_state_dict",
+    "load_state_dict",
     "save",
+    "save_state_dict",
 ]

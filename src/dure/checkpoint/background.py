@@ -19,6 +19,8 @@ from weakref import WeakKeyDictionary
 from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.folder import Folder
 from dure.checkpoint.metadata import Metadata, metadata_of
+from dure.checkpoint.planned import taken_of
+from dure.checkpoint.planner import SavePlanner
 from dure.checkpoint.saving import Saving, begin
 from dure.checkpoint.staging import AsyncStager, DefaultStager
 from dure.comm.group import ProcessGroup
@@ -81,6 +83,7 @@ class Background:
         state_dict: Mapping[str, Any],
         replace: bool,
         stager: AsyncStager | None,
+        planner: SavePlanner | None = None,
     ) -> AsyncSaveResponse:
         """Save a state into the folder `path`; returns when the state may be changed.
 
@@ -99,7 +102,8 @@ class Background:
             if error is not None:
                 raise CheckpointError("the save before failed", seen=f"{error}") from error
 
-        saving = Saving(self._ranks, state_dict, before)
+        state = state_dict if planner is None else taken_of(state_dict, planner, self._ranks)
+        saving = Saving(self._ranks, state, before)
         saving.hold((stager or self._stager).hold)
         outcome = self._last = AsyncSaveResponse()
 

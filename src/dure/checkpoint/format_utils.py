@@ -1,7 +1,8 @@
-"""To and from one file of `torch.save`, in this process alone, under torch's names."""
+"""To and from one file of `torch.save`, under torch's names."""
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from functools import cache
 from os import PathLike
 from pathlib import Path
@@ -11,12 +12,27 @@ import torch
 
 from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.catalog import catalog_of
+from dure.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from dure.checkpoint.objects import few
+from dure.checkpoint.planner import DefaultLoadPlanner, LoadPlan, LoadPlanner
 from dure.checkpoint.reading import Mapped
 from dure.checkpoint.saving import save_into
-from dure.checkpoint.tree import decode
-from dure.errors import CheckpointError
+from dure.checkpoint.storage import CheckpointId, StorageReader, done
+from dure.checkpoint.tree import decode, flatten
+from dure.comm.collectives import broadcast
+from dure.errors import CheckpointError, CheckpointMismatch, UsageError
 
-__all__ = ["dcp_to_torch_save", "torch_save_to_dcp"]
+__all__ = [
+    "BroadcastingTorchSaveReader",
+    "DynamicMetaLoadPlanner",
+    "dcp_to_torch_save",
+    "torch_save_to_dcp",
+]
 
 
 def dcp_to_torch_save(
@@ -54,13 +70,96 @@ def torch_save_to_dcp(
 
     Cost: the file is mapped, and its bytes are read once.
     """
+    state = _load(torch_save_path)
+    folder = Path(dcp_checkpoint_dir)
+    save_into(folder, state, Ranks(None, alone=True))
+
+
+def _load(path: str | PathLike[str]) -> dict[str, Any]:
     try:
-        state = torch.load(torch_save_path, map_location="cpu", mmap=True, weights_only=True)
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as e:  # of many classes
-        path = str(torch_save_path)
-        raise CheckpointError("the file cannot be used", path=path, seen=f"{e}") from e
+        raise CheckpointError("the file cannot be used", path=str(path), seen=f"{e}") from e
     if not isinstance(state, dict):
         seen = f"a {type(state).__name__}"
-        raise CheckpointError("the file holds no dict", path=str(torch_save_path), seen=seen)
-    folder = Path(dcp_checkpoint_dir)
-    save_into(folder, cast(dict[str, Any], state), Ranks(None, alone=True))
+        raise CheckpointError("the file holds no dict", path=str(path), seen=seen)
+    return cast(dict[str, Any], state)
+
+
+class BroadcastingTorchSaveReader(StorageReader):
+    """A file of `torch.save` that one rank reads, sending whole tensors one by one.
+
+    With a `DynamicMetaLoadPlanner`, and for tensors only. Files that would run code are refused.
+
+    Args:
+        checkpoint_id: The file.
+        coordinator_rank: The rank of the default group that reads it.
+    """
+
+    def __init__(self, checkpoint_id: CheckpointId = None, coordinator_rank: int = 0) -> None:
+        self.checkpoint_id, self.coordinator_rank = checkpoint_id, coordinator_rank
+
+    def reset(self, checkpoint_id: CheckpointId = None) -> None:
+        """Read another file from now on."""
+        self.checkpoint_id = checkpoint_id
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return nothing: the planner makes it."""
+        return Metadata({})
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Send every tensor of the state, of which ranks take what they have.
+
+        Raises:
+            CheckpointError: There is no such file, or no such tensor in it; raised on all ranks.
+
+        Collective: all ranks of the default group.
+        """
+        if not isinstance(planner, DynamicMetaLoadPlanner) or self.checkpoint_id is None:
+            raise UsageError("a file needs a DynamicMetaLoadPlanner", seen=f"{self.checkpoint_id}")
+        ranks, path, wanted = Ranks(None), self.checkpoint_id, planner.state_dict
+        leads, leaves = ranks.rank == self.coordinator_rank, dict[str, torch.Tensor]()
+        ranks.each(lambda: leaves.update(_tensors(path, wanted)) if leads else None)
+        for name, value in wanted.items():
+            whole = torch.empty(value.shape, dtype=value.dtype)
+            if leads:
+                whole.copy_(leaves[name])
+            if ranks.group is not None:
+                broadcast(whole, group=ranks.group, group_src=self.coordinator_rank)
+            for item in plan.items:
+                if item.storage_index.fqn == name:
+                    to, here = planner.resolve_tensor(item), whole
+                    for dim, at in enumerate(item.storage_offsets):
+                        here = here.narrow(dim, at, item.lengths[dim])
+                    to.detach().copy_(here)
+                    planner.commit_tensor(item, to)
+        return done(None)
+
+
+def _tensors(path: Any, wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = {name: leaf.value for name, leaf in flatten(_load(path)).items()}
+    absent = [n for n, t in wanted.items() if getattr(found.get(n), "shape", None) != t.shape]
+    if absent:
+        raise CheckpointMismatch("tensors are not so in the file", path=f"{path}", seen=few(absent))
+    return found
+
+
+class DynamicMetaLoadPlanner(DefaultLoadPlanner):
+    """Takes for saved what the state has: for storages that know nothing of it beforehand."""
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Flatten the state, and describe it; UsageError where there is a value in it."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        self.metadata = Metadata({})
+        for name, value in self.state_dict.items():
+            if not isinstance(value, torch.Tensor):
+                raise UsageError("only tensors are loaded so", seen=f"{name!r} is a value")
+            whole = ChunkStorageMetadata(torch.Size([0] * value.ndim), value.shape)
+            properties = TensorProperties(value.dtype)
+            saved = TensorStorageMetadata(properties, value.shape, [whole])
+            self.metadata.state_dict_metadata[name] = saved

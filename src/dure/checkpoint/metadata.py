@@ -16,13 +16,15 @@ __all__ = [
     "BytesStorageMetadata",
     "ChunkStorageMetadata",
     "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
     "TensorProperties",
     "TensorStorageMetadata",
     "metadata_of",
 ]
 
 
-@dataclass(frozen=True)
+@dataclass
 class ChunkStorageMetadata:
     """A slice of a tensor: where it begins, and its sizes."""
 
@@ -30,14 +32,14 @@ class ChunkStorageMetadata:
     sizes: torch.Size
 
 
-@dataclass(frozen=True)
+@dataclass
 class TensorProperties:
     """What a tensor is beside its size."""
 
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
+@dataclass
 class TensorStorageMetadata:
     """A tensor in the checkpoint."""
 
@@ -46,22 +48,46 @@ class TensorStorageMetadata:
     chunks: list[ChunkStorageMetadata]
 
 
-@dataclass(frozen=True)
+@dataclass
 class BytesStorageMetadata:
     """A value in the checkpoint that is no tensor."""
 
 
+@dataclass
+class StorageMeta:
+    """What a storage tells a planner of itself."""
+
+    version: str | None = None
+
+
 @dataclass(frozen=True)
+class MetadataIndex:
+    """A name, and which slice of that tensor; the number is no part of what it is."""
+
+    fqn: str
+    offset: torch.Size | None = None
+    index: int | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.offset is not None:
+            object.__setattr__(self, "offset", torch.Size(self.offset))
+
+
+@dataclass
 class Metadata:
     """What a checkpoint holds.
 
     Attributes:
         state_dict_metadata: For each name, what it is.
         planner_data: For each name, the keys that led to it.
+        storage_data: What a storage of one's own keeps there.
+        storage_meta: The same.
     """
 
     state_dict_metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata]
     planner_data: dict[str, tuple[Any, ...]] = field(default_factory=dict[str, tuple[Any, ...]])
+    storage_data: Any = None
+    storage_meta: StorageMeta | None = None
 
 
 def metadata_of(catalog: Catalog) -> Metadata:

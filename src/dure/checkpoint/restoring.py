@@ -27,7 +27,7 @@ from dure.checkpoint.tree import Leaf, Named, flatten, put
 from dure.errors import CheckpointError, CheckpointMismatch
 from dure.tensor import DTensor
 
-__all__ = ["Loaded", "load_from"]
+__all__ = ["Loaded", "Read", "give_back", "load_from", "read_slices", "was_written"]
 
 _NOT_LOADED = "the checkpoint was not loaded"
 
@@ -41,7 +41,7 @@ class Loaded(NamedTuple):
     """Bytes of tensors that this rank read."""
 
 
-class _Read(NamedTuple):
+class Read(NamedTuple):
     """Elements of one slice, and where they go."""
 
     part: Slice
@@ -154,26 +154,24 @@ class _Loading:
             return f"{name} is {kind} in the checkpoint, and {value.dtype} here"
         return None
 
-    def _planned(self) -> list[_Read]:
-        """Work out which elements go where, in the order in which they lie in the files."""
-        reads: list[_Read] = []
+    def _planned(self) -> list[Read]:
+        """Work out which elements go where."""
+        reads: list[Read] = []
         for name, leaf in self._leaves.items():
             if self.catalog.kind_of(name) is None:
                 continue
             for piece in pieces_of(name, leaf.value):
                 reads += self._meeting(self.catalog.leaves[name].value, piece)
-        begins = {file: layout.begins for file, layout in self.catalog.layouts.items()}
-        reads.sort(key=lambda r: (r.stored.file, begins[r.stored.file][r.part]))
         return reads
 
-    def _meeting(self, name: str, piece: Piece) -> list[_Read]:
-        found: list[_Read] = []
+    def _meeting(self, name: str, piece: Piece) -> list[Read]:
+        found: list[Read] = []
         for box, stored in self.catalog.slices[name].items():
             both = box.meet(piece.box)
             if both is not None:
                 memory = piece.memory
                 to = memory if both == piece.box else memory[both.within(piece.box)]
-                found.append(_Read(Slice(name, box), stored, both, to))
+                found.append(Read(Slice(name, box), stored, both, to))
         return found
 
     def read(self, num_threads: int) -> None:
@@ -182,40 +180,17 @@ class _Loading:
         Raises:
             CheckpointError: A file is not what the manifest says.
         """
-        self._read_tensors(num_threads)
+        read_slices(self._path, self.catalog, self._reads, num_threads)
+        kinds = self.catalog.kinds
+        self._num_read = sum(kinds[r.part.name].num_bytes(r.box) for r in self._reads)
+        for leaf in self._leaves.values():
+            if isinstance(leaf.value, torch.Tensor):
+                was_written(leaf.value)
         for name, leaf in self._leaves.items():
             saved = self.catalog.leaves.get(name)
             if saved is not None and not isinstance(saved.value, Named):
                 self._put(name, leaf, saved.value)
-        for key, value in self._given.items():
-            if is_stateful(value):
-                bare(value).load_state_dict(self._state[key])
-            else:
-                self._given[key] = self._state[key]
-
-    def _read_tensors(self, num_threads: int) -> None:
-        files: dict[str, SliceFile] = {}
-        kinds, waiting = self.catalog.kinds, iter(self._reads)
-
-        def work() -> None:
-            with torch.no_grad():
-                for part, stored, box, to in waiting:
-                    dtype = kinds[part.name].torch_dtype
-                    files[stored.file].read(part, stored.crc32c, dtype, box, to)
-
-        try:
-            for name in dict.fromkeys(read.stored.file for read in self._reads):
-                files[name] = SliceFile(self._path / name, self.catalog.layouts[name])
-            with ThreadPoolExecutor() as pool:
-                others = [pool.submit(work) for _ in range(num_threads - 1)]
-                work()
-            for other in others:
-                other.result()
-        finally:
-            for file in files.values():
-                file.close()
-        self._num_read = sum(kinds[r.part.name].num_bytes(r.box) for r in self._reads)
-        _tell_autograd(self._leaves)
+        give_back(self._given, self._state)
 
     def _put(self, name: str, leaf: Leaf, value: Any) -> None:
         try:
@@ -227,10 +202,46 @@ class _Loading:
             ) from None
 
 
-def _tell_autograd(leaves: Mapping[str, Leaf]) -> None:
-    """Count the tensors that were filled as written: what saved one for backward is to know."""
-    for leaf in leaves.values():
-        if isinstance(leaf.value, torch.Tensor):
-            held = leaf.value.part if isinstance(leaf.value, DTensor) else leaf.value
-            if not held.is_inference():
-                torch.autograd.graph.increment_version(held)
+def read_slices(path: Path, catalog: Catalog, reads: list[Read], num_threads: int) -> None:
+    """Read elements from the files below `path`, in the order in which they lie there.
+
+    Raises:
+        CheckpointError: A file is not what the manifest says.
+    """
+    layouts, files = catalog.layouts, dict[str, SliceFile]()
+    reads = sorted(reads, key=lambda r: (r.stored.file, layouts[r.stored.file].begins[r.part]))
+    waiting = iter(reads)
+
+    def work() -> None:
+        with torch.no_grad():
+            for part, stored, box, to in waiting:
+                dtype = catalog.kinds[part.name].torch_dtype
+                files[stored.file].read(part, stored.crc32c, dtype, box, to)
+
+    try:
+        for name in dict.fromkeys(read.stored.file for read in reads):
+            files[name] = SliceFile(path / name, layouts[name])
+        with ThreadPoolExecutor() as pool:
+            others = [pool.submit(work) for _ in range(num_threads - 1)]
+            work()
+        for other in others:
+            other.result()
+    finally:
+        for file in files.values():
+            file.close()
+
+
+def give_back(given: MutableMapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Give objects their state, and put the rest in its place."""
+    for key, value in given.items():
+        if is_stateful(value):
+            bare(value).load_state_dict(state[key])
+        else:
+            given[key] = state[key]
+
+
+def was_written(tensor: torch.Tensor) -> None:
+    """Count a tensor as written: what saved it for backward is to know."""
+    held = tensor.part if isinstance(tensor, DTensor) else tensor
+    if not held.is_inference():
+        torch.autograd.graph.increment_version(held)

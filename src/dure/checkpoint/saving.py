@@ -96,7 +96,7 @@ class Saving:
 
     Args:
         ranks: Those that save.
-        state_dict: What they save.
+        state_dict: What they save; or what `take` made of it.
         before: Called first, with all else that may fail: where it raises on one rank, all fail.
 
     Raises:
@@ -108,7 +108,7 @@ class Saving:
     def __init__(
         self,
         ranks: Ranks,
-        state_dict: Mapping[str, Any],
+        state_dict: Mapping[str, Any] | Taken,
         before: Callable[[], Any] = lambda: None,
     ) -> None:
         self._ranks, known = ranks, known_to(ranks.group)
@@ -116,7 +116,7 @@ class Saving:
 
         def tell() -> _Told:
             begun = before()
-            mine.append(take(state_dict))
+            mine.append(state_dict if isinstance(state_dict, Taken) else take(state_dict))
             digest = digest_of(mine[0].offer)
             offer = None if known.has(ranks.rank, digest) else mine[0].offer
             return _Told(digest, offer, mine[0].tree, begun)
@@ -229,7 +229,7 @@ def begin(folder: Folder, replace: bool) -> int:
 
 
 def save_into(
-    path: Path, state_dict: Mapping[str, Any], ranks: Ranks, replace: bool = True
+    path: Path, state_dict: Mapping[str, Any] | Taken, ranks: Ranks, replace: bool = True
 ) -> Catalog:
     """Save a state into the folder `path`; with `replace` also where a checkpoint is there.
 

@@ -1,26 +1,40 @@
 """`save` and `load` under torch's names: any state of tensors, from any mesh into any other.
 
-The storage and planner classes are torch's in name and carry their options; there is one format and
-one way to plan, so they have no methods to override, and objects of other classes are refused.
+With Dure's own storages and planners there is one format and one way to plan, which is quick
+(`saving`, `restoring`). Others, and subclasses of them, are asked by `planned`.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import NoneType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.background import AsyncSaveResponse, background_of
 from dure.checkpoint.catalog import catalog_of
+from dure.checkpoint.file_storages import (
+    FileSystemReader,
+    FileSystemWriter,
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+    folder_of,
+)
 from dure.checkpoint.metadata import Metadata, metadata_of
+from dure.checkpoint.planned import load_planned, save_planned, taken_of
+from dure.checkpoint.planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    LoadPlanner,
+    SavePlanner,
+)
 from dure.checkpoint.restoring import Loaded, load_from
 from dure.checkpoint.saving import save_into
 from dure.checkpoint.staging import AsyncStager
-from dure.checkpoint.weight_folder import MAX_FILE_BYTES, catalog_of_weights, save_weights
+from dure.checkpoint.storage import StorageReader, StorageWriter
+from dure.checkpoint.weight_folder import catalog_of_weights, save_weights
 from dure.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,148 +43,24 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncCheckpointerType",
     "AsyncSaveResponse",
-    "DefaultLoadPlanner",
-    "DefaultSavePlanner",
-    "FileSystemReader",
-    "FileSystemWriter",
-    "HuggingFaceStorageReader",
-    "HuggingFaceStorageWriter",
     "async_save",
     "load",
+    "load_state_dict",
     "save",
+    "save_state_dict",
 ]
 
 Where = str | os.PathLike[str]
-
-
-@dataclass(frozen=True)
-class FileSystemWriter:
-    """The folder that `save` writes to.
-
-    A rank writes one file, in one thread and without copies, and flushes it: the other arguments of
-    torch's class are taken, and change nothing.
-
-    Args:
-        path: The folder; made if absent.
-        overwrite: Whether a checkpoint that is there may be replaced.
-    """
-
-    path: Where
-    single_file_per_rank: bool = True
-    sync_files: bool = True
-    thread_count: int = 1
-    per_thread_copy_ahead: int = 10_000_000
-    cache_staged_state_dict: bool = False
-    overwrite: bool = True
-
-
-@dataclass(frozen=True)
-class FileSystemReader:
-    """The folder that `load` reads.
-
-    Args:
-        path: The folder.
-    """
-
-    path: Where
-
-    def read_metadata(self) -> Metadata:
-        """Return what the checkpoint holds; reads and checks the manifest, no other file.
-
-        Raises:
-            CheckpointError: There is no checkpoint, or its manifest is damaged or lies.
-        """
-        return metadata_of(catalog_of(_folder(self.path, None, "read_metadata")))
-
-
-@dataclass(frozen=True)
-class HuggingFaceStorageWriter:
-    """A folder of weights as Hugging Face has them, that `save` writes: tensors only.
-
-    Every rank writes what it has to its place in the files; no rank holds the whole.
-
-    Args:
-        path: The folder; made if absent.
-        fqn_to_index_mapping: The number of some tensors' files, from 1 on, by name.
-        max_bytes: How large a file of the others gets.
-    """
-
-    path: Where
-    fqn_to_index_mapping: Mapping[str, int] = field(default_factory=dict[str, int])
-    max_bytes: int = MAX_FILE_BYTES
-
-
-@dataclass(frozen=True)
-class HuggingFaceStorageReader:
-    """A folder of weights as Hugging Face has them, that `load` reads; not checked by sums.
-
-    Args:
-        path: The folder, with an index or without; its files may be links.
-    """
-
-    path: Where
-
-    def read_metadata(self) -> Metadata:
-        """Return what the folder holds; reads the index and the files' headers.
-
-        Raises:
-            CheckpointError: There are no weights, or a file is not what it says.
-        """
-        return metadata_of(catalog_of_weights(_folder(self.path, None, "read_metadata")))
-
-
-@dataclass(frozen=True)
-class DefaultSavePlanner:
-    """How `save` plans: what ranks share is written once, spread over them; plans are kept.
-
-    torch's arguments are taken, and change nothing; names are always those of the flat state.
-
-    Raises:
-        UsageError: `flatten_state_dict` is False.
-    """
-
-    flatten_state_dict: bool = True
-    flatten_sharded_tensors: bool = True
-    dedup_replicated_tensors: bool | None = None
-    dedup_save_to_lowest_rank: bool = False
-    enable_plan_caching: bool = False
-
-    def __post_init__(self) -> None:
-        _need_flat(self.flatten_state_dict)
-
-
-@dataclass(frozen=True)
-class DefaultLoadPlanner:
-    """How `load` plans.
-
-    Args:
-        flatten_state_dict: Only True.
-        flatten_sharded_tensors: Changes nothing.
-        allow_partial_load: Leave what is not in the checkpoint as it is, instead of raising.
-
-    Raises:
-        UsageError: `flatten_state_dict` is False.
-    """
-
-    flatten_state_dict: bool = True
-    flatten_sharded_tensors: bool = True
-    allow_partial_load: bool = False
-
-    def __post_init__(self) -> None:
-        _need_flat(self.flatten_state_dict)
-
-
-def _need_flat(flatten: bool) -> None:
-    if not flatten:
-        raise UsageError("a checkpoint has flat names", seen="flatten_state_dict is False")
+P = TypeVar("P")
+Writer = FileSystemWriter | HuggingFaceStorageWriter | StorageWriter
 
 
 def save(
     state_dict: Mapping[str, Any],
     *,
     checkpoint_id: Where | None = None,
-    storage_writer: FileSystemWriter | HuggingFaceStorageWriter | None = None,
-    planner: DefaultSavePlanner | None = None,
+    storage_writer: Writer | None = None,
+    planner: SavePlanner | None = None,
     process_group: ProcessGroup | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
@@ -185,8 +75,8 @@ def save(
             What is not sharded is to be equal on all ranks: one rank's is kept.
         checkpoint_id: The folder; made if absent. All ranks must see the same folder.
         storage_writer: The same; `checkpoint_id` goes before it. A `HuggingFaceStorageWriter` makes
-            a folder of weights.
-        planner: Changes nothing.
+            a folder of weights; a `StorageWriter` of one's own, what it makes of it.
+        planner: One of one's own says what is saved, mostly a subclass of `DefaultSavePlanner`.
         process_group: The ranks that save; None: the default group, or this process alone.
         no_dist: This process alone.
         use_collectives: Only True: the manifest is one.
@@ -198,20 +88,52 @@ def save(
         CheckpointException: It failed on some ranks (`failures`: which and why); raised on all.
         UsageError: No folder is given, or an object of another library.
 
-    Collective: all ranks of the group must call; three exchanges. Returns when the checkpoint is on
+    Collective: all ranks of the group must call; three exchanges, and three more with a planner of
+    one's own; four with a `StorageWriter`. Returns when the checkpoint is on
     the disk.
 
     Cost: each byte is read and written once, by one rank; memory: one slice where it is not
     contiguous on the CPU.
     """
+    if not use_collectives:
+        raise UsageError("a checkpoint has one manifest", seen="use_collectives is False")
     ranks = Ranks(process_group, "save", no_dist)
-    if isinstance(storage_writer, HuggingFaceStorageWriter):
-        path = _folder(checkpoint_id, storage_writer, "save")
-        numbers, max_bytes = storage_writer.fqn_to_index_mapping, storage_writer.max_bytes
-        save_weights(path, state_dict, ranks, numbers, max_bytes)
+    return _save(state_dict, checkpoint_id, storage_writer, planner, ranks)
+
+
+def _save(
+    state_dict: Mapping[str, Any],
+    checkpoint_id: Where | None,
+    writer: Writer | None,
+    planner: SavePlanner | None,
+    ranks: Ranks,
+    coordinator: int = 0,
+) -> Metadata:
+    own = _own(planner, SavePlanner, DefaultSavePlanner)
+    if isinstance(writer, StorageWriter):
+        if checkpoint_id is not None:
+            writer.reset(checkpoint_id)
+        planner = planner or DefaultSavePlanner()
+        return save_planned(state_dict, writer, planner, ranks, coordinator)
+    path = folder_of(_where(checkpoint_id, writer), "save")
+    state = state_dict if own is None else taken_of(state_dict, own, ranks)
+    if isinstance(writer, HuggingFaceStorageWriter):
+        save_weights(path, state, ranks, writer.fqn_to_index_mapping, writer.max_bytes)
         return metadata_of(catalog_of_weights(path))
-    path, replace = _target("save", checkpoint_id, storage_writer, planner, use_collectives)
-    return metadata_of(save_into(path, state_dict, ranks, replace))
+    return metadata_of(save_into(path, state, ranks, _may_replace(writer)))
+
+
+def save_state_dict(
+    state_dict: Mapping[str, Any],
+    storage_writer: Writer,
+    process_group: ProcessGroup | None = None,
+    coordinator_rank: int = 0,
+    no_dist: bool = False,
+    planner: SavePlanner | None = None,
+) -> Metadata:
+    """Save as `save` does, under its old name; plans go through the group's `coordinator_rank`."""
+    ranks = Ranks(process_group, "save_state_dict", no_dist)
+    return _save(state_dict, None, storage_writer, planner, ranks, coordinator_rank)
 
 
 class AsyncCheckpointerType(Enum):
@@ -226,7 +148,7 @@ def async_save(
     *,
     checkpoint_id: Where | None = None,
     storage_writer: FileSystemWriter | None = None,
-    planner: DefaultSavePlanner | None = None,
+    planner: SavePlanner | None = None,
     process_group: ProcessGroup | None = None,
     async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
     async_stager: AsyncStager | None = None,
@@ -239,7 +161,7 @@ def async_save(
         state_dict: As for `save`, and the next five.
         checkpoint_id: The folder.
         storage_writer: The same.
-        planner: Changes nothing.
+        planner: As for `save`.
         process_group: The ranks that save. They get a group of their own for it.
         async_checkpointer_type: Changes nothing: a thread writes, and leaves Python to others.
         async_stager: What holds the snapshot; None: a buffer that is kept for the next save.
@@ -260,17 +182,20 @@ def async_save(
     Cost: one copy of the bytes that this rank writes, which are as many bytes of memory, kept.
     """
     del async_checkpointer_type
-    path, replace = _target("async_save", checkpoint_id, storage_writer, planner, use_collectives)
+    if not use_collectives:
+        raise UsageError("a checkpoint has one manifest", seen="use_collectives is False")
+    replace, own = _may_replace(storage_writer), _own(planner, SavePlanner, DefaultSavePlanner)
+    path = folder_of(_where(checkpoint_id, storage_writer), "async_save")
     saves = background_of(Ranks(process_group, "async_save", no_dist))
-    return saves.save(path, state_dict, replace, async_stager)
+    return saves.save(path, state_dict, replace, async_stager, own)
 
 
 def load(
     state_dict: MutableMapping[str, Any],
     *,
     checkpoint_id: Where | None = None,
-    storage_reader: FileSystemReader | HuggingFaceStorageReader | None = None,
-    planner: DefaultLoadPlanner | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
     process_group: ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> Loaded:
@@ -281,13 +206,15 @@ def load(
             it may be less than what was saved. Tensors keep their dtype: elements are converted.
         checkpoint_id: The folder.
         storage_reader: The same; `checkpoint_id` goes before it. A `HuggingFaceStorageReader` reads
-            a folder of weights.
-        planner: `DefaultLoadPlanner(allow_partial_load=True)` leaves alone what is not there.
+            a folder of weights; a `StorageReader` of one's own, what it knows.
+        planner: `DefaultLoadPlanner(allow_partial_load=True)` leaves alone what is not there; one
+            of one's own says what is loaded to where.
         process_group: The ranks that load; None: the default group, or this process alone.
         no_dist: This process alone.
 
     Returns:
-        Names that are missing in the checkpoint, names that it has besides, bytes that were read.
+        Names that are missing in the checkpoint, names that it has besides, bytes that were read;
+        nothing of it with a planner or reader of one's own.
 
     Raises:
         CheckpointException: It failed on some ranks (`failures`: which and why); raised on all.
@@ -295,51 +222,71 @@ def load(
             were read before have new values.
         UsageError: No folder is given, or an object of another library.
 
-    Collective: all ranks of the group must call; two exchanges.
+    Collective: all ranks of the group must call; two exchanges, three with a planner or reader of
+    one's own.
 
     Cost: a rank reads the bytes of the elements that it has, into the memory where they belong.
     Slices that are read whole are compared with their checksum.
     """
-    planner = _need(planner, DefaultLoadPlanner, "load")
-    partial = planner is not None and planner.allow_partial_load
     ranks = Ranks(process_group, "load", no_dist)
-    if isinstance(storage_reader, HuggingFaceStorageReader):
-        path = _folder(checkpoint_id, storage_reader, "load")
-        return load_from(path, state_dict, ranks, partial, catalog_of_weights)
-    path = _folder(checkpoint_id, _need(storage_reader, FileSystemReader, "load"), "load")
-    return load_from(path, state_dict, ranks, partial)
+    return _load(state_dict, checkpoint_id, storage_reader, planner, ranks)
 
 
-def _target(
-    op: str, checkpoint_id: Where | None, writer: Any, planner: Any, use_collectives: bool
-) -> tuple[Path, bool]:
-    """Return the folder to save into, and whether what is there may be replaced."""
-    _need(planner, DefaultSavePlanner, op)
-    if not use_collectives:
-        raise UsageError("a checkpoint has one manifest", seen="use_collectives is False")
-    _need(writer, FileSystemWriter, op)
-    return _folder(checkpoint_id, writer, op), writer is None or writer.overwrite
+def _load(
+    state_dict: MutableMapping[str, Any],
+    checkpoint_id: Where | None,
+    reader: StorageReader | None,
+    planner: LoadPlanner | None,
+    ranks: Ranks,
+    coordinator: int = 0,
+) -> Loaded:
+    own = _own(planner, LoadPlanner, DefaultLoadPlanner)
+    if own is None and type(reader) in (NoneType, FileSystemReader, HuggingFaceStorageReader):
+        partial = isinstance(planner, DefaultLoadPlanner) and planner.allow_partial_load
+        path = folder_of(_where(checkpoint_id, reader), "load")
+        weights = isinstance(reader, HuggingFaceStorageReader)
+        reading = catalog_of_weights if weights else catalog_of
+        return load_from(path, state_dict, ranks, partial, reading)
+    if reader is None:
+        reader = FileSystemReader(folder_of(checkpoint_id, "load"))
+    elif checkpoint_id is not None:
+        reader.reset(checkpoint_id)
+    load_planned(state_dict, reader, planner or DefaultLoadPlanner(), ranks, coordinator)
+    return Loaded([], [], 0)
 
 
-def _need(given: Any, kind: type[Any], op: str) -> Any:
-    """Return an object of a class of this file, or None.
+def load_state_dict(
+    state_dict: MutableMapping[str, Any],
+    storage_reader: StorageReader,
+    process_group: ProcessGroup | None = None,
+    coordinator_rank: int = 0,
+    no_dist: bool = False,
+    planner: LoadPlanner | None = None,
+) -> Loaded:
+    """Load as `load` does, under its old name; plans go through the group's `coordinator_rank`."""
+    ranks = Ranks(process_group, "load_state_dict", no_dist)
+    return _load(state_dict, None, storage_reader, planner, ranks, coordinator_rank)
+
+
+def _may_replace(writer: Any) -> bool:
+    """Tell whether a checkpoint that is there may be replaced; UsageError: it is no folder."""
+    if not isinstance(writer, FileSystemWriter | None):
+        seen = f"a {type(writer).__module__}.{type(writer).__qualname__}"
+        raise UsageError("a folder is written by a FileSystemWriter of dure.checkpoint", seen=seen)
+    return writer is None or writer.overwrite
+
+
+def _own(planner: Any, kind: type[P], default: type[P]) -> P | None:
+    """Return a planner that is to be asked; None: it is Dure's own, which says nothing else.
 
     Raises:
-        UsageError: It is of another class, whose methods would not be called.
+        UsageError: It is none of this library.
     """
-    if given is not None and type(given) is not kind:
-        raise UsageError(
-            f"{op} takes a {kind.__name__} of dure.checkpoint",
-            seen=f"a {type(given).__module__}.{type(given).__qualname__}",
-        )
-    return given
+    if not isinstance(planner, kind | None):
+        seen = f"a {type(planner).__module__}.{type(planner).__qualname__}"
+        raise UsageError(f"a planner is a {kind.__name__} of dure.checkpoint", seen=seen)
+    return None if type(planner) in (NoneType, default) else planner
 
 
-def _folder(where: Any, storage: Any, op: str) -> Path:
-    if where is None and storage is not None:
-        where = storage.path
-    if where is None:
-        raise UsageError(f"{op} needs a folder", fix="Give it as checkpoint_id.")
-    if "://" in os.fspath(where):
-        raise UsageError("a checkpoint is in a folder, not at a URL", seen=f"{where}")
-    return Path(where)
+def _where(checkpoint_id: Where | None, storage: Any) -> Where | None:
+    return storage.path if checkpoint_id is None and storage is not None else checkpoint_id

@@ -25,7 +25,7 @@ from dure.checkpoint.catalog import Catalog, Stored, Unreadable, catalog_of
 from dure.checkpoint.files import DTYPES, open_file, read_file
 from dure.checkpoint.folder import flush, make
 from dure.checkpoint.restoring import load_from
-from dure.checkpoint.saving import Saving
+from dure.checkpoint.saving import Saving, Taken
 from dure.checkpoint.slice_files import Kind, Layout, Slice
 from dure.checkpoint.slices import whole_box
 from dure.checkpoint.tree import tensor_node
@@ -214,7 +214,7 @@ class _Files:
 
 def save_weights(
     folder: Path,
-    state_dict: Mapping[str, Any],
+    state_dict: Mapping[str, Any] | Taken,
     ranks: Ranks,
     numbers: Mapping[str, int],
     max_bytes: int,

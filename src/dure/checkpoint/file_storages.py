@@ -1,0 +1,215 @@
+"""Where `save` and `load` find a checkpoint: its folder, or a folder of weights.
+
+Readers are storages whose items a planner of one's own may take, as `load` does with its own.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dure.checkpoint.catalog import Catalog, catalog_of
+from dure.checkpoint.metadata import Metadata, metadata_of
+from dure.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, bytes_of_value
+from dure.checkpoint.restoring import Read, read_slices, was_written
+from dure.checkpoint.slice_files import Slice
+from dure.checkpoint.slices import Box
+from dure.checkpoint.storage import CheckpointId, StorageReader, done
+from dure.checkpoint.weight_folder import MAX_FILE_BYTES, catalog_of_weights
+from dure.errors import CheckpointMismatch, UsageError
+
+__all__ = [
+    "FileSystemReader",
+    "FileSystemWriter",
+    "HuggingFaceStorageReader",
+    "HuggingFaceStorageWriter",
+    "QuantizedHuggingFaceStorageReader",
+    "folder_of",
+]
+
+Where = str | os.PathLike[str]
+
+
+def folder_of(where: Where | None, op: str) -> Path:
+    """Return a folder; UsageError: none was given, or a URL."""
+    if where is None:
+        raise UsageError(f"{op} needs a folder", fix="Give it as checkpoint_id.")
+    if "://" in os.fspath(where):
+        raise UsageError("a checkpoint is in a folder, not at a URL", seen=f"{where}")
+    return Path(where)
+
+
+@dataclass(frozen=True)
+class FileSystemWriter:
+    """The folder that `save` writes to.
+
+    A rank writes one file, in one thread and without copies, and flushes it: the other arguments of
+    torch's class are taken, and change nothing.
+
+    Args:
+        path: The folder; made if absent.
+        overwrite: Whether a checkpoint that is there may be replaced.
+    """
+
+    path: Where
+    single_file_per_rank: bool = True
+    sync_files: bool = True
+    thread_count: int = 1
+    per_thread_copy_ahead: int = 10_000_000
+    cache_staged_state_dict: bool = False
+    overwrite: bool = True
+
+
+@dataclass(frozen=True)
+class HuggingFaceStorageWriter:
+    """A folder of weights as Hugging Face has them, that `save` writes: tensors only.
+
+    Every rank writes what it has to its place in the files; no rank holds the whole.
+
+    Args:
+        path: The folder; made if absent.
+        fqn_to_index_mapping: The number of some tensors' files, from 1 on, by name.
+        max_bytes: How large a file of the others gets.
+    """
+
+    path: Where
+    fqn_to_index_mapping: Mapping[str, int] = field(default_factory=dict[str, int])
+    max_bytes: int = MAX_FILE_BYTES
+
+
+class FolderReader(StorageReader):
+    """What reads items of the files of slices in a folder.
+
+    Args:
+        path: The folder.
+    """
+
+    def __init__(self, path: Where) -> None:
+        self.path = path
+        self.catalog = Catalog({}, {}, {}, {})
+
+    @abstractmethod
+    def read_catalog(self, folder: Path) -> Catalog:
+        """Return what is in the folder; CheckpointError where that cannot be used."""
+
+    def reset(self, checkpoint_id: CheckpointId = None) -> None:
+        """Read another folder from now on."""
+        self.path = self.path if checkpoint_id is None else checkpoint_id
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return what the folder holds; reads the manifest, or the index and the files' headers.
+
+        Raises:
+            CheckpointError: There is nothing, or it is damaged or lies.
+        """
+        self.catalog = self.read_catalog(folder_of(self.path, "read_metadata"))
+        return metadata_of(self.catalog)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read items; slices that are read whole are compared with their checksum."""
+        targets: list[tuple[ReadItem, torch.Tensor]] = []
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                value = self.catalog.leaves[item.storage_index.fqn].value
+                planner.load_bytes(item, bytes_of_value(value))
+            else:
+                targets.append((item, planner.resolve_tensor(item)))
+        self.fill([(_box_of(i), i.storage_index.fqn, to.detach()) for i, to in targets])
+        for item, to in targets:
+            was_written(to)
+            planner.commit_tensor(item, to)
+        return done(None)
+
+    def fill(self, wanted: list[tuple[Box, str, torch.Tensor]]) -> None:
+        """Read elements, each of one slice."""
+        reads: list[Read] = []
+        for box, name, to in wanted:
+            stored_as = self.catalog.leaves[name].value
+            slices = self.catalog.slices[stored_as]
+            lying = next(lying for lying in slices if lying.meet(box) == box)
+            reads.append(Read(Slice(stored_as, lying), slices[lying], box, to))
+        read_slices(folder_of(self.path, "load"), self.catalog, reads, 1)
+
+
+def _box_of(item: ReadItem) -> Box:
+    """Return what an item reads, as indices in the whole tensor."""
+    begin = item.storage_index.offset or [0] * len(item.lengths)
+    at = tuple(a + b for a, b in zip(begin, item.storage_offsets, strict=True))
+    return Box(at, tuple(item.lengths))
+
+
+class FileSystemReader(FolderReader):
+    """The folder that `load` reads.
+
+    Args:
+        path: The folder.
+    """
+
+    def read_catalog(self, folder: Path) -> Catalog:
+        """Return the manifest."""
+        return catalog_of(folder)
+
+
+class HuggingFaceStorageReader(FolderReader):
+    """A folder of weights as Hugging Face has them, that `load` reads; not checked by sums.
+
+    Args:
+        path: The folder, with an index or without; its files may be links.
+    """
+
+    def read_catalog(self, folder: Path) -> Catalog:
+        """Return what the files' headers say."""
+        return catalog_of_weights(folder)
+
+
+class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
+    """The same, with weights that are scaled in blocks: those of which there is a `_scale_inv`.
+
+    A weight [rows, columns], mostly of 8-bit floats, has one scale for each block, by which its
+    elements are multiplied. A rank reads the scales of the elements that it has.
+
+    Args:
+        path: The folder.
+        thread_count: Changes nothing.
+        target_dtype: What products are rounded to; then they are converted to what is loaded into.
+        block_size: Rows, and columns, of a block.
+    """
+
+    def __init__(
+        self,
+        path: Where,
+        thread_count: int = 1,
+        target_dtype: torch.dtype = torch.float32,
+        block_size: int = 128,
+    ) -> None:
+        super().__init__(path)
+        self.target_dtype, self.block_size = target_dtype, block_size
+
+    def fill(self, wanted: list[tuple[Box, str, torch.Tensor]]) -> None:
+        """Read elements, and multiply them."""
+        scaled = [one for one in wanted if f"{one[1]}_scale_inv" in self.catalog.leaves]
+        super().fill([one for one in wanted if f"{one[1]}_scale_inv" not in self.catalog.leaves])
+        for box, name, to in scaled:
+            kind, scales = self.catalog.kinds[name], self.catalog.kinds[f"{name}_scale_inv"]
+            size = self.block_size
+            if len(kind.shape) != 2 or scales.shape != tuple(-(-n // size) for n in kind.shape):
+                seen = f"{scales} for {name}, {kind}"
+                raise CheckpointMismatch(f"scales are not of blocks of {size}", seen=seen)
+            first = tuple(at // size for at in box.offsets)
+            last = tuple((end - 1) // size for end in box.ends)
+            blocks = Box(first, tuple(b - a + 1 for a, b in zip(first, last, strict=True)))
+            weight = torch.empty(box.sizes, dtype=kind.torch_dtype)
+            scale = torch.empty(blocks.sizes)
+            super().fill([(box, name, weight), (blocks, f"{name}_scale_inv", scale)])
+            rows, columns = (
+                torch.arange(a, a + n) // size - b
+                for a, n, b in zip(box.offsets, box.sizes, first, strict=True)
+            )
+            to.copy_((weight.float() * scale[rows[:, None], columns]).to(self.target_dtype))

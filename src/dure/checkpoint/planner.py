@@ -1,0 +1,455 @@
+"""Planners, under torch's names: which items of a state are written, and where read ones go.
+
+`planned` runs them. A planner of one's own is best a subclass of a default one: `set_up_planner`
+may rename or leave out, `lookup_object` and `transform_object`, or `transform_tensor`, convert.
+An item is a slice of a tensor, or a value that is none, which planners give and take as the bytes
+that `torch.save` makes of it.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import Any
+
+import torch
+
+from dure.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from dure.checkpoint.slices import Box, Piece, fault_of_cover, pieces_of, whole_box
+from dure.checkpoint.tree import Path, flatten, put
+from dure.errors import CheckpointMismatch, UsageError
+from dure.tensor import DTensor
+
+__all__ = [
+    "BytesIOWriteData",
+    "DefaultLoadPlanner",
+    "DefaultSavePlanner",
+    "LoadItemType",
+    "LoadPlan",
+    "LoadPlanner",
+    "ReadItem",
+    "SavePlan",
+    "SavePlanner",
+    "TensorWriteData",
+    "WriteItem",
+    "WriteItemType",
+    "box_of",
+    "bytes_of_value",
+    "value_of_bytes",
+]
+
+
+class WriteItemType(Enum):
+    """What is written: a whole tensor, a slice of a DTensor, a value."""
+
+    TENSOR = auto()
+    SHARD = auto()
+    BYTE_IO = auto()
+
+
+class LoadItemType(Enum):
+    """What is read."""
+
+    TENSOR = auto()
+    BYTE_IO = auto()
+
+
+@dataclass(frozen=True)
+class BytesIOWriteData:
+    """How long a value is, where that is known."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class TensorWriteData:
+    """A slice, and the whole tensor that it is of."""
+
+    chunk: ChunkStorageMetadata
+    properties: TensorProperties
+    size: torch.Size
+
+
+@dataclass(frozen=True)
+class WriteItem:
+    """Something to be written."""
+
+    index: MetadataIndex
+    type: WriteItemType
+    bytes_io_data: BytesIOWriteData | None = None
+    tensor_data: TensorWriteData | None = None
+
+    def tensor_storage_size(self) -> int | None:
+        """Return the bytes of the whole tensor; None: it is a value."""
+        data = self.tensor_data
+        return None if data is None else math.prod(data.size) * data.properties.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ReadItem:
+    """Elements of a saved slice, and where in a slice of the state they go."""
+
+    type: LoadItemType
+    dest_index: MetadataIndex
+    dest_offsets: torch.Size
+    storage_index: MetadataIndex
+    storage_offsets: torch.Size
+    lengths: torch.Size
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """What a rank writes."""
+
+    items: list[WriteItem]
+    storage_data: Any = None
+    planner_data: Any = None
+    usable: bool = True
+
+
+@dataclass
+class LoadPlan:
+    """What a rank reads."""
+
+    items: list[ReadItem]
+    storage_data: Any = None
+    planner_data: Any = None
+
+
+class SavePlanner(ABC):
+    """What `save` asks, in this order."""
+
+    @abstractmethod
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Begin a save of this state; objects in it were asked for theirs."""
+
+    @abstractmethod
+    def create_local_plan(self) -> SavePlan:
+        """Return what this rank has."""
+
+    @abstractmethod
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Return what each rank writes, and what the checkpoint holds; on the coordinator."""
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Return this rank's plan as it is carried out."""
+        return new_plan
+
+    @abstractmethod
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Return an item's data."""
+
+
+class LoadPlanner(ABC):
+    """What `load` asks, in this order."""
+
+    @abstractmethod
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Begin to load what `metadata` tells of into this state."""
+
+    @abstractmethod
+    def create_local_plan(self) -> LoadPlan:
+        """Return what this rank needs."""
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Return what each rank reads; on the coordinator."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Return this rank's plan as it is carried out."""
+        return central_plan
+
+    @abstractmethod
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take a value that was read."""
+
+    @abstractmethod
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Return where elements are read to, [*lengths]."""
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Learn that they were read into what `resolve_tensor` returned."""
+        return
+
+
+def bytes_of_value(value: Any) -> io.BytesIO:
+    """Return what `torch.save` makes of a value."""
+    made = io.BytesIO()
+    torch.save(value, made)
+    made.seek(0)
+    return made
+
+
+def value_of_bytes(data: io.BytesIO) -> Any:
+    """Return the value; pickle.UnpicklingError where the bytes would run code, or are others."""
+    data.seek(0)
+    return torch.load(data, map_location="cpu", weights_only=True)
+
+
+def box_of(chunk: ChunkStorageMetadata) -> Box:
+    """Return a chunk as a box."""
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def _write_items(name: str, value: Any) -> list[WriteItem]:
+    if not isinstance(value, torch.Tensor):
+        return [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)]
+    boxes = [piece.box for piece in pieces_of(name, value)]
+    if not value.numel():
+        boxes = [whole_box(value.shape)]
+    kind = WriteItemType.SHARD if isinstance(value, DTensor) else WriteItemType.TENSOR
+    items: list[WriteItem] = []
+    for box in boxes:
+        chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+        data = TensorWriteData(chunk, TensorProperties(value.dtype), value.shape)
+        items.append(WriteItem(MetadataIndex(name, chunk.offsets), kind, tensor_data=data))
+    return items
+
+
+def _read_items(name: str, saved: TensorStorageMetadata, value: torch.Tensor) -> list[ReadItem]:
+    items: list[ReadItem] = []
+    for here, piece in enumerate(pieces_of(name, value)):
+        for number, chunk in enumerate(saved.chunks):
+            box = box_of(chunk)
+            both = box.meet(piece.box)
+            if both is not None:
+                to, at = both.begin_in(piece.box), both.begin_in(box)
+                items.append(
+                    ReadItem(
+                        LoadItemType.TENSOR,
+                        MetadataIndex(name, torch.Size(piece.box.offsets), here),
+                        torch.Size(to),
+                        MetadataIndex(name, chunk.offsets, number),
+                        torch.Size(at),
+                        torch.Size(both.sizes),
+                    )
+                )
+    return items
+
+
+class _Flat:
+    """What both default planners know of a state."""
+
+    state_dict: dict[str, Any]
+    """By flat name; `set_up_planner` makes it."""
+    mappings: dict[str, Path]
+    """The keys that lead to each."""
+
+    def __init__(self, flatten_state_dict: bool) -> None:
+        if not flatten_state_dict:
+            raise UsageError("a checkpoint has flat names", seen="flatten_state_dict is False")
+        self.flatten_state_dict = True
+
+    def _take(self, state_dict: dict[str, Any], is_coordinator: bool) -> None:
+        leaves = flatten(state_dict)
+        self.state_dict = {name: leaf.value for name, leaf in leaves.items()}
+        self.mappings = {name: leaf.path for name, leaf in leaves.items()}
+        self.is_coordinator = is_coordinator
+
+    def _piece(self, index: MetadataIndex) -> Piece:
+        """Return the piece of this rank's tensor that begins where an index says."""
+        value = self.state_dict[index.fqn]
+        for piece in pieces_of(index.fqn, value):
+            if index.offset is None or piece.box.offsets == tuple(index.offset):
+                return piece
+        return Piece(whole_box(value.shape), value)  # without elements
+
+
+class DefaultSavePlanner(_Flat, SavePlanner):
+    """Plans all of the state; what several ranks have is written by the least loaded.
+
+    `save` plans in its own, quicker way where it is given this class itself.
+
+    Args:
+        flatten_state_dict: Only True.
+        flatten_sharded_tensors: Changes nothing.
+        dedup_replicated_tensors: Changes nothing.
+        dedup_save_to_lowest_rank: The lowest rank that has it writes it, in place of that.
+        enable_plan_caching: Changes nothing.
+
+    Raises:
+        UsageError: `flatten_state_dict` is False.
+    """
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        dedup_replicated_tensors: bool | None = None,
+        dedup_save_to_lowest_rank: bool = False,
+        enable_plan_caching: bool = False,
+    ) -> None:
+        super().__init__(flatten_state_dict)
+        self.dedup_save_to_lowest_rank = dedup_save_to_lowest_rank
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Flatten the state."""
+        self._take(state_dict, is_coordinator)
+
+    def create_local_plan(self) -> SavePlan:
+        """Return an item for each slice and value that this rank has."""
+        items = [item for n, v in self.state_dict.items() for item in _write_items(n, v)]
+        return SavePlan(items, planner_data=self.mappings)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Leave each item to one rank.
+
+        Raises:
+            CheckpointMismatch: Slices overlap, or are not the whole of a tensor.
+        """
+        holders: dict[MetadataIndex, list[int]] = {}
+        for rank, plan in enumerate(all_plans):
+            for item in plan.items:
+                holders.setdefault(item.index, []).append(rank)
+        loads, found = [0] * len(all_plans), dict[str, Any]()
+        writer: dict[MetadataIndex, int] = {}
+        sizes = {i.index: i.tensor_storage_size() or 1 for p in all_plans for i in p.items}
+        for index, ranks in holders.items():
+            lowest = self.dedup_save_to_lowest_rank
+            rank = min(ranks) if lowest else min(ranks, key=lambda r: loads[r])
+            loads[rank] += sizes[index]
+            writer[index] = rank
+        plans: list[SavePlan] = []
+        for rank, plan in enumerate(all_plans):
+            items = [_noted(i, found) for i in plan.items if writer.get(i.index) == rank]
+            plans.append(replace(plan, items=items))
+        for name, saved in found.items():
+            if isinstance(saved, TensorStorageMetadata):
+                boxes = [box for box in map(box_of, saved.chunks) if box.num_elements]
+                fault = fault_of_cover(saved.size, boxes)
+                if fault:
+                    raise CheckpointMismatch("plans do not fit together", seen=f"{name}: {fault}")
+        paths = {n: p for plan in reversed(plans) for n, p in (plan.planner_data or {}).items()}
+        self.metadata = Metadata(found, paths)
+        return plans, self.metadata
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Look up and transform."""
+        return self.transform_object(write_item, self.lookup_object(write_item.index))
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return a value, or this rank's memory of a slice."""
+        value = self.state_dict[index.fqn]
+        return self._piece(index).memory if isinstance(value, torch.Tensor) else value
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """Return a tensor as it is, and the bytes of a value."""
+        return bytes_of_value(object) if write_item.type == WriteItemType.BYTE_IO else object
+
+
+def _noted(item: WriteItem, found: dict[str, Any]) -> WriteItem:
+    """Add an item to what the checkpoint holds; return it with its number among the slices."""
+    data, name = item.tensor_data, item.index.fqn
+    if data is None:
+        found[name] = BytesStorageMetadata()
+        return item
+    saved = found.setdefault(name, TensorStorageMetadata(data.properties, data.size, []))
+    saved.chunks.append(data.chunk)
+    number = len(saved.chunks) - 1
+    return replace(item, index=MetadataIndex(name, item.index.offset, number))
+
+
+class DefaultLoadPlanner(_Flat, LoadPlanner):
+    """Plans for each name of the state what there is under it.
+
+    `load` plans in its own, quicker way where it is given this class itself.
+
+    Args:
+        flatten_state_dict: Only True.
+        flatten_sharded_tensors: Changes nothing.
+        allow_partial_load: Leave what is not in the checkpoint as it is, instead of raising.
+
+    Raises:
+        UsageError: `flatten_state_dict` is False.
+    """
+
+    original_state_dict: dict[str, Any]
+    """What `load_bytes` puts values into."""
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        allow_partial_load: bool = False,
+    ) -> None:
+        super().__init__(flatten_state_dict)
+        self.allow_partial_load = allow_partial_load
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Flatten the state."""
+        self._take(state_dict, is_coordinator)
+        self.original_state_dict, self.metadata = state_dict, metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        """Return what is read for each name.
+
+        Raises:
+            CheckpointMismatch: A name is missing, or another tensor, in the checkpoint.
+        """
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        for name, value in self.state_dict.items():
+            saved = self.metadata.state_dict_metadata.get(name)
+            if saved is None and not self.allow_partial_load:
+                raise CheckpointMismatch(f"Missing key in checkpoint state_dict: {name}.")
+            if isinstance(saved, BytesStorageMetadata):
+                index, none = MetadataIndex(name), torch.Size([0])
+                items.append(ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none))
+            elif saved is not None:
+                size = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+                if size != tuple(saved.size):
+                    raise CheckpointMismatch(
+                        f"Size mismatch between saved {saved.size} and current: {size} for {name}"
+                    )
+                items += _read_items(name, saved, value)
+        return LoadPlan(items)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a value in its place."""
+        path = self.mappings[read_item.dest_index.fqn]
+        put(self.original_state_dict, path, value_of_bytes(value))
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Look up and transform."""
+        return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """Return this rank's memory of a slice."""
+        return self._piece(index).memory
+
+    def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the elements of a slice that are read."""
+        for dim, (at, n) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            tensor = tensor.narrow(dim, at, n)
+        return tensor
