@@ -109,9 +109,9 @@ def _notes(runs: Sequence[Run]) -> str:
     text = (
         "Training time leaves evaluations out; the loss is the mean of the last 11 steps. "
         "A step lasts as long as its slowest rank; its phases are means over the ranks. "
-        "Exposed communication is the time in which a step does "
-        "nothing but wait for gradients of other ranks; what backward hides is not in it. "
-        "Data wait is the time until a step has its batch."
+        "Exposed communication is the time in which a step does nothing but communicate with other "
+        "ranks or wait for them; what backward hides is not in it. Data wait is the time until a "
+        "step has its batch."
     )
     if runs[-1].memory:
         text += (
