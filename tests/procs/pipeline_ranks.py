@@ -10,8 +10,10 @@ import torch
 import torch.distributed.pipelining as theirs
 
 import dure
+import dure.device_mesh
 import dure.pipelining as ours
 from dure.errors import PeerLost
+from dure.fsdp import fully_shard
 from procs import torch_ranks
 from procs.shm_ranks import Seat
 from ranks.pipeline_models import (
@@ -70,6 +72,25 @@ def trains_as_one(rank: int) -> float:
         pairs = pipeline.weights().items()
         far = max(far, *(float((w - expected[n]).abs().max()) for n, w in pairs))
     return far
+
+
+def trains_shards_as_one(rank: int) -> float:
+    """Train stages whose parameters two ranks share, each with half of a batch; as above."""
+    parts, data = dense(2), batches(3, rows=16)
+    mesh = dure.device_mesh.init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+
+    def wrap(part: Any) -> Any:
+        fully_shard(part.linear, mesh=mesh["dp"])
+        return fully_shard(part, mesh=mesh["dp"])
+
+    group = mesh["pp"].get_group()
+    pipeline = Pipeline("interleaved", 0, 1, parts, 4, wrap=wrap, group=group)
+    for x, y in data:
+        pipeline.step(x.chunk(2)[rank], y.chunk(2)[rank])
+    order = torch.arange(16).view(2, 4, 2).transpose(0, 1).flatten()
+    _, expected = one_process(parts, [(x[order], y[order]) for x, y in data], 4)
+    weights: dict[str, Any] = pipeline.weights()
+    return max(float((w.full_tensor() - expected[n]).abs().max()) for n, w in weights.items())
 
 
 def loses_one(seat: Seat) -> tuple[int | None, str, str]:

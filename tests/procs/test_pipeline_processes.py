@@ -20,6 +20,12 @@ def test_training_over_shared_memory_equals_one_process_2_ranks(process_pool):
 
 
 @NEEDS_ENGINE
+def test_stages_whose_ranks_share_parameters_train_as_one_process_2_ranks(process_pool):
+    for far in process_pool(2, "shm").run(pipeline_ranks.trains_shards_as_one):
+        assert far < 1e-12
+
+
+@NEEDS_ENGINE
 def test_survivors_of_a_death_name_their_action(tmp_path):
     with Ranks(2, tmp_path, pipeline_ranks.loses_one) as ranks:
         result = ranks.result(0)
