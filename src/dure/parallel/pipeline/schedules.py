@@ -386,24 +386,15 @@ def _forward_only(actions: Sequence[Action]) -> list[Action]:
 
 
 def _placement(ranks: Sequence[Sequence[Action | None]], num_stages: int) -> tuple[int, ...]:
-    """Return the rank of each stage: where its actions are.
-
-    Raises:
-        UsageError: A stage has no actions, or actions on two ranks.
-    """
-    found: dict[int, set[int]] = {stage: set() for stage in range(num_stages)}
-    for rank, actions in enumerate(ranks):
-        for action in actions:
-            for part in () if action is None else action.parts:
-                found.setdefault(part.stage, set()).add(rank)
-    wrong = {stage: sorted(where) for stage, where in found.items() if len(where) != 1}
-    if wrong or len(found) != num_stages:
+    """Return the rank of each stage: where its actions are."""
+    actions = [(rank, action) for rank, each in enumerate(ranks) for action in each if action]
+    found = {part.stage: rank for rank, action in actions for part in action.parts}
+    if sorted(found) != [*range(num_stages)]:
         raise UsageError(
-            "each stage of a schedule lies on one rank",
-            seen=f"stages and their ranks: {wrong or found}, expected {num_stages} stages",
-            fix=f"Give every stage from 0 to {num_stages - 1} its actions on one rank.",
+            "a schedule has actions for each stage",
+            seen=f"for the stages {sorted(found)}, expected 0 to {num_stages - 1}",
         )
-    return tuple(next(iter(found[stage])) for stage in range(num_stages))
+    return tuple(found[stage] for stage in range(num_stages))
 
 
 class PipelineScheduleSingle(PipelineSchedule):

@@ -130,10 +130,6 @@ class PipelineStage:
             tensor.requires_grad_(leaf.requires_grad and self.has_backward)
         self._inputs[microbatch] = packed
 
-    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Take what the previous stage, on this rank, has returned: the tensors themselves."""
-        self.receive_forward(mb_index, pack(_as_arguments(prev_stage_outputs)).detached())
-
     def forward_one_chunk(
         self,
         fwd_chunk_id: int,
