@@ -132,6 +132,30 @@ def test_outside_of_it_all_are_told_of_module_and_ranks(way: str, instead: str) 
     run_ranks(2, body)
 
 
+def test_a_rank_that_left_a_forward_is_told_where_modules_have_as_many_bytes() -> None:
+    def fail(*_: object) -> None:
+        raise ArithmeticError
+
+    def wrong(rank: int) -> None:
+        model = sharded("gathered")
+        warm(model)
+        with torch.no_grad():
+            if rank == 0:
+                handle = model.blocks[0].register_forward_pre_hook(fail)
+                with pytest.raises(ArithmeticError):
+                    model(torch.tensor(1))
+                handle.remove()
+            for _ in range(2):
+                model(torch.tensor(1))
+
+    def body(rank: int) -> None:
+        calls = caught(Desync, rank, wrong).calls
+        assert "(root), gathered in forward" in calls[0]
+        assert "blocks.2, gathered in forward" in calls[1]
+
+    run_ranks(2, body)
+
+
 def test_different_modules_are_told_by_name(way: str) -> None:
     def wrong(rank: int) -> None:
         model = sharded(way)

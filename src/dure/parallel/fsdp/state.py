@@ -20,11 +20,13 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
+from dure.comm.call import NOTHING, about, subject_of
 from dure.comm.untraced import untraced
 from dure.errors import Desync, ModuleError, PeerLost, UsageError
 from dure.parallel.fsdp.group import ParameterGroup
@@ -36,6 +38,7 @@ from dure.training.pytrees import cast_floats, tensors_of
 
 __all__ = ["FSDPState", "Order", "Tree", "state_of", "states_in", "states_within"]
 
+_subject = cache(subject_of)
 _MOST_REDUCTIONS = 2
 """Groups whose gradients are reduced at once."""
 
@@ -106,6 +109,11 @@ class Tree:
                     module, name = parameter.places[0]
                     path = paths.get(module)
                     parameter.name = f"{path}.{name}" if path else name
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether one has begun and not ended."""
+        return self._backward is not None
 
     @property
     def groups(self) -> Iterator[ParameterGroup]:
@@ -419,7 +427,9 @@ class FSDPState:
         """Begin to make all parameters whole."""
         if self.is_sharded:
             begin = now()
-            begun = [group.unshard() for group in self.groups]
+            in_backward = self.tree is not None and self.tree.in_backward
+            with self._comparing("gathered in backward" if in_backward else "gathered in forward"):
+                begun = [group.unshard() for group in self.groups]
             if self.tree is not None:
                 self.tree.clock.gather_started(self.name, begin, next(filter(None, begun), None))
 
@@ -455,11 +465,21 @@ class FSDPState:
 
     def end_backward(self) -> None:
         """Reduce the gradients, and free the wholes."""
-        for group in self.groups:
-            group.end_backward()
-            if self.reshard_after_backward:
-                group.reshard()
+        with self._comparing("reduced"):
+            for group in self.groups:
+                group.end_backward()
+        if self.reshard_after_backward:
+            self.reshard()
         self.in_backward = False
+
+    @contextmanager
+    def _comparing(self, what: str) -> Iterator[None]:
+        """Have ranks compare which module they communicate for: others may have as many bytes."""
+        about(_subject(f"{self.name}, {what}"))
+        try:
+            yield
+        finally:
+            about(NOTHING)
 
     def check_resident(self) -> None:
         """Raise a ModuleError if the model is offloaded."""
