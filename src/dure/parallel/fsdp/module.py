@@ -12,9 +12,9 @@ from dure.errors import ModuleError, UsageError
 from dure.parallel.fsdp.group import ParameterGroup
 from dure.parallel.fsdp.reducing import CustomCollective
 from dure.parallel.fsdp.state import FSDPState, Tree, state_of, states_within
-from dure.parallel.fsdp.uninitialized import marking
 from dure.training.in_place import InPlace
 from dure.training.module_times import ShardedStepTimes
+from dure.training.uninitialized import marking
 
 __all__ = ["FSDPModule", "UnshardHandle", "join_step", "share_comm_ctx"]
 

@@ -31,10 +31,10 @@ from dure.comm.untraced import untraced
 from dure.errors import Desync, ModuleError, PeerLost, UsageError
 from dure.parallel.fsdp.group import ParameterGroup
 from dure.parallel.fsdp.policies import MixedPrecisionPolicy
-from dure.parallel.fsdp.uninitialized import check_initialized
 from dure.training import autograd_hooks
 from dure.training.module_times import ModuleClock, now
 from dure.training.pytrees import cast_floats, tensors_of
+from dure.training.uninitialized import check_initialized
 
 __all__ = ["FSDPState", "Order", "Tree", "state_of", "states_in", "states_within"]
 

@@ -56,7 +56,7 @@ def check_initialized(modules: Sequence[nn.Module]) -> None:
     if unwritten:
         raise ModuleError(
             "to_empty gave these memory, and nobody has written them",
-            op="FSDP forward",
+            op="forward",
             parameters=tuple(unwritten),
             seen=", ".join(unwritten),
             fix="Load them from a checkpoint, or have their module's reset_parameters() write them "
