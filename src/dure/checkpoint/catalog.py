@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from dure.checkpoint.files import read_file
-from dure.checkpoint.folder import flush
+from dure.checkpoint.folder import replace_file
 from dure.checkpoint.slice_files import Kind, Layout, Slice
 from dure.checkpoint.slices import Box, fault_of_cover
 from dure.checkpoint.tree import Leaf, Named, decode, flatten
@@ -47,7 +47,6 @@ __all__ = [
 NAME = "manifest.json"
 _FORMAT, _VERSION = "dure checkpoint", 2
 _PART = re.compile(r"part-(\d{6,})-(\d{5,})\.safetensors")
-_HIDDEN = ".saving-manifest.json"
 
 
 class Stored(NamedTuple):
@@ -141,15 +140,7 @@ def publish(folder: Path, catalog: Catalog) -> None:
         OSError: It cannot be written; the folder's checkpoint is the one before.
     """
     body = json.dumps(catalog.dump(), allow_nan=False).encode()
-    hidden = folder / _HIDDEN
-    hidden.unlink(missing_ok=True)
-    with hidden.open("xb") as file:
-        file.write(_digest(body) + b"\n" + body)
-        file.flush()
-        os.fsync(file.fileno())
-    flush(folder)
-    hidden.rename(folder / NAME)
-    flush(folder)
+    replace_file(folder / NAME, _digest(body) + b"\n" + body)
     remove(folder, keep=catalog.layouts)
 
 

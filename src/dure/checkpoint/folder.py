@@ -28,7 +28,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Folder", "Place", "flush", "make"]
+__all__ = ["Folder", "Place", "flush", "make", "replace_file"]
 
 _NAME = re.compile(r"^(\d{6,})-step-(\d+)$")
 _SAVING, _REMOVING = ".saving-", ".removing-"
@@ -136,6 +136,23 @@ def make(folder: Path) -> None:
     make(folder.parent)
     folder.mkdir(exist_ok=True)
     flush(folder.parent)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Make a file, or another in its place, whole and durably: written beside it and renamed.
+
+    Raises:
+        OSError: It cannot be written; what was there before is.
+    """
+    hidden = path.with_name(_SAVING + path.name)
+    hidden.unlink(missing_ok=True)
+    with hidden.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    flush(path.parent)
+    hidden.rename(path)
+    flush(path.parent)
 
 
 def flush(folder: Path) -> None:

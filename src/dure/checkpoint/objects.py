@@ -101,13 +101,14 @@ def state_of(name: str, value: Any) -> Any:
     inner = bare(value)
     if isinstance(inner, Sharded):
         return inner.local_state_dict()
-    if isinstance(inner, type):
-        raise _stateless(name, f"{inner.__qualname__} is a class")
-    if isinstance(inner, dict | list):
-        return cast(Any, inner)
-    if isinstance(inner, Stateful):
-        return inner.state_dict()
-    raise _stateless(name, f"a {type(inner).__qualname__} has no state_dict and load_state_dict")
+    if isinstance(inner, dict | list) or is_stateful(inner):
+        return own_state(cast(Any, inner))
+    told = f"a {type(inner).__qualname__} has no state_dict and load_state_dict"
+    raise UsageError(
+        f"{name!r} cannot be saved",
+        seen=f"{inner.__qualname__} is a class" if isinstance(inner, type) else told,
+        fix="Pass objects that have both, or a dict or list.",
+    )
 
 
 def is_stateful(value: Any) -> bool:
@@ -118,11 +119,6 @@ def is_stateful(value: Any) -> bool:
 def own_state(value: Any) -> Any:
     """Return the state of what is stateful, of a wrapper that of its module; else `value`."""
     return bare(value).state_dict() if is_stateful(value) else value
-
-
-def _stateless(name: str, seen: str) -> UsageError:
-    fix = "Pass objects that have both, or a dict or list."
-    return UsageError(f"{name!r} cannot be saved", seen=seen, fix=fix)
 
 
 def check_fits(name: str, value: Any, saved: Any) -> None:
@@ -138,38 +134,26 @@ def check_fits(name: str, value: Any, saved: Any) -> None:
     """
     inner = bare(value)
     state = cast(Mapping[Any, Any], saved) if isinstance(saved, Mapping) else {}
+    wanted: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     if isinstance(inner, nn.Module):
-        wanted = {
-            key: kind_of(tensor) or tensor.dtype
-            for key, tensor in inner.state_dict().items()
-            if isinstance(tensor, torch.Tensor)
-        }
-        _refuse(name, _differences(wanted, {k: v for k, v in state.items() if isinstance(v, Kind)}))
+        tensors = {k: v for k, v in inner.state_dict().items() if isinstance(v, torch.Tensor)}
+        wanted = {key: kind_of(tensor) or tensor.dtype for key, tensor in tensors.items()}
+        found = {key: kind for key, kind in state.items() if isinstance(kind, Kind)}
     elif isinstance(inner, torch.optim.Optimizer):
-        sizes = [len(group.get("params", ())) for group in state.get("param_groups", [])]
-        own = [len(group["params"]) for group in inner.param_groups]
-        if sizes != own:
-            _refuse(name, [f"parameters in each group: {sizes} in the file, {own} here"])
-
-
-def _differences(wanted: dict[str, Any], found: dict[str, Kind]) -> list[str]:
-    lines = [
-        f"{k} is {found[k]} in the file, {v} here"
-        for k, v in wanted.items()
-        if k in found and found[k] != v
-    ]
-    lines += [f"{k} is not in the file" for k in wanted if k not in found]
-    return lines + [f"{k} is in the file only" for k in found if k not in wanted]
-
-
-def _refuse(name: str, differences: list[str]) -> None:
-    if not differences:
-        return
-    raise CheckpointMismatch(
-        f"{name!r} in the checkpoint is of another object",
-        seen=few(differences, "; "),
-        fix="Load it into the model that was saved, or save in another folder.",
-    )
+        groups = state.get("param_groups", [])
+        wanted = {"parameters in groups": [len(group["params"]) for group in inner.param_groups]}
+        found = {"parameters in groups": [len(group.get("params", ())) for group in groups]}
+    both = [key for key in wanted if key in found and found[key] != wanted[key]]
+    lines = [f"{key} is {found[key]} in the file, {wanted[key]} here" for key in both]
+    lines += [f"{key} is not in the file" for key in wanted if key not in found]
+    lines += [f"{key} is in the file only" for key in found if key not in wanted]
+    if lines:
+        raise CheckpointMismatch(
+            f"{name!r} in the checkpoint is of another object",
+            seen=few(lines, "; "),
+            fix="Load it into the model that was saved, or save in another folder.",
+        )
 
 
 def few(items: Sequence[str], between: str = ", ") -> str:

@@ -34,7 +34,7 @@ from dure.checkpoint.files import can_be_named
 from dure.checkpoint.folder import Folder, make
 from dure.checkpoint.objects import own_state
 from dure.checkpoint.planning import Division, Offer, digest_of, known_to
-from dure.checkpoint.slice_files import Kind, Slice, kind_of, write_slices
+from dure.checkpoint.slice_files import Kind, Layout, Slice, kind_of, write_slices
 from dure.checkpoint.slices import Box, pieces_of
 from dure.checkpoint.tree import Named, encode, flatten, merged
 from dure.errors import CheckpointError, CheckpointMismatch, UsageError
@@ -77,18 +77,13 @@ def take(state_dict: Mapping[str, Any]) -> Taken:
     tensors: dict[str, torch.Tensor] = {}
     taken = Taken({}, {}, encode(state, "", tensors))
     for name, tensor in tensors.items():
-        _take_tensor(name, tensor, taken)
+        pieces, kind = pieces_of(name, tensor), kind_of(tensor)
+        if kind is None:
+            raise UsageError("a tensor cannot be in a checkpoint", seen=f"{name} is {tensor.dtype}")
+        taken.offer[name] = kind, tuple(piece.box for piece in pieces)
+        for piece in pieces:
+            taken.memory[Slice(name, piece.box)] = piece.memory.resolve_conj().resolve_neg()
     return taken
-
-
-def _take_tensor(name: str, tensor: torch.Tensor, taken: Taken) -> None:
-    pieces = pieces_of(name, tensor)
-    kind = kind_of(tensor)
-    if kind is None:
-        raise UsageError("a tensor cannot be in a checkpoint", seen=f"{name} is {tensor.dtype}")
-    taken.offer[name] = kind, tuple(piece.box for piece in pieces)
-    for piece in pieces:
-        taken.memory[Slice(name, piece.box)] = piece.memory.resolve_conj().resolve_neg()
 
 
 class Saving:
@@ -182,14 +177,13 @@ class Saving:
         """Put together what ranks told, and the sums of what they wrote."""
         division = self._divided()
         slices: dict[str, dict[Box, Stored]] = {name: {} for name in division.kinds}
-        layouts = {
-            part_name(number, rank): layout
-            for rank, layout in enumerate(division.layouts)
-            if layout.begins
-        }
-        for (file, layout), crcs in zip(layouts.items(), [s for s in sums if s], strict=True):
-            for part, crc in zip(layout.begins, crcs, strict=True):
-                slices[part.name][part.box] = Stored(file, crc)
+        layouts: dict[str, Layout] = {}
+        for rank, (layout, crcs) in enumerate(zip(division.layouts, sums, strict=True)):
+            if crcs:
+                file = part_name(number, rank)
+                layouts[file] = layout
+                for part, crc in zip(layout.begins, crcs, strict=True):
+                    slices[part.name][part.box] = Stored(file, crc)
         return Catalog(self._tree, division.kinds, slices, layouts)
 
     def kinds(self) -> dict[str, Kind]:

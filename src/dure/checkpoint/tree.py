@@ -104,13 +104,10 @@ class _Encoder:
                 return _tagged("dtype", str(value).removeprefix("torch."))
             case torch.device():
                 return _tagged("device", str(value))
-            case np.ndarray() if value.dtype.kind in "biufc":
-                array = np.ascontiguousarray(value)
-                data = base64.b64encode(array.tobytes()).decode()
-                return _tagged("array", [array.dtype.str, list(value.shape), data])
-            case np.generic() if value.dtype.kind in "biufc":
+            case np.ndarray() | np.generic() if value.dtype.kind in "biufc":
+                kind = "array" if isinstance(value, np.ndarray) else "scalar"
                 data = base64.b64encode(value.tobytes()).decode()
-                return _tagged("scalar", [value.dtype.str, data])
+                return _tagged(kind, [value.dtype.str, list(value.shape), data])
             case _:
                 raise UsageError(
                     "a value cannot be saved in a checkpoint",
@@ -137,21 +134,18 @@ class _Encoder:
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Any:
         require_dense(path, tensor)
-        name = None
-        same: object = None
+        same: object = object()  # no other is the same tensor
         if not isinstance(tensor, DTensor):
             tensor = tensor.detach()
             if tensor.numel() and not (tensor.is_conj() or tensor.is_neg()):
                 place = tensor.data_ptr(), tensor.device
                 same = (*place, tensor.shape, tensor.stride(), tensor.dtype)
-                name = self._name_of.get(same)
+        name = self._name_of.get(same)
         if name is None:
             name = path
             while name in self._tensors:  # "a.b" the key, and "b" within "a"
                 name += "'"
-            self._tensors[name] = tensor
-            if same is not None:
-                self._name_of[same] = name
+            self._name_of[same], self._tensors[name] = name, tensor
         return tensor_node(name)
 
 
@@ -290,7 +284,7 @@ _WHOLE: dict[str, Callable[[Any], Any]] = {
     "dtype": _dtype,
     "device": torch.device,
     "array": _array,
-    "scalar": lambda v: np.frombuffer(base64.b64decode(v[1]), dtype=v[0])[0],
+    "scalar": lambda v: _array(v)[()],
 }
 _FROM_ITEMS: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,

@@ -23,7 +23,7 @@ import torch
 from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.catalog import Catalog, Stored, Unreadable, catalog_of
 from dure.checkpoint.files import DTYPES, open_file, read_file
-from dure.checkpoint.folder import flush, make
+from dure.checkpoint.folder import flush, make, replace_file
 from dure.checkpoint.restoring import load_from
 from dure.checkpoint.saving import Saving, Taken
 from dure.checkpoint.slice_files import Kind, Layout, Slice
@@ -197,13 +197,7 @@ class _Files:
             placed = {p.name: f for f, layout in self._layouts.items() for p in layout.begins}
             size = sum(kind.num_bytes(whole_box(kind.shape)) for kind in self._kinds.values())
             fields = {"metadata": {"total_size": size}, "weight_map": dict(sorted(placed.items()))}
-            hidden = index.with_name(_HIDDEN + _INDEX)
-            with hidden.open("w") as made:
-                made.write(json.dumps(fields, indent=2))
-                made.flush()
-                os.fsync(made.fileno())
-            flush(self._folder)
-            hidden.rename(index)
+            replace_file(index, json.dumps(fields, indent=2).encode())
         else:
             index.unlink(missing_ok=True)
         flush(self._folder)
