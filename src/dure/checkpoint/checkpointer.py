@@ -231,9 +231,10 @@ class Checkpointer:
         try:
             ranks.each(lambda: found.append(Resuming(place, ranks)))
         except CheckpointError as e:
-            self.refused[str(place.path)] = e.seen
+            reason = e.seen.removesuffix(f"; in {place.path}")
+            self.refused[str(place.path)] = reason
             if self._ranks.rank == 0:
-                _log.warning("checkpoint %s is refused: %s", place.path, e.seen)
+                _log.warning("checkpoint %s is refused: %s", place.path, reason)
             return None
         return found[0]
 

@@ -130,7 +130,9 @@ def test_nothing_saved_is_nothing_loaded(tmp_path):
     assert checkpoints.load(model=small()) is None
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(where=st.floats(0, 1, exclude_max=True), which=st.booleans(), cut=st.booleans())
 def test_any_changed_byte_is_found_and_the_older_checkpoint_used(
     tmp_path_factory, where, which, cut
