@@ -132,6 +132,20 @@ def test_parts_are_safetensors_with_the_rows_of_each_rank(tmp_path):
     }
 
 
+def test_tied_tensors_are_written_once_and_loaded_by_each_name(tmp_path):
+    weight = counted(3)
+    save({"a": weight, "b": {"c": weight}, "d": weight[:2]}, checkpoint_id=tmp_path)
+    (part,) = tmp_path.glob("part-*")
+    with safe_open(part, framework="pt") as file:
+        assert sorted(file.keys()) == ["a", "d"]
+    state = {"b": {"c": torch.zeros(3)}, "a": torch.zeros(3)}
+    loaded = load(state, checkpoint_id=tmp_path)
+    assert state["a"].tolist() == state["b"]["c"].tolist() == [0, 1, 2]
+    assert loaded[:2] == ([], ["d"])
+    held = FileSystemReader(tmp_path).read_metadata()
+    assert sorted(held.state_dict_metadata) == ["a", "b.c", "d"]
+
+
 def test_what_ranks_share_is_written_once_and_spread(tmp_path):
     def body(rank):
         save({f"w{i}": counted(4, 4) for i in range(4)}, checkpoint_id=tmp_path)

@@ -11,12 +11,11 @@ may be anything. Both are refused, as are folders and devices.
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
@@ -25,10 +24,8 @@ from dure.comm.reduction import as_bytes
 __all__ = [
     "DTYPES",
     "PIECE_BYTES",
-    "Entry",
     "NotAFile",
     "can_be_named",
-    "header",
     "open_file",
     "pieces",
     "read_file",
@@ -56,31 +53,9 @@ DTYPES: dict[torch.dtype, str] = {
 }
 
 
-class Entry(NamedTuple):
-    """One tensor in a part, as its header has it."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    num_bytes: int
-
-
 def can_be_named(name: str) -> bool:
     """Tell whether readers of the file format take a tensor of this name."""
     return name != "__metadata__" and not any("\ud800" <= c <= "\udfff" for c in name)
-
-
-def header(entries: list[Entry], metadata: dict[str, str] | None = None) -> bytes:
-    """Return the first bytes of a part with these tensors, in this order."""
-    fields: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
-    at = 0
-    for entry in entries:
-        offsets = [at, at + entry.num_bytes]
-        fields[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
-        at += entry.num_bytes
-    text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -11,6 +11,7 @@ from row by row, and only pages that hold wanted elements are touched.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from dure.checkpoint.files import DTYPES, PIECE_BYTES, Entry, header, open_file, pieces, write_all
+from dure.checkpoint.files import DTYPES, PIECE_BYTES, open_file, pieces, write_all
 from dure.checkpoint.slices import Box, whole_box
 from dure.comm.checksum import copy_from_file, crc32c
 from dure.comm.reduction import as_bytes
@@ -86,23 +87,24 @@ class Layout:
         def key(part: Slice) -> tuple[int, Slice]:
             return -kinds[part.name].torch_dtype.itemsize, part
 
-        entries: dict[str, Entry] = {}
-        order = sorted(slices, key=key)
-        for part in order:
+        fields: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+        begins, end = dict[Slice, int](), 0
+        for part in sorted(slices, key=key):
             kind = kinds[part.name]
             called = part.name + ("" if part.box == whole_box(kind.shape) else str(part.box))
-            while called in entries:  # "w[0:4]" may be the name of a tensor
+            while called in fields:  # "w[0:4]" may be the name of a tensor
                 called += "'"
             stored = _COMPLEX.get(kind.dtype)
             shape = part.box.sizes if stored is None else (*part.box.sizes, 2)
             dtype = kind.dtype if stored is None else stored[1]
-            entries[called] = Entry(called, dtype, shape, kind.num_bytes(part.box))
-        begin = header(list(entries.values()), metadata)
-        at, begins = len(begin), dict[Slice, int]()
-        for part, entry in zip(order, entries.values(), strict=True):
-            begins[part] = at
-            at += entry.num_bytes
-        return cls(begin, begins, at)
+            begins[part], end = end, end + kind.num_bytes(part.box)
+            offsets = [begins[part], end]
+            fields[called] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+        text = json.dumps(fields, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        header = len(text).to_bytes(8, "little") + text
+        begins = {part: len(header) + at for part, at in begins.items()}
+        return cls(header, begins, len(header) + end)
 
 
 def write_slices(path: Path, layout: Layout, memory: dict[Slice, torch.Tensor]) -> list[int]:
