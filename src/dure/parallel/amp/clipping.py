@@ -13,15 +13,12 @@ norm is complete everywhere and torch's own `clip_grad_norm_` is right.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 
-from dure.comm.ops import ReduceOp
 from dure.comm.world import resolve
-from dure.errors import UsageError
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -41,7 +38,8 @@ def clip_grad_norm_(
     """Scale the gradients that this rank owns so that all ranks' norm is at most `max_norm`.
 
     The arguments are those of `torch.nn.utils.clip_grad_norm_`; but every gradient must be given by
-    exactly one rank. For gradients that all ranks hold use torch's function.
+    exactly one rank. For gradients that all ranks hold use torch's function. DTensors are counted
+    whole: a gradient that is cut over another axis of the mesh is given by all ranks of that axis.
 
     Collective: all ranks of the group, also one that owns no gradient.
     Cost: one all_reduce of 8 bytes.
@@ -52,7 +50,7 @@ def clip_grad_norm_(
         max_norm: The largest norm allowed.
         norm_type: The p of the norm, above 0; may be inf.
         error_if_nonfinite: Raise, on all ranks, where the norm is inf or NaN.
-        foreach: As torch's: fused kernels, by default where they exist.
+        foreach: Taken as torch's, and changes nothing: lists of gradients are scaled at once.
         process_group: The ranks that own the gradients; all by default.
 
     Returns:
@@ -61,31 +59,8 @@ def clip_grad_norm_(
     Raises:
         UsageError: `norm_type` is not positive, or the norm is not finite and shall be.
     """
-    if not norm_type > 0:
-        raise UsageError(
-            "clip_grad_norm_ needs a norm whose parts can be combined",
-            seen=f"norm_type={norm_type}",
-            fix="Use 1, 2 or inf.",
-        )
+    from dure.tensor.clipping import clip_grad_norm_
+
+    del foreach
     group = resolve(process_group, "clip_grad_norm_")
-    owned = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    gradients = [p.grad for p in owned if p.grad is not None]
-    total = torch.zeros((), dtype=torch.float64, device=gradients[0].device if gradients else None)
-    if gradients:
-        part = torch.nn.utils.get_total_norm(gradients, norm_type, False, foreach)
-        total = part.to(torch.float64)
-    if math.isinf(norm_type):
-        group.all_reduce(total, ReduceOp.MAX)
-    else:
-        total = total**norm_type
-        group.all_reduce(total, ReduceOp.SUM)
-        total = total ** (1.0 / norm_type)
-    if error_if_nonfinite and not bool(total.isfinite()):
-        raise UsageError(
-            "the norm of the gradients is not finite",
-            seen=f"a norm of {float(total)} over {group.size()} ranks",
-            fix="Skip the step (GradScaler does), or pass error_if_nonfinite=False.",
-        )
-    norm = total.float()
-    torch.nn.utils.clip_grads_with_norm_(owned, max_norm, norm, foreach)
-    return norm
+    return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, process_group=group)

@@ -1,0 +1,96 @@
+"""The program of examples/llm, on meshes of all axes: the losses of one rank, to 1e-10.
+
+Twelve meshes that have every pair of axes; all that 1, 2, 4 and 8 ranks can form are run by
+`pytest -m slow tests/ranks/test_llm.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dure.testing import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "llm"))
+
+import train  # pyright: ignore[reportMissingImports]
+
+STEPS = 10
+BASE: Any = train.Flags(dtype="float64", steps=STEPS, microbatches=4, batch=32)
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+
+
+def losses(flags: Any) -> list[list[tuple[float, float]]]:
+    """Return each rank's losses and norms."""
+    n = math.prod(getattr(flags, axis) for axis in train.AXES)
+
+    def run(_: int) -> list[tuple[float, float]]:
+        trainer = train.Trainer(flags)
+        return [trainer.train() for _ in range(STEPS)]
+
+    return run_ranks(n, run)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[tuple[float, float]]:
+    """Return what one rank finds."""
+    return losses(BASE)[0]
+
+
+def check(sizes: tuple[int, ...], schedule: str, expected: list[tuple[float, float]]) -> None:
+    flags = replace(BASE, **dict(zip(train.AXES, sizes, strict=True)), schedule=schedule)
+    for found in losses(flags):
+        for (loss, norm), (wanted, length) in zip(found, expected, strict=True):
+            assert loss == pytest.approx(wanted, abs=1e-10)
+            assert norm == pytest.approx(length, rel=1e-5)
+
+
+def test_one_rank_learns(expected: list[tuple[float, float]]) -> None:
+    assert expected[0][0] > 5.4 > 4.0 > expected[-1][0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "schedule"),
+    [
+        ((2, 1, 1, 1, 1), "1F1B"),  # pp, dp, fsdp, cp, tp
+        ((1, 2, 2, 1, 1), "1F1B"),
+        ((2, 2, 1, 1, 1), "GPipe"),
+        ((2, 1, 2, 1, 1), "Interleaved1F1B"),
+        ((2, 1, 1, 2, 1), "ZBVZeroBubble"),
+        ((2, 1, 1, 1, 2), "InterleavedZeroBubble"),
+        ((1, 2, 1, 2, 1), "1F1B"),
+        ((1, 2, 1, 1, 2), "1F1B"),
+        ((1, 1, 2, 2, 1), "1F1B"),
+        ((1, 1, 2, 1, 2), "1F1B"),
+        ((1, 1, 1, 2, 2), "1F1B"),
+        ((2, 1, 2, 1, 2), "1F1B"),
+    ],
+)
+def test_a_mesh_finds_what_one_rank_finds(
+    sizes: tuple[int, ...], schedule: str, expected: list[tuple[float, float]]
+) -> None:
+    check(sizes, schedule, expected)
+
+
+def all_meshes() -> list[tuple[tuple[int, ...], str]]:
+    """Return every mesh of 1, 2, 4 and 8 ranks with at most 4 along tp, schedules in turn."""
+    grids = itertools.product((1, 2, 4, 8), repeat=len(train.AXES))
+    fitting = [sizes for sizes in grids if math.prod(sizes) <= 8 and sizes[-1] <= 4]
+    return [
+        (sizes, SCHEDULES[i % len(SCHEDULES)] if sizes[0] in (2, 4) else "1F1B")
+        for i, sizes in enumerate(fitting)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "schedule"), all_meshes())
+def test_every_mesh_finds_what_one_rank_finds(
+    sizes: tuple[int, ...], schedule: str, expected: list[tuple[float, float]]
+) -> None:
+    check(sizes, schedule, expected)
