@@ -1,0 +1,328 @@
+"""What each rank holds, for a transformer of Llama's shape on a mesh of any axes.
+
+Everything is counted in elements first, from the formulas below, and then in bytes:
+
+    a layer's parameters   2 w^2 + 2 w k   attention (q and out; keys and values, k features)
+                         + 3 w h           SwiGLU
+                         + 2 w             norms
+    the ends               v w each        embedding, scores
+
+    a layer's activations, for one token of one microbatch, kept from forward to backward:
+                         (4 w + 2) / t     inputs of the norms, and those inputs scaled
+                         + 2 w             inputs of q, k, v and of gate, up (gathered along tp)
+                         + (2 w + 2 k + a) / t   q, k, v, the output, and a log-sum for each head
+                         + 4 h / t         gate, up, silu, their product
+
+with w, h, k, a, v the width, hidden units, features of keys, heads, vocabulary, and t ranks along
+tp, with sequence parallelism. A recomputed layer keeps its input alone, w / t; one layer at a time
+keeps the rest.
+
+How many microbatches are live at once is the schedule's (`dure.schedules`). The rest of a process
+(Python, torch: some 300 MB) and the allocator's waste are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from dure.errors import UsageError
+from dure.schedules import Action, Kind, find_generator, make_schedule
+
+__all__ = ["Memory", "Mesh", "Model", "Training", "memory"]
+
+_OP = "plan memory"
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes of a transformer of Llama's shape.
+
+    Attributes:
+        vocabulary: Tokens that there are.
+        width: Features of an activation.
+        layers: How many.
+        heads: Of the queries.
+        groups: Of the keys and values.
+        hidden: Units of a layer's MLP, or of one expert.
+        length: Tokens of a sequence.
+        experts: Of a layer; 0: it has an MLP.
+        active: Experts that a token goes to.
+        shared: Experts that every token goes to.
+        tied: The scores use the embedding's weights.
+    """
+
+    vocabulary: int
+    width: int
+    layers: int
+    heads: int
+    groups: int
+    hidden: int
+    length: int
+    experts: int = 0
+    active: int = 2
+    shared: int = 0
+    tied: bool = False
+
+    @staticmethod
+    def of_size(parameters: float, *, vocabulary: int = 128_256, length: int = 4096) -> Model:
+        """Return a model of some number of parameters, shaped as the Llamas are.
+
+        The width is 128 times the number of layers, heads have 128 features, one in four has keys
+        of its own, and the MLP has 3.5 times the width.
+        """
+
+        def shaped(layers: int) -> Model:
+            width, groups = 128 * layers, max(1, layers // 4)
+            return Model(vocabulary, width, layers, layers, groups, 448 * layers, length)
+
+        return min(map(shaped, range(1, 400)), key=lambda m: abs(m.parameters - parameters))
+
+    @property
+    def keys(self) -> int:
+        """Features of the keys, and of the values."""
+        return self.width // self.heads * self.groups
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of one layer, with its norms."""
+        return 2 * self.width * (self.width + self.keys) + 2 * self.width
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of the MLP, or of one expert."""
+        return 3 * self.width * self.hidden
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one layer, all experts and their router included."""
+        if not self.experts:
+            return self.attention_parameters + self.expert_parameters
+        router = self.width * self.experts
+        experts = (self.experts + self.shared) * self.expert_parameters
+        return self.attention_parameters + router + experts
+
+    @property
+    def parameters(self) -> int:
+        """Of all layers, the embedding, the last norm and the scores."""
+        ends = self.vocabulary * self.width * (1 if self.tied else 2) + self.width
+        return self.layers * self.layer_parameters + ends
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How many ranks there are along each axis; a microbatch is of one rank along dp and fsdp.
+
+    Attributes:
+        pp: Stages' ranks.
+        dp: Replicas.
+        fsdp: Parts of parameters, gradients and optimizer state.
+        cp: Parts of a sequence; they share parameters' parts as well.
+        tp: Parts of each layer.
+        ep: Parts of the experts; divides dp * fsdp * cp.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    fsdp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @staticmethod
+    def parse(text: str) -> Mesh:
+        """Read ``pp=4,dp=2,tp=2``.
+
+        Raises:
+            UsageError: An axis that there is not, or no number of ranks.
+        """
+        sizes: dict[str, int] = {}
+        for part in filter(None, text.replace(" ", "").split(",")):
+            name, _, size = part.partition("=")
+            if name not in Mesh.__dataclass_fields__ or not size.isdecimal() or int(size) < 1:
+                raise UsageError(
+                    "a mesh is axes with their numbers of ranks",
+                    op=_OP,
+                    seen=repr(part),
+                    fix=f"Write pp=4,dp=2,tp=2; axes: {', '.join(Mesh.__dataclass_fields__)}.",
+                )
+            sizes[name] = int(size)
+        return Mesh(**sizes)
+
+    @property
+    def ranks(self) -> int:
+        """How many there are; ep is among dp, fsdp and cp."""
+        return self.pp * self.dp * self.fsdp * self.cp * self.tp
+
+
+@dataclass(frozen=True)
+class Training:
+    """How it is trained.
+
+    Attributes:
+        sequences: In a microbatch of one rank.
+        microbatches: In a step.
+        schedule: Of the pipeline, by the name that `dure.schedules` has for it.
+        parameter_bytes: Of a parameter, and of its gradient.
+        compute_bytes: Of an activation, and of a gathered parameter.
+        state_elements: Elements of optimizer state for each parameter: 2 for AdamW.
+        recompute: Layers' activations are computed again in backward.
+        gathers: Whether ranks along fsdp gather whole parameters: over hosts, and with devices.
+            Ranks of one host that share memory gather nothing.
+    """
+
+    sequences: int = 1
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    parameter_bytes: int = 4
+    compute_bytes: int = 4
+    state_elements: int = 2
+    recompute: bool = False
+    gathers: bool = True
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank, by what they are for; ranks with the same place along pp are alike.
+
+    Attributes:
+        stages: Which layers each of its stages has.
+        parameters: Its parts.
+        gradients: As many, of the same size.
+        optimizer: State for its parts.
+        activations: Of all microbatches that are live at once.
+        scores: The last stage's scores, their logarithms, and the gradient.
+        gathered: Parameters that are whole for a while, and one layer's whole gradients.
+    """
+
+    stages: tuple[range, ...]
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    scores: int
+    gathered: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        held = self.parameters + self.gradients + self.optimizer
+        return held + self.activations + self.scores + self.gathered
+
+
+def memory(model: Model, mesh: Mesh, training: Training | None = None) -> list[Memory]:
+    """Return what ranks hold at the peak of a step: one entry for each place along pp.
+
+    Args:
+        model: Its sizes.
+        mesh: Ranks along each axis.
+        training: Microbatches, schedule, dtypes.
+
+    Raises:
+        UsageError: The mesh does not divide the model; what would is told.
+    """
+    training = training or Training()
+    _check(model, mesh)
+    generator = find_generator(training.schedule)
+    n_stages = mesh.pp * (generator.stages_a_rank or _STAGES_OF_INTERLEAVED)
+    if n_stages > model.layers:
+        raise UsageError(
+            "each stage has at least one layer",
+            op=_OP,
+            seen=f"{model.layers} layers, {n_stages} stages of {generator.name}",
+            fix=f"Take pp={max(1, model.layers * mesh.pp // n_stages)}.",
+        )
+    schedule = make_schedule(
+        training.schedule, stages=n_stages, microbatches=training.microbatches, ranks=mesh.pp
+    )
+    cuts = [stage * model.layers // n_stages for stage in range(n_stages + 1)]
+    stages = [range(a, b) for a, b in pairwise(cuts)]
+    found: list[Memory] = []
+    for rank in range(mesh.pp):
+        mine = [i for i, place in enumerate(schedule.placement) if place == rank]
+        kept = {i: _activations(model, mesh, training, len(stages[i])) for i in mine}
+        live = _most_live(schedule.actions(rank), kept)
+        found.append(_rank(model, mesh, training, [stages[i] for i in mine], live))
+    return found
+
+
+_STAGES_OF_INTERLEAVED = 2
+
+
+def _check(model: Model, mesh: Mesh) -> None:
+    wrong = (
+        (model.heads % mesh.tp, f"tp divides the heads: {model.heads}"),
+        (model.groups % mesh.tp, f"tp divides the heads of keys: {model.groups}"),
+        (model.length % (2 * mesh.cp), f"2 cp divides the length: {model.length}"),
+        (max(model.experts, 1) % mesh.ep, f"ep divides the experts: {model.experts}"),
+        (mesh.dp * mesh.fsdp * mesh.cp % mesh.ep, "ep divides dp * fsdp * cp"),
+    )
+    for rest, rule in wrong:
+        if rest:
+            raise UsageError("the mesh does not divide the model", op=_OP, seen=f"{mesh}", fix=rule)
+
+
+def _activations(model: Model, mesh: Mesh, training: Training, layers: int) -> int:
+    """Return the bytes that a stage keeps of one microbatch."""
+    tokens = training.sequences * model.length // mesh.cp
+    if training.recompute:
+        return layers * tokens * model.width // mesh.tp * training.compute_bytes
+    return layers * _layer_activations(model, mesh, tokens) * training.compute_bytes
+
+
+def _layer_activations(model: Model, mesh: Mesh, tokens: int) -> int:
+    """Return the elements that one layer keeps (see the top of this file)."""
+    w, k, h, t = model.width, model.keys, model.hidden, mesh.tp
+    units = 4 * h
+    if model.experts:  # each copy of a token has its inputs and its units; and its output, weighted
+        units = model.active * (4 * h + 2 * w) + model.shared * 4 * h + model.experts
+    return tokens * ((4 * w + 2 + 2 * w + 2 * k + model.heads + units) // t + 2 * w)
+
+
+def _most_live(actions: Sequence[Action | None], kept: dict[int, int]) -> int:
+    """Return the most bytes that are live at once: from a forward to its whole backward."""
+    live = most = 0
+    for action in actions:
+        for part in action.parts if action is not None else ():
+            if part.kind is Kind.FORWARD:
+                live += kept[part.stage]
+            elif part.kind in (Kind.FULL_BACKWARD, Kind.BACKWARD_WEIGHT):
+                live -= kept[part.stage]
+            most = max(most, live)
+    return most
+
+
+def _rank(
+    model: Model, mesh: Mesh, training: Training, stages: Sequence[range], activations: int
+) -> Memory:
+    """Add up what a rank holds."""
+    tokens = training.sequences * model.length // mesh.cp
+    is_first = any(0 in part for part in stages)
+    is_last = any(model.layers - 1 in part for part in stages)
+    n_layers = sum(map(len, stages))
+    end = model.vocabulary * model.width
+    ends = end * (is_first + is_last - (model.tied and is_first and is_last))
+    experts = model.experts * model.expert_parameters
+    dense = (model.layer_parameters - experts) * n_layers + ends
+    shards = mesh.fsdp * mesh.cp
+    own = dense // (mesh.tp * shards) + experts * n_layers // max(mesh.ep * mesh.tp, shards)
+    whole = (dense + experts // mesh.ep * n_layers) // mesh.tp
+    layer = (model.layer_parameters - experts + experts // mesh.ep) // mesh.tp
+    gathered = 0
+    if shards > 1 and training.gathers:
+        held = whole if mesh.pp > 1 else min(whole, ends // mesh.tp + 2 * layer)
+        gathered = held * training.compute_bytes + layer * training.compute_bytes
+    if training.recompute and n_layers:
+        activations += _layer_activations(model, mesh, tokens) * training.compute_bytes
+    scores = 3 * tokens * model.vocabulary // mesh.tp * training.compute_bytes if is_last else 0
+    size = own * training.parameter_bytes
+    return Memory(
+        stages=tuple(stages),
+        parameters=size,
+        gradients=size,
+        optimizer=training.state_elements * size,
+        activations=activations,
+        scores=scores,
+        gathered=gathered,
+    )
