@@ -42,13 +42,13 @@ class StageCut:
     def __str__(self) -> str:
         """Return a line a stage: its layers, its cost, its parameters."""
         total = sum(self.costs) or 1.0
-        lines = ["stage  layers          cost   share   parameters"]
+        lines = [f"stage  {'layers':24} {'cost':>8} {'share':>6} {'parameters':>12}"]
         for number, (part, stage) in enumerate(zip(self.parts, self.stages, strict=True)):
             cost = sum(self.costs[i] for i in part)
             names = [name for name, _ in stage.named_children()]
             layers = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
             numel = sum(p.numel() for p in stage.parameters())
-            lines.append(f"{number:5}  {layers:12} {cost:8.4g} {cost / total:6.1%} {numel:12,}")
+            lines.append(f"{number:5}  {layers:24} {cost:8.3g} {cost / total:6.1%} {numel:12,}")
         return "\n".join(lines)
 
 
