@@ -28,8 +28,6 @@ def held(tensors: Any) -> int:
 def kept_by(stage: torch.nn.Module, inputs: torch.Tensor) -> int:
     """Return the bytes that a forward keeps for backward, parameters aside."""
     weights = {s for p in stage.parameters() for s in (p.shape, p.shape[::-1])}
-        p.t().shape for p in stage.parameters() if p.ndim == 2
-    }
     seen: dict[int, int] = {}
     kept: list[torch.Tensor] = []
 
@@ -46,7 +44,7 @@ def kept_by(stage: torch.nn.Module, inputs: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_activations_are_those_that_a_forward_keeps(cp: int) -> None:
-    flags = train.Flags(cp=cp, microbatches=1, batch=8)
+    flags = train.Flags(cp=cp, microbatches=1, batch=16)
 
     def run(_: int) -> int:
         trainer = train.Trainer(flags)
@@ -54,7 +52,7 @@ def test_activations_are_those_that_a_forward_keeps(cp: int) -> None:
         with trainer.parallel():
             return kept_by(trainer.stages[0], inputs)
 
-    planned = memory(MODEL, Mesh(cp=cp), Training(sequences=8))[0].activations
+    planned = memory(MODEL, Mesh(cp=cp), Training(sequences=16))[0].activations
     for measured in run_ranks(cp, run):
         assert planned == pytest.approx(measured, rel=0.05)
 

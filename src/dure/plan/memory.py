@@ -302,7 +302,9 @@ def _rank(
     is_last = any(model.layers - 1 in part for part in stages)
     n_layers = sum(map(len, stages))
     end = model.vocabulary * model.width
-    ends = end * (is_first + is_last - (model.tied and is_first and is_last))
+    ends = (
+        end * (is_first + is_last - (model.tied and is_first and is_last)) + model.width * is_last
+    )
     experts = model.experts * model.expert_parameters
     dense = (model.layer_parameters - experts) * n_layers + ends
     shards = mesh.fsdp * mesh.cp
