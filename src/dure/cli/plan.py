@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from dure.errors import UsageError
+from dure.plan import Memory, Mesh, Model, Training
+from dure.plan import memory as plan_memory
 from dure.schedules import (
     DEFAULT_TIMES,
     SCHEDULES,
@@ -33,11 +35,6 @@ __all__ = ["commands"]
 commands = typer.Typer(no_args_is_help=True)
 
 _ANY_NUMBER = 2  # stages a rank, of schedules that take any number, where nothing says how many
-
-
-@commands.callback()
-def _group() -> None:
-    """Keep `pipeline` a word of its own: typer drops it where there is but one command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,4 +165,73 @@ def _table(rows: list[_Row]) -> Table:
             f"{found.bubble:.1%}",
             f"{peak:.4g}",
         )
+    return table
+
+
+_OPTIMIZERS = {"adamw": 2, "sgd": 0, "momentum": 1}
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+
+
+@commands.command(help="Count what each rank of a mesh holds: will it fit?")
+def memory(
+    mesh: Annotated[str, typer.Option(help="Ranks by axis, such as pp=4,dp=2,tp=2.")] = "dp=1",
+    params: Annotated[
+        float | None, typer.Option(help="Parameters of a model of Llama's shape, such as 8e9.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="Its sizes instead: layers=32,width=4096,length=8192, ...")
+    ] = "",
+    sequences: Annotated[int, typer.Option(help="In a microbatch of one rank.")] = 1,
+    microbatches: Annotated[int, typer.Option(help="Microbatches a step.")] = 1,
+    schedule: Annotated[str, typer.Option(help="Of the pipeline.")] = "1f1b",
+    optimizer: Annotated[str, typer.Option(help="adamw, momentum or sgd.")] = "adamw",
+    dtype: Annotated[str, typer.Option(help="Of parameters, gradients and state.")] = "float32",
+    compute: Annotated[str, typer.Option(help="Of activations.")] = "float32",
+    recompute: Annotated[bool, typer.Option(help="Layers are computed again in backward.")] = False,
+    shared: Annotated[
+        bool, typer.Option(help="Ranks along fsdp are of one host, and share memory.")
+    ] = False,
+) -> None:
+    """Print a table with a row for each place along pp, and the largest total."""
+    if (params is None) == (not model):
+        raise UsageError("a model is --params, or --model with its sizes")
+    sizes = Model.of_size(params) if params is not None else Model.parse(model)
+    for given, known in ((optimizer, _OPTIMIZERS), (dtype, _BYTES), (compute, _BYTES)):
+        if given not in known:
+            raise UsageError("there is no such name", seen=given, fix=f"One of {', '.join(known)}.")
+    axes = Mesh.parse(mesh)
+    training = Training(
+        sequences=sequences,
+        microbatches=microbatches,
+        schedule=schedule,
+        parameter_bytes=_BYTES[dtype],
+        compute_bytes=_BYTES[compute],
+        state_elements=_OPTIMIZERS[optimizer],
+        recompute=recompute,
+        gathers=not shared,
+    )
+    ranks = plan_memory(sizes, axes, training)
+    console = Console()
+    console.print(
+        f"{sizes.parameters:,} parameters: {sizes.layers} layers of width {sizes.width}, "
+        f"{axes.ranks} ranks",
+        highlight=False,
+    )
+    console.print(_memory_table(ranks))
+    console.print(
+        f"The fullest rank holds {max(rank.total for rank in ranks) / 2**30:.2f} GiB. Python and "
+        "torch (some 0.3 GiB), and what the allocator wastes, come on top.",
+        highlight=False,
+    )
+
+
+def _memory_table(ranks: list[Memory]) -> Table:
+    table = Table("pp", "layers", title="GiB of each rank")
+    parts = ("parameters", "gradients", "optimizer", "activations", "scores", "gathered", "total")
+    for part in parts:
+        table.add_column(part, justify="right")
+    for number, rank in enumerate(ranks):
+        layers = ", ".join(f"{s.start}-{s.stop - 1}" for s in rank.stages)
+        sizes = [f"{getattr(rank, part) / 2**30:.2f}" for part in parts]
+        table.add_row(str(number), layers, *sizes)
     return table

@@ -50,7 +50,7 @@ class Model:
         experts: Of a layer; 0: it has an MLP.
         active: Experts that a token goes to.
         shared: Experts that every token goes to.
-        tied: The scores use the embedding's weights.
+        tied: 1: the scores use the embedding's weights.
     """
 
     vocabulary: int
@@ -63,7 +63,7 @@ class Model:
     experts: int = 0
     active: int = 2
     shared: int = 0
-    tied: bool = False
+    tied: int = 0
 
     @staticmethod
     def of_size(parameters: float, *, vocabulary: int = 128_256, length: int = 4096) -> Model:
@@ -78,6 +78,24 @@ class Model:
             return Model(vocabulary, width, layers, layers, groups, 448 * layers, length)
 
         return min(map(shaped, range(1, 400)), key=lambda m: abs(m.parameters - parameters))
+
+    @staticmethod
+    def parse(text: str) -> Model:
+        """Read ``layers=32,width=4096,heads=32,groups=8,hidden=14336``.
+
+        A width and layers are needed; what else is not said is as in `of_size`, with 128 features
+        a head and as many heads of keys as of queries.
+
+        Raises:
+            UsageError: A size that there is not, or no number.
+        """
+        sizes = _numbers(text, Model)
+        if not {"width", "layers"} <= sizes.keys():
+            raise UsageError("a model has a width and layers", op=_OP, seen=repr(text))
+        width = sizes["width"]
+        heads = sizes.get("heads", max(1, width // 128))
+        usual = {"heads": heads, "groups": heads, "hidden": 7 * width // 2}
+        return Model(**{"vocabulary": 128_256, "length": 4096} | usual | sizes)
 
     @property
     def keys(self) -> int:
@@ -137,18 +155,7 @@ class Mesh:
         Raises:
             UsageError: An axis that there is not, or no number of ranks.
         """
-        sizes: dict[str, int] = {}
-        for part in filter(None, text.replace(" ", "").split(",")):
-            name, _, size = part.partition("=")
-            if name not in Mesh.__dataclass_fields__ or not size.isdecimal() or int(size) < 1:
-                raise UsageError(
-                    "a mesh is axes with their numbers of ranks",
-                    op=_OP,
-                    seen=repr(part),
-                    fix=f"Write pp=4,dp=2,tp=2; axes: {', '.join(Mesh.__dataclass_fields__)}.",
-                )
-            sizes[name] = int(size)
-        return Mesh(**sizes)
+        return Mesh(**_numbers(text, Mesh))
 
     @property
     def ranks(self) -> int:
@@ -248,6 +255,23 @@ def memory(model: Model, mesh: Mesh, training: Training | None = None) -> list[M
 
 
 _STAGES_OF_INTERLEAVED = 2
+
+
+def _numbers(text: str, kind: type[Mesh] | type[Model]) -> dict[str, int]:
+    """Read names of a class's fields with their numbers."""
+    names = kind.__dataclass_fields__
+    found: dict[str, int] = {}
+    for part in filter(None, text.replace(" ", "").split(",")):
+        name, _, number = part.partition("=")
+        if name not in names or not number.isdecimal() or int(number) < 1:
+            raise UsageError(
+                f"a {kind.__name__.lower()} is names with numbers of at least 1",
+                op=_OP,
+                seen=repr(part),
+                fix=f"Write {next(iter(names))}=4 and so on; names: {', '.join(names)}.",
+            )
+        found[name] = int(number)
+    return found
 
 
 def _check(model: Model, mesh: Mesh) -> None:

@@ -1,4 +1,4 @@
-"""`dure plan pipeline`: all schedules beside each other, a grid and a picture of the chosen one."""
+"""`dure plan`: schedules beside each other, a grid and a picture of the chosen one; memory."""
 
 from __future__ import annotations
 
@@ -62,3 +62,32 @@ def test_the_command_needs_no_torch():
     program = "import sys, dure.cli.plan; print('torch' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     assert shown.stdout.strip() == b"False"
+
+
+def test_memory_of_each_rank_is_counted(capsys):
+    words = ["--params", "8e9", "--mesh", "pp=4,fsdp=2,tp=2", "--microbatches", "8"]
+    assert run_command_line(["plan", "memory", *words]) == 0
+    out = capsys.readouterr().out
+    assert "8,030,261,248 parameters: 32 layers of width 4096, 16 ranks" in out
+    rows = [line.split("│")[1:-1] for line in out.splitlines() if line.startswith("│")]
+    assert [[cell.strip() for cell in row[:4]] for row in rows] == [
+        ["0", "0-7", "2.11", "2.11"],
+        ["1", "8-15", "1.63", "1.63"],
+        ["2", "16-23", "1.63", "1.63"],
+        ["3", "24-31", "2.11", "2.11"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "a model is --params, or --model with its sizes"),
+        (["--params", "8e9", "--mesh", "pq=2"], "'pq=2'"),
+        (["--model", "width=64"], "a model has a width and layers"),
+        (["--params", "8e9", "--mesh", "tp=16"], "tp divides the heads of keys: 8"),
+        (["--params", "8e9", "--optimizer", "lion"], "One of adamw, sgd, momentum"),
+    ],
+)
+def test_memory_tells_what_does_not_fit(capsys, words, said):
+    assert run_command_line(["plan", "memory", *words]) != 0
+    assert said in capsys.readouterr().err

@@ -59,7 +59,7 @@ def clip_grad_norm_(
     Raises:
         UsageError: `norm_type` is not positive, or the norm is not finite and shall be.
     """
-    from dure.tensor.clipping import clip_grad_norm_
+    from dure.tensor.clipping import clip_grad_norm_  # lazy: data parallel jobs use no DTensor
 
     del foreach
     group = resolve(process_group, "clip_grad_norm_")
