@@ -47,7 +47,7 @@ class Shape:
     heads: int = 8
     groups: int = 4
     hidden: int = 128
-    length: int = 64
+    length: int = 32
     theta: float = 10_000.0
 
 
@@ -173,11 +173,17 @@ class Llama(nn.Module):
             parameter.normal_(0.0, std, generator=generator)
 
 
-def plan() -> dict[str, ParallelStyle]:
+def plan(model: Llama) -> dict[str, ParallelStyle]:
     """Return how layers are divided along an axis of tensor and sequence parallel ranks."""
     gather = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
-    return {
-        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    first = {"embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))}
+    last = {
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(
+            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+        ),
+    }
+    layers: dict[str, ParallelStyle] = {
         "layers.*.*_norm": SequenceParallel(),
         "layers.*.attention": PrepareModuleInput(
             input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
@@ -188,8 +194,5 @@ def plan() -> dict[str, ParallelStyle]:
         "layers.*.mlp.gate": ColwiseParallel(),
         "layers.*.mlp.up": ColwiseParallel(),
         "layers.*.mlp.down": RowwiseParallel(output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(
-            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
-        ),
     }
+    return layers | (first if model.embed else {}) | (last if model.head else {})

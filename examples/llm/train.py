@@ -119,7 +119,7 @@ class Trainer:
         stage = Llama(shape, part, self.positions).to(getattr(torch, flags.dtype))
         stage.reset_parameters(flags.seed)
         if flags.tp > 1:
-            parallelize_module(stage, self.mesh["tp"], plan())
+            parallelize_module(stage, self.mesh["tp"], plan(stage))
         names = ("dp", "shard") if flags.dp > 1 else ("shard",)
         policy = MixedPrecisionPolicy(
             param_dtype=getattr(torch, flags.compute) if flags.compute else None,

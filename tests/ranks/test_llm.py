@@ -22,15 +22,16 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "llm"))
 import train  # pyright: ignore[reportMissingImports]
 
 STEPS = 10
-BASE: Any = train.Flags(dtype="float64", steps=STEPS, microbatches=4, batch=32)
+Losses = list[tuple[float, float]]
+BASE: Any = train.Flags(dtype="float64", steps=STEPS, microbatches=2, batch=16)
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 
 
-def losses(flags: Any) -> list[list[tuple[float, float]]]:
+def losses(flags: Any) -> list[Losses]:
     """Return each rank's losses and norms."""
     n = math.prod(getattr(flags, axis) for axis in train.AXES)
 
-    def run(_: int) -> list[tuple[float, float]]:
+    def run(_: int) -> Losses:
         trainer = train.Trainer(flags)
         return [trainer.train() for _ in range(STEPS)]
 
@@ -38,12 +39,12 @@ def losses(flags: Any) -> list[list[tuple[float, float]]]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[tuple[float, float]]:
+def expected() -> Losses:
     """Return what one rank finds."""
     return losses(BASE)[0]
 
 
-def check(sizes: tuple[int, ...], schedule: str, expected: list[tuple[float, float]]) -> None:
+def check(sizes: tuple[int, ...], schedule: str, expected: Losses) -> None:
     flags = replace(BASE, **dict(zip(train.AXES, sizes, strict=True)), schedule=schedule)
     for found in losses(flags):
         for (loss, norm), (wanted, length) in zip(found, expected, strict=True):
@@ -51,7 +52,7 @@ def check(sizes: tuple[int, ...], schedule: str, expected: list[tuple[float, flo
             assert norm == pytest.approx(length, rel=1e-5)
 
 
-def test_one_rank_learns(expected: list[tuple[float, float]]) -> None:
+def test_one_rank_learns(expected: Losses) -> None:
     assert expected[0][0] > 5.4 > 4.0 > expected[-1][0]
 
 
@@ -73,9 +74,38 @@ def test_one_rank_learns(expected: list[tuple[float, float]]) -> None:
     ],
 )
 def test_a_mesh_finds_what_one_rank_finds(
-    sizes: tuple[int, ...], schedule: str, expected: list[tuple[float, float]]
+    sizes: tuple[int, ...], schedule: str, expected: Losses
 ) -> None:
     check(sizes, schedule, expected)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"pp": 2, "fsdp": 2}, {"tp": 2, "cp": 2}),
+        ({"pp": 2, "tp": 2, "schedule": "ZBVZeroBubble"}, {"pp": 2, "dp": 2, "schedule": "GPipe"}),
+        ({"fsdp": 2}, {"pp": 4}),
+    ],
+)
+def test_a_job_goes_on_with_another_mesh(
+    before: dict[str, Any], after: dict[str, Any], tmp_path: Path, expected: Losses
+) -> None:
+    def run(sizes: dict[str, Any], steps: int) -> Losses:
+        flags = replace(BASE, **sizes, checkpoint=str(tmp_path / "saved"))
+
+        def one(_: int) -> Losses:
+            trainer = train.Trainer(flags)
+            if (tmp_path / "saved").exists():
+                trainer.resume()
+            found = [trainer.train() for _ in range(steps)]
+            trainer.save()
+            return found
+
+        n = math.prod(sizes.get(axis, 1) for axis in train.AXES)
+        return run_ranks(n, one)[-1]
+
+    found = run(before, 4) + run(after, 3)
+    assert [loss for loss, _ in found] == pytest.approx([x for x, _ in expected[:7]], abs=1e-10)
 
 
 def all_meshes() -> list[tuple[tuple[int, ...], str]]:
@@ -91,6 +121,6 @@ def all_meshes() -> list[tuple[tuple[int, ...], str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "schedule"), all_meshes())
 def test_every_mesh_finds_what_one_rank_finds(
-    sizes: tuple[int, ...], schedule: str, expected: list[tuple[float, float]]
+    sizes: tuple[int, ...], schedule: str, expected: Losses
 ) -> None:
     check(sizes, schedule, expected)

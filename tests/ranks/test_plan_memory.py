@@ -16,7 +16,7 @@ from dure.testing import run_ranks
 from ranks.test_llm import train
 
 SHAPE = train.SHAPES["debug"]
-MODEL = Model(256, 64, 8, 8, 4, 128, 64)
+MODEL = Model(256, 64, 8, 8, 4, 128, 32)
 
 
 def held(tensors: Any) -> int:
@@ -44,7 +44,7 @@ def kept_by(stage: torch.nn.Module, inputs: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_activations_are_those_that_a_forward_keeps(cp: int) -> None:
-    flags = train.Flags(cp=cp, microbatches=1, batch=16)
+    flags = train.Flags(cp=cp, microbatches=1, batch=24)
 
     def run(_: int) -> int:
         trainer = train.Trainer(flags)
@@ -52,7 +52,7 @@ def test_activations_are_those_that_a_forward_keeps(cp: int) -> None:
         with trainer.parallel():
             return kept_by(trainer.stages[0], inputs)
 
-    planned = memory(MODEL, Mesh(cp=cp), Training(sequences=16))[0].activations
+    planned = memory(MODEL, Mesh(cp=cp), Training(sequences=24))[0].activations
     for measured in run_ranks(cp, run):
         assert planned == pytest.approx(measured, rel=0.05)
 
@@ -94,7 +94,7 @@ def test_a_pipeline_keeps_the_microbatches_that_its_schedule_has_live() -> None:
 
 
 def test_recomputing_keeps_the_inputs_of_layers_and_one_layer() -> None:
-    tokens = 8 * 64
+    tokens = 8 * 32
     plan = memory(MODEL, Mesh(), Training(sequences=8, recompute=True))[0]
     layer = tokens * (8 * 64 + 2 + 2 * 32 + 8 + 4 * 128)
     assert plan.activations == 4 * (8 * tokens * 64 + layer)
@@ -113,7 +113,7 @@ def test_experts_are_cut_along_ep_alone() -> None:
     [
         (Mesh(tp=3), "tp divides the heads"),
         (Mesh(tp=8), "heads of keys: 4"),
-        (Mesh(cp=5), "2 cp divides the length: 64"),
+        (Mesh(cp=5), "2 cp divides the length: 32"),
         (Mesh(pp=16), "Take pp=8"),
         (Mesh(ep=2), "ep divides the experts"),
     ],
