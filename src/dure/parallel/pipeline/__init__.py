@@ -7,6 +7,12 @@ actions), `executor.py` (carries it out), `stage.py` (forward and backward of a 
 
 from __future__ import annotations
 
+from dure.parallel.pipeline.cutting import (
+    StageCut,
+    cut_by_cost,
+    cut_into_stages,
+    measured_costs,
+)
 from dure.parallel.pipeline.executor import PipelineOptions
 from dure.parallel.pipeline.exported import (
     Pipe,
@@ -42,7 +48,11 @@ __all__ = [
     "ScheduleLoopedBFS",
     "ScheduleZBVZeroBubble",
     "SplitPoint",
+    "StageCut",
     "build_stage",
+    "cut_by_cost",
+    "cut_into_stages",
+    "measured_costs",
     "pipe_split",
     "pipeline",
 ]
