@@ -55,7 +55,7 @@ class HalfOfTheWeights(DefaultSavePlanner):
 
     def transform_object(self, write_item, object):
         made = super().transform_object(write_item, object)
-        return made if write_item.type == WriteItemType.BYTE_IO else made.half() * 2
+        return made if write_item.type == WriteItemType.BYTE_IO else made * 2
 
 
 class Renamed(DefaultLoadPlanner):

@@ -201,10 +201,11 @@ def _catalog(fields: dict[str, Any]) -> Catalog:
         slices[name] = {}
         boxes: list[Box] = []
         for entry in cast(list[dict[str, Any]], tensor["slices"]):
-            box = Box(_numbers(name, entry["offsets"]), _numbers(name, entry["sizes"]))
+            offsets, sizes, crc32c = entry["offsets"], entry["sizes"], entry["crc32c"]
+            _numbers(name, [*offsets, *sizes, crc32c])
+            box = Box(tuple(offsets), tuple(sizes))
             boxes.append(box)
-            stored = Stored(_file(name, entry["file"]), *_numbers(name, [entry["crc32c"]]))
-            slices[name][box] = stored
+            slices[name][box] = stored = Stored(_file(name, entry["file"]), crc32c)
             parts.setdefault(stored.file, []).append(Slice(name, box))
         fault = fault_of_cover(kinds[name].shape, boxes)
         if fault:

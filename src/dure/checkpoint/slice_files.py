@@ -185,7 +185,7 @@ class SliceFile:
             CheckpointError: The file cannot be read, or its bytes are not those that were written.
         """
         at, run = self.layout.begins[part], box.run_in(part.box)
-        straight = to.is_contiguous() and to.device.type == "cpu" and to.dtype == dtype
+        straight = to.is_contiguous() and to.is_cpu and to.dtype == dtype
         straight = straight and not (to.is_conj() or to.is_neg())
         summed = box == part.box and wanted is not None
         if run is not None and straight:

@@ -20,6 +20,8 @@ import torch
 from dure.checkpoint.tree import require_dense
 from dure.errors import UsageError
 from dure.tensor import DTensor
+from dure.tensor.placement_types import Placement
+from dure.tensor.spec import cuts_of, runs_of
 
 __all__ = ["Box", "Piece", "fault_of_cover", "pieces_of", "whole_box"]
 
@@ -40,14 +42,16 @@ class Box(NamedTuple):
         """One beyond the last index of each dimension."""
         return tuple(map(add, self.offsets, self.sizes))
 
+    @lru_cache(maxsize=1024)  # noqa: B019 (boxes are small, and many alike)
     def meet(self, other: Box) -> Box | None:
         """Return what both have; None: nothing."""
         if self == other:
             return self
         begin = tuple(map(max, self.offsets, other.offsets))
-        sizes = tuple(b - a for a, b in zip(begin, map(min, self.ends, other.ends), strict=True))
-        return Box(begin, sizes) if all(n > 0 for n in sizes) else None
+        sizes = tuple(map(sub, map(min, self.ends, other.ends), begin))
+        return Box(begin, sizes) if min(sizes, default=1) > 0 else None
 
+    @lru_cache(maxsize=1024)  # noqa: B019 (boxes are small, and many alike)
     def within(self, outer: Box) -> tuple[slice, ...]:
         """Return the index of this box in a tensor that holds `outer`."""
         begin = self.begin_in(outer)
@@ -57,6 +61,7 @@ class Box(NamedTuple):
         """Return where it begins, counted from where `outer` does."""
         return tuple(map(sub, self.offsets, outer.offsets))
 
+    @lru_cache(maxsize=1024)  # noqa: B019 (boxes are small, and many alike)
     def run_in(self, within: Box) -> tuple[int, int] | None:
         """Return (first, count) where this box is consecutive elements of `within`, row by row.
 
@@ -72,7 +77,12 @@ class Box(NamedTuple):
 
     def __str__(self) -> str:
         """Return indices, such as ``[0:4, 2:8]``."""
-        return f"[{', '.join(f'{a}:{b}' for a, b in zip(self.offsets, self.ends, strict=True))}]"
+        return _text(self)
+
+
+@lru_cache(maxsize=1024)
+def _text(box: Box) -> str:
+    return f"[{', '.join(f'{a}:{b}' for a, b in zip(box.offsets, box.ends, strict=True))}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +117,27 @@ def pieces_of(name: str, tensor: torch.Tensor) -> list[Piece]:
         )
     if spec.coordinate is None:
         return []
-    runs = [_placed(spec.runs(dim)) for dim in range(spec.ndim)]
-    found: list[Piece] = []
+    cut = _cut(spec.shape, spec.placements, spec.mesh.shape, tuple(spec.coordinate))
+    return [Piece(box, held if box.sizes == held.shape else held[here]) for box, here in cut]
+
+
+@lru_cache(maxsize=256)
+def _cut(
+    shape: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    sizes: tuple[int, ...],
+    coordinate: tuple[int, ...],
+) -> list[tuple[Box, tuple[slice, ...]]]:
+    """Return the boxes of a rank, and where they are in its part; kept, as many are cut alike."""
+    runs = [
+        _placed(runs_of(size, cuts_of(placements, sizes, dim), sizes, coordinate))
+        for dim, size in enumerate(shape)
+    ]
+    found: list[tuple[Box, tuple[slice, ...]]] = []
     for chosen in itertools.product(*runs):
         box = Box(tuple(at for _, at, _ in chosen), tuple(size for size, _, _ in chosen))
         if box.num_elements:
-            here = tuple(slice(local, local + size) for size, _, local in chosen)
-            found.append(Piece(box, held if box.sizes == held.shape else held[here]))
+            found.append((box, tuple(slice(local, local + size) for size, _, local in chosen)))
     return found
 
 
