@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dure.checkpoint.metadata import TensorStorageMetadata
+from dure.checkpoint.planned import nested
 from dure.checkpoint.planner import LoadPlanner
 from dure.checkpoint.sharded import load_state_dict
 from dure.checkpoint.storage import StorageReader
@@ -40,7 +41,7 @@ def load_sharded_optimizer_state_dict(
     Collective: all ranks; as `load`.
     """
     metadata = storage_reader.read_metadata()
-    made: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for name, saved in metadata.state_dict_metadata.items():
         path = metadata.planner_data.get(name, (name,))
         if path[0] != optimizer_key:
@@ -51,10 +52,7 @@ def load_sharded_optimizer_state_dict(
             parameter = model_state_dict.get(path[2]) if len(path) > 2 else None
             if isinstance(parameter, DTensor) and parameter.shape == saved.size:
                 value = torch.empty_like(parameter, dtype=saved.properties.dtype)
-        keys = list(path)
-        place = made
-        for key in keys[:-1]:
-            place = place.setdefault(key, {})
-        place[keys[-1]] = value
+        leaves[name] = value
+    made = nested(leaves, metadata.planner_data)
     load_state_dict(made, storage_reader, planner=planner)
     return made

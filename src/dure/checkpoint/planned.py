@@ -30,7 +30,7 @@ from dure.checkpoint.storage import StorageReader, StorageWriter
 from dure.checkpoint.tree import Index, encode
 from dure.errors import CheckpointMismatch, UsageError
 
-__all__ = ["load_planned", "save_planned", "taken_of"]
+__all__ = ["load_planned", "nested", "save_planned", "taken_of"]
 
 _NOT_SAVED, _NOT_LOADED = "the checkpoint was not saved", "the checkpoint was not loaded"
 
@@ -142,7 +142,7 @@ def taken_of(state_dict: Mapping[str, Any], planner: SavePlanner, ranks: Ranks) 
             made.offer[name] = kind, (*before, box) if box.num_elements else before
             items[Slice(name, box)] = item
         tensors: dict[str, torch.Tensor] = {}
-        tree = encode(_nested(leaves, metadata.planner_data), "", tensors)
+        tree = encode(nested(leaves, metadata.planner_data), "", tensors)
         if tensors.keys() != made.offer.keys():
             seen = str(min(tensors.keys() ^ made.offer.keys()))
             raise UsageError("a planner's names, and the keys that lead there, differ", seen=seen)
@@ -161,7 +161,8 @@ def _resolved(planner: SavePlanner, items: dict[Slice, WriteItem], part: Slice) 
     return found.to(data.properties.dtype).resolve_conj().resolve_neg()
 
 
-def _nested(leaves: dict[str, Any], paths: Mapping[str, tuple[Any, ...]]) -> dict[Any, Any]:
+def nested(leaves: dict[str, Any], paths: Mapping[str, tuple[Any, ...]]) -> dict[Any, Any]:
+    """Return leaves in dicts, below the keys that lead to them."""
     root: dict[Any, Any] = {}
     for name, value in leaves.items():
         keys = [int(k) if isinstance(k, Index) else k for k in paths.get(name, (name,))]
