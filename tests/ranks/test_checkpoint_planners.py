@@ -107,6 +107,14 @@ def test_names_dtypes_and_values_are_the_planners(tmp_path, background):
     run_ranks(2, body)
 
 
+class DivideHere(DefaultSavePlanner):
+    divided = False
+
+    def create_global_plan(self, all_plans):
+        self.divided = True
+        return super().create_global_plan(all_plans)
+
+
 class InMemory(StorageWriter, StorageReader):
     """A dict that all thread-ranks share."""
 
@@ -144,7 +152,7 @@ class InMemory(StorageWriter, StorageReader):
 
 
 @pytest.mark.parametrize("coordinator", [0, 1])
-def test_a_storage_of_ones_own_gets_each_item_once(coordinator):
+def test_a_storage_of_ones_own_gets_each_item_once(coordinator, tmp_path):
     kept: dict[Any, Any] = {}
 
     def body(rank):
@@ -159,6 +167,11 @@ def test_a_storage_of_ones_own_gets_each_item_once(coordinator):
         load_state_dict(into, InMemory(kept), coordinator_rank=coordinator)
         assert torch.equal(into["w"].full_tensor(), WHOLE)
         assert into["n"]["b"].tolist() == [1, 1] and into["step"] in (0, 1)
+        led = DivideHere()
+        save_state_dict(
+            state, FileSystemWriter(tmp_path), coordinator_rank=coordinator, planner=led
+        )
+        assert led.divided == (rank == coordinator)
 
     run_ranks(2, body)
 

@@ -111,7 +111,9 @@ class _Resolved(dict[Slice, torch.Tensor]):
         return self._resolve(part)
 
 
-def taken_of(state_dict: Mapping[str, Any], planner: SavePlanner, ranks: Ranks) -> Taken:
+def taken_of(
+    state_dict: Mapping[str, Any], planner: SavePlanner, ranks: Ranks, coordinator: int = 0
+) -> Taken:
     """Return what a planner makes of a state, to be saved into a folder.
 
     A tensor gets the dtype of its plan.
@@ -121,7 +123,7 @@ def taken_of(state_dict: Mapping[str, Any], planner: SavePlanner, ranks: Ranks) 
 
     Collective: all of `ranks`. Three exchanges.
     """
-    plans, metadata = _planned(state_dict, None, planner, ranks, 0)
+    plans, metadata = _planned(state_dict, None, planner, ranks, coordinator)
     taken: list[Taken] = []
 
     def take() -> None:

@@ -116,7 +116,7 @@ def _save(
         planner = planner or DefaultSavePlanner()
         return save_planned(state_dict, writer, planner, ranks, coordinator)
     path = folder_of(_where(checkpoint_id, writer), "save")
-    state = state_dict if own is None else taken_of(state_dict, own, ranks)
+    state = state_dict if own is None else taken_of(state_dict, own, ranks, coordinator)
     if isinstance(writer, HuggingFaceStorageWriter):
         save_weights(path, state, ranks, writer.fqn_to_index_mapping, writer.max_bytes)
         return metadata_of(catalog_of_weights(path))
