@@ -8,6 +8,7 @@ import os
 # threads may add up the same numbers in two orders. Read when torch is loaded, so before all else.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ os.environ["DURE_TRACE_DIR"] = "off"  # what fails on purpose leaves no files; a
 
 _PATIENCE_S = 30.0
 _POLL_S = 0.02
+_BEFORE_COLLECTING_S = 1.0  # an error that a test has caught holds frames, and they hold it
 _SERVERS = ("forkserver", "resource_tracker")  # multiprocessing's own; they live as long as pytest
 _WITH_PROCESSES = ("procs", "faults", "parity")
 _HEAP = "/memfd:dure-heap (deleted)"  # a process has one symmetric heap, for as long as it lives
@@ -95,10 +97,12 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         start_server()  # its pipes stay open: they are not the module's
     before = {kind: look() for kind, look in _KINDS.items()}
     yield
-    deadline = time.monotonic() + _PATIENCE_S
+    begin = time.monotonic()
     left = {"?": {"not looked yet"}}
-    while any(left.values()) and time.monotonic() < deadline:
+    while any(left.values()) and time.monotonic() < begin + _PATIENCE_S:
         left = {kind: look() - before[kind] for kind, look in _KINDS.items()}
         if any(left.values()):
             time.sleep(_POLL_S)
+            if time.monotonic() > begin + _BEFORE_COLLECTING_S:
+                gc.collect()
     assert not any(left.values()), {kind: names for kind, names in left.items() if names}
