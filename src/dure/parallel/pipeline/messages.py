@@ -33,10 +33,10 @@ from dure.parallel.pipeline.layout import Layout, Packed, TensorLayout
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["Messages", "Transfer"]
+__all__ = ["FIRST_TAG", "Messages", "Transfer"]
 
-_FIRST_TAG = 1 << 24
-"""Above the tags that programs use."""
+FIRST_TAG = 1 << 16
+"""Above the tags that programs use; some MPIs have tags of 20 bits."""
 _POISON = -1
 
 
@@ -155,7 +155,7 @@ class Messages:
 
     def _tag(self, transfer: Transfer) -> int:
         line = transfer.stage * 2 + transfer.forward
-        return _FIRST_TAG + 2 * (line * self._microbatches + transfer.microbatch)
+        return FIRST_TAG + 2 * (line * self._microbatches + transfer.microbatch)
 
     def _receiver(self, transfer: Transfer) -> int:
         return self._placement[transfer.stage + (1 if transfer.forward else -1)]

@@ -16,6 +16,7 @@ from torch import nn
 from dure.comm.group import started
 from dure.comm.objects import all_gather_object
 from dure.errors import UsageError
+from dure.parallel.pipeline.messages import FIRST_TAG
 from dure.parallel.pipeline.stage import PipelineStage
 from dure.tensor.dtensor import DTensor
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TiedParameters"]
 
-_TAG = (1 << 24) - 1
+_TAG = FIRST_TAG - 1
 
 
 class TiedParameters:
