@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,11 +10,20 @@ import torch
 from torch import nn
 
 import dure
+import dure.pipelining as pp
 from dure.fsdp import fully_shard, strategy
 from dure.tensor import DTensor, Replicate
-from dure.tensor.parallel import ColwiseParallel, parallelize_module
+from dure.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from dure.testing import CommRecorder, run_ranks
-from ranks.pipeline_models import SCHEDULES, Pipeline, batches, dense, one_process
+from ranks.pipeline_models import (
+    CPU,
+    SCHEDULES,
+    Pipeline,
+    batches,
+    dense,
+    mse,
+    one_process,
+)
 
 Weights = dict[str, torch.Tensor]
 
@@ -86,3 +96,45 @@ def test_sharded_stages_gather_and_reduce_once_a_step_on_4_ranks():
     for ops in run_ranks(4, _gathers, dense(2)):
         assert sum("gather" in op for op in ops) == 2, ops  # the linear layer, and the rest
         assert sum("reduce_scatter" in op for op in ops) == 2, ops
+
+
+def _border(rank: int, parts: list[Any], is_told: bool) -> Weights:
+    """A layer cut by columns, and one by rows behind the border, which gets a DTensor or a part."""
+    mesh = dure.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    tp, index = mesh["tp"], rank // 2
+    style: Any = [ColwiseParallel(use_local_output=False), RowwiseParallel()][index]
+    part = parallelize_module(copy.deepcopy(parts[index]), tp, {"0": style})
+    kinds: list[type] = []
+    part.register_forward_pre_hook(lambda _, args: kinds.append(type(args[0])))
+
+    def mesh_of(names: tuple[str, ...], _: None) -> Any:
+        assert names == ("tp",)
+        return tp
+
+    stage = pp.PipelineStage(
+        part, index, 2, CPU, group=mesh["pp"].get_group(), get_mesh=mesh_of if is_told else None
+    )
+    schedule = pp.Schedule1F1B(stage, 4, loss_fn=mse)
+    x, y = batches(1)[0]
+    schedule.step(*([x] if index == 0 else []), target=y)
+    if index == 1:
+        assert set(kinds) == {DTensor if is_told else torch.Tensor}
+    gradients: dict[str, Any] = {
+        f"{index}.{n}": p.grad for n, p in part.named_parameters() if p.grad is not None
+    }
+    return {name: _whole(gradient) for name, gradient in gradients.items()}
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_tensors_of_a_mesh_cross_a_border_as_parts_or_whole_on_4_ranks(is_told: bool):
+    torch.manual_seed(3)
+    parts = [nn.Sequential(nn.Linear(6, 6).double()) for _ in range(2)]
+    found = run_ranks(4, _border, parts, is_told)
+    x, y = batches(1)[0]
+    for a, b in zip(x.tensor_split(4), y.tensor_split(4), strict=True):
+        (mse(parts[1](parts[0](a)), b) / 4).backward()
+    for gradients in found:
+        assert len(gradients) == 2
+        for name, gradient in gradients.items():
+            expected = parts[int(name[0])].get_parameter(name[2:]).grad
+            torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
