@@ -26,6 +26,8 @@ from ranks.pipeline_models import (
     one_process,
     stages_of,
 )
+from ranks.test_pipeline import LENGTHS, Nested, of_lengths, of_nested
+from ranks.test_pipeline_failures import fail_everywhere
 
 
 def equals_torch(rank: int, folder: str, name: str) -> float:
@@ -72,6 +74,29 @@ def trains_as_one(rank: int) -> float:
         pairs = pipeline.weights().items()
         far = max(far, *(float((w - expected[n]).abs().max()) for n, w in pairs))
     return far
+
+
+def hands_over(rank: int) -> list[Any]:
+    """Hand over nested structures, changing shapes, and failures; as thread-ranks do."""
+    parts: list[Any] = [Nested(i, 2) for i in range(2)]
+    for part in parts:
+        part.load_state_dict({n: torch.ones_like(p) / 9 for n, p in part.state_dict().items()})
+    nested = of_nested(rank, "1f1b", 2, parts)
+    lengths = of_lengths(rank, dense(2), LENGTHS)
+    failed = fail_everywhere(rank, "zb-v", 2, dense(4))
+    return [nested, lengths, failed]
+
+
+def reuses_slots(rank: int) -> tuple[list[int], bool]:
+    """Return how many slots there are after each step, and whether all are free at the end."""
+    pipeline = Pipeline("1f1b", rank, 2, dense(2, width=50), 6)
+    slots: Any = pipeline.schedule._executor._messages
+    counts: list[int] = []
+    for x, y in batches(6, rows=60, width=50):
+        pipeline.step(x, y)
+        counts.append(len(slots._slots))
+    dure.barrier()
+    return counts, all(slot.word[0] == 0 for slot in slots._slots)
 
 
 def trains_shards_as_one(rank: int) -> float:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from dure.native import available as native_available
+from dure.testing import run_ranks
 from procs import pipeline_ranks
 from procs.shm_ranks import Ranks
 
@@ -17,6 +19,20 @@ NEEDS_ENGINE = pytest.mark.skipif(
 def test_training_over_shared_memory_equals_one_process_2_ranks(process_pool):
     for far in process_pool(2, "shm").run(pipeline_ranks.trains_as_one):
         assert far < 1e-12
+
+
+@NEEDS_ENGINE
+def test_what_travels_through_slots_is_what_messages_bring_2_ranks(process_pool):
+    found = process_pool(2, "shm").run(pipeline_ranks.hands_over)
+    expected = run_ranks(2, pipeline_ranks.hands_over, backend="threads")
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@NEEDS_ENGINE
+def test_slots_are_used_again_2_ranks(process_pool):
+    for counts, are_free in process_pool(2, "shm").run(pipeline_ranks.reuses_slots):
+        assert are_free and counts[0] <= 3 and len(set(counts)) == 1, counts
 
 
 @NEEDS_ENGINE

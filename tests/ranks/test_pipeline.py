@@ -91,7 +91,7 @@ class Nested(nn.Module):
         return {"x": x, "depth": self.index + 1, "ids": ids}, None, first * 1
 
 
-def _of_nested(rank: int, name: str, world: int, parts: list[nn.Module]) -> Told:
+def of_nested(rank: int, name: str, world: int, parts: list[nn.Module]) -> Told:
     pipeline = Pipeline(name, rank, world, parts, 4)
     return [pipeline.step(x, y) for x, y in batches(3)], pipeline.weights()
 
@@ -101,7 +101,7 @@ def test_structures_dtypes_and_skips_travel_on_2_ranks(name: str):
     num = 2 * SCHEDULES[name][1]
     torch.manual_seed(1)
     parts = [Nested(i, num) for i in range(num)]
-    found = run_ranks(2, _of_nested, name, 2, parts, eager_bytes=0)
+    found = run_ranks(2, of_nested, name, 2, parts, eager_bytes=0)
     expected = one_process([_Single(part) for part in parts], batches(3), 4)
     renamed = {name.replace(".part.", "."): value for name, value in expected[1].items()}
     verify_same(found, (expected[0], renamed))
@@ -118,7 +118,11 @@ class _Single(nn.Module):
         return self.part(*args)
 
 
-def _of_lengths(rank: int, parts: list[nn.Module], steps: list[list[int]]) -> list[list[float]]:
+STEADY, OTHER = [4, 4, 4], [2, 5, 3]
+LENGTHS = [STEADY, STEADY, OTHER, OTHER, OTHER, STEADY, [1, 0, 7], STEADY]
+
+
+def of_lengths(rank: int, parts: list[nn.Module], steps: list[list[int]]) -> list[list[float]]:
     pipeline = Pipeline("1f1b", rank, 2, parts, 3)
     told = []
     for lengths in steps:
@@ -139,10 +143,8 @@ def _of_lengths(rank: int, parts: list[nn.Module], steps: list[list[int]]) -> li
 
 def test_shapes_may_change_from_microbatch_to_microbatch_on_2_ranks():
     parts = dense(2)
-    steady, other = [4, 4, 4], [2, 5, 3]
-    steps = [steady, steady, other, other, other, steady, [1, 0, 7], steady]
-    _, told = run_ranks(2, _of_lengths, parts, steps, eager_bytes=0)
-    for lengths, losses in zip(steps, told, strict=True):
+    _, told = run_ranks(2, of_lengths, parts, LENGTHS, eager_bytes=0)
+    for lengths, losses in zip(LENGTHS, told, strict=True):
         generator = torch.Generator().manual_seed(sum(lengths))
         data = [torch.randn(n, 6, generator=generator).double() for n in lengths]
         expected = [mse(nn.Sequential(*parts)(x), x.sin()).item() for x in data]

@@ -56,7 +56,7 @@ class _Fault(torch.autograd.Function):
         return gradients[0], None
 
 
-def _fail_everywhere(rank: int, name: str, world: int, parts: list[nn.Module]) -> Any:
+def fail_everywhere(rank: int, name: str, world: int, parts: list[nn.Module]) -> Any:
     """Fail in every stage by turns, in the phases of a step; then train."""
     armed: list[int] = []
 
@@ -101,7 +101,7 @@ _PHASES = [("forward", 0), ("forward", 3), ("backward", 0), ("backward", 3)]
 def test_a_stage_that_raises_is_told_on_all_ranks_and_the_next_step_works(name: str):
     world = 3 if SCHEDULES[name][1] == 1 else 2
     parts = dense(world * SCHEDULES[name][1])
-    found = run_ranks(world, _fail_everywhere, name, world, parts, eager_bytes=0)
+    found = run_ranks(world, fail_everywhere, name, world, parts, eager_bytes=0)
     verify_same(found, one_process(parts, batches(2), 4))
 
 

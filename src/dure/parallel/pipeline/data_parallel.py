@@ -6,8 +6,8 @@ so. Parameters of sharded stages are gathered where it says UNSHARD, and kept un
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 from torch import nn
@@ -53,23 +53,29 @@ class DataParallelStage:
         self._handles: list[_Handle] = []
         self._is_prepared = False
 
+    @cached_property
     def _sharded(self) -> list[_Sharded]:
+        """All sharded modules; looked for when a step is made first."""
         return [m for m in self._module.modules() if isinstance(m, _Sharded)]
 
-    def _roots(self) -> Iterator[_Sharded]:
-        """Go through the outermost sharded modules."""
-        inner: set[nn.Module] = set()
-        for module in self._module.modules():
-            if isinstance(module, _Sharded):
-                if module not in inner:
-                    yield module
-                inner.update(module.modules())
+    @cached_property
+    def _roots(self) -> list[_Sharded]:
+        """The outermost ones."""
+        inner: set[object] = set()
+        for module in self._sharded:
+            assert isinstance(module, nn.Module)
+            inner.update(child for child in module.modules() if child is not module)
+        return [module for module in self._sharded if module not in inner]
+
+    @cached_property
+    def _replicated(self) -> _Replicated | None:
+        return self._module if isinstance(self._module, _Replicated) else None
 
     def begin(self, training: bool) -> None:
         """Begin a step: keep what is gathered, add up gradients."""
         if self._is_prepared:
             return
-        for module in self._roots():
+        for module in self._roots:
             module.set_reshard_after_forward(False)
             module.set_reshard_after_backward(False)
             module.set_requires_gradient_sync(False)
@@ -78,7 +84,7 @@ class DataParallelStage:
 
     def unshard(self) -> None:
         """Begin to gather."""
-        handles = [module.unshard(async_op=True) for module in self._sharded()]
+        handles = [module.unshard(async_op=True) for module in self._sharded]
         self._handles += [handle for handle in handles if handle is not None]
 
     def wait(self) -> None:
@@ -89,24 +95,22 @@ class DataParallelStage:
     def reshard(self) -> None:
         """Free what was gathered."""
         self.wait()
-        for module in self._sharded():
+        for module in self._sharded:
             module.reshard()
 
     def computing(self) -> AbstractContextManager[None]:
         """Return a context in which nothing is reduced."""
-        if isinstance(self._module, _Replicated):
-            return self._module.no_sync()
-        return nullcontext()
+        return nullcontext() if self._replicated is None else self._replicated.no_sync()
 
     def reduce(self) -> None:
         """Reduce the gradients that were added up."""
-        if isinstance(self._module, _Replicated):
-            self._module.reduce_gradients()
-        for module in self._roots():
+        if self._replicated is not None:
+            self._replicated.reduce_gradients()
+        for module in self._roots:
             module.reduce_gradients()
 
     def forget(self) -> None:
         """Drop what a step that failed has gathered and added up."""
         self._handles.clear()
-        for module in self._roots():
+        for module in self._roots:
             module.reset_iter_state()

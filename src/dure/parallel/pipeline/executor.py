@@ -34,6 +34,7 @@ from dure.parallel.pipeline.failures import (
 )
 from dure.parallel.pipeline.layout import Packed, pack
 from dure.parallel.pipeline.messages import Messages, Transfer
+from dure.parallel.pipeline.slots import Slots, has_slots
 from dure.parallel.pipeline.stage import PipelineStage
 from dure.schedules import Action, Kind
 from dure.trace import spans
@@ -118,7 +119,8 @@ class Executor:
         self._loss_fn, self._nan_watch = loss_fn, options.nan_watch
         self._losses_everywhere = options.losses_everywhere
         self._microbatches = microbatches
-        self._messages = Messages(group, placement, microbatches, stages[0].device)
+        carrier = Slots if has_slots(group.backend_name, stages[0].device) else Messages
+        self._messages = carrier(group, placement, microbatches, stages[0].device)
         self._live_losses: dict[int, torch.Tensor] = {}
         self._batch: Batch | None = None
         self._num_steps, self._start_ns = 0, 0

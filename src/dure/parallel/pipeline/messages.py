@@ -37,7 +37,6 @@ __all__ = ["FIRST_TAG", "Messages", "Transfer"]
 
 FIRST_TAG = 1 << 16
 """Above the tags that programs use; some MPIs have tags of 20 bits."""
-_POISON = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +127,9 @@ class Messages:
         header_device: Where numbers lie that the group moves.
     """
 
+    POISON = -1
+    """In a header in place of a layout's number."""
+
     def __init__(
         self,
         group: ProcessGroup,
@@ -170,20 +172,26 @@ class Messages:
         if number is None:
             description = pickle.dumps(layout)  # which fails before anything is sent, or not at all
             number = wire.learn(layout)
-        tag, wire.carried[transfer.microbatch] = self._tag(transfer), number
-        to = self._receiver(transfer)
-        self._send(torch.tensor([number, len(description)], device=self.header_device), to, tag)
+        wire.carried[transfer.microbatch] = number
+        self._deliver(transfer, number, description, packed)
+
+    def _deliver(self, transfer: Transfer, number: int, data: bytes, packed: Packed) -> None:
+        tag, to, wire = self._tag(transfer), self._receiver(transfer), self._wire(transfer)
+        self._send(torch.tensor([number, len(data)], device=self.header_device), to, tag)
         if wire.expected.get(transfer.microbatch) != number:
             self._send_fillers(wire, transfer, to)
             tag += 1
-            self._send_bytes(description, to, tag)
+            self._send_bytes(data, to, tag)
         for tensor in packed.tensors:
             self._send(tensor.contiguous(), to, tag)
 
     def send_poison(self, transfer: Transfer, report: FailureReport) -> None:
         """Tell the receiver that there will be no value, and why."""
-        to, tag, data = self._receiver(transfer), self._tag(transfer), pickle.dumps(report)
-        self._send(torch.tensor([_POISON, len(data)], device=self.header_device), to, tag)
+        self._deliver_poison(transfer, pickle.dumps(report))
+
+    def _deliver_poison(self, transfer: Transfer, data: bytes) -> None:
+        to, tag = self._receiver(transfer), self._tag(transfer)
+        self._send(torch.tensor([self.POISON, len(data)], device=self.header_device), to, tag)
         self._send_fillers(self._wire(transfer), transfer, to)
         self._send_bytes(data, to, tag + 1)
 
@@ -232,27 +240,38 @@ class Messages:
         number, nbytes = incoming.header.tolist()
         for work in incoming.works:
             work.wait()
-        if number != _POISON and wire.expected.get(transfer.microbatch) == number:
-            wire.carried[transfer.microbatch] = number
-            return Packed(wire.layouts[number], incoming.room)
-        told: Any = self._receive_object(nbytes, source, tag + 1) if nbytes else None
-        if number == _POISON:
-            assert isinstance(told, FailureReport)
-            raise Poisoned(told)
-        if told is not None:
-            wire.learn(told)
-        layout = wire.layouts[number]
-        wire.carried[transfer.microbatch] = number
+        layout = self._layout_told(transfer, number, nbytes)
+        if wire.expected.get(transfer.microbatch) == number:
+            return Packed(layout, incoming.room)
         tensors = [each.empty(self._device) for each in layout.tensors]
         works = [self._group.irecv(tensor, source, tag + 1) for tensor in tensors]
         for work in works:
             work.wait()
         return Packed(layout, tensors)
 
+    def _layout_told(self, transfer: Transfer, number: int, nbytes: int) -> Layout:
+        """Return the layout that a header names; learn it, if its description follows."""
+        wire, source = self._wire(transfer), self._placement[transfer.stage]
+        told: Any = None
+        if nbytes:
+            told = self._receive_object(nbytes, source, self._tag(transfer) + 1)
+        if number == self.POISON:
+            assert isinstance(told, FailureReport)
+            raise Poisoned(told)
+        if told is not None:
+            wire.learn(told)
+        wire.carried[transfer.microbatch] = number
+        return wire.layouts[number]
+
     def _receive_object(self, nbytes: int, source: int, tag: int) -> object:
         data = torch.empty(nbytes, dtype=torch.uint8, device=self.header_device)
         self._group.irecv(data, source, tag).wait()
         return pickle.loads(data.cpu().numpy().tobytes())
+
+    @property
+    def pending(self) -> list[Transfer]:
+        """Transfers that were posted and not taken."""
+        return list(self._incoming)
 
     # ---------------------------------------------------------------- a step's end
 
@@ -270,9 +289,9 @@ class Messages:
         What wires know is forgotten, on all ranks.
         """
         reports: list[FailureReport] = []
-        while self._incoming:
+        for transfer in self.pending:
             try:
-                self.take(next(iter(self._incoming)))
+                self.take(transfer)
             except Poisoned as poisoned:
                 reports.append(poisoned.report)
         self.finish()
