@@ -2,7 +2,8 @@
 
 One step, in the order of the files: `schedules.py` (torch's classes; cuts a batch, has the list of
 actions), `executor.py` (carries it out), `stage.py` (forward and backward of a part), `messages.py`
-(hands over), `failures.py` (what if a stage raises). `exported.py` cuts a model by torch.export.
+and `slots.py` (hand over), `failures.py` (what if a stage raises). `exported.py` cuts a model by
+torch.export.
 """
 
 from __future__ import annotations

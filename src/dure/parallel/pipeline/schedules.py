@@ -106,7 +106,6 @@ class PipelineSchedule:
         first = self._stages[0]
         self._group, self.rank = first.group, first.group_rank
         self._num_stages, self.pp_group_size = first.num_stages, first.group_size
-        self._functions: dict[Kind, Callable[[Action, PipelineContext], None]] = {}
         self._losses: list[torch.Tensor] | None = None
         self._tied: TiedParameters | None = None
         self._executor: Executor | None = None
