@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dure.errors import UsageError
+from dure.nn.experts import MoE, MoEArgs
 from dure.plan import Mesh, Model, Training, memory
 from dure.tensor import DTensor
 from dure.testing import run_ranks
@@ -28,11 +29,12 @@ def held(tensors: Any) -> int:
 def kept_by(stage: torch.nn.Module, inputs: torch.Tensor) -> int:
     """Return the bytes that a forward keeps for backward, parameters aside."""
     weights = {s for p in stage.parameters() for s in (p.shape, p.shape[::-1])}
+    own = {p.untyped_storage().data_ptr() for p in stage.parameters() if not isinstance(p, DTensor)}
     seen: dict[int, int] = {}
     kept: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.shape not in weights:
+        if tensor.shape not in weights and tensor.untyped_storage().data_ptr() not in own:
             kept.append(tensor)
             seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
@@ -55,6 +57,19 @@ def test_activations_are_those_that_a_forward_keeps(cp: int) -> None:
     planned = memory(MODEL, Mesh(cp=cp), Training(sequences=24))[0].activations
     for measured in run_ranks(cp, run):
         assert planned == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize(("active", "shared"), [(1, 0), (2, 1)])
+def test_experts_keep_what_is_planned_more_than_an_mlp(active: int, shared: int) -> None:
+    tokens = torch.randn(1, 600, 64, requires_grad=True)
+    layer = MoE(MoEArgs(num_experts=8, top_k=active, num_shared_experts=shared), 64, 96)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    mlp = Model(8, 64, 1, 8, 4, 96, 600)
+    experts = replace(mlp, experts=8, active=active, shared=shared)
+    more = memory(experts, Mesh())[0].activations - memory(mlp, Mesh())[0].activations
+    kept_by_mlp = 600 * 4 * (64 + 4 * 96)
+    assert more == pytest.approx(kept_by(layer, tokens) - kept_by_mlp, rel=0.05)
 
 
 @pytest.mark.parametrize(

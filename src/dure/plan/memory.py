@@ -13,6 +13,9 @@ Everything is counted in elements first, from the formulas below, and then in by
                          + (2 w + 2 k + a) / t   q, k, v, the output, and a log-sum for each head
                          + 4 h / t         gate, up, silu, their product
 
+    or, with experts:      e (4 h + 3 w) / t   e experts a token: its row, its output, weighted
+                         + 4 s h / t       s experts that are shared
+
 with w, h, k, a, v the width, hidden units, features of keys, heads, vocabulary, and t ranks along
 tp, with sequence parallelism. A recomputed layer keeps its input alone, w / t; one layer at a time
 keeps the rest.
@@ -299,8 +302,8 @@ def _layer_activations(model: Model, mesh: Mesh, tokens: int) -> int:
     """Return the elements that one layer keeps (see the top of this file)."""
     w, k, h, t = model.width, model.keys, model.hidden, mesh.tp
     units = 4 * h
-    if model.experts:  # each copy of a token has its inputs and its units; and its output, weighted
-        units = model.active * (4 * h + 2 * w) + model.shared * 4 * h + model.experts
+    if model.experts:
+        units = model.active * (4 * h + 3 * w) + model.shared * 4 * h + model.experts
     return tokens * ((4 * w + 2 + 2 * w + 2 * k + model.heads + units) // t + 2 * w)
 
 
