@@ -76,14 +76,19 @@ def test_all_that_stays_is_in_files(way: str, tmp_path: Path, make: Any) -> None
     run_ranks(2, body)
 
 
-def test_state_comes_into_files_as_it_is_made(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_state_comes_into_files_as_it_is_made(way: str, device: str, tmp_path: Path) -> None:
     """So that it never is in memory as a whole."""
     made_outside: list[torch.Tensor] = []
 
     def body(rank: int) -> None:
-        model = nn.Linear(4, 4)
+        model = nn.Linear(4, 4, device=device)
         with strategy(way):
             fully_shard(model, offload_policy=OffloadPolicy(path=tmp_path))
+        if device == "meta":
+            model.to_empty(device="cpu")
+            for parameter in model.parameters():
+                nn.init.ones_(parameter)
         optimizer = torch.optim.AdamW(model.parameters())
 
         init: Any = torch.optim.AdamW._init_group  # pyright: ignore

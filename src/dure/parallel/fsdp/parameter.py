@@ -79,8 +79,12 @@ class FSDPParameter:
         self.dtype: torch.dtype = low or sharded.dtype
         self.whole: nn.Parameter | None = None
         self._gradient_room: torch.Tensor | None = None
+        self._mark_files()
+
+    def _mark_files(self) -> None:
+        """Let optimizers keep the state of the shard in files."""
         if self.files is not None:
-            sharded._dure_files = self.files  # optimizers keep its state there
+            self.sharded._dure_files = self.files  # pyright: ignore
 
     def now(self) -> tuple[nn.Parameter, str]:
         """Return the shard that there is now, and its name; see `note_replaced`."""
@@ -116,6 +120,7 @@ class FSDPParameter:
         if found is self.whole:
             found = self.sharded
         if found is self.sharded and found.spec is self.spec:
+            self._mark_files()  # `to_empty` exchanges all that the object has
             return False
         if not isinstance(found, DTensor) or found.spec.placements != self.spec.placements:
             raise ModuleError(
