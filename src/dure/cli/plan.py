@@ -220,14 +220,23 @@ def memory(
     console.print(_memory_table(ranks))
     console.print(
         f"The fullest rank holds {max(rank.total for rank in ranks) / 2**30:.2f} GiB. Python and "
-        "torch (some 0.3 GiB), and what the allocator wastes, come on top.",
+        "torch, some 0.3 GiB, come on top.",
         highlight=False,
     )
 
 
 def _memory_table(ranks: list[Memory]) -> Table:
     table = Table("pp", "layers", title="GiB of each rank")
-    parts = ("parameters", "gradients", "optimizer", "activations", "scores", "gathered", "total")
+    parts = (
+        "parameters",
+        "gradients",
+        "optimizer",
+        "activations",
+        "scores",
+        "gathered",
+        "freed",
+        "total",
+    )
     for part in parts:
         table.add_column(part, justify="right")
     for number, rank in enumerate(ranks):

@@ -20,8 +20,10 @@ with w, h, k, a, v the width, hidden units, features of keys, heads, vocabulary,
 tp, with sequence parallelism. A recomputed layer keeps its input alone, w / t; one layer at a time
 keeps the rest.
 
-How many microbatches are live at once is the schedule's (`dure.schedules`). The rest of a process
-(Python, torch: some 300 MB) and the allocator's waste are not counted.
+How many microbatches are live at once is the schedule's (`dure.schedules`). With several
+microbatches a stage's gradients are added up whole, and divided once, behind the last. What ranks
+of `dure run` keep of freed memory is counted; the rest of a process (Python and torch, some 300 MB)
+is not.
 """
 
 from __future__ import annotations
@@ -34,6 +36,9 @@ from dure.errors import UsageError
 from dure.schedules import Action, Kind, find_generator, make_schedule
 
 __all__ = ["Memory", "Mesh", "Model", "Training", "memory"]
+
+FREED = 64 << 20
+"""Bytes of freed memory that a rank of `dure run` keeps (docs/launch.md)."""
 
 _OP = "plan memory"
 
@@ -203,7 +208,8 @@ class Memory:
         optimizer: State for its parts.
         activations: Of all microbatches that are live at once.
         scores: The last stage's scores, their logarithms, and the gradient.
-        gathered: Parameters that are whole for a while, and one layer's whole gradients.
+        gathered: Parameters that are whole for a while, and whole gradients.
+        freed: What the allocator keeps of freed memory.
     """
 
     stages: tuple[range, ...]
@@ -213,12 +219,13 @@ class Memory:
     activations: int
     scores: int
     gathered: int
+    freed: int = FREED
 
     @property
     def total(self) -> int:
         """All of them."""
         held = self.parameters + self.gradients + self.optimizer
-        return held + self.activations + self.scores + self.gathered
+        return held + self.activations + self.scores + self.gathered + self.freed
 
 
 def memory(model: Model, mesh: Mesh, training: Training | None = None) -> list[Memory]:
@@ -338,10 +345,11 @@ def _rank(
     own = dense // (mesh.tp * shards) + experts * n_layers // max(mesh.ep * mesh.tp, shards)
     whole = (dense + experts // mesh.ep * n_layers) // mesh.tp
     layer = (model.layer_parameters - experts + experts // mesh.ep) // mesh.tp
-    gathered = 0
+    added_up = whole if training.microbatches > 1 else min(whole, layer)
+    gathered = added_up * training.parameter_bytes
     if shards > 1 and training.gathers:
         held = whole if mesh.pp > 1 else min(whole, ends // mesh.tp + 2 * layer)
-        gathered = held * training.compute_bytes + layer * training.compute_bytes
+        gathered += held * training.compute_bytes
     if training.recompute and n_layers:
         activations += _layer_activations(model, mesh, tokens) * training.compute_bytes
     scores = 3 * tokens * model.vocabulary // mesh.tp * training.compute_bytes if is_last else 0
