@@ -81,7 +81,9 @@ class Trainer:
             torch.optim.AdamW(stage.parameters(), lr=flags.lr) for stage in self.stages.values()
         ]
         kinds = [
-            PipelineStage(stage, number, self.n_stages, torch.device("cpu"), group=self.group("pp"))
+            PipelineStage(
+                stage, number, self.n_stages, torch.device("cpu"), group=self.mesh.get_group("pp")
+            )
             for number, stage in self.stages.items()
         ]
         given = kinds if self.per_rank > 1 else kinds[0]
@@ -129,10 +131,6 @@ class Trainer:
             fully_shard(layer, mesh=self.mesh[names], mp_policy=policy)
         return fully_shard(stage, mesh=self.mesh[names], mp_policy=policy)
 
-    def group(self, axis: str) -> dist.ProcessGroup:
-        """Return this rank's group along an axis."""
-        return self.mesh.get_group(axis)
-
     # -- a step ------------------------------------------------------------------------------------
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,7 +173,7 @@ class Trainer:
         norm = clip_grad_norm_(
             [p for stage in self.stages.values() for p in stage.parameters()],
             self.flags.clip,
-            process_group=self.group("pp"),
+            process_group=self.mesh.get_group("pp"),
         )
         for optimizer in self.optimizers:
             optimizer.step()
@@ -187,8 +185,8 @@ class Trainer:
         """Return the mean over microbatches and ranks, on all ranks: one exchange."""
         whole = [loss.full_tensor() if isinstance(loss, DTensor) else loss for loss in losses]
         total = torch.stack(whole).mean().detach().double() if whole else torch.zeros(()).double()
-        dist.all_reduce(total, group=self.group("pp"))
-        dist.all_reduce(total, dist.ReduceOp.AVG, group=self.group("data"))
+        dist.all_reduce(total, group=self.mesh.get_group("pp"))
+        dist.all_reduce(total, dist.ReduceOp.AVG, group=self.mesh.get_group("data"))
         return total.item()
 
     # -- checkpoints -------------------------------------------------------------------------------
@@ -229,7 +227,9 @@ def main() -> None:
     """Train, and print a line a step on one rank."""
     parser = argparse.ArgumentParser(description=__doc__)
     for field in fields(Flags):
-        parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
+        choices = SHAPES if field.name == "shape" else None
+        kind = type(field.default)
+        parser.add_argument(f"--{field.name}", type=kind, default=field.default, choices=choices)
     flags = Flags(**vars(parser.parse_args()))
     torch.set_num_threads(1)
     dist.init_process_group()
