@@ -73,7 +73,7 @@ def test_agreement_is_one_small_all_reduce_an_optimizer_and_step_2_ranks() -> No
             scaler.update()
         return [seen.ops, seen.nbytes()]
 
-    assert run_ranks(2, rank_main) == [[["all_reduce"] * 2, 2 * 88]] * 2
+    assert run_ranks(2, rank_main) == [[["all_reduce"] * 2, 2 * 96]] * 2
 
 
 def test_fused_optimizer_skips_on_all_ranks_2_ranks() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 import dure
 import dure.pipelining as pp
+from dure.errors import UsageError
 from dure.fsdp import fully_shard, strategy
 from dure.tensor import DTensor, Replicate
 from dure.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -138,3 +139,42 @@ def test_tensors_of_a_mesh_cross_a_border_as_parts_or_whole_on_4_ranks(is_told: 
         for name, gradient in gradients.items():
             expected = parts[int(name[0])].get_parameter(name[2:]).grad
             torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
+
+
+def test_one_scaler_decides_for_all_stages():
+    """Only the last stage has a loss to scale; where it is inf, no stage steps."""
+
+    def run(rank: int) -> list[tuple[bool, float]]:
+        torch.manual_seed(rank)
+        stage, is_bad = nn.Linear(4, 4), [False]
+        optimizer, scaler = torch.optim.SGD(stage.parameters(), 0.1), dure.GradScaler("cpu", 8.0)
+
+        def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            found = (output - target).square().mean()
+            return scaler.scale(found * float("inf") if is_bad[0] else found)
+
+        made = pp.PipelineStage(stage, rank, 2, torch.device("cpu"))
+        schedule = pp.Schedule1F1B(made, 2, loss_fn=loss)
+        x = torch.ones(4, 4)
+        found: list[tuple[bool, float]] = []
+        for is_bad[0] in (False, True, False):
+            before = stage.weight.detach().clone()
+            schedule.step(*([x] if rank == 0 else []), target=x if rank == 1 else None)
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            found.append((not torch.equal(stage.weight, before), scaler.get_scale()))
+        return found
+
+    assert run_ranks(2, run) == [[(True, 8.0), (False, 4.0), (True, 4.0)]] * 2
+
+
+def test_a_scaler_that_no_rank_used_is_told():
+    def run(rank: int) -> None:
+        weight = nn.Parameter(torch.ones(2))
+        weight.sum().backward()
+        with pytest.raises(UsageError, match="no rank has scaled a loss"):
+            dure.GradScaler("cpu").step(torch.optim.SGD([weight], 0.1))
+
+    run_ranks(2, run)

@@ -15,13 +15,14 @@ them, one rank's inf is in everybody's average. It fails where gradients differ 
 The rank that saw the overflow then skips while the others step, and from there on the ranks' scales
 differ, so that every later average adds gradients in different units. Nothing reports it.
 
-The *agreement* here is one all_reduce (MAX) of eleven numbers for each optimizer's step:
+The *agreement* here is one all_reduce (MAX) of twelve numbers for each optimizer's step:
 
-    | found inf | scale | -scale | tracker | -tracker | ... growth, back-off, interval alike |
+    | found inf | scale | -scale | tracker | -tracker | ... growth, back-off, interval | used |
 
 The first number is the decision. The others are free riders in the same message: where the largest
 x is not minus the largest -x, the ranks' scalers differ (one of them loaded a checkpoint, say), and
-all ranks raise before anything is stepped.
+all ranks raise before anything is stepped. The last one says whether a rank has scaled a loss: in a
+pipeline only those of the last stage do; where none has, all raise.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Collective: the first of `unscale_` and `step` for an optimizer; all ranks of the group, for
     their optimizers in the same order, whether or not a rank has gradients for it.
-    Cost: one all_reduce of 88 bytes for each optimizer and step; none with one rank. On a GPU it is
+    Cost: one all_reduce of 96 bytes for each optimizer and step; none with one rank. On a GPU it is
     queued like any other; the host waits once a step, where torch's scaler does.
     Numerics: scale, growth and back-off are torch's, bit by bit.
     Threads: one thread a rank.
@@ -69,8 +70,8 @@ class GradScaler(torch.amp.GradScaler):
 
     Raises:
         Desync: From `unscale_` or `step`, on all ranks: their scalers are not in the same state.
-        UsageError: From `unscale_` or `step`: the optimizer steps inside backward, with gradients
-            that are still scaled.
+        UsageError: From `unscale_` or `step`: no rank has scaled a loss; or the optimizer steps
+            inside backward, with gradients that are still scaled.
     """
 
     def __init__(
@@ -87,6 +88,20 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self.process_group = process_group
         self._unverified: torch.Tensor | None = None
+        self._has_scaled = False
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply tensors by the scale (Any: a tensor, or an iterable of them).
+
+        In a pipeline the ranks of the last stage have a loss to scale, and the others none.
+        """
+        self._has_scaled = True
+        return super().scale(outputs)
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._scale is None and self._group() is not None:  # another rank may have scaled
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        return super()._check_scale_growth_tracker(funcname)
 
     def _group(self) -> ProcessGroup | None:
         """Return the ranks to agree with; None for a process on its own."""
@@ -139,12 +154,19 @@ class GradScaler(torch.amp.GradScaler):
         moving = torch.stack([scale.to(device, wide), tracker.to(device, wide)])
         state = torch.cat([moving, torch.tensor(fixed, dtype=wide, device=device)])
         both_signs = torch.stack([state, -state], dim=1).reshape(-1)
-        return torch.cat([found_inf.to(wide).reshape(1), both_signs])
+        has_scaled = torch.tensor([float(self._has_scaled)], dtype=wide, device=device)
+        return torch.cat([found_inf.to(wide).reshape(1), both_signs, has_scaled])
 
     def _verify(self, agreement: torch.Tensor) -> None:
-        """Raise, on all ranks alike, if the ranks' scalers were not in one state."""
+        """Raise, on all ranks alike, if the ranks' scalers were not in one state, or unused."""
         self._unverified = None
-        largest, least = agreement[1::2], -agreement[2::2]
+        if not agreement[-1]:
+            raise UsageError(
+                "no rank has scaled a loss, so there is nothing to unscale",
+                op="GradScaler.unscale_",
+                fix="Call scaler.scale(loss).backward().",
+            )
+        largest, least = agreement[1:-1:2], -agreement[2:-1:2]
         if torch.equal(largest, least):
             return
         group = resolve(self.process_group, "GradScaler")
