@@ -74,3 +74,15 @@ def test_what_a_program_has_is_not_moved(how):
         assert x.full_tensor().tolist() == [1, 1, 1, 1]
 
     run_ranks(2, body)
+
+
+def test_writing_by_index_to_what_shares_memory_is_refused_on_all_ranks():
+    # torch would refuse on the ranks whose parts overlap, and the others would go on.
+    def body(rank):
+        mesh = init_device_mesh("cpu", (3,))
+        tall = DTensor.from_local(torch.zeros(4, 2), mesh, [Shard(1)]).expand(2, 4, 6)
+        mask = DTensor.from_local(torch.ones(2, 4, 6, dtype=torch.bool), mesh)
+        with pytest.raises(PlacementError, match="writes its operand"):
+            tall[mask] = 1.0
+
+    run_ranks(3, body)

@@ -674,6 +674,7 @@ def _written_by_another(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, A
         or written(call) != [0]
         or type(target) is not _DTensor
         or target.spec.partial
+        or _overlaps(target)
         or other is None
         or overload not in other.overloads()
     ):
@@ -684,6 +685,11 @@ def _written_by_another(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, A
         redistribute(result.part, result.spec, result.spec.with_placements(spec.placements))
     )
     return True
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Tell whether elements share memory, as those of an expanded tensor do."""
+    return any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _listed(call: OpCall) -> str:
