@@ -85,8 +85,12 @@ class Checkpointer:
         process_group: ProcessGroup | None = None,
         sharded: bool = False,
     ) -> None:
-        if keep is not None and keep < 1:
-            raise UsageError("a Checkpointer keeps at least one checkpoint", seen=f"keep is {keep}")
+        if keep is not None and not (isinstance(keep, int) and keep >= 1):
+            raise UsageError(
+                "a Checkpointer keeps a number of checkpoints, at least one",
+                seen=f"keep is {keep!r:.60}",
+                fix="What is saved is given to save(), by name.",
+            )
         self.keep, self.sharded = keep, sharded
         self.refused: dict[str, str] = {}
         self._folder = Folder(Path(folder))
