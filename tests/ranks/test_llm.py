@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "llm"))
 
 import train  # pyright: ignore[reportMissingImports]
 
-STEPS = 10
+STEPS, PATIENCE_S = 10, 150.0
 Losses = list[tuple[float, float]]
 BASE: Any = train.Flags(dtype="float64", steps=STEPS, microbatches=2, batch=16)
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
@@ -35,7 +35,7 @@ def losses(flags: Any) -> list[Losses]:
         trainer = train.Trainer(flags)
         return [trainer.train() for _ in range(STEPS)]
 
-    return run_ranks(n, run)
+    return run_ranks(n, run, timeout=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_a_job_goes_on_with_another_mesh(
             return found
 
         n = math.prod(sizes.get(axis, 1) for axis in train.AXES)
-        return run_ranks(n, one)[-1]
+        return run_ranks(n, one, timeout=PATIENCE_S)[-1]
 
     found = run(before, 4) + run(after, 3)
     assert [loss for loss, _ in found] == pytest.approx([x for x, _ in expected[:7]], abs=1e-10)

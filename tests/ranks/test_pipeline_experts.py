@@ -96,4 +96,4 @@ def test_experts_in_stages_end_with_the_weights_of_one_rank(sizes: tuple[int, ..
             found: Any = value.full_tensor() if isinstance(value, DTensor) else value
             torch.testing.assert_close(found, expected[name], rtol=1e-9, atol=1e-9)
 
-    run_ranks(math.prod(sizes), run)
+    run_ranks(math.prod(sizes), run, timeout=150.0)
