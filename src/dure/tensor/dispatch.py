@@ -674,22 +674,15 @@ def _written_by_another(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, A
         or written(call) != [0]
         or type(target) is not _DTensor
         or target.spec.partial
-        or _overlaps(target)
+        or target.spec.meta.overlaps
         or other is None
         or overload not in other.overloads()
     ):
         return False
     result = dispatch(getattr(other, overload), args, kwargs)
-    spec = target.spec
-    target.part.copy_(
-        redistribute(result.part, result.spec, result.spec.with_placements(spec.placements))
-    )
+    to = result.spec.with_placements(target.spec.placements)
+    target.part.copy_(redistribute(result.part, result.spec, to))
     return True
-
-
-def _overlaps(tensor: torch.Tensor) -> bool:
-    """Tell whether elements share memory, as those of an expanded tensor do."""
-    return any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _listed(call: OpCall) -> str:

@@ -47,6 +47,11 @@ class TensorMeta:
         """Return a tensor without memory that is like this."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether elements share memory, as those of an expanded tensor do."""
+        return any(s == 0 and n > 1 for s, n in zip(self.stride, self.shape, strict=True))
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:

@@ -170,6 +170,13 @@ class PipelineSchedule:
             self._options,
         )
 
+    def _ready(self) -> Executor:
+        """Return the runtime; of lists that a subclass has set it is made now."""
+        if self._executor is None:
+            self._prepare_schedule_with_comms(self.pipeline_order)
+        assert self._executor is not None
+        return self._executor
+
     def _load_csv(
         self, filename: str, format: Literal["compute_only", "compute_comms"] = "compute_only"
     ) -> None:
@@ -291,10 +298,7 @@ class PipelineSchedule:
             raise ModuleError(
                 "step() needs gradients", seen="they are switched off", fix="Call eval()."
             )
-        if self._executor is None:
-            self._prepare_schedule_with_comms(self.pipeline_order)
-        executor = self._executor
-        assert executor is not None
+        executor = self._ready()
         if self._tied is None:
             self._tied = TiedParameters(self._stages, self._group)
         batch = Batch(
@@ -359,10 +363,7 @@ class PipelineSchedule:
             raise UsageError(
                 "sends and receives have no custom function", seen=str(computation_type)
             )
-        if self._executor is None:
-            self._prepare_schedule_with_comms(self.pipeline_order)
-        executor = self._executor
-        assert executor is not None
+        executor = self._ready()
 
         def call(action: Action, batch: Batch) -> None:
             context = PipelineContext(
