@@ -37,16 +37,21 @@ def stages_of(name: str, rank: int, world: int, each: int) -> list[int]:
 
 def dense(num: int, width: int = 6) -> list[nn.Module]:
     """Return parts with a weight that is used twice, a norm, and a bias that meets no input."""
-    torch.manual_seed(5)
-    return [Dense(width).double() for _ in range(num)]
+    parts: list[nn.Module] = [Dense(width).double() for _ in range(num)]
+    generator = torch.Generator().manual_seed(5)  # thread-ranks share torch's own
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            if not name.startswith("norm"):
+                nn.init.normal_(parameter, std=1 / 3, generator=generator)
+    return parts
 
 
 class Dense(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
-        self.twice = nn.Parameter(torch.randn(width, width) / 3)
-        self.shift = nn.Parameter(torch.randn(width))
+        self.twice = nn.Parameter(torch.zeros(width, width))
+        self.shift = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.norm(torch.tanh(self.linear(x @ self.twice)) @ self.twice)

@@ -40,6 +40,7 @@ from dure.tensor.parallel import (
     parallelize_module,
 )
 from dure.testing import run_ranks
+from ranks.fsdp_models import making
 
 STEPS, D, H, WORDS = 10, 6, 4, 11
 BALANCED: dict[str, Any] = {"aux_loss_coeff": 0.1, "z_loss_coeff": 0.01, "load_balance_coeff": 0.01}
@@ -47,9 +48,10 @@ ALL_TO_ALL, ALL_REDUCE = "c10d.alltoall_base_", "c10d.allreduce_"
 
 
 def layer(seed: int = 0, **args: Any) -> MoE:
-    torch.manual_seed(seed)
     chosen: dict[str, Any] = {"num_experts": 4, "top_k": 2} | args
-    return MoE(MoEArgs(**chosen), D, H).double()
+    with making:  # thread-ranks share the generator
+        torch.manual_seed(seed)
+        return MoE(MoEArgs(**chosen), D, H).double()
 
 
 def drawn(*shape: int, seed: int = 5) -> torch.Tensor:
@@ -211,8 +213,9 @@ class Net(nn.Module):
 
 
 def net(how: str = "plain") -> Net:
-    torch.manual_seed(1)
-    return Net(how).double()
+    with making:
+        torch.manual_seed(1)
+        return Net(how).double()
 
 
 def trained(model: nn.Module, rank: int, ranks: int, everybody: DeviceMesh | None) -> Any:
