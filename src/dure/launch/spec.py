@@ -107,6 +107,11 @@ class JobSpec:
         master_addr: What the ranks of a job on one host find as MASTER_ADDR; None: 127.0.0.1.
         master_port: What the ranks find as MASTER_PORT; None: a free port.
         run_id: The job's name, the same on every host; None: one is made up.
+        rdzv_backend: Where the job's state is: "c10d" and "static", in the store of one of the
+            hosts; "etcd", in the etcd servers that `endpoint` names (HOST:PORT,...), which needs a
+            `run_id`.
+        rdzv_conf: With etcd: files `cacert`, `cert`, `key`, a `user` and a `password_file`.
+        oversubscribe: Start more ranks than memory is likely to hold.
         join_timeout_s: How long to wait for the least number of hosts.
         last_call_s: How long to wait then for more, up to the most.
         max_restarts: How often the program may be started again, in the whole job.
@@ -154,6 +159,9 @@ class JobSpec:
     master_addr: str | None = None
     master_port: int | None = None
     run_id: str | None = None
+    rdzv_backend: Literal["c10d", "static", "etcd"] = "c10d"
+    rdzv_conf: Mapping[str, str] = field(default_factory=dict[str, str])
+    oversubscribe: bool = False
     join_timeout_s: float = 600.0
     last_call_s: float = 5.0
     max_restarts: int = 0
