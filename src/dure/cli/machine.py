@@ -1,25 +1,56 @@
-"""What this machine is and how busy it is: read from the system, for reports."""
+"""What this machine is, how busy it is, and how ranks are started on it for a measurement."""
 
 from __future__ import annotations
 
 import os
 import platform
+import shutil
 from pathlib import Path
 
 import psutil
 
-__all__ = ["busy_cores", "machine", "usable_cores"]
+__all__ = [
+    "MPI_VARIABLES",
+    "QUIET_VARIABLES",
+    "busy_cores",
+    "find_mpirun",
+    "machine",
+    "usable_cores",
+]
+
+QUIET_VARIABLES = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "ignore",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+"""One thread a rank, and no warnings of libraries among what ranks tell."""
+MPI_VARIABLES = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+}
+"""Open MPI refuses root and more ranks than cores, and binds each to one, unless it is told."""
+
+
+def find_mpirun(python: str) -> str | None:
+    """Return the mpirun beside an interpreter, or the one on PATH; None without either."""
+    return shutil.which("mpirun", path=os.path.dirname(python)) or shutil.which("mpirun")
 
 
 def machine() -> list[tuple[str, str]]:
     """List what this machine is, as (name, value)."""
     cores = psutil.cpu_count(logical=False) or usable_cores()
     threads = psutil.cpu_count() or cores
+    kernel = platform.release().partition("-")[0]  # without what its builder added
     return [
         ("Processor", _processor()),
         ("Cores", f"{cores} ({threads} hardware threads), {usable_cores()} usable by this process"),
         ("Memory", f"{psutil.virtual_memory().total / 2**30:.1f} GiB"),
-        ("Kernel", f"{platform.system()} {_kernel()} {platform.machine()}"),
+        ("Kernel", f"{platform.system()} {kernel} {platform.machine()}"),
     ]
 
 
@@ -33,11 +64,6 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _kernel() -> str:
-    """Return the kernel's version, without what its builder added."""
-    return platform.release().partition("-")[0]
 
 
 def _processor() -> str:

@@ -2,191 +2,227 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dure.cli.doctor import (
-    cgroup,
-    clock,
-    collectives,
-    cores,
-    gpus,
-    hosts,
-    keys,
-    leftovers,
-    limits,
-    memory,
-    names,
-    ports,
-    settings,
-    sharing,
-    versions,
-)
+from dure.cli.doctor import checks, collectives, hosts, machine
+from dure.cli.doctor.checks import Gpu, Interface, KeyFile, Member
 from dure.cli.doctor.collectives import Attempt
 from dure.cli.doctor.command import run_checks
 from dure.cli.doctor.finding import Finding, Level, fine, size
-from dure.cli.doctor.names import Interface
 
 GIB = 1 << 30
 OK, NOTE, WARNING, PROBLEM = Level.OK, Level.NOTE, Level.WARNING, Level.PROBLEM
 
-CORES = cores.Cores(total=8, usable=8, quota=None, load=0.3)
-MEMORY = memory.Memory(total=64 * GIB, available=50 * GIB, huge_pages="madvise")
-SHARING = sharing.Sharing(shm_total=32 * GIB, shm_free=30 * GIB)
-LIMITS = limits.Limits(locked=None, files=65536, processes=None)
-PORTS = ports.Ports(first=32768, last=60999)
-LO = Interface(name="lo", addresses=("127.0.0.1",))
-ETH = Interface(name="eth0", addresses=("10.0.0.2",), mbits=100_000)
-IB = Interface(name="ib0", addresses=("10.1.0.2",))
-NAMES = names.Names(hostname="a", interfaces=(LO, ETH), resolved=("10.0.0.2",))
-CLOCK = clock.Clock(synchronised=True, source="tsc", read_ns=40)
-KEY = keys.KeyFile(path="/home/me/.config/dure/key", exists=True, mode=0o600, owner=7)
-KEYS = keys.Keys(files=(KEY,), user=7)
-PACKAGES: dict[str, str] = dict.fromkeys(("dure", "torch", "pyzmq", "msgspec", "psutil"), "30.0")
-VERSIONS = versions.Versions(python=(3, 11, 7), packages=PACKAGES)
-MEMBER = leftovers.Member(pid=9, job="j", command="python", age_s=60)
-CARD = gpus.Gpu(index=0, name="H", driver="550", total_mib=80_000, used_mib=10)
-GPUS = gpus.Gpus(installed=True, cards=(CARD,))
+LO, ETH = Interface("lo", ("127.0.0.1",)), Interface("eth0", ("10.0.0.2",), 100_000)
+IB = Interface("ib0", ("10.1.0.2",))
+PACKAGES = dict.fromkeys(checks.NEEDED, "30.0")
+KEY = KeyFile(mode=0o600, owner=7, folder_mode=0o700)
+MEMBER = Member(9, "j", "python", 60)
+CARD = Gpu(0, "H", "550", 80_000, 10)
 TORCH: dict[str, Any] = {"torch": "2.13.0", "cuda": "12.8", "gpus": ["H"], "apart": []}
 
+# Of each check: a machine with nothing wrong, and what changes of it come to.
+CASES: list[tuple[Callable[..., Iterable[Finding]], dict[str, Any], list[Any]]] = [
+    (
+        checks.cores,
+        {"total": 8, "usable": 8, "quota": None, "load": 0.3, "governor": ""},
+        [
+            ({"usable": 2}, WARNING),
+            ({"quota": 1.5}, WARNING),
+            ({"quota": 8.0}, OK),
+            ({"load": 6.0}, WARNING),
+            ({"quota": 2.0, "load": 1.5}, WARNING),
+            ({"governor": "powersave"}, WARNING),
+        ],
+    ),
+    (
+        checks.memory,
+        {"total": 64 * GIB, "free": 50 * GIB, "swapped": 0, "limit": None, "used": 0},
+        [
+            ({"free": 100 << 20}, PROBLEM),
+            ({"free": GIB}, WARNING),
+            ({"limit": GIB, "used": GIB - 1000}, PROBLEM),
+            ({"limit": 128 * GIB}, OK),
+            ({"swapped": 20 * GIB}, WARNING),
+        ],
+    ),
+    (
+        checks.huge_pages,
+        {"private": "madvise", "shared": "never"},
+        [({"private": "never"}, WARNING), ({"private": ""}, OK)],
+    ),
+    (
+        checks.shm,
+        {"total": 32 * GIB, "free": 30 * GIB, "writable": True},
+        [({"total": None}, WARNING), ({"free": 64 << 20}, WARNING), ({"writable": False}, WARNING)],
+    ),
+    (
+        checks.engine,
+        {"memfd_error": "", "peer_error": "", "pidfd_error": ""},
+        [({name: "no"}, PROBLEM) for name in ("memfd_error", "peer_error", "pidfd_error")],
+    ),
+    (
+        checks.ptrace,
+        {"scope": 0, "container": "", "seccomp": False},
+        [({"scope": 1, "container": "docker"}, OK), ({"scope": 3}, WARNING)],
+    ),
+    (
+        checks.locked_memory,
+        {"limit": None, "fabric": False},
+        [({"limit": 64 << 10}, OK), ({"limit": 64 << 10, "fabric": True}, PROBLEM)],
+    ),
+    (checks.files, {"limit": 65536}, [({"limit": 512}, WARNING), ({"limit": 64}, PROBLEM)]),
+    (
+        checks.processes,
+        {"limits": (None, None), "running": 80},
+        [({"limits": (None, 100)}, PROBLEM), ({"limits": (512, None)}, WARNING)],
+    ),
+    (checks.temporary_files, {"free": GIB, "folder": "/tmp"}, [({"free": 1 << 20}, PROBLEM)]),
+    (
+        checks.ports,
+        {"first": 32768, "last": 60999, "used": 0, "usual_by": "", "loopback_error": ""},
+        [
+            ({"used": 28_000}, WARNING),
+            ({"usual_by": "somebody"}, WARNING),
+            ({"loopback_error": "refused"}, PROBLEM),
+        ],
+    ),
+    (
+        checks.interfaces,
+        {"known": [LO, ETH], "default": "eth0", "chosen": {}},
+        [
+            ({"known": []}, PROBLEM),
+            ({"known": [LO]}, NOTE),
+            ({"known": [LO, ETH, IB]}, NOTE),
+            ({"known": [LO, ETH, Interface("docker0", ("172.17.0.1",))]}, OK),
+            ({"chosen": {"GLOO_SOCKET_IFNAME": "ib0"}}, PROBLEM),
+            ({"chosen": {"NCCL_SOCKET_IFNAME": "=eth0"}}, OK),
+            ({"chosen": {"NCCL_SOCKET_IFNAME": "^docker"}}, OK),
+        ],
+    ),
+    (
+        checks.own_name,
+        {"hostname": "a", "resolved": ["10.0.0.2"], "known": [LO, ETH]},
+        [
+            ({"resolved": ["127.0.1.1"]}, NOTE),
+            ({"resolved": ["127.0.1.1"], "known": [LO]}, OK),
+            ({"resolved": []}, NOTE),
+            ({"resolved": ["10.9.9.9"]}, WARNING),
+        ],
+    ),
+    (
+        checks.look_ups,
+        {"own_s": 0.001, "reverse_s": 0.001},
+        [({"reverse_s": 5.0}, WARNING), ({"own_s": 5.0}, WARNING)],
+    ),
+    (
+        checks.clock,
+        {"synchronised": True, "source": "tsc", "read_ns": 40},
+        [
+            ({"synchronised": False}, NOTE),
+            ({"synchronised": None}, OK),
+            ({"read_ns": 900}, WARNING),
+        ],
+    ),
+    (
+        checks.key_file,
+        {"path": "/home/me/.config/dure/key", "file": KEY, "user": 7, "named": False},
+        [
+            ({"user": 8}, PROBLEM),
+            ({"file": None}, OK),
+            ({"file": None, "named": True}, PROBLEM),
+            ({"file": replace(KEY, mode=0o640)}, PROBLEM),
+            ({"file": replace(KEY, folder_mode=0o777)}, PROBLEM),
+            ({"file": replace(KEY, folder_mode=0o1777)}, OK),
+        ],
+    ),
+    (
+        checks.versions,
+        {"python": (3, 11, 7), "packages": PACKAGES},
+        [
+            ({"python": (3, 10)}, PROBLEM),
+            ({"packages": {"dure": "1"}}, PROBLEM),
+            ({"packages": PACKAGES | {"torch": "2.4.1+cu1"}}, PROBLEM),
+            ({"packages": PACKAGES | {"torch": "2.13.0a0"}}, OK),
+        ],
+    ),
+    (
+        checks.system,
+        {"name": "Linux", "kernel": "6.1.0", "machine": "x86_64"},
+        [({"kernel": "4.18.0-el8"}, WARNING), ({"name": "Darwin"}, WARNING)],
+    ),
+    (
+        checks.leftovers,
+        {"members": []},
+        [({"members": [MEMBER]}, OK), ({"members": [replace(MEMBER, orphan=True)]}, WARNING)],
+    ),
+    (
+        checks.environment,
+        {"variables": {}, "usable": 4, "insecure": False},
+        [
+            ({"variables": {"WORLD_SIZE": "2"}}, WARNING),
+            ({"variables": {"WORLD_SIZE": "2", "DURE_LAUNCHER": "j"}}, OK),
+            ({"variables": {"OMP_NUM_THREADS": "9"}}, WARNING),
+            ({"insecure": True}, WARNING),
+        ],
+    ),
+    (
+        checks.gpus,
+        {"cards": [CARD], "error": "", "torch": TORCH, "hidden": False},
+        [
+            ({"cards": [], "torch": {}}, OK),
+            ({"torch": TORCH | {"cuda": None, "gpus": []}}, WARNING),
+            ({"torch": TORCH | {"gpus": []}}, PROBLEM),
+            ({"cards": [CARD, replace(CARD, index=1)]}, WARNING),
+            ({"cards": [CARD, replace(CARD, index=1)], "hidden": True}, OK),
+            ({"torch": TORCH | {"apart": [[0, 1]]}}, WARNING),
+            ({"cards": [replace(CARD, used_mib=70_000)]}, WARNING),
+            ({"cards": [replace(CARD, mode="Exclusive_Process")]}, WARNING),
+            ({"error": "version mismatch", "torch": {}}, PROBLEM),
+        ],
+    ),
+]
 
-def worst(findings: list[Finding]) -> Level:
+
+def worst(findings: Iterable[Finding]) -> Level:
     return max((f.level for f in findings), key=list(Level).index)
 
 
-def changed(value: Any, **changes: object) -> Any:
-    return dataclasses.replace(value, **changes)
-
-
 @pytest.mark.parametrize(
-    ("judge", "machine", "level"),
-    [
-        (cores.judge, CORES, OK),
-        (cores.judge, changed(CORES, usable=2), WARNING),
-        (cores.judge, changed(CORES, quota=1.5), WARNING),
-        (cores.judge, changed(CORES, quota=8.0), OK),
-        (cores.judge, changed(CORES, load=6.0), WARNING),
-        (cores.judge, changed(CORES, quota=2.0, load=1.5), WARNING),
-        (cores.judge, changed(CORES, governor="powersave"), WARNING),
-        (memory.judge, MEMORY, OK),
-        (memory.judge, changed(MEMORY, available=100 << 20), PROBLEM),
-        (memory.judge, changed(MEMORY, available=GIB), WARNING),
-        (memory.judge, changed(MEMORY, limit=GIB, used_of_limit=GIB - 1000), PROBLEM),
-        (memory.judge, changed(MEMORY, limit=128 * GIB), OK),
-        (memory.judge, changed(MEMORY, swap_used=20 * GIB), WARNING),
-        (memory.judge, changed(MEMORY, huge_pages="never"), WARNING),
-        (sharing.judge, SHARING, OK),
-        (sharing.judge, changed(SHARING, shm_total=None), WARNING),
-        (sharing.judge, changed(SHARING, shm_free=64 << 20), WARNING),
-        (sharing.judge, changed(SHARING, shm_writable=False), WARNING),
-        (sharing.judge, changed(SHARING, memfd_error="not permitted"), PROBLEM),
-        (sharing.judge, changed(SHARING, peer_error="Permission denied"), PROBLEM),
-        (sharing.judge, changed(SHARING, pidfd_error="not implemented"), PROBLEM),
-        (sharing.judge, changed(SHARING, ptrace_scope=1, container="docker"), OK),
-        (sharing.judge, changed(SHARING, ptrace_scope=3), WARNING),
-        (limits.judge, LIMITS, OK),
-        (limits.judge, changed(LIMITS, locked=64 << 10), OK),
-        (limits.judge, changed(LIMITS, locked=64 << 10, fabric=True), PROBLEM),
-        (limits.judge, changed(LIMITS, files=512), WARNING),
-        (limits.judge, changed(LIMITS, files=64), PROBLEM),
-        (limits.judge, changed(LIMITS, pids=100, num_pids=80), PROBLEM),
-        (limits.judge, changed(LIMITS, processes=512), WARNING),
-        (limits.judge, changed(LIMITS, temporary_free=1 << 20), PROBLEM),
-        (ports.judge, PORTS, OK),
-        (ports.judge, changed(PORTS, num_used=28_000), WARNING),
-        (ports.judge, changed(PORTS, usual_taken=True), WARNING),
-        (ports.judge, changed(PORTS, loopback_error="refused"), PROBLEM),
-        (names.judge, NAMES, OK),
-        (names.judge, changed(NAMES, interfaces=()), PROBLEM),
-        (names.judge, changed(NAMES, interfaces=(LO,), resolved=("127.0.0.1",)), NOTE),
-        (names.judge, changed(NAMES, interfaces=(LO, ETH, IB)), NOTE),
-        (names.judge, changed(NAMES, resolved=("127.0.1.1",)), NOTE),
-        (names.judge, changed(NAMES, resolved=()), NOTE),
-        (names.judge, changed(NAMES, resolved=("10.9.9.9",)), WARNING),
-        (names.judge, changed(NAMES, reverse_s=5.0), WARNING),
-        (names.judge, changed(NAMES, resolve_s=5.0), WARNING),
-        (names.judge, changed(NAMES, chosen=(("GLOO_SOCKET_IFNAME", "ib0"),)), PROBLEM),
-        (names.judge, changed(NAMES, chosen=(("NCCL_SOCKET_IFNAME", "=eth0"),)), OK),
-        (names.judge, changed(NAMES, chosen=(("NCCL_SOCKET_IFNAME", "^docker"),)), OK),
-        (clock.judge, CLOCK, OK),
-        (clock.judge, changed(CLOCK, synchronised=False), NOTE),
-        (clock.judge, changed(CLOCK, synchronised=None), OK),
-        (clock.judge, changed(CLOCK, source="hpet", read_ns=1500), WARNING),
-        (keys.judge, KEYS, OK),
-        (keys.judge, changed(KEYS, insecure=True), WARNING),
-        (keys.judge, changed(KEYS, user=8), PROBLEM),
-        (keys.judge, changed(KEYS, files=(changed(KEY, exists=False),)), OK),
-        (keys.judge, changed(KEYS, files=(changed(KEY, exists=False, named=True),)), PROBLEM),
-        (keys.judge, changed(KEYS, files=(changed(KEY, mode=0o640),)), PROBLEM),
-        (keys.judge, changed(KEYS, files=(changed(KEY, folder_mode=0o777),)), PROBLEM),
-        (keys.judge, changed(KEYS, files=(changed(KEY, folder_mode=0o1777),)), OK),
-        (versions.judge, VERSIONS, OK),
-        (versions.judge, changed(VERSIONS, python=(3, 10)), PROBLEM),
-        (versions.judge, changed(VERSIONS, packages={"dure": "1"}), PROBLEM),
-        (versions.judge, changed(VERSIONS, packages=PACKAGES | {"torch": "2.4.1+cu1"}), PROBLEM),
-        (versions.judge, changed(VERSIONS, packages=PACKAGES | {"torch": "2.13.0a0"}), OK),
-        (versions.judge, changed(VERSIONS, kernel="4.18.0-el8"), WARNING),
-        (versions.judge, changed(VERSIONS, system="Darwin"), WARNING),
-        (leftovers.judge, [], OK),
-        (leftovers.judge, [MEMBER, changed(MEMBER, parent_in_job=True)], OK),
-        (leftovers.judge, [changed(MEMBER, parent_is_init=True)], WARNING),
-        (settings.judge, settings.Settings(variables={}, usable=4), OK),
-        (settings.judge, settings.Settings(variables={"WORLD_SIZE": "2"}, usable=4), WARNING),
-        (settings.judge, settings.Settings(variables={"OMP_NUM_THREADS": "9"}, usable=4), WARNING),
-    ],
+    ("judge", "well", "cases"), CASES, ids=lambda x: getattr(x, "__name__", "")
 )
 def test_check_judges_a_machine(
-    judge: Callable[[Any], list[Finding]], machine: object, level: Level
+    judge: Callable[..., Iterable[Finding]], well: dict[str, Any], cases: list[Any]
 ) -> None:
-    findings = judge(machine)
-    assert worst(findings) is level
-    assert all(bool(f.advice) is (f.level is not OK) for f in findings)
-
-
-@pytest.mark.parametrize(
-    ("cards", "torch", "level"),
-    [
-        (gpus.Gpus(installed=False), {}, OK),
-        (GPUS, TORCH, OK),
-        (GPUS, TORCH | {"cuda": None, "gpus": []}, WARNING),
-        (GPUS, TORCH | {"gpus": []}, PROBLEM),
-        (changed(GPUS, cards=(CARD, changed(CARD, index=1))), TORCH, WARNING),
-        (GPUS, TORCH | {"apart": [[0, 1]]}, WARNING),
-        (changed(GPUS, cards=(changed(CARD, used_mib=70_000),)), TORCH, WARNING),
-        (changed(GPUS, cards=(changed(CARD, mode="Exclusive_Process"),)), TORCH, WARNING),
-        (changed(GPUS, error="version mismatch"), {}, PROBLEM),
-    ],
-)
-def test_gpus_are_compared_with_what_torch_sees(
-    cards: gpus.Gpus, torch: dict[str, Any], level: Level
-) -> None:
-    assert worst(gpus.judge(cards, torch)) is level
-
-
-def told(*lines: dict[str, Any], **changes: Any) -> Attempt:
-    return Attempt(backends=("shm", "gloo"), told=list(lines), **changes)
+    for changes, level in [({}, OK), *cases]:
+        findings = list(judge(**(well | changes)))
+        assert worst(findings) is level, changes
+        assert all(bool(f.advice) is (f.level is not OK) for f in findings)
 
 
 WORKS = [{"backend": b, "ranks": 2, "us": 3.0} for b in ("shm", "gloo")]
 
 
 @pytest.mark.parametrize(
-    ("attempt", "levels"),
+    ("told", "others", "levels"),
     [
-        (told(*WORKS), [OK, OK]),
-        (told({"backend": "shm", "absent": True}, WORKS[1]), [PROBLEM, OK]),
-        (told({"backend": "shm", "error": "CommTimeout: x"}, WORKS[1]), [PROBLEM, OK]),
-        (told(WORKS[0], timed_out=True), [OK, WARNING]),
-        (told(code=1, words="no memory"), [PROBLEM]),
-        (None, [OK]),
+        (WORKS, {}, [OK, OK]),
+        ([{"backend": "shm", "absent": True}, WORKS[1]], {}, [PROBLEM, OK]),
+        ([{"backend": "shm", "error": "CommTimeout: x"}, WORKS[1]], {}, [PROBLEM, OK]),
+        (WORKS[:1], {"timed_out": True}, [OK, WARNING]),
+        ([], {"code": 1, "words": "no memory"}, [PROBLEM]),
     ],
 )
-def test_collectives_say_which_backend_fails(attempt: Attempt | None, levels: list[Level]) -> None:
+def test_collectives_say_which_backend_fails(
+    told: list[dict[str, Any]], others: dict[str, Any], levels: list[Level]
+) -> None:
+    attempt = Attempt(backends=("shm", "gloo"), told=told, **others)
     assert [finding.level for finding in collectives.judge(attempt)] == levels
 
 
@@ -211,7 +247,7 @@ ANSWER = hosts.Answer(
     ],
 )
 def test_other_host_is_judged(changes: dict[str, Any], level: Level) -> None:
-    assert worst(hosts.judge(changed(ANSWER, **changes), MINE)) is level
+    assert worst(hosts.judge(replace(ANSWER, **changes), MINE)) is level
 
 
 def test_check_that_fails_or_hangs_ends_no_other() -> None:
@@ -228,28 +264,31 @@ def test_check_that_fails_or_hangs_ends_no_other() -> None:
         {"fails": fails, "hangs": hangs, "works": lambda: [fine("works", "yes")]}, limit_s=0.2
     )
     hang.set()
-    assert [(f.check, f.level) for f in found] == [
-        ("fails", WARNING),
-        ("hangs", WARNING),
-        ("works", OK),
-    ]
+    seen = [(f.check, f.level) for f in found]
+    assert seen == [("fails", WARNING), ("hangs", WARNING), ("works", OK)]
 
 
 def test_smallest_limit_of_the_enclosing_groups_holds(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cgroup, "_groups", lambda root, own: [tmp_path / "a", tmp_path])  # pyright: ignore
+    own = "0::/a\n"
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "cpu.max").write_text("max 100000\n")
-    (tmp_path / "cpu.max").write_text("150000 100000\n")
-    (tmp_path / "a" / "memory.max").write_text("1000\n")
-    (tmp_path / "memory.max").write_text("max\n")
-    assert cgroup.cpu_quota() == 1.5
-    assert cgroup.memory_limit() == 1000
-    assert cgroup.pids_limit() is None
+    for name, text in {
+        "a/cpu.max": "max 100000",
+        "cpu.max": "150000 100000",
+        "a/memory.max": "1000",
+        "memory.max": "max",
+    }.items():
+        (tmp_path / name).write_text(text + "\n")
+    read = machine.text
+    monkeypatch.setattr(
+        machine, "text", lambda path: own if path == "/proc/self/cgroup" else read(path)
+    )
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    assert machine.cpu_quota() == 1.5
+    assert machine.memory_limit() == 1000
 
 
-def test_sizes_are_readable_and_findings_can_be_json() -> None:
+def test_sizes_are_readable() -> None:
     assert size(64 << 20) == "64 MiB"
     assert size(3 << 41) == "6 TiB"
-    assert json.dumps(dataclasses.asdict(fine("a", "b")), default=str)

@@ -7,33 +7,25 @@ of it can stay behind.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import shutil
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any, cast  # Any: what JSON holds
+from typing import Any  # Any: what JSON holds
 
 from dure import env
 from dure.cli.doctor.finding import Finding, fine, problem, warning
+from dure.cli.machine import MPI_VARIABLES, QUIET_VARIABLES, find_mpirun
 
-__all__ = ["Attempt", "judge", "try_backends", "try_hosts", "try_mpi"]
+__all__ = ["Attempt", "judge", "try_backends", "try_mpi"]
 
-_MARK = "DURE-DOCTOR "
+MARK = "DURE-DOCTOR "
 _ABSENT = {
     "shm": "Reinstall Dure on Linux with a C++20 compiler: pip install --force-reinstall dure",
     "gloo": "Install a torch that was built with Gloo (the official ones are).",
 }
-_MPI = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-}
-_QUIET = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 # A scheduler's variables would make two processes part of a larger job.
 _STRANGE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DURE_STORE_ADDR")
 
@@ -58,33 +50,18 @@ class Attempt:
         return next((line for line in self.told if "torch" in line), {})
 
 
-def try_backends(backends: tuple[str, ...], limit_s: float) -> Attempt:
-    """Start two ranks with `dure run`, and let them try each backend."""
+def try_backends(
+    backends: tuple[str, ...], limit_s: float, flags: Sequence[str] = ("--nproc", "2")
+) -> Attempt:
+    """Start ranks with `dure run` and these flags, and let them try each backend."""
     rank = ["-m", "dure.cli.doctor.rank", str(limit_s / 2), *backends]
-    return _run(["--nproc", "2", *rank], backends, limit_s)
-
-
-def try_mpi(limit_s: float) -> Attempt | None:
-    """Let mpirun start two ranks; None where there is no MPI to try."""
-    mpirun = shutil.which("mpirun", path=os.path.dirname(sys.executable)) or shutil.which("mpirun")
-    if mpirun is None or find_spec("mpi4py") is None:
-        return None
-    rank = ["-m", "dure.cli.doctor.rank", str(limit_s / 2), "mpi"]
-    arguments = ["--no-python", mpirun, "-n", "2", sys.executable, *rank]
-    return _run(arguments, ("mpi",), limit_s)
-
-
-def try_hosts(hosts: str, limit_s: float, options: tuple[str, ...] = ()) -> Attempt:
-    """Start one rank on each of several hosts, and let them try what goes between hosts."""
-    rank = ["-m", "dure.cli.doctor.rank", str(limit_s / 2), "gloo"]
-    reach = ["--hosts", hosts, *(f"--ssh-option={option}" for option in options)]
-    return _run([*reach, "--nproc", "1", *rank], ("gloo",), limit_s)
-
-
-def _run(arguments: list[str], backends: tuple[str, ...], limit_s: float) -> Attempt:
-    changes: dict[str, str | None] = {**_QUIET, **_MPI, **dict.fromkeys(_STRANGE)}
+    changes: dict[str, str | None] = {
+        **QUIET_VARIABLES,
+        **MPI_VARIABLES,
+        **dict.fromkeys(_STRANGE),
+    }
     process = subprocess.Popen(
-        [sys.executable, "-m", "dure.cli", "run", *arguments],
+        [sys.executable, "-m", "dure.cli", "run", *flags, *rank],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -93,84 +70,67 @@ def _run(arguments: list[str], backends: tuple[str, ...], limit_s: float) -> Att
         env=env.child_environment(changes),
         start_new_session=True,
     )
-    timed_out = False
-    try:
-        output, _ = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        timed_out = True
-        process.terminate()
-        output = _last_output(process)
+    output, timed_out = "", False
+    for end, patience_s in ((process.terminate, limit_s), (process.kill, 3.0), (bool, None)):
+        try:
+            output, _ = process.communicate(timeout=patience_s)
+            break
+        except subprocess.TimeoutExpired:
+            timed_out = True
+            end()
+    lines = output.splitlines()
+    words = "\n".join(line for line in lines if MARK not in line)[-1000:]
     return Attempt(
         backends=backends,
-        told=_told(output),
+        told=[json.loads(line.partition(MARK)[2]) for line in lines if MARK in line],
         code=process.returncode,
         timed_out=timed_out,
-        words="\n".join(line for line in output.splitlines() if _MARK not in line)[-1000:],
+        words=words.strip() or "nothing was said",
     )
 
 
-def _last_output(process: subprocess.Popen[str]) -> str:
-    """Return what an ended launcher had said; it gets a moment to clean up."""
-    try:
-        return process.communicate(timeout=3.0)[0]
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.communicate()[0]
+def try_mpi(limit_s: float) -> Attempt | None:
+    """Let mpirun start two ranks; None where there is no MPI to try."""
+    mpirun = find_mpirun(sys.executable)
+    if mpirun is None or find_spec("mpi4py") is None:
+        return None
+    return try_backends(("mpi",), limit_s, ("--no-python", mpirun, "-n", "2", sys.executable))
 
 
-def _told(output: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for line in output.splitlines():
-        _, mark, text = line.partition(_MARK)
-        if mark:
-            with contextlib.suppress(ValueError):
-                content: object = json.loads(text)
-                if isinstance(content, dict):
-                    found.append(cast("dict[str, Any]", content))
-    return found
-
-
-def judge(attempt: Attempt | None) -> list[Finding]:
-    """Say which backends work."""
+def judge(attempt: Attempt | None) -> Iterator[Finding]:
+    """Say which backends work; what comes after a silent one was not tried."""
     if attempt is None:
-        return [fine("mpi", "not tried: no mpirun, or no mpi4py (pip install '.[mpi]')")]
+        yield fine("mpi", "not tried: no mpirun, or no mpi4py (pip install '.[mpi]')")
+        return
     known = {line["backend"]: line for line in attempt.told if "backend" in line}
-    found: list[Finding] = []
     for backend in attempt.backends:
-        line = known.get(backend)
+        name, line = f"{backend} collective", known.get(backend)
+        if line is None and attempt.timed_out:
+            yield warning(
+                name,
+                f"no answer in time; a busy machine, or a hang: {attempt.words}",
+                "Try again on an idle machine, with --limit 60.",
+            )
+            return
         if line is None:
-            found.append(_silent(backend, attempt))
-            break  # what comes after it was not tried
-        found.append(_judge_one(backend, line))
+            yield problem(
+                name,
+                f"the ranks ended with exit code {attempt.code}: {attempt.words}",
+                "The last line says why; try `dure run -n 2` on a small program.",
+            )
+            return
+        if line.get("absent") and backend in _ABSENT:
+            yield problem(name, "this backend is not there", _ABSENT[backend])
+        elif line.get("absent"):
+            yield fine(name, "not tried: this backend is not there")
+        elif "error" in line:
+            yield problem(
+                name,
+                f"it fails: {line['error']}",
+                "See the findings above: a limit, an address or a library is the usual cause; "
+                "docs/errors.md explains the error.",
+            )
+        else:
+            yield fine(name, f"{line['ranks']} ranks, {line['us']:.0f} us for 4 KiB")
         if "copies" in line:
-            found.append(fine("copies", line["copies"]))
-    return found
-
-
-def _judge_one(backend: str, line: dict[str, Any]) -> Finding:
-    name = f"{backend} collective"
-    if line.get("absent"):
-        if backend in _ABSENT:
-            return problem(name, "this backend is not there", _ABSENT[backend])
-        return fine(name, "not tried: this backend is not there")
-    if "error" in line:
-        return problem(
-            name,
-            f"it fails: {line['error']}",
-            "See the findings above: a limit, an address or a library is the usual cause; "
-            "docs/errors.md explains the error.",
-        )
-    return fine(name, f"{line['ranks']} ranks, {line['us']:.0f} us for 4 KiB")
-
-
-def _silent(backend: str, attempt: Attempt) -> Finding:
-    name = f"{backend} collective"
-    words = attempt.words.strip() or "nothing was said"
-    if attempt.timed_out:
-        return warning(
-            name,
-            f"no answer in time; a busy machine, or a hang: {words}",
-            "Try again on an idle machine, with --limit 60.",
-        )
-    seen = f"the ranks ended with exit code {attempt.code}: {words}"
-    return problem(name, seen, "The last line says why; try `dure run -n 2` on a small program.")
+            yield fine("copies", line["copies"])

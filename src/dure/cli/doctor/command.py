@@ -1,8 +1,8 @@
 """`dure doctor`: runs every check, each on a thread of its own with a time limit, and shows them.
 
-The collectives are started first, for they take the longest; the machine is read meanwhile. A check
-that raises becomes a warning that names it, and so does one that is late: a thread cannot be ended,
-but it is a daemon and the command does not wait for it.
+The machine is read before the collectives are tried, so that the load is not ours. A check that
+raises becomes a warning that names it, and so does one that is late: a thread cannot be ended, but
+it is a daemon and the command does not wait for it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any  # Any: what a rank told as JSON
 
 import typer
 from rich.console import Console
@@ -20,34 +20,19 @@ from rich.table import Table
 from rich.text import Text
 
 from dure import env
-from dure.cli.doctor import (
-    clock,
-    collectives,
-    cores,
-    gpus,
-    hosts,
-    keys,
-    leftovers,
-    limits,
-    memory,
-    names,
-    ports,
-    settings,
-    sharing,
-    versions,
-)
+from dure.cli.doctor import checks, collectives, hosts, machine
 from dure.cli.doctor.finding import Finding, Level, warning
 
 __all__ = ["doctor", "examine", "run_checks"]
 
 _READ_LIMIT_S = 4.0
-_MARKS = {
-    Level.OK: ("ok", "green"),
-    Level.NOTE: ("note", "blue"),
-    Level.WARNING: ("warning", "yellow"),
-    Level.PROBLEM: ("PROBLEM", "bold red"),
+_STYLES = {
+    Level.OK: "green",
+    Level.NOTE: "blue",
+    Level.WARNING: "yellow",
+    Level.PROBLEM: "bold red",
 }
-Check = Callable[[], list[Finding]]
+Check = Callable[[], Iterable[Finding]]
 
 
 def doctor(
@@ -69,19 +54,12 @@ def doctor(
     if answer is not None:  # a doctor on another host asks
         raise typer.Exit(hosts.answer(answer))
     start = time.monotonic()
-    findings = examine(collective=collective, limit_s=limit)
+    found = examine(collective=collective, limit_s=limit)
     if hosts_to_ask is not None:
         options = tuple(ssh_option or ())
-        findings += hosts.examine(
-            hosts_to_ask, collective=collective, limit_s=limit, options=options
-        )
-    elapsed_s = time.monotonic() - start
-    bad = any(finding.level is Level.PROBLEM for finding in findings)
-    if as_json:
-        _print_json(findings, elapsed_s)
-    else:
-        _print_table(findings, elapsed_s)
-    raise typer.Exit(1 if bad else 0)
+        found += hosts.examine(hosts_to_ask, collective=collective, limit_s=limit, options=options)
+    (_print_json if as_json else _print_table)(found, time.monotonic() - start)
+    raise typer.Exit(int(any(finding.level is Level.PROBLEM for finding in found)))
 
 
 def examine(*, collective: bool, limit_s: float) -> list[Finding]:
@@ -91,77 +69,60 @@ def examine(*, collective: bool, limit_s: float) -> list[Finding]:
         collective: Whether to try the backends.
         limit_s: How long each attempt with processes may take.
     """
-    checks: dict[str, Check] = {
-        "versions": lambda: versions.judge(versions.read()),
-        "cores": lambda: cores.judge(cores.read()),
-        "memory": lambda: memory.judge(memory.read()),
-        "sharing": lambda: sharing.judge(sharing.read()),
-        "limits": lambda: limits.judge(limits.read()),
-        "names": lambda: names.judge(names.read()),
-        "ports": lambda: ports.judge(ports.read()),
-        "clock": lambda: clock.judge(clock.read()),
-        "keys": lambda: keys.judge(keys.read()),
-        "environment": lambda: settings.judge(settings.read(cores.read().usable)),
-        "leftovers": lambda: leftovers.judge(leftovers.read()),
-    }
+    found = run_checks(machine.CHECKS, _READ_LIMIT_S)
     if not collective:
-        seen = _cards({})
-        return run_checks(checks | {"GPUs": lambda: seen}, _READ_LIMIT_S)
-    # The load is read before ours begins, so the ranks start when the rest is done.
-    found = run_checks(checks, _READ_LIMIT_S)
-    return found + run_checks(
-        {
-            "collectives": lambda: _try_backends(limit_s),
-            "mpi": lambda: collectives.judge(collectives.try_mpi(limit_s)),
-        },
-        limit_s + _READ_LIMIT_S,
-    )
+        return found + run_checks({"GPUs": lambda: _cards({})}, _READ_LIMIT_S)
+    attempts: dict[str, Check] = {
+        "collectives": lambda: _try_backends(limit_s),
+        "mpi": lambda: collectives.judge(collectives.try_mpi(limit_s)),
+    }
+    return found + run_checks(attempts, limit_s + _READ_LIMIT_S)
 
 
-def _try_backends(limit_s: float) -> list[Finding]:
+def _try_backends(limit_s: float) -> Iterator[Finding]:
     attempt = collectives.try_backends(("shm", "gloo"), limit_s)
-    found = _cards(attempt.torch) + collectives.judge(attempt)
+    yield from _cards(attempt.torch)
+    yield from collectives.judge(attempt)
     if len(attempt.torch.get("gpus", [])) > 1:
-        found += collectives.judge(collectives.try_backends(("nccl",), limit_s))
-    return found
+        yield from collectives.judge(collectives.try_backends(("nccl",), limit_s))
 
 
-def _cards(torch: dict[str, object]) -> list[Finding]:
-    usual = (env.text("CUDA_VISIBLE_DEVICES") or "").split(",")
-    return gpus.judge(gpus.read(), torch, tuple(filter(None, usual)))
+def _cards(torch: Mapping[str, Any]) -> Iterator[Finding]:
+    cards, error = machine.nvidia_cards()
+    return checks.gpus(cards, error, torch, bool(env.text("CUDA_VISIBLE_DEVICES")))
 
 
-def run_checks(checks: dict[str, Check], limit_s: float) -> list[Finding]:
+def run_checks(wanted: Mapping[str, Check], limit_s: float) -> list[Finding]:
     """Run checks at the same time, and return their findings in the order of the checks."""
     results: dict[str, list[Finding]] = {}
+
+    def run(name: str, check: Check) -> None:
+        try:
+            found = list(check())
+        except Exception as error:  # one check's failure must not end the others
+            seen = f"could not be checked: {type(error).__name__}: {error}"
+            found = [warning(name, seen, "The rest does not depend on it.")]
+        results.setdefault(name, found)
+
+    deadline = time.monotonic() + limit_s
     threads = {
-        name: threading.Thread(target=_run, args=(name, check, results), daemon=True)
-        for name, check in checks.items()
+        name: threading.Thread(target=run, args=(name, check), daemon=True)
+        for name, check in wanted.items()
     }
     for thread in threads.values():
         thread.start()
-    deadline = time.monotonic() + limit_s
     for name, thread in threads.items():
         thread.join(max(0.0, deadline - time.monotonic()))
-        if name not in results:
-            late = f"no answer within {limit_s:.0f} s"
-            results[name] = [warning(name, late, "The machine is very busy, or this part hangs.")]
-    return [finding for name in checks for finding in results[name]]
-
-
-def _run(name: str, check: Check, results: dict[str, list[Finding]]) -> None:
-    try:
-        found = check()
-    except Exception as error:  # one check's failure must not end the others
-        seen = f"could not be checked: {type(error).__name__}: {error}"
-        found = [warning(name, seen, "The rest does not depend on it.")]
-    results.setdefault(name, found)
+        late = f"no answer within {limit_s:.0f} s"
+        advice = "The machine is very busy, or this part hangs."
+        results.setdefault(name, [warning(name, late, advice)])
+    return [finding for name in wanted for finding in results[name]]
 
 
 def _print_json(findings: list[Finding], elapsed_s: float) -> None:
     content = [asdict(finding) | {"level": finding.level.value} for finding in findings]
-    worst = [level.value for level in Level if any(f.level is level for f in findings)]
-    summary = {"worst": worst[-1] if worst else "ok", "elapsed_s": round(elapsed_s, 3)}
+    worst = max((f.level for f in findings), key=list(Level).index, default=Level.OK)
+    summary = {"worst": worst.value, "elapsed_s": round(elapsed_s, 3)}
     print(json.dumps(summary | {"findings": content}, indent=1))
 
 
@@ -172,22 +133,21 @@ def _print_table(findings: list[Finding], elapsed_s: float) -> None:
     for column in range(3 + several):
         table.add_column(overflow="fold", no_wrap=column == 0)
     for finding in findings:
-        mark, style = _MARKS[finding.level]
+        mark = finding.level.value
+        mark = mark.upper() if finding.level is Level.PROBLEM else mark
         seen = Text(finding.seen)
         if finding.advice:
             seen.append(f"\n→ {finding.advice}", "cyan")
         host = [Text(finding.host or "this host")] if several else []
-        table.add_row(Text(mark, style), *host, Text(finding.check, "bold"), seen)
+        table.add_row(Text(mark, _STYLES[finding.level]), *host, Text(finding.check, "bold"), seen)
     console.print(table)
-    counts = {level: sum(f.level is level for f in findings) for level in Level}
-    problems, warnings = counts[Level.PROBLEM], counts[Level.WARNING]
-    verdict = (
-        "Nothing is wrong."
-        if not problems + warnings
-        else f"{_number(problems, 'problem')}, {_number(warnings, 'warning')}."
+    problems, warnings = (
+        sum(f.level is level for f in findings) for level in (Level.PROBLEM, Level.WARNING)
     )
+    text = f"{_number(problems, 'problem')}, {_number(warnings, 'warning')}."
+    text = text if problems + warnings else "Nothing is wrong."
     style = "bold red" if problems else "yellow" if warnings else "green"
-    console.print(Text(f"\n{verdict} ({elapsed_s:.1f} s)", style))
+    console.print(Text(f"\n{text} ({elapsed_s:.1f} s)", style))
 
 
 def _number(count: int, what: str) -> str:

@@ -21,7 +21,7 @@ class Level(Enum):
     """A job will fail here, or hang."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that a check has to say.
 
@@ -42,22 +42,22 @@ class Finding:
 
 def fine(check: str, seen: str) -> Finding:
     """Say that nothing needs doing."""
-    return Finding(check=check, level=Level.OK, seen=seen)
+    return Finding(check, Level.OK, seen)
 
 
 def note(check: str, seen: str, advice: str) -> Finding:
     """Say what matters for some jobs only."""
-    return Finding(check=check, level=Level.NOTE, seen=seen, advice=advice)
+    return Finding(check, Level.NOTE, seen, advice)
 
 
 def warning(check: str, seen: str, advice: str) -> Finding:
     """Say that something could be better."""
-    return Finding(check=check, level=Level.WARNING, seen=seen, advice=advice)
+    return Finding(check, Level.WARNING, seen, advice)
 
 
 def problem(check: str, seen: str, advice: str) -> Finding:
     """Say that something must be done."""
-    return Finding(check=check, level=Level.PROBLEM, seen=seen, advice=advice)
+    return Finding(check, Level.PROBLEM, seen, advice)
 
 
 def size(num_bytes: float) -> str:

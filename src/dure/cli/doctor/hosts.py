@@ -23,20 +23,21 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import IO, Any, cast  # Any: what JSON holds
+from functools import partial
+from typing import IO, Any  # Any: what JSON holds
 
-from dure.cli.doctor import clock, collectives, versions
+from dure.cli.doctor import checks, collectives, machine
 from dure.cli.doctor.finding import Finding, fine, problem, warning
 from dure.errors import UsageError
 from dure.placement.nodes import expand_hosts
 
-__all__ = ["Answer", "answer", "ask", "examine", "judge"]
+__all__ = ["Answer", "answer", "ask", "examine", "judge", "packages"]
 
 _LIMIT_S = 15.0
 _CONNECT_S = 3.0
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
-_NUM_TRIPS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,60 +79,49 @@ def examine(
         known = expand_hosts(hosts)
     except ValueError as error:
         raise UsageError("the list of hosts cannot be read", seen=str(error)) from None
-    answers: dict[str, Answer] = {}
-
-    def learn(host: str) -> None:
-        answers[host] = ask(host, options)
-
-    threads = [threading.Thread(target=learn, args=(host,), daemon=True) for host in known]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + _LIMIT_S + 2 * _CONNECT_S
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+    with ThreadPoolExecutor(len(known)) as pool:
+        answers = list(pool.map(partial(ask, options=options), known))
     mine = packages()
-    found: list[Finding] = []
-    for host in known:
-        learnt = answers.get(host, Answer(host=host, error="no answer in time"))
-        found += [replace(finding, host=host) for finding in judge(learnt, mine)]
-    if collective and all(host in answers and not answers[host].error for host in known):
-        tried = collectives.judge(collectives.try_hosts(hosts, limit_s, options))
+    found = [replace(f, host=each.host) for each in answers for f in judge(each, mine)]
+    if collective and not any(each.error for each in answers):
+        flags = ["--hosts", hosts, *(f"--ssh-option={o}" for o in options), "--nproc", "1"]
+        tried = collectives.judge(collectives.try_backends(("gloo",), limit_s, flags))
         found += [replace(finding, host=hosts) for finding in tried]
     return found
 
 
 def packages() -> dict[str, str]:
     """Return the versions that must be the same on all hosts."""
-    read = versions.read()
+    installed = machine.packages()
     names = ("dure", "torch", "pyzmq", "msgspec")
-    found = {name: read.packages[name] for name in names if name in read.packages}
-    return found | {"python": ".".join(map(str, read.python[:2])), "machine": platform.machine()}
+    found = {name: installed[name] for name in names if name in installed}
+    python = ".".join(map(str, sys.version_info[:2]))
+    return found | {"python": python, "machine": platform.machine()}
 
 
-def judge(learnt: Answer, mine: dict[str, str]) -> list[Finding]:
+def judge(learnt: Answer, mine: dict[str, str]) -> Iterator[Finding]:
     """Say whether a job can have ranks on that host."""
     if learnt.error:
-        advice = (
+        yield problem(
+            "ssh",
+            f"cannot be asked: {learnt.error}",
             f"`ssh {learnt.host} true` must work without a password (ssh-copy-id, an agent), and "
-            "Dure must be installed there under the same path."
+            "Dure must be installed there under the same path.",
         )
-        return [problem("ssh", f"cannot be asked: {learnt.error}", advice)]
-    found = [fine("ssh", f"answers, at {learnt.address or 'an address that only ssh knows'}")]
-    found.append(versions.judge_same(mine, learnt.packages, learnt.host))
-    found.append(clock.judge_difference(learnt.ahead_s, learnt.uncertain_s))
+        return
+    yield fine("ssh", f"answers, at {learnt.address or 'an address that only ssh knows'}")
+    yield checks.same_versions(mine, learnt.packages, learnt.host)
+    yield checks.clock_difference(learnt.ahead_s, learnt.uncertain_s)
     if not learnt.address:
         advice = f"Add {learnt.host} to /etc/hosts or the name server: ssh alone knows it."
-        found.append(warning("connections", "its name stands for no address here", advice))
+        yield warning("connections", "its name stands for no address here", advice)
     ways = ((learnt.reached, "from here to it"), (learnt.reached_back, "from it to here"))
     for worked, way in ways:
-        if worked is None:
-            continue
         if worked:
-            found.append(fine("connections", f"{way}: open"))
-        else:
+            yield fine("connections", f"{way}: open")
+        elif worked is False:
             advice = "A firewall: open the range of local ports between the hosts of the job."
-            found.append(problem("connections", f"{way}: a free port cannot be reached", advice))
-    return found
+            yield problem("connections", f"{way}: a free port cannot be reached", advice)
 
 
 def ask(host: str, options: tuple[str, ...] = (), command: tuple[str, ...] = ()) -> Answer:
@@ -144,12 +134,12 @@ def ask(host: str, options: tuple[str, ...] = (), command: tuple[str, ...] = ())
     """
     address = _address(host, options)
     there = [sys.executable, "-m", "dure.cli", "doctor", "--answer", address or "127.0.0.1"]
-    command = command or (*_SSH, *options, "--", host, shlex.join(there))
+    pipe = subprocess.PIPE
     process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        command or (*_SSH, *options, "--", host, shlex.join(there)),
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
         text=True,
         errors="replace",
     )
@@ -159,7 +149,7 @@ def ask(host: str, options: tuple[str, ...] = (), command: tuple[str, ...] = ())
         assert process.stdin is not None
         assert process.stdout is not None
         return _converse(host, address, process.stdin, process.stdout)
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         process.kill()
         words = process.communicate()[1].strip()
         return Answer(host=host, address=address, error=words[-500:] or "no answer")
@@ -187,45 +177,36 @@ def _address(host: str, options: tuple[str, ...]) -> str:
 
 def _converse(host: str, address: str, to: IO[str], answers: IO[str]) -> Answer:
     """Play the asker's part (see the top of this file)."""
-    who = _line(answers)
-    best, ahead_s = float("inf"), 0.0
-    for _ in range(_NUM_TRIPS):
+
+    def say(**content: object) -> dict[str, Any]:
+        print(json.dumps(content), file=to, flush=True)
+        return json.loads(answers.readline())
+
+    who: dict[str, Any] = json.loads(answers.readline())
+    trips: list[tuple[float, float]] = []
+    for _ in range(3):
         start = time.time()
-        print("{}", file=to, flush=True)
-        theirs = float(_line(answers)["time"])
+        theirs = float(say()["time"])
         trip = time.time() - start
-        if trip < best:
-            best, ahead_s = trip, theirs - (start + trip / 2)
+        trips.append((trip, theirs - (start + trip / 2)))
+    best_s, ahead_s = min(trips)
     reached = reached_back = None
     if address:
         reached = _connects(address, int(who["port"]))
-        reached_back = _let_connect(address, to, answers)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing: it chooses the interface
+            mine = str(probe.getsockname()[0])
+        with _listening(mine) as port:
+            reached_back = bool(say(address=mine, port=port)["reached"])
     return Answer(
         host=host,
         address=address,
         packages={str(k): str(v) for k, v in who["packages"].items()},
         ahead_s=ahead_s,
-        uncertain_s=best / 2,
+        uncertain_s=best_s / 2,
         reached=reached,
         reached_back=reached_back,
     )
-
-
-def _line(lines: IO[str]) -> dict[str, Any]:
-    content: object = json.loads(lines.readline() or "null")
-    if not isinstance(content, dict):
-        raise ValueError("no answer")
-    return cast("dict[str, Any]", content)
-
-
-def _let_connect(address: str, to: IO[str], answers: IO[str]) -> bool:
-    """Listen at the address that leads to the other host, and let it connect."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # sends nothing: it chooses the interface
-        mine = str(probe.getsockname()[0])
-    with _listening(mine) as port:
-        print(json.dumps({"address": mine, "port": port}), file=to, flush=True)
-        return bool(_line(answers)["reached"])
 
 
 @contextlib.contextmanager
@@ -249,7 +230,7 @@ def answer(bind: str) -> int:
         with _listening(bind) as port:
             print(json.dumps({"packages": packages(), "port": port}), flush=True)
             for line in sys.stdin:
-                wanted = cast("dict[str, Any]", json.loads(line))
+                wanted = json.loads(line)
                 if "port" in wanted:
                     reached = _connects(str(wanted["address"]), int(wanted["port"]))
                     print(json.dumps({"reached": reached}), flush=True)

@@ -21,9 +21,6 @@ import torch
 
 import dure as dist
 
-__all__ = ["MARK", "main"]
-
-MARK = "DURE-DOCTOR "
 _ROUNDS = 50
 _COUNT = 1024
 
@@ -38,13 +35,8 @@ def main() -> None:
         told = _try(backend, limit_s)
         watch.cancel()
         if told.pop("rank", 0) == 0:
-            if number == 0:
-                _tell(_torch())
-            _tell(told)
-
-
-def _tell(content: dict[str, Any]) -> None:
-    os.write(1, f"{MARK}{json.dumps(content)}\n".encode())
+            for content in [_torch(), told] if number == 0 else [told]:
+                os.write(1, f"DURE-DOCTOR {json.dumps(content)}\n".encode())
 
 
 def _try(backend: str, limit_s: float) -> dict[str, Any]:

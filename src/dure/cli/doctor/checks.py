@@ -1,0 +1,592 @@
+"""What the doctor says of a machine: each check judges values, and looks at nothing else.
+
+So a test can make up a machine. `machine` reads the values of this one.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any  # Any: what a rank told as JSON
+
+from dure.cli.doctor.finding import Finding, fine, note, problem, size, warning
+
+NEEDED = ("dure", "torch", "pyzmq", "msgspec", "psutil")
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_OLDEST_KERNEL = (5, 6)  # pidfd_getfd; pidfd_open and memfd are older
+_RANK_BYTES = 300 << 20  # a rank that has imported torch
+_VIRTUAL = ("docker", "br-", "virbr", "veth", "cni", "flannel", "cali", "tun", "tap", "wg")
+
+Findings = Iterator[Finding]
+
+
+def versions(python: tuple[int, ...], packages: Mapping[str, str]) -> Findings:
+    """Say what is too old, or missing; a package that is not there is not in `packages`."""
+    shown = ", ".join(f"{name} {number}" for name, number in packages.items())
+    yield fine("versions", f"Python {'.'.join(map(str, python))}, {shown}")
+    if python < (3, 11):
+        yield problem("Python", "older than 3.11", "Install Python 3.11 or newer.")
+    missing = [name for name in NEEDED if name not in packages]
+    if missing:
+        yield problem("versions", f"not installed: {', '.join(missing)}", "pip install dure torch")
+    torch = packages.get("torch")
+    if torch is not None and _numbers(torch) < (2, 11):
+        yield problem("torch", f"{torch} is older than 2.11", "pip install --upgrade torch")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version, as in (2, 13, 0) of 2.13.0+cpu."""
+    found: list[int] = []
+    for part in version.partition("+")[0].partition("-")[0].split("."):
+        digits = "".join(c for c in part if c.isdigit())
+        if not digits:
+            break
+        found.append(int(digits))
+    return tuple(found)
+
+
+def same_versions(mine: Mapping[str, str], others: Mapping[str, str], host: str) -> Finding:
+    """Compare the versions on another host with those here."""
+    differ = [name for name in sorted({*mine, *others}) if mine.get(name) != others.get(name)]
+    if not differ:
+        return fine("same versions", "as here")
+    text = ", ".join(
+        f"{n} {others.get(n, 'missing')} (here {mine.get(n, 'missing')})" for n in differ
+    )
+    make = problem if {"dure", "torch", "python"} & set(differ) else warning
+    return make("same versions", text, f"Install the same ones on {host} as here.")
+
+
+def system(name: str, kernel: str, machine: str) -> Findings:
+    """Say whether the engine runs on this system."""
+    text = f"{name} {kernel} on {machine}"
+    if name != "Linux":
+        unsupported = f"{text}: no shared-memory engine, no `dure run`"
+        yield warning("system", unsupported, "backend='gloo' works.")
+    elif _numbers(kernel) < _OLDEST_KERNEL:
+        yield warning("system", f"{text}: older than 5.6", "A newer kernel; or backend='gloo'.")
+    else:
+        yield fine("system", text)
+
+
+def cores(total: int, usable: int, quota: float | None, load: float, governor: str) -> Findings:
+    """Say how many ranks fit, and what would slow them; `quota` is in cores."""
+    text = f"{usable} of {total} hardware threads usable"
+    if usable < total:
+        yield warning(
+            "cores",
+            f"{text}: this process is bound to some",
+            f"Start at most {usable} ranks, or free it (taskset, srun --cpus-per-task, "
+            "docker --cpuset-cpus).",
+        )
+    else:
+        yield fine("cores", text)
+    if quota is not None and quota < usable - 0.01:
+        yield warning(
+            "cores",
+            f"the container may use {quota:.3g} cores' time, though it sees {usable}: ranks "
+            "beyond that are stopped again and again",
+            f"Start at most {max(1, int(quota))} ranks, or raise the limit (docker --cpus, "
+            "resources.limits.cpu).",
+        )
+    limit = min(usable, quota or usable)
+    if load > 0.5 * limit:
+        yield warning(
+            "load",
+            f"{load:.1f} threads want to run already, of {limit:.3g} that can",
+            "Look with `top` who they are; collectives wait for the slowest rank.",
+        )
+    else:
+        yield fine("load", f"{load:.1f} threads running")
+    if governor == "powersave":
+        advice = "For speed: `cpupower frequency-set -g performance`."
+        yield warning("clock rate", "the cores save power", advice)
+
+
+def memory(total: int, free: int, swapped: int, limit: int | None, used: int) -> Findings:
+    """Say whether ranks fit; bytes, and `used` is what the container has of its `limit`."""
+    text, whose = f"{size(free)} of {size(total)} free", "of the host"
+    if limit is not None and limit < total:
+        text += f"; the container may use {size(limit)} and uses {size(used)}"
+        if limit - used < free:
+            free, whose = limit - used, "of the container"
+    if free < _RANK_BYTES:
+        yield problem(
+            "memory",
+            f"{text}: not enough {whose} for one rank that imports torch",
+            "Free memory or raise the limit; the kernel kills ranks (SIGKILL) otherwise.",
+        )
+    elif free < 4 * _RANK_BYTES:
+        fits = f"about {free // _RANK_BYTES} ranks that only import torch"
+        yield warning("memory", f"{text}: room for {fits}", "Start few ranks.")
+    else:
+        yield fine("memory", text)
+    if swapped > total // 10:
+        yield warning(
+            "swap",
+            f"{size(swapped)} swapped out: whoever needs it again waits for the disk",
+            "Free memory before measuring or training.",
+        )
+
+
+def huge_pages(private: str, shared: str) -> Findings:
+    """Judge both settings of transparent huge pages: the chosen words, or nothing."""
+    if private == "never":
+        yield warning(
+            "huge pages",
+            "switched off: large tensors cost more page faults",
+            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+        )
+    else:
+        yield fine("huge pages", f"{private or 'unknown'}, shared {shared or 'unknown'}")
+
+
+def shm(total: int | None, free: int, writable: bool) -> Findings:
+    """Judge /dev/shm: Dure does not use it, but DataLoader workers and NCCL do."""
+    text = f"{size(free)} of {size(total or 0)} free"
+    if total is None:
+        yield warning("/dev/shm", "there is none", "Mount a tmpfs there: DataLoader needs it.")
+    elif not writable:
+        yield warning("/dev/shm", "it cannot be written", "chmod 1777 /dev/shm")
+    elif free < 256 << 20:
+        yield warning(
+            "/dev/shm",
+            f"{text}: DataLoader workers and NCCL may die with SIGBUS (Dure does not use it)",
+            "docker run --shm-size=8g (or --ipc=host); in Kubernetes an emptyDir with medium: "
+            "Memory; else `df /dev/shm`, and remove what is left there.",
+        )
+    else:
+        yield fine("/dev/shm", text)
+
+
+def engine(memfd_error: str, peer_error: str, pidfd_error: str) -> Findings:
+    """Say whether ranks of this host can share memory; an error is empty where it worked."""
+    if memfd_error:
+        yield problem(
+            "shared memory",
+            f"anonymous memory is refused: {memfd_error}",
+            "A seccomp profile forbids memfd_create: allow it, or use backend='gloo'.",
+        )
+    elif peer_error:
+        yield problem(
+            "shared memory",
+            f"a peer's memory cannot be opened through /proc/PID/fd: {peer_error}",
+            "Ranks must be one user's, in one PID namespace, and /proc mounted without hidepid=2; "
+            "or use backend='gloo'.",
+        )
+    else:
+        yield fine("shared memory", "anonymous memory is shared with a peer")
+    if pidfd_error:
+        yield problem(
+            "process watch",
+            f"pidfd_open is refused: {pidfd_error}",
+            "Linux 5.3 or newer, and a seccomp profile that allows it (a newer docker).",
+        )
+
+
+def ptrace(scope: int | None, container: str, seccomp: bool) -> Findings:
+    """Say where the ranks run, and who may look at them."""
+    text = f"in a {container} container" if container else "no container seen"
+    text += ", with a seccomp filter" if seccomp else ""
+    if scope is not None and scope >= 2:
+        yield warning(
+            "ptrace",
+            f"{text}; ptrace is for root alone (scope {scope}): py-spy and gdb cannot look at "
+            "ranks, and large tensors take one more copy",
+            "sysctl kernel.yama.ptrace_scope=1",
+        )
+    else:
+        yield fine("ptrace", f"{text}; ptrace {'of descendants only' if scope else 'unrestricted'}")
+
+
+def locked_memory(limit: int | None, fabric: bool) -> Findings:
+    """Judge the bytes a process may lock (None: no limit), where there is a `fabric` for RDMA."""
+    if limit is None:
+        yield fine("locked memory", "no limit")
+    elif fabric and limit < 1 << 30:
+        yield problem(
+            "locked memory",
+            f"at most {size(limit)}, and there is an RDMA network, which locks its buffers",
+            "ulimit -l unlimited (limits.conf: memlock; Slurm: PropagateResourceLimits; docker: "
+            "--ulimit memlock=-1).",
+        )
+    else:
+        yield fine("locked memory", f"at most {size(limit)} (enough without RDMA)")
+
+
+def files(limit: int | None) -> Findings:
+    """Judge how many files a process may open."""
+    text = f"at most {limit} a process"
+    if limit is None:
+        yield fine("open files", "no limit")
+    elif limit < 256:
+        yield problem("open files", text, "ulimit -n 65536")
+    elif limit < 1024:
+        yield warning("open files", f"{text}: few for DataLoader workers", "ulimit -n 65536")
+    else:
+        yield fine("open files", text)
+
+
+def processes(limits: Sequence[int | None], running: int) -> Findings:
+    """Judge the limits of processes and threads: the user's, and the container's."""
+    least = min((n for n in limits if n is not None), default=None)
+    text = f"at most {least} processes and threads, {running} processes are there"
+    if least is None:
+        yield fine("processes", "no limit")
+    elif least - running < 64:
+        yield problem(
+            "processes",
+            f"{text}: ranks and their threads will not start",
+            "ulimit -u, or docker --pids-limit / the pod's limit, must be raised.",
+        )
+    elif least < 1024:
+        yield warning("processes", text, "Set OMP_NUM_THREADS low, or raise the limit.")
+    else:
+        yield fine("processes", text)
+
+
+def temporary_files(free: int, folder: str) -> Findings:
+    """Judge the room for temporary files."""
+    text = f"{size(free)} free in {folder}"
+    if free < 100 << 20:
+        advice = "Free some, or set TMPDIR: torch's compiler and shared tensors write there."
+        yield problem("temporary files", text, advice)
+    else:
+        yield fine("temporary files", text)
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """One that is up: its name, IPv4 addresses, and Mbit/s (0: it does not say)."""
+
+    name: str
+    addresses: tuple[str, ...]
+    mbits: int = 0
+
+    @property
+    def is_real(self) -> bool:
+        """Whether it may lead to other hosts."""
+        return not self.name.startswith(_VIRTUAL) and not all(map(_loops, self.addresses))
+
+
+def _loops(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def interfaces(known: Sequence[Interface], default: str, chosen: Mapping[str, str]) -> Findings:
+    """Say by which interface other hosts would reach this one.
+
+    Args:
+        known: Those that are up.
+        default: The name of the one that has the default route; empty without one.
+        chosen: What the variables name that choose an interface, such as GLOO_SOCKET_IFNAME.
+    """
+    real = [i for i in known if i.is_real]
+    text = ", ".join(
+        f"{i.name} {i.addresses[0]}" + (f" ({i.mbits // 1000} Gbit/s)" if i.mbits >= 1000 else "")
+        for i in real
+    )
+    if not any(_loops(address) for i in known for address in i.addresses):
+        no_loopback = "no loopback interface is up: no job can start"
+        yield problem("interfaces", no_loopback, "ip link set lo up")
+    elif not real:
+        yield note(
+            "interfaces",
+            "loopback only: jobs on this host work, with other hosts they cannot",
+            "Bring an interface up, if there are other hosts.",
+        )
+    elif len(real) > 1 and not chosen:
+        yield note(
+            "interfaces",
+            f"{text}: engines may choose different ones on different hosts "
+            f"(the default route is {default or 'missing'})",
+            "On several hosts name the fast one: `dure run --local-addr ADDRESS`, "
+            "GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME.",
+        )
+    else:
+        yield fine("interfaces", text)
+    names = sorted(i.name for i in known)
+    for variable, value in chosen.items():
+        wanted = [] if value.startswith("^") else [w.lstrip("=") for w in value.split(",")]
+        missing = [w for w in wanted if not any(name.startswith(w) for name in names)]
+        if missing:
+            yield problem(
+                "interfaces",
+                f"{variable}={value}, but {', '.join(missing)} is not up here "
+                f"(there are {', '.join(names)})",
+                f"Correct or unset {variable}.",
+            )
+
+
+def own_name(hostname: str, resolved: Sequence[str], known: Sequence[Interface]) -> Findings:
+    """Say whether the addresses that this host's name stands for lead to it from elsewhere.
+
+    A host's own name often stands for 127.0.1.1 in /etc/hosts: rank 0 then tells the others an
+    address that leads each of them to itself.
+    """
+    own = sorted({address for i in known for address in i.addresses})
+    text = f"{hostname} is {', '.join(resolved)}"
+    if not resolved:
+        yield note(
+            "own name",
+            f"{hostname} stands for no address",
+            f"Add a line `ADDRESS {hostname}` to /etc/hosts; on one host it does not matter.",
+        )
+    elif all(map(_loops, resolved)) and not all(map(_loops, own)):
+        yield note(
+            "own name",
+            f"{text}: other hosts that are told this address would reach themselves",
+            "On several hosts give MASTER_ADDR (or --rdzv-endpoint) as an address, not as this "
+            "name; or correct /etc/hosts.",
+        )
+    elif any(a not in own and not _loops(a) for a in resolved):
+        yield warning(
+            "own name",
+            f"{text}, but this host has only {', '.join(own)}",
+            "The name server or /etc/hosts is out of date; use an address instead of the name.",
+        )
+    else:
+        yield fine("own name", text)
+
+
+def look_ups(own_s: float, reverse_s: float) -> Findings:
+    """Judge the times of asking for this host's own name, and for the names of its addresses.
+
+    A name server that does not answer makes programs that log names wait seconds for each client.
+    """
+    slowest = max(own_s, reverse_s)
+    if slowest > 0.5:
+        kind = "this host's own name" if own_s >= 0.5 else "names of addresses"
+        yield warning(
+            "name look-up",
+            f"asking for {kind} takes {slowest:.1f} s: everything that logs a client's name waits",
+            "Correct the name server in /etc/resolv.conf, or add the hosts to /etc/hosts.",
+        )
+    else:
+        yield fine("name look-up", f"{slowest * 1e3:.0f} ms")
+
+
+def ports(first: int, last: int, used: int, usual_by: str, loopback_error: str) -> Findings:
+    """Say whether a store can listen; `usual_by` is who holds port 29500, empty if nobody."""
+    if loopback_error:
+        yield problem(
+            "ports",
+            f"this host cannot connect to itself: {loopback_error}",
+            "ip link set lo up; and see the firewall's rules for the loopback interface.",
+        )
+        return
+    room = last - first + 1 - used
+    text = f"{room} of {first}-{last} free"
+    if room < 2000:
+        yield warning(
+            "ports",
+            f"{text}: connections may fail with EADDRNOTAVAIL",
+            'sysctl -w net.ipv4.ip_local_port_range="15000 65000"',
+        )
+    else:
+        yield fine("ports", text)
+    if usual_by:
+        yield warning(
+            "port 29500",
+            f"taken by {usual_by}: torchrun and scripts with the usual MASTER_PORT fail here",
+            "Choose another MASTER_PORT (`dure run` does by itself), or end that process.",
+        )
+
+
+def clock(synchronised: bool | None, source: str, read_ns: float) -> Findings:
+    """Say whether times of this host can be compared with others'; None: the kernel is silent."""
+    text = f"source {source}, {read_ns:.0f} ns a reading"
+    if read_ns > 500:
+        yield warning(
+            "clock",
+            f"{text}: measuring and tracing become slow",
+            "Use the clock source tsc or kvm-clock, if the host lets you.",
+        )
+    else:
+        yield fine("clock", text)
+    if synchronised is False:
+        yield note(
+            "clock",
+            "the time of day is not synchronised: traces and logs of several hosts do not line up "
+            "(it does not matter on one)",
+            "Start chrony or systemd-timesyncd (in a virtual machine its host may do it).",
+        )
+
+
+def clock_difference(seconds: float, uncertain_s: float) -> Finding:
+    """Judge how far another host's clock is from this one's."""
+    text = f"{seconds * 1e3:+.0f} ms from this host's (+-{uncertain_s * 1e3:.0f} ms)"
+    if abs(seconds) - uncertain_s > 1.0:
+        return warning("clock difference", text, "Synchronise the clocks of all hosts (chrony).")
+    return fine("clock difference", text)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFile:
+    """A file of a job key: permission bits of it and of its folder, and its owner."""
+
+    mode: int
+    owner: int
+    folder_mode: int
+
+
+def key_file(path: str, file: KeyFile | None, user: int, *, named: bool) -> Findings:
+    """Say whether a key is a secret of `user`; `named`: DURE_JOB_KEY_FILE says where it is."""
+    folder = Path(path).parent
+    if file is None and not named:
+        yield fine("job key", "no key of your own yet; it is made on first use")
+    elif file is None:
+        advice = "Copy the key there (mode 0600), or unset the variable."
+        yield problem("job key", f"DURE_JOB_KEY_FILE names {path}: no such file", advice)
+    elif file.owner != user:
+        advice = f"chown it, or remove it: {path}"
+        yield problem("job key", f"{path} belongs to another user ({file.owner})", advice)
+    elif file.mode & 0o077:
+        seen = f"{path} has mode {file.mode:04o}: others can read or change it"
+        advice = f"Remove it, since it is known now, and let a new one be made: rm {path}"
+        yield problem("job key", seen, advice)
+    elif file.folder_mode & 0o022 and not file.folder_mode & stat.S_ISVTX:
+        seen = f"others can write to {folder}, and so replace the key"
+        yield problem("job key", seen, f"chmod go-w {folder}")
+    else:
+        yield fine("job key", f"{path}, mode {file.mode:04o}")
+
+
+def environment(variables: Mapping[str, str], usable: int, *, insecure: bool) -> Findings:
+    """Say what would surprise a job started from here; `usable` hardware threads are there."""
+    given = [name for name in RANK_VARIABLES if name in variables]
+    partly = 0 < len(given) < len(RANK_VARIABLES) and "DURE_LAUNCHER" not in variables
+    threads = variables.get("OMP_NUM_THREADS", "")
+    many = threads.isdigit() and int(threads) > usable
+    if insecure:
+        yield warning(
+            "job key",
+            "DURE_INSECURE is set: whoever reaches the store's port can join a job",
+            "Unset it; `dure run` mints a key for each job by itself.",
+        )
+    if partly:
+        yield warning(
+            "environment",
+            f"{', '.join(given)} set, but not the rest of a rank's variables",
+            f"unset {' '.join(given)}, unless a scheduler has set them (`dure env` says who).",
+        )
+    if many:
+        yield warning(
+            "environment",
+            f"OMP_NUM_THREADS={threads}, with {usable} usable hardware threads",
+            "unset OMP_NUM_THREADS; `dure run` chooses it from cores and ranks.",
+        )
+    if not many and not partly:
+        yield fine("environment", "nothing in the way")
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A process that was started in a job: `orphan` says that nobody waits for it any more."""
+
+    pid: int
+    job: str
+    command: str
+    age_s: float
+    orphan: bool = False
+
+
+def leftovers(members: Sequence[Member]) -> Findings:
+    """Name ranks of jobs that are over: they keep memory, GPUs and ports."""
+    left = [member for member in members if member.orphan]
+    if not left:
+        running = len({member.job for member in members})
+        yield fine("leftovers", f"none ({running} jobs are running)")
+        return
+    names = ", ".join(f"{m.command} (pid {m.pid}, {m.age_s / 60:.0f} min)" for m in left[:8])
+    numbers = " ".join(str(member.pid) for member in left[:8])
+    yield warning(
+        "leftovers",
+        f"{len(left)} processes of jobs whose launcher is gone: {names}",
+        f"If they are not wanted (an elastic job may go on): kill {numbers}",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One card as nvidia-smi shows it; memory in MiB."""
+
+    index: int
+    name: str
+    driver: str
+    total_mib: int
+    used_mib: int
+    mode: str = "Default"
+
+    @classmethod
+    def parse(cls, row: Sequence[str]) -> Gpu:
+        """Read a row of six texts, in the order of the fields."""
+        total, used = (int(n) if n.isdigit() else 0 for n in row[3:5])
+        return cls(int(row[0]), row[1], row[2], total, used, row[5])
+
+
+def gpus(cards: Sequence[Gpu], error: str, torch: Mapping[str, Any], hidden: bool) -> Findings:
+    """Compare what the driver shows with what torch sees.
+
+    Args:
+        cards: The driver's view.
+        error: Why nvidia-smi failed, where it is installed.
+        torch: What a rank told: `torch`, `cuda`, `gpus`, `apart`; empty if none did.
+        hidden: CUDA_VISIBLE_DEVICES chooses among them.
+    """
+    seen: list[str] = torch.get("gpus", [])
+    if error:
+        yield problem(
+            "GPUs",
+            f"nvidia-smi fails: {error}",
+            "The driver is not loaded or was upgraded under a running kernel: reboot, or start "
+            "the container with --gpus all.",
+        )
+        return
+    if not cards:
+        yield fine("GPUs", f"torch sees {len(seen)}" if seen else "none; CPU only")
+        return
+    if torch:
+        yield _gpus_of_torch(cards, torch, len(seen), hidden)
+    for card in cards:
+        name = f"GPU {card.index}"
+        text = f"{card.name}, {card.total_mib - card.used_mib} of {card.total_mib} MiB free"
+        if "Prohibited" in card.mode or "Exclusive" in card.mode:
+            yield warning(name, f"{text}, mode {card.mode}", "nvidia-smi -c DEFAULT, to share it.")
+        elif card.used_mib > 0.5 * card.total_mib:
+            yield warning(name, f"{text}: somebody uses it", "`nvidia-smi` lists the processes.")
+        else:
+            yield fine(name, text)
+    if torch.get("apart"):
+        pairs = ", ".join(f"{i} to {j}" for i, j in torch["apart"][:6])
+        yield warning(
+            "GPU peers",
+            f"no direct access from {pairs}: copies go through the host",
+            "Use cards on one switch; in a virtual machine ask for peer access.",
+        )
+
+
+def _gpus_of_torch(
+    cards: Sequence[Gpu], torch: Mapping[str, Any], seen: int, hidden: bool
+) -> Finding:
+    if torch.get("cuda") is None:
+        return warning(
+            "GPUs",
+            f"{len(cards)} cards, but torch {torch['torch']} was built without CUDA",
+            "pip install torch (not a +cpu build), unless CPU is what you want.",
+        )
+    if not seen:
+        return problem(
+            "GPUs",
+            f"{len(cards)} cards, but torch {torch['torch']} (CUDA {torch['cuda']}) can use none; "
+            f"the driver is {cards[0].driver}",
+            "The driver is older than this CUDA: upgrade it, or install a torch for an older CUDA; "
+            "or unset CUDA_VISIBLE_DEVICES.",
+        )
+    text = f"torch (CUDA {torch['cuda']}) sees {seen} of {len(cards)}"
+    if seen < len(cards) and not hidden:
+        return warning("GPUs", text, "See CUDA_VISIBLE_DEVICES, and nvidia-smi for broken cards.")
+    return fine("GPUs", text)

@@ -1,0 +1,350 @@
+"""What this machine shows: reads the values that `checks` judges, changing nothing.
+
+Control groups (a container, a Slurm step, a systemd slice) limit what their members may use, and a
+limit of any enclosing group counts: they are read from the process's own group up to the root, and
+the smallest holds. Where a host still has version 1, its trees are looked at under the same names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import ctypes
+import os
+import platform
+import resource
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+from dure import env
+from dure.cli.doctor import checks
+from dure.cli.doctor.checks import Gpu, Interface, KeyFile, Member
+from dure.cli.doctor.finding import Finding
+from dure.cli.machine import usable_cores
+from dure.store.key import user_key_path
+
+__all__ = ["CHECKS", "cpu_quota", "memory_limit", "nvidia_cards", "packages"]
+
+CGROUPS = Path("/sys/fs/cgroup")
+_UNLIMITED = 1 << 60  # version 1 writes a number near 2**63 for "none"
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+_USUAL_PORT = 29500
+_CHILD = """
+import os, sys
+fd = os.memfd_create("dure-doctor")
+os.write(fd, b"seen")
+print(fd, flush=True)
+sys.stdin.read()
+"""
+
+
+def text(path: str | Path) -> str:
+    """Return what a file of the kernel says, or nothing where there is none."""
+    try:
+        return Path(path).read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _cgroup_values(name: str, version_1: str = "") -> list[str]:
+    """Return a setting of the process's control group, and of each group around it."""
+    entries = text("/proc/self/cgroup").splitlines()
+    root = CGROUPS / version_1
+    own = next((entry[3:] for entry in entries if entry.startswith("0::")), "/").strip("/")
+    here = root / own if (root / own).is_dir() else root  # a container sees its own as the root
+    folders = [folder for folder in (here, *here.parents) if folder.is_relative_to(root)]
+    return [value for folder in folders if (value := text(folder / name))]
+
+
+def _cgroup_limit(name: str, version_1: str = "") -> int | None:
+    numbers = [int(v) for v in _cgroup_values(name, version_1) if v.lstrip("-").isdigit()]
+    return min((n for n in numbers if 0 < n < _UNLIMITED), default=None)
+
+
+def cpu_quota() -> float | None:
+    """Return how many cores' time this process may use; None where there is no limit."""
+    pairs = [value.split() for value in _cgroup_values("cpu.max")]
+    quotas = [int(quota) / int(period) for quota, period in pairs if quota.isdigit()]
+    quota_us = _cgroup_limit("cpu.cfs_quota_us", "cpu")
+    period_us = _cgroup_limit("cpu.cfs_period_us", "cpu")
+    if quota_us and period_us:
+        quotas.append(quota_us / period_us)
+    return min(quotas, default=None)
+
+
+def memory_limit() -> int | None:
+    """Return how many bytes this process's control groups may use; None: no limit."""
+    return _cgroup_limit("memory.max") or _cgroup_limit("memory.limit_in_bytes", "memory")
+
+
+def _memory_used() -> int:
+    """Return how many bytes the control group uses that cannot be taken back."""
+    used = _cgroup_limit("memory.current") or _cgroup_limit("memory.usage_in_bytes", "memory")
+    rows = "".join(_cgroup_values("memory.stat")[:1]).splitlines()
+    cached = sum(int(row.split()[1]) for row in rows if row.startswith("inactive_file"))
+    return max(0, (used or 0) - cached)
+
+
+def packages() -> dict[str, str]:
+    """Return the versions of what is installed, without importing it."""
+    found: dict[str, str] = {}
+    for name in (*checks.NEEDED, "mpi4py", "ClusterShell"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def _versions() -> Iterator[Finding]:
+    yield from checks.versions(sys.version_info[:3], packages())
+    yield from checks.system(platform.system(), platform.release(), platform.machine())
+
+
+def _cores() -> Iterator[Finding]:
+    governor = text("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+    load = os.getloadavg()[0]
+    return checks.cores(os.cpu_count() or 1, usable_cores(), cpu_quota(), load, governor)
+
+
+def _memory() -> Iterator[Finding]:
+    now, swapped = psutil.virtual_memory(), psutil.swap_memory().used
+    yield from checks.memory(now.total, now.available, swapped, memory_limit(), _memory_used())
+    settings = [text(_HUGE_PAGES / name) for name in ("enabled", "shmem_enabled")]
+    # as in `always [madvise] never`
+    yield from checks.huge_pages(*(x.partition("[")[2].partition("]")[0] for x in settings))
+
+
+def _sharing() -> Iterator[Finding]:
+    """Try what the engine of one host stands on, the peer's memory with a child of this process.
+
+    Dure's segments are anonymous (memfd): a peer opens them through `/proc/PID/fd`, which a
+    container, `hidepid` or a seccomp filter may forbid.
+    """
+    total, free = None, 0
+    with contextlib.suppress(OSError):
+        there = os.statvfs("/dev/shm")
+        total, free = there.f_frsize * there.f_blocks, there.f_frsize * there.f_bavail
+    yield from checks.shm(total, free, os.access("/dev/shm", os.W_OK))
+    memfd = _error_of(lambda: os.close(os.memfd_create("dure-doctor")))
+    pidfd = _error_of(lambda: os.close(os.pidfd_open(os.getpid())))
+    yield from checks.engine(memfd, "" if memfd else _error_of(_open_peer), pidfd)
+    scope = text("/proc/sys/kernel/yama/ptrace_scope")
+    places = {
+        "/.dockerenv": "docker",
+        "/run/.containerenv": "podman",
+        "/singularity": "singularity",
+    }
+    container = next((name for path, name in places.items() if os.path.exists(path)), "")
+    filtered = "Seccomp:\t2" in text("/proc/self/status")
+    yield from checks.ptrace(int(scope) if scope.isdigit() else None, container, filtered)
+
+
+def _error_of(action: Callable[[], object]) -> str:
+    """Return why `action` failed, or nothing."""
+    try:
+        action()
+    except OSError as error:
+        return f"{error.strerror or error}"
+    return ""
+
+
+def _open_peer() -> None:
+    """Open a child's anonymous memory as a rank opens its peer's."""
+    child = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert child.stdout is not None
+        number = int(child.stdout.readline())
+        if Path(f"/proc/{child.pid}/fd/{number}").read_bytes() != b"seen":
+            raise OSError(0, "another content was read than was written")
+    except ValueError:
+        raise OSError(0, "the child that was to share memory did not start") from None
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.communicate()
+
+
+def _limits() -> Iterator[Finding]:
+    names = (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)
+    soft = [resource.getrlimit(name)[0] for name in names]
+    locked, files, mine = (None if n == resource.RLIM_INFINITY else n for n in soft)
+    yield from checks.locked_memory(locked, Path("/sys/class/infiniband").is_dir())
+    yield from checks.files(files)
+    running = sum(name.isdigit() for name in os.listdir("/proc"))
+    yield from checks.processes((mine, _cgroup_limit("pids.max")), running)
+    folder = tempfile.gettempdir()
+    yield from checks.temporary_files(shutil.disk_usage(folder).free, folder)
+
+
+def _names() -> Iterator[Finding]:
+    known = list(_interfaces())
+    routes = [row.split() for row in text("/proc/net/route").splitlines()[1:]]
+    default = next((row[0] for row in routes if row[1:2] == ["00000000"]), "")
+    chosen = _set_variables(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"))
+    yield from checks.interfaces(known, default, chosen)
+    hostname, start = socket.gethostname(), time.monotonic()
+    resolved: list[str] = []
+    with contextlib.suppress(OSError):
+        asked = socket.getaddrinfo(hostname, None, socket.AF_INET, socket.SOCK_STREAM)
+        resolved = list(dict.fromkeys(str(entry[4][0]) for entry in asked))
+    own_s = time.monotonic() - start
+    yield from checks.own_name(hostname, resolved, known)
+    addresses = [a for i in known if i.is_real or i.name == "lo" for a in i.addresses]
+    yield from checks.look_ups(own_s, max(map(_reverse_s, addresses[:2]), default=0.0))
+
+
+def _interfaces() -> Iterator[Interface]:
+    states = psutil.net_if_stats()
+    for name, addresses in psutil.net_if_addrs().items():
+        own = tuple(a.address for a in addresses if a.family == socket.AF_INET)
+        if name in states and states[name].isup and own:
+            yield Interface(name, own, states[name].speed)
+
+
+def _reverse_s(address: str) -> float:
+    start = time.monotonic()
+    socket.getnameinfo((address, 0), 0)
+    return time.monotonic() - start
+
+
+def _ports() -> Iterator[Finding]:
+    numbers = text("/proc/sys/net/ipv4/ip_local_port_range").split()
+    first, last = (int(number) for number in numbers)
+    used: set[int] = set()
+    holder = ""
+    with contextlib.suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            port = connection.laddr.port if connection.laddr else 0
+            if first <= port <= last:
+                used.add(port)
+            if port == _USUAL_PORT and connection.status == psutil.CONN_LISTEN:
+                holder = _holder(connection.pid)
+    if not holder and _error_of(_bind_usual_port):
+        holder = "somebody"
+    yield from checks.ports(first, last, len(used), holder, _error_of(_connect_to_self))
+
+
+def _holder(pid: int | None) -> str:
+    if pid is None:
+        return "a process of another user"
+    with contextlib.suppress(psutil.Error):
+        return f"{psutil.Process(pid).name()} (pid {pid})"
+    return f"pid {pid}"
+
+
+def _bind_usual_port() -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", _USUAL_PORT))
+
+
+def _connect_to_self() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(2.0)
+        with socket.create_connection(server.getsockname(), timeout=2.0):
+            server.accept()[0].close()
+
+
+def _clock() -> Iterator[Finding]:
+    timex = ctypes.create_string_buffer(512)  # struct timex, whose `modes` of 0 changes nothing
+    state = ctypes.CDLL(None, use_errno=True).adjtimex(timex)
+    source = text("/sys/devices/system/clocksource/clocksource0/current_clocksource")
+    start, readings = time.perf_counter_ns(), 2000
+    for _ in range(readings):
+        time.monotonic_ns()
+    read_ns = (time.perf_counter_ns() - start) / readings
+    synchronised = None if state < 0 else state != 5  # TIME_ERROR
+    return checks.clock(synchronised, source or "unknown", read_ns)
+
+
+def _keys() -> Iterator[Finding]:
+    mine, named = str(user_key_path()), env.text("DURE_JOB_KEY_FILE")
+    yield from checks.key_file(mine, _key_file(mine), os.getuid(), named=False)
+    if named is not None:
+        yield from checks.key_file(named, _key_file(named), os.getuid(), named=True)
+
+
+def _key_file(path: str) -> KeyFile | None:
+    try:
+        file, folder = os.stat(path), os.stat(Path(path).parent)
+    except OSError:
+        return None
+    modes = [stat.S_IMODE(entry.st_mode) for entry in (file, folder)]
+    return KeyFile(mode=modes[0], owner=file.st_uid, folder_mode=modes[1])
+
+
+def _environment() -> Iterator[Finding]:
+    variables = _set_variables((*checks.RANK_VARIABLES, "DURE_LAUNCHER", "OMP_NUM_THREADS"))
+    return checks.environment(variables, usable_cores(), insecure=env.flag("DURE_INSECURE"))
+
+
+def _set_variables(names: Iterable[str]) -> dict[str, str]:
+    found = {name: env.text(name) for name in names}
+    return {name: value for name, value in found.items() if value}
+
+
+def _leftovers() -> Iterator[Finding]:
+    """Look through this user's processes for those with a job in their environment."""
+    jobs: dict[int, str] = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.uids().real == os.getuid():
+                variables = text(f"/proc/{process.pid}/environ").split("\0")
+                pairs = dict(each.partition("=")[::2] for each in variables)
+                jobs[process.pid] = pairs.get("DURE_LAUNCHER", "")
+    found: list[Member] = []
+    for pid, job in jobs.items():
+        with contextlib.suppress(psutil.Error, OSError):
+            process = psutil.Process(pid)
+            if job:
+                age_s = time.time() - process.create_time()
+                orphan = process.ppid() == 1 and jobs.get(1) != job
+                found.append(Member(pid, job, process.name(), age_s, orphan))
+    return checks.leftovers(found)
+
+
+def nvidia_cards() -> tuple[list[Gpu], str]:
+    """Return the cards that nvidia-smi shows, and why it failed where it is installed."""
+    if shutil.which("nvidia-smi") is None:
+        return [], ""
+    query = "--query-gpu=index,name,driver_version,memory.total,memory.used,compute_mode"
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", query, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=5.0,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [], str(error)
+    if done.returncode != 0:
+        return [], (done.stdout + done.stderr).strip()
+    rows = [r for r in csv.reader(done.stdout.splitlines(), skipinitialspace=True) if len(r) == 6]
+    return [Gpu.parse(row) for row in rows], ""
+
+
+CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {
+    "versions": _versions,
+    "cores": _cores,
+    "memory": _memory,
+    "sharing": _sharing,
+    "limits": _limits,
+    "names": _names,
+    "ports": _ports,
+    "clock": _clock,
+    "keys": _keys,
+    "environment": _environment,
+    "leftovers": _leftovers,
+}
