@@ -13,13 +13,14 @@ import enum
 import itertools
 import time
 
+import msgspec
 import zmq
 
 from dure.errors import StoreLost, StoreRefused, StoreTimeout
 from dure.store import hiding
 from dure.store.key import JobKey
 from dure.store.monitor import read_event
-from dure.store.wire import FRAME_LIMIT, MAX_FRAME_BYTES, Request, frames_of, pack
+from dure.store.wire import FRAME_LIMIT, MAX_FRAME_BYTES, Request, frames_of, pack, read_reply
 
 __all__ = ["Connection", "answers", "dial", "knock", "lost"]
 
@@ -60,8 +61,13 @@ _OUTCOMES = {
 class Connection:
     """A connection that may be open; `dial` makes those that are.
 
+    Attributes:
+        server_name: What tells the server from others that may be at the same endpoint later.
+
     Threads: one at a time.
     """
+
+    server_name = b""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, key: JobKey | None):
         self._endpoint = endpoint
@@ -173,17 +179,24 @@ def lost(endpoint: str) -> StoreLost:
 
 
 def dial(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, key: JobKey | None, timeout_s: float
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint: str,
+    key: JobKey | None,
+    timeout_s: float,
+    absent_s: float | None = None,
 ) -> Connection:
     """Open a connection; keep trying while nobody listens.
 
+    Args:
+        absent_s: How long to keep trying while nobody listens; None: as long as `timeout_s`.
+
     Raises:
-        StoreTimeout: Nobody listened there in time.
+        StoreTimeout: Nobody listened there in time, or whoever did said nothing.
         StoreRefused: Whoever listens refused us several times running.
     """
     connection = None
     try:
-        connection = _dial(context, endpoint, key, timeout_s)
+        connection = _dial(context, endpoint, key, timeout_s, absent_s)
         return connection
     finally:
         _hide(key, connection)
@@ -199,7 +212,11 @@ def _hide(key: JobKey | None, connection: Connection | None) -> None:
 
 
 def _dial(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, key: JobKey | None, timeout_s: float
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint: str,
+    key: JobKey | None,
+    timeout_s: float,
+    absent_s: float | None,
 ) -> Connection:
     start = time.monotonic()
     pause_s, outcome = 0.005, None
@@ -221,6 +238,9 @@ def _dial(
         if len(refusals) == _REFUSALS:  # who hangs up early has not always said what it speaks
             foreign = _Outcome.FOREIGN in refusals
             raise _refused(endpoint, _Outcome.FOREIGN if foreign else outcome, key)
+        patience_s = timeout_s if absent_s is None else absent_s
+        if outcome is _Outcome.UNREACHABLE and time.monotonic() - start >= patience_s:
+            break
         time.sleep(min(pause_s, max(0.0, left_s)))
         pause_s = min(2 * pause_s, 0.1)
     seen = (
@@ -239,10 +259,12 @@ def _dial(
 
 def _greet(connection: Connection, deadline: float) -> bool:
     """Say hello through a new connection; False if the server is gone again or does not answer."""
-    try:
-        return connection.call(_HELLO, deadline) is not None
-    except StoreLost:
-        return False
+    with contextlib.suppress(StoreLost, msgspec.DecodeError, UnicodeDecodeError):
+        answer = connection.call(_HELLO, deadline)
+        if answer is not None:
+            connection.server_name = b"".join(read_reply(answer).values)
+            return True
+    return False
 
 
 def knock(

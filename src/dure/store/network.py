@@ -3,14 +3,12 @@
 A store keeps a small pool of connections: a call takes one that is idle, or opens another, and
 gives it back afterwards. So threads never wait for each other, a thread parked in `get` included,
 and a connection carries one request at a time. A connection that breaks is thrown away, and what
-was asked through it fails with `StoreLost`: nothing is silently asked twice, because `add` twice
-would be wrong.
+was asked through it is asked again through another one: a write carries a name, and the server does
+what has one name once. `StoreLost` means that nobody, or another server, is at the endpoint now.
 
 After a fork the child drops the parent's connections, untouched, and opens its own at its first
 call; a server stays the parent's.
 """
-
-# ruff: noqa: D102 (what a method of a store does is said once, in `Store`)
 
 from __future__ import annotations
 
@@ -19,22 +17,21 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
 from datetime import timedelta
 
 import msgspec
 import zmq
 
 from dure import env
-from dure.errors import StoreError, StoreTimeout
+from dure.errors import StoreError, StoreLost, StoreTimeout
 from dure.store.address import resolve
-from dure.store.base import DEFAULT_TIMEOUT, Store
+from dure.store.asking import AskingStore
+from dure.store.base import DEFAULT_TIMEOUT
 from dure.store.connection import Connection, dial, knock, lost
 from dure.store.key import JobKey, load_for
 from dure.store.listener import listen
 from dure.store.server import StoreServer, replace_retired
-from dure.store.values import encode
-from dure.store.wire import LONGEST_TIMEOUT_S, Op, Reply, Request, pack, read_reply
+from dure.store.wire import Reply, Request, pack, read_reply
 
 __all__ = ["NetworkStore", "TCPStore"]
 
@@ -50,7 +47,7 @@ _LATE_S = 1.0
 _log = logging.getLogger("dure.store")
 
 
-class NetworkStore(Store):
+class NetworkStore(AskingStore):
     """A client of the store at a ZeroMQ endpoint, which may own the server.
 
     Args:
@@ -93,43 +90,6 @@ class NetworkStore(Store):
         """Where the server is, in ZeroMQ's words."""
         return self._endpoint
 
-    def set(self, key: str, value: str | bytes) -> None:
-        self._ask("set", (key,), (encode(value),))
-
-    def get(self, key: str) -> bytes:
-        return self._ask("get", (key,), timeout=self._timeout).values[0]
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return list(self._ask("get", tuple(keys), timeout=self._timeout).values)
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        pairs = [(key, encode(value)) for key, value in zip(keys, values, strict=True)]
-        self._ask("set", tuple(key for key, _ in pairs), tuple(value for _, value in pairs))
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._ask("wait", tuple(keys), timeout=self._timeout if timeout is None else timeout)
-
-    def add(self, key: str, amount: int) -> int:
-        return self._ask("add", (key,), amount=amount).number
-
-    def append(self, key: str, value: str | bytes) -> None:
-        self._ask("append", (key,), (encode(value),))
-
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        return self._ask("compare_set", (key,), (encode(expected), encode(desired))).values[0]
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._ask("check", tuple(keys)).number)
-
-    def delete_key(self, key: str) -> bool:
-        return bool(self._ask("delete", (key,)).number)
-
-    def num_keys(self) -> int:
-        return self._ask("count").number
-
-    def list_keys(self) -> list[str]:
-        return list(self._ask("list").names)
-
     def close(self) -> None:
         """Say goodbye; a server that this store owns goes on until its last client has left.
 
@@ -159,7 +119,7 @@ class NetworkStore(Store):
 
     def _start_afresh(self) -> None:
         """Begin without connections: at first, and in a forked child."""
-        self._met = False
+        self._server_name = b""
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
@@ -175,7 +135,7 @@ class NetworkStore(Store):
         connection = knock(self._context, self._endpoint, self._key, patience_s)
         if connection is None:
             raise StoreTimeout(f"nobody answers at {self._endpoint}", elapsed_s=patience_s)
-        self._met = True
+        self._server_name = connection.server_name
         self._put_back(connection)
 
     def _take(self, timeout_s: float) -> Connection:
@@ -190,15 +150,21 @@ class NetworkStore(Store):
             if not connection.broken:
                 return connection
             connection.close()
-        if not self._met:
+        if not self._server_name:
             connection = dial(self._context, self._endpoint, self._key, timeout_s)
-            self._met = True
+            self._server_name = connection.server_name
             return connection
         try:
             # Not the caller's patience, which may be short: a busy server is not a lost one.
-            return dial(self._context, self._endpoint, self._key, _REDIAL_S)
+            here = self._endpoint.startswith(("tcp://127.", "tcp://[::1]", "ipc://"))
+            redial_s = 0.0 if here else _REDIAL_S
+            connection = dial(self._context, self._endpoint, self._key, _REDIAL_S, redial_s)
         except StoreTimeout:
             raise lost(self._endpoint) from None
+        if connection.server_name != self._server_name:  # another one, which has not our keys
+            connection.close()
+            raise lost(self._endpoint)
+        return connection
 
     def _put_back(self, connection: Connection) -> None:
         with self._lock:
@@ -207,68 +173,60 @@ class NetworkStore(Store):
                 return
         connection.close()
 
-    def _ask(
-        self,
-        op: Op,
-        keys: tuple[str, ...] = (),
-        values: tuple[bytes, ...] = (),
-        *,
-        amount: int = 0,
-        timeout: timedelta | None = None,
-    ) -> Reply:
-        """Put one request; `timeout` is for those that the server may park."""
-        parked_s = 0.0 if timeout is None else timeout.total_seconds()
-        parked_s = min(max(0.0, parked_s), LONGEST_TIMEOUT_S)
-        patience_s = self._timeout.total_seconds() if timeout is None else parked_s
-        start = time.monotonic()
+    @property
+    def _named(self) -> str:
+        return f"the store at {self._endpoint}"
+
+    def _answered(self, request: Request, patience_s: float) -> Reply | None:
         try:
-            frame = pack(Request(op, keys, values, amount, parked_s))
+            frame = pack(request)
         except OverflowError as error:
             raise StoreError(
-                "a number is too large for the store", op=op, seen=str(error)
+                "a number is too large for the store", op=request.op, seen=str(error)
             ) from None
-        reply = self._exchange(frame, patience_s, start + patience_s + _GRACE_S)
-        if reply is not None and reply.status == "ok":
-            return reply
-        if reply is not None and reply.status == "error":
-            raise StoreError("the store refused an operation", op=op, seen=reply.text)
-        missing = keys if reply is None else reply.names
-        raise StoreTimeout(
-            f"the store at {self._endpoint} did not answer"
-            if reply is None
-            else f"keys did not appear in the store at {self._endpoint}",
-            op=op,
-            keys=missing,
-            elapsed_s=time.monotonic() - start,
-            seen="" if reply is None else f"nobody has set {', '.join(map(repr, missing))}",
-        )
+        deadline = time.monotonic() + patience_s + _GRACE_S
+        while True:
+            try:
+                connection = self._take(patience_s)
+                return self._exchange(connection, frame, deadline)
+            except _Broken:
+                if time.monotonic() >= deadline:
+                    raise lost(self._endpoint) from None
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise StoreError(
+                    f"the store at {self._endpoint} gave an answer that is none",
+                    seen=str(error),
+                    fix="Use one version of Dure on all hosts.",
+                ) from None
+            except zmq.ContextTerminated:
+                raise StoreError(f"the store at {self._endpoint} was closed meanwhile") from None
+            except zmq.ZMQError as error:
+                raise StoreError(
+                    f"no connection to the store at {self._endpoint} can be made", seen=str(error)
+                ) from None
 
-    def _exchange(self, frame: bytes, dial_s: float, deadline: float) -> Reply | None:
-        connection: Connection | None = None
+    def _exchange(self, connection: Connection, frame: bytes, deadline: float) -> Reply | None:
+        """Ask through one connection.
+
+        Raises:
+            _Broken: It broke before the answer came.
+        """
         whole = False
         try:
-            connection = self._take(dial_s)
             answer = connection.call(frame, deadline)
             whole = answer is not None
             return read_reply(answer) if answer is not None else None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise StoreError(
-                f"the store at {self._endpoint} gave an answer that is none",
-                seen=str(error),
-                fix="Use one version of Dure on all hosts.",
-            ) from None
-        except zmq.ContextTerminated:
-            raise StoreError(f"the store at {self._endpoint} was closed meanwhile") from None
-        except zmq.ZMQError as error:
-            raise StoreError(
-                f"no connection to the store at {self._endpoint} can be made", seen=str(error)
-            ) from None
+        except StoreLost:
+            raise _Broken from None
         finally:
-            if connection is not None:
-                if whole:
-                    self._put_back(connection)
-                else:  # its reply may still come, and would be taken for the next one's
-                    connection.close()
+            if whole:
+                self._put_back(connection)
+            else:  # its reply may still come, and would be taken for the next one's
+                connection.close()
+
+
+class _Broken(Exception):
+    """A connection broke; whether the server is gone is another question."""
 
 
 class TCPStore(NetworkStore):

@@ -19,9 +19,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 from hmac import compare_digest
 
 import msgspec
@@ -74,14 +76,23 @@ class StoreServer:
     Args:
         listener: Where to listen.
         key: The job key; None lets everybody in.
+        presence: Told of leased keys whose connection broke or came back (see `Board`), in the
+            server's thread: it must return at once.
 
     Threads: `retire` and `stop` may be called from any thread.
     """
 
-    def __init__(self, listener: Listener, key: JobKey | None) -> None:
+    def __init__(
+        self,
+        listener: Listener,
+        key: JobKey | None,
+        presence: Callable[[str, bool], None] | None = None,
+    ) -> None:
         self.endpoint, self.port, self.pid = listener.endpoint, listener.port, os.getpid()
         self._listen_fd = listener.fd
-        self._board = Board()
+        self._board = Board(name=secrets.token_bytes(8))
+        if presence is not None:
+            self._board.presence = presence
         self._door = Door(listener.endpoint, listener.port)
         self._ending = threading.Lock()  # between the thread's decision to end, and `adopt`
         self._retired_at: float | None = None

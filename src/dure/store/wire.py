@@ -27,9 +27,11 @@ __all__ = [
     "LONGEST_TIMEOUT_S",
     "MAX_FRAME_BYTES",
     "MAX_MESSAGE_BYTES",
+    "WRITES",
     "Op",
     "Reply",
     "Request",
+    "Values",
     "frames_of",
     "join",
     "pack",
@@ -49,23 +51,57 @@ MAX_MESSAGE_BYTES = 2 * MAX_VALUE_BYTES + (1 << 20)
 LONGEST_TIMEOUT_S = 1e9
 """How long a client may ask the server to wait: 30 years, but no infinity and no NaN."""
 
+WRITES = frozenset({"set", "add", "append", "compare_set", "delete", "transact"})
+"""The operations that must not be done twice."""
+
 Op = Literal[
-    "set", "get", "wait", "add", "append", "compare_set", "check", "delete", "count", "list"
+    "set",
+    "get",
+    "wait",
+    "add",
+    "append",
+    "compare_set",
+    "check",
+    "delete",
+    "count",
+    "list",
+    "transact",
+    "hold",
+    "renew",
+    "release",
+    "look",
 ]
+
+Values = dict[str, bytes | None]
+"""Values by key; None stands for a key that does not exist."""
 
 
 class Request(msgspec.Struct, array_like=True, frozen=True):
-    """One operation. `timeout_s` is how long the server parks a `get` or a `wait`."""
+    """One operation.
+
+    Attributes:
+        op: Which.
+        keys: Its keys; of `look` the prefix.
+        values: Its values, mostly one a key.
+        amount: What `add` adds; of `look` the revision.
+        timeout_s: How long the server parks a `get`, `wait` or `look`; of `hold` the lease.
+        once: Random bytes that name a write, so that it is done once though it is asked twice.
+        expect: What `transact` expects.
+        write: What it writes.
+    """
 
     op: Op
     keys: tuple[str, ...] = ()
     values: tuple[bytes, ...] = ()
     amount: int = 0
     timeout_s: Annotated[float, Meta(ge=0, le=LONGEST_TIMEOUT_S)] = 0.0
+    once: Annotated[bytes, Meta(max_length=32)] = b""
+    expect: Values = {}
+    write: Values = {}
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True):
-    """The answer. `names` are keys: the missing ones of a timeout, or those of `list`."""
+    """The answer. `names` are keys: the missing ones of a timeout, those of `list` or of `look`."""
 
     status: Literal["ok", "timeout", "error"]
     number: int = 0

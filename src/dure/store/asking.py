@@ -1,0 +1,126 @@
+"""A store whose operations are requests to a `Board`, wherever that is."""
+
+# ruff: noqa: D102 (what a method of a store does is said once, in `Store` and in `Shared`)
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+from dure.errors import StoreError, StoreTimeout
+from dure.store.base import Store
+from dure.store.values import encode
+from dure.store.wire import LONGEST_TIMEOUT_S, WRITES, Op, Reply, Request, Values
+
+__all__ = ["AskingStore"]
+
+
+class AskingStore(Store):
+    """The operations of `Store` and `Shared` as requests; a subclass has them answered."""
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask("set", (key,), (encode(value),))
+
+    def get(self, key: str) -> bytes:
+        return self._ask("get", (key,), timeout=self._timeout).values[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return list(self._ask("get", tuple(keys), timeout=self._timeout).values)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        pairs = [(key, encode(value)) for key, value in zip(keys, values, strict=True)]
+        self._ask("set", tuple(key for key, _ in pairs), tuple(value for _, value in pairs))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._ask("wait", tuple(keys), timeout=self._timeout if timeout is None else timeout)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._ask("add", (key,), amount=amount).number
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._ask("append", (key,), (encode(value),))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        return self._ask("compare_set", (key,), (encode(expected), encode(desired))).values[0]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._ask("check", tuple(keys)).number)
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask("delete", (key,)).number)
+
+    def num_keys(self) -> int:
+        return self._ask("count").number
+
+    def list_keys(self) -> list[str]:
+        return list(self._ask("list").names)
+
+    def transact(
+        self, expect: Mapping[str, bytes | None], write: Mapping[str, bytes | None]
+    ) -> bool:
+        return bool(self._ask("transact", expect=dict(expect), write=dict(write)).number)
+
+    def hold(self, key: str, value: bytes, ttl_s: float) -> None:
+        self._ask("hold", (key,), (encode(value),), lease_s=ttl_s)
+
+    def renew(self, key: str) -> bool:
+        return bool(self._ask("renew", (key,)).number)
+
+    def release(self, key: str) -> None:
+        self._ask("release", (key,))
+
+    def look(self, prefix: str, since: int, timeout_s: float) -> tuple[int, dict[str, bytes]]:
+        timeout = timedelta(seconds=min(timeout_s, LONGEST_TIMEOUT_S))
+        reply = self._ask("look", (prefix,), amount=since, timeout=timeout)
+        return reply.number, dict(zip(reply.names, reply.values, strict=True))
+
+    def _ask(
+        self,
+        op: Op,
+        keys: tuple[str, ...] = (),
+        values: tuple[bytes, ...] = (),
+        *,
+        amount: int = 0,
+        timeout: timedelta | None = None,
+        lease_s: float = 0.0,
+        expect: Values | None = None,
+        write: Values | None = None,
+    ) -> Reply:
+        """Put one request; `timeout` is for those that may be parked."""
+        parked_s = lease_s if timeout is None else timeout.total_seconds()
+        parked_s = min(max(0.0, parked_s), LONGEST_TIMEOUT_S)
+        patience_s = self._timeout.total_seconds() if timeout is None else parked_s
+        once = secrets.token_bytes(8) if op in WRITES else b""
+        start = time.monotonic()
+        request = Request(op, keys, values, amount, parked_s, once, expect or {}, write or {})
+        reply = self._answered(request, patience_s)
+        if reply is not None and reply.status == "ok":
+            return reply
+        if reply is not None and reply.status == "error":
+            raise StoreError("the store refused an operation", op=op, seen=reply.text)
+        missing = keys if reply is None else reply.names
+        raise StoreTimeout(
+            f"{self._named} did not answer"
+            if reply is None
+            else f"keys did not appear in {self._named}",
+            op=op,
+            keys=missing,
+            elapsed_s=time.monotonic() - start,
+            seen="" if reply is None else f"nobody has set {', '.join(map(repr, missing))}",
+        )
+
+    @property
+    @abstractmethod
+    def _named(self) -> str:
+        """What to call this store in a message."""
+
+    @abstractmethod
+    def _answered(self, request: Request, patience_s: float) -> Reply | None:
+        """Return the answer to a request; None if there was none within `patience_s`, and some.
+
+        Raises:
+            StoreError: It cannot be asked, or makes no sense.
+        """

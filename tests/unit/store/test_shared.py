@@ -1,0 +1,311 @@
+"""Transactions, leases and watching: every store that has them against a model written by hand."""
+
+import contextlib
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dure.errors import StoreLost
+from dure.store import HashStore, JobKey
+from dure.store.address import Address
+from dure.store.board import Board
+from dure.store.key import mint
+from dure.store.listener import listen
+from dure.store.network import NetworkStore
+from dure.store.server import StoreServer
+from dure.store.shared import EVERYTHING, Shared
+from dure.store.wire import Reply, Request
+
+TIMEOUT = timedelta(seconds=10)
+LOOPBACK = Address(family=socket.AF_INET, ip="127.0.0.1", port=0)
+A, B, C = b"a", b"b", b"c"
+
+
+@pytest.fixture
+def key() -> JobKey:
+    return mint()
+
+
+@pytest.fixture
+def presence() -> list[tuple[str, bool]]:
+    return []
+
+
+@pytest.fixture
+def server(key: JobKey, presence: list[tuple[str, bool]]) -> Iterator[StoreServer]:
+    it = StoreServer(listen(LOOPBACK), key, lambda name, here: presence.append((name, here)))
+    yield it
+    it.stop()
+
+
+@pytest.fixture(params=["hash", "network"])
+def shared(request: pytest.FixtureRequest, server: StoreServer, key: JobKey) -> Iterator[Shared]:
+    store = HashStore(TIMEOUT) if request.param == "hash" else client(server, key)
+    yield store
+    store.close()
+
+
+def client(server: StoreServer, key: JobKey) -> NetworkStore:
+    return NetworkStore(server.endpoint, key, TIMEOUT)
+
+
+def test_a_transaction_writes_all_or_nothing(shared: Shared) -> None:
+    assert shared.transact({"a": None}, {"a": b"1", "b": b"2"})
+    assert not shared.transact({"a": None}, {"a": b"x", "c": b"x"})
+    assert not shared.transact({"a": b"1", "b": b"other"}, {"a": b"x"})
+    assert shared.look("", EVERYTHING, 0)[1] == {"a": b"1", "b": b"2"}
+    assert shared.transact({"a": b"1", "b": b"2"}, {"a": None, "b": b"3"})
+    assert shared.look("", EVERYTHING, 0)[1] == {"b": b"3"}
+
+
+def test_a_look_returns_when_something_below_its_prefix_changes(shared: Shared) -> None:
+    revision, there = shared.look("p/", EVERYTHING, 10)
+    assert there == {}
+    with ThreadPoolExecutor(1) as pool:
+        news = pool.submit(shared.look, "p/", revision, 60)
+        shared.transact({}, {"q/x": b"0"})
+        assert not news.done()
+        shared.transact({}, {"p/x": b"1", "q/x": None})
+        later, there = news.result(10)
+    assert there == {"p/x": b"1"}
+    assert later > revision
+    assert shared.look("p/", revision, 60)[1] == {"p/x": b"1"}  # at once
+    assert shared.look("p/", later, 0.02)[0] == later  # at the timeout
+
+
+def test_a_lease_vanishes_when_it_is_not_renewed(shared: Shared) -> None:
+    shared.hold("me", b"id", 60)
+    revision, there = shared.look("me", EVERYTHING, 0)
+    assert there == {"me": b"id"}
+    shared.hold("me", b"id", 0.2)
+    ends = time.monotonic() + 0.5
+    while time.monotonic() < ends:
+        assert shared.renew("me")
+        time.sleep(0.02)
+    while there:
+        revision, there = shared.look("me", revision, 10)
+    assert not shared.renew("me")
+    shared.hold("me", b"id", 60)
+    shared.release("me")
+    assert not shared.renew("me")
+    assert not shared.transact({"me": b"id"}, {"state": b""})
+
+
+def test_who_writes_over_a_leased_key_ends_the_lease(shared: Shared) -> None:
+    shared.hold("me", b"id", 0.05)
+    assert shared.transact({"me": b"id"}, {"me": b"mine"})
+    assert not shared.renew("me")
+    time.sleep(0.1)
+    assert shared.look("me", EVERYTHING, 0)[1] == {"me": b"mine"}
+
+
+def test_a_broken_connection_is_told_of_and_comes_back(
+    server: StoreServer, key: JobKey, presence: list[tuple[str, bool]]
+) -> None:
+    with Relay(server.port) as relay:
+        store = NetworkStore(f"tcp://127.0.0.1:{relay.port}", key, TIMEOUT)
+        store.hold("me", b"id", 60)
+        relay.cut()
+        until(lambda: len(presence) == 2)
+        assert store.renew("me")
+        assert presence == [("me", True), ("me", False), ("me", True)]
+        store.close()
+        until(lambda: presence[-1] == ("me", False))
+
+
+class Relay:
+    """Stands between clients and a server, and cuts their connections when told.
+
+    Args:
+        port: The server's.
+        lose: Which packet of a connection to its client is lost, and the connection with it.
+    """
+
+    def __init__(self, port: int, lose: int = 0) -> None:
+        self._lose, self.lost = lose, 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port, self._target = self._listener.getsockname()[1], port
+        self._ends: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._run)]
+        self._threads[0].start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self._target))
+                self._ends += [near, far]
+                for way in ((near, far, 0), (far, near, self._lose)):
+                    self._threads.append(threading.Thread(target=self._pump, args=way))
+                    self._threads[-1].start()
+
+    def _pump(self, source: socket.socket, target: socket.socket, lose: int) -> None:
+        with contextlib.suppress(OSError):
+            for number in itertools.count(1):
+                data = source.recv(65536)
+                if not data or number == lose:
+                    self.lost += bool(data)
+                    break
+                target.sendall(data)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        for end in list(self._ends):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def __enter__(self) -> "Relay":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join(5)
+        self.cut()
+        for thread in self._threads:
+            thread.join(5)
+        for end in (*self._ends, self._listener):
+            end.close()
+
+
+def until(happened: Any) -> None:
+    ends = time.monotonic() + 10
+    while not happened():
+        assert time.monotonic() < ends
+        time.sleep(0.005)
+
+
+def test_what_was_asked_through_a_connection_that_breaks_is_done_once(
+    server: StoreServer, key: JobKey
+) -> None:
+    """The ninth packet of each connection to a client is an answer, and is lost with it."""
+    with Relay(server.port, lose=9) as relay, ThreadPoolExecutor(2) as pool:
+        store = NetworkStore(f"tcp://127.0.0.1:{relay.port}", key, TIMEOUT)
+        sums = [pool.submit(lambda: [store.add("n", 1) for _ in range(40)]) for _ in range(2)]
+        assert sorted(n for some in sums for n in some.result(60)) == list(range(1, 81))
+        assert relay.lost > 3
+        store.close()
+
+
+def test_another_server_at_the_same_endpoint_is_not_taken_for_the_lost_one(key: JobKey) -> None:
+    first = StoreServer(listen(LOOPBACK), key)
+    store = client(first, key)
+    store.set("k", "v")
+    first.stop()
+    second = StoreServer(
+        listen(Address(family=socket.AF_INET, ip="127.0.0.1", port=first.port)), key
+    )
+    with pytest.raises(StoreLost):
+        store.get("k")
+    store.close()
+    second.stop()
+
+
+def test_a_write_that_is_asked_again_gets_its_first_answer() -> None:
+    board = Board()
+    add = Request("add", ("n",), amount=1, once=b"1")
+    assert board.handle(A, add, 0.0) == [(A, Reply("ok", 1))]
+    board.leave(A)
+    assert board.handle(B, add, 0.0) == [(B, Reply("ok", 1))]
+    assert board.handle(A, add, 0.0) == [(A, Reply("ok", 1))]  # the first one, read late
+    for number in range(5000):
+        board.handle(b"%d" % number, Request("set", ("k",), (b"",), once=b"%d!" % number), 0.0)
+        board.leave(b"%d" % number)
+    assert len(board._done) < 1100
+    assert board.data == {"n": b"1", "k": b""}
+
+
+def test_a_look_at_changes_that_are_forgotten_is_answered_at_once() -> None:
+    board = Board()
+    for number in range(3000):
+        board.handle(A, Request("set", ("k",), (b"%d" % number,)), 0.0)
+    look = Request("look", ("other/",), amount=5, timeout_s=9)
+    assert board.handle(B, look, 0.0) == [(B, Reply("ok", 3000))]
+    recent = Request("look", ("other/",), amount=2999, timeout_s=9)
+    assert board.handle(B, recent, 0.0) == []
+    assert board.expire(9.0) == [(B, Reply("ok", 3000))]
+    assert not board._looking
+
+
+KEYS = st.sampled_from(["p/a", "p/b", "q"])
+VALUES = st.none() | st.sampled_from([b"", b"1"])
+MAPS = st.dictionaries(KEYS, VALUES, max_size=2)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("transact"), MAPS, MAPS),
+        st.tuples(st.just("hold"), KEYS, st.integers(1, 3)),
+        st.tuples(st.just("renew"), KEYS),
+        st.tuples(st.just("release"), KEYS),
+        st.tuples(st.just("sleep"), st.integers(1, 2)),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(STEPS)
+def test_any_sequence_of_steps_equals_the_model(steps: list[tuple[Any, ...]]) -> None:
+    """The model: a dictionary of (value, when it ends); a watcher that must miss nothing."""
+    board, now = Board(), 0.0
+    model: dict[str, tuple[bytes, float]] = {}
+    seen: dict[str, bytes] = {}
+    since = ask(board, A, Request("look", ("p/",), amount=EVERYTHING), now).number
+    assert board.handle(B, Request("look", ("p/",), amount=since, timeout_s=999), now) == []
+    for step, *args in steps:
+        before = {name: value for name, (value, _) in model.items() if name.startswith("p/")}
+        answers: list[tuple[bytes, Reply]] = []
+        if step == "sleep":
+            now += args[0]
+            answers = board.expire(now)
+            model = {name: held for name, held in model.items() if held[1] > now}
+        elif step == "transact":
+            expect, write = args
+            met = all(model.get(k, (None,))[0] == v for k, v in expect.items())
+            answers = board.handle(A, Request("transact", expect=expect, write=write), now)
+            assert answers.pop(0)[1].number == met
+            for name, value in write.items() if met else ():
+                model.pop(name, None)
+                if value is not None:
+                    model[name] = value, float("inf")
+        elif step == "hold":
+            name, ttl = args
+            answers = board.handle(A, Request("hold", (name,), (b"h",), timeout_s=ttl), now)
+            answers.pop(0)
+            model[name] = b"h", now + ttl
+            ttls[name] = ttl
+        elif step == "renew":
+            leased = args[0] in model and model[args[0]][1] < float("inf")
+            answers = board.handle(A, Request("renew", (args[0],)), now)
+            assert answers.pop(0)[1].number == leased
+            if leased:
+                model[args[0]] = model[args[0]][0], now + ttls[args[0]]
+        else:
+            answers = board.handle(A, Request("release", (args[0],)), now)
+            answers.pop(0)
+            model.pop(args[0], None)
+        for who, reply in answers:
+            assert who == B
+            seen = dict(zip(reply.names, reply.values, strict=True))
+            again = Request("look", ("p/",), amount=reply.number, timeout_s=999)
+            assert board.handle(B, again, now) == []
+        after = {name: value for name, (value, _) in model.items() if name.startswith("p/")}
+        assert seen == after
+        assert answers or before == after
+        assert board.data == {name: value for name, (value, _) in model.items()}
+
+
+ttls: dict[str, float] = {}
+
+
+def ask(board: Board, who: bytes, request: Request, now: float) -> Reply:
+    return board.handle(who, request, now)[0][1]
