@@ -180,7 +180,8 @@ def _tell(console: Console, flight: Flight, findings: Findings) -> None:
         )
     for sentence in findings.sentences:
         console.print(Text(sentence, "bold red"))
-    if not findings.sentences:
+    crashed = any(file.failure for file in flight.ranks.values())
+    if not findings.sentences and not findings.failures and not crashed:
         console.print(Text("The ranks' operations match.", "green"))
     _tell_arrivals(console, findings)
 
@@ -218,6 +219,7 @@ def _as_json(flight: Flight, findings: Findings) -> dict[str, Any]:
         "problems": list(flight.problems),
         "differences": [difference(d) for d in findings.differences],
         "absences": [plain(a) | {"text": str(a)} for a in findings.absences],
+        "waits": [plain(w) | {"text": str(w)} for w in findings.waits],
         "failures": [plain(f) for f in findings.failures],
         "arrivals": [plain(a) for a in findings.arrivals],
     }

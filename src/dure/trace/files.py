@@ -32,9 +32,11 @@ from dure import env
 from dure.trace.record import Origin, Record
 from dure.trace.spans import Span
 
-__all__ = ["FORMAT", "VERSION", "Target", "target", "wanted", "write"]
+__all__ = ["CRASHED", "FORMAT", "VERSION", "Target", "target", "wanted", "write"]
 
 FORMAT, VERSION = "dure-flight", 1
+CRASHED = "ended by "
+"""How the reason of a file begins whose rank an exception has ended; the exception follows."""
 _MAX_JOBS = 20
 _MAX_FRAMES = 100
 _OFF = "off"

@@ -5,6 +5,7 @@ The collectives of a group are numbered alike on all ranks, so they can be compa
 * *differences*: the first number under which the ranks called different things (another operation,
   dtype, root or reduction; another size, where sizes must agree);
 * *absences*: a rank that has not called what others have; what it called last, and where it is now;
+* *waits*: a rank whose last operation is a message that its peer has not met;
 * *arrivals*: who comes last, how often, and how long the first to come waits for it.
 
 A ring forgets: numbers before a rank's oldest record are not held against it. Only the first
@@ -14,14 +15,24 @@ difference of a group counts; what follows it is mostly its consequence.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dure.trace.events import State
 from dure.trace.merging import Flight, Frame
 from dure.trace.record import Record, describe
 
-__all__ = ["Absence", "Arrivals", "Difference", "Findings", "GroupView", "describe", "study"]
+__all__ = [
+    "Absence",
+    "Arrivals",
+    "Difference",
+    "Findings",
+    "GroupView",
+    "Wait",
+    "describe",
+    "study",
+]
 
+_WAITED = frozenset({"CommTimeout", "PeerLost"})
 _EQUAL_SIZES = frozenset(
     {"all_reduce", "reduce", "broadcast", "all_gather_single", "reduce_scatter_single"}
 )
@@ -81,6 +92,7 @@ class Absence:
         before_s: Seconds from `last` to the first of the others' calls; negative if it came later.
         now: Where the member's main thread was when it wrote its file.
         has_file: Whether it left a file at all.
+        failure: The exception that ended it, if its file says so.
     """
 
     group: str
@@ -91,6 +103,7 @@ class Absence:
     before_s: float = 0.0
     now: Frame | None = None
     has_file: bool = True
+    failure: str = ""
 
     def __str__(self) -> str:
         others = ", ".join(map(str, self.called_by))
@@ -98,8 +111,9 @@ class Absence:
         missed = f"{self.missed.op} #{self.missed.seq} of group {self.group!r}"
         if not self.has_file:
             return (
-                f"rank {self.rank} left no file (it was killed; or it still runs, and `kill -USR2` "
-                f"would make it write one), and {who} called {missed}"
+                f"rank {self.rank} left no file, and {who} called {missed}: it was killed, or "
+                "failed outside of an operation (its output says how), or still runs (`kill -USR2` "
+                "would make it write one)"
             )
         text = f"rank {self.rank} never called {missed} ({who} did)"
         if self.last is None:
@@ -110,7 +124,31 @@ class Absence:
             still = " (still in it)" if self.last.state is State.STARTED else ""
             text += f"; its last call was {describe(self.last)}{site}"
             text += f" {abs(self.before_s):.3g} s {when}{still}"
+        if self.failure:
+            return f"{text}; it had failed: {self.failure}"
         return text + (f"; it is now at {self.now}" if self.now else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """A rank that waits in a message for its peer, or did until the time was up or the peer gone.
+
+    Attributes:
+        rank: Its global rank.
+        peer: The peer's.
+        call: The message.
+        mutual: The peer waits as well, in the end for this rank: nobody can go on.
+    """
+
+    rank: int
+    peer: int
+    call: Record
+    mutual: bool = False
+
+    def __str__(self) -> str:
+        site = f" at {self.call.site}" if self.call.site else ""
+        text = f"rank {self.rank} waits for rank {self.peer} in {describe(self.call)}{site}"
+        return f"{text}, and rank {self.peer} in the end for it" if self.mutual else text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,11 +177,12 @@ class Findings:
     arrivals: tuple[Arrivals, ...]
     failures: tuple[Record, ...]
     """The first operation of each rank that failed."""
+    waits: tuple[Wait, ...] = ()
 
     @property
     def sentences(self) -> list[str]:
         """What did not match, in words."""
-        return [*map(str, self.differences), *map(str, self.absences)]
+        return [*map(str, self.differences), *map(str, self.absences), *map(str, self.waits)]
 
 
 def study(flight: Flight) -> Findings:
@@ -157,7 +196,32 @@ def study(flight: Flight) -> Findings:
         absences=tuple(a for g in groups for a in _absences(flight, g)),
         arrivals=tuple(a for g in groups for a in _arrivals(flight, g)),
         failures=tuple(records[0] for records in failed if records),
+        waits=_waits(flight),
     )
+
+
+def _waits(flight: Flight) -> tuple[Wait, ...]:
+    """Return the message of each rank that did not end, if it did nothing else after it."""
+    found: dict[int, Wait] = {}
+    for rank, file in flight.ranks.items():
+        members = {group.name: group.ranks for group in file.groups}
+        for call in file.records:
+            ended = call.state is not State.STARTED and call.error not in _WAITED
+            peers = members.get(call.group, ())
+            if ended and not call.async_op:
+                found.pop(rank, None)
+            elif call.is_message and not ended and 0 <= (call.peer or 0) < len(peers):
+                found[rank] = Wait(rank=rank, peer=peers[call.peer or 0], call=call)
+    return tuple(replace(wait, mutual=_comes_back(rank, found)) for rank, wait in found.items())
+
+
+def _comes_back(rank: int, waits: dict[int, Wait]) -> bool:
+    """Tell whether following who waits for whom leads from `rank` to itself."""
+    at, seen = rank, set[int]()
+    while at in waits and at not in seen:
+        seen.add(at)
+        at = waits[at].peer
+    return at == rank and rank in seen
 
 
 def _groups(flight: Flight) -> tuple[GroupView, ...]:
@@ -245,6 +309,7 @@ def _with_history(flight: Flight, absence: Absence) -> Absence:
         last=last,
         before_s=before_s,
         now=file.where,
+        failure=file.failure,
     )
 
 

@@ -24,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from weakref import WeakSet
 
+from dure import env
 from dure.errors import CommTimeout, Desync, DureError, PeerLost
 from dure.trace import files
 from dure.trace.record import Origin, Record, Source
@@ -41,6 +42,7 @@ __all__ = [
     "dump",
     "forget",
     "job",
+    "on_crash",
     "on_error",
     "record_steps",
     "recorded",
@@ -224,6 +226,20 @@ def record_steps(directory: Path | str | None = None) -> Generator[None]:
         keeper.stop()
         if directory is not None:
             dump(directory, reason="record_steps()")
+
+
+def on_crash(error: BaseException) -> None:
+    """Dump where DURE_TRACE_DIR asks for it: `error` ends this rank's program. Never raises.
+
+    A rank that fails outside of an operation (in `new_group`, in a file's reading) leaves no other
+    word, and would look as one that was killed.
+    """
+    if not env.text("DURE_TRACE_DIR") or not files.wanted() or isinstance(error, SystemExit):
+        return
+    with suppress(Exception):
+        if _recorder.known() and not any(_recorder.dumped.values()):
+            _recorder.job = _recorder.job or env.text("DURE_LAUNCHER") or ""  # the world was left
+            dump(reason=f"{files.CRASHED}{type(error).__name__}: {error}")
 
 
 def on_error(error: DureError, rank: int | None = None) -> None:

@@ -9,6 +9,9 @@ two files of one rank, a file of another job. Each of them is named, and the oth
 
 from __future__ import annotations
 
+import os
+import re
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +19,15 @@ from pathlib import Path
 import msgspec
 
 from dure.errors import UsageError
-from dure.trace.files import FORMAT, VERSION
+from dure.trace.files import CRASHED, FORMAT, VERSION
 from dure.trace.record import Record
 from dure.trace.spans import Span
+
+_MOST_BYTES = 1 << 28  # a thousand times what a rank writes
+# Control characters as JSON writes them (a doubled backslash is none), DEL, and those of Latin-1.
+_CONTROL = re.compile(
+    rb"\\\\|\\u00(?:[01][0-9a-f]|[7-9][0-9a-f])|\x7f|\xc2[\x80-\x9f]", re.IGNORECASE
+)
 
 __all__ = ["Clock", "Flight", "Frame", "Membership", "RankFile", "ThreadStack", "read", "read_file"]
 
@@ -78,6 +87,11 @@ class RankFile:
     records: tuple[Record, ...]
     threads: tuple[ThreadStack, ...] = ()
     spans: tuple[Span, ...] = ()
+
+    @property
+    def failure(self) -> str:
+        """The exception that ended the rank's program; empty where none did."""
+        return self.reason.removeprefix(CRASHED) if self.reason.startswith(CRASHED) else ""
 
     @property
     def where(self) -> Frame | None:
@@ -150,7 +164,7 @@ def read(folder: Path) -> Flight:
         try:
             found.append((path, _decode(path)))
         except _Unreadable as problem:
-            problems.append(f"{path.name}: {problem}")
+            problems.append(f"{_printable(path.name)}: {problem}")
     if not found:
         raise UsageError(
             f"there is no flight record in {folder}", seen="; ".join(problems) or "no *.json file"
@@ -172,11 +186,9 @@ def read_file(path: Path) -> RankFile:
 
 
 def _decode(path: Path) -> RankFile:
+    content = _content(path)
     try:
-        content = path.read_bytes()
         header = msgspec.json.decode(content, type=_Header)
-    except OSError as error:
-        raise _Unreadable(f"cannot be read ({error.strerror})") from None
     except msgspec.ValidationError:
         raise _Unreadable("is no flight record") from None
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -191,6 +203,34 @@ def _decode(path: Path) -> RankFile:
         raise _Unreadable(f"is damaged ({error})") from None
 
 
+def _content(path: Path) -> bytes:
+    """Read a file, whose texts are made such that a terminal shows them and does nothing else."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # of a FIFO it would wait
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise _Unreadable("is no regular file")
+        with open(descriptor, "rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise _Unreadable(f"cannot be read ({error.strerror})") from None
+    if len(content) > _MOST_BYTES:
+        raise _Unreadable(f"is larger than {_MOST_BYTES >> 20} MiB")
+    return _CONTROL.sub(_visible, content)
+
+
+def _visible(found: re.Match[bytes]) -> bytes:
+    """Return what stands for a control character: its number, as text."""
+    text = found[0]
+    if text == b"\\\\":
+        return text
+    return b"\\" + text if text.startswith(b"\\") else b"\\\\u%04x" % text[-1]
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text)
+
+
 def _one_of_each(found: list[tuple[Path, RankFile]], problems: list[str]) -> dict[int, RankFile]:
     """Keep the newest file of each rank, of the job whose file is the newest."""
     found.sort(key=lambda item: item[1].clock.time_ns, reverse=True)
@@ -198,9 +238,11 @@ def _one_of_each(found: list[tuple[Path, RankFile]], problems: list[str]) -> dic
     kept: dict[int, RankFile] = {}
     for path, file in found:
         if file.job != job:
-            problems.append(f"{path.name}: is of another job, {file.job!r} and not {job!r}")
+            problems.append(
+                f"{_printable(path.name)}: is of another job, {file.job!r} and not {job!r}"
+            )
         elif file.rank in kept:
-            problems.append(f"{path.name}: is an older file of rank {file.rank}")
+            problems.append(f"{_printable(path.name)}: is an older file of rank {file.rank}")
         else:
             kept[file.rank] = file
     return dict(sorted(kept.items()))

@@ -36,7 +36,10 @@ def test_hosts_mean(text, found):
     assert pairs(read_hosts(text)) == found
 
 
-@pytest.mark.parametrize("text", ["", ",", "a,a", "n[1-", "a:0", "-oProxyCommand=x", "a b"])
+@pytest.mark.parametrize(
+    "text",
+    ["", ",", "a,a", "n[1-", "a:0", "-oProxyCommand=x", "a b", "n[1-99999999]", "n[1-999]m[1-999]"],
+)
 def test_hosts_that_mean_nothing_are_refused(text):
     with pytest.raises(UsageError):
         read_hosts(text)

@@ -108,3 +108,32 @@ def test_the_first_failure_of_each_rank_is_told(tmp_path):
     ranks[0][2] = record(0, 3, state=State.FAILED, error="PeerLost")
     (failure,) = _study(tmp_path, *ranks).failures
     assert (failure.global_rank, failure.seq, failure.error) == (0, 2, "PeerLost")
+
+
+def _message(rank, op, peer, **fields):
+    known = {"state": State.STARTED, "end_ns": 0, "start_ns": 9_000_000, **fields}
+    return record(rank, 1, op, peer=peer, **known)
+
+
+def test_ranks_that_wait_for_each_other_in_messages_are_named(tmp_path):
+    ranks = _all([1])
+    ranks[0].append(_message(0, "recv", 2, state=State.FAILED, error="CommTimeout"))
+    ranks[2].append(_message(2, "send", 0))
+    ranks[1].append(_message(1, "recv", 0))
+    waits = {w.rank: (w.peer, w.mutual) for w in _study(tmp_path, *ranks).waits}
+    assert waits == {0: (2, True), 2: (0, True), 1: (0, False)}
+
+
+def test_a_message_that_ended_or_was_left_behind_is_no_wait(tmp_path):
+    ranks = _all([1])
+    ranks[0].insert(0, _message(0, "irecv", 1, async_op=True, start_ns=1))
+    ranks[1].append(_message(1, "send", 0, state=State.SUCCEEDED, end_ns=1))
+    assert _study(tmp_path, *ranks).waits == ()
+
+
+def test_a_rank_that_an_exception_ended_is_not_called_killed(tmp_path):
+    write(tmp_path, 0, [record(0, 1), record(0, 2)])
+    write(tmp_path, 1, [record(1, 1)], {"reason": "ended by UsageError: no such backend"})
+    one, two = study(read(tmp_path)).absences
+    assert str(one).endswith("; it had failed: UsageError: no such backend")
+    assert "failed outside of an operation" in str(two)

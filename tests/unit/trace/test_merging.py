@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from dure.errors import UsageError
@@ -79,3 +81,28 @@ def test_where_a_rank_is_now_is_the_programs_own_frame(tmp_path):
     file = read_file(write(tmp_path, 0, []))
     assert file.where is not None
     assert (file.where.file, file.where.line) == ("/home/me/train.py", 88)
+
+
+def test_what_is_no_file_is_named_and_not_read(tmp_path):
+    write(tmp_path, 0, [record(0, 1)])
+    os.mkfifo(tmp_path / "fifo.json")
+    (tmp_path / "zero.json").symlink_to("/dev/zero")
+    (tmp_path / "folder.json").mkdir()
+    with open(tmp_path / "large.json", "w") as large:
+        large.truncate((1 << 28) + 1)
+    assert read(tmp_path).problems == (
+        "fifo.json: is no regular file",
+        "folder.json: is no regular file",
+        "large.json: is larger than 256 MiB",
+        "zero.json: is no regular file",
+    )
+
+
+def test_texts_move_no_cursor(tmp_path):
+    evil = "\x1b]0;owned\x07 \x9b2J \x7f back\\u001bslash"
+    write(tmp_path, 0, [record(0, 1, file=evil)], {"host": evil})
+    file = read_file(tmp_path / "rank0.json")
+    shown = "\\u001b]0;owned\\u0007 \\u009b2J \\u007f back\\u001bslash"
+    assert (file.host, file.records[0].file) == (shown, shown)
+    (tmp_path / "a\x1b[2J.json").write_text("{")
+    assert read(tmp_path).problems == ("a\\u001b[2J.json: is no JSON, or torn off",)

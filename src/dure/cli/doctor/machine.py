@@ -301,8 +301,8 @@ def _leftovers() -> Iterator[Finding]:
         with contextlib.suppress(psutil.Error, OSError):
             if process.uids().real == os.getuid():
                 variables = text(f"/proc/{process.pid}/environ").split("\0")
-                pairs = dict(each.partition("=")[::2] for each in variables)
-                jobs[process.pid] = pairs.get("DURE_LAUNCHER", "")
+                own = [v for v in variables if v.startswith("DURE_LAUNCHER=")]
+                jobs[process.pid] = own[0].partition("=")[2] if own else ""
     found: list[Member] = []
     for pid, job in jobs.items():
         with contextlib.suppress(psutil.Error, OSError):

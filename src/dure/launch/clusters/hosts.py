@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from dure.errors import UsageError
+from dure.placement.nodes import MOST_HOSTS
 
 __all__ = ["Slots", "cluster_shell", "read_hostfile", "read_hosts"]
 
+_RANGE = re.compile(r"([0-9]+)-([0-9]+)(?:/([1-9][0-9]*))?")
 _COUNTED = re.compile(r"(.+?):([0-9]+)")
 _IGNORED = frozenset({"max_slots", "max-slots", "ifname", "binding", "user"})
 
@@ -96,7 +98,10 @@ def _node_set(text: str, nproc: int | None, where: str) -> list[Slots]:
         raise UsageError("a host needs a rank", seen=f"{where}: {text} gets 0")
     sets = cluster_shell("NodeSet")
     try:
-        names = [str(name) for name in sets.NodeSet(text, autostep=None)]
+        sizes = [(int(b) - int(a)) // int(step or 1) for a, b, step in _RANGE.findall(text)]
+        if max(sizes, default=0) >= MOST_HOSTS or len(nodes := sets.NodeSet(text)) > MOST_HOSTS:
+            raise UsageError(f"{where} names more than {MOST_HOSTS:,} hosts", seen=repr(text))
+        names = [str(name) for name in nodes]
     except sets.NodeSetException as error:
         raise UsageError(f"{where} is no list of hosts", seen=f"{text!r}: {error}") from None
     for name in names:

@@ -67,6 +67,8 @@ def become(report_fd: int, kind: str, program: str, args: list[str]) -> None:
     except BaseException as error:
         if os.getpid() == me and _is_still(report_fd, pipe):  # else a fork came back up to here
             _report(report_fd, error)
+            if flight := sys.modules.get("dure.trace.flight"):
+                flight.on_crash(error)
         _hide_bootstrap_frames()
         raise
 
