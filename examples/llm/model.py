@@ -53,7 +53,7 @@ class Shape:
 
 SHAPES = {
     "debug": Shape(),
-    "10m": Shape(width=320, layers=8, heads=10, groups=5, hidden=864, length=256),
+    "10m": Shape(width=320, layers=8, heads=8, groups=4, hidden=864, length=256),
     "1b": Shape(128_256, 2048, 16, 32, 8, 8192, 8192, 500_000.0),
     "8b": Shape(128_256, 4096, 32, 32, 8, 14_336, 8192, 500_000.0),
 }

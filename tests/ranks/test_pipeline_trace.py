@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from typer.testing import CliRunner
 
 from dure import trace
 from dure.cli.pipeline_steps import measured_step
 from dure.cli.trace import commands
+from dure.parallel.pipeline import executor
+from dure.parallel.pipeline.messages import Messages
+from dure.schedules import Action, Kind
 from dure.testing import run_ranks
+from dure.trace import spans
 from dure.trace.merging import read
 from dure.trace.timeline import timeline
 from ranks.pipeline_models import Pipeline, batches, dense
@@ -46,3 +52,48 @@ def test_steps_are_drawn_a_track_a_stage_and_simulated_on_2_ranks(tmp_path: Path
     done = CliRunner().invoke(commands, ["merge", str(tmp_path), "-o", str(picture)])
     assert done.exit_code == 0 and "simulated" in done.output
     assert (tmp_path / "out.measured.svg").exists() and (tmp_path / "out.simulated.svg").exists()
+
+
+class _Clock(threading.local):
+    """A rank's clock, which goes on only where it is told."""
+
+    now = 0
+
+    def monotonic_ns(self) -> int:
+        return self.now
+
+
+class _Slow(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002: as torch calls it
+        CLOCK.now += 10
+        return super().forward(input)
+
+
+CLOCK = _Clock()
+
+
+def test_an_action_lasts_as_long_as_it_computes_and_does_not_wait(monkeypatch: Any):
+    """Also one of two parts, of which the second waits when the first has been computed."""
+    take = Messages.take
+
+    def slow_take(*args: Any) -> Any:
+        CLOCK.now += 100
+        return take(*args)
+
+    monkeypatch.setattr(executor, "time", CLOCK)
+    monkeypatch.setattr(Messages, "take", slow_take)
+    kept: list[trace.Span] = []
+    monkeypatch.setattr(spans, "listeners", [kept.append])
+
+    def step(rank: int) -> None:
+        Pipeline("dualpipe-v", rank, 2, [_Slow(6, 6).double() for _ in range(4)], 4).step(
+            *batches(1)[0]
+        )
+
+    run_ranks(2, step)
+    lasted = {(Action.parse(s.name).kind, s.end_ns - s.start_ns) for s in kept}
+    assert {k: t for k, t in lasted if k in (Kind.FORWARD, Kind.OVERLAP_F_B)} == {
+        Kind.FORWARD: 10,
+        Kind.OVERLAP_F_B: 10,
+    }
+    assert (Kind.FULL_BACKWARD, 0) in lasted and {t for _, t in lasted} == {0, 10}

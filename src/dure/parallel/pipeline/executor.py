@@ -123,7 +123,7 @@ class Executor:
         self._messages = carrier(group, placement, microbatches, stages[0].device)
         self._live_losses: dict[int, torch.Tensor] = {}
         self._batch: Batch | None = None
-        self._num_steps, self._start_ns = 0, 0
+        self._num_steps, self._waited_ns = 0, 0
         self.custom: dict[Kind, CustomFunction] = {}
         self._do: Mapping[Kind, Callable[[PipelineStage, int], None]] = {
             Kind.FORWARD: self._forward,
@@ -198,7 +198,7 @@ class Executor:
         self._do[action.kind](stage, microbatch)
 
     def _perform_timed(self, action: Action) -> None:
-        self._start_ns = time.monotonic_ns() if spans.listeners else 0
+        start_ns, self._waited_ns = time.monotonic_ns(), 0
         custom = self.custom.get(action.kind)
         with torch.profiler.record_function(f"PP:{action}"):
             if custom is not None:
@@ -208,17 +208,17 @@ class Executor:
                 self.perform(action)
         if action.kind.is_compute:
             self._messages.let_go()
-        if self._start_ns:
-            self._show(action)
+        if spans.listeners:
+            self._show(action, start_ns + self._waited_ns)
 
-    def _show(self, action: Action) -> None:
-        """Show the action, from the moment on when what it needs was there."""
+    def _show(self, action: Action, start_ns: int) -> None:
+        """Show the action as long as it kept the rank busy: without what it waited for."""
         spans.emit(
             spans.Span(
                 name=str(action),
                 track=f"stage {action.parts[0].stage}",
                 global_rank=self._group.global_ranks[self._rank],
-                start_ns=self._start_ns,
+                start_ns=start_ns,
                 end_ns=time.monotonic_ns(),
                 group=self._group.group_name,
                 details={"action": str(action), "rank": self._rank, "step": self._num_steps},
@@ -226,9 +226,9 @@ class Executor:
         )
 
     def _take(self, transfer: Transfer) -> Packed:
+        start_ns = time.monotonic_ns()
         packed = self._messages.take(transfer)
-        if self._start_ns:
-            self._start_ns = time.monotonic_ns()
+        self._waited_ns += time.monotonic_ns() - start_ns
         return packed
 
     # ---------------------------------------------------------------- computing
