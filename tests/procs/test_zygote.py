@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from dure import env, native
+from dure import env
 from dure.launch import JobSpec, Line, run_job
-from dure.launch.ranks import forking, heapfile
+from dure.launch.ranks import forking
 from dure.launch.ranks.environment import malloc_variables
 from dure.launch.ranks.processes import adopting_orphans
 from dure.launch.ranks.spawn import RankProcess, start_rank
@@ -281,69 +281,3 @@ with dure.process_group():
     dure.all_reduce(t)
     print("sum", bool((t == 2).all()))
 """
-
-
-# ---- its heap, in a memory file ------------------------------------------------------------------
-
-LARGE = "data = [bytearray(b'%04d' % i * 200) for i in range(20_000)]"  # 16 MB of small blocks
-LOOKS = """
-import re, sys
-data = sys.modules["large_heap"].data
-whole = all(block == b"%04d" % i * 200 for i, block in enumerate(data[::{step}]))
-entries = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", open("/proc/self/smaps").read())
-heaps = [x for x in entries if "{name}" in x.split("\\n")[0]]
-amounts = [dict(re.findall(r"(?m)^(Size|Rss): +(\\d+)", x)) for x in heaps]
-sizes = [sum(int(x[key]) for x in amounts) for key in ("Size", "Rss")]
-data[0][:] = b"mine"
-print(whole, *sizes)
-"""
-
-
-@pytest.fixture
-def large(spec: JobSpec) -> JobSpec:
-    Path(spec.program).with_name("large_heap.py").write_text(LARGE)
-    return dataclasses.replace(spec, preload=("large_heap",))
-
-
-def looks(spec: JobSpec, zygote: Zygote, name: str, step: int) -> tuple[bool, int, int]:
-    """Let a rank look at each `step`-th block, and tell what it has mapped of `name`, in MB."""
-    Path(spec.program).write_text(LOOKS.format(name=name, step=step))
-    whole, size, resident = output(start(spec, zygote)).split()
-    return whole == "True", int(size) >> 10, int(resident) >> 10
-
-
-def test_ranks_map_of_the_heap_what_they_touch_and_change_their_own(large: JobSpec) -> None:
-    if not native.available()[0]:
-        pytest.skip(native.available()[1])
-    with contextlib.ExitStack() as stack:
-        zygote = ready(large, stack)
-        whole, size, little = looks(large, zygote, "memfd:dure-heap", 20_000)
-        assert whole
-        assert size >= 16
-        assert little < size / 2
-        whole, _, all_of_it = looks(large, zygote, "memfd:dure-heap", 1)  # as it was: not b"mine"
-        assert whole
-        assert all_of_it >= 16
-
-
-memfd_create = os.memfd_create
-
-
-def no_heap_file(name: str, flags: int = 0) -> int:
-    if name == "dure-heap":
-        raise PermissionError(1, "a seccomp profile forbids it")
-    return memfd_create(name, flags)
-
-
-@pytest.mark.parametrize("lacking", ["engine", "memory file"])
-def test_ranks_have_the_heap_as_it_is_where_it_cannot_be_moved(
-    large: JobSpec, monkeypatch: pytest.MonkeyPatch, lacking: str
-) -> None:
-    if lacking == "engine":
-        monkeypatch.setattr(heapfile, "EXTENSION_SUFFIXES", [])
-    else:
-        monkeypatch.setattr(os, "memfd_create", no_heap_file)
-    with contextlib.ExitStack() as stack:
-        whole, size, _ = looks(large, ready(large, stack), "[heap]", 1)
-        assert whole
-        assert size >= 16

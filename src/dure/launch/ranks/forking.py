@@ -28,7 +28,6 @@ told in docs/launch.md.
 
 *Memory.* The garbage collector writes into every object that it visits, and would give each rank
 copies of pages that all could share. So what was imported is taken from its sight (`gc.freeze`).
-And the heap is moved into a file, of which a rank maps what it touches (`heapfile.py`).
 
 Like `child.py`, this file imports nothing of Dure.
 """
@@ -56,7 +55,6 @@ __all__ = ["receive", "send"]
 
 _HEADER = struct.Struct("!Q")
 _MOST_FDS = 16
-_FOR_EVER = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _THREADS_LEAVE_S = 0.5  # for a thread that has ended to vanish from /proc
 _Message = dict[str, Any]  # JSON, both ways: its fields are told where it is made
 
@@ -108,7 +106,6 @@ def main() -> None:
         trouble = _preload(setup)
         if trouble is None:
             gc.freeze()
-            _move_heap(setup["engine"], setup["heap"])
         send(link, {"trouble": trouble})
         if trouble is not None:
             os._exit(0)
@@ -210,20 +207,6 @@ def _threads_after_fork() -> int:
     while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < deadline:
         time.sleep(0.005)
     return len(os.listdir("/proc/self/task"))
-
-
-def _move_heap(engine: str | None, fd: int | None) -> None:
-    """Let ranks map the heap page by page (`heapfile.py`), or leave it where that cannot be.
-
-    There is one thread, and from here on nothing may write to the file but the kernel.
-    """
-    if fd is None:
-        return
-    with contextlib.suppress(OSError, AttributeError):  # an engine that does not load; an older one
-        move = None if engine is None else ctypes.CDLL(engine).dure_move_heap
-        if move is not None and move(fd) > 0:
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FOR_EVER)
-    os.close(fd)
 
 
 # --- the fork ----------------------------------------------------------------------------------

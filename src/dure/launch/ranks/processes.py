@@ -9,7 +9,14 @@ session. A process belongs to the job if any of these holds:
 - it was started with the job's name in its environment (`DURE_LAUNCHER`), which a daemon keeps
   when it leaves its parent and session.
 
-All three are read from /proc. Between reading and signalling, a process may end and its number be
+The launcher adopts orphans, so all of them descend from it, and a look goes down from the launcher
+alone: it reads of the job's processes only. A guardian, or a kernel that does not list children,
+looks at all processes of the host.
+
+A process that is *detached* has a session of its own and no parent in the job: somebody started it
+to outlive the rank (TensorBoard, an uploader). A rank's own workers are not.
+
+All of this is read from /proc. Between reading and signalling, a process may end and its number be
 given to another: so a pidfd is opened first, then membership is read, then the pidfd is signalled.
 """
 
@@ -64,6 +71,34 @@ def _read(pid: int) -> Process | None:
 def _all_processes() -> dict[int, Process]:
     found = (_read(int(name)) for name in os.listdir("/proc") if name.isdigit())
     return {process.pid: process for process in found if process is not None}
+
+
+def _children(pid: int) -> list[int]:
+    """Return the children of a process, those of all of its threads; none of one that is gone.
+
+    Raises:
+        FileNotFoundError: This kernel lists no children, though the process is there.
+    """
+    found: list[int] = []
+    with contextlib.suppress(NotADirectoryError, ProcessLookupError, FileNotFoundError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+                text = Path(f"/proc/{pid}/task/{thread}/children").read_text()
+                found += map(int, text.split())
+    return found
+
+
+def _descendants(root: int, spared: frozenset[int]) -> dict[int, Process]:
+    """Return the processes below `root`, but none of `spared` nor what is below those."""
+    found: dict[int, Process] = {}
+    waiting = _children(root)
+    while waiting:
+        pid = waiting.pop()
+        process = None if pid in spared or pid in found else _read(pid)
+        if process is not None:
+            found[pid] = process
+            waiting += _children(pid)
+    return found
 
 
 def _is_dead(pid: int) -> bool:

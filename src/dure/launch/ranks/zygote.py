@@ -26,7 +26,6 @@ from dure.launch.interpreter import interpreter_options
 from dure.launch.ranks.child import first_path
 from dure.launch.ranks.environment import malloc_variables
 from dure.launch.ranks.forking import receive, send
-from dure.launch.ranks.heapfile import HeapFile
 from dure.launch.ranks.imports import names_to_import
 from dure.launch.spec import JobSpec
 
@@ -98,7 +97,6 @@ class Zygote:
     ) -> None:
         self._environment = environment | {"DURE_ROOM": "x" * _ROOM_BYTES}
         self._link, theirs = socket.socketpair()
-        self._heap, self._imports_torch = HeapFile(), "torch" in names
         self._printed = {"stdout": b"", "stderr": b""}
         self._state: str | None = "waiting"
         self.say: Callable[[str], object] = bool
@@ -114,7 +112,7 @@ class Zygote:
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 env=self._environment,
-                pass_fds=(theirs.fileno(), *self._heap.fds),
+                pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
         with contextlib.suppress(OSError):  # it has died: `trouble` will say so
@@ -122,7 +120,6 @@ class Zygote:
                 "first_path": first_path(spec.kind, spec.program),
                 "needed": names[:needed],
                 "wanted": names[needed:],
-                **self._heap.setup(),
             }
             send(self._link, setup)
 
@@ -138,10 +135,7 @@ class Zygote:
             interrupted: A descriptor that becomes readable when the user has had enough.
         """
         if self._state == "waiting":
-            if self._imports_torch:
-                self._heap.reserve()
             self._state = self._wait(interrupted)
-            self._heap.close()
             if self._state is not None:
                 self.close()
         return self._state
@@ -199,7 +193,6 @@ class Zygote:
     def close(self) -> None:
         """End it; ranks that were forked stay."""
         self._link.close()
-        self._heap.close()
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdout, self._process.stderr):
