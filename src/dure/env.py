@@ -136,6 +136,11 @@ VARIABLES: dict[str, Variable] = {
         Variable(name="DURE_ELASTIC_QUORUM", meaning="0: any part of a cut network goes on"),
         Variable(name="DURE_ELASTIC_MIN", meaning="fewer living ranks than these end the job"),
         Variable(
+            name="DURE_TRACEBACK",
+            meaning="full: tracebacks of Dure's own errors show Dure's lines, too",
+            example="full",
+        ),
+        Variable(
             name="DURE_TRACE_DIR",
             meaning="where ranks write their flight records; off: not on errors",
             example="traces",

@@ -20,8 +20,8 @@ MAY_IMPORT_TORCH_DISTRIBUTED = {
     *(PACKAGE / "torch_backend").glob("*.py"),
     PACKAGE / "cli" / "bench" / "rank.py",  # as the rival of a benchmark, and nothing else
 }
-FORKING = PACKAGE / "launch" / "ranks" / "forking.py"
-"""It puts the environment of a forked rank in place, and imports nothing of Dure."""
+IMPORT_NOTHING_OF_DURE = {PACKAGE / "launch" / "ranks" / n for n in ("forking.py", "child.py")}
+"""They begin a rank, and put the environment of a forked one in place."""
 REASON = re.compile(r"#\s*lazy: \S")
 FOREIGN_HEADER = re.compile(r'#\s*include\s*[<"](Python\.h|nanobind/|torch/|ATen/|c10/|pybind11/)')
 
@@ -78,7 +78,7 @@ def test_environment_is_read_only_in_env():
     offenders = [
         shown(path, node.lineno)
         for path in python_files()
-        if path not in (PACKAGE / "env.py", FORKING)
+        if path not in {PACKAGE / "env.py", *IMPORT_NOTHING_OF_DURE}
         for node in ast.walk(tree_of(path))
         if (isinstance(node, ast.Attribute) and node.attr in {"environ", "environb", "getenv"})
         or (isinstance(node, ast.ImportFrom) and node.module == "os" and _names_environ(node))

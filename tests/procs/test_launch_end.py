@@ -253,13 +253,31 @@ def test_grandchildren_end_with_a_failing_rank(job: Launching) -> None:
     assert done.code in (137, 0)
 
 
-def test_grandchildren_end_with_successful_ranks(job: Launching) -> None:
-    program = job.write("""
-        import subprocess
-        subprocess.Popen(["setsid", "sleep", "600"], stdout=subprocess.DEVNULL)
-    """)
-    done = job.run("-n", "2", program)
-    assert done.code == 0
+DETACHED = """
+    import os, subprocess, sys
+    options = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.Popen(["sleep", "600"], **options)
+    if os.environ["RANK"] == "1":
+        subprocess.Popen(["sleep", "601"], start_new_session=True, **options)
+    sys.exit(int(sys.argv[1]))
+"""
+
+
+def test_what_successful_ranks_have_detached_stays_and_their_own_children_end(
+    job: Launching,
+) -> None:
+    process = job.start("-n", "2", job.write(DETACHED), "0")
+    _, said = process.communicate(timeout=job.limit_s)
+    left = job.left()
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert process.returncode == 0
+    assert len(left) == 1
+    assert f"left running, in sessions of their own: sleep (pid {left[0]})" in said
+
+
+def test_what_failing_ranks_have_detached_ends_with_them(job: Launching) -> None:
+    assert job.run("-n", "2", job.write(DETACHED), "3").code == 3  # checks that nothing is left
 
 
 def test_orphan_with_an_empty_environment_ends_by_its_session(job: Launching) -> None:

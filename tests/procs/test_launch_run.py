@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dure.launch.ranks.cores import cpu_quota, read_topology
+from dure.launch.ranks.cores import read_topology
+from dure.launch.ranks.limits import cpu_quota
 from procs.launching import DURE, Launching
 from procs.launching import launching as _launching
 
@@ -39,7 +41,7 @@ def test_environment_of_two_ranks_is_torchruns(job: Launching) -> None:
         assert env["MASTER_ADDR"] == "127.0.0.1"
         assert 0 < int(env["MASTER_PORT"]) < 65536
         assert env["TORCHELASTIC_RESTART_COUNT"] == env["TORCHELASTIC_MAX_RESTARTS"] == "0"
-        cores = min(read_topology().num_cores, cpu_quota())
+        cores = min(read_topology(frozenset(os.sched_getaffinity(0))).num_cores, cpu_quota())
         assert env["OMP_NUM_THREADS"] == str(max(1, int(cores / 2)))
     for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "DURE_LAUNCHER", "DURE_STORE_ADDR"):
         assert ranks[0][name] == ranks[1][name]

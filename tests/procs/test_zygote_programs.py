@@ -155,7 +155,7 @@ def test_program_sees_the_same_as_in_a_fresh_interpreter(stage: Stage, name: str
     assert forked == fresh
 
 
-def test_daemon_of_a_forked_rank_is_found_and_ended(runs: Runs) -> None:
+def test_daemon_of_a_forked_rank_that_fails_is_found_and_ended(runs: Runs) -> None:
     result = runs.both(
         runs.write("""
             import os, time
@@ -166,6 +166,7 @@ def test_daemon_of_a_forked_rank_is_found_and_ended(runs: Runs) -> None:
                     time.sleep(60)
                 os._exit(0)
             os.wait()
+            raise SystemExit(3)
         """)
     )
     assert len(result.outlived) == 1

@@ -28,10 +28,10 @@ from dure.launch.agent.duties import Outcome
 from dure.launch.agent.link import Alone, Link, Linked
 from dure.launch.loop import drain
 from dure.launch.program import check_program
+from dure.launch.ranks.cores import threads_for
 from dure.launch.ranks.environment import JobAddress
 from dure.launch.ranks.errorfiles import error_directory
 from dure.launch.ranks.guarding import guarded
-from dure.launch.ranks.numa import threads_for
 from dure.launch.ranks.processes import adopting_orphans
 from dure.launch.ranks.zygote import usable, zygote_for
 from dure.launch.round import Workplace

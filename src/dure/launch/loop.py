@@ -88,7 +88,8 @@ class JobLoop:
     def replace(self, local_rank: int, process: RankProcess) -> None:
         """Watch a process that was started in place of one that has ended."""
         old = self.ranks[local_rank]
-        JobProcesses((old.pid,), f"none but those of {old.pid}").kill_all(_SESSION_S)
+        session = f"none but those of {old.pid}"
+        JobProcesses((old.pid,), session, below=os.getpid()).kill_all(_SESSION_S)
         self._retired.append(old)  # a zombie that keeps its session's number
         for fd in (old.stdout.fileno(), old.stderr.fileno(), old.report_fd):
             self._drain(fd)
@@ -136,7 +137,7 @@ class JobLoop:
 
     def _all_processes(self) -> JobProcesses:
         pids = tuple(rank.pid for rank in (*self.ranks, *self._retired))
-        return JobProcesses(pids, self._job, self.spared)
+        return JobProcesses(pids, self._job, self.spared, below=os.getpid())
 
     def _step(self) -> None:
         """Wait for something to happen, and deal with it."""
@@ -261,8 +262,19 @@ class JobLoop:
             elif isinstance(action, Signal):
                 self._send(action)
             else:
-                others = len(self._processes.others())
-                self._do(self.supervisor.swept(others, time.monotonic()))
+                self._sweep()
+
+    def _sweep(self) -> None:
+        """Count what is left; what successful ranks have detached stays, and is named."""
+        spares = self.supervisor.spares_detached
+        others = self._processes.others(detached=not spares)
+        self._do(self.supervisor.swept(len(others), time.monotonic()))
+        if spares and not others:
+            left = [
+                f"{process.command} (pid {process.pid})" for process in self._processes.others()
+            ]
+            if left:
+                self.terminal.say(f"left running, in sessions of their own: {', '.join(left)}")
 
     def _ask(self, ranks: tuple[int, ...]) -> None:
         for rank in ranks:
@@ -271,7 +283,8 @@ class JobLoop:
 
     def _send(self, action: Signal) -> None:
         """Signal ranks last: a parent that ends first would turn its children into orphans."""
-        others = self._processes.others() if action.everything else []
+        spares = self.supervisor.spares_detached
+        others = self._processes.others(detached=not spares) if action.everything else []
         for process in others:
             if self._processes.signal(process.pid, action.number) and not self.supervisor.alive:
                 self.outlived[process.pid] = process.command

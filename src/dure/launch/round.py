@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 from dure import env
 from dure.launch.loop import JobLoop, Overseer
+from dure.launch.ranks.cores import threads_for
 from dure.launch.ranks.environment import JobAddress, Round, rank_log_dir, rank_variables
 from dure.launch.ranks.errorfiles import error_file, known_crash
 from dure.launch.ranks.guarding import Guardian
-from dure.launch.ranks.numa import threads_for
 from dure.launch.ranks.spawn import RankProcess, start_rank
 from dure.launch.ranks.zygote import Zygote
 from dure.launch.show.terminal import Terminal
@@ -133,6 +133,7 @@ class RoundRun:
             stack=report.stack,
             last=report.last,
             progress="" if report.step is None else str(report.step),
+            finished=report.finished,
         )
 
     def _start(self, local_rank: int, round: Round) -> RankProcess:

@@ -211,7 +211,7 @@ class Crash:
     """The exception that left a rank's main module.
 
     `peer` is the rank the exception blames (`PeerLost.peer`), if it blames one; `exit_code` is
-    what the interpreter is about to exit with.
+    what the interpreter is about to exit with; `hint` what to do, where the launcher knows.
     """
 
     type: str
@@ -219,6 +219,7 @@ class Crash:
     traceback: str
     exit_code: int = 1
     peer: int | None = None
+    hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +251,8 @@ class RankResult:
 
     `ended_by_launcher` says that it was still running when the job had to end. `stack` is where
     its main thread was at the moment of the first failure, innermost frame first; `last` describes
-    the last operation of its process groups at that moment, `progress` the last step it told of.
+    the last operation of its process groups at that moment, `progress` the last step it told of;
+    `finished` says that its program had come to its end.
     """
 
     rank: int
@@ -262,6 +264,7 @@ class RankResult:
     stack: tuple[Frame, ...] = ()
     last: str = ""
     progress: str = ""
+    finished: bool = False
 
     def is_process_of(self, other: RankResult) -> bool:
         """Tell whether both are of one process: a rank that is replaced has had several."""

@@ -156,6 +156,12 @@ class Supervisor:
         """Tell whether `rank` has ended, and well."""
         return rank in self.exits and self.exits[rank].ok and rank not in self._crashed
 
+    @property
+    def spares_detached(self) -> bool:
+        """Whether all has gone well, so that what ranks have detached from themselves may stay."""
+        well = self.interrupted_by is None and not self.fenced
+        return well and all(self.succeeded(rank) for rank in range(self._nproc))
+
     def has_crashed(self, rank: int) -> bool:
         """Tell whether an exception has left the program of `rank`."""
         return rank in self._crashed

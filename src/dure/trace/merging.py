@@ -20,6 +20,7 @@ import msgspec
 
 from dure.errors import UsageError
 from dure.trace.files import CRASHED, FORMAT, VERSION
+from dure.trace.frames import is_library
 from dure.trace.record import Record
 from dure.trace.spans import Span
 
@@ -97,18 +98,8 @@ class RankFile:
     def where(self) -> Frame | None:
         """The innermost frame of the main thread that is the program's own, if any is."""
         main = next((t.stack for t in self.threads if t.main), ())
-        own = [f for f in main if not _is_library(f.file)]
+        own = [f for f in main if not is_library(f.file)]
         return own[-1] if own else (main[-1] if main else None)
-
-
-def _is_library(file: str) -> bool:
-    """Tell whether a file is the interpreter's or an installed package's."""
-    parts = Path(file).parts
-    return file.startswith("<") or any(
-        part in ("site-packages", "dist-packages", "dure", "torch")
-        or (part.startswith("python3.") and parts[i - 1] in ("lib", "lib64"))
-        for i, part in enumerate(parts[:-1])
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Mapping
@@ -13,14 +14,15 @@ from dure.errors import UsageError
 from dure.launch.ranks.cores import (
     Cpu,
     Topology,
-    count_cores,
-    cpu_quota,
+    bind,
+    bound_to,
     parse_cpus,
     read_topology,
-    show_cpus,
+    share_threads,
 )
-from dure.launch.ranks.numa import bind, bound_to, share_threads
-from dure.launch.spec import Numa
+from dure.launch.ranks.limits import available_memory, check_memory, cpu_quota
+from dure.launch.show.folding import rank_set as show_cpus
+from dure.launch.spec import JobSpec, Numa
 
 
 def machine(
@@ -139,7 +141,6 @@ def test_threads_share_the_cores(
 )
 def test_lists_of_cpus_are_the_kernels(text: str, cpus: set[int]) -> None:
     assert parse_cpus(text + "\n") == cpus
-    assert show_cpus(cpus) == text
 
 
 def write(root: Path, files: Mapping[str, str]) -> None:
@@ -179,14 +180,14 @@ def kernel_files(root: Path, topology: Topology) -> None:
 
 def test_machine_is_read_from_the_kernels_files(tmp_path: Path) -> None:
     kernel_files(tmp_path, TWO_SOCKETS)
-    assert read_topology(range(32), root=tmp_path) == TWO_SOCKETS
-    assert count_cores(range(32), tmp_path) == TWO_SOCKETS.num_cores == 16
-    some = read_topology([3, 5], root=tmp_path)
+    assert read_topology(frozenset(range(32)), root=tmp_path) == TWO_SOCKETS
+    assert TWO_SOCKETS.num_cores == 16
+    some = read_topology(frozenset({3, 5}), root=tmp_path)
     assert some == TWO_SOCKETS.only([3, 5])
 
 
 def test_kernel_that_tells_nothing_has_one_node(tmp_path: Path) -> None:
-    topology = read_topology([0, 1], root=tmp_path)
+    topology = read_topology(frozenset({0, 1}), root=tmp_path)
     assert bound(topology, "exclusive", 2) == ["0", "1"]
 
 
@@ -217,7 +218,7 @@ def test_gpus_are_those_that_cuda_will_number(
                 f"sys/bus/pci/devices/{address}/numa_node": node,
             },
         )
-    assert read_topology([0], visible, tmp_path).gpus == nodes
+    assert read_topology(frozenset({0}), visible, tmp_path).gpus == nodes
 
 
 @pytest.mark.parametrize(
@@ -259,3 +260,61 @@ def test_binding_ends_with_the_block() -> None:
     with bound_to(one):
         assert os.sched_getaffinity(0) == one
     assert os.sched_getaffinity(0) == before
+
+
+MEMORY = {
+    "proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:  2000 kB",
+    "proc/self/cgroup": "0::/a/b",
+    "sys/fs/cgroup/a/memory.max": "1200000",
+    "sys/fs/cgroup/a/memory.current": "1000000",
+    "sys/fs/cgroup/a/memory.stat": "anon 5\ninactive_file 300000",
+    "sys/fs/cgroup/a/b/memory.max": "max",
+    "sys/fs/cgroup/a/b/memory.current": "1000000",
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "available"),
+    [
+        ({}, 500_000),  # what group a leaves: 1.2 MB - 1.0 MB, and pages of files
+        ({"sys/fs/cgroup/a/memory.max": "max"}, 2000 * 1024),
+        (
+            {
+                "proc/self/cgroup": "7:memory:/x",
+                "sys/fs/cgroup/memory/x/memory.limit_in_bytes": "300000",
+                "sys/fs/cgroup/memory/x/memory.usage_in_bytes": "400000",
+            },
+            0,
+        ),
+        ({"proc/meminfo": "", "proc/self/cgroup": ""}, None),
+    ],
+)
+def test_available_memory_is_what_the_tightest_limit_leaves(
+    tmp_path: Path, changed: dict[str, str], available: int | None
+) -> None:
+    write(tmp_path, MEMORY | changed)
+    assert available_memory(tmp_path) == available
+
+
+@pytest.mark.parametrize(
+    ("nproc", "torch", "forked", "refused"),
+    [
+        (16, True, True, False),  # 60 MB each
+        (18, True, True, True),
+        (4, True, False, False),  # 250 MB each
+        (5, True, False, True),
+        (80, False, False, False),  # 12 MB each
+        (90, False, False, True),
+    ],
+)
+def test_ranks_that_memory_cannot_hold_are_refused(
+    monkeypatch: pytest.MonkeyPatch, nproc: int, torch: bool, forked: bool, refused: bool
+) -> None:
+    monkeypatch.setattr("dure.launch.ranks.limits.available_memory", lambda: 1024 << 20)
+    spec = JobSpec(program="train.py", nproc=nproc)
+    if refused:
+        with pytest.raises(UsageError, match=f"{nproc} ranks.*--oversubscribe"):
+            check_memory(spec, torch=torch, forked=forked)
+    else:
+        check_memory(spec, torch=torch, forked=forked)
+    check_memory(dataclasses.replace(spec, oversubscribe=True), torch=torch, forked=forked)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from dure.launch.ranks import processes
 from dure.launch.ranks.processes import JobProcesses
+from dure.launch.ranks.spawn import start_rank
+from dure.launch.spec import JobSpec
 
 
 def test_a_process_is_signalled_without_a_look_at_all_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With hundreds of loader workers, a look at all for each took seconds of the tear-down."""
-    script = "setsid sleep 60 & echo $!; wait"
+    script = "setsid sh -c 'echo $$; exec sleep 60' & wait"
     with subprocess.Popen(
         ["sh", "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as rank:
@@ -25,9 +29,31 @@ def test_a_process_is_signalled_without_a_look_at_all_others(
         try:
             grandchild = int(rank.stdout.readline())
             assert grandchild in {process.pid for process in job.others()}
+            assert [p.pid for p in job.others(detached=False)] == []  # it has a session of its own
             monkeypatch.delattr(processes, "_all_processes")
+            below = JobProcesses((rank.pid,), "no job of this name", below=os.getpid())
+            assert [p.pid for p in below.others()] == [grandchild]
             assert job.signal(grandchild, signal.SIGKILL)
             assert not job.signal(os.getpid(), 0)
             assert not job.signal(os.getppid(), 0)
         finally:
             rank.kill()
+
+
+def test_rank_that_cannot_be_watched_is_not_left_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+
+    def none_left(pid: int, flags: int = 0) -> int:
+        started.append(pid)
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", none_left)
+    program = tmp_path / "program.py"
+    program.write_text("import time; time.sleep(600)")
+    key = os.memfd_create("key")
+    with pytest.raises(OSError, match="too many open files"):
+        start_rank(JobSpec(program=str(program)), 0, {}, key)
+    os.close(key)
+    assert not os.path.exists(f"/proc/{started[0]}")

@@ -203,6 +203,23 @@ def test_others_are_told_with_their_last_operation_and_those_alike_together() ->
     assert "step 7 of 9" in lines[at + 3]
 
 
+DESYNC = 'Traceback\n  File "a.py", line {0}, in f\ndure.errors.Desync: (rank {0} of 4) x'
+
+
+def test_error_that_other_ranks_raised_in_the_same_words_is_told_once() -> None:
+    ranks = tuple(failed(n, DESYNC.format(n)) for n in range(2))
+    lines = told(ranks)
+    assert sum("dure.errors.Desync" in line for line in lines) == 1
+    assert lines[-1] == "  rank 1 (pid 101): raised the same E, at a.py:1 in f"
+
+
+def test_rank_that_had_finished_is_told_so() -> None:
+    reader = ReportReader()
+    reader.feed(b'{"finished": true}\n')
+    other = dataclasses.replace(rank(1, Exit(signal=15), ended=True), finished=reader.finished)
+    assert told((failed(0, "E: x"), other))[-1] == "  rank 1 (pid 101): had finished its program"
+
+
 def test_summary_of_many_ranks_is_short() -> None:
     others = tuple(failed(n, f"E: {'x' * n}") for n in range(1, 200))
     assert len(told((failed(0, "E: first"), *others))) < 40

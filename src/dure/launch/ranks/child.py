@@ -5,7 +5,7 @@ The launcher runs this file by its path, in a fresh interpreter:
     python .../child.py REPORT_FD LAUNCHER_PID KIND PROGRAM ARGS...
 
 It then does what `python PROGRAM ARGS` or `python -m PROGRAM ARGS` would do: `sys.argv`,
-`sys.path[0]` and the module `__main__` are what the program expects. Three things are added:
+`sys.path[0]` and the module `__main__` are what the program expects. Four things are added:
 
 1. The kernel ends this process when the launcher dies (PR_SET_PDEATHSIG), whatever kills it.
 2. An exception that leaves the program is written to REPORT_FD, a pipe to the launcher, as one
@@ -13,6 +13,9 @@ It then does what `python PROGRAM ARGS` or `python -m PROGRAM ARGS` would do: `s
 3. On the signal STACK_SIGNAL, faulthandler writes the main thread's Python stack to the same pipe.
    That handler runs in C at once, so it answers even while the program is stuck in native code.
    Once the program has a process group, `dure.trace.line` adds the last operation.
+4. A traceback that nobody else prints is written at once, so that the launcher can show it in one
+   piece; of an error that Dure itself has raised it ends with the user's line, for what is below
+   tells nothing of the program. DURE_TRACEBACK=full shows all of it.
 
 Where ranks are forked from a zygote, `forking.py` comes here by `become`, and all of this holds.
 
@@ -41,6 +44,8 @@ USAGE_EXIT_CODE = 2
 _OPTIONS = sys.orig_argv[1 : -len(sys.argv)]  # the interpreter's own, such as -O
 _PR_SET_PDEATHSIG = 1
 _FORKING = os.path.join(os.path.dirname(__file__), "forking.py")
+_DURE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+_NO_TORCH_GROUP = "Default process group has not been initialized"
 _LONGEST_TEXT = 8_000  # characters; two such texts fit into a pipe, so the dying rank never waits
 
 
@@ -71,6 +76,8 @@ def become(report_fd: int, kind: str, program: str, args: list[str]) -> None:
                 flight.on_crash(error)
         _hide_bootstrap_frames()
         raise
+    if os.getpid() == me and _is_still(report_fd, pipe):
+        _write(report_fd, {"finished": True})
 
 
 def _publish(report_fd: int) -> None:
@@ -177,11 +184,26 @@ def _hide_bootstrap_frames() -> None:
     def quieter(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if not issubclass(kind, KeyboardInterrupt):
-            trace = _without_bootstrap(trace)
-            hook(kind, error.with_traceback(trace), trace)
+        if issubclass(kind, KeyboardInterrupt):
+            return
+        if hook is sys.__excepthook__ and sys.stderr is not None:
+            sys.stderr.write(_formatted(error))
+            return
+        trace = _without_bootstrap(trace)
+        hook(kind, error.with_traceback(trace), trace)
 
     sys.excepthook = quieter
+
+
+def _formatted(error: BaseException) -> str:
+    """Return the traceback of an error as it is shown."""
+    trace = _without_bootstrap(error.__traceback__)
+    told = traceback.TracebackException(type(error), error, trace, compact=True)
+    own = type(error).__module__.partition(".")[0] == "dure"
+    frames = [frame for frame in told.stack if not frame.filename.startswith(_DURE)]
+    if own and frames and os.environ.get("DURE_TRACEBACK") != "full":
+        told.stack[:] = frames
+    return "".join(told.format())
 
 
 def _exit_code(error: BaseException) -> int:
@@ -207,23 +229,47 @@ def _report(fd: int, error: BaseException) -> None:
     """Write the crash to the launcher's pipe; a launcher that is gone is no reason to fail."""
     code = _exit_code(error)
     if code == 0:
+        _write(fd, {"finished": True})
         return
-    lines = traceback.format_exception(type(error), error, _without_bootstrap(error.__traceback__))
-    crash = {
+    crash: dict[str, object] = {
         "type": type(error).__qualname__,
         "message": _text(error)[:_LONGEST_TEXT],
-        "traceback": "".join(lines)[-_LONGEST_TEXT:],
+        "traceback": _formatted(error)[-_LONGEST_TEXT:],
+        "hint": _hint(error),
         "exit_code": code,
         "peer": _blamed(error),
     }
     telling = sys.modules.get("dure.trace.line")
     if telling is not None:
         telling.tell_last()
-    line = json.dumps(crash, ensure_ascii=False).encode(errors="backslashreplace")
+    _write(fd, crash)
+
+
+def _write(fd: int, content: dict[str, object]) -> None:
+    line = json.dumps(content, ensure_ascii=False).encode(errors="backslashreplace")
     try:
         os.write(fd, b"\n" + line + b"\n")
     except OSError:
         return
+
+
+def _hint(error: BaseException) -> str:
+    """Return what to do about an error that a program runs into because it has become a rank."""
+    world = sys.modules.get("dure.comm.world")
+    frames = traceback.extract_tb(_without_bootstrap(error.__traceback__))
+    own = [frame for frame in frames if "-packages" not in frame.filename]
+    where = f"{own[-1].filename}:{own[-1].lineno}" if own else "the program"
+    if world is not None and world.current_world().groups and _NO_TORCH_GROUP in _text(error):
+        return (
+            f"{where} asks torch.distributed, and the process group is Dure's: import dure there "
+            "in place of torch.distributed (or use Dure in torch: dure.torch_backend)"
+        )
+    if isinstance(error, EOFError) and os.environ.get("RANK", "0") != "0":
+        return (
+            f"rank 0 alone has the standard input, and {where} reads it on every rank: read on "
+            "rank 0, and send what was read (dure.broadcast_object_list)"
+        )
+    return ""
 
 
 def _blamed(error: BaseException) -> int | None:

@@ -1,34 +1,41 @@
-"""Which cores this process may use: where they are in the machine, and how much of them it gets.
+"""Which cores each rank gets, and how many threads: from the kernel's files to a rank's cpus.
 
 Words. A *cpu* is what the kernel counts: a hardware thread. A *core* has one or more of them. A
 *node* is memory with the cpus that reach it fastest, a *socket* a chip in its place, with one or
 more nodes. A *complex* is the cpus behind one cache of the last level.
 
-All is read from files of the kernel, below a root that tests replace.
+With at least as many GPUs as ranks, rank i is bound near GPU i (as torchrun binds); otherwise ranks
+are spread over the nodes in blocks. Those of one node share it: wholly (`node`), with the rest of
+its socket (`socket`), as equal numbers of cores that nobody else gets (`exclusive`), or by
+complexes in turn (`core-complex`), those with most cpus first. The affinity is set before the
+program starts, so every thread that it ever has, and the memory they touch first, follow.
 """
 
 from __future__ import annotations
 
-import math
+import contextlib
+import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from dure import env
+from dure.errors import UsageError
+from dure.launch.ranks.limits import cpu_quota, kernel_text
+from dure.launch.spec import JobSpec, Numa
 
 __all__ = [
     "Cpu",
     "Topology",
-    "count_cores",
-    "cpu_quota",
+    "bind",
+    "bound_cpus",
+    "bound_to",
     "parse_cpus",
     "read_topology",
-    "show_cpus",
+    "share_threads",
+    "threads_for",
 ]
-
-_CPUS = "sys/devices/system/cpu"
-_NODES = "sys/devices/system/node"
-_GPUS = "proc/driver/nvidia/gpus"
-_CGROUPS = "sys/fs/cgroup"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,82 +67,54 @@ class Topology:
         return Topology(tuple(cpu for cpu in self.cpus if cpu.number in wanted), self.gpus)
 
 
+# --- what the kernel says ------------------------------------------------------------------------
+
+
 def parse_cpus(text: str) -> frozenset[int]:
     """Read the kernel's `0-2,8`."""
-    found: set[int] = set()
-    for part in filter(None, (x.strip() for x in text.split(","))):
-        first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return frozenset(found)
+    ends = (part.partition("-") for part in text.strip().split(",") if part)
+    ranges = (range(int(first), int(last or first) + 1) for first, _, last in ends)
+    return frozenset(cpu for some in ranges for cpu in some)
 
 
-def show_cpus(cpus: Iterable[int]) -> str:
-    """Write cpus as the kernel does: `0-2,8`."""
-    parts: list[list[int]] = []
-    for cpu in sorted(cpus):
-        if parts and cpu == parts[-1][-1] + 1:
-            parts[-1][1:] = [cpu]
-        else:
-            parts.append([cpu])
-    return ",".join("-".join(map(str, part)) for part in parts)
-
-
+@functools.lru_cache(maxsize=4)  # every rank asks, and a large machine has a thousand files
 def read_topology(
-    allowed: Iterable[int] | None = None, visible_gpus: str | None = None, root: Path = Path("/")
+    allowed: frozenset[int], visible_gpus: str | None = None, root: Path = Path("/")
 ) -> Topology:
-    """Read what this machine is made of.
+    """Read what this machine is made of, as far as it may be used.
 
     Args:
-        allowed: The cpus that may be used; None: those of this thread's affinity.
+        allowed: The cpus that may be.
         visible_gpus: CUDA_VISIBLE_DEVICES, if it is set.
         root: Where the kernel's files are.
 
-    Cost: some five small files a cpu.
+    Cost: some five small files a cpu, the first time.
     """
-    usable = sorted(os.sched_getaffinity(0) if allowed is None else allowed)
-    nodes = _nodes(root)
-    cpus = tuple(_cpu(root, number, nodes.get(number, 0)) for number in usable)
+    nodes = {  # a kernel without NUMA has no such files, and node 0 alone
+        cpu: int(path.parent.name.removeprefix("node"))
+        for path in (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
+        for cpu in parse_cpus(kernel_text(path))
+    }
+    cpus = tuple(_cpu(root, number, nodes.get(number, 0)) for number in sorted(allowed))
     return Topology(cpus, _gpus(root, visible_gpus))
 
 
-def count_cores(cpus: Iterable[int], root: Path = Path("/")) -> int:
-    """Return of how many cores `cpus` are; one small file for each."""
-    return len({_core(root / _CPUS / f"cpu{number}", number) for number in cpus})
-
-
-def _core(directory: Path, number: int) -> int:
-    siblings = parse_cpus(_text(directory / "topology/thread_siblings_list"))
-    return min(siblings, default=number)
-
-
-def _nodes(root: Path) -> dict[int, int]:
-    """Return the node of each cpu; a kernel without NUMA has no such files, and node 0 alone."""
-    return {
-        cpu: int(path.parent.name.removeprefix("node"))
-        for path in (root / _NODES).glob("node[0-9]*/cpulist")
-        for cpu in parse_cpus(_text(path))
-    }
-
-
 def _cpu(root: Path, number: int, node: int) -> Cpu:
-    directory = root / _CPUS / f"cpu{number}"
-    socket = _text(directory / "topology/physical_package_id")
+    directory = root / f"sys/devices/system/cpu/cpu{number}"
+    socket = kernel_text(directory / "topology/physical_package_id")
+    siblings = parse_cpus(kernel_text(directory / "topology/thread_siblings_list"))
+    caches = [(0, number)]
+    for index in (directory / "cache").glob("index[0-9]*"):
+        if kernel_text(index / "type") in ("Unified", "Data"):
+            sharing = parse_cpus(kernel_text(index / "shared_cpu_list"))
+            caches.append((int(kernel_text(index / "level") or 0), min(sharing, default=number)))
     return Cpu(
         number=number,
         node=node,
         socket=max(int(socket or 0), 0),
-        core=_core(directory, number),
-        cache=_last_cache(directory, number),
+        core=min(siblings, default=number),
+        cache=max(caches)[1],
     )
-
-
-def _last_cache(directory: Path, number: int) -> int:
-    best = (0, number)
-    for index in (directory / "cache").glob("index[0-9]*"):
-        if _text(index / "type") in ("Unified", "Data"):
-            sharing = parse_cpus(_text(index / "shared_cpu_list"))
-            best = max(best, (int(_text(index / "level") or 0), min(sharing, default=number)))
-    return best[1]
 
 
 def _gpus(root: Path, visible: str | None) -> tuple[int, ...]:
@@ -144,65 +123,131 @@ def _gpus(root: Path, visible: str | None) -> tuple[int, ...]:
     CUDA counts GPUs of one kind by their place on the bus, and stops at the first entry of
     CUDA_VISIBLE_DEVICES that it does not know.
     """
-    found = [(_node_of(root, path.name), _uuid(path)) for path in sorted((root / _GPUS).glob("*"))]
+    found: list[tuple[int, str]] = []
+    for path in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
+        node = kernel_text(root / "sys/bus/pci/devices" / path.name / "numa_node")
+        about = kernel_text(path / "information").partition("GPU UUID:")[2].split()
+        found.append((max(int(node or 0), 0), about[0] if about else ""))  # -1: there is but one
     if visible is None:
         return tuple(node for node, _ in found)
     chosen: list[int] = []
     for entry in (x.strip() for x in visible.split(",")):
-        if entry.isdecimal() and int(entry) < len(found):
-            chosen.append(found[int(entry)][0])
-            continue
-        named = [
-            node for node, uuid in found if entry.startswith("GPU-") and uuid.startswith(entry)
-        ]
+        named = [node for node, uuid in found if entry[:4] == "GPU-" and uuid.startswith(entry)]
+        if entry.isdecimal():
+            named = [node for node, _ in found[int(entry) : int(entry) + 1]]
         if len(named) != 1:
             break
-        chosen.append(named[0])
+        chosen += named
     return tuple(chosen)
 
 
-def _node_of(root: Path, address: str) -> int:
-    """Return the node of the device at `address`; the kernel says -1 where there is but one."""
-    return max(int(_text(root / "sys/bus/pci/devices" / address / "numa_node") or 0), 0)
+# --- who gets what -------------------------------------------------------------------------------
 
 
-def _uuid(directory: Path) -> str:
-    lines = _text(directory / "information").splitlines()
-    return next((x.partition(":")[2].strip() for x in lines if x.startswith("GPU UUID")), "")
+def bind(topology: Topology, mode: Numa, local_rank: int, nproc: int) -> frozenset[int]:
+    """Return the cpus of one rank.
 
+    Args:
+        topology: What may be used.
+        mode: How to share it.
+        local_rank: Which rank of this host.
+        nproc: How many ranks this host has.
 
-def cpu_quota(root: Path = Path("/")) -> float:
-    """Return how many cpus' time the control groups leave this process; infinite without a limit.
-
-    A container with `--cpus 2` on a large machine may run on any cpu, but only for so long.
+    Raises:
+        UsageError: There is no core for it.
     """
-    lowest = math.inf
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        number, names, path = line.split(":", 2)
-        if number == "0":
-            lowest = min(lowest, *_limits(root / _CGROUPS, path), math.inf)
-        elif "cpu" in names.split(","):
-            lowest = min(lowest, *_limits(root / _CGROUPS / "cpu", path), math.inf)
-    return lowest
+    slots = topology.gpus
+    if len(slots) < nproc:
+        nodes = sorted({cpu.node for cpu in topology.cpus})
+        slots = tuple(nodes[rank * len(nodes) // nproc] for rank in range(nproc))
+    node = slots[local_rank]
+    near = [cpu for cpu in topology.cpus if cpu.node == node]
+    position, of = slots[:local_rank].count(node), slots.count(node)
+    if mode == "socket":
+        sockets = {cpu.socket for cpu in near}
+        near = [cpu for cpu in topology.cpus if cpu.socket in sockets]
+    elif mode == "exclusive":
+        cores = sorted({cpu.core for cpu in near})
+        each, more = divmod(len(cores), of)  # the first get what does not divide
+        start = position * each + min(position, more)
+        mine = cores[start : start + each + (position < more)]
+        near = [cpu for cpu in near if cpu.core in mine]
+    elif mode == "core-complex" and near:
+        sizes: dict[int, int] = {}
+        for cpu in near:
+            sizes[cpu.cache] = sizes.get(cpu.cache, 0) + 1
+        ordered = sorted(sizes, key=lambda cache: (-sizes[cache], cache))
+        near = [cpu for cpu in near if cpu.cache == ordered[position % len(ordered)]]
+    if not near:
+        raise UsageError(
+            f"no core is left for local rank {local_rank}",
+            seen=f"{topology.num_cores} cores for {nproc} ranks, those of node {node} too few",
+            fix="Start fewer ranks, allow more cores (taskset, Slurm's --cpus-per-task), or choose "
+            "--numa-binding node.",
+        )
+    return frozenset(cpu.number for cpu in near)
 
 
-def _limits(mount: Path, path: str) -> Iterator[float]:
-    """Yield the limits of a group and of all it is in (seen from within, it is the mount)."""
-    group = mount / path.lstrip("/")
-    for directory in (group, *group.parents):
-        quota, _, period = _text(directory / "cpu.max").partition(" ")  # version 2
-        if not quota:
-            quota = _text(directory / "cpu.cfs_quota_us")
-            period = _text(directory / "cpu.cfs_period_us")
-        if quota.isdecimal() and period.isdecimal() and int(quota) > 0 and int(period) > 0:
-            yield int(quota) / int(period)
-        if directory == mount:
-            return
+def share_threads(
+    cores: float, nproc: int, topology: Topology, binding: Collection[frozenset[int]] = ()
+) -> int:
+    """Return how many threads each rank gets for one operator, so that all fit.
+
+    One number for all ranks, the lowest of them: a collective waits for the slowest.
+
+    Args:
+        cores: How many cores' time all may take together.
+        nproc: How many ranks there are.
+        topology: The cpus that may be used.
+        binding: The cpus of each rank; empty: the ranks are not bound.
+    """
+    shares = [
+        topology.only(cpus).num_cores // sum(not cpus.isdisjoint(other) for other in binding)
+        for cpus in binding
+    ]
+    return max(1, int(min([cores / nproc, *shares])))
 
 
-def _text(path: Path) -> str:
-    """Return what a file of the kernel says, or an empty text where there is none."""
+def bound_cpus(spec: JobSpec, local_rank: int) -> frozenset[int] | None:
+    """Return the cpus of one rank of a job on this host, or None if it is not bound.
+
+    Raises:
+        UsageError: There is no core for it.
+    """
+    if spec.numa is None:
+        return None
+    return bind(_machine(spec), spec.numa, local_rank, spec.nproc)
+
+
+def threads_for(spec: JobSpec) -> int | None:
+    """Return OMP_NUM_THREADS for the ranks on this host, or None where the user has chosen it.
+
+    Raises:
+        UsageError: There is no core for one of them.
+    """
+    if "OMP_NUM_THREADS" in spec.env or env.text("OMP_NUM_THREADS"):
+        return None
+    if spec.nproc == 1 and spec.numa is None:
+        return None
+    topology, numa = _machine(spec), spec.numa
+    binding = [bind(topology, numa, rank, spec.nproc) for rank in range(spec.nproc)] if numa else []
+    return share_threads(min(topology.num_cores, cpu_quota()), spec.nproc, topology, binding)
+
+
+def _machine(spec: JobSpec) -> Topology:
+    visible = spec.env.get("CUDA_VISIBLE_DEVICES", env.raw("CUDA_VISIBLE_DEVICES"))
+    return read_topology(frozenset(os.sched_getaffinity(0)), visible)
+
+
+@contextlib.contextmanager
+def bound_to(cpus: frozenset[int] | None) -> Iterator[None]:
+    """Let this thread, and the processes that it starts meanwhile, use `cpus` alone."""
+    if cpus is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
     try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

@@ -44,7 +44,6 @@ import io
 import json
 import os
 import socket
-import struct
 import sys
 import threading
 import time
@@ -53,7 +52,6 @@ from typing import Any
 
 __all__ = ["receive", "send"]
 
-_HEADER = struct.Struct("!Q")
 _MOST_FDS = 16
 _THREADS_LEAVE_S = 0.5  # for a thread that has ended to vanish from /proc
 _Message = dict[str, Any]  # JSON, both ways: its fields are told where it is made
@@ -61,38 +59,24 @@ _Message = dict[str, Any]  # JSON, both ways: its fields are told where it is ma
 
 def send(link: socket.socket, message: _Message, fds: tuple[int, ...] = ()) -> None:
     """Send a message, and descriptors with it."""
-    data = json.dumps(message).encode()
-    header = _HEADER.pack(len(data))
-    if fds:
-        socket.send_fds(link, [header], fds)
-    else:
-        link.sendall(header)
-    link.sendall(data)
+    socket.send_fds(link, [b"."], fds)
+    link.sendall(json.dumps(message).encode() + b"\n")
 
 
 def receive(link: socket.socket) -> tuple[_Message, list[int]]:
-    """Wait for a message and the descriptors that came with it.
+    """Wait for a message and the descriptors that came with it; the sender then awaits an answer.
 
     Raises:
         EOFError: The other side has closed the socket, or ended.
     """
-    fds: list[int] = []
-    header = _receive_bytes(link, _HEADER.size, fds)
-    data = _receive_bytes(link, _HEADER.unpack(header)[0], fds)
-    return json.loads(data), fds
-
-
-def _receive_bytes(link: socket.socket, count: int, fds: list[int]) -> bytes:
-    out = bytearray()
-    while len(out) < count:
-        part, more, _, _ = socket.recv_fds(
-            link, min(count - len(out), 1 << 20), _MOST_FDS, socket.MSG_CMSG_CLOEXEC
-        )
+    mark, fds, _, _ = socket.recv_fds(link, 1, _MOST_FDS, socket.MSG_CMSG_CLOEXEC)
+    text = b""
+    while not text.endswith(b"\n"):
+        part = link.recv(1 << 20) if mark else b""
         if not part:
             raise EOFError
-        fds.extend(more)
-        out += part
-    return bytes(out)
+        text += part
+    return json.loads(text), fds
 
 
 def main() -> None:

@@ -13,8 +13,8 @@ The launcher adopts orphans, so all of them descend from it, and a look goes dow
 alone: it reads of the job's processes only. A guardian, or a kernel that does not list children,
 looks at all processes of the host.
 
-A process that is *detached* has a session of its own and no parent in the job: somebody started it
-to outlive the rank (TensorBoard, an uploader). A rank's own workers are not.
+A process is *detached* if it has left the rank's session: somebody started it to outlive the rank
+(TensorBoard, an uploader). A rank's own workers are in it.
 
 All of this is read from /proc. Between reading and signalling, a process may end and its number be
 given to another: so a pidfd is opened first, then membership is read, then the pidfd is signalled.
@@ -74,27 +74,25 @@ def _all_processes() -> dict[int, Process]:
 
 
 def _children(pid: int) -> list[int]:
-    """Return the children of a process, those of all of its threads; none of one that is gone.
-
-    Raises:
-        FileNotFoundError: This kernel lists no children, though the process is there.
-    """
+    """Return the children of a process, those of all of its threads; none of one that is gone."""
     found: list[int] = []
-    with contextlib.suppress(NotADirectoryError, ProcessLookupError, FileNotFoundError):
+    with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            with contextlib.suppress(OSError):
                 text = Path(f"/proc/{pid}/task/{thread}/children").read_text()
                 found += map(int, text.split())
     return found
 
 
-def _descendants(root: int, spared: frozenset[int]) -> dict[int, Process]:
-    """Return the processes below `root`, but none of `spared` nor what is below those."""
+def _descendants(root: int) -> dict[int, Process]:
+    """Return the processes below `root`; all of the host where this kernel lists no children."""
+    if not os.path.exists("/proc/thread-self/children"):
+        return _all_processes()
     found: dict[int, Process] = {}
     waiting = _children(root)
     while waiting:
         pid = waiting.pop()
-        process = None if pid in spared or pid in found else _read(pid)
+        process = None if pid in found else _read(pid)
         if process is not None:
             found[pid] = process
             waiting += _children(pid)
@@ -122,20 +120,38 @@ class JobProcesses:
         ranks: The process number of each rank; none of them may be reaped yet.
         job: The value of `DURE_LAUNCHER` in the job's environment.
         spared: Processes of the launcher's own that carry that variable, too: the zygote.
+        below: The process that all descend from; None: look at every process of the host.
     """
 
-    def __init__(self, ranks: tuple[int, ...], job: str, spared: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        job: str,
+        spared: tuple[int, ...] = (),
+        below: int | None = None,
+    ) -> None:
         self._ranks = frozenset(ranks)
+        self._below = below
         self._spared = frozenset(spared)
         self._entry = f"DURE_LAUNCHER={job}".encode()
         self._me = os.getpid()
 
-    def others(self) -> list[Process]:
+    def others(self, *, detached: bool = True) -> list[Process]:
         """List the job's living processes except the ranks, and reap those that died to us.
 
-        Cost: reads two small files of /proc for each process of the host.
+        Args:
+            detached: Whether those count that have left the session of their rank.
+
+        Cost: reads a small file or two for each process, and one for each thread, of the job; where
+        `below` is not known, two for each process of the host.
         """
-        everyone = _all_processes()
+        found = self._look()
+        if not found:  # one that ends while its parent's children are listed may hide another
+            found = self._look()
+        return [p for p in found if detached or p.session in self._ranks]
+
+    def _look(self) -> list[Process]:
+        everyone = _all_processes() if self._below is None else _descendants(self._below)
         mine = [
             process
             for process in everyone.values()

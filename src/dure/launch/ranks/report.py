@@ -60,6 +60,7 @@ class ReportReader:
         self.stack: tuple[Frame, ...] = ()
         self.last = ""  # the last operation of its process groups
         self.step: Step | None = None  # how far the program says it has come
+        self.finished = False  # the program has come to its end
         self.elastic = False  # the program has entered `dure.elastic.run`
         self._told_stack = False
         self._tells_last = False
@@ -105,6 +106,8 @@ class ReportReader:
             self.last = msgspec.convert(content["last"], type=str) or "none"
         elif "elastic" in content:
             self.elastic = True
+        elif "finished" in content:
+            self.finished = True
         elif "answers" in content:
             self._tells_last = True
         else:

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from dure.launch.interpreter import interpreter_options
 from dure.launch.ranks.child import STACK_SIGNAL
-from dure.launch.ranks.numa import bound_cpus, bound_to
-from dure.launch.ranks.zygote import ForkOrder, Zygote
+from dure.launch.ranks.cores import bound_cpus, bound_to
+from dure.launch.ranks.zygote import RankStart, Zygote
 from dure.launch.spec import Exit, JobSpec, Kind
 
 __all__ = ["RankProcess", "start_rank"]
@@ -134,14 +134,21 @@ def start_rank(
             ends.append(read)
             pipes.append(write)
         local = rank if local_rank is None else local_rank
-        start = _Start(spec, variables, spec.stdin == "rank0" and rank == 0, local, pipes, key_fd)
-        pid = None if zygote is None else zygote.fork(_order(start))
-        fresh = None
-        if pid is None:
-            with bound_to(start.cpus):
-                fresh = _fresh(start)
-            pid = fresh.pid
-        pidfd = os.pidfd_open(pid)
+        start = RankStart(
+            spec=spec,
+            args=tuple(x.replace("${local_rank}", str(local)) for x in spec.args),  # torchrun's
+            variables=variables,
+            cpus=bound_cpus(spec, local),
+            reads_stdin=spec.stdin == "rank0" and rank == 0,
+            pipes=(pipes[0], pipes[1], pipes[2]),
+            key_fd=key_fd,
+            launcher=0 if spec.outlives_launcher else os.getpid(),
+        )
+        pid = None if zygote is None else zygote.fork(start)
+        fresh = _fresh(start) if pid is None else None
+        pid = fresh.pid if fresh is not None else pid
+        assert pid is not None
+        pidfd = _watched(pid, fresh)
         on_error.pop_all()
     return RankProcess(
         *(rank, socket.gethostname(), spec.kind, pid, pidfd),
@@ -149,65 +156,30 @@ def start_rank(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """All that a rank gets; `pipes` are its ends for output, errors and reports."""
-
-    spec: JobSpec
-    variables: Mapping[str, str]
-    reads_stdin: bool
-    local_rank: int
-    pipes: list[int]
-    key_fd: int
-
-    @property
-    def args(self) -> tuple[str, ...]:
-        """The program's arguments, in which torchrun's one macro has its value."""
-        return tuple(x.replace("${local_rank}", str(self.local_rank)) for x in self.spec.args)
-
-    @property
-    def cpus(self) -> frozenset[int] | None:
-        """The cpus that it is bound to, if it is."""
-        return bound_cpus(self.spec, self.local_rank)
+def _watched(pid: int, fresh: subprocess.Popen[bytes] | None) -> int:
+    """Return a descriptor of the process that was just started; end it if there is none."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        os.kill(pid, signal.SIGKILL)  # it is ours, and not reaped: the number is still its own
+        os.waitpid(pid, 0) if fresh is None else fresh.wait()
+        raise
 
 
-def _fresh(start: _Start) -> subprocess.Popen[bytes]:
+def _fresh(start: RankStart) -> subprocess.Popen[bytes]:
     """Start a rank in an interpreter of its own."""
     spec, (stdout, stderr, report) = start.spec, start.pipes
-    return subprocess.Popen(
-        [
-            *(sys.executable, *interpreter_options(), _CHILD),
-            *(str(report), str(_mortal_launcher(spec))),
-            *(spec.kind, spec.program, *start.args),
-        ],
-        stdin=None if start.reads_stdin else subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=stderr,
-        env=dict(start.variables),
-        pass_fds=(report, start.key_fd),
-        start_new_session=True,
-    )
-
-
-def _order(start: _Start) -> ForkOrder:
-    """Describe the same rank to the zygote."""
-    stdin: int | str = "null"
-    if start.reads_stdin:
-        stdin = "closed" if sys.__stdin__ is None else 0
-    return ForkOrder(
-        spec=start.spec,
-        args=start.args,
-        cpus=start.cpus,
-        environment=start.variables,
-        stdin=stdin,
-        stdout=start.pipes[0],
-        stderr=start.pipes[1],
-        report=start.pipes[2],
-        inherits=(start.key_fd,),
-        launcher=_mortal_launcher(start.spec),
-    )
-
-
-def _mortal_launcher(spec: JobSpec) -> int:
-    """Return whose death ends the ranks: this process, or 0 for nobody where they may go on."""
-    return 0 if spec.outlives_launcher else os.getpid()
+    with bound_to(start.cpus):
+        return subprocess.Popen(
+            [
+                *(sys.executable, *interpreter_options(), _CHILD),
+                *(str(report), str(start.launcher)),
+                *(spec.kind, spec.program, *start.args),
+            ],
+            stdin=None if start.reads_stdin else subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            env=dict(start.variables),
+            pass_fds=(report, start.key_fd),
+            start_new_session=True,
+        )

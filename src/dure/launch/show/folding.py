@@ -14,8 +14,7 @@ What is no whole line (a prompt, a progress bar, and what continues it) waits it
 and neither joins nor is joined. So do very long lines. When more waits than `MAX_BYTES` or
 `MAX_ENTRIES`, the oldest leave early, so memory is bounded whatever the ranks write.
 
-Cost: about 1 us a line of processor time; while lines come in a flood of which little folds, the
-folder steps aside and lines pass at once.
+Cost: about 1 us a line of processor time.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from operator import attrgetter
 
 from dure.launch.spec import Stream
@@ -32,25 +32,19 @@ __all__ = ["MAX_BYTES", "MAX_ENTRIES", "WINDOW_S", "Entry", "Folder", "rank_set"
 WINDOW_S = 0.1
 MAX_BYTES = 1 << 20
 MAX_ENTRIES = 8192
-_LONGEST = 4096  # bytes of a line that may fold
-_FLOOD = 2000  # lines in a window that nobody can read
-_TRY_EVERY = 16  # windows of a flood, until it is seen again whether it folds
-
-_number = attrgetter("number")
+_LONGEST = 1 << 14  # bytes of a line, or of a traceback, that may fold
 
 
+@dataclass(slots=True, eq=False)
 class Entry:
-    """A line on its way, and the ranks that wrote it; `ends` says that its newline followed."""
+    """A line on its way, and the ranks that wrote it (a bit each); `ends`: its newline followed."""
 
-    __slots__ = ("at", "ends", "number", "owner", "ranks", "text")
-
-    def __init__(self, number: int, rank: int, owner: object, text: bytes, at: float) -> None:
-        self.number = number
-        self.ranks = 1 << rank
-        self.owner = owner
-        self.text = text
-        self.at = at
-        self.ends = True
+    number: int
+    ranks: int
+    owner: object
+    text: bytes
+    at: float
+    ends: bool = True
 
 
 class Folder:
@@ -68,32 +62,13 @@ class Folder:
         self._queued_bytes = 0
         self._next = 1
         self._last: dict[int, int] = {}  # rank to the number of its last entry
-        self._entries: dict[Stream, dict[bytes, deque[Entry]]] = {"stdout": {}, "stderr": {}}
+        self._same: dict[tuple[Stream, bytes], deque[Entry]] = {}  # what may be joined
         self._open: set[object] = set()  # pipes whose line was shown in part
-        self._lines, self._joined, self._since = 0, 0, 0.0
-        self._aside, self._num_aside = False, 0
 
     @property
     def wake_at(self) -> float | None:
         """When `due` has something to give."""
         return self._queue[0].at + self._window_s if self._queue else None
-
-    @property
-    def aside(self) -> bool:
-        """Whether lines should pass by, behind what `flush` returns: see `watch`."""
-        return self._aside
-
-    def watch(self, num_lines: int, now: float) -> None:
-        """Count lines that come: step aside in a flood of which little folds, now and then not."""
-        if now - self._since > self._window_s:
-            flood = self._lines > _FLOOD
-            if self._aside:
-                self._num_aside += 1
-                self._aside = flood and self._num_aside % _TRY_EVERY != 0
-            else:
-                self._aside = flood and self._joined * 4 < self._lines
-            self._lines, self._joined, self._since = 0, 0, now
-        self._lines += num_lines
 
     def put(
         self, owner: object, rank: int, stream: Stream, lines: list[bytes], now: float
@@ -107,93 +82,62 @@ class Folder:
             lines: What it brought.
             now: The time.
         """
-        entries, last = self._entries[stream], self._last.get(rank, 0)
-        bit, first = 1 << rank, owner in self._open
-        self._open.discard(owner)
         for text in lines:
-            same = entries.get(text)
-            entry = None if same is None or first else _first_after(same, last)
-            if entry is not None:
-                entry.ranks |= bit
-                last = entry.number
-                self._joined += 1
+            may_fold = len(text) <= _LONGEST and owner not in self._open
+            self._open.discard(owner)
+            same = self._same.get((stream, text)) if may_fold else None
+            last = self._last.get(rank, 0)
+            if same and same[-1].number > last:
+                entry = same[bisect_right(same, last, key=attrgetter("number"))]
+                entry.ranks |= 1 << rank
+                self._last[rank] = entry.number
                 continue
-            entry = Entry(self._next, rank, owner, text, now)
-            last = self._append(entry)
-            if first or len(text) > _LONGEST:  # the end of a line that was shown in part
-                first = False
-            elif same is None:
-                entries[text] = deque((entry,))
-            else:
-                same.append(entry)
-        self._last[rank] = last
+            entry = self._append(owner, rank, text, now)
+            if may_fold:
+                self._same.setdefault((stream, text), deque()).append(entry)
         return self.due(now)
 
     def put_part(self, owner: object, rank: int, text: bytes, now: float) -> list[Entry]:
         """Take some of a pipe's line, whose end has not come; return what must leave at once."""
-        entry = Entry(self._next, rank, owner, text, now)
-        entry.ends = False
+        self._append(owner, rank, text, now).ends = False
         self._open.add(owner)
-        self._last[rank] = self._append(entry)
         return self.due(now)
 
     def due(self, now: float) -> list[Entry]:
         """Take from the front what is complete, too old, or too much."""
-        queue, count, window_s = self._queue, 0, self._window_s
         early: list[Entry] = []
-        while len(queue) > MAX_ENTRIES or self._queued_bytes > MAX_BYTES:
-            early += self._take((len(queue) + 1) // 2)
-        if early:
-            return early
-        for entry in queue:
-            if entry.at + window_s > now and entry.ranks != self._all and entry.ends:
+        while len(self._queue) > MAX_ENTRIES or self._queued_bytes > MAX_BYTES:
+            early += self._take((len(self._queue) + 1) // 2)
+        count = 0
+        for entry in self._queue:
+            if entry.at + self._window_s > now and entry.ranks != self._all and entry.ends:
                 break
             count += 1
-        return self._take(count)
+        return early + self._take(count)
 
     def flush(self) -> list[Entry]:
         """Return all that waits."""
         return self._take(len(self._queue))
 
-    def _append(self, entry: Entry) -> int:
+    def _append(self, owner: object, rank: int, text: bytes, now: float) -> Entry:
+        entry = Entry(self._next, 1 << rank, owner, text, now)
         self._queue.append(entry)
-        self._queued_bytes += len(entry.text)
+        self._queued_bytes += len(text)
+        self._last[rank] = self._next
         self._next += 1
-        return entry.number
+        return entry
 
     def _take(self, count: int) -> list[Entry]:
-        queue = self._queue
-        if count == len(queue):
-            taken = list(queue)
-            queue.clear()
-            self._queued_bytes = 0
-            for entries in self._entries.values():
-                entries.clear()
-            return taken
-        taken = [queue.popleft() for _ in range(count)]
+        taken = [self._queue.popleft() for _ in range(count)]
         for entry in taken:
             self._queued_bytes -= len(entry.text)
-            self._forget(entry)
+            for stream in ("stdout", "stderr"):
+                same = self._same.get((stream, entry.text))
+                if same and same[0] is entry:  # nothing may join it now; it is the oldest
+                    same.popleft()
+                    if not same:
+                        del self._same[stream, entry.text]
         return taken
-
-    def _forget(self, entry: Entry) -> None:
-        """Let nothing join an entry that leaves; it is the oldest of its text."""
-        text = entry.text
-        for entries in self._entries.values():
-            same = entries.get(text)
-            if same is not None and same[0] is entry:
-                same.popleft()
-                if not same:
-                    del entries[text]
-
-
-def _first_after(same: deque[Entry], last: int) -> Entry | None:
-    """Return the first entry of a text whose number is above `last`."""
-    if same[0].number > last:
-        return same[0]
-    if same[-1].number <= last:
-        return None
-    return same[bisect_right(same, last, key=_number)]
 
 
 def rank_set(ranks: Iterable[int]) -> str:

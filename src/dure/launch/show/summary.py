@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import re
 import signal
-import sysconfig
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 from dure.launch.show.folding import rank_set
+from dure.launch.show.tracebacks import say_alike
 from dure.launch.spec import Exit, Frame, JobResult, RankResult, signal_name
+from dure.trace.frames import is_library
 
 __all__ = ["summary", "where"]
 
-_DURE = str(Path(__file__).parent.parent.parent)
-_LIBRARIES = tuple(
-    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-)
+_FRAME = re.compile(r'(?m)^  File "(.*)", line (\d+)(?:, in (.*))?$')
+_SHOWN_BEFORE = 160  # characters of an error that the user has just seen
 _HINTS = {
     signal.SIGKILL: "perhaps the kernel ran out of memory (see `dmesg`), or somebody killed it",
     signal.SIGSEGV: "native code touched memory not its own; set PYTHONFAULTHANDLER=1 to see where",
@@ -45,14 +45,10 @@ def where(stack: tuple[Frame, ...]) -> str:
     if not stack:
         return "in no Python code"
     inner = stack[0]
-    user = next((frame for frame in stack if not _is_library(frame.file)), inner)
+    user = next((frame for frame in stack if not is_library(frame.file)), inner)
     if user is inner:
         return str(user)
     return f"{user} (inside {inner.function}, {Path(inner.file).name}:{inner.line})"
-
-
-def _is_library(file: str) -> bool:
-    return file.startswith(("<", _DURE, *_LIBRARIES))
 
 
 def summary(
@@ -83,6 +79,7 @@ def _failure(
     ]
     if failure.crash is not None:
         lines += _traceback(failure.rank, failure.crash.traceback, shown)
+        lines += [f"  {failure.crash.hint}"] if failure.crash.hint else []
     lines += [f"  {what}" for what in _doing(failure)]
     others = [rank for rank in result.ranks if not rank.is_process_of(failure)]
     alike = [rank for rank in others if _is_alike(rank, failure)]
@@ -93,7 +90,7 @@ def _failure(
         replaced = any(rank.rank == failure.rank for rank in others)
         fate = "it was replaced" if replaced else "the others went on without it"
         lines.append(f"{fate}, and the job succeeded:" if result.ok else "where the others were:")
-    return lines + _fates(others, limit)
+    return lines + _fates(others, limit, failure)
 
 
 def _traceback(rank: int, traceback: str, shown: Callable[[int, str], bool]) -> list[str]:
@@ -101,7 +98,8 @@ def _traceback(rank: int, traceback: str, shown: Callable[[int, str], bool]) -> 
     text = traceback.rstrip().splitlines()
     if not shown(rank, traceback):
         return ["  | " + line for line in text]
-    return [f"  {_last_words(traceback)}", "  (its traceback is in the output above)"]
+    seen = textwrap.shorten(_last_words(traceback), _SHOWN_BEFORE, placeholder=" ...")
+    return [f"  {seen}", "  (its traceback is in the output above)"]
 
 
 def _doing(rank: RankResult) -> list[str]:
@@ -130,12 +128,12 @@ def _ranks(ranks: list[RankResult]) -> str:
     return f"rank {numbers} (pid {ranks[0].pid})" if one else f"ranks {numbers}"
 
 
-def _fates(ranks: list[RankResult], limit: int) -> list[str]:
+def _fates(ranks: list[RankResult], limit: int, failure: RankResult) -> list[str]:
     """Say where ranks were, those together of which the same is to be said."""
     groups: dict[tuple[str, ...], list[RankResult]] = {}
     texts: dict[tuple[str, ...], list[str]] = {}
     for rank in ranks:
-        text = [_fate(rank), *_doing(rank)]
+        text = [_fate(rank, failure), *_doing(rank)]
         key = tuple(_general(rank, re.sub(r"[\d.e-]+ s before", "", part)) for part in text)
         groups.setdefault(key, []).append(rank)
         texts.setdefault(key, text)
@@ -176,10 +174,18 @@ def _last_words(traceback: str) -> str:
     return lines[min(frames[-1] + 1, len(lines) - 1)] if frames else lines[-1]
 
 
-def _fate(rank: RankResult) -> str:
+def _fate(rank: RankResult, failure: RankResult) -> str:
     """Describe in one line what became of a rank that did not fail first."""
     if rank.crash is not None:
-        return f"failed as well: {_last_words(rank.crash.traceback)}"
+        said = _last_words(rank.crash.traceback)
+        first = "" if failure.crash is None else _last_words(failure.crash.traceback)
+        frames = _FRAME.findall(rank.crash.traceback)
+        if frames and say_alike(said, first):
+            file, line, function = frames[-1]
+            return f"raised the same {rank.crash.type}, at {file}:{line} in {function}"
+        return f"failed as well: {said}"
+    if rank.finished and rank.ended_by_launcher:
+        return "had finished its program"
     if rank.stack:
         return where(rank.stack)
     if rank.ended_by_launcher:

@@ -20,6 +20,7 @@ from dure.launch.show.live import Rows
 from dure.launch.show.logs import Journal, RankLogs, is_shown
 from dure.launch.show.output import LineReader, Sink, same_file
 from dure.launch.show.prefixes import Prefixes
+from dure.launch.show.tracebacks import Tracebacks
 from dure.launch.spec import Crash, Exit, JobResult, JobSpec, Line, Stream
 
 __all__ = ["Terminal"]
@@ -51,6 +52,7 @@ class Terminal:
         self._prefixes = Prefixes(0, spec.nproc)
         self._round: Round | None = None
         self._seen: dict[int, deque[bytes]] = {}  # a rank's last lines of errors
+        self._tracebacks = Tracebacks()
         self._rows = self._live()
         self._warned = False
         self.journal = Journal(spec.log_dir, node)
@@ -90,7 +92,7 @@ class Terminal:
         if self._spec.on_line is not None:
             return None
         live = self._rows is not None
-        held = [] if live else [reader.show_at for reader in self._readers if reader.holds]
+        held = [reader.show_at for reader in self._readers if self._may_show_part(reader, live)]
         held += [self._rows.draw_at] if self._rows is not None else []
         held += [f.wake_at for f in self._folders.values() if f.wake_at is not None]
         return min(held, default=None)
@@ -103,6 +105,7 @@ class Terminal:
         """
         self._flush()
         self._readers.clear()
+        self._tracebacks = Tracebacks()
         self._round = round
         spec, several = self._spec, len(round.hosts) > 1
         with_host = spec.prefix == "host" or (spec.prefix == "auto" and several)
@@ -174,7 +177,7 @@ class Terminal:
         if self._rows is not None:
             self._draw(self._rows, now)
         for reader in self._readers:
-            if self._rows is None and reader.holds and now >= reader.show_at:
+            if self._may_show_part(reader, self._rows is not None) and now >= reader.show_at:
                 self._show_part(reader, now)
         for sink in self.sinks:
             folder = self._folders.get(sink.fd)
@@ -288,17 +291,19 @@ class Terminal:
         sink = self._sinks[reader.stream]
         folder = self._folders.get(sink.fd)
         if folder is not None:
-            folder.watch(len(lines), now)
-            if not folder.aside:
-                self._put(sink, folder.put(reader, local, reader.stream, lines, now))
-                return
-            self._put(sink, folder.flush())
+            lines = self._tracebacks.gather(reader, reader.rank, lines)
+            self._put(sink, folder.put(reader, local, reader.stream, lines, now))
+            return
         sink.put(reader, self._prefixes.of(1 << local, self._colour[sink.fd]), lines)
         sink.write_some()
 
     def _show_part(self, reader: LineReader, now: float) -> None:
         """Show what a pipe's reader holds back of an unfinished line."""
-        text, local = reader.flush(), self._local(reader)
+        local, held = self._local(reader), self._tracebacks.release(reader)
+        if held:
+            sink = self._sinks[reader.stream]
+            self._put(sink, self._folders[sink.fd].put(reader, local, reader.stream, held, now))
+        text = reader.flush()
         if not text:
             return
         if self._spec.on_line is not None:
@@ -315,6 +320,10 @@ class Terminal:
             sink.put_part(reader, self._prefixes.of(1 << local, self._colour[sink.fd]), text)
             sink.write_some()
 
+    def _may_show_part(self, reader: LineReader, live: bool) -> bool:
+        """Tell whether something of a pipe waits for its end, and need not wait for ever."""
+        return self._tracebacks.holds(reader) or (reader.holds and not live)
+
     def _local(self, reader: LineReader) -> int:
         return reader.rank - (self._round.first_rank if self._round else 0)
 
@@ -324,7 +333,7 @@ class Terminal:
         for entry in entries:
             prefix = of(entry.ranks, colour)
             if entry.ends:
-                sink.put(entry.owner, prefix, [entry.text])
+                sink.put(entry.owner, prefix, entry.text.split(b"\n"))
             else:
                 sink.put_part(entry.owner, prefix, entry.text)
         sink.write_some()
