@@ -129,11 +129,6 @@ VARIABLES: dict[str, Variable] = {
             meaning="1: the launcher replaces dead ranks; set by `dure run --elastic`",
         ),
         Variable(name="SLURM_JOB_ID", meaning="set by Slurm: SIGUSR1 may announce the end"),
-        Variable(
-            name="DURE_STORE_PID",
-            meaning="the process on this host that holds the job's store; set by `dure run`",
-        ),
-        Variable(name="DURE_ELASTIC_QUORUM", meaning="0: any part of a cut network goes on"),
         Variable(name="DURE_ELASTIC_MIN", meaning="fewer living ranks than these end the job"),
         Variable(
             name="DURE_TRACEBACK",

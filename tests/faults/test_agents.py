@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ import pytest
 
 from faults import agents
 from faults.agents import Crew
-from procs.programs import elastic_job
 
 FIXED = ("--nnodes", "2", "--nproc", "1", "--max-restarts", "2")
 OPEN = (
@@ -152,30 +150,6 @@ def test_an_elastic_jobs_dead_worker_is_replaced_and_the_others_are_not_touched(
     assert alive(first[0].pid)
     crew.finish()
     assert [host.end() for host in crew.hosts] == [0, 0]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_an_elastic_job_outlives_the_launcher_with_the_store_and_replaces_ranks_after_it(
-    crew: Crew, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    faults = [{"rank": 0, "at": "step 5", "do": "PAUSE"}, {"rank": 2, "at": "step 8", "do": "KILL"}]
-    monkeypatch.setenv("ELASTIC_FAULTS", json.dumps(faults))
-    monkeypatch.setenv("ELASTIC_WAIT", "2")  # the replacement takes part in the second half
-    crew.program = Path(elastic_job.__file__)
-    flags = ("--nnodes", "1:2", "--max-restarts", "1", "--elastic")
-    flags = (*flags, "--rdzv-conf", "last_call_timeout=60")
-    crew.start("a", *flags, "--nproc", "1")
-    crew.wait_for_store()
-    crew.start("b", *flags, "--nproc", "2")
-    crew.wait_for((crew.folder / "paused").exists, "the fifth step", 100)
-    crew.hosts[0].process.kill()  # its rank ends with it
-    assert crew.hosts[1].end(150) == 0, crew.hosts[1].err
-    lines = [line.partition("RESULT ")[2] for line in crew.hosts[1].out.splitlines()]
-    told = {one["rank"]: one for one in map(json.loads, filter(None, lines))}
-    assert set(told) == {1, 2}
-    assert all(one["once"] and one["steps"] == elastic_job.STEPS for one in told.values())
-    assert [[lost, came] for lost, came, _ in told[1]["recoveries"]] == [[1, 0], [1, 0], [0, 1]]
 
 
 def test_too_few_hosts_end_the_job_after_the_join_timeout(crew: Crew) -> None:

@@ -7,8 +7,6 @@ docs/hosts.md state, with room for a loaded machine.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +24,6 @@ pytestmark = [
 
 CONF = ("--rdzv-conf", "last_call_timeout=60")
 ROUNDS = ("--nproc", "1", "--max-restarts", "3", *CONF)
-ELASTIC = ("--nproc", "1", "--elastic", "--max-restarts", "3", *CONF)
 SLOW = pytest.mark.slow
 
 
@@ -86,33 +83,13 @@ def _plain(folder: Path) -> Ends:
         return Ends(first, codes, after_s, [launcher.text for launcher in job.launchers], said)
 
 
-def _elastic(folder: Path) -> tuple[str, set[str], str]:
-    """Cut a host off an elastic job, until one part goes on and the other knows that it must not.
-
-    Returns:
-        Rank 0's host, who led a group afterwards, and what the other host's launcher said.
-    """
-    with cutting(2, folder, "elastic") as job:
-        job.start("--nnodes", "2", *ELASTIC, words=("elastic",))
-        first = job.trains(2)
-        at = cut_off(job, "b")
-        job.trains(1, at)
-        other = job.launchers["ab".index(first) - 1]
-        job.wait_for(lambda: "and waits for the other" in other.text, "the other half to wait")
-        job.check_one_at_a_time()
-        return first, job.led_by(at), other.text
-
-
 @pytest.fixture(scope="module")
-def short(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Future[Ends], Future]]:
-    """Start both short ones: they mostly wait, and each has a network of its own."""
-    with ThreadPoolExecutor(2) as pool:
-        plain = pool.submit(_plain, tmp_path_factory.mktemp("plain"))
-        yield plain, pool.submit(_elastic, tmp_path_factory.mktemp("elastic"))
+def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
+    """How a plain job that was cut in two ended."""
+    return _plain(tmp_path_factory.mktemp("plain"))
 
 
-def test_a_plain_job_ends_on_both_sides_and_each_names_the_other(short):
-    ends = short[0].result()
+def test_a_plain_job_ends_on_both_sides_and_each_names_the_other(ends: Ends):
     assert 0 not in ends.codes, ends
     assert max(ends.after_s) < 25, "3 s for the ranks, 5 s and 2 s for the launchers, when quiet"
     lost = {host: f"PeerLost {int(host == ends.first)}" for host in "ab"}
@@ -121,15 +98,9 @@ def test_a_plain_job_ends_on_both_sides_and_each_names_the_other(short):
     assert "lost a" in ends.texts[1]
 
 
-def test_of_an_elastic_job_in_two_halves_the_one_with_the_first_rank_goes_on(short):
-    first, led_by, other = short[1].result()
-    assert led_by <= {first}
-    assert f"lost {first}" in other
-
-
 # ---- drills: restart rounds --------------------------------------------------------------------
 
-MODES = {"rounds": ROUNDS, "elastic": ELASTIC}
+MODES = {"rounds": ROUNDS}
 
 
 @pytest.mark.parametrize("mode", [pytest.param(mode, marks=SLOW) for mode in MODES])

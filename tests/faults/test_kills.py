@@ -41,9 +41,7 @@ ELASTIC = Plan(
     nproc=3,
     min_agents=1,
     max_restarts=9,
-    kills=kills(
-        "survivor while all regroup", "newcomer while it gets the state", "agent", "rank 0"
-    ),
+    kills=kills("survivor while all regroup", "newcomer while it gets the state", "rank 0"),
     returns=False,
 )
 

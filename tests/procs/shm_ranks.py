@@ -44,6 +44,19 @@ class Seat:
         )
 
 
+def serve_from_rank_0(seat: Seat, run: str) -> None:
+    """Set the environment of a job on one host that no launcher of Dure's started."""
+    os.environ.update(
+        RANK=str(seat.rank),
+        WORLD_SIZE=str(seat.size),
+        LOCAL_WORLD_SIZE=str(seat.size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29500",  # nobody listens there
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RUN_ID=run,
+    )
+
+
 def _main(seat: Seat, fn: Callable[..., object], args: Sequence[object], out: Connection) -> None:
     torch.set_num_threads(1)
     try:

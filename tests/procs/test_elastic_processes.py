@@ -1,4 +1,4 @@
-"""Elastic jobs of real processes: ranks, the launcher and the store's host are killed.
+"""Elastic jobs of real processes: ranks are killed, stopped and asked to end.
 
 Where a kill happens is part of the program (`programs/elastic_job.py`), so nothing here waits.
 """
@@ -6,8 +6,10 @@ Where a kill happens is part of the program (`programs/elastic_job.py`), so noth
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,14 @@ import pytest
 
 import dure
 from dure.comm.world import new_world
+from dure.elastic import State
+from dure.errors import StoreLost
 from dure.native import available
 from dure.store import HashStore
 from procs.launching import Launching, wait_for_lines
 from procs.launching import launching as _launching
 from procs.programs.elastic_job import STEPS, make_state, train
+from procs.shm_ranks import Ranks, Seat, serve_from_rank_0
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
 
@@ -106,12 +111,28 @@ def test_the_living_go_on(launching: Launching, faults: list[Fault], expected: l
     check(told, set(range(4)) - {rank for rank, _, _ in faults}, expected)
 
 
-def test_the_job_outlives_its_launcher_and_the_next_host_of_the_store(
-    launching: Launching, expected: list[float]
-):
-    faults: list[Fault] = [(1, "step 3", "LAUNCHER"), (0, "step 8", "KILL")]
-    _, told = results(launching, 3, *faults)
-    check(told, {1, 2}, expected)
+def _loses_the_store(seat: Seat, name: str) -> tuple[str, str]:
+    """Train where rank 0 serves the store, for no launcher does; rank 0 is killed."""
+    serve_from_rank_0(seat, name)
+
+    def train_on(state: State) -> None:
+        while True:
+            if seat.rank == 0 and state.commits == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            state.commit()
+
+    with pytest.raises(StoreLost) as caught:
+        dure.elastic.run(train_on, State())
+    assert caught.value.rank == seat.rank
+    return type(caught.value.__cause__).__name__, caught.value.fix
+
+
+def test_without_a_launcher_the_death_of_rank_0_ends_the_job_with_what_to_do(tmp_path: Path):
+    with Ranks(3, tmp_path, _loses_the_store, f"run {uuid.uuid4()}") as ranks:
+        for rank in (1, 2):
+            cause, fix = ranks.result(rank)
+            assert cause in ("StoreLost", "StoreTimeout")
+            assert "checkpoint" in fix and "dure run" in fix and "etcd" in fix
 
 
 def test_down_to_one_rank_and_up_again(launching: Launching, expected: list[float]):

@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,12 +14,10 @@ import pytest
 import torch
 
 import dure
-from dure.comm import shrinking
-from dure.comm.world import resolve
-from dure.errors import CommError, PeerLost, RendezvousTimeout, UsageError
+from dure.errors import CommError, PeerLost, RendezvousTimeout, StoreLost, UsageError
 from dure.native import available
 from dure.trace import dump, recorded
-from procs.shm_ranks import Ranks, Seat
+from procs.shm_ranks import Ranks, Seat, serve_from_rank_0
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
 
@@ -28,25 +25,17 @@ SOON_S = 15.0  # it takes some 30 ms; a busy machine gets more
 
 
 def _join(seat: Seat, run: str = "", timeout_s: float = 60) -> None:
-    """Join over a file, or, where there is a run's name, over a socket that rank 0 holds."""
+    """Join over a file, or, where there is a run's name, over a socket that rank 0 serves."""
     timeout = timedelta(seconds=timeout_s)
-    if not run:
-        url = f"file://{seat.path}"
-        dure.init_process_group("shm", url, timeout, world_size=seat.size, rank=seat.rank)
+    if run:
+        serve_from_rank_0(seat, run)
+        dure.init_process_group("shm", timeout=timeout)
         return
-    os.environ.update(
-        RANK=str(seat.rank),
-        WORLD_SIZE=str(seat.size),
-        LOCAL_WORLD_SIZE=str(seat.size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="29500",  # nobody listens there
-        TORCHELASTIC_USE_AGENT_STORE="True",
-        TORCHELASTIC_RUN_ID=run,
-    )
-    dure.init_process_group("shm", timeout=timeout)
+    url = f"file://{seat.path}"
+    dure.init_process_group("shm", url, timeout, world_size=seat.size, rank=seat.rank)
 
 
-def _sum_of_ranks(group=None) -> float:
+def _sum_of_ranks(group: dure.ProcessGroup | None = None) -> float:
     x = torch.full((1000,), float(dure.get_rank(group)))
     dure.all_reduce(x, group=group)
     return x[0].item()
@@ -70,8 +59,8 @@ def _reduce_until_loss(seat: Seat, victims: tuple[int, ...]) -> PeerLost:
         return error
 
 
-def _shrinks(seat: Seat, victims: tuple[int, ...], run: str):
-    _join(seat, run)
+def _shrinks(seat: Seat, victims: tuple[int, ...]):
+    _join(seat)
     sub = dure.new_group([0, 1])
     lost = _reduce_until_loss(seat, victims)
     with pytest.raises(PeerLost):  # the same at every call
@@ -91,15 +80,9 @@ def _shrinks(seat: Seat, victims: tuple[int, ...], run: str):
     return lost.peer, took, total, in_pair
 
 
-HELD = "held by rank 0"
-
-
-@pytest.mark.parametrize(
-    ("victims", "run"), [((2,), ""), ((0,), ""), ((0,), HELD), ((1, 3), HELD), ((0, 1), HELD)]
-)
-def test_survivors_of_4_ranks_go_on_as_the_default_group(tmp_path, victims, run):
-    name = run and f"{run} {uuid.uuid4()}"
-    with Ranks(4, tmp_path, _shrinks, victims, name) as ranks:
+@pytest.mark.parametrize("victims", [(2,), (0, 1)])
+def test_survivors_of_4_ranks_go_on_as_the_default_group(tmp_path: Path, victims: tuple[int, ...]):
+    with Ranks(4, tmp_path, _shrinks, victims) as ranks:
         left = [r for r in range(4) if r not in victims]
         for rank, old in enumerate(left):
             peer, took, total, in_pair = ranks.result(old)
@@ -109,8 +92,8 @@ def test_survivors_of_4_ranks_go_on_as_the_default_group(tmp_path, victims, run)
             assert in_pair == (1.0 if rank < 2 else None)
 
 
-def _makes_a_group(seat: Seat, run: str):
-    _join(seat, run)
+def _makes_a_group(seat: Seat):
+    _join(seat)
     lost = _reduce_until_loss(seat, (0,))
     group = dure.new_group([1, 2])
     with pytest.raises(PeerLost) as named:
@@ -118,10 +101,29 @@ def _makes_a_group(seat: Seat, run: str):
     return lost.peer, _sum_of_ranks(group), dure.get_rank(), named.value.peer
 
 
-def test_new_group_of_2_survivors_of_3_ranks(tmp_path):
-    with Ranks(3, tmp_path, _makes_a_group, f"run {uuid.uuid4()}") as ranks:
+def test_new_group_of_2_survivors_of_3_ranks(tmp_path: Path):
+    with Ranks(3, tmp_path, _makes_a_group) as ranks:
         for rank in (1, 2):
             assert ranks.result(rank) == (0, 1.0, rank, 0)
+
+
+def _loses_the_store(seat: Seat, run: str):
+    _join(seat, run)
+    _reduce_until_loss(seat, (0,))
+    lost: list[tuple[int | None, str]] = []
+    for call in (dure.shrink, lambda: dure.shrink_group([0]), lambda: dure.new_group([1, 2])):
+        with pytest.raises(StoreLost) as caught:
+            call()
+        lost.append((caught.value.peer, caught.value.fix))
+    return lost
+
+
+def test_nothing_new_is_made_when_rank_0_that_served_the_store_has_died(tmp_path: Path):
+    with Ranks(3, tmp_path, _loses_the_store, f"run {uuid.uuid4()}") as ranks:
+        for rank in (1, 2):
+            peers, fixes = zip(*ranks.result(rank), strict=True)
+            assert peers == (0, 0, 0)
+            assert all("dure run" in fix for fix in fixes)
 
 
 def _excludes(seat: Seat):
@@ -140,7 +142,7 @@ def _excludes(seat: Seat):
     return group.size(), _sum_of_ranks()
 
 
-def test_shrink_group_excludes_ranks_that_live_of_4_ranks(tmp_path):
+def test_shrink_group_excludes_ranks_that_live_of_4_ranks(tmp_path: Path):
     with Ranks(4, tmp_path, _excludes) as ranks:
         assert [ranks.result(rank) for rank in range(3)] == [(3, 3.0)] * 3
         assert ranks.result(3) is None
@@ -161,7 +163,7 @@ def _is_stopped(seat: Seat):
     return refusal.value.missing, _sum_of_ranks()
 
 
-def test_stopped_rank_is_named_by_shrink_and_excluded_by_shrink_group_of_3_ranks(tmp_path):
+def test_stopped_rank_is_named_by_shrink_and_excluded_by_shrink_group_of_3_ranks(tmp_path: Path):
     with Ranks(3, tmp_path, _is_stopped) as ranks:
         for rank in (0, 2):
             assert ranks.result(rank) == ((1,), 1.0)
@@ -180,89 +182,10 @@ def _loses_another(seat: Seat):
     return dure.get_world_size(), _sum_of_ranks()
 
 
-def test_death_during_shrink_is_seen_of_4_ranks(tmp_path):
+def test_death_during_shrink_is_seen_of_4_ranks(tmp_path: Path):
     with Ranks(4, tmp_path, _loses_another) as ranks:
         for rank in (2, 3):
             assert ranks.result(rank) == (2, 1.0)
-
-
-def _until(what: Callable[[], object]) -> None:
-    """Wait for something that another process does."""
-    deadline = time.monotonic() + 30
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-class _DiesWhenRank2IsHere(shrinking._Shrinking):
-    """Rank 1, which holds the store after rank 0, ends in the midst of the first attempt."""
-
-    def _who_is_left(self, keys, deadline):
-        _until(lambda: keys.check(["here/2"]))
-        _die()
-        return super()._who_is_left(keys, deadline)
-
-
-def _loses_the_next_store(seat: Seat, run: str):
-    _join(seat, run)
-    _reduce_until_loss(seat, (0,))
-    if seat.rank == 1:
-        shrinking._Shrinking = _DiesWhenRank2IsHere
-    if seat.rank == 3:  # comes when the store of rank 1 has gone already
-        _until(lambda: resolve(None, "test").gone(1))
-    dure.shrink()
-    return dure.get_rank(), dure.get_world_size(), _sum_of_ranks()
-
-
-def test_new_store_that_only_some_have_reached_is_lost_too_of_4_ranks(tmp_path):
-    with Ranks(4, tmp_path, _loses_the_next_store, f"run {uuid.uuid4()}") as ranks:
-        assert ranks.result(2) == (0, 2, 1.0)
-        assert ranks.result(3) == (1, 2, 1.0)
-
-
-class _DiesWhenRankHasShrunk(shrinking._Shrinking):
-    """Rank 1, which holds the store after rank 0, ends when one knows that the attempt stands."""
-
-    mark = ""
-
-    def _replace_parent(self, left, built):
-        _until(Path(self.mark).exists)
-        _die()
-        return super()._replace_parent(left, built)
-
-
-class _LearnsLate(shrinking._Shrinking):
-    """A rank that comes to ask whether the attempt stands when the store is lost."""
-
-    def _stands(self, keys, left, built, deadline):
-        keys.set(f"built/{self.parent.rank()}", b"1")
-        _until(lambda: keys.check(["stands"]))
-        _until(lambda: self.parent.gone(1))
-        return super()._stands(keys, left, built, deadline)
-
-
-def _loses_the_decision(seat: Seat, run: str, late: int):
-    _join(seat, run)
-    _reduce_until_loss(seat, (0,))
-    if seat.rank == 1:
-        shrinking._Shrinking = _DiesWhenRankHasShrunk
-        _DiesWhenRankHasShrunk.mark = f"{seat.path}-shrunk"
-    usual = shrinking._Shrinking
-    if seat.rank == late:
-        shrinking._Shrinking = _LearnsLate
-    sizes = [dure.shrink().size()]
-    shrinking._Shrinking = usual
-    Path(f"{seat.path}-shrunk").touch()
-    lost = _reduce_until_loss(seat, ())
-    sizes.append(dure.shrink().size())
-    return lost.peer, sizes, _sum_of_ranks()
-
-
-@pytest.mark.parametrize("late", [2, 3])
-def test_store_is_lost_with_a_decision_that_one_has_read_of_4_ranks(tmp_path, late):
-    with Ranks(4, tmp_path, _loses_the_decision, f"run {uuid.uuid4()}", late) as ranks:
-        for rank in (2, 3):
-            assert ranks.result(rank) == (0, [3, 2], 1.0)  # rank 1 is the first of the 3
 
 
 def _misuses(seat: Seat):
@@ -277,6 +200,6 @@ def _misuses(seat: Seat):
     return _sum_of_ranks()
 
 
-def test_misuse_of_shrink_group_leaves_the_group_whole_on_2_ranks(tmp_path):
+def test_misuse_of_shrink_group_leaves_the_group_whole_on_2_ranks(tmp_path: Path):
     with Ranks(2, tmp_path, _misuses) as ranks:
         assert [ranks.result(rank) for rank in range(2)] == [1.0, 1.0]

@@ -15,7 +15,7 @@ import dure
 from dure.comm.world import new_world
 from dure.data import DataLoader
 from dure.elastic import Options, State
-from dure.errors import Desync, RendezvousError, UsageError
+from dure.errors import Desync, RendezvousError, StoreLost, UsageError
 from dure.store import HashStore
 from dure.testing import run_ranks
 
@@ -76,7 +76,8 @@ class Job:
 
     def __init__(self, n: int, **options: Any) -> None:
         self.n, self.store = n, HashStore(timedelta(seconds=20))
-        self.options = {"timeout": timedelta(seconds=20), "enough_s": 0.05} | options
+        self.options: dict[str, Any] = {"timeout": timedelta(seconds=20), "enough_s": 0.05}
+        self.options |= options
         self.states: dict[int, State] = {}
         self.errors: dict[int, BaseException] = {}
         self.late: dict[int, threading.Event] = {}  # ranks that start when this is set
@@ -99,6 +100,42 @@ class Job:
                     return None
 
         return run_ranks(self.n + extra, rank)
+
+
+class FailingStore(HashStore):
+    """A store whose agreement meets failures: each request's first time, or all of them.
+
+    A request that fails may have been carried out. Groups are made undisturbed.
+    """
+
+    def __init__(self, first: bool = False) -> None:
+        super().__init__(timedelta(seconds=20))
+        self.lost, self._first, self._asked = False, first, set[tuple[str, ...]]()
+
+    def _fail(self, *request: str) -> None:
+        if "/group/" in request[1]:
+            return
+        if self.lost or (self._first and request not in self._asked):
+            self._asked.add(request)
+            raise StoreLost("the connection broke")
+
+    def set(self, key: str, value: str | bytes) -> None:
+        super().set(key, value)
+        self._fail("set", key)
+
+    def append(self, key: str, value: str | bytes) -> None:
+        super().append(key, value)
+        if value or self.lost:
+            self._fail("append", key, str(value))
+
+    def get(self, key: str) -> bytes:
+        self._fail("get", key)
+        return super().get(key)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        found = super().compare_set(key, expected, desired)
+        self._fail("compare_set", key)
+        return found
 
 
 def undisturbed() -> list[float]:
@@ -173,6 +210,42 @@ def test_a_loss_that_one_rank_alone_has_seen_does_not_let_the_others_wait_for_it
 
     assert job.run(body) == [1, 1, 1]
     assert not job.errors
+
+
+def test_requests_that_fail_are_asked_again_and_nothing_counts_twice():
+    job = Job(3)
+    job.store = FailingStore(first=True)
+
+    def body(rank: int, state: State) -> list[float]:
+        def at_step(step: int) -> None:
+            if step == 2 and rank == 1:
+                raise Leaves
+
+        return train(state, at_step)
+
+    results = job.run(body)
+    assert set(job.errors) == {1}
+    assert results[0] == results[2] == pytest.approx(undisturbed(), rel=1e-12)
+    assert [(r.lost, r.joined) for r in job.states[0].recoveries] == [(1, 0)]
+
+
+def test_a_store_that_is_lost_ends_nothing_before_it_is_needed_and_then_says_so():
+    job = Job(2)
+    job.store = failing = FailingStore()
+
+    def body(rank: int, state: State) -> None:
+        def at_step(step: int) -> None:
+            if step == 1:
+                failing.lost = True
+            if step == 3:
+                raise dure.PeerLost("of a message")
+
+        train(state, at_step)
+
+    job.run(body)
+    assert [type(job.errors[r]) for r in range(2)] == [StoreLost, StoreLost]
+    assert [job.states[r].commits for r in range(2)] == [3, 3]
+    assert "etcd" in str(job.errors[0])
 
 
 def test_newcomers_are_let_in_at_a_step_boundary_with_the_state():

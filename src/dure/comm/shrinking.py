@@ -12,13 +12,8 @@ agree, in the store, in attempts; each attempt has keys of its own and two steps
 Every decision is one compare-and-set, so all ranks take the same way, whatever each has seen. An
 attempt in which nobody dies takes some round trips to the store and the making of a group.
 
-If the store died with the process of the rank that held it, the ranks that are left first open
-another one (`dure.store.succession`). That one's holder may die, too, when some have begun an
-attempt in its store and others have not reached it; so attempts are numbered anew in each store.
-It may also die when some have read that an attempt stands and others have not. These keep the group
-that they built until the ranks that are left have met again, in the next store; who sees that one
-of them lives and has left the old group, but not the new one, knows that it stands and follows.
-The new group then has a dead member, which its first operation tells all alike.
+The store is the launcher's, or the one that the caller named. Where rank 0 serves it, for there is
+no launcher, its death leaves nothing to agree in: `StoreLost`.
 """
 
 from __future__ import annotations
@@ -26,7 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -38,13 +33,12 @@ from dure.errors import (
     PeerLost,
     RendezvousError,
     RendezvousTimeout,
-    StoreLost,
     StoreTimeout,
     UsageError,
 )
 from dure.store.base import Store
 from dure.store.prefix import PrefixStore
-from dure.store.rendezvous import Rendezvous, StoreInUse
+from dure.store.rendezvous import Rendezvous
 
 SHRINK_DEFAULT = 0
 """Pending operations of the old group end before it does, where it is whole."""
@@ -60,18 +54,6 @@ class _Decision(msgspec.Struct, array_like=True, frozen=True):
 
     left: tuple[int, ...]
     missing: tuple[int, ...] = ()
-
-
-class _Unsure(NamedTuple):
-    """An attempt whose group this rank has built, and of which it does not know if it stands."""
-
-    left: tuple[int, ...]
-    built: ProcessGroup
-    store: StoreInUse
-
-
-class _StandsError(Exception):
-    """Another rank has shown that the last attempt stands."""
 
 
 _pack = msgspec.msgpack.encode
@@ -98,7 +80,7 @@ def shrink(group: ProcessGroup | None = None, timeout: timedelta | None = None) 
         RendezvousTimeout: A rank that lives did not call; `missing` says which. The old group is
             left as it is.
         RendezvousError: The others went on without this rank.
-        StoreLost: The store has died with the rank that held it, and cannot be replaced.
+        StoreLost: The store has died with rank 0, which served it.
 
     Collective:
         All ranks of the group that are left call.
@@ -175,73 +157,39 @@ class _Shrinking:
                 "the process group has been destroyed", op=op, group=self.parent.group_name
             )
         self.rendezvous: Rendezvous = self.world.rendezvous
-        self.unsure: _Unsure | None = None
 
     def run(self) -> ProcessGroup:
         """Make attempts until one stands."""
         deadline = time.monotonic() + self.limit.total_seconds()
-        try:
-            while True:
-                self.rendezvous.secure(self._global_gone, max(0.1, deadline - time.monotonic()))
-                try:
-                    group = self._try(deadline)
-                except StoreLost:  # its holder died just now
-                    if not self.rendezvous.replaceable or time.monotonic() > deadline:
-                        raise
-                    continue
-                if group is not None:
-                    return group
-        except _StandsError:
-            assert self.unsure is not None
-            left, built, store = self.unsure
-            self.unsure = None
-            self.rendezvous.use_again(store)
-            return self._replace_parent(left, built)
-        finally:
-            self._give_up_built()
+        while True:
+            self.rendezvous.require_store(self.op)
+            group = self._try(deadline)
+            if group is not None:
+                return group
 
     def _try(self, deadline: float) -> ProcessGroup | None:
-        store = self.rendezvous.held_by
-        self.parent.num_attempts[store] += 1
-        name = f"{self.parent.group_name}/shrunk/{store + 1}.{self.parent.num_attempts[store]}"
+        self.parent.num_attempts += 1
+        name = f"{self.parent.group_name}/shrunk/{self.parent.num_attempts}"
         keys = PrefixStore(f"shrink/{name}", self.rendezvous.store)
         left = self._who_is_left(keys, deadline)
-        self._give_up_built()  # nobody comes who knows that it stands
         built = self._build(name, keys, left)
-        if built is not None:
-            self.unsure = _Unsure(left, built, self.rendezvous.in_use())
-        if not self._stands(keys, left, built, deadline) or built is None:
-            self._give_up_built()
-            return None
-        self.unsure = None
-        return self._replace_parent(left, built)
-
-    def _give_up_built(self) -> None:
-        """Close the group of an attempt that does not stand, if there is one."""
-        if self.unsure is not None:
-            built, self.unsure = self.unsure.built, None
-            self.world.groups.pop(built.group_name, None)
-            built.close(abort=True)
+        stands = False
+        try:
+            stands = self._stands(keys, left, built, deadline)
+        finally:
+            if built is not None and not stands:
+                self.world.groups.pop(built.group_name, None)
+                built.close(abort=True)
+        return self._replace_parent(left, built) if stands and built is not None else None
 
     # ---- who has ended -----------------------------------------------------------------------
 
     def _gone(self, rank: int) -> bool:
-        if rank in self.excluded:
-            return True
-        ended = self.rendezvous.ended(self.parent.global_ranks[rank])
-        if not self.parent.gone(rank):
-            return ended
-        if self.unsure is not None and self.rendezvous.replaceable and not ended:
-            left, built, _ = self.unsure
-            if rank in left and not built.gone(left.index(rank)):
-                raise _StandsError
-        return True
-
-    def _global_gone(self, global_rank: int) -> bool:
-        ranks = self.parent.global_ranks
-        if global_rank in ranks:
-            return self._gone(ranks.index(global_rank))
-        return self.rendezvous.ended(global_rank)
+        return (
+            rank in self.excluded
+            or self.parent.gone(rank)
+            or self.rendezvous.ended(self.parent.global_ranks[rank])
+        )
 
     # ---- step 1 ------------------------------------------------------------------------------
 

@@ -29,7 +29,6 @@ from dure.errors import (
     Desync,
     RendezvousTimeout,
     StoreError,
-    StoreLost,
     UsageError,
 )
 from dure.trace.ring import call_site
@@ -187,7 +186,7 @@ def _new_groups(
     rendezvous = world.rendezvous
     assert rendezvous is not None
     soon = min(*limits, RENDEZVOUS_LIMIT)
-    rendezvous.secure(default.gone, soon.total_seconds())
+    rendezvous.require_store(op)
     if not local:
         _announce(default, lists, soon)
     mine = [spec for spec in specs if default.rank() in spec.global_ranks]
@@ -195,12 +194,6 @@ def _new_groups(
     watcher = _LocalMembers(world, default, mine[0]) if local and mine else None
     if mine:
         try:
-            made = create_groups(world, rendezvous.store, default.rank(), mine, watcher)
-        except StoreLost:
-            if not rendezvous.replaceable:
-                raise
-            # Its holder died while we asked it: then for all members alike.
-            rendezvous.secure(default.gone, soon.total_seconds())
             made = create_groups(world, rendezvous.store, default.rank(), mine, watcher)
         finally:
             if watcher is not None:

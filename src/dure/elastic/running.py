@@ -1,12 +1,12 @@
 """`run`: a program's training loop that outlives the loss of ranks.
 
-    ┌────────────► agree on an epoch ──► make its group ──► bring the state ──► train(state) ──► end
-    │                (council.py)                            (snapshot.py)          │
-    └──────────────── a peer is lost, or newcomers wait ◄───────────────────────────┘
+    ┌────────────► agree on a view ──► make its group ──► bring the state ──► train(state) ──► end
+    │             (membership.py)                           (snapshot.py)          │
+    └──────────────── a peer is lost, or newcomers wait ◄──────────────────────────┘
 
 A rank whose peer is lost learns it from its next collective, wherever that is in `train`. The
 exception leaves `train`, and everything that belongs to the old group with it. Survivors then come
-to the next epoch, put back the step that stands, and call `train` anew, in the same process.
+to the next view, put back the step that stands, and call `train` anew, in the same process.
 
 What a peer's death explains is a failure like that: `PeerLost`, `Aborted`, `CommTimeout`,
 `StoreLost`, or an error that was raised because of one. Every other exception is the program's own:
@@ -15,6 +15,9 @@ ends them one and all.
 
 At the end of `train` all ranks meet once more. If one is lost before that, its peers go through the
 loop again: `train` finds that there is nothing left to do.
+
+The store in which ranks agree is the launcher's, etcd, a file, or one that the caller gave. Where
+nobody else serves one, rank 0 does, and the job ends when that process dies: the store never moves.
 """
 
 from __future__ import annotations
@@ -25,18 +28,18 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Generic, TypeVar
 
 from dure import env
 from dure.comm.init import init_process_group, leave
 from dure.comm.world import World, current_world
 from dure.elastic import preempt
-from dure.elastic.boundary import Boundary, Preempted, Regroup
-from dure.elastic.council import Council, JobDone
-from dure.elastic.keeper import Keeper
-from dure.elastic.options import Options
-from dure.elastic.roster import Plan
+from dure.elastic.membership import JobDone, Membership
 from dure.elastic.state import Recovery, State
+from dure.elastic.step_sync import Preempted, Regroup, StepSync
+from dure.elastic.views import View
 from dure.errors import (
     Aborted,
     CommTimeout,
@@ -47,18 +50,27 @@ from dure.errors import (
     StoreTimeout,
     UsageError,
 )
+from dure.placement import detect
+from dure.store.base import Store
+from dure.store.finding import find_place
+from dure.store.memory import HashStore
+from dure.store.prefix import PrefixStore
 from dure.trace import line
 
-__all__ = ["run"]
+__all__ = ["Options", "run"]
 
 T = TypeVar("T")
 
-_COME_S = 3.0
-"""A group that was left cannot be asked any more who is lost, and who has only left it, too, to
-follow the store: that one comes within this time."""
-
 _FUTILE = 3
-"""More epochs in a row that fail without a loss and without a commit are the program's fault."""
+"""More views in a row that fail without a loss and without a commit are the program's fault."""
+
+_JOIN_S = 300.0
+"""How long the store is looked for at first."""
+
+_ANSWER = timedelta(seconds=10)
+"""How long the store may take to answer; what is waited for there has limits of its own."""
+
+_GOODBYE = timedelta(seconds=1)
 
 _turns: weakref.WeakKeyDictionary[World, int] = weakref.WeakKeyDictionary()
 """How often each rank has called `run`: each time has keys of its own."""
@@ -67,6 +79,31 @@ _EXPLAINED = (PeerLost, Aborted, CommTimeout, StoreLost)
 _IN_FORMING = (*_EXPLAINED, StoreTimeout, RendezvousError)
 
 _log = logging.getLogger("dure.elastic")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How an elastic job behaves.
+
+    Attributes:
+        min_ranks: With fewer ranks the job ends; `dure run --min-ranks` where None, or 1.
+        timeout: How long an operation waits for its peers, and survivors for each other. So long a
+            rank that neither works nor dies (one that is stopped) holds up the job.
+        enough_s: How long too few ranks wait for more to come.
+        backend: As `init_process_group`.
+        store: A store that all ranks share, in place of the launcher's; then `rank` and
+            `world_size` must be given.
+        rank: This process's number, where the environment does not tell it.
+        world_size: How many ranks start.
+    """
+
+    min_ranks: int | None = None
+    timeout: timedelta = timedelta(minutes=5)
+    enough_s: float = 30.0
+    backend: str | None = None
+    store: Store | None = None
+    rank: int = -1
+    world_size: int = -1
 
 
 def run(train: Callable[[State], T], state: State, options: Options | None = None) -> T | None:
@@ -86,7 +123,7 @@ def run(train: Callable[[State], T], state: State, options: Options | None = Non
     Raises:
         Exception: What `train` raised, unless the loss of a peer explains it.
         RendezvousError: Fewer than `min_ranks` are left, and no more came.
-        StoreLost: The process that held the job's store has died, and nobody can take its place.
+        StoreLost: The job's store is gone, so the ranks that are left cannot agree any more.
         SystemExit: The job was asked to end (143); see `on_preempt`.
 
     Collective:
@@ -114,6 +151,47 @@ def run(train: Callable[[State], T], state: State, options: Options | None = Non
             session.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """The job's store, and this process's place in the job.
+
+    Attributes:
+        base: The store.
+        given: Whether the caller gave it, and will close it.
+        name: Sets the keys of this job apart.
+        rank: This process's number.
+        world_size: How many ranks start.
+    """
+
+    base: Store
+    given: bool
+    name: str
+    rank: int
+    world_size: int
+
+
+def _find_job(options: Options) -> _Job:
+    """Open the store that the caller, the launcher or the environment names."""
+    rank, world_size = options.rank, options.world_size
+    if options.store is not None:
+        return _Job(options.store, True, "given", rank, world_size)
+    if rank < 0 and _is_alone():
+        return _Job(HashStore(), True, "alone", 0, 1)
+    spot = find_place(None, rank, world_size)
+    name = spot.place.name
+    if env.flag("DURE_ELASTIC"):  # one job, whichever process was started how often
+        name = env.text("TORCHELASTIC_RUN_ID") or "elastic"
+    store = spot.place.open(spot.rank, spot.world_size, _JOIN_S)
+    store.set_timeout(_ANSWER)
+    return _Job(store, False, name, spot.rank, spot.world_size)
+
+
+def _is_alone() -> bool:
+    """Tell whether nobody has started this process as a rank of a job."""
+    told = env.text("RANK") is not None or env.text("WORLD_SIZE") is not None
+    return not told and detect(env.everything()).member is None
+
+
 class _Session(Generic[T]):
     """One process's part in an elastic job."""
 
@@ -121,43 +199,36 @@ class _Session(Generic[T]):
         self._train, self._state, self._options = train, state, options
         world = current_world()
         turn = _turns[world] = _turns.get(world, -1) + 1
-        self._keeper = Keeper(options.store, options.rank, options.world_size, turn)
-        patience_s = options.timeout.total_seconds()
-        quorum = options.quorum
-        if quorum is None:
-            quorum = env.text("DURE_ELASTIC_QUORUM") != "0"
-        self._council = Council(
-            self._keeper.keys,
-            self._keeper.rank,
-            self._keeper.world_size,
+        self._job = _find_job(options)
+        self._membership = Membership(
+            PrefixStore(f"dure/elastic/{self._job.name}/{turn}", self._job.base),
+            self._job.rank,
+            self._job.world_size,
             min_ranks=options.min_ranks or env.integer("DURE_ELASTIC_MIN", 1) or 1,
-            patience_s=patience_s,
+            patience_s=options.timeout.total_seconds(),
             enough_s=options.enough_s,
             give_up=preempt.asked,
-            elsewhere=self._keeper.moved,
-            divisible=lambda: quorum and self._keeper.movable,
-            astray=lambda: quorum and self._keeper.astray,
         )
-        self._plan: Plan | None = None
-        self._stood: Plan | None = None  # the last one whose group was made
+        self._view: View | None = None
+        self._stood: View | None = None  # the last one whose group was made
         self._kept = state.part_names  # made before `train`, and so valid in any group
-        self._boundary = Boundary(self._council, self._keeper, state)
+        self._sync = StepSync(self._membership, state)
         self._futile, self._passed = 0, 0
         self._failed_at = 0.0
         self._gone: set[int] = set()  # ranks of the last group that were lost before it was left
-        self._severed: set[int] = set()  # those whose hosts may live
         self._ended = False
 
     def run(self) -> T | None:
-        """Go from epoch to epoch until `train` has come to its end on all ranks."""
-        try:
-            plan = self._enter()
-        except JobDone:
-            return self._not_needed()
+        """Go from view to view until `train` has come to its end on all ranks."""
         cause: BaseException | None = None
+        come: Callable[[], View] = self._membership.enter
         while True:
             try:
-                self._begin(plan, cause)
+                view = self._ask(come)
+            except JobDone:
+                return self._not_needed()
+            try:
+                self._begin(view, cause)
                 cause = None
                 result = self._train(self._state)
                 self._meet_at_the_end()
@@ -168,20 +239,30 @@ class _Session(Generic[T]):
                 failure = _without_frames(error)
             if cause is None:
                 cause, self._failed_at = failure, time.monotonic()
-            try:
-                plan = self._next(failure)
-            except JobDone:
-                return self._not_needed()
+            come = self._after(view, failure)
 
-    def _enter(self) -> Plan:
-        """Come as a newcomer, to wherever the job's store is."""
-        self._keeper.know(None)
+    def _ask(self, come: Callable[[], View]) -> View:
+        """Agree on a view; ask again after a request that failed, if the store answers.
+
+        Raises:
+            StoreLost: It does not.
+        """
         while True:
             try:
-                return self._council.enter()
-            except (StoreLost, StoreTimeout):
-                keys = self._keeper.follow(None, self._council.me, self._council.patience_s)
-                self._council.move(keys, None)
+                return come()
+            except (StoreLost, StoreTimeout) as error:
+                failed = error
+            try:
+                self._membership.table.probe()
+            except StoreError as error:
+                raise StoreLost(
+                    "the store of the elastic job is lost, and with it the way to a new group",
+                    rank=self._job.rank,
+                    seen=str(error),
+                    fix="Start the job again from its last checkpoint. The launcher at the "
+                    "endpoint serves the store, or rank 0 where there is no launcher: `dure run` "
+                    "on one host outlives any rank, --rdzv-backend etcd any host.",
+                ) from failed
 
     def _not_needed(self) -> None:
         """End without having trained, or without training on."""
@@ -189,65 +270,63 @@ class _Session(Generic[T]):
             raise Preempted
         self._ended = True
 
-    # ---- an epoch ------------------------------------------------------------------------------
+    # ---- a view --------------------------------------------------------------------------------
 
-    def _begin(self, plan: Plan, cause: BaseException | None) -> None:
-        """Make the group of an epoch, and put the state in place.
+    def _begin(self, view: View, cause: BaseException | None) -> None:
+        """Make the group of a view, and put the state in place.
 
         Raises:
             CommError, RendezvousError, StoreError: A member ended meanwhile.
         """
         state, last = self._state, self._stood
         agreed_at = time.monotonic()
-        self._plan = self._boundary.plan = plan
+        self._view = self._sync.view = view
         self._gone.clear()
-        self._severed.clear()
-        self._keeper.know(plan)
-        me = plan.rank_of(self._council.me.token)
-        if plan.source < 0:
+        me = view.rank_of(self._membership.me.token)
+        if view.source < 0:
             state.begin()
-        elif me not in plan.behind:
-            state.settle(plan.step)
+        elif me not in view.behind:
+            state.settle(view.step)
         try:
             init_process_group(
                 self._options.backend,
-                store=self._council.watched(plan),
+                store=self._membership.keys_of(view),
                 rank=me,
-                world_size=len(plan.members),
+                world_size=len(view.members),
                 timeout=self._options.timeout,
             )
             made_at = time.monotonic()
-            self._bring_state(plan, me)
+            self._bring_state(view, me)
         except _IN_FORMING as error:
             raise Aborted("the group could not be made", seen=str(error)) from error
-        state.attach(self._boundary.cross)
-        if plan.source >= 0:
+        state.attach(self._sync.cross)
+        if view.source >= 0:
             state.restore()
         if last is not None:
-            self._report(last, plan, cause, (agreed_at, made_at))
-        self._stood = plan
+            self._report(last, view, cause, (agreed_at, made_at))
+        self._stood = view
 
-    def _bring_state(self, plan: Plan, me: int) -> None:
+    def _bring_state(self, view: View, me: int) -> None:
         """Send the state from the rank that has it to those that have not."""
         group = current_world().need_default()
-        if me == plan.source:
-            for peer in plan.behind:
+        if me == view.source:
+            for peer in view.behind:
                 self._state.committed.send(group, peer)
-        elif me in plan.behind:
-            self._state.staged.receive(group, plan.source)
+        elif me in view.behind:
+            self._state.staged.receive(group, view.source)
             self._state.promote()
 
     def _report(
-        self, last: Plan, plan: Plan, cause: BaseException | None, times: tuple[float, float]
+        self, last: View, view: View, cause: BaseException | None, times: tuple[float, float]
     ) -> None:
         """Keep, and tell, what has changed."""
         agreed_at, made_at = times
-        before, after = ({m.token for m in p.members} for p in (last, plan))
+        before, after = ({m.token for m in v.members} for v in (last, view))
         recovery = Recovery(
-            epoch=plan.number,
+            epoch=view.number,
             lost=len(before - after),
             joined=len(after - before),
-            step=plan.step,
+            step=view.step,
             cause=_told(cause),
             agreement_s=agreed_at - self._failed_at,
             group_s=made_at - agreed_at,
@@ -255,17 +334,17 @@ class _Session(Generic[T]):
         )
         self._state.recoveries.append(recovery)
         self._futile = 0 if recovery.lost or recovery.joined else self._futile
-        if plan.rank_of(self._council.me.token) == 0:
+        if view.rank_of(self._membership.me.token) == 0:
             _log.warning(
                 "the group has changed: %d lost, %d came; %d ranks go on after commit %d (%.0f ms)",
                 recovery.lost,
                 recovery.joined,
-                len(plan.members),
-                plan.step,
+                len(view.members),
+                view.step,
                 1000 * recovery.total_s,
             )
 
-    # ---- between two epochs --------------------------------------------------------------------
+    # ---- between two views ---------------------------------------------------------------------
 
     def _explained(self, error: BaseException) -> bool:
         """Tell whether the loss of a peer, or a change of the group, explains an error."""
@@ -274,86 +353,63 @@ class _Session(Generic[T]):
         found: BaseException | None = error
         while found is not None and not isinstance(found, _EXPLAINED):
             found = found.__cause__ or found.__context__
-        self._futile = 1 if self._boundary.passed > self._passed else self._futile + 1
-        self._passed = self._boundary.passed
+        self._futile = 1 if self._sync.passed > self._passed else self._futile + 1
+        self._passed = self._sync.passed
         return found is not None and self._futile <= _FUTILE
 
-    def _next(self, cause: BaseException) -> Plan:
-        """Agree with the survivors on the next epoch."""
-        assert self._plan is not None
+    def _after(self, last: View, cause: BaseException) -> Callable[[], View]:
+        """Return what agrees with the survivors on the view after `last`."""
         self._state.attach(None)
         self._state.detach_parts(self._kept)
-        last = self._plan
-        if not isinstance(cause, PeerLost):  # or peers that wait for this rank would not know
-            self._leave_group(announced=False)
-        while True:
-            try:
-                if self._boundary.storeless or self._keeper.lost:
-                    raise StoreLost("the process that held the store has ended")
-                self._council.announce(last, self._state.standing())
-                plan = self._council.agree(last, self._unreached, self._nudge, self._cut_off)
-            except (StoreLost, StoreTimeout):  # a store behind a link that is cut says nothing
-                self._boundary.storeless = True
-                self._leave_group(announced=False)
-                keys = self._keeper.follow(last, self._council.me, self._council.patience_s)
-                self._council.move(keys, last)
-                self._boundary.storeless = False
-                continue
-            self._leave_group(announced=True)
-            return plan
+
+        def come() -> View:
+            self._membership.announce(last, self._state.standing())
+            if not isinstance(cause, PeerLost):  # or peers that wait for this rank would not know
+                self._leave_group()
+            view = self._membership.agree(last, self._unreached, self._leave_group)
+            self._leave_group()
+            return view
+
+        return come
 
     def _unreached(self, rank: int) -> bool:
         group = current_world().default
-        if group is not None:
-            return group.gone(rank) or group.silent(rank)
-        return rank in self._gone and time.monotonic() - self._failed_at > _COME_S
+        return rank in self._gone if group is None else group.gone(rank) or group.silent(rank)
 
-    def _cut_off(self, rank: int) -> bool:
-        group = current_world().default
-        return rank in self._severed if group is None else group.severed(rank)
+    def _leave_group(self) -> None:
+        """Close the group of the view that has ended; peers in it see that this rank has left.
 
-    def _nudge(self) -> None:
-        """Leave the groups, if that is not done: nobody in them shall wait for this rank."""
-        if current_world().default is not None:
-            self._leave_group(announced=True)
-
-    def _leave_group(self, announced: bool) -> None:
-        """Close the group of the epoch that has ended; peers in it see that this rank has left."""
-        if (
-            not (announced or self._boundary.storeless or self._keeper.lost)
-            and self._plan is not None
-        ):
-            try:
-                self._council.announce(self._plan, self._state.standing())
-            except StoreError:
-                self._boundary.storeless = True
-        if self._plan is not None and current_world().default is not None:
-            ranks = range(len(self._plan.members))
-            self._gone.update(filter(self._unreached, ranks))
-            self._severed.update(filter(self._cut_off, ranks))
+        They know by then that it lives, for it has announced what it has.
+        """
+        if self._view is not None and current_world().default is not None:
+            self._gone.update(filter(self._unreached, range(len(self._view.members))))
         _close_groups(abort=True)
 
     # ---- the end -------------------------------------------------------------------------------
 
     def _meet_at_the_end(self) -> None:
         """Meet once more, so that nobody leaves while another may still need it."""
-        self._boundary.meet()
+        self._sync.meet()
         self._ended = True
         with contextlib.suppress(StoreError):
-            self._council.finish()
+            self._membership.table.finish()
 
     def close(self) -> None:
         """Leave the job, whatever has happened."""
         self._state.attach(None)
-        if not (self._boundary.storeless or self._keeper.lost):
-            with contextlib.suppress(StoreError):
-                self._council.leave()
+        base = self._job.base
+        if not self._job.given:
+            base.set_timeout(_GOODBYE)
+        with contextlib.suppress(StoreError):
+            self._membership.table.leave(self._membership.me)
         _close_groups(abort=not self._ended)
-        self._keeper.close()
+        if not self._job.given:
+            with contextlib.suppress(StoreError):
+                base.close()
 
 
 def _close_groups(abort: bool) -> None:
-    """Close all groups of the epoch; nobody will meet under its keys again."""
+    """Close all groups of the view; nobody will meet under its keys again."""
     world = current_world()
     if world.rendezvous is not None:
         world.rendezvous.forget()

@@ -7,8 +7,8 @@ A commit has two phases, so that a death at any moment leaves a step that all su
    snapshot becomes the committed one, and the two change places for the next time.
 
 A rank that dies before (2) is complete leaves survivors of which all, or not all, have staged the
-step; `dure.elastic.roster` tells which step stands in each case. The same all_reduce carries what
-ranks must learn at one moment: that newcomers wait, and that the job is to end (`Notice`).
+step; `dure.elastic.views` tells which step stands in each case. The same all_reduce carries what
+ranks must learn at one moment: that newcomers wait, and that the job is to end (`step_sync`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any, cast
 from torch import nn
 
 from dure.checkpoint.objects import bare
-from dure.elastic.roster import Here
 from dure.elastic.snapshot import Snapshot, require_returnable
+from dure.elastic.views import Progress
 from dure.errors import UsageError
 
 __all__ = ["Recovery", "State"]
@@ -154,7 +154,7 @@ class State:
             All ranks call, each after the same step.
 
         Cost:
-            One copy of the state, and an all_reduce of 48 bytes.
+            One copy of the state, and an all_reduce of 32 bytes.
         """
         self._calls += 1
         if every > 1 and self._calls % every:
@@ -200,9 +200,9 @@ class State:
         self._committed, self._staged = self._staged, self._committed
         self._staged.step = -1
 
-    def standing(self) -> Here:
+    def standing(self) -> Progress:
         """Return which steps this rank has."""
-        return Here(self._committed.step, self._staged.step)
+        return Progress(self._committed.step, self._staged.step)
 
     def settle(self, step: int) -> None:
         """Take the staged snapshot for the committed one, if it is that of `step`; drop it else."""

@@ -3,8 +3,7 @@
 `find_place` reads the `init_method` and the environment, the place opens the store, `meet` checks
 the membership. What goes wrong in between becomes one `RendezvousError` here.
 
-A meeting can go on without some of its ranks: `secure` finds the others a new store where the old
-one's process has died, and `go_on_with` numbers them anew.
+A meeting can go on without some of its ranks: `go_on_with` numbers the others anew.
 
 A client may still reach the server of the ranks' previous meeting, which rank 0 is about to close.
 It then loses the connection before the meeting is complete, and begins again with the next server.
@@ -19,7 +18,6 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -38,9 +36,8 @@ from dure.store.membership import Meeting, Member, Verdict, contest, leave, meet
 from dure.store.network import NetworkStore
 from dure.store.places import Place, Spot
 from dure.store.prefix import PrefixStore
-from dure.store.succession import succeed
 
-__all__ = ["Member", "Rendezvous", "StoreInUse", "rendezvous", "rendezvous_at"]
+__all__ = ["Member", "Rendezvous", "rendezvous", "rendezvous_at"]
 
 _GOODBYE = timedelta(seconds=1)
 _CONTEST_S = 0.3
@@ -51,15 +48,6 @@ _GUEST_S = 1.0
 
 _COMEBACK_S = 30.0
 """How long a server that was lost during a meeting is waited for."""
-
-
-class StoreInUse(NamedTuple):
-    """A store of a meeting, and the rank that holds it, if one does."""
-
-    store: Store
-    base: Store
-    keys: Store
-    holder: Member | None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -107,16 +95,6 @@ class Rendezvous:
         return tuple(member.rank for member in self.members if member.host_id == here)
 
     @property
-    def replaceable(self) -> bool:
-        """Whether `secure` can find a new store, should this one be lost."""
-        return self._holder is not None and self.same_host
-
-    @property
-    def held_by(self) -> int:
-        """The rank whose process holds the store; -1 if that is none of the ranks."""
-        return -1 if self._holder is None else self._holder.rank
-
-    @property
     def reachable(self) -> bool:
         """Whether the store may still answer: the rank that holds it is not known to have ended."""
         return self._holder is None or alive(self._holder.process) is not False
@@ -125,40 +103,20 @@ class Rendezvous:
         """Tell whether the process of `rank` is known to have ended."""
         return alive(self.members[rank].process) is False
 
-    def secure(self, gone: Callable[[int], bool], timeout_s: float) -> None:
-        """Make sure that there is a store: a new one, if the process that held it has ended.
-
-        Args:
-            gone: Tells of a rank whether it is known to have ended.
-            timeout_s: How long to look for the ranks that are left.
-
-        Raises:
-            StoreLost: There is none, and why.
-
-        Collective:
-            All ranks that are left call.
-        """
-        holder, me = self._holder, self.members[self.rank]
-        if holder is None or holder.token == me.token:
+    def require_store(self, op: str) -> None:
+        """Raise `StoreLost` if the rank that serves the store is known to have ended."""
+        if self.reachable:
             return
-        if not gone(holder.rank) and alive(holder.process) is not False:
-            return
-        old = self._base
-        base, self._holder = succeed(self.members, me, gone, timeout_s)
-        base.set_timeout(old.timeout)
-        self._base, self._keys = base, PrefixStore("dure", base)
-        self.store = PrefixStore("keys", self._keys)
-        _give_up(old)
-
-    def in_use(self) -> StoreInUse:
-        """Return the store that this rank uses now, for `use_again`."""
-        return StoreInUse(self.store, self._base, self._keys, self._holder)
-
-    def use_again(self, before: StoreInUse) -> None:
-        """Take back what `secure` did since `in_use`; a store that was lost is lost still."""
-        if before.base is not self._base:
-            _give_up(self._base)
-            self.store, self._base, self._keys, self._holder = before
+        assert self._holder is not None
+        raise StoreLost(
+            "the process that served the store has ended",
+            op=op,
+            rank=self.rank,
+            peer=self._holder.rank,
+            seen=f"{self._holder} served it, for no launcher does",
+            fix="Start the job with `dure run`, whose store outlives every rank, or meet in a "
+            "file, in etcd, or in a store of your own (init_method=, store=).",
+        )
 
     def go_on_with(self, ranks: Sequence[int], name: str) -> None:
         """Go on with `ranks` alone, numbered from 0 in this order, on keys of their own.

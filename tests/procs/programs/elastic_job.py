@@ -7,11 +7,10 @@ A fault happens once, in the process that was started first under that rank, at 
     enter      before it says in the store that it has come
     step N     before the gradients of the step after step N are averaged
     staged N   when commit N is staged on this rank, and not yet agreed on
-    agree N    before it agrees on epoch N with the others
-    form N     when it has agreed on epoch N, and the group is not made yet
+    agree N    before it agrees on view N with the others
+    form N     when it has agreed on view N, and the group is not made yet
 
-and "do" is a signal to itself, "LAUNCHER" (SIGKILL to the launcher), "WAKE" (SIGCONT to all)
-or "PAUSE" (leave a file `paused` in the folder CREW, and do nothing any more).
+and "do" is a signal to itself, or "WAKE" (SIGCONT to all).
 
 With ELASTIC_WAIT the ranks wait after half of the steps, committing, until they are so many again.
 """
@@ -23,7 +22,6 @@ import os
 import signal
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,9 +30,9 @@ from torch import nn
 import dure
 from dure.data import DataLoader
 from dure.elastic import Options, State
-from dure.elastic.council import Council
-from dure.elastic.roster import Plan
+from dure.elastic.membership import Membership
 from dure.elastic.snapshot import Snapshot
+from dure.elastic.views import View
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 120, 12, 2
 STEPS = EPOCHS * SAMPLES // GLOBAL_BATCH
@@ -115,13 +113,7 @@ def fault(point: str, number: int | None = None) -> None:
     for one in list(_FAULTS):
         if one["rank"] == int(os.environ.get("RANK", "-1")) and one["at"] == at and _FIRST:
             _FAULTS.remove(one)
-            if one["do"] == "LAUNCHER":
-                os.kill(int(os.environ["DURE_STORE_PID"]), signal.SIGKILL)
-            elif one["do"] == "PAUSE":
-                Path(os.environ["CREW"], "paused").touch()
-                while True:
-                    signal.pause()
-            elif one["do"] == "WAKE":
+            if one["do"] == "WAKE":
                 for pid in _PIDS:
                     os.kill(pid, signal.SIGCONT)
             else:
@@ -130,25 +122,27 @@ def fault(point: str, number: int | None = None) -> None:
 
 def plant() -> None:
     """Put the points of faults into the code that is tested."""
-    enter, announce, watched, take = Council.enter, Council.announce, Council.watched, Snapshot.take
+    enter, announce, keys_of = Membership.enter, Membership.announce, Membership.keys_of
+    take = Snapshot.take
 
-    def faulty_enter(self: Council) -> Plan:
+    def faulty_enter(self: Membership) -> View:
         fault("enter")
         return enter(self)
 
-    def faulty_announce(self: Council, last: Plan, here: Any) -> None:
+    def faulty_announce(self: Membership, last: View, progress: Any) -> None:
         fault("agree", last.number + 1)
-        announce(self, last, here)
+        announce(self, last, progress)
 
-    def faulty_watched(self: Council, plan: Plan) -> Any:
-        fault("form", plan.number)
-        return watched(self, plan)
+    def faulty_keys_of(self: Membership, view: View) -> Any:
+        fault("form", view.number)
+        return keys_of(self, view)
 
     def faulty_take(self: Snapshot, parts: Any, values: Any, step: int) -> None:
         take(self, parts, values, step)
         fault("staged", step)
 
-    Council.enter, Council.announce, Council.watched = faulty_enter, faulty_announce, faulty_watched
+    Membership.enter, Membership.announce = faulty_enter, faulty_announce
+    Membership.keys_of = faulty_keys_of
     Snapshot.take = faulty_take
 
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -87,8 +86,7 @@ class GroupCore:
         device_types: Kinds of device whose tensors it takes.
         desc: What the group is for, as the user described it.
         num_monitored: How many monitored barriers this rank has begun.
-        num_attempts: How many attempts to shrink the group this rank has begun, by the rank that
-            held the store.
+        num_attempts: How many attempts to shrink the group this rank has begun.
         belongings: What others keep with the group, by its type; it goes when the group is closed.
     """
 
@@ -103,7 +101,7 @@ class GroupCore:
         self.group_name, self._rank, self.global_ranks = spec.name, rank, spec.global_ranks
         self.timeout, self.store, self.desc = spec.timeout, store, spec.desc or spec.name
         self.seq = 0
-        self.num_monitored, self.num_attempts = 0, Counter[int]()
+        self.num_monitored, self.num_attempts = 0, 0
         self._size = len(self.global_ranks)
         self.group_rank_of = {g: r for r, g in enumerate(self.global_ranks)}
         self.device_types = frozenset(backends)
@@ -186,7 +184,7 @@ class GroupCore:
         view._channel, view.seq = index, 0
         view.group_name = channel_name(self.group_name, index)
         view.store = PrefixStore(f"channel/{index}", self.store)
-        view.num_monitored, view.num_attempts = 0, Counter[int]()
+        view.num_monitored, view.num_attempts = 0, 0
         view._coalesced = None
         if not all(getattr(b, "channels", 1) > index for b in self._backends.values()):
             view._use(self._second(view.group_name))
@@ -299,10 +297,6 @@ class GroupCore:
     def silent(self, rank: int) -> bool:
         """Tell whether `rank` may live and cannot be heard of; backends that cannot know say no."""
         return self._ask("silent", rank)
-
-    def severed(self, rank: int) -> bool:
-        """Tell whether the host of `rank` fell silent; backends that cannot know say no."""
-        return self._ask("severed", rank)
 
     def _ask(self, question: str, rank: int) -> bool:
         asked = [getattr(backend, question, None) for backend in self._backends.values()]

@@ -14,7 +14,6 @@ glibc's thresholds has chosen all of them.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,10 +119,8 @@ def rank_variables(
         "DURE_LAUNCHER": address.name,
         "DURE_JOB_KEY_FD": str(address.key_fd),
         "DURE_JOB_KEY_FILE": address.key_file,
-        "DURE_STORE_PID": str(os.getpid()) if len(round.hosts) == 1 else None,
         "DURE_INSECURE": None,  # every rank has the key, and the launcher's store asks for it
         "DURE_ELASTIC": "1" if spec.elastic else None,
-        "DURE_ELASTIC_QUORUM": None if spec.quorum else "0",
         "DURE_ELASTIC_MIN": str(spec.min_ranks) if spec.elastic else None,
     }
     if spec.trace_dir is not None:

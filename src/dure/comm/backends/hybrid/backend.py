@@ -87,11 +87,6 @@ class HybridBackend:
         """
         return self._lost_for_s(rank) > SILENCE_S
 
-    def severed(self, rank: int) -> bool:
-        """Tell whether the host of `rank` fell silent: it may live, and the link may be cut."""
-        channel = self._channel_to(rank)
-        return channel is not None and channel.fell_silent
-
     def _channel_to(self, rank: int) -> Channel | None:
         return None if self._watch is None else self._watch.channel_to(rank)
 

@@ -95,7 +95,6 @@ class Channel:
         opened: How many of them all ranks of its host have begun.
         left: How many it had ended when it left; -1 while it is there.
         lost: When it was lost, or left; None while it is there.
-        fell_silent: It was lost, and nothing says that its host has died.
     """
 
     host: int
@@ -107,7 +106,6 @@ class Channel:
     opened: int = 0
     left: int = -1
     lost: float | None = None
-    fell_silent: bool = False
 
     @property
     def lost_for_s(self) -> float:
@@ -287,7 +285,6 @@ class Watch:
         comms = self._comms
         for channel in self._channels:
             if channel.lost is None and now - channel.heard > SILENCE_S:
-                channel.fell_silent = True
                 self._lose(channel, f"nothing was heard from it for {SILENCE_S:g} s", 0)
             if 0 <= channel.left < self._headers.begun:
                 rank = comms.hosts.ranks[channel.host][0]

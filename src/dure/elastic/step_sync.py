@@ -1,17 +1,18 @@
-"""The boundary between two steps: what ranks tell each other there, all at one moment.
+"""Step synchronisation: what ranks tell each other between two steps, all at one moment.
 
 A commit's second phase (`dure.elastic.state`) is one all_reduce of a few numbers, of which the
 largest counts. So all ranks learn after the same step, or none does, that
 
-- newcomers wait, or the store is lost or has moved: all leave `train` and make the group anew;
+- newcomers wait: all leave `train` and make the group anew;
 - some rank was asked to end: all save together, then that rank leaves;
 - they are not at the same commit, which is an error of the program.
 
-Rank 0 looks after newcomers and the store for all, now and then.
+Rank 0 looks after newcomers for all, now and then.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 
@@ -20,20 +21,24 @@ import torch
 from dure.comm.ops import ReduceOp
 from dure.comm.world import current_world
 from dure.elastic import preempt
-from dure.elastic.council import Council
-from dure.elastic.keeper import Keeper
-from dure.elastic.roster import Plan
+from dure.elastic.membership import Membership
 from dure.elastic.state import State
+from dure.elastic.views import View
 from dure.errors import Desync, StoreError
 
-__all__ = ["Boundary", "Preempted", "Regroup"]
+__all__ = ["Preempted", "Regroup", "StepSync"]
 
 _LOOK_S = 0.2
 """How often rank 0 looks whether newcomers wait, at most."""
 
+_SHARE = 20
+"""Looking into a slow store takes at most one part in so many of the time."""
+
+_log = logging.getLogger("dure.elastic")
+
 
 class Regroup(BaseException):
-    """Leaves `train` at a step boundary, on all ranks alike.
+    """Leaves `train` between two steps, on all ranks alike.
 
     Not an `Exception`: programs that catch those around a step must not swallow it.
     """
@@ -49,29 +54,25 @@ class _Notice:
 
     newcomers: bool = False
     asked: bool = False
-    storeless: bool = False
     step: int = 0
 
 
-class Boundary:
+class StepSync:
     """One rank's way from step to step.
 
     Args:
-        council: Knows who waits to be let in.
-        keeper: Knows where the store is.
+        membership: Knows who waits to be let in.
         state: What is committed.
 
     Attributes:
-        plan: The epoch that runs.
-        storeless: Whether the store is known to be lost, or to have moved.
+        view: The group that is.
         passed: How many commits were complete.
     """
 
-    def __init__(self, council: Council, keeper: Keeper, state: State) -> None:
-        self._council, self._keeper, self._state = council, keeper, state
-        self._looked = time.monotonic()
-        self.plan: Plan | None = None
-        self.storeless = False
+    def __init__(self, membership: Membership, state: State) -> None:
+        self._membership, self._state = membership, state
+        self._next_look = time.monotonic() + _LOOK_S
+        self.view: View | None = None
         self.passed = 0
 
     def cross(self, step: int) -> None:
@@ -83,14 +84,13 @@ class Boundary:
             Desync: The ranks are not at the same commit.
             CommError: A rank is lost.
         """
-        notice = self._exchange(_Notice(asked=preempt.asked(), step=step, **self._look()))
+        notice = self._exchange(_Notice(self._newcomers_wait(), preempt.asked(), step))
         self._state.promote()
         self.passed += 1
         if notice.asked:
             self._end_early()
-        self.storeless = self.storeless or notice.storeless
-        if notice.newcomers or notice.storeless:
-            raise Regroup("newcomers wait" if notice.newcomers else "the store is lost")
+        if notice.newcomers:
+            raise Regroup("newcomers wait")
 
     def meet(self) -> None:
         """Meet after the last commit; otherwise as `cross`."""
@@ -99,10 +99,10 @@ class Boundary:
     def _exchange(self, mine: _Notice) -> _Notice:
         group = current_world().need_default()
         where = "cpu" if "cpu" in group.device_types else min(group.device_types)
-        numbers = [int(mine.newcomers), int(mine.asked), int(mine.storeless), mine.step, -mine.step]
+        numbers = [int(mine.newcomers), int(mine.asked), mine.step, -mine.step]
         flags = torch.tensor(numbers, device=where)
         group.all_reduce(flags, ReduceOp.MAX)
-        newcomers, asked, storeless, most, least = flags.tolist()
+        newcomers, asked, most, least = flags.tolist()
         if most != -least:
             raise Desync(
                 "the ranks are not at the same commit",
@@ -112,23 +112,25 @@ class Boundary:
                 fix="Call state.commit() as often on every rank; loops of unequal length need "
                 "drop_last=True, or equal shares.",
             )
-        return _Notice(bool(newcomers), bool(asked), bool(storeless), most)
+        return _Notice(bool(newcomers), bool(asked), most)
 
-    def _look(self) -> dict[str, bool]:
-        """Rank 0 looks, now and then, who waits to be let in, and where the store is."""
-        now = time.monotonic()
-        assert self.plan is not None
-        is_first = self.plan.members[0].token == self._council.me.token
-        if not is_first or now - self._looked < _LOOK_S:
-            return {}
-        self._looked = now
+    def _newcomers_wait(self) -> bool:
+        """On rank 0, now and then: look who waits to be let in.
+
+        A store that does not answer ends nothing here: the group that is needs none.
+        """
+        view, began = self.view, time.monotonic()
+        assert view is not None
+        if view.members[0].token != self._membership.me.token or began < self._next_look:
+            return False
         try:
-            if self._keeper.lost or self._keeper.moved():
-                return {"storeless": True}
-            return {"newcomers": self._council.waiting(self.plan)}
-        except StoreError:
-            self.storeless = True
-            return {"storeless": True}
+            return self._membership.table.waiting(view)
+        except StoreError as error:
+            _log.warning("newcomers cannot be let in: %s", error)
+            return False
+        finally:
+            now = time.monotonic()
+            self._next_look = now + max(_LOOK_S, _SHARE * (now - began))
 
     def _end_early(self) -> None:
         """Some rank was asked to end: save together, then those that were asked leave."""

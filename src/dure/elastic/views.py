@@ -1,11 +1,11 @@
-"""Who is in the group, epoch by epoch: the values that ranks agree on, and the rule they follow.
+"""Who is in the group, view by view: the values that ranks agree on, and the rule they follow.
 
-An *epoch* is one group of ranks, from its forming to the loss of a member, or to the arrival of
-others. Epochs are numbered; each begins with a *plan*: its members in order (their ranks), and
-where the state comes from. What a rank knows when an epoch ends is two numbers: the step that it
-has *committed*, and the one that it has *staged*, which is the next one or none (`State`).
+A *view* is one group of ranks, from its forming to the loss of a member, or to the arrival of
+others: its members in order (their ranks), and where the state comes from. Views are numbered. What
+a rank has when a view ends is two numbers: the step that it has *committed*, and the one that it
+has *staged*, which is the next one or none (`State`).
 
-**Which step stands** (`next_plan`). A commit is complete on a rank when all ranks are known to have
+**Which step stands** (`next_view`). A commit is complete on a rank when all ranks are known to have
 staged the step. So of ranks that are left:
 
 - if one has committed step s, then all have at least staged it: s stands, and those who have it
@@ -17,19 +17,18 @@ staged the step. So of ranks that are left:
 So a step that any rank ever saw committed is never lost, and at most one step is done again.
 Newcomers have nothing, and get the step from the first member that has it.
 
-Nothing here does any input or output: `dure.elastic.council` does.
+Nothing here does any input or output: `dure.elastic.membership` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from dure.store.identity import Identity
-from dure.store.quorum import may_go_on
 
-__all__ = ["NOTHING", "Here", "Member", "Plan", "has_quorum", "next_plan"]
+__all__ = ["Member", "Progress", "View", "next_view"]
 
 
 class Member(msgspec.Struct, array_like=True, frozen=True):
@@ -43,8 +42,8 @@ class Member(msgspec.Struct, array_like=True, frozen=True):
         return f"rank {self.rank} ({self.process})"
 
 
-class Here(msgspec.Struct, array_like=True, frozen=True):
-    """What a rank has at the end of an epoch: the numbers of steps, -1 where it has none."""
+class Progress(msgspec.Struct, array_like=True, frozen=True):
+    """What a rank has at the end of a view: the numbers of steps, -1 where it has none."""
 
     committed: int = -1
     staged: int = -1
@@ -54,12 +53,8 @@ class Here(msgspec.Struct, array_like=True, frozen=True):
         return step >= 0 and step in (self.committed, self.staged)
 
 
-NOTHING = Here()
-"""What a newcomer has."""
-
-
-class Plan(msgspec.Struct, array_like=True, frozen=True):
-    """An epoch.
+class View(msgspec.Struct, array_like=True, frozen=True):
+    """A group's members and state.
 
     Attributes:
         number: Its number.
@@ -68,7 +63,7 @@ class Plan(msgspec.Struct, array_like=True, frozen=True):
         source: The rank that has the state; -1: nobody has, each begins with what it made.
         behind: The ranks that get the state from there.
         known: Tokens of all who ever were members: who comes back comes under a new one.
-        failure: Why there can be no epoch, if that is so.
+        failure: Why there can be no such group, if that is so.
     """
 
     number: int
@@ -84,42 +79,19 @@ class Plan(msgspec.Struct, array_like=True, frozen=True):
         return next((r for r, m in enumerate(self.members) if m.token == token), -1)
 
 
-def has_quorum(
-    last: Plan | None, here: Sequence[Member], ended: Container[str], expected: int
-) -> bool:
-    """Tell whether those who are here may go on without the others (`dure.store.quorum`).
-
-    Args:
-        last: The epoch that has ended; its members vote. Before the first, all ranks do that the
-            job was started with.
-        here: Survivors and newcomers. A host from which newcomers come has ended what it had, and
-            votes with them.
-        ended: Tokens of those who are known to have ended.
-        expected: How many ranks the job was started with.
-    """
-    if last is None:
-        ranks = {m.rank for m in here}
-        return may_go_on([(1, rank in ranks) for rank in range(expected)])
-    tokens = {m.token for m in here}
-    members = {m.token for m in last.members}
-    again = {m.process.host for m in here if m.token not in members}
-    voters = [m for m in last.members if m.token in tokens or m.token not in ended]
-    return may_go_on([(1, m.token in tokens or m.process.host in again) for m in voters])
-
-
-def next_plan(
-    last: Plan | None,
-    survivors: Sequence[tuple[Member, Here]],
+def next_view(
+    last: View | None,
+    survivors: Sequence[tuple[Member, Progress]],
     newcomers: Sequence[Member],
     min_ranks: int = 1,
-) -> Plan:
-    """Return the epoch that follows.
+) -> View:
+    """Return the view that follows.
 
     Args:
-        last: The epoch that has ended; None before the first.
+        last: The view that has ended; None before the first.
         survivors: Members of it that are left, in its order, and what each has.
         newcomers: Others, in the order in which they came.
-        min_ranks: With fewer members there is a failure in place of an epoch.
+        min_ranks: With fewer members there is a failure in place of a group.
     """
     number = 0 if last is None else last.number + 1
     known = () if last is None else last.known
@@ -128,12 +100,12 @@ def next_plan(
     members = (*(member for member, _ in survivors), *newcomers)
     if len(members) < min_ranks:
         seen = f"{len(members)} ranks are left, and at least {min_ranks} are wanted"
-        return Plan(number=number, members=members, known=known, failure=seen)
-    step = _standing([here for _, here in survivors])
-    haves = [here.has(step) for _, here in survivors] + [False] * len(newcomers)
+        return View(number=number, members=members, known=known, failure=seen)
+    step = _standing([progress for _, progress in survivors])
+    haves = [progress.has(step) for _, progress in survivors] + [False] * len(newcomers)
     source = haves.index(True) if True in haves else -1
     behind = tuple(r for r, has in enumerate(haves) if not has) if source >= 0 else ()
-    return Plan(
+    return View(
         number=number,
         members=members,
         step=max(step, 0),
@@ -143,9 +115,9 @@ def next_plan(
     )
 
 
-def _standing(heres: Sequence[Here]) -> int:
+def _standing(all_progress: Sequence[Progress]) -> int:
     """Return the step that stands (see the module's text); -1 if nobody has any."""
-    committed = max((here.committed for here in heres), default=-1)
-    if heres and all(here.staged == committed + 1 for here in heres):
+    committed = max((progress.committed for progress in all_progress), default=-1)
+    if all_progress and all(progress.staged == committed + 1 for progress in all_progress):
         return committed + 1
     return committed
