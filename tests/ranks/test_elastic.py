@@ -14,7 +14,7 @@ from torch import nn
 import dure
 from dure.comm.world import new_world
 from dure.data import DataLoader
-from dure.elastic import Options, State
+from dure.elastic import Options, State, step_sync
 from dure.errors import Desync, RendezvousError, StoreLost, UsageError
 from dure.store import HashStore
 from dure.testing import run_ranks
@@ -229,7 +229,10 @@ def test_requests_that_fail_are_asked_again_and_nothing_counts_twice():
     assert [(r.lost, r.joined) for r in job.states[0].recoveries] == [(1, 0)]
 
 
-def test_a_store_that_is_lost_ends_nothing_before_it_is_needed_and_then_says_so():
+def test_a_store_that_is_lost_ends_nothing_before_it_is_needed_and_then_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(step_sync, "_LOOK_S", 0.0)  # for newcomers, after each step
     job = Job(2)
     job.store = failing = FailingStore()
 
