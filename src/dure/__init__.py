@@ -48,7 +48,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "UsageError",
     ),
     "dure.errorfile": ("record",),
-    "dure.store": ("FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"),
+    "dure.store": ("EtcdStore", "FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"),
     "dure.comm.ops": ("ReduceOp",),
     "dure.comm.work": ("Work",),
     "dure.comm.world": ("GroupMember", "group"),

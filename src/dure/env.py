@@ -91,6 +91,10 @@ VARIABLES: dict[str, Variable] = {
             name="DURE_JOB_KEY_FD", meaning="inherited file descriptor that holds the job key"
         ),
         Variable(
+            name="DURE_ETCD_PASSWORD_FD",
+            meaning="inherited file descriptor that holds the user's password for etcd",
+        ),
+        Variable(
             name="DURE_FSDP_STRATEGY",
             meaning="shared or gathered: how fully_shard makes parameters whole; else it chooses",
         ),
@@ -120,7 +124,8 @@ VARIABLES: dict[str, Variable] = {
         # The rendezvous of `env://` joins DURE_STORE_ADDR (every rank as a client) where it is set.
         Variable(
             name="DURE_STORE_ADDR",
-            meaning="host:port of the store that the launcher hosts; comes before MASTER_ADDR",
+            meaning="HOST:PORT of the launcher's store, or etcd://HOST:PORT/JOB; comes "
+            "before MASTER_ADDR",
             example="127.0.0.1:41234",
         ),
         Variable(name="DURE_LAUNCHER", meaning="the job's name; set by `dure run` in every rank"),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dure.store.base import DEFAULT_TIMEOUT, Store
+    from dure.store.etcd import EtcdStore
     from dure.store.file import FileStore
     from dure.store.key import JobKey
     from dure.store.memory import HashStore
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_TIMEOUT",
+    "EtcdStore",
     "FileStore",
     "HashStore",
     "JobKey",
@@ -28,6 +30,7 @@ __all__ = [
 
 _HOMES = {
     "DEFAULT_TIMEOUT": "base",
+    "EtcdStore": "etcd",
     "FileStore": "file",
     "HashStore": "memory",
     "JobKey": "key",

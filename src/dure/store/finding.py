@@ -11,7 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 from dure import env
 from dure.errors import RendezvousError
 from dure.store.clusters import find_in_cluster
-from dure.store.places import FilePlace, LocalPlace, NearPlace, Place, Spot, TcpPlace
+from dure.store.places import EtcdPlace, FilePlace, LocalPlace, NearPlace, Place, Spot, TcpPlace
 
 __all__ = ["find_place"]
 
@@ -34,11 +34,13 @@ def find_place(init_method: str | None, rank: int, world_size: int) -> Spot:
         place: Place = _tcp_place(url)
     elif parts.scheme == "file":
         place = _file_place(url)
+    elif parts.scheme == "etcd":
+        place = EtcdPlace(url=url, name="etcd")
     else:
         raise RendezvousError(
             "init_method cannot be understood",
             seen=repr(url),
-            fix="Write env://, tcp://HOST:PORT or file:///PATH.",
+            fix="Write env://, tcp://HOST:PORT, file:///PATH or etcd://HOST:PORT/JOB.",
         )
     if rank == -1 or world_size == -1:
         missing = [n for n, v in (("rank", rank), ("world_size", world_size)) if v == -1]
@@ -124,6 +126,8 @@ def _environment_place(launcher: str | None, world_size: int) -> Place:
     host, port = env.text("MASTER_ADDR") or "", env.integer("MASTER_PORT", 0) or 0
     run = env.text("TORCHELASTIC_RUN_ID") or ""
     name = f"{run} {env.text('TORCHELASTIC_RESTART_COUNT') or 0} {host}:{port}"
+    if launcher and launcher.startswith("etcd://"):
+        return EtcdPlace(url=launcher, name=name, hosted=True)
     if launcher:
         where, _, number = launcher.rpartition(":")
         if not where or not number.isdecimal():

@@ -1,11 +1,12 @@
 """Where a job's store is: a `Place`, which can be opened to get the store.
 
-A place is one of four:
+A place is one of five:
 
 * `TcpPlace`: a host and a port. Rank 0 serves, unless the launcher does already.
 * `LocalPlace`: an abstract Unix socket of this host, under plain `torchrun` on one host.
 * `NearPlace`: one of a few ports above MASTER_PORT, under plain `torchrun` on several hosts, or
   above one derived from the job's name, in a cluster.
+* `EtcdPlace`: a job in etcd.
 * `FilePlace`: a file.
 
 **Under torchrun** the agent itself listens on MASTER_PORT, with torch's own store, which speaks
@@ -44,7 +45,7 @@ from dure.store.naming import await_name, patience_for_names
 from dure.store.network import NetworkStore, job_key
 from dure.store.server import StoreServer, adopt
 
-__all__ = ["FilePlace", "LocalPlace", "NearPlace", "Place", "Spot", "TcpPlace"]
+__all__ = ["EtcdPlace", "FilePlace", "LocalPlace", "NearPlace", "Place", "Spot", "TcpPlace"]
 
 _NEAR_PORTS = 16
 _HOSTED_S = 20.0
@@ -246,6 +247,32 @@ class NearPlace:
             pass
         store.close()
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EtcdPlace:
+    """A job in etcd.
+
+    Attributes:
+        url: As `EtcdOptions.from_url` reads it.
+        hosted: The launcher clears the keys at the end; else the last rank to leave does.
+    """
+
+    url: str
+    name: str
+    hosted: bool = False
+
+    @property
+    def held_by_rank_0(self) -> bool:
+        """Never: etcd outlives every rank."""
+        return False
+
+    def open(self, rank: int, world_size: int, timeout_s: float) -> Store:
+        """Connect; a guest (rank -1) is not counted among those that use the keys."""
+        from dure.store.etcd import EtcdStore  # lazy: few jobs use it, and it brings ssl along
+
+        last_clears = rank >= 0 and not self.hosted
+        return EtcdStore.from_url(self.url, timedelta(seconds=timeout_s), last_clears)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -10,11 +11,40 @@ from pathlib import Path
 
 import pytest
 
-from dure.store import FileStore, HashStore, PrefixStore, Store, TCPStore
+from dure.store import EtcdStore, FileStore, HashStore, PrefixStore, Store, TCPStore
 from dure.store.key import mint
+from procs import etcd
 
 TIMEOUT = timedelta(seconds=10)
-KINDS = ["hash", "file", "tcp", "prefix-hash", "prefix-file", "prefix-tcp"]
+needs_etcd = pytest.mark.skipif(etcd.PROGRAM is None, reason="etcd is not installed")
+KINDS = [
+    "hash",
+    "file",
+    "tcp",
+    pytest.param("etcd", marks=needs_etcd),
+    "prefix-hash",
+    "prefix-file",
+    "prefix-tcp",
+]
+
+
+servers: list[etcd.Etcd] = []
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_etcd_for_all() -> Iterator[None]:
+    """Start it before the first module, so that none has left it behind."""
+    if etcd.PROGRAM is None:
+        yield
+        return
+    with etcd.etcd() as server:
+        servers.append(server)
+        yield
+
+
+def etcd_url() -> str:
+    """Return the address of a job that nobody has had."""
+    return f"etcd://{servers[0].names}/{uuid.uuid4().hex}"
 
 
 @contextmanager
@@ -26,6 +56,9 @@ def opened(kind: str, folder: Path) -> Iterator[tuple[Store, Store]]:
     elif base == "file":
         first = FileStore(folder / "store", 2, TIMEOUT)
         second = FileStore(folder / "store", 2, TIMEOUT)
+    elif base == "etcd":
+        url = etcd_url()
+        first, second = EtcdStore.from_url(url, TIMEOUT), EtcdStore.from_url(url, TIMEOUT)
     else:
         key = mint()
         first = TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT, key=key)

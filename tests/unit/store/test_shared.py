@@ -1,9 +1,6 @@
 """Transactions, leases and watching: every store that has them against a model written by hand."""
 
-import contextlib
-import itertools
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dure.errors import StoreLost
-from dure.store import HashStore, JobKey
+from dure.store import EtcdStore, HashStore, JobKey
 from dure.store.address import Address
 from dure.store.board import Board
 from dure.store.key import mint
@@ -24,6 +21,9 @@ from dure.store.network import NetworkStore
 from dure.store.server import StoreServer
 from dure.store.shared import EVERYTHING, Shared
 from dure.store.wire import Reply, Request
+from procs.relay import Relay
+
+from .conftest import etcd_url, needs_etcd
 
 TIMEOUT = timedelta(seconds=10)
 LOOPBACK = Address(family=socket.AF_INET, ip="127.0.0.1", port=0)
@@ -47,9 +47,14 @@ def server(key: JobKey, presence: list[tuple[str, bool]]) -> Iterator[StoreServe
     it.stop()
 
 
-@pytest.fixture(params=["hash", "network"])
+@pytest.fixture(params=["hash", "network", pytest.param("etcd", marks=needs_etcd)])
 def shared(request: pytest.FixtureRequest, server: StoreServer, key: JobKey) -> Iterator[Shared]:
-    store = HashStore(TIMEOUT) if request.param == "hash" else client(server, key)
+    if request.param == "hash":
+        store = HashStore(TIMEOUT)
+    elif request.param == "network":
+        store = client(server, key)
+    else:
+        store = EtcdStore.from_url(etcd_url(), TIMEOUT)
     yield store
     store.close()
 
@@ -120,62 +125,6 @@ def test_a_broken_connection_is_told_of_and_comes_back(
         assert presence == [("me", True), ("me", False), ("me", True)]
         store.close()
         until(lambda: presence[-1] == ("me", False))
-
-
-class Relay:
-    """Stands between clients and a server, and cuts their connections when told.
-
-    Args:
-        port: The server's.
-        lose: Which packet of a connection to its client is lost, and the connection with it.
-    """
-
-    def __init__(self, port: int, lose: int = 0) -> None:
-        self._lose, self.lost = lose, 0
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port, self._target = self._listener.getsockname()[1], port
-        self._ends: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._run)]
-        self._threads[0].start()
-
-    def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                far = socket.create_connection(("127.0.0.1", self._target))
-                self._ends += [near, far]
-                for way in ((near, far, 0), (far, near, self._lose)):
-                    self._threads.append(threading.Thread(target=self._pump, args=way))
-                    self._threads[-1].start()
-
-    def _pump(self, source: socket.socket, target: socket.socket, lose: int) -> None:
-        with contextlib.suppress(OSError):
-            for number in itertools.count(1):
-                data = source.recv(65536)
-                if not data or number == lose:
-                    self.lost += bool(data)
-                    break
-                target.sendall(data)
-        for end in (source, target):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def cut(self) -> None:
-        for end in list(self._ends):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def __enter__(self) -> "Relay":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._threads[0].join(5)
-        self.cut()
-        for thread in self._threads:
-            thread.join(5)
-        for end in (*self._ends, self._listener):
-            end.close()
 
 
 def until(happened: Any) -> None:

@@ -1,0 +1,510 @@
+"""The store in etcd: for a job that outlives any of its hosts.
+
+Keys of a job lie below ``/dure/JOB/keys/``. Each call is one transaction, or a few that begin again
+when another rank was quicker.
+
+A write whose answer was lost is settled, never guessed. Each writer, that is, each connection in
+use, has a key of its own below ``/dure/JOB/writers/``; every transaction expects in it the nonce of
+the writer's last one, and puts a new nonce there. After an answer that did not come, the writer
+tries to put another nonce in the place of the last one. Either that succeeds: the lost transaction
+was not carried out, and never will be, for what it expects is no more. Or it does not, because the
+lost one's nonce is there: it was carried out. So `add` never counts twice.
+
+A lease is etcd's own. A watch begins at the revision after the last one seen, ends after
+`_WATCH_S` without a word and begins again at the next member, so one that is cut off from its
+cluster holds nobody up for longer.
+"""
+
+# ruff: noqa: D102 (what a method of a store does is said once, in `Store` and in `Shared`)
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+from dure.errors import StoreError, StoreLost, StoreTimeout, UsageError
+from dure.store.base import DEFAULT_TIMEOUT, Store
+from dure.store.etcd_gateway import (
+    EtcdOptions,
+    Gateway,
+    Json,
+    Unanswered,
+    coded,
+    decoded,
+)
+from dure.store.shared import EVERYTHING
+from dure.store.values import added, appended, encode, exchanged
+
+__all__ = ["MAX_ETCD_BYTES", "EtcdStore"]
+
+MAX_ETCD_BYTES = 1 << 20
+"""The longest value; etcd itself takes no request above 1.5 MiB."""
+
+Answer = TypeVar("Answer")
+
+_USERS = "dure/users"
+_MOST_WRITES = 100
+"""Keys in one transaction; etcd takes 128 steps."""
+
+_WATCH_S = 5.0
+_PAUSE_S = 0.05
+_CROWD_S = 0.002
+_LOST_S = 30.0
+"""Members that answered once are asked for so long before etcd counts as lost."""
+
+
+class EtcdStore(Store):
+    """The keys of one job in an etcd cluster.
+
+    Args:
+        options: Where etcd is; see `EtcdOptions`, and its `from_url`.
+        job: The job's name, which no other job in this etcd may have.
+        timeout: How long `get`, `wait` and the first connection wait.
+        last_clears: Whether to count those who open the store so, and the last to close it clears
+            the keys; else they stay until `clear`.
+
+    Raises:
+        StoreTimeout: No member answers.
+        StoreRefused: The name, the password or a certificate is wrong, or the user may not.
+        UsageError: A value is longer than 1 MiB.
+
+    Threads: any number may use one store. A forked child may use it too.
+    Cost: a round trip and, for a write, a majority's disk, so 1 to 10 ms a call. Where n ranks add
+    to one key at once, the last one needs up to n round trips.
+    """
+
+    def __init__(
+        self,
+        options: EtcdOptions,
+        job: str,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        last_clears: bool = False,
+    ) -> None:
+        super().__init__(timeout)
+        self._gateway = Gateway(options)
+        self._options, self._job = options, job
+        self._root = f"/dure/{job}/"
+        self._keys = f"{self._root}keys/"
+        self._met = self._closed = False
+        self._last_clears = last_clears
+        self._leases: dict[str, int] = {}
+        self._start_afresh()
+        self.num_keys()
+        self._met = True
+        if last_clears:
+            self.add(_USERS, 1)
+
+    @classmethod
+    def from_url(
+        cls, url: str, timeout: timedelta = DEFAULT_TIMEOUT, last_clears: bool = False
+    ) -> EtcdStore:
+        """Open ``etcd://HOST:PORT[,HOST:PORT]/JOB[?cacert=...&cert=...&key=...&user=...]``.
+
+        The password is in the file `password_file=`, or in the descriptor DURE_ETCD_PASSWORD_FD.
+        """
+        options, job = EtcdOptions.from_url(url)
+        return cls(options, job, timeout, last_clears)
+
+    @property
+    def url(self) -> str:
+        """What `from_url` reads; the password is not in it."""
+        return self._options.url(self._job)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.multi_set([key], [value])
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        pairs = dict(zip(keys, values, strict=True))
+        puts = [_put(self._keys + key, _short(value)) for key, value in pairs.items()]
+        while puts:  # as many at a time as etcd takes
+            size, count = 0, 0
+            for put in puts[:_MOST_WRITES]:
+                size += len(put["request_put"]["value"])
+                if count and size > MAX_ETCD_BYTES:
+                    break
+                count += 1
+            some, puts = puts[:count], puts[count:]
+            with self._writer() as writer:
+                writer.commit([], some)
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        found = self._await(keys, self._timeout, "get")
+        return [found[key] for key in keys]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._await(keys, self._timeout if timeout is None else timeout, "wait")
+
+    def add(self, key: str, amount: int) -> int:
+        def change(current: bytes | None) -> tuple[bytes | None, int]:
+            total = added(key, current, amount)
+            return b"%d" % total, total
+
+        return self._change(key, change)
+
+    def append(self, key: str, value: str | bytes) -> None:
+        more = encode(value)
+        self._change(key, lambda current: (_short(appended(key, current, more)), None))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        old, new = encode(expected), _short(desired)
+        return self._change(key, lambda current: exchanged(current, old, new))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return len(self._read(keys)[1]) == len(set(keys))
+
+    def delete_key(self, key: str) -> bool:
+        while True:
+            there = self._read([key])[1]
+            if not there:
+                return False
+            at = _is_at(self._keys + key, there[key][0])
+            with self._writer() as writer:
+                if writer.commit([at], [_delete(self._keys + key)]):
+                    return True
+
+    def num_keys(self) -> int:
+        return int(self._ask("kv/range", _below(self._keys) | {"count_only": True}).get("count", 0))
+
+    def list_keys(self) -> list[str]:
+        answer = self._ask("kv/range", _below(self._keys) | {"keys_only": True})
+        return sorted(self._name(each) for each in answer.get("kvs", ()))
+
+    def transact(
+        self, expect: Mapping[str, bytes | None], write: Mapping[str, bytes | None]
+    ) -> bool:
+        compares = [
+            _is_at(self._keys + key, 0) if value is None else _has(self._keys + key, value)
+            for key, value in expect.items()
+        ]
+        steps = [
+            _delete(self._keys + key) if value is None else _put(self._keys + key, _short(value))
+            for key, value in write.items()
+        ]
+        with self._writer() as writer:
+            return writer.commit(compares, steps)
+
+    def hold(self, key: str, value: bytes, ttl_s: float) -> None:
+        lease = secrets.randbits(62) + 1  # ours to choose: granted twice, it is the same one
+        try:
+            self._ask("lease/grant", {"ID": str(lease), "TTL": str(math.ceil(ttl_s))})
+        except StoreError as error:
+            if "already exists" not in error.seen:
+                raise
+        with self._writer() as writer:
+            writer.commit([], [_put(self._keys + key, _short(value), lease)])
+        self._revoke(self._leases.pop(key, 0))
+        self._leases[key] = lease
+
+    def renew(self, key: str) -> bool:
+        lease = self._leases.get(key, 0)
+        if not lease:
+            return False
+        answer = self._ask("lease/keepalive", {"ID": str(lease)})
+        alive = int(answer.get("result", {}).get("TTL", 0)) > 0
+        there = self._ask("kv/range", {"key": coded(self._keys + key)}) if alive else {}
+        return any(int(each.get("lease", 0)) == lease for each in there.get("kvs", ()))
+
+    def release(self, key: str) -> None:
+        with self._writer() as writer:
+            writer.commit([], [_delete(self._keys + key)])
+        self._revoke(self._leases.pop(key, 0))
+
+    def look(self, prefix: str, since: int, timeout_s: float) -> tuple[int, dict[str, bytes]]:
+        below = _below(self._keys + prefix)
+        if since != EVERYTHING:
+            self._watch(below, since + 1, time.monotonic() + timeout_s)
+        answer = self._ask("kv/range", below)
+        values = {key: value for key, (_, value) in self._found(answer).items()}
+        return int(answer["header"]["revision"]), values
+
+    def clear(self) -> None:
+        """Delete everything of this job, when it has ended."""
+        self._ask("kv/deleterange", _below(self._root))
+
+    def close(self) -> None:
+        """Close the connections; leases go on until they end."""
+        if self._closed or self._pid != os.getpid():
+            return
+        if self._last_clears:
+            with contextlib.suppress(StoreError):
+                if self.add(_USERS, -1) == 0:
+                    self.clear()
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for writer in idle:
+            writer.close()
+
+    def _start_afresh(self) -> None:
+        """Begin without connections: at first, and in a forked child, whose parent's they are."""
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._idle: list[_Writer] = []
+
+    @contextlib.contextmanager
+    def _writer(self) -> Generator[_Writer]:
+        """Lend a writer, which is this thread's meanwhile; one that failed is thrown away."""
+        if self._pid != os.getpid():
+            self._start_afresh()
+        with self._lock:
+            if self._closed:
+                raise StoreError(f"the store in {self._gateway} was closed by this process")
+            writer = self._idle.pop() if self._idle else None
+        if writer is None:
+            writer = _Writer(self._gateway, f"{self._root}writers/{secrets.token_hex(8)}")
+        timeout_s = self._timeout.total_seconds()
+        writer.patience_s = min(timeout_s, _LOST_S) if self._met else timeout_s
+        began = time.monotonic()
+        try:
+            yield writer
+        except Unanswered as error:
+            writer.close()
+            raise self._gone(str(error), time.monotonic() - began) from None
+        except BaseException:
+            writer.close()
+            raise
+        with self._lock:
+            self._idle.append(writer)
+
+    def _gone(self, why: str, elapsed_s: float) -> StoreError:
+        if self._met:
+            return StoreLost(f"{self._gateway} is lost", elapsed_s=elapsed_s, seen=why)
+        return StoreTimeout(
+            f"{self._gateway} cannot be reached",
+            elapsed_s=elapsed_s,
+            seen=why,
+            fix="Check the addresses, and that a majority of its members runs.",
+        )
+
+    def _ask(self, path: str, body: Json) -> Json:
+        """Ask what may be asked twice."""
+        with self._writer() as writer:
+            return writer.ask(path, body)
+
+    def _revoke(self, lease: int) -> None:
+        """End a lease; one that has ended is no error."""
+        with contextlib.suppress(StoreError):
+            if lease:
+                self._ask("lease/revoke", {"ID": str(lease)})
+
+    def _read(self, keys: Sequence[str]) -> tuple[int, dict[str, tuple[int, bytes]]]:
+        """Return the revision, and of those `keys` that exist their own revision and value."""
+        names = list(dict.fromkeys(keys))
+        revision, found = 0, dict[str, tuple[int, bytes]]()
+        for start in range(0, max(1, len(names)), _MOST_WRITES):
+            some = names[start : start + _MOST_WRITES]
+            steps = [{"request_range": {"key": coded(self._keys + key)}} for key in some]
+            answer = self._ask("kv/txn", {"success": steps})
+            revision = revision or int(answer["header"]["revision"])
+            for part in answer.get("responses", ()):
+                found |= self._found(part["response_range"])
+        return revision, found
+
+    def _found(self, answer: Json) -> dict[str, tuple[int, bytes]]:
+        return {
+            self._name(each): (int(each["mod_revision"]), decoded(each.get("value", "")))
+            for each in answer.get("kvs", ())
+        }
+
+    def _name(self, found: Json) -> str:
+        return decoded(found["key"]).decode().removeprefix(self._keys)
+
+    def _change(
+        self, key: str, change: Callable[[bytes | None], tuple[bytes | None, Answer]]
+    ) -> Answer:
+        """Put in place what `change` makes of a key's value (None: nothing); return its answer."""
+        crowd_s = _CROWD_S
+        while True:
+            revision, value = self._read([key])[1].get(key, (0, None))
+            new, answer = change(value)
+            if new is None:
+                return answer
+            steps = [_put(self._keys + key, new)]
+            with self._writer() as writer:
+                if writer.commit([_is_at(self._keys + key, revision)], steps):
+                    return answer
+            time.sleep(random.uniform(0, crowd_s))  # others want the same key
+            crowd_s = min(2 * crowd_s, 0.1)
+
+    def _await(self, keys: Sequence[str], timeout: timedelta, op: str) -> dict[str, bytes]:
+        began = time.monotonic()
+        deadline = began + timeout.total_seconds()
+        while True:
+            revision, found = self._read(keys)
+            missing = tuple(key for key in keys if key not in found)
+            if not missing:
+                return {key: value for key, (_, value) in found.items()}
+            if time.monotonic() >= deadline:
+                raise StoreTimeout(
+                    f"keys did not appear in {self._gateway}",
+                    op=op,
+                    keys=missing,
+                    elapsed_s=time.monotonic() - began,
+                    seen=f"nobody has set {', '.join(map(repr, missing))}",
+                )
+            self._watch({"key": coded(self._keys + missing[0])}, revision + 1, deadline)
+
+    def _watch(self, where: Json, start: int, deadline: float) -> None:
+        """Return when something has changed at or after a revision, or perhaps; or at the deadline.
+
+        Whoever calls looks how things stand; that look says so, too, if etcd is lost.
+        """
+        connection = self._gateway.connection()
+        create = where | {"start_revision": str(start)}
+        lost_at = time.monotonic() + _LOST_S
+        while (left_s := deadline - time.monotonic()) > 0:
+            try:
+                for word in connection.watch(create, min(left_s, _WATCH_S)):
+                    if word.get("events") or word.get("canceled"):
+                        return
+                    lost_at = time.monotonic() + _LOST_S
+            except Unanswered:
+                if time.monotonic() > lost_at:
+                    return
+                time.sleep(min(_PAUSE_S, max(0.0, left_s)))
+
+
+class _Writer:
+    """A connection, and the key that tells whether this writer's last transaction was done.
+
+    Attributes:
+        patience_s: How long an answer is looked for.
+
+    Threads: one at a time.
+    """
+
+    def __init__(self, gateway: Gateway, name: str) -> None:
+        self.patience_s = _LOST_S
+        self._connection = gateway.connection()
+        self._name, self._last = name, b""
+
+    def ask(self, path: str, body: Json) -> Json:
+        """Ask, at one member after the other, until there is an answer.
+
+        Raises:
+            Unanswered: There was none in time.
+        """
+        deadline = time.monotonic() + self.patience_s
+        while True:
+            try:
+                return self._connection.ask(path, body)
+            except Unanswered:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(random.uniform(0, _PAUSE_S))
+
+    def commit(self, compares: list[Json], steps: list[Json]) -> bool:
+        """Carry out a transaction, once; tell whether all compares held, so that it was done.
+
+        Raises:
+            Unanswered: It may have been done or not.
+        """
+        while True:
+            nonce = secrets.token_bytes(8)
+            mine = {"request_range": {"key": coded(self._name)}}
+            body = {
+                "compare": [*compares, self._unchanged()],
+                "success": [*steps, _put(self._name, nonce)],
+                "failure": [mine],
+            }
+            try:
+                answer = self._connection.ask("kv/txn", body)
+            except Unanswered:
+                if self._was_done(nonce):
+                    return True
+                continue
+            if answer.get("succeeded"):
+                self._last = nonce
+                return True
+            if not self._last or answer["responses"][0]["response_range"].get("kvs"):
+                return False
+            self._last = b""  # the job's keys were deleted, this one with them
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+    def _was_done(self, nonce: bytes) -> bool:
+        """Find out whether the transaction with `nonce` was done; if not, it never will be."""
+        fences = set[bytes]()
+        deadline = time.monotonic() + self.patience_s
+        while True:
+            fence = secrets.token_bytes(8)
+            fences.add(fence)
+            body = {
+                "compare": [self._unchanged()],
+                "success": [_put(self._name, fence)],
+                "failure": [{"request_range": {"key": coded(self._name)}}],
+            }
+            try:
+                answer = self._connection.ask("kv/txn", body)
+            except Unanswered:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(random.uniform(0, _PAUSE_S))
+                continue
+            if answer.get("succeeded"):
+                self._last = fence
+                return False
+            kept = answer["responses"][0]["response_range"].get("kvs", ())
+            self._last = decoded(kept[0]["value"]) if kept else b""
+            if self._last == nonce:
+                return True
+            if self._last in fences:  # an answer to one of these was lost as well
+                return False
+            raise StoreError("the keys of this job in etcd were deleted", seen=self._name)
+
+    def _unchanged(self) -> Json:
+        """Expect that this writer's last transaction is the last one that was done."""
+        return _has(self._name, self._last) if self._last else _is_at(self._name, 0)
+
+
+def _short(value: str | bytes) -> bytes:
+    """Return `value` as bytes.
+
+    Raises:
+        UsageError: It is longer than etcd takes.
+    """
+    data = encode(value)
+    if len(data) > MAX_ETCD_BYTES:
+        raise UsageError(
+            "a value is too long for etcd",
+            seen=f"{len(data)} bytes, and {MAX_ETCD_BYTES} are allowed",
+            fix="Send tensors and large objects with a collective instead.",
+        )
+    return data
+
+
+def _put(key: str, value: bytes, lease: int = 0) -> Json:
+    words = {"key": coded(key), "value": coded(value)}
+    return {"request_put": words | ({"lease": str(lease)} if lease else {})}
+
+
+def _delete(key: str) -> Json:
+    return {"request_delete_range": {"key": coded(key)}}
+
+
+def _has(key: str, value: bytes) -> Json:
+    return {"target": "VALUE", "result": "EQUAL", "key": coded(key), "value": coded(value)}
+
+
+def _is_at(key: str, revision: int) -> Json:
+    """Expect that a key was last changed at `revision`; 0: that it does not exist."""
+    return {"target": "MOD", "result": "EQUAL", "key": coded(key), "mod_revision": str(revision)}
+
+
+def _below(prefix: str) -> Json:
+    """Return the range of all keys that begin with `prefix`, which ends in no 0xff."""
+    first = prefix.encode()
+    return {"key": coded(first), "range_end": coded(first[:-1] + bytes([first[-1] + 1]))}

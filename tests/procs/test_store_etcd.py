@@ -1,0 +1,191 @@
+"""The store in etcd, with real members that are killed, silent, or ask for a password."""
+
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from dure.errors import StoreError, StoreLost, StoreRefused, StoreTimeout, UsageError
+from dure.store.etcd import MAX_ETCD_BYTES, EtcdStore
+from dure.store.etcd_gateway import EtcdOptions, Gateway
+from procs import etcd
+from procs.relay import Relay
+from procs.store_programs import line, running
+
+pytestmark = pytest.mark.skipif(etcd.PROGRAM is None, reason="etcd is not installed")
+TIMEOUT = timedelta(seconds=20)
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[etcd.Etcd]:
+    with etcd.etcd() as it:
+        yield it
+
+
+def test_a_member_is_killed_and_another_falls_silent() -> None:
+    """Of three; two threads count meanwhile, one waits for a key, and one looks."""
+    with etcd.etcd(3) as cluster, ThreadPoolExecutor(4) as pool:
+        store = EtcdStore.from_url(f"etcd://{cluster.names}/job", TIMEOUT)
+        revision, _ = store.look("late", -1, 0)
+        late = pool.submit(store.get, "late")
+        news = pool.submit(store.look, "late", revision, 60)
+        counts = [pool.submit(lambda: [store.add("n", 1) for _ in range(60)]) for _ in range(2)]
+        store.get("n")
+        cluster.kill(0)
+        store.set("one is dead", "")
+        cluster.start_again(0)
+        cluster.await_healthy()
+        cluster.pause(1)  # as one whose network is cut: its connections stand, nothing comes
+        for number in range(3):
+            store.set(f"one is silent {number}", "")
+        cluster.kill(0)  # and now there is no majority
+        store.set_timeout(timedelta(seconds=0.5))
+        with pytest.raises((StoreLost, StoreTimeout)):
+            store.set("nobody decides", "")
+        store.set_timeout(TIMEOUT)
+        cluster.go_on(1)
+        store.set("late", "!")
+        assert late.result(30) == b"!"
+        assert news.result(30)[1] == {"late": b"!"}
+        counted = [n for some in counts for n in some.result(60)]
+        assert sorted(counted) == list(range(1, 121))
+        store.close()
+
+
+def test_a_write_whose_answer_was_lost_is_done_once(one: etcd.Etcd) -> None:
+    """Of each connection the third packet is an answer, and is lost with the connection."""
+    port = int(one.endpoints[0].rpartition(":")[2])
+    with Relay(port, lose=3) as relay:
+        store = EtcdStore.from_url(f"etcd://127.0.0.1:{relay.port}/lost-answers", TIMEOUT)
+        assert [store.add("n", 1) for _ in range(10)] == list(range(1, 11))
+        assert store.transact({"k": None}, {"k": b"0"})
+        for old, new in ((b"0", b"1"), (b"1", b"2"), (b"2", b"0")):
+            assert store.transact({"k": old}, {"k": new})
+            store.append("text", "x")
+        assert store.get("text") == b"xxx"
+        assert store.delete_key("text")
+        assert relay.lost > 10
+        store.close()
+
+
+def test_a_password_and_tokens_that_expire(tmp_path: Path) -> None:
+    password = tmp_path / "password"
+    password.touch(0o600)
+    password.write_text("secret\n")
+    with etcd.etcd(flags=["--auth-token-ttl=1"]) as server:
+        server.ask("auth/user/add", {"name": "root", "password": "secret"})
+        server.ask("auth/role/add", {"name": "root"})
+        server.ask("auth/user/grant", {"user": "root", "role": "root"})
+        server.ask("auth/enable", {})
+        url = f"etcd://{server.names}/job"
+        store = EtcdStore.from_url(f"{url}?user=root&password_file={password}", TIMEOUT)
+        store.hold("me", b"id", 60)
+        revision, _ = store.look("", -1, 0)
+        assert store.look("", revision, 2.5)[1] == {"me": b"id"}
+        time.sleep(2.5)
+        assert store.add("n", 1) == 1  # the token has expired, and is asked for again
+        assert store.renew("me")
+        store.close()
+        password.write_text("wrong\n")
+        for words in ("", f"?user=root&password_file={password}", "?user=nobody"):
+            with pytest.raises(StoreRefused) as caught:
+                EtcdStore.from_url(url + words, TIMEOUT)
+            assert "\n" not in str(caught.value)
+        password.chmod(0o644)
+        with pytest.raises(StoreError) as told:
+            EtcdStore.from_url(f"{url}?user=root&password_file={password}", TIMEOUT)
+        assert "chmod 600" in told.value.fix
+
+
+def test_tls_on_both_sides(tmp_path: Path) -> None:
+    authority, server = made(tmp_path, "authority"), made(tmp_path, "server", "authority")
+    client = made(tmp_path, "client", "authority")
+    files = [f"--cert-file={server}.pem", f"--key-file={server}.key", "--client-cert-auth"]
+    files += [f"--trusted-ca-file={authority}.pem"]
+    with etcd.etcd(flags=files, scheme="https") as it:
+        trust = f"cacert={authority}.pem"
+        url = f"etcd://{it.names}/job"
+        store = EtcdStore.from_url(f"{url}?{trust}&cert={client}.pem&key={client}.key", TIMEOUT)
+        store.set("k", "v")
+        assert store.get("k") == b"v"
+        again = EtcdStore.from_url(store.url, TIMEOUT)
+        assert again.get("k") == b"v"
+        again.close()
+        with pytest.raises(StoreRefused):
+            EtcdStore.from_url(f"{url}?{trust}", TIMEOUT)  # we have no certificate
+        other = made(tmp_path, "other")
+        with pytest.raises(StoreRefused):
+            EtcdStore.from_url(f"{url}?cacert={other}.pem", TIMEOUT)  # we do not trust theirs
+        store.close()
+
+
+def made(folder: Path, name: str, signer: str = "") -> Path:
+    """Make a certificate and its key: NAME.pem and NAME.key."""
+    words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    words += ["-nodes", "-days", "2", "-subj", f"/CN={name}", "-keyout", f"{name}.key"]
+    words += ["-addext", "subjectAltName=IP:127.0.0.1", "-out", f"{name}.pem"]
+    if signer:
+        words += ["-CA", f"{signer}.pem", "-CAkey", f"{signer}.key"]
+        words += ["-addext", "basicConstraints=critical,CA:FALSE"]
+        words += ["-addext", "extendedKeyUsage=serverAuth,clientAuth"]
+    subprocess.run(words, cwd=folder, check=True, capture_output=True)
+    return folder / name
+
+
+def test_a_value_that_etcd_would_not_take_is_refused(one: etcd.Etcd) -> None:
+    store = EtcdStore.from_url(f"etcd://{one.names}/long", TIMEOUT)
+    store.multi_set(["a", "b", "c"], [bytes(MAX_ETCD_BYTES)] * 3)
+    for write in (store.set, store.append):
+        with pytest.raises(UsageError):
+            write("d", bytes(MAX_ETCD_BYTES + 1))
+    with pytest.raises(UsageError):
+        store.append("a", "1")
+    store.clear()
+    store.set("after", "1")
+    assert store.list_keys() == ["after"]
+    store.close()
+
+
+def test_nobody_there_and_nobody_that_is_etcd() -> None:
+    with pytest.raises(StoreTimeout) as caught:
+        EtcdStore.from_url("etcd://127.0.0.1:1/job", timedelta(seconds=0.2))
+    assert "\n" not in str(caught.value)
+    assert "127.0.0.1:1" in caught.value.what
+
+
+@pytest.mark.parametrize(
+    "url", ["etcd://h:2379", "etcd://h:x/job", "etcd:///job", "etcd://u:p@h/job", "etcd://h/j?x=1"]
+)
+def test_addresses_that_make_no_sense_are_refused(url: str) -> None:
+    with pytest.raises(UsageError):
+        EtcdOptions.from_url(url)
+
+
+def test_passwords_and_keys_never_go_out_in_the_clear(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plain(*endpoints: str) -> bool:
+        return Gateway(EtcdOptions(endpoints=endpoints))._tls is None
+
+    assert plain("127.0.0.1:2379", "localhost", "[::1]:2379")
+    assert not plain("127.0.0.1", "10.0.0.1")
+    monkeypatch.setenv("DURE_INSECURE", "1")
+    assert plain("10.0.0.1")
+
+
+def test_ranks_meet_in_etcd_and_the_last_clears_its_keys(one: etcd.Etcd) -> None:
+    code = """
+meeting = rendezvous(args[0] + "?rank=" + args[1] + "&world_size=2")
+meeting.store.set(args[1], args[1])
+meeting.store.wait(["0", "1"])
+meeting.close()
+say("met", meeting.world_size)
+"""
+    url = f"etcd://{one.names}/meeting"
+    with running((code, url, "0"), (code, url, "1")) as programs:
+        assert [line(each) for each in programs] == ["met 2", "met 2"]
+    store = EtcdStore.from_url(url, TIMEOUT)
+    assert store.list_keys() == []
+    store.close()
