@@ -158,16 +158,6 @@ def test_the_first_host_vanishes_and_the_other_half_ends_at_its_limit_with_its_n
 
 
 @pytest.mark.parametrize("mode", [pytest.param(mode, marks=SLOW) for mode in MODES])
-def test_without_the_quorum_rule_any_part_goes_on(folder, mode):
-    conf = ("--rdzv-conf", "last_call_timeout=60,quorum=0")
-    with cutting(2, folder) as job:
-        job.start("--nnodes", "1:2", *MODES[mode][:-2], *conf, words=(mode,))
-        job.trains(2)
-        at = cut_off(job, "a")
-        job.wait_for(lambda: job.led_by(at + 0.5) == {"a", "b"}, "both halves to train")
-
-
-@pytest.mark.parametrize("mode", [pytest.param(mode, marks=SLOW) for mode in MODES])
 @pytest.mark.parametrize("what", ["loss 20", "delay 0.2"])
 def test_a_bad_network_is_slow_and_nobody_is_lost(folder, mode, what):
     with cutting(2, folder) as job, wires(job) as network:

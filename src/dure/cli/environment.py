@@ -23,8 +23,11 @@ def show_environment(
     as_json: Annotated[
         bool, typer.Option("--json", help="Write one JSON object, for programs.")
     ] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also show variables that nobody has set.")
+    ] = False,
 ) -> None:
-    """Show what Dure finds in the environment and why, then the variables that it reads."""
+    """Show what Dure finds in the environment and why, and the variables that are set."""
     environ = env.everything()
     placement = detect(environ)
     if as_json:
@@ -32,7 +35,7 @@ def show_environment(
         return
     console = Console()
     _show_found(console, placement)
-    _show_variables(console, environ)
+    _show_variables(console, environ, everything)
 
 
 def _show_found(console: Console, placement: Placement) -> None:
@@ -78,16 +81,29 @@ def _key() -> tuple[str, str, str]:
     return f"fingerprint {key.fingerprint}", source, "the same on every host of a job"
 
 
-def _show_variables(console: Console, environ: dict[str, str]) -> None:
-    table = Table(box=None, pad_edge=False, title="Variables", title_justify="left")
-    for column in ("variable", "value", "meaning"):
-        table.add_column(column, overflow="fold")
-    for name, value, meaning in env.describe():
-        table.add_row(name, Text("-", style="dim") if value is None else Text(value), meaning)
-    for name, value in set_here(environ).items():
-        if name not in env.VARIABLES:
-            table.add_row(name, Text(value), CLUSTER_VARIABLES[name])
-    console.print(table)
+def _show_variables(console: Console, environ: dict[str, str], everything: bool) -> None:
+    """Show what is set, by the user or a launcher; PATH, which always is, and the rest if asked."""
+    known = env.describe()
+    rows = [(name, Text(value), meaning) for name, value, meaning in known if value is not None]
+    rows = [row for row in rows if everything or row[0] != "PATH"]
+    rows += [
+        (name, Text(value), CLUSTER_VARIABLES[name])
+        for name, value in set_here(environ).items()
+        if name not in env.VARIABLES
+    ]
+    if everything:
+        none = Text("-", style="dim")
+        rows += [(name, none, meaning) for name, value, meaning in known if value is None]
+    if rows:
+        table = Table(box=None, pad_edge=False, title="Variables", title_justify="left")
+        for column in ("variable", "value", "meaning"):
+            table.add_column(column, overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    if not everything:
+        others = len(known) - sum(value is not None for _, value, _ in known)
+        console.print(f"{others} more are read where they are set: dure env --all", style="dim")
 
 
 def _as_dictionary(placement: Placement, environ: dict[str, str]) -> dict[str, object]:

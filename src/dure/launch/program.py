@@ -70,6 +70,8 @@ def _check_numbers(spec: JobSpec) -> None:
 
 def _check_hosts(spec: JobSpec) -> None:
     least, most = spec.nnodes
+    if spec.rdzv_backend == "etcd":
+        raise UsageError("this launcher keeps no job's state in etcd", fix="Use c10d or static.")
     if not 1 <= least <= most:
         raise UsageError(
             "the number of hosts must be at least 1, and the most not below the least",

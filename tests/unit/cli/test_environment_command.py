@@ -48,3 +48,14 @@ def test_unreadable_key_is_said_not_raised(key_file, capsys):
     key_file.chmod(0o644)
     assert run_command_line(["env", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["found"]["key"]["state"] == "cannot be read"
+
+
+def test_what_is_set_is_shown_and_the_rest_on_request(key_file, capsys, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.delenv("DURE_VERIFY", raising=False)
+    assert run_command_line(["env"]) == 0
+    text = capsys.readouterr().out
+    assert "OMP_NUM_THREADS" in text and "SLURM_PROCID" in text
+    assert "DURE_VERIFY" not in text and "PATH " not in text
+    assert run_command_line(["env", "--all"]) == 0
+    assert "DURE_VERIFY" in capsys.readouterr().out

@@ -13,10 +13,9 @@ from torch.distributed.elastic.multiprocessing import Std as TorchStd
 from torch.distributed.launch import parse_args as parse_legacy
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
-from dure.cli.run.flag import Flag
-from dure.cli.run.flags import FLAGS, find
+from dure.cli.run.flags import FLAGS, Flag, find
 from dure.cli.run.page import help_page, markdown
-from dure.cli.run.parse import Given, from_variables, parse
+from dure.cli.run.parse import Given, from_variables, misplaced, parse
 from dure.cli.run.request import make_request
 from dure.cli.run.values import streams
 from dure.errors import UsageError
@@ -41,7 +40,7 @@ def flag_of(action: Action) -> Flag:
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda action: action.dest)
 def test_every_flag_of_torchrun_is_in_the_table(action: Action) -> None:
     flag = flag_of(action)
-    assert flag.torchrun in action.option_strings
+    assert flag.torchruns in action.option_strings
     assert {find(text) for text in action.option_strings} == {flag}
     assert flag.is_switch == (action.nargs == 0)
     from_environment = isinstance(action, env | check_env)
@@ -50,12 +49,12 @@ def test_every_flag_of_torchrun_is_in_the_table(action: Action) -> None:
 
 def test_torchruns_flags_are_torchruns() -> None:
     known = {text for action in ACTIONS for text in action.option_strings}
-    assert {flag.torchrun for flag in FLAGS if flag.torchrun} - known == {"--use-env"}
+    assert {flag.torchruns for flag in FLAGS if flag.torchrun} - known == {"--use-env"}
     assert parse_legacy(["--use-env", "x"]).use_env
 
 
 def test_no_spelling_has_two_meanings() -> None:
-    spellings = [text for flag in FLAGS for text in flag.spellings]
+    spellings = [text for flag in FLAGS for text in flag.spellings.split()]
     assert len(set(spellings)) == len(spellings)
     assert len({flag.name for flag in FLAGS}) == len(FLAGS)
 
@@ -66,7 +65,7 @@ def test_page_about_launching_shows_the_table() -> None:
 
 def test_help_names_every_flag_in_few_columns() -> None:
     page = help_page(70)
-    assert all(text in page for flag in FLAGS for text in flag.spellings)
+    assert all(text in page for flag in FLAGS for text in flag.spellings.split())
     assert max(map(len, page.splitlines()[20:])) <= 70
 
 
@@ -125,6 +124,35 @@ MEANINGS: list[tuple[list[str], dict[str, Any]]] = [
     ),
     (["--rdzv-conf", "timeout=9,keep_alive_interval=5"], {"join_timeout_s": 9.0}),
     (["--rdzv-conf", "timeout=9,join_timeout=8"], {"join_timeout_s": 8.0}),
+    (["--oversubscribe"], {"oversubscribe": True}),
+    (
+        ["--nnodes=1:4", "--rdzv-backend=etcd", "--rdzv-endpoint=a,b:3,[::1]", "--rdzv-id=me"],
+        {
+            "nnodes": (1, 4),
+            "rdzv_backend": "etcd",
+            "endpoint": "a:2379,b:3,[::1]:2379",
+            "run_id": "me",
+        },
+    ),
+    (
+        [
+            *("--rdzv-backend=etcd", "--rdzv-endpoint=a", "--rdzv-id=me", "--rdzv-conf"),
+            "cacert=ca.pem,cert=c.pem,key=k.pem,user=me,password_file=p,timeout=9",
+        ],
+        {
+            "rdzv_backend": "etcd",
+            "rdzv_conf": {
+                "cacert": "ca.pem",
+                "cert": "c.pem",
+                "key": "k.pem",
+                "user": "me",
+                "password_file": "p",
+            },
+            "endpoint": "a:2379",
+            "run_id": "me",
+            "join_timeout_s": 9.0,
+        },
+    ),
     (["--nnodes", "2"], {"nnodes": (2, 2)}),  # check_program asks for an endpoint
 ]
 
@@ -149,7 +177,11 @@ def test_flags_mean(words: list[str], fields: dict[str, Any]) -> None:
         (["--nnodes", "a:b"], "MIN:MAX"),
         (["--nnodes", "2", "--standalone"], "--standalone"),
         (["--nnodes", "1:2", "--node-rank", "0"], "c10d"),
-        (["--rdzv-backend", "etcd-v2"], "--rdzv-endpoint"),
+        (["--rdzv-backend", "etcd-v2"], "interface 3"),
+        (["--rdzv-backend", "etcd", "--rdzv-id", "me"], "--rdzv-endpoint"),
+        (["--rdzv-backend", "etcd", "--rdzv-endpoint", "h"], "--rdzv-id"),
+        (["--rdzv-conf", "user=me"], "--rdzv-backend etcd"),
+        (["--rdzv-conf", "quorum=1"], "without quorum"),
         (["--rdzv-conf", "store_type=file"], "--rdzv-endpoint"),
         (["--rdzv-conf", "jointimeout=3"], "join_timeout"),
         (["--rdzv-conf", "join_timeout=soon"], "join_timeout"),
@@ -186,6 +218,21 @@ def test_programs_own_flags_stay_its_own() -> None:
         args=("--nproc", "9", "--", "-h"),
         flags=(("nproc", ("-n", "2")),),
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["p", "--nproc", "2"], "--nproc stands behind p"),
+        (["p", "--nproc_per_node=2"], "--nproc_per_node stands behind p"),
+        (["-n", "2", "p", "--nproc", "2"], ""),  # both: the program's own
+        (["p", "--", "--nproc", "2"], ""),
+        (["p", "--role", "x", "-n", "2"], ""),  # many programs have these
+    ],
+)
+def test_a_flag_behind_the_program_is_told(words: list[str], told: str) -> None:
+    line = misplaced(parse(words))
+    assert line.startswith(told) and bool(line) is bool(told)
 
 
 VARIABLES = {
@@ -230,7 +277,7 @@ def test_flags_come_before_variables_and_these_before_what_was_found() -> None:
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("PET_STANDALONE", "yes"), ("PET_MAX_RESTARTS", "few"), ("PET_RDZV_BACKEND", "etcd")],
+    [("PET_STANDALONE", "yes"), ("PET_MAX_RESTARTS", "few"), ("PET_RDZV_BACKEND", "zk")],
 )
 def test_variable_of_no_value_is_named(name: str, text: str) -> None:
     with pytest.raises(UsageError) as caught:

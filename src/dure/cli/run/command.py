@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from dure import env
 from dure.cli.run.page import help_page
-from dure.cli.run.parse import from_variables, parse
+from dure.cli.run.parse import from_variables, misplaced, parse
 from dure.cli.run.request import Request, make_request
 from dure.errorfile import RecordedError, write_error
 from dure.errors import UsageError
@@ -41,8 +40,9 @@ def run(words: list[str]) -> int:
         print(help_page(min(shutil.get_terminal_size().columns, 100)))
         return 0
     variables, notes = from_variables(env.beginning_with("PET_"))
-    for note in notes:
-        _say(note)
+    for note in (*notes, misplaced(given)):
+        if note:
+            _say(note)
     request = make_request(given, variables, _found({**variables, **given.values}))
     refuse_dumps()  # a launcher is full of keys, and nobody needs to see what it crashed of
     if request.dry_run or request.hosts is not None or request.hostfile is not None:
@@ -59,18 +59,15 @@ def run(words: list[str]) -> int:
     return result.exit_code
 
 
-class _Warnings(logging.Handler):
-    """Shows what the launcher's store warns of as the launcher's other lines are shown."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(OSError):  # nobody reads it
-            _say(record.getMessage())
-
-
 def _show_warnings() -> None:
+    """Show what the launcher's store warns of as the launcher's other lines are shown."""
     log = logging.getLogger("dure")
     if not log.hasHandlers():  # or somebody else shows them
-        log.addHandler(_Warnings(logging.WARNING))
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[dure] %(message)s"))
+        handler.handleError = lambda record: None  # nobody reads it
+        handler.setLevel(logging.WARNING)
+        log.addHandler(handler)
 
 
 def _found(chosen: Mapping[str, object]) -> dict[str, object]:
@@ -86,18 +83,28 @@ def _found(chosen: Mapping[str, object]) -> dict[str, object]:
 
 
 def _with_key(request: Request) -> JobSpec:
-    return dataclasses.replace(request.spec, key=_key(request))
+    key = None
+    if request.key_stdin:
+        key = _key_line()
+    elif request.key_file is not None:
+        key = key_from_file(request.key_file).raw
+    return dataclasses.replace(request.spec, key=key)
 
 
 def _prepared(request: Request) -> JobSpec:
     """Fill in what only this process can know: the key, and a place for files."""
     spec = _with_key(request)
-    if spec.log_dir is None and _wants_files(spec):
+    files = spec.redirects or spec.tee or spec.stdout_filters or spec.stderr_filters
+    if spec.log_dir is None and files:
         directory = Path(tempfile.mkdtemp(prefix="logs_dure_"))
         _say(f"the ranks' streams are kept in {directory}")
         spec = dataclasses.replace(spec, log_dir=directory)
     if spec.grace_s is None and (seconds := env.text("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")):
-        spec = dataclasses.replace(spec, grace_s=_seconds(seconds))
+        try:
+            spec = dataclasses.replace(spec, grace_s=float(seconds))
+        except ValueError:
+            name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+            raise UsageError(f"{name} must be a number of seconds", seen=repr(seconds)) from None
     return spec
 
 
@@ -117,27 +124,6 @@ def _hand_on(result: JobResult) -> None:
         write_error(Path(file), error)
     except OSError as trouble:
         _say(f"{file} cannot be written: {trouble.strerror}")
-
-
-def _wants_files(spec: JobSpec) -> bool:
-    return bool(spec.redirects or spec.tee or spec.stdout_filters or spec.stderr_filters)
-
-
-def _seconds(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise UsageError(
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT must be a number of seconds", seen=repr(text)
-        ) from None
-
-
-def _key(request: Request) -> bytes | None:
-    if request.key_stdin:
-        return _key_line()
-    if request.key_file is not None:
-        return key_from_file(request.key_file).raw
-    return None
 
 
 def _key_line() -> bytes:

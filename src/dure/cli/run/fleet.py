@@ -55,6 +55,8 @@ def _dry_run(request: Request) -> None:
             seen=f"--nnodes {request.spec.nnodes[1]}",
             fix="Name them with --hosts, and leave out --nnodes.",
         )
+    if request.spec.rdzv_backend == "etcd":
+        raise UsageError("--dry-run shows no job over etcd", fix="Leave out --rdzv-backend etcd.")
     fleet = _fleet(request)
     counted = tuple(
         replace(slots, nproc=slots.nproc or request.spec.nproc) for slots in fleet.hosts
@@ -83,6 +85,7 @@ def _fleet(request: Request) -> Fleet:
         options=interpreter_options(),
         exports=_exports(request),
         ssh_options=request.ssh_options,
+        backend="etcd" if spec.rdzv_backend == "etcd" else "static",
     )
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from dure.cli.run.flag import Flag, Group
-from dure.cli.run.flags import FLAGS
+from dure.cli.run.flags import FLAGS, GROUPS, Flag
 
 __all__ = ["help_page", "markdown"]
 
@@ -19,35 +18,30 @@ for a flag of torchrun's.
   dure run --nproc 2 train.py --epochs 3
   dure run --nproc gpu --nnodes 1:4 --rdzv-endpoint head:29400 --max-restarts 3 train.py
 """
-_COLUMN = 30
-_WIDTH = 100
+_INDENT = " " * 30
 
 
-def help_page(width: int = _WIDTH) -> str:
+def help_page(width: int = 100) -> str:
     """Return the help, in lines of at most `width` columns."""
     parts = [_USAGE]
-    for group in Group:
-        flags = [flag for flag in FLAGS if flag.group is group]
-        parts.append(
-            "\n".join([f"{group.value}:", *(_entry(flag, width) for flag in flags)]) + "\n"
-        )
+    for heading, flags in GROUPS.items():
+        parts += [f"{heading}:", *(_entry(flag, width) for flag in flags), ""]
     return "\n".join(parts)
 
 
 def _entry(flag: Flag, width: int) -> str:
-    short_first = sorted(flag.spellings, key=lambda text: text.startswith("--"))
-    head = "  " + ", ".join(short_first) + (f" {flag.metavar}" if flag.metavar else "")
+    short_first = sorted(flag.spellings.split(), key=lambda text: text.startswith("--"))
+    head = f"  {', '.join(short_first)} {flag.metavar}".rstrip()
     default = f" [default: {flag.default}]" if flag.default else ""
-    indent = " " * _COLUMN
     lines = textwrap.wrap(
         flag.means + default,
         max(width, 60),
-        initial_indent=indent,
-        subsequent_indent=indent,
+        initial_indent=_INDENT,
+        subsequent_indent=_INDENT,
         break_on_hyphens=False,
     )
-    if len(head) < _COLUMN - 1:
-        lines[0] = head.ljust(_COLUMN) + lines[0][_COLUMN:]
+    if len(head) < len(_INDENT) - 1:
+        lines[0] = head.ljust(len(_INDENT)) + lines[0].lstrip()
     else:
         lines.insert(0, head)
     return "\n".join(lines)
@@ -55,36 +49,20 @@ def _entry(flag: Flag, width: int) -> str:
 
 def markdown() -> str:
     """Return the tables of docs/launch.md: torchrun's flags, and those it does not know."""
-    known = [flag for flag in FLAGS if flag.torchrun]
-    rows = [
-        f"| `{_cell(_torchruns(flag))}` | {f'`{flag.variable}`' if flag.pet else ''} "
-        f"| {_cell(flag.means)} {_cell(flag.differs)}".rstrip()
-        + " |"
-        for flag in known
-    ]
-    own = [
-        f"| `{', '.join(flag.spellings)}{' ' if flag.metavar else ''}{_cell(flag.metavar)}` "
-        f"| {_cell(flag.means)} |"
-        for flag in FLAGS
-        if not flag.torchrun
-    ]
-    return "\n".join(
-        [
-            "| torchrun's flag | Variable | `dure run` |",
-            "| --- | --- | --- |",
-            *rows,
-            "",
-            "| Dure's own flag | |",
-            "| --- | --- |",
-            *own,
-        ]
-    )
-
-
-def _torchruns(flag: Flag) -> str:
-    short = [text for text in flag.spellings if not text.startswith("--") and text != "-n"]
-    value = f" {flag.metavar}" if flag.metavar else ""
-    return ", ".join([*short, flag.torchrun]) + value
+    out = ["| torchrun's flag | Variable | `dure run` |", "| --- | --- | --- |"]
+    for flag in FLAGS:
+        if flag.torchrun:
+            short = [s for s in flag.spellings.split() if s[1] != "-" and s != "-n"]
+            spelling = f"{', '.join([*short, flag.torchruns])} {flag.metavar}".strip()
+            variable = f"`{flag.variable}`" if flag.pet else ""
+            means = f"{flag.means} {flag.differs}".strip()
+            out.append(f"| `{_cell(spelling)}` | {variable} | {_cell(means)} |")
+    out += ["", "| Dure's own flag | |", "| --- | --- |"]
+    for flag in FLAGS:
+        if not flag.torchrun:
+            spelling = f"{flag.spellings.replace(' ', ', ')} {flag.metavar}".strip()
+            out.append(f"| `{_cell(spelling)}` | {_cell(flag.means)} |")
+    return "\n".join(out)
 
 
 def _cell(text: str) -> str:

@@ -7,16 +7,17 @@ it stays the only one, and its value may follow `=`; a short flag's value may fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
-from dure.cli.run.flag import Flag
-from dure.cli.run.flags import FLAGS, find
+from dure.cli.run.flags import FLAGS, Flag, find
 from dure.cli.run.values import switch
 from dure.errors import UsageError
 
-__all__ = ["Given", "from_variables", "parse"]
+__all__ = ["Given", "from_variables", "misplaced", "parse"]
+
+_MISPLACED = frozenset({"nproc", "nnodes", "hosts", "hostfile", "max_restarts", "endpoint"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +55,15 @@ def parse(words: Sequence[str]) -> Given:
         flag = _known(spelling)
         start, at = at, at + 1
         if flag.is_switch:
-            _refuse_text(spelling, flag, text)
-            values[flag.name] = True
+            if text is not None:
+                raise UsageError(f"{spelling} takes no value", seen=text, fix=flag.means)
+            values[flag.name] = flag.sets
         else:
+            if text is None and at == len(words):
+                example = f"Write {flag.spellings.split()[0]} {flag.metavar}."
+                raise UsageError(f"{spelling} needs a value", seen="nothing", fix=example)
             if text is None:
-                text, at = _following(words, at, spelling, flag), at + 1
+                text, at = words[at], at + 1
             value = _value(flag, spelling, text)
             before = values.get(flag.name, ())
             values[flag.name] = (*before, value) if flag.repeats else value  # pyright: ignore
@@ -69,11 +74,23 @@ def parse(words: Sequence[str]) -> Given:
     return Given(values=values, program=program, args=tuple(args), flags=tuple(flags))
 
 
-def _following(words: Sequence[str], at: int, spelling: str, flag: Flag) -> str:
-    """Return the word at `at`, the value of the flag before it."""
-    if at == len(words):
-        raise UsageError(f"{spelling} needs a value", seen="nothing", fix=_example(flag))
-    return words[at]
+def misplaced(given: Given) -> str:
+    """Return a line about a flag that stands behind the program, and so is not ours; or nothing.
+
+    A program may well have such a flag. But who does not give it before the program, too, has most
+    likely meant us.
+    """
+    if "--" in given.args:
+        return ""
+    for word in given.args:
+        flag = find(word.partition("=")[0]) if word.startswith("--") else None
+        if flag is not None and flag.name in _MISPLACED - given.values.keys():
+            spelling = word.partition("=")[0]
+            return (
+                f"{spelling} stands behind {given.program}, which gets it as its own; flags of "
+                f"`dure run` stand before the program: dure run {spelling} ... {given.program}"
+            )
+    return ""
 
 
 def from_variables(variables: Mapping[str, str]) -> tuple[dict[str, object], list[str]]:
@@ -93,8 +110,6 @@ def from_variables(variables: Mapping[str, str]) -> tuple[dict[str, object], lis
     notes: list[str] = []
     for name, text in sorted(variables.items()):
         flag = flags.get(name)
-        if flag is not None and flag.refused:
-            raise UsageError(f"{name} is not understood here", seen=flag.refused)
         if flag is not None:
             if text.strip():
                 values[flag.name] = _value(flag, name, text)
@@ -120,9 +135,7 @@ def _split(word: str) -> tuple[str, str | None]:
 
 
 def _known(spelling: str) -> Flag:
-    flag = find(spelling)
-    if flag is None:
-        flag = _abbreviated(spelling)
+    flag = find(spelling) or _abbreviated(spelling)
     if flag.refused:
         raise UsageError(f"{spelling} is not understood here", seen=flag.refused)
     return flag
@@ -131,26 +144,18 @@ def _known(spelling: str) -> Flag:
 def _abbreviated(spelling: str) -> Flag:
     """Return the one flag that begins like `spelling`, or say which are near."""
     plain = spelling.replace("_", "-")
-    found = {text: flag for text, flag in _spellings() if text.startswith(plain)}
-    meant = {flag.name: flag for flag in found.values()}
+    spellings = {text: flag for flag in FLAGS for text in flag.spellings.split()}
+    found = [text for text in spellings if text.startswith(plain)]
+    meant = {spellings[text].name: spellings[text] for text in found}
     if len(meant) == 1 and plain.startswith("--") and len(plain) > 3:
         return next(iter(meant.values()))
     near = sorted(found) if plain != "--" else []
-    near = near or get_close_matches(plain, [text for text, _ in _spellings()], 1)
+    near = near or get_close_matches(plain, spellings, 1)
     raise UsageError(
         f"there is no flag {spelling}" if len(meant) < 2 else f"{spelling} may mean several flags",
         seen=f"did you mean {' or '.join(near)}?" if near else "see `dure run --help`",
         fix="A program's own flags stand behind the program.",
     )
-
-
-def _spellings() -> Iterator[tuple[str, Flag]]:
-    return ((text, flag) for flag in FLAGS for text in flag.spellings)
-
-
-def _refuse_text(spelling: str, flag: Flag, text: str | None) -> None:
-    if text is not None:
-        raise UsageError(f"{spelling} takes no value", seen=text, fix=f"{flag.means}")
 
 
 def _value(flag: Flag, source: str, text: str) -> object:
@@ -159,7 +164,3 @@ def _value(flag: Flag, source: str, text: str) -> object:
         return switch(text) if flag.is_switch else flag.parse(text)
     except ValueError as error:
         raise UsageError(f"{source} must be {error}", seen=repr(text)) from None
-
-
-def _example(flag: Flag) -> str:
-    return f"Write {flag.spellings[0]} {flag.metavar}."

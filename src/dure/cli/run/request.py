@@ -5,15 +5,17 @@ where several hosts meet. In torchrun's words:
 
     --rdzv-backend c10d     the endpoint alone; hosts are numbered as they come
     --rdzv-backend static   the endpoint, or --master-addr and --master-port; --node-rank numbers
+    --rdzv-backend etcd     the etcd servers are the endpoint; hosts are numbered as they come
 
 and without a backend, --node-rank or --master-* mean static. A single host meets nobody, so none
-of these matters to it, except that --master-addr and --master-port are what its ranks find.
+of these but etcd matters to it, except that --master-addr and --master-port are what its ranks
+find.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,19 @@ from dure.cli.run.devices import count
 from dure.cli.run.parse import Given
 from dure.cli.run.values import endpoint
 from dure.errors import UsageError
-from dure.launch import JobSpec, Std
-from dure.launch.spec import Kind
+from dure.launch import JobSpec
 
 __all__ = ["Request", "make_request"]
 
 _STATIC_PORT = 29500
 _ENDPOINT_PORT = 29400
+_ETCD_PORT = 2379
+_ETCD_KEYS = ("cacert", "cert", "key", "user", "password_file")
+# What several flags say together; the other values that are named like a field become that field.
+_OF_MEETING = frozenset(
+    {"nnodes", "node_rank", "endpoint", "master_addr", "master_port", "run_id", "local_addr"}
+)
+_PLAIN = frozenset(field.name for field in fields(JobSpec)) - _OF_MEETING - {"nproc", "log_dir"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +71,9 @@ class Request:
     set_by_user: frozenset[str] = frozenset()
 
 
+_OF_REQUEST = frozenset(field.name for field in fields(Request)) - {"flags"}
+
+
 def make_request(
     given: Given,
     variables: Mapping[str, object] | None = None,
@@ -88,88 +99,24 @@ def make_request(
             seen=f"--min-ranks {chosen['min_ranks']} without --elastic",
             fix="Add --elastic if the program outlives deaths (dure.elastic), or leave it out.",
         )
+    module, executable = (bool(values.get(name)) for name in ("module", "no_python"))
+    script = bool(values.get("run_path")) or not (module or executable)
+    if module and executable and not script:
+        raise UsageError("-m and --no-python exclude each other")
+    nproc, directory = values.get("nproc", 1), values.get("log_dir")
+    if directory is not None and values.get("run_id") and not values.get("standalone"):
+        directory = directory / str(values["run_id"])
     spec = JobSpec(
         program=given.program,
         args=given.args,
-        kind=_kind(values),
-        nproc=_nproc(values),
+        kind="script" if script else "module" if module else "executable",
+        nproc=nproc if isinstance(nproc, int) else count(nproc),
+        log_dir=directory,
         **_meeting(values),
-        **_renamed(values),
-        **_output(values),
+        **{name: value for name, value in values.items() if name in _PLAIN},
     )
-    return Request(
-        spec=spec,
-        hosts=values.get("hosts"),
-        hostfile=values.get("hostfile"),
-        dry_run=bool(values.get("dry_run")),
-        key_file=values.get("key_file"),
-        key_stdin=bool(values.get("key_stdin")),
-        flags=given.flags,
-        exports=values.get("exports", ()),
-        remote_python=values.get("remote_python"),
-        ssh_options=values.get("ssh_options", ()),
-        leash=bool(values.get("leash")),
-        set_by_user=frozenset(chosen),
-    )
-
-
-def _kind(values: Mapping[str, Any]) -> Kind:
-    if values.get("run_path"):
-        return "script"
-    if values.get("module") and values.get("no_python"):
-        raise UsageError("-m and --no-python exclude each other")
-    return (
-        "module" if values.get("module") else "executable" if values.get("no_python") else "script"
-    )
-
-
-def _nproc(values: Mapping[str, Any]) -> int:
-    nproc = values.get("nproc", 1)
-    return nproc if isinstance(nproc, int) else count(nproc)
-
-
-_SAME = {
-    "role": "role",
-    "max_restarts": "max_restarts",
-    "elastic": "elastic",
-    "min_ranks": "min_ranks",
-    "keep_going": "keep_going",
-    "grace": "grace_s",
-    "signals": "signals",
-    "prefix": "prefix",
-    "live": "live",
-    "trace_dir": "trace_dir",
-    "malloc_defaults": "malloc_defaults",
-    "numa": "numa",
-    "virtual_local_rank": "virtual_local_rank",
-    "preload": "preload",
-    "filter": "local_ranks_filter",
-    "stdout_filters": "stdout_filters",
-    "stderr_filters": "stderr_filters",
-    "local_addr": "local_addr",
-}
-"""Values that become a field as they are, under the field's name."""
-
-
-def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
-    fields = {_SAME[name]: value for name, value in values.items() if name in _SAME}
-    if values.get("no_fold"):
-        fields["fold"] = False
-    if values.get("no_zygote"):
-        fields["zygote"] = "never"
-    return fields
-
-
-def _output(values: Mapping[str, Any]) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "redirects": values.get("redirects", Std.NONE),
-        "tee": values.get("tee", Std.NONE),
-    }
-    directory: Path | None = values.get("log_dir")
-    if directory is not None and values.get("run_id") and not values.get("standalone"):
-        directory = directory / str(values["run_id"])
-    fields["log_dir"] = directory
-    return fields
+    ours = {name: value for name, value in values.items() if name in _OF_REQUEST}
+    return Request(spec=spec, flags=given.flags, set_by_user=frozenset(chosen), **ours)
 
 
 def _meeting(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,27 +125,47 @@ def _meeting(values: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("standalone") and (least, most) != (1, 1):
         raise UsageError("--standalone is for one host", seen=f"--nnodes {least}:{most}")
     conf: Mapping[str, Any] = values.get("config", {})
-    fields: dict[str, Any] = {"nnodes": (least, most)}
-    for key, name in (("timeout", "join_timeout_s"), ("join_timeout", "join_timeout_s")):
+    out: dict[str, Any] = {"nnodes": (least, most)}
+    if "local_addr" in values:
+        out["local_addr"] = values["local_addr"]
+    for key in ("timeout", "join_timeout"):
         if key in conf:
-            fields[name] = conf[key]
+            out["join_timeout_s"] = conf[key]
     if "last_call_timeout" in conf:
-        fields["last_call_s"] = conf["last_call_timeout"]
-    if "quorum" in conf:
-        fields["quorum"] = conf["quorum"]
+        out["last_call_s"] = conf["last_call_timeout"]
     if values.get("standalone"):
-        return fields
-    fields["run_id"] = values.get("run_id")
+        return out
+    out["run_id"] = values.get("run_id")
+    credentials = {key: conf[key] for key in _ETCD_KEYS if key in conf}
+    if values.get("backend") == "etcd":
+        return out | _etcd(values, credentials)
+    if credentials:
+        raise UsageError(
+            f"{', '.join(credentials)} in --rdzv-conf is for etcd", fix="Add --rdzv-backend etcd."
+        )
     if most > 1:
-        return fields | _several(values, conf)
-    return fields | {
-        "master_addr": values.get("master_addr"),
-        "master_port": values.get("master_port"),
-    }
+        return out | _several(values, conf)
+    return out | {name: values.get(name) for name in ("master_addr", "master_port")}
+
+
+def _etcd(values: Mapping[str, Any], credentials: dict[str, str]) -> dict[str, Any]:
+    for flag, name in (("--rdzv-endpoint", "endpoint"), ("--rdzv-id", "run_id")):
+        if not values.get(name):
+            raise UsageError(
+                f"--rdzv-backend etcd needs {flag}",
+                fix="Give --rdzv-endpoint HOST:2379[,HOST:2379] and the job's name, --rdzv-id.",
+            )
+    places = [
+        _endpoint(place, "--rdzv-endpoint", _ETCD_PORT)
+        for place in str(values["endpoint"]).split(",")
+    ]
+    return {"rdzv_backend": "etcd", "rdzv_conf": credentials, "endpoint": ",".join(places)}
 
 
 def _several(values: Mapping[str, Any], conf: Mapping[str, Any]) -> dict[str, Any]:
-    static = values.get("backend", _implied_backend(values)) == "static"
+    # Without --rdzv-backend torchrun means static; here only if something says so.
+    named = {"node_rank", "master_addr", "master_port"} & set(values)
+    static = values.get("backend", "static" if named else "c10d") == "static"
     least, most = values["nnodes"]
     if static and least != most:
         raise UsageError(
@@ -206,28 +173,21 @@ def _several(values: Mapping[str, Any], conf: Mapping[str, Any]) -> dict[str, An
             seen=f"--nnodes {least}:{most}",
             fix="Use --rdzv-backend c10d and --rdzv-endpoint, which number hosts as they come.",
         )
-    fields: dict[str, Any] = {"serves": conf.get("is_host")}
+    out: dict[str, Any] = {"serves": conf.get("is_host")}
     if static:
-        fields["node_rank"] = values.get("node_rank", 0)
+        out["node_rank"] = values.get("node_rank", 0)
     if values.get("endpoint"):
-        fields["endpoint"] = _endpoint(str(values["endpoint"]), "--rdzv-endpoint")
+        out["endpoint"] = _endpoint(str(values["endpoint"]), "--rdzv-endpoint", _ENDPOINT_PORT)
     elif static:
         host = str(values.get("master_addr", "127.0.0.1"))
         bare = f"[{host}]" if ":" in host and not host.startswith("[") else host
-        fields["endpoint"] = _endpoint(
-            f"{bare}:{values.get('master_port', _STATIC_PORT)}", "--master-addr"
-        )
-    return fields
+        place = f"{bare}:{values.get('master_port', _STATIC_PORT)}"
+        out["endpoint"] = _endpoint(place, "--master-addr", _ENDPOINT_PORT)
+    return out
 
 
-def _implied_backend(values: Mapping[str, Any]) -> str:
-    """Without --rdzv-backend torchrun means static; here only if something says so."""
-    named = {"node_rank", "master_addr", "master_port"} & set(values)
-    return "static" if named else "c10d"
-
-
-def _endpoint(text: str, flag: str) -> str:
+def _endpoint(text: str, flag: str, port: int) -> str:
     try:
-        return endpoint(text, _ENDPOINT_PORT)
+        return endpoint(text, port)
     except ValueError as error:
         raise UsageError(f"{flag} must be {error}", seen=repr(text)) from None

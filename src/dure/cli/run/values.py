@@ -10,25 +10,8 @@ import re
 import signal
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import TypeVar
 
 from dure.launch import Std, StreamChoice
-
-__all__ = [
-    "choice",
-    "config",
-    "endpoint",
-    "nnodes",
-    "number",
-    "ranks",
-    "seconds",
-    "signals",
-    "streams",
-    "switch",
-    "words",
-]
-
-T = TypeVar("T")
 
 _STREAM = re.compile(r"[0-3]")
 _STREAM_OF_RANK = re.compile(r"(\d+):([0-3])")
@@ -70,12 +53,55 @@ def choice(*known: str) -> Callable[[str], str]:
     return read
 
 
+def nproc(text: str) -> int | str:
+    """Read a number of ranks, or the word for what to count."""
+    try:
+        return (
+            int(text) if text.lstrip("+-").isdigit() else choice("auto", "cpu", "gpu", "xpu")(text)
+        )
+    except ValueError as error:
+        raise ValueError(f"a number, or {error}") from None
+
+
+def backend(text: str) -> str:
+    """Read where the hosts meet; of etcd only the interface with transactions."""
+    if text == "etcd-v2":
+        raise ValueError("c10d, static or etcd (interface 3: etcd-v2 has no transactions)")
+    return choice("c10d", "static", "etcd")(text)
+
+
 def switch(text: str) -> bool:
     """Read a `PET_*` variable of a flag without a value: any number but 0 sets it."""
     try:
         return bool(int(text))
     except ValueError:
         raise ValueError("0 or 1") from None
+
+
+def truth(text: str) -> bool:
+    """Read a yes or no of --rdzv-conf."""
+    if text.lower() in {"1", "true", "t", "yes", "y"}:
+        return True
+    if text.lower() in {"0", "false", "f", "no", "n"}:
+        return False
+    raise ValueError("1 or 0 (or true, false)")
+
+
+def store_type(text: str) -> str:
+    """Read the kind of torchrun's store, of which only one is here."""
+    if text.lower() != "tcp":
+        raise ValueError("tcp: hosts meet at --rdzv-endpoint, not in a file")
+    return text
+
+
+def event_log(text: str) -> str:
+    """Read torchrun's handler of events, of which only the one that does nothing is here."""
+    if text != "null":
+        raise ValueError(
+            "null: handlers are torch's own; with --log-dir the events of a job are in its "
+            "events.jsonl"
+        )
+    return text
 
 
 def nnodes(text: str) -> tuple[int, int]:
@@ -143,15 +169,19 @@ def signals(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def config(known: Mapping[str, Callable[[str], T]]) -> Callable[[str], dict[str, T]]:
-    """Return a reader of KEY=VALUE,... that knows the keys `known`."""
+def config(
+    known: Mapping[str, Callable[[str], object]], refused: Mapping[str, str]
+) -> Callable[[str], dict[str, object]]:
+    """Return a reader of KEY=VALUE,... with keys in `known`; `refused` says why some are not."""
 
-    def read(text: str) -> dict[str, T]:
-        found: dict[str, T] = {}
+    def read(text: str) -> dict[str, object]:
+        found: dict[str, object] = {}
         for part in filter(None, text.split(",")):
             key, _, value = (x.strip() for x in part.partition("="))
             if not key or not value:
                 raise ValueError("KEY=VALUE,...")
+            if key in refused:
+                raise ValueError(f"without {key}: {refused[key]}")
             if key not in known:
                 raise ValueError(f"KEY=VALUE,... with keys among {', '.join(known)}; not {key}")
             try:

@@ -56,6 +56,7 @@ class Fleet:
     options: tuple[str, ...] = ()
     exports: Mapping[str, str] = field(default_factory=_nothing)
     ssh_options: tuple[str, ...] = ()
+    backend: str = "static"
 
     @property
     def interpreter(self) -> tuple[str, ...]:
@@ -70,8 +71,8 @@ def agent_words(fleet: Fleet, number: int) -> tuple[str, ...]:
     words += ["--nproc", str(nproc)] if nproc is not None else []
     words += ["--nnodes", str(len(fleet.hosts)), "--rdzv-id", fleet.run_id]
     if len(fleet.hosts) > 1:
-        words += ["--rdzv-backend", "static", "--node-rank", str(number)]
-        words += ["--rdzv-endpoint", fleet.endpoint]
+        words += ["--rdzv-backend", fleet.backend, "--rdzv-endpoint", fleet.endpoint]
+        words += ["--node-rank", str(number)] if fleet.backend == "static" else []
     return (*words, "--key-stdin", "--leash", "--", *fleet.program)
 
 
