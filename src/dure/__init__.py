@@ -59,6 +59,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "init_process_group",
         "process_group",
     ),
+    "dure.launch.functions": ("spawn",),
     "dure.comm.creation": ("default_pg_timeout",),
     "dure.comm.queries": (
         "DebugLevel",

@@ -86,6 +86,7 @@ class JobSpec:
         kind: "script" is `python FILE`, "module" is `python -m NAME`, "executable" any program.
         nproc: How many ranks to start, on this host.
         env: Variables for the ranks, over those of this process; None removes one.
+        call: What ranks call in place of the program, as forks of this process (`dure.spawn`).
         key: The job's key; without one, one is minted for this job alone.
         log_dir: Where to keep each rank's output as it came, besides showing it.
         trace_dir: Where the ranks write their flight records. When one fails, the others get a
@@ -143,6 +144,7 @@ class JobSpec:
     kind: Kind = "script"
     nproc: int = 1
     env: Mapping[str, str | None] = field(default_factory=_no_variables)
+    call: Callable[[], None] | None = field(default=None, repr=False)
     key: bytes | None = field(default=None, repr=False)
     log_dir: Path | None = None
     trace_dir: Path | None = None

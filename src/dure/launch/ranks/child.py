@@ -34,6 +34,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 
@@ -43,7 +44,11 @@ STACK_SIGNAL = signal.SIGRTMAX - 3
 USAGE_EXIT_CODE = 2
 _OPTIONS = sys.orig_argv[1 : -len(sys.argv)]  # the interpreter's own, such as -O
 _PR_SET_PDEATHSIG = 1
-_FORKING = os.path.join(os.path.dirname(__file__), "forking.py")
+_HERE = os.path.dirname(__file__)
+_BOOTSTRAP = (
+    *(os.path.join(_HERE, name) for name in ("child.py", "forking.py", "copies.py")),
+    os.path.join(os.path.dirname(_HERE), "functions.py"),
+)
 _DURE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 _NO_TORCH_GROUP = "Default process group has not been initialized"
 _LONGEST_TEXT = 8_000  # characters; two such texts fit into a pipe, so the dying rank never waits
@@ -78,6 +83,19 @@ def become(report_fd: int, kind: str, program: str, args: list[str]) -> None:
         raise
     if os.getpid() == me and _is_still(report_fd, pipe):
         _write(report_fd, {"finished": True})
+
+
+def run_function(report_fd: int, function: Callable[[], None]) -> int:
+    """Call a function in place of a program, and report its error; return the exit code."""
+    _publish(report_fd)
+    faulthandler.register(STACK_SIGNAL, file=report_fd, all_threads=False, chain=False)
+    try:
+        function()
+    except BaseException as error:
+        _report(report_fd, error)
+        return _exit_code(error)
+    _write(report_fd, {"finished": True})
+    return 0
 
 
 def _publish(report_fd: int) -> None:
@@ -167,8 +185,8 @@ def _new_main(file: str | None, spec: ModuleSpec | None) -> ModuleType:
 
 
 def _without_bootstrap(trace: TracebackType | None) -> TracebackType | None:
-    """Drop the frames of this file and of the zygote from the outer end of a traceback."""
-    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, _FORKING):
+    """Drop the frames of those who start ranks from the outer end of a traceback."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in _BOOTSTRAP:
         trace = trace.tb_next
     return trace
 

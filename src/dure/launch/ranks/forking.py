@@ -50,7 +50,7 @@ import time
 from types import ModuleType
 from typing import Any
 
-__all__ = ["receive", "send"]
+__all__ = ["receive", "send", "settle"]
 
 _MOST_FDS = 16
 _THREADS_LEAVE_S = 0.5  # for a thread that has ended to vanish from /proc
@@ -97,9 +97,12 @@ def main() -> None:
     except (EOFError, OSError):  # the launcher is done, or dead
         os._exit(0)
     link.close()
-    _settle(order, fds, before)
+    _wait_at_gate(fds.pop())
+    report = settle(order, fds, before)
+    while os.getppid() == order["between"]:  # once that one is gone, the launcher is the parent
+        time.sleep(0.0002)
     bootstrap.die_with(order["launcher"])
-    bootstrap.become(order["report"], order["kind"], order["program"], order["args"])
+    bootstrap.become(report, order["kind"], order["program"], order["args"])
 
 
 def _bootstrap() -> ModuleType:
@@ -253,15 +256,18 @@ def _fork_again(write: int) -> None:
 # --- in the rank -------------------------------------------------------------------------------
 
 
-def _settle(order: _Message, fds: list[int], before: dict[str, str]) -> None:
-    """Make this copy of the zygote what a fresh interpreter would be."""
-    _wait_at_gate(fds.pop())
+def settle(order: _Message, fds: list[int], before: dict[str, str]) -> int:
+    """Make this copy of a process what a fresh interpreter would be; return the pipe for reports.
+
+    Args:
+        order: `cpus`, `numbers`, `environment` and `stdin` of the launcher's order.
+        fds: The descriptors that get those numbers, and the pipe.
+        before: The variables that the process was started with.
+    """
     os.setsid()
     if order["cpus"] is not None:
         os.sched_setaffinity(0, order["cpus"])
-    order["report"] = _take_descriptors(order["numbers"], fds)
-    while os.getppid() == order["between"]:  # once that one is gone, the launcher is the parent
-        time.sleep(0.0002)
+    report = _take_descriptors(order["numbers"], fds)
     _set_environment(order["environment"], before)
     if order["stdin"] == "passed":
         sys.stdin = sys.__stdin__ = _open_stdin()
@@ -271,6 +277,7 @@ def _settle(order: _Message, fds: list[int], before: dict[str, str]) -> None:
     importlib.invalidate_caches()
     _draw_anew()
     gc.enable()
+    return report
 
 
 def _wait_at_gate(gate: int) -> None:

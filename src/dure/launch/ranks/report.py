@@ -28,7 +28,9 @@ __all__ = ["ReportReader", "Step", "root_cause"]
 _LONGEST_LINE = 1 << 18  # the bootstrap writes two texts of 8,000 characters at most
 _LONGEST_NUMBER = 10
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
-_BOOTSTRAP = tuple(str(Path(__file__).with_name(name)) for name in ("child.py", "forking.py"))
+_BOOTSTRAP = tuple(
+    str(Path(__file__).with_name(name)) for name in ("child.py", "forking.py", "copies.py")
+)
 
 
 def _no_values() -> dict[str, float | str]:
@@ -93,7 +95,7 @@ class ReportReader:
             frame = Frame(match["file"], int(number) if known else 0, match["function"])
             if frame.file not in _BOOTSTRAP:
                 self._frames.append(frame)
-            elif frame.function == "<module>":
+            elif frame.function in ("<module>", "_run"):
                 self._end_stack()
 
     def _take(self, content: object) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from dure.launch.interpreter import interpreter_options
 from dure.launch.ranks.child import STACK_SIGNAL
+from dure.launch.ranks.copies import copy_of_this_process
 from dure.launch.ranks.cores import bound_cpus, bound_to
 from dure.launch.ranks.zygote import RankStart, Zygote
 from dure.launch.spec import Exit, JobSpec, Kind
@@ -144,8 +145,13 @@ def start_rank(
             key_fd=key_fd,
             launcher=0 if spec.outlives_launcher else os.getpid(),
         )
-        pid = None if zygote is None else zygote.fork(start)
-        fresh = _fresh(start) if pid is None else None
+        pid = fresh = None
+        if spec.call is not None:
+            pid = copy_of_this_process(start, spec.call)
+        elif zygote is not None:
+            pid = zygote.fork(start)
+        if pid is None:
+            fresh = _fresh(start)
         pid = fresh.pid if fresh is not None else pid
         assert pid is not None
         pidfd = _watched(pid, fresh)

@@ -254,9 +254,9 @@ def zygote_for(spec: JobSpec, job: str, threads: int | None) -> Iterator[Zygote 
     needed = (*found[:1], *spec.preload)
     if not needed and spec.zygote == "always":
         needed = ("torch",)
-    wanted = python and spec.zygote != "never" and spec.numa is None
+    wanted = python and spec.zygote != "never" and spec.numa is None and spec.call is None
     forked = bool(needed) and wanted and (several or spec.zygote == "always")
-    check_memory(spec, torch="torch" in needed, forked=forked)
+    check_memory(spec, torch="torch" in needed, forked=forked or spec.call is not None)
     if not forked:
         yield None
         return
