@@ -11,7 +11,7 @@
 // nobody who is waited for seems to share it. What is known of the others' cores is where they last
 // ran: one that the kernel has moved here, or woken here, has not run yet, and waits for us to go.
 // A needless yield costs less than half a microsecond; a stretch of 20 us made an operation of 8
-// ranks on 2 cores take three times as long (docs/log.md, "8 ranks on 2 cores").
+// ranks on 2 cores take three times as long (docs/decisions/0002-waiting.md).
 //
 // The clock is read once in kLooks looks, and once a yield.
 #pragma once

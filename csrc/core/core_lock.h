@@ -2,9 +2,9 @@
 //
 // Note "Large operations". Where a rank has no second core for its second channel, two large
 // operations beside each other took up to 10 % longer than one after the other: their threads meet
-// on one core, while on another nobody does what they wait for (docs/log.md, "Two channels, one
-// core"). So a rank works on one large operation at a time. It takes this lock before it begins and
-// holds it while it copies and while it looks for its peers. Small operations do not ask for it.
+// on one core, while on another nobody does what they wait for (docs/decisions/0007-channels.md).
+// So a rank works on one large operation at a time. It takes this lock before it begins and holds
+// it while it copies and while it looks for its peers. Small operations do not ask for it.
 //
 // Nobody waits for ever, in whatever order the ranks call, and though they agree on none. A rank
 // that sleeps until its peers come gives the lock up, at once or after a few milliseconds

@@ -13,7 +13,7 @@ that is not shared: the addresses travel with what else the ranks tell each othe
 (store/address.py). NCCL finds its peers through our store, which it sees as one of torch's.
 
 All ranks of a group are connected when it is made. Not at its first use: what a rank that is not
-connected cannot see is that a peer has died (docs/log.md, "Connections on first use").
+connected cannot see is that a peer has died (docs/decisions/0009-hosts.md).
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ __all__ = ["Collectives"]
 
 _CHUNK_BYTES = 4 << 20
 REDUCED_CHUNK_BYTES = 8 << 20
-"""Of a chunk, all slices together; see docs/log.md."""
+"""Of a chunk, all slices together; see docs/decisions/0009-hosts.md."""
 _DEPTH = 3
 
 Steps = Iterator[None]

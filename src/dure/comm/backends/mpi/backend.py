@@ -62,7 +62,10 @@ if TYPE_CHECKING:
 __all__ = ["MpiBackend", "create_mpi"]
 
 _FEW = 32 << 10
-"""Bytes up to which all_reduce and broadcast take one exchange: see docs/log.md."""
+"""Bytes up to which all_reduce and broadcast take one exchange.
+
+Measured: docs/decisions/0010-foreign-engines.md.
+"""
 
 _SEGMENT = 1 << 20
 """Bytes of a slice that travel before the next are sent: they are reduced while in the cache."""

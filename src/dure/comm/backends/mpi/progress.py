@@ -9,7 +9,8 @@ interrupted, and has a limit.
 * **Collectives** run one after another, in the order of the calls, on all ranks alike. They are not
   run by an `OrderedQueue` (backends/queue.py), whose one thread takes each action to its end: MPI
   goes on only while somebody polls, and so whoever waits takes every operation along, without the
-  turn of a thread, which takes nearly as long as a whole small collective (docs/log.md).
+  turn of a thread, which takes nearly as long as a whole small collective
+  (docs/decisions/0010-foreign-engines.md).
 * **Messages** are operations of one stage, independent of collectives and of each other.
 * **Asynchronous operations** are polled by a helper thread while nobody else polls; it sleeps
   when there are none. Where MPI allows one thread only, they go on when the program waits or asks.
@@ -56,7 +57,10 @@ _LOOK_EVERY = 16
 """Polls between two looks for abort records: a look costs about as much as a poll."""
 
 _SPIN = 5_000
-"""Polls, of about a microsecond, before a waiting rank gives up its core: see docs/log.md."""
+"""Polls, of about a microsecond, before a waiting rank gives up its core.
+
+Measured: docs/decisions/0010-foreign-engines.md.
+"""
 
 _YIELD = 20_000
 """Polls before it sleeps between them."""
