@@ -85,30 +85,37 @@ def check(told: dict[int, Any], ranks: set[int], expected: list[float]) -> None:
 
 
 SLOW = (pytest.mark.slow, pytest.mark.timeout(180))
-FAULTS: dict[str, tuple[Any, list[Fault]]] = {
-    "one": (SLOW, [(2, "step 5", "KILL")]),
-    "two with rank 0": ((), [(0, "step 5", "KILL"), (3, "step 5", "KILL")]),
-    "in a commit, then another in the recovery": (
+FAULTS: dict[str, tuple[Any, int, list[Fault]]] = {
+    "two with rank 0, then one in a commit and another in the recovery": (
         (),
-        [(1, "staged 6", "KILL"), (2, "agree 1", "KILL")],
+        6,
+        [
+            (0, "step 5", "KILL"),
+            (3, "step 5", "KILL"),
+            (1, "staged 10", "KILL"),
+            (2, "agree 2", "KILL"),
+        ],
     ),
-    "then another while the new group is made": (
+    "one, and then another while the new group is made": (
         SLOW,
+        4,
         [(1, "step 2", "KILL"), (3, "form 1", "KILL")],
     ),
-    "while the first group is made": (SLOW, [(2, "form 0", "KILL")]),
-    "all but one": (SLOW, [(r, f"step {4 + r}", "KILL") for r in range(3)]),
+    "while the first group is made": (SLOW, 4, [(2, "form 0", "KILL")]),
+    "all but one": (SLOW, 4, [(r, f"step {4 + r}", "KILL") for r in range(3)]),
 }
 
 
 @pytest.mark.parametrize(
-    "faults",
-    [pytest.param(faults, id=name, marks=marks) for name, (marks, faults) in FAULTS.items()],
+    ("nproc", "faults"),
+    [pytest.param(n, faults, id=name, marks=m) for name, (m, n, faults) in FAULTS.items()],
 )
-def test_the_living_go_on(launching: Launching, faults: list[Fault], expected: list[float]):
-    code, told = results(launching, 4, *faults)
+def test_the_living_go_on(
+    launching: Launching, nproc: int, faults: list[Fault], expected: list[float]
+):
+    code, told = results(launching, nproc, *faults)
     assert code == 0
-    check(told, set(range(4)) - {rank for rank, _, _ in faults}, expected)
+    check(told, set(range(nproc)) - {rank for rank, _, _ in faults}, expected)
 
 
 def _loses_the_store(seat: Seat, name: str) -> tuple[str, str]:
@@ -174,7 +181,7 @@ SAVING = """
     @dure.elastic.on_preempt
     def save():
         dure.barrier()  # all are here, after the same step
-        pathlib.Path(f"saved-{os.environ['RANK']}").write_text(str(steps))
+        pathlib.Path(f"{sys.argv[1]}-{os.environ['RANK']}").write_text(str(steps))
 
     steps = 0
 
@@ -195,12 +202,14 @@ SAVING = """
 """
 
 
-@pytest.mark.parametrize("mode", ["run", "loop"])
-def test_sigterm_lets_all_ranks_save_after_the_same_step(launching: Launching, mode: str):
-    process = launching.start("--nproc", "2", launching.write(SAVING), mode)
-    wait_for_lines(process, 2)
-    process.send_signal(signal.SIGTERM)
-    finished = launching.finish(process)
-    assert finished.code == 128 + signal.SIGTERM
-    saved = [(launching.directory / f"saved-{rank}").read_text() for rank in range(2)]
-    assert saved[0] == saved[1] and int(saved[0]) > 0
+def test_sigterm_lets_all_ranks_save_after_the_same_step(launching: Launching):
+    program = launching.write(SAVING)
+    jobs = {m: launching.start("--nproc", "2", program, m) for m in ("run", "loop")}
+    for job in jobs.values():
+        wait_for_lines(job, 2)
+        job.send_signal(signal.SIGTERM)
+    for mode, job in jobs.items():
+        _, err = job.communicate(timeout=launching.limit_s)
+        assert job.returncode == 128 + signal.SIGTERM, err
+        saved = [(launching.directory / f"{mode}-{rank}").read_text() for rank in range(2)]
+        assert saved[0] == saved[1] and int(saved[0]) > 0
