@@ -118,8 +118,15 @@ def all_meshes() -> list[tuple[tuple[int, ...], str]]:
     ]
 
 
+def name(case: tuple[tuple[int, ...], str]) -> str:
+    """Return what a case is called: the axes that have several ranks."""
+    sizes, schedule = case
+    parts = [f"{axis}{n}" for axis, n in zip(train.AXES, sizes, strict=True) if n > 1]
+    return "-".join([*parts, schedule])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("sizes", "schedule"), all_meshes())
+@pytest.mark.parametrize(("sizes", "schedule"), all_meshes(), ids=map(name, all_meshes()))
 def test_every_mesh_finds_what_one_rank_finds(
     sizes: tuple[int, ...], schedule: str, expected: Losses
 ) -> None:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import dure
 import dure.pipelining as pp
 from dure.errors import ModuleError, ScheduleError, ShapeError, UsageError
+from dure.parallel.pipeline.messages import Messages
 from dure.pipelining.microbatch import TensorChunkSpec, merge_chunks, split_args_kwargs_into_chunks
 from dure.pipelining.schedules import (
     _ComputationType,
@@ -149,6 +150,36 @@ def test_shapes_may_change_from_microbatch_to_microbatch_on_2_ranks():
         data = [torch.randn(n, 6, generator=generator).double() for n in lengths]
         expected = [mse(nn.Sequential(*parts)(x), x.sin()).item() for x in data]
         torch.testing.assert_close(losses, expected, rtol=0, atol=1e-12, equal_nan=True)
+
+
+def test_where_shapes_change_all_the_time_nothing_is_sent_for_receives_posted_in_vain(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Where they are steady, receives are posted before anything comes; either way two messages."""
+    sent: list[tuple[int, ...]] = []
+    posted: list[int] = []
+    send, post = Messages._send, Messages.post
+
+    def counted(self: Any, tensor: torch.Tensor, *args: Any) -> None:
+        sent.append(tuple(tensor.shape))
+        send(self, tensor, *args)
+
+    def watched(self: Any, transfer: Any) -> None:
+        post(self, transfer)
+        posted.append(len(self._incoming[transfer].works))
+
+    monkeypatch.setattr(Messages, "_send", counted)
+    monkeypatch.setattr(Messages, "post", watched)
+    parts = dense(2)
+    for steps, expected in (([STEADY] * 4, 1), ([STEADY, OTHER] * 2, 0)):
+        run_ranks(2, of_lengths, parts, steps[:2])
+        before = len(sent)
+        sent.clear()
+        posted.clear()
+        run_ranks(2, of_lengths, parts, steps)
+        assert len(sent) - before == 2 * 2 * 2 * 3  # a header and a tensor; directions; steps; 3
+        assert posted[-12:] == [expected] * 12
+        sent.clear()
 
 
 def _of_unused(rank: int, parts: list[nn.Module]) -> list[Any]:

@@ -26,7 +26,6 @@ from dure.schedules import (
     prove_no_deadlock,
     read_csv,
     simulate,
-    to_grid,
     write_csv,
 )
 
@@ -54,19 +53,20 @@ def pipeline(
     microbatches: Annotated[int | None, typer.Option(help="Microbatches a step.")] = None,
     ranks: Annotated[int | None, typer.Option(help="Ranks of the pipeline.")] = None,
     times: Annotated[
-        str, typer.Option(help="Time of an action of one stage, such as F=1,B=2,I=1,W=1.")
+        str,
+        typer.Option(help="Time of a stage's action: F=1,B=2,I=1,W=1; of each: F=1/1/2,B=2/2/4."),
     ] = "",
     send: Annotated[float, typer.Option(min=0, help="Time from a send to its arrival.")] = 0.0,
-    csv: Annotated[Path | None, typer.Option(help="Write the schedule's grid here.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the schedule here.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the schedule here.")] = None,
 ) -> None:
     """Print a table of all schedules with the chosen one marked, and a drawing if it fits."""
-    table = _times(times)
     chosen = _chosen(schedule, stages, microbatches, ranks)
+    table = _times(times, chosen.stages)
     prove_no_deadlock(chosen)
     simulation = simulate(chosen, table, send_time=send)
     if csv is not None:
-        write_csv(to_grid(chosen), csv)
+        write_csv(chosen, csv)
     if svg is not None:
         svg.write_text(draw_svg(simulation))
     console = Console()
@@ -88,25 +88,44 @@ def pipeline(
         print(drawn, end="")
 
 
-def _times(text: str) -> dict[str, float]:
-    """Read `F=1,B=2`; what is not given is as in DEFAULT_TIMES, in proportion to F."""
-    given: dict[str, float] = {}
+_Times = dict[str, list[float]]  # of each stage, by kind
+
+
+def _times(text: str, stages: int) -> _Times:
+    """Read `F=1,B=2`, or `F=1/1/2,B=2/2/4`; where B is not given, it is twice F."""
+    given: _Times = {}
     for word in filter(None, text.split(",")):
         kind, _, value = word.partition("=")
         try:
-            given[kind.strip()] = float(value)
+            times = [float(each) for each in value.split("/")]
         except ValueError:
             raise UsageError(
                 "--times has a kind and a number in each place",
                 seen=repr(word),
                 fix="Write F=1,B=2.",
             ) from None
-        if kind.strip() not in DEFAULT_TIMES or not given[kind.strip()] >= 0:
+        if kind.strip() not in DEFAULT_TIMES or not min(times) >= 0:
             raise UsageError("--times has numbers of at least 0 for F, B, I and W", seen=repr(word))
-    unit = given.setdefault("F", 1.0)
+        if len(times) not in (1, stages):
+            wanted = f"one number, or one for each of {stages} stages"
+            raise UsageError(f"--times has {wanted}", seen=repr(word))
+        given[kind.strip()] = times * (stages // len(times))
+    forward = given.setdefault("F", [1.0] * stages)
     if "B" not in given and not {"I", "W"} <= set(given):
-        given["B"] = 2 * unit
+        given["B"] = [2 * time for time in forward]
     return given
+
+
+def _shared_out(times: list[float], stages: int) -> list[float]:
+    """Return the times of the same layers in another number of stages, each of equal length."""
+    n = len(times)
+    return [
+        sum(
+            time * max(0.0, min(i + 1, (j + 1) * n / stages) - max(i, j * n / stages))
+            for i, time in enumerate(times)
+        )
+        for j in range(stages)
+    ]
 
 
 def _chosen(name: str, stages: int | None, microbatches: int | None, ranks: int | None) -> Schedule:
@@ -128,7 +147,7 @@ def _chosen(name: str, stages: int | None, microbatches: int | None, ranks: int 
     return make_schedule(generator.name, stages=stages, microbatches=microbatches, ranks=ranks)
 
 
-def _beside(generator: Generator, chosen: Schedule, table: dict[str, float], send: float) -> _Row:
+def _beside(generator: Generator, chosen: Schedule, table: _Times, send: float) -> _Row:
     """Simulate another schedule of the same model: with more stages, each takes less."""
     ranks = len(chosen.ranks)
     each = generator.stages_a_rank or max(_ANY_NUMBER, chosen.stages // ranks)
@@ -139,7 +158,7 @@ def _beside(generator: Generator, chosen: Schedule, table: dict[str, float], sen
         )
     except UsageError as error:
         return _Row(generator.name, ranks * each, None, error.fix)
-    times = {kind: time * share for kind, time in table.items()}
+    times = {kind: _shared_out(each, other.stages) for kind, each in table.items()}
     found = simulate(other, times, send_time=send, activation_bytes=share)
     return _Row(generator.name, other.stages, found)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dure.parallel.pipeline import (
-    Pipe,
-    PipelineOptions,
-    PipelineStage,
+from dure.parallel.pipeline.cutting import StageCut, cut_by_cost, cut_into_stages, measured_costs
+from dure.parallel.pipeline.executor import PipelineOptions
+from dure.parallel.pipeline.exported import Pipe, SplitPoint, build_stage, pipe_split, pipeline
+from dure.parallel.pipeline.schedules import (
     Schedule1F1B,
     ScheduleDualPipeV,
     ScheduleGPipe,
@@ -13,16 +13,9 @@ from dure.parallel.pipeline import (
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
-    SplitPoint,
-    StageCut,
-    build_stage,
-    cut_by_cost,
-    cut_into_stages,
-    measured_costs,
-    pipe_split,
-    pipeline,
 )
-from dure.parallel.pipeline import ScheduleForwardOnly as _ScheduleForwardOnly
+from dure.parallel.pipeline.schedules import ScheduleForwardOnly as _ScheduleForwardOnly
+from dure.parallel.pipeline.stage import PipelineStage
 
 __all__ = [
     "Pipe",

@@ -9,13 +9,12 @@ before any rank starts.
 from dure.schedules.actions import Action, Kind, Schedule, loop_placement, v_placement
 from dure.schedules.catalog import SCHEDULES, Generator, find_generator, make_schedule
 from dure.schedules.csv_files import read_csv, write_csv
-from dure.schedules.deadlock import prove_no_deadlock
 from dure.schedules.drawing import draw_svg, draw_text
-from dure.schedules.execution import Span
+from dure.schedules.execution import Span, prove_no_deadlock
 from dure.schedules.fill_drain import forward_only, gpipe, looped_bfs
 from dure.schedules.lower import lower
 from dure.schedules.one_f_one_b import interleaved_1f1b, interleaved_zero_bubble, one_f_one_b
-from dure.schedules.simulate import DEFAULT_TIMES, Simulation, simulate, to_grid
+from dure.schedules.simulate import DEFAULT_TIMES, Simulation, simulate
 from dure.schedules.v_shaped import dualpipe_v, zb_v
 from dure.schedules.validate import validate
 
@@ -44,7 +43,6 @@ __all__ = [
     "prove_no_deadlock",
     "read_csv",
     "simulate",
-    "to_grid",
     "v_placement",
     "validate",
     "write_csv",

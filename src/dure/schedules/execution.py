@@ -7,6 +7,13 @@ transfers when both SEND and RECV have been posted, which takes a rank the time 
 
 The work is linear in the number of actions: a rank is advanced until it waits, and again when what
 it waits for has a time.
+
+*Deadlock.* With *unbuffered* (rendezvous) sends a transfer ends when both its ends have been
+reached, its SEND by one rank and its RECV by the other, and a rank goes on only then. Each SEND has
+one RECV, so nothing that a rank could do is taken away by what another does: if one order of
+execution reaches the end, all do. So running the lists once is a proof. A list without deadlock
+here has none with transfers that are posted together, nor with buffered sends, nor with sends that
+nobody waits for: they only wait for less.
 """
 
 from __future__ import annotations
@@ -18,7 +25,7 @@ from typing import NamedTuple
 from dure.errors import ScheduleError
 from dure.schedules.actions import Action, Kind, Schedule
 
-__all__ = ["Execution", "Span", "Wait", "execute", "refuse_waiting"]
+__all__ = ["Execution", "Span", "execute", "prove_no_deadlock"]
 
 
 class Span(NamedTuple):
@@ -30,7 +37,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class _Wait:
     """Where a rank stands still, and for which action of which rank."""
 
     index: int
@@ -57,6 +64,8 @@ def execute(
     schedule: Schedule,
     time_of: Callable[[Action], float],
     send_time: Callable[[Action], float],
+    *,
+    unbuffered: bool = False,
 ) -> Execution:
     """Run a schedule whose lists are valid each.
 
@@ -64,19 +73,32 @@ def execute(
         schedule: A grid, or lists with transfers.
         time_of: The time that an action takes of its rank.
         send_time: The time from a SEND to its arrival.
+        unbuffered: Ranks wait at both ends of a transfer, and for nothing else.
 
     Raises:
         ScheduleError: Ranks wait for each other; names the cycle.
     """
-    run = _Run(schedule, time_of, send_time)
+    run = _Run(schedule, time_of, send_time, unbuffered)
     awake = list(range(len(schedule.ranks)))
     while awake:
         awake += run.advance(awake.pop())
     waits = {rank: run.wait(rank) for rank in run.blocked.values()}
     if waits:
-        refuse_waiting(waits)
+        _refuse(waits)
     run.ended.sort(key=lambda entry: entry[0])  # stable: dependencies stay in order
     return Execution(run.spans, [(rank, action) for _, rank, action in run.ended])
+
+
+def prove_no_deadlock(schedule: Schedule) -> None:
+    """Show that a valid schedule comes to its end, however fast each rank is.
+
+    Of lists with transfers, even if each send waits for its receive; of a grid, that its ranks do
+    not wait for each other's data.
+
+    Raises:
+        ScheduleError: It does not; `cycle` has the ranks that wait for each other.
+    """
+    execute(schedule, lambda _: 1.0, lambda _: 0.0, unbuffered=schedule.has_transfers)
 
 
 class _Run:
@@ -91,12 +113,13 @@ class _Run:
         schedule: Schedule,
         time_of: Callable[[Action], float],
         send_time: Callable[[Action], float],
+        unbuffered: bool,
     ) -> None:
         ranks, m = len(schedule.ranks), schedule.microbatches
         self.placement, self.m, self.stages = schedule.placement, m, schedule.stages
         self.time_of, self.send_time = time_of, send_time
         self.lists = [schedule.actions(rank) for rank in range(ranks)]
-        self.transfers = schedule.has_transfers
+        self.transfers, self.unbuffered = schedule.has_transfers, unbuffered
         self.backward = self.stages * m  # number of the first gradient
         self.arrived: list[float | None] = [None] * (2 * self.backward)
         self.arrived[:m] = [0.0] * m
@@ -115,29 +138,33 @@ class _Run:
         index = self.at[rank]
         while index < len(actions):
             action = actions[index]
-            if action.kind.is_compute:
-                start = self._start(rank, action, clock)
-                if start is None:
-                    break
-                clock = start + self.time_of(action)
+            start = self._start(rank, action, clock)
+            if start is None:
+                break
+            clock = start + self.time_of(action)
+            if action.kind.is_transfer:
+                woken += self._post(action, clock)
+            elif action.kind.is_compute and not self.unbuffered:
                 self.ended.append((clock, rank, action))
                 woken += self._hand_over(action, clock)
-            else:
-                start = clock
-                clock += self.time_of(action)
-                if action.kind.is_transfer:
-                    woken += self._post(action, clock)
             spans.append(Span(action, start, clock))
             index += 1
         self.at[rank], self.clock[rank] = index, clock
         return woken
 
     def _start(self, rank: int, action: Action, clock: float) -> float | None:
-        for part in action.parts:
+        """Return when an action can start; None if that is not known yet."""
+        if self.unbuffered:
+            if action.kind.is_transfer:
+                number = self._number_of(action)
+                if self.arrived[number] is None and number not in self.posted:
+                    self.posted[number], self.blocked[number] = clock, rank
+                    return None
+            return clock
+        for part in action.parts if action.kind.is_compute else ():
             if part.kind is Kind.BACKWARD_WEIGHT:
                 continue
-            number = part.stage * self.m + (part.microbatch or 0)
-            number += 0 if part.kind is Kind.FORWARD else self.backward
+            number = self._number(part.stage, part.kind is Kind.FORWARD, part.microbatch)
             arrived = self.arrived[number]
             if arrived is None:
                 self.blocked[number] = rank
@@ -145,34 +172,41 @@ class _Run:
             clock = max(clock, arrived)
         return clock
 
+    def _number(self, stage: int, forward: bool, microbatch: int | None) -> int:
+        """Return the number of what a stage's forward, or backward, waits for."""
+        return stage * self.m + (microbatch or 0) + (0 if forward else self.backward)
+
+    def _number_of(self, transfer: Action) -> int:
+        stage, kind, microbatch, _ = transfer
+        forward = kind is Kind.SEND_F or kind is Kind.RECV_F
+        if kind.is_send:
+            stage += 1 if forward else -1
+        return self._number(stage, forward, microbatch)
+
     def _hand_over(self, action: Action, end: float) -> Iterator[int]:
         """Make an action's results known to their stage, if it need not be received."""
         for stage, kind, microbatch, _ in action.parts:
-            if kind is Kind.FORWARD:
-                to, send, first = stage + 1, Kind.SEND_F, 0
-            elif kind is Kind.BACKWARD_WEIGHT:
-                continue
-            else:
-                to, send, first = stage - 1, Kind.SEND_B, self.backward
-            if not 0 <= to < self.stages:
+            forward = kind is Kind.FORWARD
+            to = stage + 1 if forward else stage - 1
+            if kind is Kind.BACKWARD_WEIGHT or not 0 <= to < self.stages:
                 continue
             away = self.placement[to] != self.placement[stage]
             if away and self.transfers:
                 continue
-            time = self.send_time(Action(stage, send, microbatch)) if away else 0.0
-            yield from self._arrive(first + to * self.m + (microbatch or 0), end + time)
+            send = Action(stage, Kind.SEND_F if forward else Kind.SEND_B, microbatch)
+            time = self.send_time(send) if away else 0.0
+            yield from self._arrive(self._number(to, forward, microbatch), end + time)
 
     def _post(self, action: Action, clock: float) -> Iterator[int]:
         """Reach one end of a transfer; at the second, it takes place."""
-        send, receive = action, action.other_end
-        if action.kind.is_recv:
-            send, receive = receive, send
-        number = receive.stage * self.m + (receive.microbatch or 0)
-        number += 0 if receive.kind is Kind.RECV_F else self.backward
+        number = self._number_of(action)
+        if self.arrived[number] is not None:
+            return
         other = self.posted.pop(number, None)
         if other is None:
             self.posted[number] = clock
         else:
+            send = action if action.kind.is_send else action.other_end
             yield from self._arrive(number, max(other, clock) + self.send_time(send))
 
     def _arrive(self, number: int, time: float) -> Iterator[int]:
@@ -181,22 +215,25 @@ class _Run:
         if rank is not None:
             yield rank
 
-    def wait(self, rank: int) -> Wait:
+    def wait(self, rank: int) -> _Wait:
         """Return what a blocked rank waits for."""
-        number = next(n for n, waiting in self.blocked.items() if waiting == rank)
-        forward = number < self.backward
-        stage, microbatch = divmod(number % self.backward, self.m)
-        producer = stage - 1 if forward else stage + 1
-        if self.transfers and self.placement[producer] != rank:
-            kind = Kind.SEND_F if forward else Kind.SEND_B
+        action = self.lists[rank][self.at[rank]]
+        if action.kind.is_transfer:
+            awaited = action.other_end
         else:
-            kind = Kind.FORWARD if forward else Kind.FULL_BACKWARD
-        index = self.at[rank]
-        awaited = Action(producer, kind, microbatch)
-        return Wait(index, self.lists[rank][index], awaited, self.placement[producer])
+            number = next(n for n, waiting in self.blocked.items() if waiting == rank)
+            forward = number < self.backward
+            stage, microbatch = divmod(number % self.backward, self.m)
+            producer = stage - 1 if forward else stage + 1
+            if self.transfers and self.placement[producer] != rank:
+                kind = Kind.SEND_F if forward else Kind.SEND_B
+            else:
+                kind = Kind.FORWARD if forward else Kind.FULL_BACKWARD
+            awaited = Action(producer, kind, microbatch)
+        return _Wait(self.at[rank], action, awaited, self.placement[awaited.stage])
 
 
-def refuse_waiting(waits: dict[int, Wait]) -> None:
+def _refuse(waits: dict[int, _Wait]) -> None:
     """Raise for ranks that stand still: name the cycle, or who waits for what never comes.
 
     Args:

@@ -25,7 +25,7 @@ from dure.errors import ScheduleError
 from dure.schedules.actions import Action, Kind, Schedule
 from dure.schedules.execution import execute
 from dure.schedules.simulate import DEFAULT_TIMES, cost_function
-from dure.schedules.validate import validate
+from dure.schedules.validate import needed_before, validate
 
 __all__ = ["lower"]
 
@@ -64,7 +64,7 @@ def lower(
                 lists[rank].append(send)
                 lists[schedule.placement[send.other_end.stage]].append(send.other_end)
     if defer_receives:
-        lists = [_defer(actions) for actions in lists]
+        lists = [_defer(actions, schedule.placement) for actions in lists]
     return schedule.with_ranks([_whole_stages(actions, sharded) for actions in lists])
 
 
@@ -79,19 +79,12 @@ def _send_of(action: Action, placement: tuple[int, ...]) -> Action | None:
     return Action(stage, send, microbatch)
 
 
-def _defer(actions: list[Action]) -> list[Action]:
+def _defer(actions: list[Action], placement: tuple[int, ...]) -> list[Action]:
     """Move receives back to what needs them, or to the next transfer."""
     found: list[Action] = []
     held: list[Action] = []
     for action in actions:
-        needs = {
-            Action(
-                part.stage,
-                Kind.RECV_F if part.kind is Kind.FORWARD else Kind.RECV_B,
-                part.microbatch,
-            )
-            for part in action.parts
-        }
+        needs = {n for part in action.parts for n in needed_before(part, placement, True)}
         if action.kind.is_recv:
             found += held
             held = [action]

@@ -70,7 +70,7 @@ def _interleaved(name: str, placement: tuple[int, ...], microbatches: int) -> Sc
         if name == "interleaved-1f1b":
             ranks.append(_alternate(*orders, ahead + 2 * (p - 1 - rank)))
         else:
-            ranks.append(_alternate_split(*orders, ahead + p - 1 - rank, delay=rank))
+            ranks.append(_alternate(*orders, ahead + p - 1 - rank, delay=rank))
     return Schedule(tuple(ranks), placement, microbatches, name)
 
 
@@ -85,30 +85,24 @@ def _orders(local: tuple[int, ...], microbatches: int, size: int) -> tuple[_Orde
     return forwards, [(s, m) for first in firsts for s in back for m in range(first, first + size)]
 
 
-def _alternate(forwards: _Order, backwards: _Order, warmup: int) -> tuple[Action, ...]:
-    """Go `warmup` steps forward, then alternate, then go back."""
-    actions = [Action(s, Kind.FORWARD, m) for s, m in forwards[:warmup]]
-    for i, (stage, microbatch) in enumerate(backwards):
-        if warmup + i < len(forwards):
-            ahead = forwards[warmup + i]
-            actions.append(Action(ahead[0], Kind.FORWARD, ahead[1]))
-        actions.append(Action(stage, Kind.FULL_BACKWARD, microbatch))
-    return tuple(actions)
-
-
-def _alternate_split(
-    forwards: _Order, backwards: _Order, warmup: int, delay: int
+def _alternate(
+    forwards: _Order, backwards: _Order, warmup: int, delay: int | None = None
 ) -> tuple[Action, ...]:
-    """As `_alternate`, with backwards in two halves, the second `delay` steps later."""
+    """Go `warmup` steps forward, then alternate, then go back.
+
+    With `delay`, backwards are in two halves, the second so many steps behind the first.
+    """
+    back = Kind.FULL_BACKWARD if delay is None else Kind.BACKWARD_INPUT
     actions = [Action(s, Kind.FORWARD, m) for s, m in forwards[:warmup]]
+    due: _Order = []
     for i, (stage, microbatch) in enumerate(backwards):
-        if warmup + i < len(forwards):
-            ahead = forwards[warmup + i]
-            actions.append(Action(ahead[0], Kind.FORWARD, ahead[1]))
-        actions.append(Action(stage, Kind.BACKWARD_INPUT, microbatch))
-        if i >= delay:
-            late = backwards[i - delay]
-            actions.append(Action(late[0], Kind.BACKWARD_WEIGHT, late[1]))
-    rest = backwards[max(0, len(backwards) - delay) :]
-    actions += [Action(s, Kind.BACKWARD_WEIGHT, m) for s, m in rest]
-    return tuple(actions)
+        actions += [Action(s, Kind.FORWARD, m) for s, m in forwards[warmup + i : warmup + i + 1]]
+        actions.append(Action(stage, back, microbatch))
+        due.append((stage, microbatch))
+        if delay is not None and i >= delay:
+            actions.append(_weight(*due.pop(0)))
+    return (*actions, *(_weight(*late) for late in due if delay is not None))
+
+
+def _weight(stage: int, microbatch: int) -> Action:
+    return Action(stage, Kind.BACKWARD_WEIGHT, microbatch)

@@ -10,7 +10,7 @@ from dure.schedules.actions import Action, Kind, Schedule
 from dure.schedules.execution import Span, execute
 from dure.schedules.validate import validate
 
-__all__ = ["DEFAULT_TIMES", "Simulation", "Times", "cost_function", "simulate", "to_grid"]
+__all__ = ["DEFAULT_TIMES", "Simulation", "Times", "cost_function", "simulate"]
 
 Times = Callable[[Action], float] | Mapping[str, float | Sequence[float]]
 
@@ -136,21 +136,3 @@ def _peak_bytes(actions: list[Action], size: float | Sequence[float]) -> float:
         elif part.kind in (Kind.FULL_BACKWARD, Kind.BACKWARD_WEIGHT):
             held -= each
     return peak
-
-
-def to_grid(schedule: Schedule) -> Schedule:
-    """Return a schedule's computation as a grid: None where a rank idles, each action one slot.
-
-    Raises:
-        ScheduleError: The schedule is not whole, or its ranks wait for each other.
-    """
-    computed = [[a for a in actions if a and a.kind.is_compute] for actions in schedule.ranks]
-    bare = schedule.with_ranks(computed)
-    validate(bare)
-    ranks: list[list[Action | None]] = []
-    for spans in execute(bare, lambda _: 1.0, lambda _: 0.0).spans:
-        slots: list[Action | None] = []
-        for span in spans:
-            slots += [None] * (int(span.start) - len(slots)) + [span.action]
-        ranks.append(slots)
-    return schedule.with_ranks(ranks)

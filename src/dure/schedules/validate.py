@@ -11,12 +11,13 @@ other is another question: see `prove_no_deadlock`.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from itertools import zip_longest
 
 from dure.errors import ScheduleError
 from dure.schedules.actions import Action, Kind, Schedule
 
-__all__ = ["validate"]
+__all__ = ["needed_before", "validate"]
 
 # What has been done for a stage and a microbatch, as bits.
 _DONE = {
@@ -40,6 +41,31 @@ _BEFORE = {
 _STEP = {Kind.SEND_F: 1, Kind.RECV_B: 1, Kind.SEND_B: -1, Kind.RECV_F: -1}
 
 
+def needed_before(action: Action, placement: tuple[int, ...], transfers: bool) -> Iterator[Action]:
+    """Give what must stand before an action in its rank's list.
+
+    Args:
+        action: It computes, sends or receives.
+        placement: The rank of each stage.
+        transfers: The list has SEND and RECV.
+    """
+    stage, kind, microbatch, _ = action
+    if kind in _BEFORE:
+        yield Action(stage, _BEFORE[kind], microbatch)
+    if kind is Kind.FORWARD:
+        source, computed, received = stage - 1, Kind.FORWARD, Kind.RECV_F
+    elif kind in (Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT):
+        source, computed, received = stage + 1, Kind.BACKWARD_INPUT, Kind.RECV_B
+    else:
+        return
+    if not 0 <= source < len(placement):
+        return
+    if placement[source] == placement[stage]:
+        yield Action(source, computed, microbatch)
+    elif transfers:
+        yield Action(stage, received, microbatch)
+
+
 def validate(schedule: Schedule) -> tuple[int, ...]:
     """Check a grid, or lists with transfers, and return each rank's peak of live activations.
 
@@ -48,32 +74,20 @@ def validate(schedule: Schedule) -> tuple[int, ...]:
     Raises:
         ScheduleError: It is not whole; names rank, index and action, where there is one.
     """
-    _check_shape(schedule)
+    ranks = len(schedule.ranks)
+    if schedule.microbatches < 1 or not ranks or set(schedule.placement) != {*range(ranks)}:
+        raise ScheduleError(
+            "a schedule has at least one microbatch, and at least one stage on each rank",
+            seen=f"{schedule.microbatches} microbatches, {ranks} ranks, and stages on the ranks "
+            f"{schedule.placement}",
+            fix="Give one list for each rank of the placement.",
+        )
     check = _Check(schedule)
-    peaks = tuple(check.rank(rank) for rank in range(len(schedule.ranks)))
+    peaks = tuple(check.rank(rank) for rank in range(ranks))
     check.nothing_missing()
     if schedule.has_transfers:
         _check_pairs(schedule)
     return peaks
-
-
-def _check_shape(schedule: Schedule) -> None:
-    ranks = len(schedule.ranks)
-    lost = [stage for stage, rank in enumerate(schedule.placement) if not 0 <= rank < ranks]
-    idle = sorted(set(range(ranks)) - set(schedule.placement))
-    seen = ""
-    if schedule.microbatches < 1 or not schedule.placement:
-        seen = f"{schedule.stages} stages, {schedule.microbatches} microbatches"
-    elif lost:
-        seen = f"stage {lost[0]} on rank {schedule.placement[lost[0]]} of {ranks}"
-    elif idle:
-        seen = f"no stage on rank {idle[0]} of {ranks}"
-    if seen:
-        raise ScheduleError(
-            "a schedule has at least one microbatch, and at least one stage on each rank",
-            seen=seen,
-            fix="Give one list for each rank of the placement.",
-        )
 
 
 class _Check:
@@ -86,23 +100,24 @@ class _Check:
         kinds = {part.kind for rank in schedule.ranks for a in rank if a for part in a.parts}
         self.trains = bool(kinds & {Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
         self.weights = [0] * schedule.stages  # microbatches whose weights' gradients are there
+        self.gathered: set[int] = set()  # stages that are unsharded
+        self.reduced: set[int] = set()
         self.live = self.peak = 0
 
     def rank(self, rank: int) -> int:
         """Check a rank's list by itself; return its peak of live activations."""
         self.live = self.peak = 0
         actions = self.schedule.actions(rank)
-        whole: dict[int, list[Kind]] = defaultdict(list)  # what was done with a stage as a whole
         sharded = {a.stage for a in actions if a.kind is Kind.UNSHARD}
         for index, action in enumerate(actions):
             try:
                 for part in action.parts:
                     self._on_rank(rank, part)
                     if part.kind.of_stage:
-                        self._whole_stage(part, whole[part.stage])
+                        self._whole_stage(part)
                         continue
-                    if part.kind.is_compute and part.stage in sharded:
-                        self._unsharded(part, whole[part.stage])
+                    if part.kind.is_compute and part.stage in sharded - self.gathered:
+                        _refuse_early(part, Action(part.stage, Kind.UNSHARD))
                     self._once(part)
             except ScheduleError as error:
                 raise ScheduleError(
@@ -137,6 +152,7 @@ class _Check:
     def _once(self, action: Action) -> None:
         """Note that an action is done, if it can be now."""
         stage, kind, microbatch, _ = action
+        placement = self.schedule.placement
         at = stage * self.m + (microbatch or 0)
         if self.done[at] & _DONE[kind]:
             raise ScheduleError(
@@ -144,92 +160,55 @@ class _Check:
                 seen=f"{action}, or a part of it, stands before",
                 fix="Drop one of them; B is I and W in one.",
             )
-        before = _BEFORE.get(kind)
-        if before is not None and not self.done[at] & _DONE[before]:
-            self._too_early(action, Action(stage, before, microbatch))
-        if kind in _STEP:
-            self._is_needed(action)
-        elif kind is Kind.FORWARD:
-            self._has_input(action, stage - 1, Kind.FORWARD, Kind.RECV_F)
-            self._count(1)
-        elif kind is not Kind.BACKWARD_WEIGHT:
-            self._has_input(action, stage + 1, Kind.BACKWARD_INPUT, Kind.RECV_B)
-        if kind in (Kind.FULL_BACKWARD, Kind.BACKWARD_WEIGHT):
-            self.weights[stage] += 1
-            self._count(-1)
-        self.done[at] |= _DONE[kind]
-
-    def _count(self, change: int) -> None:
-        self.live += change
-        self.peak = max(self.peak, self.live)
-        if not self.trains:
-            self.live = 0
-
-    def _has_input(self, action: Action, stage: int, computed: Kind, received: Kind) -> None:
-        """Check that what comes from a neighbouring stage is there."""
-        placement = self.schedule.placement
-        if not 0 <= stage < len(placement):
-            return
-        if placement[stage] == placement[action.stage]:
-            needed = Action(stage, computed, action.microbatch)
-        elif self.transfers:
-            needed = Action(action.stage, received, action.microbatch)
-        else:
-            return
-        if not self.done[needed.stage * self.m + (needed.microbatch or 0)] & _DONE[needed.kind]:
-            self._too_early(action, needed)
-
-    def _too_early(self, action: Action, needed: Action) -> None:
-        raise ScheduleError(
-            "an action stands before what it needs",
-            seen=f"{action} needs {needed}",
-            fix=f"Put {needed} before it.",
-        )
-
-    def _is_needed(self, action: Action) -> None:
-        """Check that a transfer goes from one rank to another."""
-        placement, other = self.schedule.placement, action.stage + _STEP[action.kind]
-        if not 0 <= other < len(placement) or placement[other] == placement[action.stage]:
+        for needed in needed_before(action, placement, self.transfers):
+            if not self.done[needed.stage * self.m + (microbatch or 0)] & _DONE[needed.kind]:
+                _refuse_early(action, needed)
+        if kind.is_transfer and not _goes_away(stage, kind, placement):
             raise ScheduleError(
                 "a transfer has no other rank to go to, or to come from",
                 seen=f"{action} with {len(placement)} stages, placed on ranks {placement}",
                 fix="Drop it: stages on one rank hand over by themselves.",
             )
+        self.done[at] |= _DONE[kind]
+        if kind is Kind.FORWARD:
+            self.peak = max(self.peak, self.live + 1)
+            self.live += self.trains
+        elif kind in (Kind.FULL_BACKWARD, Kind.BACKWARD_WEIGHT):
+            self.live -= 1
+            self.weights[stage] += 1
 
-    def _unsharded(self, action: Action, before: list[Kind]) -> None:
-        """Check that a stage computes while it has its parameters."""
-        if [kind for kind in before if kind is not Kind.REDUCE_GRAD][-1:] != [Kind.UNSHARD]:
-            self._too_early(action, Action(action.stage, Kind.UNSHARD))
-
-    def _whole_stage(self, action: Action, before: list[Kind]) -> None:
+    def _whole_stage(self, action: Action) -> None:
         """Check and note an action that has no microbatch."""
         kind, stage = action.kind, action.stage
-        last = [k for k in before if k is not Kind.REDUCE_GRAD][-1:]
+        is_gathered, done = stage in self.gathered, self.weights[stage]
         if kind is Kind.REDUCE_GRAD:
-            wrong = kind in before or self.weights[stage] < self.m
+            wrong = stage in self.reduced or done < self.m
         else:
-            wrong = (last == [Kind.UNSHARD]) == (kind is Kind.UNSHARD)
+            wrong = is_gathered == (kind is Kind.UNSHARD)
         if wrong:
             raise ScheduleError(
                 "UNSHARD and RESHARD alternate, and REDUCE_GRAD comes once, behind all backwards",
-                seen=f"{action} after {', '.join(before) or 'nothing'}, "
-                f"{self.weights[stage]} of {self.m} backwards done",
+                seen=f"{action} of a stage that is {'un' if is_gathered else ''}sharded, "
+                f"{done} of {self.m} backwards done",
                 fix=f"Drop {action}, or move it.",
             )
-        before.append(kind)
+        if kind is Kind.REDUCE_GRAD:
+            self.reduced.add(stage)
+        else:
+            self.gathered ^= {stage}
 
     def nothing_missing(self) -> None:
         """Check that all has been done."""
         placement, missing = self.schedule.placement, list[Action]()
-        for stage, rank in enumerate(placement):
+        for stage in range(len(placement)):
             kinds = [Kind.FORWARD]
             if self.trains:
                 kinds += [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]
             if self.transfers:
                 kinds += [
                     kind
-                    for kind, step in _STEP.items()
-                    if 0 <= stage + step < len(placement) and placement[stage + step] != rank
+                    for kind in _STEP
+                    if _goes_away(stage, kind, placement)
                     if self.trains or kind in (Kind.SEND_F, Kind.RECV_F)
                 ]
             whole = sum(_DONE[kind] for kind in kinds)
@@ -247,6 +226,20 @@ class _Check:
                 seen=f"{len(missing)} of them: {shown} (B is I and W)",
                 fix=f"Add {missing[0]} to rank {rank}'s list.",
             )
+
+
+def _refuse_early(action: Action, needed: Action) -> None:
+    raise ScheduleError(
+        "an action stands before what it needs",
+        seen=f"{action} needs {needed}",
+        fix=f"Put {needed} before it.",
+    )
+
+
+def _goes_away(stage: int, kind: Kind, placement: tuple[int, ...]) -> bool:
+    """Tell whether a transfer has another rank at its other end."""
+    other = stage + _STEP[kind]
+    return 0 <= other < len(placement) and placement[other] != placement[stage]
 
 
 def _check_pairs(schedule: Schedule) -> None:

@@ -43,12 +43,24 @@ def test_times_may_be_given(capsys):
     assert "* 1f1b 2 16 56.2% 1" in " ".join(called(capsys, *words, "--send", "1")[1].split())
 
 
+def test_each_stage_may_have_a_time(capsys):
+    """Two layers, 1 and 3: a stage each, or halves of them in four stages."""
+    words = ["--schedule", "1f1b", "--stages", "2", "--microbatches", "2", "--times", "F=1/3,B=0"]
+    lines = [" ".join(line.split()) for line in called(capsys, *words)[1].splitlines()]
+    assert "* 1f1b 2 7 42.9% 2" in lines  # 1, then twice 3
+    # 1F1 ends at 1.5 on rank 1; 2F0 at 1 + 1.5, 2F1 at 4 on rank 0; 3F0 at 4, 3F1 at 5.5
+    assert "looped-bfs 4 5.5 27.3% 2" in lines
+    code, _, err = called(capsys, *words[:-1], "F=1/2/3")
+    assert code == 2 and "one for each of 2 stages" in err
+
+
 @pytest.mark.parametrize(
     "words",
     [
         ["--schedule", "1f1b", "--stages", "4"],
         ["--schedule", "nothing", "--stages", "4", "--microbatches", "4"],
         ["--stages", "4", "--microbatches", "4", "--times", "F=1,B"],
+        ["--stages", "4", "--microbatches", "4", "--times", "F=-1"],
         ["--stages", "4", "--microbatches", "4", "--ranks", "3"],
     ],
 )

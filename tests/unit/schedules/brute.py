@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dure.schedules import Action, Kind, Schedule
 
 
-def comes_to_its_end(schedule: Schedule, batched: bool) -> bool:
+def comes_to_its_end(schedule: Schedule) -> bool:
     """Run ranks with sends that block until they are received, round after round."""
     left = [schedule.actions(rank) for rank in range(len(schedule.ranks))]
     in_flight: list[list[Action]] = [[] for _ in left]
@@ -20,10 +20,7 @@ def comes_to_its_end(schedule: Schedule, batched: bool) -> bool:
                 if not actions[0].kind.is_transfer:
                     actions.pop(0)
                     continue
-                while actions and actions[0].kind.is_transfer:
-                    in_flight[rank].append(actions.pop(0))
-                    if not batched:
-                        break
+                in_flight[rank].append(actions.pop(0))
         for here in in_flight:
             for there in in_flight:
                 for action in list(here):

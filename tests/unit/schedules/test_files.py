@@ -18,7 +18,6 @@ from dure.schedules import (
     make_schedule,
     read_csv,
     simulate,
-    to_grid,
     write_csv,
 )
 
@@ -30,16 +29,19 @@ def test_files_hold_what_was_written(generator, tmp_path):
     stages = 2 * (generator.stages_a_rank or 2)
     schedule = make_schedule(generator.torch_name.upper(), stages=stages, microbatches=4, ranks=2)
     path = tmp_path / f"{generator.name}.csv"
-    write_csv(to_grid(schedule), path)
-    assert read_csv(path) == to_grid(schedule)
+    write_csv(schedule, path)
+    assert read_csv(path) == schedule
     write_csv(lower(schedule), path)
     assert read_csv(path, "compute_comms") == lower(schedule)
 
 
 def test_a_file_is_a_row_a_rank_and_a_cell_a_step(tmp_path):
     path = tmp_path / "own.csv"
-    write_csv(to_grid(make_schedule("1f1b", stages=2, microbatches=2, ranks=2)), path)
-    assert path.read_bytes() == b"0F0,0F1,,0B0,,0B1\r\n,1F0,1B0,1F1,1B1\r\n"
+    write_csv(make_schedule("1f1b", stages=2, microbatches=2, ranks=2), path)
+    assert path.read_bytes() == b"0F0,0F1,0B0,0B1\r\n1F0,1B0,1F1,1B1\r\n"
+    idle = tmp_path / "idle.csv"
+    idle.write_text("0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1\n")
+    assert read_csv(idle).actions(0) == read_csv(path).actions(0)
 
 
 @pytest.mark.parametrize(

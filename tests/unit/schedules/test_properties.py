@@ -20,7 +20,6 @@ from dure.schedules import (
     one_f_one_b,
     prove_no_deadlock,
     simulate,
-    to_grid,
     validate,
 )
 from unit.schedules.brute import comes_to_its_end, ends
@@ -59,11 +58,10 @@ def test_whole_free_of_deadlock_and_as_long_as_foretold(grid: Schedule, data: st
     listed = lower(grid, sharded=sharded)
     deferred = lower(grid, sharded=sharded, defer_receives=True)
     peaks = validate(grid)
-    for schedule in (grid, to_grid(grid), listed, deferred):
+    for schedule in (grid, listed, deferred):
         assert validate(schedule) == peaks
         prove_no_deadlock(schedule)
-        prove_no_deadlock(schedule, batched=True)
-        assert comes_to_its_end(schedule, False)
+        assert comes_to_its_end(schedule)
         found = simulate(schedule, table, send_time=send_time)
         assert found.peak_bytes == peaks
         expected = ends(schedule, time_of, send_time)
@@ -146,15 +144,14 @@ def test_faults_are_found_as_by_brute_force():
             assert what not in ("drop", "duplicate")
         if what == "duplicate":  # no matter for the proof, which asks for valid lists
             continue
-        for batched in (False, True):
-            try:
-                prove_no_deadlock(faulty, batched=batched)
-            except ScheduleError as error:
-                assert not comes_to_its_end(faulty, batched)
-                cyclic += bool(error.cycle)
-                check_cycle(faulty, error.cycle)
-            else:
-                assert comes_to_its_end(faulty, batched)
+        try:
+            prove_no_deadlock(faulty)
+        except ScheduleError as error:
+            assert not comes_to_its_end(faulty)
+            cyclic += bool(error.cycle)
+            check_cycle(faulty, error.cycle)
+        else:
+            assert comes_to_its_end(faulty)
     assert min(valid, cyclic, refused) > 200, (valid, cyclic, refused)
 
 

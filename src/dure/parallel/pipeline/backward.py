@@ -32,21 +32,20 @@ Edges = Sequence[GradientEdge | None]
 
 
 class WeightBackward:
-    """The second half of a backward: call it once."""
+    """The second half of a backward: call it once.
+
+    Attributes:
+        parts: Where it walks from, the gradients that arrived there, and to which weights (None: to
+            all).
+    """
 
     def __init__(self) -> None:
-        self._parts: list[tuple[list[GradientEdge], list[torch.Tensor | None], Any]] = []
-
-    def add(
-        self, edges: list[GradientEdge], gradients: Gradients, weights: list[torch.Tensor] | None
-    ) -> None:
-        """Let it walk from `edges`, where `gradients` arrived, to `weights` (None: to all)."""
-        self._parts.append((edges, list(gradients), weights))
+        self.parts: list[tuple[list[GradientEdge], Gradients, list[torch.Tensor] | None]] = []
 
     def __call__(self) -> None:
         """Add to the gradients of the weights."""
-        parts, self._parts = self._parts, []
-        for edges, gradients, weights in parts:
+        while self.parts:
+            edges, gradients, weights = self.parts.pop(0)
             torch.autograd.backward(edges, gradients, inputs=weights)
 
 
@@ -82,7 +81,7 @@ def input_backward(
     wanted = [t for t in inputs if t.requires_grad]
     if not wanted or not roots:
         if roots:
-            rest.add([edge for edge, _ in roots], [g for _, g in roots], None)
+            rest.parts.append(([edge for edge, _ in roots], [g for _, g in roots], None))
         return [None] * len(inputs), rest
     graph = _Graph(roots, wanted)
     if graph.is_opaque:
@@ -101,9 +100,10 @@ def input_backward(
             hook.remove()
     for node, arrived in kept.items():
         edges = [GradientEdge(node, i) for i, g in enumerate(arrived) if g is not None]
-        rest.add(edges, [g for g in arrived if g is not None], graph.branches[node])
+        given = [g for g in arrived if g is not None]
+        rest.parts.append((edges, given, graph.branches[node]))
     for edge, gradient in graph.weight_roots:
-        rest.add([edge], [gradient], graph.weights_below(edge))
+        rest.parts.append(([edge], [gradient], graph.weights_below(edge)))
     return _take_gradients(inputs), rest
 
 

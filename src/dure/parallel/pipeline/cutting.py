@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from dure.errors import UsageError
+from dure.training.pytrees import tensors_of
 
 __all__ = ["StageCut", "cut_by_cost", "cut_into_stages", "measured_costs"]
 
@@ -138,8 +139,8 @@ def measured_costs(layers: Sequence[nn.Module], *sample: Any, repeat: int = 3) -
             fresh = tuple(_fresh(value) for value in given)
             begin = time.perf_counter()
             output = layer(*fresh)
-            roots = [t for t in _tensors(output) if t.requires_grad]
-            wanted = [*parameters, *(t for t in _tensors(fresh) if t.requires_grad)]
+            roots = [t for t in tensors_of(output) if t.requires_grad]
+            wanted = [*parameters, *(t for t in tensors_of(fresh) if t.requires_grad)]
             if roots and wanted:
                 ones = [torch.ones_like(t) for t in roots]
                 torch.autograd.grad(roots, wanted, ones, allow_unused=True)
@@ -147,11 +148,6 @@ def measured_costs(layers: Sequence[nn.Module], *sample: Any, repeat: int = 3) -
         found.append(least)
         given = output if isinstance(output, tuple) else (output,)  # pyright: ignore
     return found
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    values: tuple[Any, ...] = value if isinstance(value, tuple) else (value,)  # pyright: ignore
-    return [v for v in values if isinstance(v, torch.Tensor)]
 
 
 def _fresh(value: Any) -> Any:

@@ -32,7 +32,7 @@ from dure.parallel.pipeline.failures import (
     report_of,
     verify_finite,
 )
-from dure.parallel.pipeline.layout import Packed, pack
+from dure.parallel.pipeline.layout import Packed, pack, unpack
 from dure.parallel.pipeline.messages import Messages, Transfer
 from dure.parallel.pipeline.slots import Slots, has_slots
 from dure.parallel.pipeline.stage import PipelineStage
@@ -269,13 +269,14 @@ class Executor:
         index = stage.stage_index
         stage.data_parallel.wait()
         if not stage.is_last and index + 1 not in self._stages:
-            stage.receive_backward(microbatch, self._take(Transfer(index + 1, False, microbatch)))
+            packed = self._take(Transfer(index + 1, False, microbatch))
+            stage.receive_backward(microbatch, unpack(packed))
         loss = self._live_losses.pop(microbatch, None) if stage.is_last else None
         stage.backward_one_chunk(microbatch, loss, is_full)
         if not stage.is_first and index - 1 in self._stages:
-            gradients = stage.get_local_bwd_output(microbatch)
+            gradients = stage.take_gradients(microbatch)
             self._watch("the gradient of input", gradients)
-            self._stages[index - 1].set_local_bwd_input(gradients, microbatch)
+            self._stages[index - 1].receive_backward(microbatch, gradients)
 
     def _backward_input(self, stage: PipelineStage, microbatch: int) -> None:
         self._backward(stage, microbatch, is_full=False)
@@ -291,7 +292,7 @@ class Executor:
         self._messages.send(Transfer(stage.stage_index, True, microbatch), packed)
 
     def _send_backward(self, stage: PipelineStage, microbatch: int) -> None:
-        gradients = stage.get_local_bwd_output(microbatch)
+        gradients = stage.take_gradients(microbatch)
         self._watch("the gradient of input", gradients)
         self._messages.send(Transfer(stage.stage_index, False, microbatch), pack(gradients))
 

@@ -115,10 +115,6 @@ class Pipe(nn.Module):
         """Return a stage that a schedule takes; see `build_stage`."""
         return build_stage(self._stages[stage_index], stage_index, self.info(), device, group)
 
-    def print_readable(self) -> None:
-        """Print the code of all stages."""
-        print(self)
-
     def __str__(self) -> str:
         codes = (cast("fx.GraphModule", stage).code for stage in self._stages)
         return "\n".join(f"# stage {i}\n{code.strip()}" for i, code in enumerate(codes))

@@ -21,6 +21,7 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -283,20 +284,12 @@ class Messages:
             self._wires[key].end_step()
         self._used.clear()
 
-    def drain(self) -> list[FailureReport]:
-        """Receive what is still to come of a step that failed; return what it tells of failures.
-
-        What wires know is forgotten, on all ranks.
-        """
-        reports: list[FailureReport] = []
+    def drain(self) -> None:
+        """Receive what is still to come of a step that failed: both ends know the same again."""
         for transfer in self.pending:
-            try:
+            with suppress(Poisoned):
                 self.take(transfer)
-            except Poisoned as poisoned:
-                reports.append(poisoned.report)
         self.finish()
-        self._wires.clear()
-        return reports
 
     def abandon(self) -> None:
         """Forget what is under way: the group is broken."""

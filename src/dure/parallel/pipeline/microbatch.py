@@ -38,20 +38,15 @@ class TensorChunkSpec:
         return tree_map(TensorChunkSpec, chunk_dims)
 
 
-class _Replicate:
-    """The spec of what is the same in each microbatch."""
-
-
-def _default_spec(value: object) -> TensorChunkSpec | _Replicate:
-    if isinstance(value, torch.Tensor):
-        return TensorChunkSpec(0)
+def _default_spec(value: object) -> TensorChunkSpec | None:
+    """Return the spec of a leaf; None for what is the same in each microbatch."""
     if type(value).__name__ == "BlockMask" and len(getattr(value, "kv_num_blocks", ())) > 1:
         raise UsageError(
             "a BlockMask over the batch is not cut into microbatches",
             seen="one with a row for each sequence",
             fix="Make the mask inside the stage, or one that is the same for all sequences.",
         )
-    return _Replicate()
+    return TensorChunkSpec(0) if isinstance(value, torch.Tensor) else None
 
 
 def split_tensor(

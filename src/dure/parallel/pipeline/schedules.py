@@ -7,8 +7,7 @@ put together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,6 +30,7 @@ from dure.schedules import (
     make_schedule,
     prove_no_deadlock,
     read_csv,
+    validate,
     write_csv,
 )
 
@@ -156,6 +156,7 @@ class PipelineSchedule:
                 "schedule is for {}, {}, {}, {}".format(*given, *seen),
                 fix=f"Give rank {self.rank} the stages {wanted} of {schedule.stages}.",
             )
+        validate(schedule)
         prove_no_deadlock(schedule)
         self.pipeline_order_with_comms = {
             rank: schedule.actions(rank) for rank in range(len(schedule.ranks))
@@ -262,14 +263,9 @@ class PipelineSchedule:
         **kwargs: Any,
     ) -> Any:
         """Run the forward of a batch, without gradients; at any time. See `step`."""
-        with self._without_backward():
-            return self.step(*args, target=target, losses=losses, **kwargs)
-
-    @contextmanager
-    def _without_backward(self) -> Iterator[None]:
         before, self._has_backward = self._has_backward, False
         try:
-            yield
+            return self.step(*args, target=target, losses=losses, **kwargs)
         finally:
             self._has_backward = before
 

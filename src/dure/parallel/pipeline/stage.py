@@ -166,26 +166,16 @@ class PipelineStage:
 
     # ---------------------------------------------------------------- backward
 
-    def receive_backward(self, microbatch: int, packed: Packed) -> None:
+    def receive_backward(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Take gradients of this stage's outputs from the next stage."""
-        self._output_gradients[microbatch] = unpack(packed)
+        self._output_gradients[microbatch] = gradients
 
-    def set_local_bwd_input(
-        self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int
-    ) -> None:
-        """Take gradients of this stage's outputs from the next stage, which is on this rank."""
-        self._output_gradients[mb_index] = next_stage_bwd_outputs
-
-    def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of this stage's inputs, once."""
-        return self._input_gradients.pop(mb_index)
+    def take_gradients(self, microbatch: int) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of this stage's inputs, which are to go to the previous stage."""
+        return self._input_gradients.pop(microbatch)
 
     def backward_one_chunk(
-        self,
-        bwd_chunk_id: int,
-        loss: torch.Tensor | None = None,
-        full_backward: bool = True,
-        last_backward: bool = False,
+        self, bwd_chunk_id: int, loss: torch.Tensor | None = None, full_backward: bool = True
     ) -> None:
         """Run the backward of a microbatch, or its first half.
 
@@ -193,9 +183,7 @@ class PipelineStage:
             bwd_chunk_id: Which one.
             loss: Of the last stage.
             full_backward: Not the gradients of inputs alone; see `backward_weight_one_chunk`.
-            last_backward: Accepted; gradients are reduced by an action of its own.
         """
-        del last_backward
         if not self.has_backward:
             return
         inputs = self._inputs.pop(bwd_chunk_id).tensors if not self.is_first else []
@@ -223,9 +211,8 @@ class PipelineStage:
             return [], []
         return edges_of([loss]), [torch.full_like(loss, self.loss_scale)]
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+    def backward_weight_one_chunk(self, bwd_chunk_id: int) -> None:
         """Run the second half of a microbatch's backward: the gradients of the weights."""
-        del last_backward
         if self.has_backward:
             with self.data_parallel.computing():
                 self._weights.pop(bwd_chunk_id)()
