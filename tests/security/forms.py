@@ -6,9 +6,7 @@ from zmq.utils import z85
 
 from dure.store import JobKey
 
-__all__ = ["forms_of", "found_in", "found_in_dump"]
-
-_IN_MEMORY = ("clamped", "hex", "Z85")  # what is there raw is there without its ends
+__all__ = ["forms_of", "found_in"]
 
 
 def forms_of(key: JobKey) -> dict[str, bytes]:
@@ -34,10 +32,3 @@ def forms_of(key: JobKey) -> dict[str, bytes]:
 
 def found_in(text: bytes, key: JobKey) -> list[str]:
     return [name for name, form in forms_of(key).items() if form in text]
-
-
-def found_in_dump(dump: bytes, key: JobKey) -> list[str]:
-    """The same for memory, which is long and mostly empty: the forms that programs really make."""
-    dump = dump.replace(bytes(4096), b"")
-    forms = {name: form for name, form in forms_of(key).items() if name.endswith(_IN_MEMORY)}
-    return [name for name, form in forms.items() if form in dump]

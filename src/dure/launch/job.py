@@ -235,8 +235,7 @@ def _link(spec: JobSpec, signals: int, say: Callable[[str], None], key_fd: int) 
 def _key_memory() -> Iterator[int]:
     """Make anonymous memory for the key, readable by this user alone; it is mapped by nobody.
 
-    The guardian keeps it open for processes that have not inherited it: the launcher's own
-    descriptors are closed to others (`dure.store.hiding.refuse_dumps`).
+    The guardian keeps it open for processes that have not inherited it.
     """
     try:
         low = os.memfd_create("dure-job-key")

@@ -17,7 +17,6 @@ import msgspec
 import zmq
 
 from dure.errors import StoreLost, StoreRefused, StoreTimeout
-from dure.store import hiding
 from dure.store.key import JobKey
 from dure.store.monitor import read_event
 from dure.store.wire import FRAME_LIMIT, MAX_FRAME_BYTES, Request, frames_of, pack, read_reply
@@ -71,16 +70,13 @@ class Connection:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, key: JobKey | None):
         self._endpoint = endpoint
-        if key is None:
-            self._open(context, None)
-        else:
-            hiding.apart(lambda: self._open(context, key))
+        self._open(context, key)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
 
     def _open(self, context: zmq.Context[zmq.Socket[bytes]], key: JobKey | None) -> None:
-        """Make the sockets: the secret key is in memory of the thread that does."""
+        """Make the sockets."""
         self._socket = context.socket(zmq.DEALER)
         try:
             self._monitor = context.socket(zmq.PAIR)
@@ -194,30 +190,6 @@ def dial(
         StoreTimeout: Nobody listened there in time, or whoever did said nothing.
         StoreRefused: Whoever listens refused us several times running.
     """
-    connection = None
-    try:
-        connection = _dial(context, endpoint, key, timeout_s, absent_s)
-        return connection
-    finally:
-        _hide(key, connection)
-
-
-def _hide(key: JobKey | None, connection: Connection | None) -> None:
-    """Keep the client's secret key out of core dumps; what attempts have left of it, too.
-
-    A connection that is open has copies in two places: this side's sockets, and the I/O thread.
-    """
-    if key is not None:
-        key.hide("store client", places=0 if connection is None else 2)
-
-
-def _dial(
-    context: zmq.Context[zmq.Socket[bytes]],
-    endpoint: str,
-    key: JobKey | None,
-    timeout_s: float,
-    absent_s: float | None,
-) -> Connection:
     start = time.monotonic()
     pause_s, outcome = 0.005, None
     refusals: list[_Outcome] = []
@@ -277,17 +249,6 @@ def knock(
     Raises:
         StoreRefused: Somebody with another key is there.
     """
-    connection = None
-    try:
-        connection = _knock(context, endpoint, key, patience_s)
-        return connection
-    finally:
-        _hide(key, connection)
-
-
-def _knock(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, key: JobKey | None, patience_s: float
-) -> Connection | None:
     outcome = None
     for _ in range(_REFUSALS):
         connection = Connection(context, endpoint, key)
@@ -329,7 +290,8 @@ def _refused(endpoint: str, outcome: _Outcome | None, key: JobKey | None) -> Sto
         f"the store at {endpoint} refused this process",
         seen=f"{refused}; this process has {mine}",
         fix="All ranks need the same key: start them with `dure run`, or give them the same "
-        "DURE_JOB_KEY_FILE or ~/.config/dure/key; or the port belongs to another program.",
+        "DURE_JOB_KEY_FILE, or the same ~/.config/dure/key and MASTER_ADDR:MASTER_PORT, letter "
+        "for letter; or the port belongs to another program.",
     )
     error.foreign = outcome is _Outcome.FOREIGN
     return error

@@ -95,7 +95,7 @@ class EtcdOptions:
         path, fd = words.pop("password_file", ""), env.integer("DURE_ETCD_PASSWORD_FD")
         raw = b""
         if path:
-            raw = bytes(read_key_file(Path(path), _LONGEST_PASSWORD))
+            raw = read_key_file(Path(path), _LONGEST_PASSWORD)
         elif fd is not None:
             raw = os.pread(fd, _LONGEST_PASSWORD, 0)
         return cls(endpoints=members, password=raw.decode().rstrip("\n"), **words)

@@ -6,9 +6,11 @@ Where it comes from, the first that applies (`load_for`):
    position never moves and every fork and grandchild can read it again.
 2. `DURE_JOB_KEY_FILE`: a file that only this user can read. The launcher sets both, for processes
    that a rank starts without its descriptors, as `multiprocessing` does.
-3. The user's own key file, `~/.config/dure/key`, for programs started by hand. The process on
-   whose host the store lives makes it on first use; a process that must reach another host only
-   uses one that is there already, for a key made here could not match the one made there.
+3. For programs started by hand, a key derived from the user's own, `~/.config/dure/key`, and the
+   job's name: the scheduler's job, step and restart, else MASTER_ADDR:PORT. So what leaks opens one
+   job, or the jobs of one address. The process on whose host the store lives makes the user's key
+   on first use; a process that must reach another host only uses one that is there already, for a
+   key made here could not match the one made there.
 
 From the one key both ends of the connection derive the CURVE key pairs of the server and of the
 client: a secret key is BLAKE2b of the purpose, keyed with the job key, and the public key follows
@@ -32,7 +34,6 @@ from zmq.utils import z85
 
 from dure import env
 from dure.errors import StoreError
-from dure.store import hiding
 from dure.store.address import is_local
 from dure.store.keyfile import make_key_file, read_key_file
 
@@ -41,10 +42,12 @@ __all__ = [
     "SHARED_HOME_S",
     "CurvePair",
     "JobKey",
+    "control_key",
     "key_from_file",
     "key_source",
     "load_for",
     "mint",
+    "name_of",
     "user_key_path",
 ]
 
@@ -86,26 +89,26 @@ class JobKey:
         StoreError: There are more of them, or fewer.
     """
 
-    __slots__ = ("_page", "_publics")
+    __slots__ = ("_publics", "_raw")
 
     def __init__(self, raw: bytes | bytearray | memoryview) -> None:
         if len(raw) != KEY_BYTES:
             raise StoreError(
                 "a job key has the wrong length", seen=f"{len(raw)} bytes, not {KEY_BYTES}"
             )
-        self._page = hiding.HiddenPage(raw)
+        self._raw = bytes(raw)
         self._publics: dict[str, bytes] = {}
 
     @property
     def raw(self) -> bytes:
-        """A copy of the 32 bytes, no longer hidden."""
-        return bytes(self._page.view)
+        """The 32 bytes."""
+        return self._raw
 
     def __repr__(self) -> str:
         return f"JobKey(fingerprint={self.fingerprint})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, JobKey) and compare_digest(self._page.view, other._page.view)
+        return isinstance(other, JobKey) and compare_digest(self._raw, other._raw)
 
     def __hash__(self) -> int:
         return hash(self.derive("hash"))
@@ -126,47 +129,53 @@ class JobKey:
     def derive(self, purpose: str) -> bytes:
         """Return 32 bytes for one purpose; those of another purpose cannot be found from them."""
         return blake2b(
-            purpose.encode(), key=self._page.view, person=b"dure job key", digest_size=32
+            purpose.encode(), key=self._raw, person=b"dure job key", digest_size=32
         ).digest()
 
     def pair(self, purpose: str) -> CurvePair:
         """Return the CURVE key pair for one purpose ("store server", "store client")."""
-        raw = self.derive(f"curve {purpose}")
-        secret = z85.encode(raw)
-        hiding.wipe(raw)
+        secret = z85.encode(self.derive(f"curve {purpose}"))
         return CurvePair(public=zmq.curve_public(secret), secret=secret)
 
     def public(self, purpose: str) -> bytes:
         """Return the public half of `pair` alone."""
         if purpose not in self._publics:
-            pair = self.pair(purpose)
-            self._publics[purpose] = pair.public
-            hiding.wipe(pair.secret)
+            self._publics[purpose] = self.pair(purpose).public
         return self._publics[purpose]
 
     def arm(self, socket: zmq.Socket[Any], purpose: str) -> None:
-        """Give a socket the key pair for one purpose; to be called `hiding.apart`."""
+        """Give a socket the key pair for one purpose."""
         pair = self.pair(purpose)
-        try:
-            socket.curve_secretkey, socket.curve_publickey = pair.secret, pair.public
-        finally:
-            hiding.wipe(pair.secret)
-
-    def hide(self, purpose: str, places: int, whole: bool = False) -> bool:
-        """Keep ZeroMQ's copies of a secret key out of core dumps: see `hiding.hide`."""
-        raw = self.derive(f"curve {purpose}")
-        secret = hiding.HiddenPage(raw)
-        hiding.wipe(raw)
-        return hiding.hide(secret, places, whole)
+        socket.curve_secretkey, socket.curve_publickey = pair.secret, pair.public
 
     def write_to(self, fd: int) -> None:
         """Write the 32 bytes to a file."""
-        os.write(fd, self._page.view)
+        os.write(fd, self._raw)
 
 
 def mint() -> JobKey:
     """Return a new random key."""
-    return _taken(secrets.token_bytes(KEY_BYTES), KEY_BYTES)
+    return JobKey(secrets.token_bytes(KEY_BYTES))
+
+
+def control_key(user: JobKey, endpoint: str, job: str) -> JobKey:
+    """Return the key of a job's agents, before they have the job key.
+
+    Args:
+        user: The key that the user gave them all.
+        endpoint: Where they meet, as written on every host alike.
+        job: The job's name (`--rdzv-id`).
+    """
+    return JobKey(user.derive(f"control {endpoint} {job}"))
+
+
+def name_of(host: str, port: int) -> str:
+    """Name a job that nobody has named: after the address at which its ranks meet, as written.
+
+    All ranks must write it alike; only the names of the loopback address are one.
+    """
+    near = host == "::1" or host.startswith("127.")
+    return f"{'localhost' if near else host.lower()}:{port}"
 
 
 def user_key_path() -> Path:
@@ -182,13 +191,14 @@ def user_key_path() -> Path:
         ) from None
 
 
-def load_for(host: str, wait_s: float = 0.0) -> JobKey:
+def load_for(host: str, wait_s: float = 0.0, job: str = "") -> JobKey:
     """Return this process's job key for a store on `host`.
 
     Args:
         host: Name or address of the store's host, as the user wrote it.
         wait_s: How long to wait for a key that is nowhere yet: in a home that all hosts share, the
             store's host may be making it just now.
+        job: The job's name, which a key that is the user's own is derived for; "": it is not.
 
     Raises:
         StoreError: No key can be had, or its file is open to others. The text says what to do.
@@ -211,9 +221,9 @@ def load_for(host: str, wait_s: float = 0.0) -> JobKey:
     deadline = time.monotonic() + wait_s
     while True:
         if os.path.exists(own):  # False, unlike Path.exists, for a place that we may not look into
-            return key_from_file(own)
+            return _for_job(key_from_file(own), job)
         if is_local(host):
-            return _make(own)
+            return _for_job(_make(own), job)
         if time.monotonic() >= deadline:
             break
         time.sleep(_LOOK_S)
@@ -223,6 +233,10 @@ def load_for(host: str, wait_s: float = 0.0) -> JobKey:
         fix=f"Copy {own} from {host} (chmod 600), or set DURE_JOB_KEY_FILE, or start the program "
         "with `dure run`; on a network you trust wholly, set DURE_INSECURE=1 on every host.",
     )
+
+
+def _for_job(user: JobKey, job: str) -> JobKey:
+    return JobKey(user.derive(f"job {job}")) if job else user
 
 
 def key_source() -> tuple[str, JobKey | None]:
@@ -242,24 +256,14 @@ def key_source() -> tuple[str, JobKey | None]:
 
 
 def _from_fd(fd: int) -> JobKey:
-    raw = bytearray(KEY_BYTES + 1)
     try:
-        count = os.preadv(fd, [raw], 0)
+        return JobKey(os.pread(fd, KEY_BYTES + 1, 0))
     except OSError as error:
         raise StoreError(
             "the job key's descriptor cannot be read",
             seen=f"DURE_JOB_KEY_FD={fd}: {error.strerror}",
             fix="Keep inherited descriptors open (close_fds=False), or use DURE_JOB_KEY_FILE.",
         ) from None
-    return _taken(raw, count)
-
-
-def _taken(raw: bytes | bytearray, count: int) -> JobKey:
-    """Make a key of the first `count` bytes, and overwrite them."""
-    try:
-        return JobKey(memoryview(raw)[:count])
-    finally:
-        hiding.wipe(raw)
 
 
 def key_from_file(path: Path) -> JobKey:
@@ -277,20 +281,17 @@ def key_from_file(path: Path) -> JobKey:
             seen=f"{path} has {has}, and a key {KEY_BYTES}",
             fix=f"Make a new one: `umask 077; head -c {KEY_BYTES} /dev/urandom > {path}`.",
         )
-    return _taken(raw, KEY_BYTES)
+    return JobKey(raw)
 
 
 def _make(path: Path) -> JobKey:
     """Make the user's key file; of several ranks that try at once, all return the same key."""
-    raw = secrets.token_bytes(KEY_BYTES)
     try:
-        make_key_file(path, raw)
+        make_key_file(path, secrets.token_bytes(KEY_BYTES))
     except OSError as error:
         raise StoreError(
             "the user's key cannot be made",
             seen=f"{error.filename or path}: {error.strerror}",
             fix="Make that directory writable, or set XDG_CONFIG_HOME or DURE_JOB_KEY_FILE.",
         ) from None
-    finally:
-        hiding.wipe(raw)
     return key_from_file(path)

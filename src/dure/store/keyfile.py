@@ -28,8 +28,8 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-def read_key_file(path: Path, most: int) -> bytearray:
-    """Return what is in a key file, at most `most` bytes of it, for the caller to overwrite.
+def read_key_file(path: Path, most: int) -> bytes:
+    """Return what is in a key file, at most `most` bytes of it.
 
     Raises:
         StoreError: It cannot be read, or another user could have read or written it. The text says
@@ -40,9 +40,7 @@ def read_key_file(path: Path, most: int) -> bytearray:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         try:
             _check_file(path, os.fstat(fd))
-            content = bytearray(most)
-            del content[os.readv(fd, [content]) :]
-            return content
+            return os.read(fd, most)
         finally:
             os.close(fd)
     except OSError as error:
@@ -67,7 +65,7 @@ def make_key_file(path: Path, key: bytes) -> None:
     fd = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
     try:
         try:
-            os.write(fd, key)  # through no buffer, which would keep a copy
+            os.write(fd, key)
             os.fsync(fd)
         finally:
             os.close(fd)

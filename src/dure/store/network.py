@@ -28,7 +28,7 @@ from dure.store.address import resolve
 from dure.store.asking import AskingStore
 from dure.store.base import DEFAULT_TIMEOUT
 from dure.store.connection import Connection, dial, knock, lost
-from dure.store.key import JobKey, load_for
+from dure.store.key import JobKey, load_for, name_of
 from dure.store.listener import listen
 from dure.store.server import StoreServer, replace_retired
 from dure.store.wire import Reply, Request, pack, read_reply
@@ -263,7 +263,6 @@ class TCPStore(NetworkStore):
         wait_for_workers: bool = True,
         key: JobKey | None = None,
     ) -> None:
-        key = key or job_key(host_name)
         address = resolve(host_name, port)
         server = None
         if is_master:
@@ -271,8 +270,14 @@ class TCPStore(NetworkStore):
             at = resolve(bind, port, "DURE_STORE_BIND") if bind else address
             replace_retired(at.endpoint)
             listener = listen(at)
+            try:
+                key = key or job_key(host_name, name_of(host_name, listener.port))
+            except BaseException:
+                os.close(listener.fd)
+                raise
             server = StoreServer(listener, key)
             address = resolve(host_name, listener.port)
+        key = key or job_key(host_name, name_of(host_name, port))
         self._host, self._port = host_name, address.port
         super().__init__(address.endpoint, key, timeout, server)
         if world_size is not None and world_size > 0 and wait_for_workers:
@@ -295,13 +300,14 @@ class TCPStore(NetworkStore):
             self.wait(["dure/all workers"])
 
 
-def job_key(host: str, wait_s: float = 0.0) -> JobKey | None:
+def job_key(host: str, job: str, wait_s: float = 0.0) -> JobKey | None:
     """Return the key for a store on `host`; None, with a loud warning, if DURE_INSECURE is set.
 
-    A key that the store's host may be making just now is waited for `wait_s`.
+    The user's own is derived for the job of that name. A key that the store's host may be making
+    just now is waited for `wait_s`.
     """
     if not env.flag("DURE_INSECURE"):
-        return load_for(host, wait_s)
+        return load_for(host, wait_s, job)
     _log.warning(
         "DURE_INSECURE is set: the store on %s has no key and no encryption; "
         "whoever reaches its port can read and change this job",

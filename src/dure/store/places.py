@@ -39,7 +39,7 @@ from dure.store.address import interface_to, resolve
 from dure.store.base import Store
 from dure.store.file import FileStore, remove_if_ended
 from dure.store.identity import alive
-from dure.store.key import SHARED_HOME_S, JobKey
+from dure.store.key import SHARED_HOME_S, JobKey, name_of
 from dure.store.listener import listen, listen_local
 from dure.store.naming import await_name, patience_for_names
 from dure.store.network import NetworkStore, job_key
@@ -117,7 +117,7 @@ class TcpPlace:
         _await_pod(self.host, timeout_s)
         timeout_s = max(0.1, timeout_s - (time.monotonic() - began))
         address = resolve(self.host, self.port, self.purpose)
-        key = self.key or job_key(self.host)
+        key = self.key or job_key(self.host, name_of(self.host, self.port))
         server = self.server
         if rank == 0 and not self.hosted and (server is None or server.retired):
             bind = env.text("DURE_STORE_BIND")
@@ -144,7 +144,7 @@ class LocalPlace:
 
     def open(self, rank: int, world_size: int, timeout_s: float) -> Store:
         """Connect; rank 0 serves first."""
-        key = job_key("localhost")
+        key = job_key("localhost", self.name)
         endpoint = self._endpoint(key)
         server = None
         if rank == 0:
@@ -187,7 +187,7 @@ class NearPlace:
         deadline = time.monotonic() + timeout_s
         _await_pod(self.host, timeout_s)
         resolve(self.host, self.port, "rank 0's host")
-        key = job_key(self.host, 0.0 if rank == 0 else min(timeout_s, SHARED_HOME_S))
+        key = job_key(self.host, self.name, 0.0 if rank == 0 else min(timeout_s, SHARED_HOME_S))
         if rank == 0:
             return self._serve(key, max(0.1, deadline - time.monotonic()))
         for port in itertools.cycle(self._ports()):

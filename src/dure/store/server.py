@@ -31,7 +31,6 @@ import zmq
 from zmq.utils import z85
 
 from dure.errors import DureError, StoreError
-from dure.store import hiding
 from dure.store.board import Answer, Board
 from dure.store.door import Door, close_inherited
 from dure.store.key import JobKey
@@ -64,8 +63,6 @@ _WAITING_REPLIES = 16
 time, so a member never has more than one."""
 
 _LONGEST_POLL_S = 3600.0
-_HIDE_AGAIN_S = 1.0
-"""Between two searches for copies of the secret key, where not all that come are hidden at once."""
 
 _log = logging.getLogger("dure.store")
 
@@ -101,17 +98,13 @@ class StoreServer:
         self._waker, self._wakened = socket.socketpair()
         self._wakened.setblocking(False)
         self._context = zmq.Context()
-        self._key, self._hidden = key, key is None
-        self._hid_at, self._hide_at = float("-inf"), None
         try:
-            hiding.apart(lambda: self._open(listener, key))
+            self._open(listener, key)
         except zmq.ZMQError as error:
             self._close_sockets()
             raise StoreError(
                 f"the store cannot listen on {listener.endpoint}", seen=str(error)
             ) from None
-        if key is not None:
-            key.hide("store server", places=1)
         _servers.add(self)
         self._thread = threading.Thread(target=self._run, name="dure-store-server", daemon=True)
         self._thread.start()
@@ -225,7 +218,7 @@ class StoreServer:
 
     def _patience_ms(self) -> int | None:
         """Return how long the poll may take."""
-        dues = [self._board.next_deadline(), self._door.due(), self._hide_at]
+        dues = [self._board.next_deadline(), self._door.due()]
         if self._retired_at is not None:
             dues.append(
                 self._retired_at + (self._at_least_s if self._door.empty else self._linger_s)
@@ -250,7 +243,6 @@ class StoreServer:
         now = time.monotonic()
         self._send(self._board.expire(now))
         self._door.tidy(now)
-        self._hide_key(now)
 
     def _answer_requests(self) -> None:
         for _ in range(_BURST):
@@ -267,15 +259,7 @@ class StoreServer:
             return router.recv_multipart()
         first = router.recv(copy=False)
         self._door.admit(client, first.get(zmq.SRCFD))
-        if not self._hidden and self._hide_at is None:
-            self._hide_at = self._hid_at + _HIDE_AGAIN_S
         return [first.bytes, *(router.recv_multipart() if router.rcvmore else ())]
-
-    def _hide_key(self, now: float) -> None:
-        """Keep the secret key out of core dumps: each connection brings a copy of it."""
-        if self._key is not None and self._hide_at is not None and now >= self._hide_at:
-            self._hidden = self._key.hide("store server", places=1, whole=True)
-            self._hide_at, self._hid_at = None, now
 
     def _handle(self, client: bytes, frames: list[bytes]) -> list[Answer]:
         try:

@@ -13,7 +13,15 @@ import zmq
 
 from dure.errors import StoreError
 from dure.store import keyfile
-from dure.store.key import JobKey, key_from_file, load_for, mint, user_key_path
+from dure.store.key import (
+    JobKey,
+    control_key,
+    key_from_file,
+    load_for,
+    mint,
+    name_of,
+    user_key_path,
+)
 
 ELSEWHERE = "192.0.2.1"  # an address of documentation; never this machine's
 
@@ -232,3 +240,29 @@ def test_a_pipe_in_place_of_the_file_holds_nobody_up(
 def written(path: Path, key: JobKey) -> None:
     path.touch(0o600)
     path.write_bytes(key.raw)
+
+
+def test_who_has_no_launcher_gets_a_key_for_each_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = load_for("localhost")
+    named = load_for("localhost", job="slurm 17.0 0")
+    assert named == load_for("localhost", job="slurm 17.0 0")
+    assert len({user, named, load_for("localhost", job="slurm 17.0 1")}) == 3
+    path = tmp_path / "key"
+    path.touch(0o600)
+    path.write_bytes(user.raw)
+    monkeypatch.setenv("DURE_JOB_KEY_FILE", str(path))  # one that was given is taken as it is
+    assert load_for("localhost", job="slurm 17.0 0") == user
+
+
+def test_the_names_of_loopback_are_one() -> None:
+    assert name_of("127.0.0.1", 1) == name_of("localhost", 1) == name_of("LOCALHOST", 1)
+    assert len({name_of(host, 1) for host in ("localhost", "10.0.0.1", "node-1")}) == 3
+    assert name_of("a", 1) != name_of("a", 2)
+
+
+def test_agents_of_another_job_or_endpoint_have_another_key() -> None:
+    user = mint()
+    keys = {control_key(user, "h:1", "a"), control_key(user, "h:1", "b"), user}
+    assert len(keys | {control_key(user, "h:2", "a"), control_key(mint(), "h:1", "a")}) == 5

@@ -23,7 +23,6 @@ from dure.launch.clusters.meeting import outward
 from dure.launch.clusters.seat import take_seat
 from dure.launch.ranks.errorfiles import recorded
 from dure.placement.detect import detect
-from dure.store.hiding import refuse_dumps
 from dure.store.key import KEY_BYTES, key_from_file
 
 __all__ = ["run"]
@@ -44,7 +43,6 @@ def run(words: list[str]) -> int:
         if note:
             _say(note)
     request = make_request(given, variables, _found({**variables, **given.values}))
-    refuse_dumps()  # a launcher is full of keys, and nobody needs to see what it crashed of
     if request.dry_run or request.hosts is not None or request.hostfile is not None:
         from dure.cli.run.fleet import start_elsewhere  # lazy: most jobs have one host
 

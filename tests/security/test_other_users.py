@@ -1,0 +1,87 @@
+"""What another user of the host can open of a job: nothing."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dure.store.key import mint
+
+PROGRAM = """
+import os, signal, sys
+print("here", flush=True)
+open(os.path.join("here", os.environ["RANK"]), "w").close()
+signal.pause()
+"""
+
+
+def opened_as(user: int, paths: list[str]) -> list[str]:
+    """Return which of `paths` another user can open."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+            for path in paths:
+                try:
+                    os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+                except OSError:
+                    continue
+                os.write(write, path.encode() + b"\0")
+            os.write(write, b"all")
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(read, "rb") as told:
+        *opened, last = told.read().decode().split("\0")
+    os.waitpid(child, 0)
+    assert last == "all"
+    return opened
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_can_look_into_nothing_of_a_job() -> None:
+    """Only what the kernel tells everybody of every process: not memory, variables, descriptors."""
+    with tempfile.TemporaryDirectory(prefix="dure-test-") as name:
+        folder = Path(name)
+        folder.chmod(0o755)  # so that others see what of it is shut
+        (folder / "here").mkdir()
+        (folder / "program.py").write_text(PROGRAM)
+        (folder / "key").touch(0o600)
+        (folder / "key").write_bytes(mint().raw)
+        words = ["run", "--nproc", "2", "--preload", "json", "--key-file", "key"]
+        job = subprocess.Popen(
+            [sys.executable, "-m", "dure.cli", *words, "--log-dir", "logs", "program.py"],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            deadline = time.monotonic() + 50
+            while len(os.listdir(folder / "here")) < 2:
+                assert job.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            launcher = psutil.Process(job.pid)
+            secret: list[str] = []
+            for process in (launcher, *launcher.children(recursive=True)):
+                at = Path(f"/proc/{process.pid}")
+                secret += [str(at / each) for each in ("mem", "environ", "maps", "auxv", "fd")]
+                secret += [f"{at}/cwd/", *(f"{at}/fd/{n}" for n in os.listdir(at / "fd"))]
+            logs = folder / "logs"
+            kept = [str(path) for path in (folder / "key", logs, *logs.rglob("*"))]
+            assert len(secret) > 50
+            assert len(kept) > 2
+            public = [str(folder), f"/proc/{job.pid}/cmdline"]
+            assert opened_as(65534, [*public, *secret, *kept]) == public
+        finally:
+            job.terminate()
+            job.wait(30)
