@@ -95,8 +95,8 @@ def render_collectives() -> list[str]:
     cells = [cell for report in reports for cell in report.cells]
     out: list[str] = []
     for key, rows in sorted(tables_of(cells).items(), key=lambda item: item[0].ranks):
-        heads = ["size", "Dure", "arena", GLOO, *mpis]
-        heads += ["Dure / best MPI", "arena / best MPI", "gloo / Dure"]
+        heads = ["size", "Dure", "heap", GLOO, *mpis]
+        heads += ["Dure / best MPI", "heap / best MPI", "gloo / Dure"]
         out += [f"**{key.title}**", ""]
         out += table(heads, [_row(rows[size], size, mpis) for size in sorted(rows)])
     return out

@@ -123,7 +123,7 @@ def test_a_newcomer_does_not_wait_for_ever_for_ranks_of_hosts_that_may_be_lost()
     store = HashStore()
     MemberTable(store).propose(View(number=0, members=(FIRST,), known=("first",)))
     with pytest.raises(RendezvousError) as caught:
-        Membership(store, 1, 2, patience_s=0.2).enter()
+        Membership(store, 1, 2, timeout_s=0.2).enter()
     assert (caught.value.rank, caught.value.elapsed_s) == (1, 0.2)
 
 
@@ -150,7 +150,7 @@ def test_survivors_go_on_with_a_rank_that_has_come_again_after_those_that_are_le
 
 
 def test_a_member_of_another_host_that_lives_and_does_not_come_is_left_out_in_the_end():
-    here = Membership(HashStore(), 0, 2, patience_s=0.05)
+    here = Membership(HashStore(), 0, 2, timeout_s=0.05)
     last = View(number=0, members=(here.me, FIRST), known=(here.me.token, "first"))
     here.announce(last, Progress(committed=5))
     assert here.agree(last, nobody).members == (here.me,)
@@ -169,7 +169,7 @@ def test_who_was_left_out_comes_back_as_a_newcomer():
 
 
 def test_waiting_for_a_group_ends_when_a_member_has_ended_or_given_up():
-    here = Membership(HashStore(), 0, 2, patience_s=0.05)
+    here = Membership(HashStore(), 0, 2, timeout_s=0.05)
     with pytest.raises(PeerLost) as lost:
         here.keys_of(LAST).get("address")
     assert lost.value.peer == 3

@@ -11,7 +11,7 @@ A newcomer writes itself into a list and waits for a view that has it among its 
 first view, and where a view's members have all ended, newcomers decide among themselves.
 
 What they tell each other, and how each knows who has ended, `member_table` tells. A member that
-lives and does not come (it is stopped, or busy) is waited for `patience_s`, then left out; when it
+lives and does not come (it is stopped, or busy) is waited for `timeout_s`, then left out; when it
 wakes up, it sees that, and comes back as a newcomer.
 
 There is one store, and it never moves: ranks that cannot reach it cannot come to a view, so a
@@ -59,7 +59,7 @@ class Membership:
         rank: What the launcher calls this process.
         expected: How many come to the first view.
         min_ranks: Fewer members are too few.
-        patience_s: How long to wait for members that live.
+        timeout_s: How long to wait for members that live.
         enough_s: How long to wait for newcomers while there are too few.
         give_up: Tells a newcomer that it shall not wait any longer.
 
@@ -75,12 +75,12 @@ class Membership:
         expected: int,
         *,
         min_ranks: int = 1,
-        patience_s: float = 300.0,
+        timeout_s: float = 300.0,
         enough_s: float = 30.0,
         give_up: Callable[[], bool] = bool,
     ) -> None:
         self._rank, self._expected, self._min_ranks = rank, expected, min_ranks
-        self._patience_s, self._enough_s, self._give_up = patience_s, enough_s, give_up
+        self._timeout_s, self._enough_s, self._give_up = timeout_s, enough_s, give_up
         self.table = MemberTable(store)
         self.me = self._new_self()
 
@@ -120,7 +120,7 @@ class Membership:
                 enough = len(newcomers) >= (self._min_ranks if settled else self._expected)
                 if enough or now - began > self._enough_s:
                     self._propose(last, [], newcomers)
-            elif now - heard_at > self._patience_s:
+            elif now - heard_at > self._timeout_s:
                 self._require_life(last)
 
     def _require_life(self, last: View) -> None:
@@ -131,7 +131,7 @@ class Membership:
         raise RendezvousError(
             "nobody lets this process into the group",
             rank=self._rank,
-            elapsed_s=self._patience_s,
+            elapsed_s=self._timeout_s,
             seen=f"nothing is known of {', '.join(map(str, awaited))}",
             fix="If their hosts are lost, start the job again; if a step of theirs takes longer, "
             "raise Options(timeout=...).",
@@ -159,7 +159,7 @@ class Membership:
         look = timedelta(0)
         while (view := self._view(number, look)) is None:
             waited_s = time.monotonic() - began
-            if table.missing(last, unreached) and waited_s < self._patience_s:
+            if table.missing(last, unreached) and waited_s < self._timeout_s:
                 if waited_s > _NUDGE_S:
                     nudge()
                 look = timedelta(0)
@@ -176,7 +176,7 @@ class Membership:
 
     def keys_of(self, view: View) -> GroupStore:
         """Return the keys in which the group of a view is made."""
-        return GroupStore(self.table, view, self._patience_s)
+        return GroupStore(self.table, view, self._timeout_s)
 
     # ---- views ---------------------------------------------------------------------------------
 
@@ -220,17 +220,17 @@ class GroupStore(PrefixStore):
     Args:
         table: What members have written.
         view: The view.
-        patience_s: How long to wait for members that live.
+        timeout_s: How long to wait for members that live.
     """
 
-    def __init__(self, table: MemberTable, view: View, patience_s: float) -> None:
+    def __init__(self, table: MemberTable, view: View, timeout_s: float) -> None:
         super().__init__(f"{view.number}/group", table.store)
-        self._table, self._view, self._patience = table, view, timedelta(seconds=patience_s)
+        self._table, self._view, self._limit = table, view, timedelta(seconds=timeout_s)
 
     @property
     def timeout(self) -> timedelta:
         """How long `get` and `wait` wait: as long as members that live are waited for."""
-        return self._patience
+        return self._limit
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Return when all `keys` exist; raise when a member has ended, or has given up."""

@@ -205,7 +205,7 @@ class _Session(Generic[T]):
             self._job.rank,
             self._job.world_size,
             min_ranks=options.min_ranks or env.integer("DURE_ELASTIC_MIN", 1) or 1,
-            patience_s=options.timeout.total_seconds(),
+            timeout_s=options.timeout.total_seconds(),
             enough_s=options.enough_s,
             give_up=preempt.asked,
         )
