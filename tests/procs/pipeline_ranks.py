@@ -118,12 +118,13 @@ def trains_shards_as_one(rank: int) -> float:
     return max(float((w.full_tensor() - expected[n]).abs().max()) for n, w in weights.items())
 
 
-def loses_one(seat: Seat) -> tuple[int | None, str, str]:
-    """Rank 1 is killed in the backward of microbatch 2; return what rank 0 is told."""
+def loses_one(seat: Seat, backend: str, hosts: str) -> tuple[int | None, str, str]:
+    """Rank 1 is killed in the backward of microbatch 2; return what the others are told."""
+    os.environ["DURE_HOST_ID"] = hosts[seat.rank]
     dure.init_process_group(
-        "shm", init_method=f"file://{seat.path}", rank=seat.rank, world_size=seat.size
+        backend, init_method=f"file://{seat.path}", rank=seat.rank, world_size=seat.size
     )
-    pipeline = Pipeline("1f1b", seat.rank, 2, dense(2), 4)
+    pipeline = Pipeline("1f1b", seat.rank, seat.size, dense(seat.size), 4)
     pipeline.step(*batches(1)[0])
     if seat.rank == 1:
         calls: list[int] = []

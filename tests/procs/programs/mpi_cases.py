@@ -18,6 +18,8 @@ from dure.comm.backends.mpi import memory as mpi_memory
 from dure.comm.backends.mpi.header import HEADER, INLINE
 from dure.comm.world import current_world
 from dure.errors import CommTimeout, Desync, PeerLost, UsageError
+from ranks.pipeline_models import Pipeline, batches, dense, one_process
+from ranks.test_pipeline_failures import fail_everywhere
 
 
 def holds(tensor: torch.Tensor, value: float) -> bool:
@@ -229,3 +231,22 @@ def case_groups_of_some_ranks(rank, n):
             dist.all_reduce(t, group=group)
             assert holds(t, sum(members) + len(members))
             dist.destroy_process_group(group)
+
+
+def case_pipelines_train_as_one_process(rank, n):
+    """Also when shapes differ, and behind steps in which a stage has raised."""
+    for name in ("interleaved", "zb-v"):
+        parts = dense(2 * n, width=200)
+        data = batches(2, rows=202, width=200)
+        pipeline = Pipeline(name, rank, n, parts, 6)
+        for x, y in data:
+            pipeline.eval(x)
+            pipeline.step(x, y)
+        _, expected = one_process(parts, data, 6)
+        for key, weight in pipeline.weights().items():
+            torch.testing.assert_close(weight, expected[key], rtol=0, atol=1e-12)
+    parts = dense(n)
+    _, weights = fail_everywhere(rank, "1f1b", n, parts)
+    _, expected = one_process(parts, batches(2), 4)
+    for key, weight in weights.items():
+        torch.testing.assert_close(weight, expected[key], rtol=0, atol=1e-12)
