@@ -17,7 +17,7 @@ import pytest
 
 from dure.cli.bench.group import Contestant, Group, GroupFailed
 from dure.cli.bench.measure import Progress, measure
-from dure.cli.bench.operations import OPERATIONS
+from dure.cli.bench.plan import OPERATIONS
 from dure.cli.bench.results import Report, read_report
 from procs.launching import DURE, living
 

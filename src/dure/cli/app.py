@@ -46,13 +46,13 @@ COMMANDS = (
     ),
     Command(
         name="demo",
-        module="dure.cli.demo",
+        module="dure.cli.demo.command",
         function="demo",
         summary="Train on real images with 2 ranks, and compare with 1.",
     ),
     Command(
         name="bench",
-        module="dure.cli.bench",
+        module="dure.cli.bench.command",
         function="bench",
         summary="Measure collectives on this machine, beside Gloo and MPI.",
     ),

@@ -1,8 +1,8 @@
-"""Charts as inline SVG: lines, and stacked bars.
+"""Charts as inline SVG, and the page that holds them: one HTML file that needs nothing else.
 
-The report must be one file that needs nothing else, be readable in light and in dark, and cost the
-installation little; a plotting library would bring tens of megabytes or a script of several. A
-chart here is text: colours are left to the page's style sheet through the classes ``c0, c1, ...``.
+It must be readable in light and in dark, and cost the installation little; a plotting library would
+bring tens of megabytes or a script of several. A chart here is text: its colours are style-sheet
+variables of the page, ``c0, c1, ...`` of lines and ``p0, p1, ...`` of parts of bars.
 
 Coordinates: the plot lies within fixed margins of a view box; `_Scale` maps values to it. An axis
 begins and ends at its first and last tick, and ticks are 1, 2 or 5 times a power of ten (powers of
@@ -12,16 +12,54 @@ ten alone on a logarithmic axis), unless the axis brings its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib.resources import files
+from string import Template
 
-__all__ = ["Axis", "Bar", "Series", "line_chart", "stacked_bars", "ticks"]
+__all__ = [
+    "HEIGHT",
+    "WIDTH",
+    "Axis",
+    "Bar",
+    "Colours",
+    "Series",
+    "definitions",
+    "figure",
+    "html_table",
+    "line_chart",
+    "page",
+    "picture",
+    "section",
+    "side_by_side",
+    "stacked_bars",
+    "style",
+    "ticks",
+]
 
-_WIDTH, _HEIGHT = 560, 320
+WIDTH, HEIGHT = 560, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 34, 46
 _LETTER, _GAP = 6.8, 10.0
 _MAX_POINTS = 400
+_STYLE = """\
+svg { overflow: visible; }
+svg text { fill: var(--soft); }
+.label { text-anchor: middle; }
+.mid { text-anchor: middle; }
+.end { text-anchor: end; }
+.grid { stroke: var(--rule); stroke-width: 1; fill: none; }
+.line { fill: none; stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
+.line.c0 { stroke-width: 3.5; }
+"""
+_FRAME = {  # what a page's style sheet gives to charts, and a picture has to bring
+    "card": ("#ffffff", "#1e2123"),
+    "soft": ("#62666b", "#9da2a8"),
+    "rule": ("#e3e3df", "#33373a"),
+    "ink": ("#1d1f21", "#e8e8e6"),
+}
+Colours = Mapping[str, tuple[str, str]]
+"""Variables of a style sheet, by name, each as (in light, in dark)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +133,8 @@ def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
     flat = [p for line in lines for p in line] or [(1.0, 1.0)]
     xs, ys = [p[0] for p in flat], [p[1] for p in flat]
     left = min(xs) if x.log else min(0.0, *xs)
-    across = _Scale(x.marks or ticks(left, max(xs), log=x.log), _LEFT, _WIDTH - _RIGHT, x.log)
-    up = _Scale(y.marks or ticks(min(ys), max(ys), log=y.log), _HEIGHT - _BOTTOM, _TOP, y.log)
+    across = _Scale(x.marks or ticks(left, max(xs), log=x.log), _LEFT, WIDTH - _RIGHT, x.log)
+    up = _Scale(y.marks or ticks(min(ys), max(ys), log=y.log), HEIGHT - _BOTTOM, _TOP, y.log)
     body = _grid(across, up, x, y) + [
         f'<polyline class="line c{i}" points="{_path(line, across, up)}"/>'
         for i, line in enumerate(lines)
@@ -106,9 +144,9 @@ def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
 
 def stacked_bars(title: str, parts: Sequence[str], bars: Sequence[Bar], x: Axis) -> str:
     """Draw one horizontal bar a `Bar`, cut into its parts, with a legend of the parts' names."""
-    top, bottom = _TOP, _HEIGHT - _BOTTOM
+    top, bottom = _TOP, HEIGHT - _BOTTOM
     longest = max((sum(bar.parts) for bar in bars), default=1.0)
-    across = _Scale(ticks(0.0, longest), _LEFT, _WIDTH - _RIGHT)
+    across = _Scale(ticks(0.0, longest), _LEFT, WIDTH - _RIGHT)
     room = (bottom - top) / max(1, len(bars))
     body = _vertical_grid(across, x, top, bottom)
     for row, bar in enumerate(bars):
@@ -146,12 +184,12 @@ def _path(line: Sequence[tuple[float, float]], across: _Scale, up: _Scale) -> st
 
 def _grid(across: _Scale, up: _Scale, x: Axis, y: Axis) -> list[str]:
     """Draw both axes with their ticks and labels."""
-    out = _vertical_grid(across, x, _TOP, _HEIGHT - _BOTTOM)
+    out = _vertical_grid(across, x, _TOP, HEIGHT - _BOTTOM)
     for mark in up.marks:
         at = up(mark)
-        out.append(f'<path class="grid" d="M{_LEFT} {at:.1f}H{_WIDTH - _RIGHT}"/>')
+        out.append(f'<path class="grid" d="M{_LEFT} {at:.1f}H{WIDTH - _RIGHT}"/>')
         out.append(f'<text class="tick end" x="{_LEFT - 8}" y="{at + 4:.1f}">{y.show(mark)}</text>')
-    middle = (_TOP + _HEIGHT - _BOTTOM) / 2
+    middle = (_TOP + HEIGHT - _BOTTOM) / 2
     turned = f'transform="rotate(-90 14 {middle:.0f})"'
     out.append(f'<text class="label" x="14" y="{middle:.0f}" {turned}>{escape(y.label)}</text>')
     return out
@@ -164,7 +202,7 @@ def _vertical_grid(across: _Scale, x: Axis, top: float, bottom: float) -> list[s
         at = across(mark)
         out.append(f'<path class="grid" d="M{at:.1f} {top}V{bottom}"/>')
         out.append(f'<text class="tick mid" x="{at:.1f}" y="{bottom + 17}">{x.show(mark)}</text>')
-    middle = (_LEFT + _WIDTH - _RIGHT) / 2
+    middle = (_LEFT + WIDTH - _RIGHT) / 2
     out.append(f'<text class="label" x="{middle:.0f}" y="{bottom + 38}">{escape(x.label)}</text>')
     return out
 
@@ -174,7 +212,7 @@ def _legend(names: Sequence[str], letter: str = "c", kind: str = "line") -> list
     out: list[str] = []
     offset = 24 if kind == "line" else 17
     widths = [offset + _LETTER * len(name) + _GAP for name in names]
-    at = max(0.0, min(float(_LEFT), _WIDTH - _RIGHT + _GAP - sum(widths)))
+    at = max(0.0, min(float(_LEFT), WIDTH - _RIGHT + _GAP - sum(widths)))
     for i, name in enumerate(names):
         if kind == "line":
             out.append(f'<path class="line {letter}{i}" d="M{at:.0f} 14h18"/>')
@@ -188,5 +226,91 @@ def _legend(names: Sequence[str], letter: str = "c", kind: str = "line") -> list
 
 
 def _svg(title: str, body: Sequence[str]) -> str:
-    head = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">'
+    head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
     return "\n".join([head, *body, "</svg>"])
+
+
+def style(colours: Colours, more: str = "") -> str:
+    """Return the rules for charts, with the line or fill of each colour."""
+    lines = (f".line.{name} {{ stroke: var(--{name}); }}" for name in colours if name[0] == "c")
+    fills = (f".{name} {{ fill: var(--{name}); }}" for name in colours if name[0] == "p")
+    return _STYLE + "\n".join([*lines, *fills, more])
+
+
+def picture(colours: Colours, size: tuple[int, int], body: Sequence[str], more: str = "") -> str:
+    """Return an SVG file that brings its own style and paper."""
+    width, height = size
+    light, dark = (_variables({**colours, **_FRAME}, dark=dark) for dark in (False, True))
+    rules = [
+        f":root {{ {light} }}",
+        f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}",
+        style(colours, more),
+        ".paper { fill: var(--card); }",
+        "svg text.title { fill: var(--ink); font-size: 15px; font-weight: 600; }",
+    ]
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" font-family="system-ui, sans-serif" font-size="12">'
+    )
+    paper = f'<rect class="paper" width="{width}" height="{height}"/>'
+    return "\n".join([head, "<style>", *rules, "</style>", paper, *body, "</svg>", ""])
+
+
+def page(
+    command: str, headline: str, lead: str, colours: Colours, blocks: Sequence[str], more: str = ""
+) -> str:
+    """Return a whole page.
+
+    Args:
+        command: Whose page it is.
+        headline: What came out, in a sentence.
+        lead: What it is about.
+        colours: Of its charts.
+        blocks: HTML, from top to bottom, that the functions below make of plain text.
+        more: Further rules of style.
+    """
+    template = Template(files("dure.cli").joinpath("page.html").read_text("utf-8"))
+    return template.substitute(
+        kicker=escape(command),
+        headline=escape(headline),
+        lead=escape(lead),
+        colours=_variables(colours, dark=False),
+        dark_colours=_variables(colours, dark=True),
+        drawing=style(colours, more),
+        body="\n".join(blocks),
+    )
+
+
+def _variables(colours: Colours, *, dark: bool) -> str:
+    return "\n".join(f"  --{name}: {pair[dark]};" for name, pair in colours.items())
+
+
+def figure(title: str, svg: str) -> str:
+    """Return a chart under its title."""
+    return f"<figure><h2>{escape(title)}</h2>{svg}</figure>"
+
+
+def section(content: str, title: str = "") -> str:
+    """Return a card of HTML."""
+    head = f"<h2>{escape(title)}</h2>" if title else ""
+    return f"<section>{head}{content}</section>"
+
+
+def side_by_side(blocks: Sequence[str]) -> str:
+    """Return blocks in two columns, or in one where there is no room."""
+    return '<div class="grid2">\n' + "\n".join(blocks) + "\n</div>"
+
+
+def html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table; the first cell of each row is its name."""
+    out = ["<table>", "<tr>" + "".join(f"<th>{escape(h)}</th>" for h in heads) + "</tr>"]
+    for name, *cells in rows:
+        values = "".join(f"<td>{escape(c)}</td>" for c in cells)
+        out.append(f"<tr><th>{escape(name)}</th>{values}</tr>")
+    return "\n".join([*out, "</table>"])
+
+
+def definitions(pairs: Sequence[tuple[str, str]]) -> str:
+    """Return a list of names and their values."""
+    items = (f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in pairs)
+    return "<dl>\n" + "\n".join(items) + "\n</dl>"

@@ -3,8 +3,9 @@
 import msgspec
 import pytest
 
-from dure.cli.bench.operations import DTYPES, OPERATIONS
 from dure.cli.bench.plan import (
+    DTYPES,
+    OPERATIONS,
     Plan,
     parse_names,
     parse_ranks,

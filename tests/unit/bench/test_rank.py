@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dure.cli.bench.operations import OPERATIONS
+from dure.cli.bench.plan import OPERATIONS
 from dure.cli.bench.rank import Case, Segment, expected, inputs, table, write, wrong
 
 SIZE = 3
@@ -26,7 +26,7 @@ def values_of(asked: Case, segments: list[Segment]) -> np.ndarray:
 
 
 def sources(op: str, redop: str = "") -> list[np.ndarray]:
-    return [values_of(case(op, r, redop), inputs(case(op, r, redop))) for r in range(SIZE)]
+    return [values_of(case(op, r, redop), [inputs(case(op, r, redop))]) for r in range(SIZE)]
 
 
 def results(op: str, redop: str = "") -> list[np.ndarray]:
@@ -79,7 +79,7 @@ def test_every_operation_but_the_barrier_checks_something():
 @pytest.mark.parametrize("make", [np.array, torch.tensor])
 def test_one_wrong_element_is_found_wherever_it_is(count, make):
     asked = case("broadcast", count=count)
-    row = make(table(asked, inputs(asked)[0]))
+    row = make(table(asked, inputs(asked)))
     buffer = make([0] * count)
     write(buffer, row)
     assert wrong(buffer, row) == 0

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from dure.cli.bench.results import Key, read_report, tables_of
-from dure.cli.bench.table import html_of, markdown, rich_tables, show_time
+from dure.cli.bench.table import markdown, rich_tables, show_time
 from dure.errors import DataError
 from unit.bench.sample import OURS, RIVAL, cell, report
 
@@ -76,7 +76,6 @@ def test_terminal_shows_ours_alone_and_then_beside_rivals():
     assert len(own.columns) == 7
     assert [c.header for c in beside.columns] == ["size", OURS, RIVAL, "ratio"]
     assert len(rich_tables(key, [c for c in cells if c.contestant == OURS], [OURS])) == 1
-    assert html_of(cells, made.contestants).count("<tr>") == 3
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from platform import python_version
@@ -17,8 +16,16 @@ from rich.console import Console
 import dure
 from dure.cli.bench.group import find_rival, ours
 from dure.cli.bench.measure import Progress, measure
-from dure.cli.bench.operations import DTYPES, OPERATIONS
-from dure.cli.bench.plan import Plan, parse_names, parse_ranks, parse_rivals, parse_sizes, show_size
+from dure.cli.bench.plan import (
+    DTYPES,
+    OPERATIONS,
+    Plan,
+    parse_names,
+    parse_ranks,
+    parse_rivals,
+    parse_sizes,
+    show_size,
+)
 from dure.cli.bench.plot import write_plot
 from dure.cli.bench.results import Cell, Key, Report, read_report, tables_of
 from dure.cli.bench.table import markdown, rich_tables
@@ -75,45 +82,34 @@ def bench(
         samples=samples,
         sample_s=sample_time,
     )
-    out = Output(json=json, plot=plot, as_markdown=as_markdown)
-    out.check()
+    for path in (json, plot):  # now, not after all the work
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UsageError("there is no such directory", seen=str(path.absolute().parent))
+    if plot is not None and plot.suffix not in {".html", ".svg"}:
+        raise UsageError("a plot is .html or .svg", seen=str(plot))
+    screen = Console(stderr=as_markdown)
+    if not screen.is_terminal:
+        screen.width = _PAPER_COLUMNS
     if source is None:
-        report = _measure(plan, _console(stderr=as_markdown))
+        report = _measure(plan, screen)
     else:
         report = _load(source)
         if not as_markdown:
-            _show(report, _console())
-    out.write(report)
-    _require_right_results(report)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
-    """Where the figures go, besides the terminal; the fields are options of `bench`."""
-
-    json: Path | None
-    plot: Path | None
-    as_markdown: bool
-
-    def check(self) -> None:
-        """Raise `UsageError` for a file that cannot be written: now, not after all the work."""
-        for path in (self.json, self.plot):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise UsageError("there is no such directory", seen=str(path.absolute().parent))
-        if self.plot is not None and self.plot.suffix not in {".html", ".svg"}:
-            raise UsageError("a plot is .html or .svg", seen=str(self.plot))
-
-    def write(self, report: Report) -> None:
-        """Write what was asked for."""
-        if self.as_markdown:
-            print(markdown(report))
-        try:
-            if self.json is not None:
-                self.json.write_bytes(report.encode())
-            if self.plot is not None:
-                write_plot(self.plot, report)
-        except OSError as error:
-            raise UsageError("the file cannot be written", seen=str(error)) from error
+            _show(report, screen)
+    if as_markdown:
+        print(markdown(report))
+    try:
+        if json is not None:
+            json.write_bytes(report.encode())
+        if plot is not None:
+            write_plot(plot, report)
+    except OSError as error:
+        raise UsageError("the file cannot be written", seen=str(error)) from error
+    for cell in report.wrong:
+        where = f"{cell.key.title}, {show_size(cell.num_bytes)}, {cell.contestant}"
+        print(f"dure bench: error: {where}: {cell.wrong} wrong elements", file=sys.stderr)
+    if report.wrong:
+        raise typer.Exit(1)
 
 
 class _Screen(Progress):
@@ -122,27 +118,16 @@ class _Screen(Progress):
     def __init__(self, console: Console, report: Report) -> None:
         self._console = console
         self._report = report
-        self._status = console.status("")
+        self.status = console.status("")
 
-    def __enter__(self) -> _Screen:
-        self._status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._status.stop()
-
-    def starting(self, ranks: int, contestants: int) -> None:
-        """Say that processes are being started."""
-        what = f"{contestants} groups of {ranks} ranks" if contestants > 1 else f"{ranks} ranks"
-        self._status.update(f"starting {what}")
-
-    def cell(self, key: Key, num_bytes: int) -> None:
-        """Say what is being measured."""
-        self._status.update(f"{key.title}: {show_size(num_bytes)}")
+    def doing(self, what: str) -> None:
+        """Say what takes a while."""
+        self.status.update(what)
 
     def table(self, key: Key, cells: list[Cell]) -> None:
         """Show a finished table."""
-        _print(self._console, key, cells, self._report)
+        for table in rich_tables(key, cells, self._report.contestants):
+            self._console.print(table)
 
     def note(self, text: str) -> None:
         """Show a note."""
@@ -162,7 +147,8 @@ def _measure(plan: Plan, console: Console) -> Report:
         versions={"dure": dure.__version__, "python": python_version()},
         plan=plan,
     )
-    with _Screen(console, report) as screen:
+    screen = _Screen(console, report)
+    with screen.status:
         if max(plan.ranks) + busy > usable_cores() + _QUIET_CORES:
             crowd = f"{usable_cores()} cores, of which others use {busy:.1f}"
             screen.note(f"{max(plan.ranks)} ranks on {crowd}: times will suffer.")
@@ -193,9 +179,9 @@ def _load(path: Path) -> Report:
 
 def _show(report: Report, console: Console) -> None:
     """Print all tables of a report."""
+    screen = _Screen(console, report)
     for key, rows in tables_of(report.cells).items():
-        cells = [cell for row in rows.values() for cell in row.values()]
-        _print(console, key, cells, report)
+        screen.table(key, [cell for row in rows.values() for cell in row.values()])
     _print_copies(report, console)
 
 
@@ -204,25 +190,3 @@ def _print_copies(report: Report, console: Console) -> None:
     for name, text in report.machine.items():
         if name.startswith("Copies"):
             console.print(f"{name}: {text}", highlight=False)
-
-
-def _print(console: Console, key: Key, cells: list[Cell], report: Report) -> None:
-    """Print what belongs to one operation."""
-    for table in rich_tables(key, cells, report.contestants):
-        console.print(table)
-
-
-def _console(*, stderr: bool = False) -> Console:
-    """Return the terminal, or paper with room for all columns."""
-    console = Console(stderr=stderr)
-    return console if console.is_terminal else Console(stderr=stderr, width=_PAPER_COLUMNS)
-
-
-def _require_right_results(report: Report) -> None:
-    """Leave with exit code 1 if an element was wrong, and say where."""
-    for cell in report.wrong:
-        what = Key(cell.op, cell.dtype, cell.redop, cell.ranks).title
-        where = f"{what}, {show_size(cell.num_bytes)}, {cell.contestant}"
-        print(f"dure bench: error: {where}: {cell.wrong} wrong elements", file=sys.stderr)
-    if report.wrong:
-        raise typer.Exit(1)

@@ -3,16 +3,14 @@
 Each group is a job of `dure run`, so that no process of it outlives the benchmark, whatever ends
 either of them; a group of MPI is a job of one program, `mpirun`. The ranks find the controller by a
 socket in Linux's abstract namespace, which leaves nothing on disk; processes of other users are
-turned away. Ranks that have nothing to do wait in a read, so that of many groups only the one that
-was last told to do something uses the processor.
+turned away, for what comes over it is unpickled. Ranks that have nothing to do wait in a read, so
+that of many groups only the one that was last told to do something uses the processor.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import selectors
 import shutil
 import signal
 import socket
@@ -23,10 +21,12 @@ import tempfile
 import time
 import uuid
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, Any  # Any: what a command takes and answers
 
 from dure import env
+from dure.cli.machine import MPI_VARIABLES, QUIET_VARIABLES, find_mpirun
 from dure.errors import LaunchError, UsageError
 
 __all__ = ["Contestant", "Group", "GroupFailed", "find_rival", "ours"]
@@ -37,21 +37,6 @@ _ANSWER_LIMIT_S = 120.0
 _END_LIMIT_S = 10.0
 _POLL_S = 0.1
 _PEER = struct.Struct("3i")
-_QUIET = {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "PYTHONWARNINGS": "ignore",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-}
-# Open MPI refuses root and more ranks than cores, and binds each to one, unless it is told.
-_MPI = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "OMPI_MCA_hwloc_base_binding_policy": "none",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "PRTE_MCA_hwloc_default_binding_policy": "none",
-}
 
 
 class GroupFailed(LaunchError):
@@ -89,19 +74,16 @@ class Contestant:
 
     def environment(self) -> dict[str, str]:
         """Return what the processes find in their environment."""
-        changes: dict[str, str | None] = dict(_QUIET)
+        changes: dict[str, str | None] = dict(QUIET_VARIABLES)
         if self.mpirun is not None:
-            folder = os.path.dirname(self.mpirun)
-            changes |= {**_MPI, "PATH": os.pathsep.join([folder, env.text("PATH", "") or ""])}
+            path = os.pathsep.join([os.path.dirname(self.mpirun), env.text("PATH", "") or ""])
+            changes |= {**MPI_VARIABLES, "PATH": path}
         return env.child_environment(changes)
 
 
 def ours(backend: str, *, arena: bool) -> Contestant:
     """Return Dure on `backend`."""
-    mpirun = None
-    if backend == "mpi":
-        mpirun = _mpirun(sys.executable)
-        _check_mpi4py(sys.executable)
+    mpirun = _mpirun(sys.executable) if backend == "mpi" else None
     return Contestant(name="dure", role=("dure", backend), mpirun=mpirun, arena=arena)
 
 
@@ -122,31 +104,26 @@ def find_rival(name: str, backend: str) -> Contestant:
     python = name.partition("@")[2] or sys.executable
     if shutil.which(python) is None:
         raise UsageError("no such Python", seen=python, fix="Give mpi@/path/to/bin/python.")
-    _check_mpi4py(python)
     return Contestant(name=name, role=("mpi",), python=python, mpirun=_mpirun(python))
 
 
 def _mpirun(python: str) -> str:
-    """Return the mpirun beside a Python, or the one on PATH."""
-    found = shutil.which("mpirun", path=os.path.dirname(python)) or shutil.which("mpirun")
+    """Return what starts ranks of MPI with an interpreter that has mpi4py and numpy."""
+    found = find_mpirun(python)
     if found is None:
         raise UsageError(
             "there is no mpirun",
             fix="Install an MPI (Debian: openmpi-bin), or name a Python that has one beside it: "
             "mpi@/path/to/bin/python.",
         )
-    return found
-
-
-def _check_mpi4py(python: str) -> None:
-    test = [python, "-c", "import importlib.util as u; exit(not all(map(u.find_spec, "]
-    test[-1] += "('mpi4py', 'numpy'))))"
-    if subprocess.run(test, check=False, capture_output=True).returncode:
+    code = "import importlib.util as u; exit(not all(map(u.find_spec, ('mpi4py', 'numpy'))))"
+    if subprocess.run([python, "-c", code], check=False, capture_output=True).returncode:
         raise UsageError(
             "mpi needs mpi4py and numpy",
             seen=f"{python} has not both",
             fix=f"Install them: {python} -m pip install mpi4py numpy",
         )
+    return found
 
 
 @dataclass(slots=True)
@@ -166,10 +143,10 @@ class Group:
     label: str = ""
     version: str = ""
     copies: str = ""
-    _process: subprocess.Popen[bytes] | None = None
-    _output: IO[bytes] | None = None
-    _listener: socket.socket | None = None
-    _sockets: list[socket.socket] = field(default_factory=list[socket.socket])
+    _process: subprocess.Popen[bytes] = field(init=False)
+    _output: IO[bytes] = field(init=False)
+    _listener: socket.socket = field(init=False)
+    _ranks: list[Connection] = field(default_factory=list[Connection])
 
     def __enter__(self) -> Group:
         """Start the ranks; `meet` waits for them."""
@@ -180,33 +157,27 @@ class Group:
             self._listener.listen(self.ranks)
             self._listener.settimeout(_POLL_S)
             self._output = stack.enter_context(tempfile.TemporaryFile())
-            self._start(address)
+            self._process = subprocess.Popen(
+                self.contestant.command(self.ranks, address),
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
+                env=self.contestant.environment(),
+                start_new_session=True,  # Ctrl-C reaches the controller, which ends the groups
+            )
             stack.pop_all()  # closed by __exit__
         return self
 
-    def _start(self, address: str) -> None:
-        self._process = subprocess.Popen(
-            self.contestant.command(self.ranks, address),
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=self._output,
-            env=self.contestant.environment(),
-            start_new_session=True,  # Ctrl-C reaches the controller alone, which ends the groups
-        )
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Let the ranks go, or end them if they do not."""
-        for connection in self._sockets:
-            connection.close()
         self._end(politely=kind is None)
-        for resource in (self._listener, self._output):
-            if resource is not None:
-                resource.close()
+        self._listener.close()
+        self._output.close()
 
     @property
     def alive(self) -> bool:
         """Whether the ranks still take commands."""
-        return bool(self._sockets)
+        return bool(self._ranks)
 
     def meet(self) -> None:
         """Wait until every rank has come.
@@ -214,28 +185,28 @@ class Group:
         Raises:
             GroupFailed: The job ended, or a rank did not come within two minutes.
         """
-        assert self._listener is not None
-        assert self._process is not None
         deadline = time.monotonic() + _START_LIMIT_S
-        came: dict[int, socket.socket] = {}
+        came: dict[int, Connection] = {}
         while len(came) < self.ranks:
             try:
-                connection, _ = self._listener.accept()
+                accepted, _ = self._listener.accept()
             except TimeoutError:
                 if self._process.poll() is not None:
                     raise self._failed("its processes ended while they started") from None
                 if time.monotonic() > deadline:
                     raise self._failed(f"{self.ranks - len(came)} ranks did not come") from None
                 continue
-            if _user_of(connection) != os.getuid():
-                connection.close()
+            peer = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+            if _PEER.unpack(peer)[1] != os.getuid():
+                accepted.close()
                 continue
-            connection.settimeout(_ANSWER_LIMIT_S)
-            hello = json.loads(_read_line(connection))
-            came[hello["rank"]] = connection
+            accepted.settimeout(None)
+            rank = Connection(accepted.detach())
+            hello = rank.recv()
+            came[hello["rank"]] = rank
             self.label = hello["label"] + (" arena" if self.contestant.arena else "")
             self.version, self.copies = hello["version"], hello["copies"]
-        self._sockets = [came[rank] for rank in range(self.ranks)]
+        self._ranks = [came[rank] for rank in range(self.ranks)]
 
     def call(self, command: str, **arguments: object) -> list[dict[str, Any]]:
         """Have every rank carry out a command; return their answers, by rank.
@@ -243,34 +214,26 @@ class Group:
         Raises:
             GroupFailed: A rank failed, ended, or did not answer within two minutes. All are ended.
         """
-        line = json.dumps({"command": command, **arguments}).encode() + b"\n"
         answers: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + _ANSWER_LIMIT_S
         try:
-            for connection in self._sockets:
-                connection.sendall(line)
-            with selectors.DefaultSelector() as waiting:
-                for rank, connection in enumerate(self._sockets):
-                    waiting.register(connection, selectors.EVENT_READ, rank)
-                deadline = time.monotonic() + _ANSWER_LIMIT_S
-                while len(answers) < self.ranks:
-                    ready = waiting.select(max(0.0, deadline - time.monotonic()))
-                    if not ready:
-                        raise self._failed(f"no answer in {_ANSWER_LIMIT_S:.0f} s", command)
-                    for key, _ in ready:
-                        connection = self._sockets[key.data]
-                        answers[key.data] = answer = json.loads(_read_line(connection))
-                        waiting.unregister(connection)
-                        if "error" in answer:
-                            raise self._failed(f"rank {key.data}: {answer['error']}", command)
-        except (OSError, EOFError, json.JSONDecodeError) as error:
+            for rank in self._ranks:
+                rank.send({"command": command, **arguments})
+            while len(answers) < self.ranks:
+                waiting = [r for i, r in enumerate(self._ranks) if i not in answers]
+                ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    raise self._failed(f"no answer in {_ANSWER_LIMIT_S:.0f} s", command)
+                for number in [i for i, r in enumerate(self._ranks) if r in ready]:
+                    answers[number] = answer = self._ranks[number].recv()
+                    if "error" in answer:
+                        raise self._failed(f"rank {number}: {answer['error']}", command)
+        except (OSError, EOFError) as error:
             raise self._failed(str(error) or "a rank ended", command) from error
         return [answers[rank] for rank in range(self.ranks)]
 
     def _failed(self, what: str, command: str = "") -> GroupFailed:
         """End the ranks; return the error that says why."""
-        for connection in self._sockets:
-            connection.close()
-        self._sockets = []
         self._end(politely=False)
         name = self.label or " ".join(self.contestant.role)
         return GroupFailed(
@@ -280,8 +243,6 @@ class Group:
 
     def _last_words(self) -> list[str]:
         """Return the last lines that the first rank to fail wrote, or the job about it."""
-        if self._output is None or self._output.closed:
-            return []
         self._output.seek(0)
         words: list[str] = []
         for line in self._output.read().decode(errors="replace").splitlines():
@@ -293,29 +254,12 @@ class Group:
 
     def _end(self, *, politely: bool) -> None:
         """Wait for the job's end, after asking for it unless `politely`; kill it if need be."""
-        process = self._process
-        if process is None:
-            return
+        for rank in self._ranks:
+            rank.close()
+        self._ranks = []
         for number in (*((0,) if politely else ()), signal.SIGTERM, signal.SIGKILL):
             if number:
-                process.send_signal(number)
+                self._process.send_signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_END_LIMIT_S)
+                self._process.wait(_END_LIMIT_S)
                 return
-
-
-def _user_of(connection: socket.socket) -> int:
-    """Return the user whose process is at the other end."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    return _PEER.unpack(raw)[1]
-
-
-def _read_line(connection: socket.socket) -> bytes:
-    """Read one line; the other side sends no second before it is asked again."""
-    line = b""
-    while not line.endswith(b"\n"):
-        more = connection.recv(65536)
-        if not more:
-            raise EOFError("a rank ended")
-        line += more
-    return line

@@ -8,14 +8,13 @@ each checks again. At any time the ranks of one group work, and those of the oth
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
 
 from dure.cli.bench.group import Contestant, Group, GroupFailed
-from dure.cli.bench.operations import DTYPES, OPERATIONS
-from dure.cli.bench.plan import Plan
+from dure.cli.bench.plan import DTYPES, OPERATIONS, Plan, show_size
 from dure.cli.bench.results import Cell, Key, Report
 
 __all__ = ["Progress", "measure"]
@@ -27,11 +26,8 @@ _MAX_REPEATS = 50_000
 class Progress:
     """Told what goes on; this one shows nothing."""
 
-    def starting(self, ranks: int, contestants: int) -> None:
-        """Groups of `ranks` are being started."""
-
-    def cell(self, key: Key, num_bytes: int) -> None:
-        """A cell is about to be measured."""
+    def doing(self, what: str) -> None:
+        """Something that takes a while begins."""
 
     def table(self, key: Key, cells: list[Cell]) -> None:
         """All cells of a table have been measured."""
@@ -53,14 +49,18 @@ def measure(plan: Plan, contestants: list[Contestant], report: Report, progress:
         GroupFailed: Dure's own ranks failed. A rival that fails is left out from there on.
     """
     for ranks in plan.ranks:
-        progress.starting(ranks, len(contestants))
+        several = f"{len(contestants)} groups of " if len(contestants) > 1 else ""
+        progress.doing(f"starting {several}{ranks} ranks")
         with contextlib.ExitStack() as stack:
             groups = [stack.enter_context(Group(c, ranks)) for c in contestants]
-            table = _Table(plan, _meet(groups, report, progress), progress)
+            runners = _meet(groups, report, progress)
             for op in plan.ops:
                 for dtype in plan.dtypes if op != "barrier" else plan.dtypes[:1]:
                     redop = plan.redop if OPERATIONS[op].reduces else ""
-                    report.cells += table.measure(Key(op, dtype, redop, ranks))
+                    key = Key(op, dtype, redop, ranks)
+                    cells = _table(plan, key, runners, progress)
+                    progress.table(key, cells)
+                    report.cells += cells
 
 
 def _meet(groups: list[Group], report: Report, progress: Progress) -> list[_Runner]:
@@ -85,9 +85,41 @@ def _meet(groups: list[Group], report: Report, progress: Progress) -> list[_Runn
     return runners
 
 
+def _table(plan: Plan, key: Key, runners: list[_Runner], progress: Progress) -> list[Cell]:
+    """Measure an operation at all sizes, with the contestants that are left."""
+    operation, item_bytes = OPERATIONS[key.op], DTYPES[key.dtype]
+    counts = [operation.elements(n, item_bytes, key.ranks) for n in plan.sizes]
+    cells: list[Cell] = []
+    for count in dict.fromkeys(counts if key.op != "barrier" else [0]):
+        progress.doing(f"{key.title}: {show_size(count * item_bytes)}")
+        for runner in runners:
+            with runner.trying(progress):
+                runner.begin(plan, key, count)
+        for _ in range(plan.samples):
+            for runner in runners:
+                with runner.trying(progress):
+                    runner.sample()
+        for runner in runners:
+            with runner.trying(progress):
+                runner.end()
+        cells += [
+            Cell(
+                **msgspec.structs.asdict(key),
+                num_bytes=count * item_bytes,
+                count=count,
+                contestant=runner.name,
+                samples_s=tuple(runner.samples_s),
+                wrong=runner.wrong,
+                note=runner.note,
+            )
+            for runner in runners
+        ]
+    return cells
+
+
 @dataclass(slots=True)
 class _Runner:
-    """A contestant, and what it does in the cell at hand."""
+    """A contestant, and what it does in the cell at hand: nothing where `repeats` is 0."""
 
     name: str
     group: Group
@@ -97,9 +129,22 @@ class _Runner:
     wrong: int = 0
     note: str = ""
 
+    @contextlib.contextmanager
+    def trying(self, progress: Progress) -> Iterator[None]:
+        """Go on behind the block where it fails, unless it is Dure's: a rival is out."""
+        try:
+            yield
+        except GroupFailed as failure:
+            if self.ours:
+                raise
+            self.repeats, self.samples_s, self.note = 0, [], str(failure)
+            progress.note(str(failure))
+
     def begin(self, plan: Plan, key: Key, count: int) -> None:
         """Check the operation, and find out how many fill a sample."""
-        self.repeats, self.samples_s, self.wrong, self.note = 0, [], 0, ""
+        if not self.group.alive:
+            return
+        self.repeats, self.samples_s, self.wrong = 0, [], 0
         answers = self.group.call(
             "prepare",
             op=key.op,
@@ -110,83 +155,25 @@ class _Runner:
             arena=self.group.contestant.arena,
         )
         self.note = next((a["refused"] for a in answers if "refused" in a), "")
-        if self.note:
-            return
-        self.wrong = sum(answer["wrong"] for answer in answers)
-        one_s = self._sample(1)
-        one_s = self._sample(_fill(_WARM_UP * plan.sample_s, one_s))
-        self.repeats = _fill(plan.sample_s, one_s)
+        if not self.note:
+            self.wrong = sum(answer["wrong"] for answer in answers)
+            one_s = self._time(1)
+            one_s = self._time(_fill(_WARM_UP * plan.sample_s, one_s))
+            self.repeats = _fill(plan.sample_s, one_s)
 
     def sample(self) -> None:
         """Take one sample."""
-        self.samples_s.append(self._sample(self.repeats))
+        if self.repeats:
+            self.samples_s.append(self._time(self.repeats))
 
     def end(self) -> None:
         """Check again."""
-        self.wrong += sum(answer["wrong"] for answer in self.group.call("finish"))
+        if self.repeats:
+            self.wrong += sum(answer["wrong"] for answer in self.group.call("finish"))
 
-    def _sample(self, repeats: int) -> float:
+    def _time(self, repeats: int) -> float:
         """Return the time of one operation, of the slowest rank."""
         return max(a["seconds"] for a in self.group.call("sample", repeats=repeats))
-
-
-@dataclass(slots=True)
-class _Table:
-    """Measures one table after the other, with the contestants that are left."""
-
-    plan: Plan
-    runners: list[_Runner]
-    progress: Progress
-
-    def measure(self, key: Key) -> list[Cell]:
-        """Measure an operation at all sizes."""
-        operation = OPERATIONS[key.op]
-        item_bytes = DTYPES[key.dtype]
-        counts = [operation.elements(n, item_bytes, key.ranks) for n in self.plan.sizes]
-        if key.op == "barrier":
-            counts = [0]
-        cells: list[Cell] = []
-        for count in dict.fromkeys(counts):
-            self.progress.cell(key, count * item_bytes)
-            cells += self._row(key, count, item_bytes)
-        self.progress.table(key, cells)
-        return cells
-
-    def _row(self, key: Key, count: int, item_bytes: int) -> list[Cell]:
-        """Measure one size."""
-        for runner in self.runners:
-            self._guard(runner, lambda who: who.begin(self.plan, key, count))
-        for _ in range(self.plan.samples):
-            for runner in self.runners:
-                if runner.repeats:
-                    self._guard(runner, _Runner.sample)
-        for runner in self.runners:
-            if runner.repeats:
-                self._guard(runner, _Runner.end)
-        return [
-            Cell(
-                **msgspec.structs.asdict(key),
-                num_bytes=count * item_bytes,
-                count=count,
-                contestant=runner.name,
-                samples_s=tuple(runner.samples_s),
-                wrong=runner.wrong,
-                note=runner.note,
-            )
-            for runner in self.runners
-        ]
-
-    def _guard(self, runner: _Runner, act: Callable[[_Runner], None]) -> None:
-        """Let a runner act; a rival that fails is out, and the rest goes on."""
-        if not runner.group.alive:
-            return
-        try:
-            act(runner)
-        except GroupFailed as failure:
-            if runner.ours:
-                raise
-            runner.repeats, runner.samples_s, runner.note = 0, [], str(failure)
-            self.progress.note(str(failure))
 
 
 def _fill(seconds: float, one_s: float) -> int:

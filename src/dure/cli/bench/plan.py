@@ -1,17 +1,31 @@
-"""What the user asked to measure: read from words of the command line, and checked at once."""
+"""What the user asked to measure: read from words of the command line, and checked at once.
+
+How bytes are counted is as in nccl-tests, so that figures can be compared:
+
+- The *size* of a cell is the largest buffer of the operation on one rank: the tensor of all_reduce,
+  broadcast, reduce and sendrecv, the gathered tensor of all_gather and gather, the whole input of
+  reduce_scatter, scatter and all_to_all. The latter five are *divided*: a part for each rank.
+- *Algorithm bandwidth* is size / time. *Bus bandwidth* multiplies it by what a link must carry at
+  least for each byte of size, in a group of n ranks: a figure that can be held against the speed
+  of the hardware, whatever n is.
+- sendrecv is a message from rank 0 to rank 1 and one back; its time is half of the round trip.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
-from dure.cli.bench.operations import REDUCTIONS
 from dure.errors import UsageError
 
 __all__ = [
-    "BACKENDS",
+    "DTYPES",
+    "OPERATIONS",
+    "Operation",
     "Plan",
     "parse_names",
     "parse_ranks",
@@ -20,10 +34,68 @@ __all__ = [
     "show_size",
 ]
 
-BACKENDS = ("shm", "gloo", "mpi", "hybrid")
+_BACKENDS = ("shm", "gloo", "mpi", "hybrid")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:I?B)?", re.IGNORECASE)
 _MAX_SIZES = 64
+DTYPES = {
+    "float32": 4,
+    "float64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "int32": 4,
+    "int64": 8,
+}
+"""Bytes of an element, by the name torch gives the type."""
+
+_REDUCTIONS = ("sum", "product", "min", "max", "avg")
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation.
+
+    Attributes:
+        name: As in the API; sendrecv is a pair of send and recv.
+        bus: Which factor turns algorithm bandwidth into bus bandwidth.
+        divided: Whether the buffer has a part for each rank.
+        reduces: Whether a reduction has to be chosen.
+    """
+
+    name: str
+    bus: Literal["twice", "others", "whole", "none"]
+    divided: bool = False
+    reduces: bool = False
+
+    def bus_factor(self, ranks: int) -> float:
+        """Return the bytes a link carries for each byte of size, in a group of `ranks`."""
+        others = (ranks - 1) / ranks
+        return {"twice": 2 * others, "others": others, "whole": 1.0, "none": 0.0}[self.bus]
+
+    def elements(self, num_bytes: int, item_bytes: int, ranks: int) -> int:
+        """Return how many elements stand for `num_bytes`: at least one, of each rank if divided."""
+        count = max(1, num_bytes // item_bytes)
+        return max(1, count // ranks) * ranks if self.divided else count
+
+
+OPERATIONS = {
+    operation.name: operation
+    for operation in (
+        Operation("all_reduce", "twice", reduces=True),
+        Operation("broadcast", "whole"),
+        Operation("reduce", "whole", reduces=True),
+        Operation("all_gather", "others", divided=True),
+        Operation("reduce_scatter", "others", divided=True, reduces=True),
+        Operation("all_to_all", "others", divided=True),
+        Operation("gather", "others", divided=True),
+        Operation("scatter", "others", divided=True),
+        Operation("sendrecv", "whole"),
+        Operation("barrier", "none"),
+    )
+}
+"""Every operation by name, in the order in which `--op all` measures them."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +105,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         backend: Of `dure.init_process_group`.
         ops: Names in `OPERATIONS`.
         dtypes: Names in `DTYPES`.
-        redop: A name in `REDUCTIONS`, for the operations that reduce.
+        redop: A name in `_REDUCTIONS`, for the operations that reduce.
         ranks: Sizes of the groups, one after the other.
         sizes: Bytes, ascending.
         root: For the operations that have one; -1: each rank in turn.
@@ -57,8 +129,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self, free_bytes: int) -> None:
         """Raise `UsageError` for what cannot be measured; `free_bytes` is the memory there is."""
-        _one_of("backend", self.backend, BACKENDS)
-        _one_of("redop", self.redop, REDUCTIONS)
+        _one_of("backend", self.backend, _BACKENDS)
+        _one_of("redop", self.redop, _REDUCTIONS)
         integers = [d for d in self.dtypes if "int" in d]
         if self.redop == "avg" and integers:
             raise UsageError("an average needs floating-point numbers", seen=", ".join(integers))
@@ -69,10 +141,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             )
         if "sendrecv" in self.ops and min(self.ranks) < 2:
             raise UsageError("sendrecv needs 2 ranks", seen=f"--ranks {min(self.ranks)}")
-        self._check_memory(free_bytes)
-
-    def _check_memory(self, free_bytes: int) -> None:
-        """Source, target, and the comparison's own byte an element: for each rank of each group."""
+        # source, target, and the comparison's own byte an element: for each rank of each group
         processes = max(self.ranks) * (1 + len(self.against))
         need = int(2.5 * max(self.sizes) * processes)
         if need > free_bytes:
@@ -116,22 +185,41 @@ def parse_rivals(words: Sequence[str]) -> tuple[str, ...]:
 
 def parse_sizes(text: str) -> tuple[int, ...]:
     """Read sizes: "8,64K,1M", or "8:64M:4x" for 8, 32, and so on, with 64M at last anyway."""
-    if ":" not in text:
-        sizes = sorted({_bytes(part, text) for part in text.split(",")})
-    else:
-        low, high, *factors = text.split(":")
-        if len(factors) > 1:
-            raise _malformed(text)
-        factor = _factor(factors[0] if factors else "4x", text)
-        least, most = _bytes(low, text), _bytes(high, text)
-        if least > most:
-            raise _malformed(text, "the first is larger than the last")
-        sizes = [least]
-        while sizes[-1] < most and len(sizes) <= _MAX_SIZES:
-            sizes.append(min(most, sizes[-1] * factor))
-    if len(sizes) > _MAX_SIZES:
-        raise _malformed(text, f"more than {_MAX_SIZES} sizes")
-    return tuple(sizes)
+    try:
+        sizes = _progression(*text.split(":")) if ":" in text else map(_bytes, text.split(","))
+        found = sorted(set(sizes))
+        if len(found) > _MAX_SIZES:
+            raise ValueError(f"more than {_MAX_SIZES} sizes")
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"the sizes {text!r} cannot be understood",
+            seen=str(error) if isinstance(error, ValueError) else "",
+            fix="Give a list such as 8,64K,1M, or MIN:MAX:FACTOR such as 8:64M:4x.",
+        ) from None
+    return tuple(found)
+
+
+def _progression(low: str, high: str, factor: str = "4x") -> Iterable[int]:
+    number = factor.strip().lower().removesuffix("x")
+    if not number.isdigit() or int(number) < 2:
+        raise ValueError(f"{factor!r} is no factor from 2x")
+    at, most = _bytes(low), _bytes(high)
+    if at > most:
+        raise ValueError("the first is larger than the last")
+    while at < most:
+        yield at
+        at *= int(number)
+    yield most
+
+
+def _bytes(word: str) -> int:
+    match = _SIZE.fullmatch(word.strip())
+    if match is None:
+        raise ValueError(f"{word!r} is no size")
+    size = int(match[1]) * _UNITS[match[2].upper()]
+    if size < 1:
+        raise ValueError("the smallest size is 1 byte")
+    return size
 
 
 def show_size(num_bytes: int) -> str:
@@ -144,31 +232,6 @@ def show_size(num_bytes: int) -> str:
 
 def _words(words: Sequence[str]) -> list[str]:
     return [part.strip() for word in words for part in word.split(",") if part.strip()]
-
-
-def _bytes(word: str, text: str) -> int:
-    match = _SIZE.fullmatch(word.strip())
-    if match is None:
-        raise _malformed(text, f"{word!r} is no size")
-    size = int(match[1]) * _UNITS[match[2].upper()]
-    if size < 1:
-        raise _malformed(text, "the smallest size is 1 byte")
-    return size
-
-
-def _factor(word: str, text: str) -> int:
-    number = word.strip().lower().removesuffix("x")
-    if not number.isdigit() or int(number) < 2:
-        raise _malformed(text, f"{word!r} is no factor from 2x")
-    return int(number)
-
-
-def _malformed(text: str, seen: str = "") -> UsageError:
-    return UsageError(
-        f"the sizes {text!r} cannot be understood",
-        seen=seen,
-        fix="Give a list such as 8,64K,1M, or MIN:MAX:FACTOR such as 8:64M:4x.",
-    )
 
 
 def _one_of(option: str, name: str, known: Sequence[str]) -> None:

@@ -11,19 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
+from dure.cli import charts
 from dure.cli.bench.plan import show_size
 from dure.cli.bench.results import Cell, Key, Report, tables_of
-from dure.cli.bench.table import html_of
+from dure.cli.bench.table import heads_and_rows
 from dure.cli.charts import Axis, Series, line_chart
-from dure.cli.page import (
-    DRAWING,
-    Page,
-    definitions,
-    figure,
-    section,
-    side_by_side,
-    variables,
-)
 
 __all__ = ["write_plot"]
 
@@ -35,18 +27,9 @@ _COLOURS = {
     "c4": ("#b08a1e", "#d8b552"),
     "c5": ("#7d838b", "#9aa0a8"),
 }
-_FRAME = {  # what the page's style sheet gives to charts, and a picture has to bring
-    "card": ("#ffffff", "#1e2123"),
-    "soft": ("#62666b", "#9da2a8"),
-    "rule": ("#e3e3df", "#33373a"),
-    "ink": ("#1d1f21", "#e8e8e6"),
-}
-_STYLE = (
-    "body { max-width: 1400px; } td { font-size: 14px; }\n.line.c0 { stroke-width: 3.5; }\n"
-    + "\n".join(f".line.{name} {{ stroke: var(--{name}); }}" for name in _COLOURS)
-)
+_STYLE = "body { max-width: 1400px; } td { font-size: 14px; }"
 _MARKS = 7
-_WIDTH, _HEIGHT, _TITLE = 560, 320, 34
+_TITLE = 34
 
 
 def write_plot(path: Path, report: Report) -> None:
@@ -62,60 +45,53 @@ def _page(report: Report) -> str:
     """Return the page: charts and a table for each operation, then the machine."""
     blocks: list[str] = []
     for key, rows in tables_of(report.cells).items():
-        cells = [cell for row in rows.values() for cell in row.values()]
-        charts = _charts(key, rows, report.contestants)
-        table = html_of(cells, report.contestants)
-        blocks.append(side_by_side([figure(title, svg) for title, svg in charts]))
-        blocks.append(f'<div class="grid2">{section(table, key.title)}</div>')
-    about = [
-        section(definitions(list(report.machine.items())), "On what machine"),
-        section(definitions([("Command", report.command), *report.versions.items()]), "What ran"),
+        pair = [charts.figure(title, svg) for title, svg in _charts(key, rows, report.contestants)]
+        table = charts.html_table(*heads_and_rows(rows, report.contestants))
+        blocks += [
+            charts.side_by_side(pair),
+            charts.side_by_side([charts.section(table, key.title)]),
+        ]
+    facts = [
+        (list(report.machine.items()), "On what machine"),
+        ([("Command", report.command), *report.versions.items()], "What ran"),
     ]
+    about = [charts.section(charts.definitions(pairs), title) for pairs, title in facts]
     first = report.contestants[0] if report.contestants else "dure"
     rivals = ", ".join(report.contestants[1:])
-    return Page(
-        kicker="dure bench",
-        headline=f"{first}, beside {rivals}" if rivals else f"Collectives on {first}",
-        lead=f"{report.machine.get('Processor', '')}. {report.when}. Time is the median of "
+    return charts.page(
+        "dure bench",
+        f"{first}, beside {rivals}" if rivals else f"Collectives on {first}",
+        f"{report.machine.get('Processor', '')}. {report.when}. Time is the median of "
         f"{report.plan.samples} samples, of the slowest rank.",
-        colours=_COLOURS,
-        style=_STYLE,
-        blocks=[*blocks, side_by_side(about)],
-    ).html()
+        _COLOURS,
+        [*blocks, charts.side_by_side(about)],
+        _STYLE,
+    )
 
 
 def _svg(report: Report) -> str:
     """Return all charts as one picture, a row for each operation."""
-    rows = [
-        (key, _charts(key, cells, report.contestants))
-        for key, cells in tables_of(report.cells).items()
-    ]
-    rows = [(key, charts) for key, charts in rows if charts]
-    width, height = 2 * _WIDTH + 24, max(1, len(rows)) * (_HEIGHT + _TITLE)
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'width="{width}" height="{height}" font-family="system-ui, sans-serif" font-size="12">',
-        f"<style>:root {{ {variables(_COLOURS | _FRAME, dark=False)} }}",
-        f"@media (prefers-color-scheme: dark) {{ :root {{ "
-        f"{variables(_COLOURS | _FRAME, dark=True)} }} }}",
-        f"{DRAWING}\n{_STYLE}\n.paper {{ fill: var(--card); }}",
-        "svg text.title { fill: var(--ink); font-size: 15px; font-weight: 600; }</style>",
-        f'<rect class="paper" width="{width}" height="{height}"/>',
-    ]
-    for i, (key, charts) in enumerate(rows):
-        top = i * (_HEIGHT + _TITLE)
-        out.append(f'<text class="title" x="16" y="{top + 24}">{escape(key.title)}</text>')
-        for j, (_, chart) in enumerate(charts):
-            place = f'<svg x="{j * _WIDTH}" y="{top + _TITLE}" width="{_WIDTH}" height="{_HEIGHT}" '
-            out.append(chart.replace("<svg ", place, 1))
-    return "\n".join([*out, "</svg>", ""])
+    body: list[str] = []
+    top = 0
+    for key, rows in tables_of(report.cells).items():
+        pair = _charts(key, rows, report.contestants)
+        if not pair:
+            continue
+        body.append(f'<text class="title" x="16" y="{top + 24}">{escape(key.title)}</text>')
+        for i, (_, chart) in enumerate(pair):
+            place = f'x="{i * charts.WIDTH}" y="{top + _TITLE}"'
+            size = f'width="{charts.WIDTH}" height="{charts.HEIGHT}"'
+            body.append(chart.replace("<svg ", f"<svg {place} {size} ", 1))
+        top += charts.HEIGHT + _TITLE
+    size = (2 * charts.WIDTH + 24, top or charts.HEIGHT + _TITLE)
+    return charts.picture(_COLOURS, size, body)
 
 
 def _charts(
     key: Key, rows: Mapping[int, Mapping[str, Cell]], contestants: Sequence[str]
 ) -> list[tuple[str, str]]:
     """Return (title, SVG) of time and bus bandwidth; none where there is only one size."""
-    sizes = [size for size in rows if size]
+    sizes = sorted(size for size in rows if size)
     if len(sizes) < 2:
         return []
     x = Axis(label="size", show=lambda v: show_size(int(v)), log=True, marks=_size_marks(sizes))
@@ -131,8 +107,8 @@ def _charts(
     for what, y, figure_of in wanted:
         lines: list[Series] = []
         for name in contestants:
-            found = [(size, rows[size].get(name)) for size in sorted(sizes)]
-            values = [(size, figure_of(cell)) for size, cell in found if cell is not None]
+            cells = [(size, rows[size][name]) for size in sizes if name in rows[size]]
+            values = [(size, figure_of(cell)) for size, cell in cells]
             lines.append(Series(name, [(size, v) for size, v in values if v is not None]))
         title = f"{key.title}: {what}"
         out.append((title, line_chart(title, lines, x, y)))

@@ -3,7 +3,7 @@
     python rank.py ADDRESS dure BACKEND | torch BACKEND | mpi
 
 ADDRESS is the name of the controller's socket in the abstract namespace. The rank says who it is,
-then answers commands, one line of JSON each way: `prepare` (make the buffers, run and check once),
+then answers commands, dictionaries each way: `prepare` (make the buffers, run and check once),
 `sample` (time k operations back to back), `finish` (check again, let the buffers go). Between
 commands it sleeps in a read of that socket and costs nothing.
 
@@ -22,7 +22,6 @@ by a chunk, swapped between ranks, or with a rank left out, the result is anothe
 
 from __future__ import annotations
 
-import json
 import math
 import socket
 import sys
@@ -30,6 +29,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 
 # Any: buffers are tensors or numpy arrays, and what moves them one of three libraries.
 from typing import Any
@@ -89,10 +89,10 @@ class Segment:
     start: int = 0
 
 
-def inputs(case: Case) -> list[Segment]:
+def inputs(case: Case) -> Segment:
     """Return what this rank's source holds before the operation."""
     short = case.op in {"all_gather", "gather"}
-    return [Segment(case.part if short else case.count, case.rank)]
+    return Segment(case.part if short else case.count, case.rank)
 
 
 def expected(case: Case) -> list[Segment]:
@@ -174,65 +174,45 @@ class TorchStyle:
         self.version = f"torch {torch.__version__}"
         group: Any = dist.group.WORLD
         self.copies = str(getattr(group, "copies", None) or "")
+        self.barrier: Any = dist.barrier
+        self.leave: Any = dist.destroy_process_group
 
     def empty(self, count: int, case: Case) -> Any:
         """Return a new flat buffer."""
-        dtype = getattr(self._torch, case.dtype)
-        if case.arena:
-            return self._dist.shared_empty(count, dtype=dtype)
-        return self._torch.empty(count, dtype=dtype)
+        make: Any = self._dist.shared_empty if case.arena else self._torch.empty
+        return make(count, dtype=getattr(self._torch, case.dtype))
 
     def row(self, values: list[int], case: Case) -> Any:
         """Return `values` as a flat buffer; they wrap around as the element type does."""
         return self._torch.tensor(values).to(getattr(self._torch, case.dtype))
 
-    def barrier(self) -> None:
-        """Meet the other ranks."""
-        self._dist.barrier()
-
-    def leave(self) -> None:
-        """Leave the group."""
-        self._dist.destroy_process_group()
-
     def operation(self, case: Case, a: Any, b: Any) -> Run:
         """Return a function that runs the operation once, on source `a` and target `b`."""
-        dist: Any = self._dist
+        dist, root = self._dist, case.root_of
         redop = getattr(dist.ReduceOp, case.redop.upper()) if case.redop else None
-        if case.op == "all_reduce":
-            return lambda turn: dist.all_reduce(a, redop)
-        if case.op == "broadcast":
-            return lambda turn: dist.broadcast(a, case.root_of(turn))
-        if case.op == "reduce":
-            return lambda turn: dist.reduce(a, case.root_of(turn), redop)
-        if case.op == "barrier":
-            return lambda turn: dist.barrier()
-        if case.op == "sendrecv":
-            return _ping_pong(case, lambda to: dist.send(a, to), lambda peer: dist.recv(b, peer))
-        return self._divided(case, redop, a, b)
+        # Under their names of today or, in an older torch, of yesterday.
+        new = hasattr(dist, "all_gather_single")
+        all_gather = dist.all_gather_single if new else dist.all_gather_into_tensor
+        reduce_scatter = dist.reduce_scatter_single if new else dist.reduce_scatter_tensor
+        whole = {"gather": b, "scatter": a}.get(case.op)
+        parts = None if whole is None else list(whole.split(case.part))
 
-    def _divided(self, case: Case, redop: Any, a: Any, b: Any) -> Run:
-        """Return the same for the operations on a part a rank."""
-        dist: Any = self._dist
-        if case.op == "all_gather":
-            gather = _either(dist, "all_gather_single", "all_gather_into_tensor")
-            return lambda turn: gather(b, a)
-        if case.op == "reduce_scatter":
-            scatter = _either(dist, "reduce_scatter_single", "reduce_scatter_tensor")
-            return lambda turn: scatter(b, a, redop)
-        if case.op == "all_to_all":
-            return lambda turn: dist.all_to_all_single(b, a)
-        whole, piece = (b, a) if case.op == "gather" else (a, b)
-        parts = list(whole.split(case.part))
+        def mine(turn: int) -> Any:
+            return parts if root(turn) == case.rank else None
 
-        def gather_or_scatter(turn: int) -> None:
-            root = case.root_of(turn)
-            mine = parts if root == case.rank else None
-            if case.op == "gather":
-                dist.gather(piece, mine, root)
-            else:
-                dist.scatter(piece, mine, root)
-
-        return gather_or_scatter
+        runs: dict[str, Run] = {
+            "all_reduce": lambda turn: dist.all_reduce(a, redop),
+            "broadcast": lambda turn: dist.broadcast(a, root(turn)),
+            "reduce": lambda turn: dist.reduce(a, root(turn), redop),
+            "all_gather": lambda turn: all_gather(b, a),
+            "reduce_scatter": lambda turn: reduce_scatter(b, a, redop),
+            "all_to_all": lambda turn: dist.all_to_all_single(b, a),
+            "gather": lambda turn: dist.gather(a, mine(turn), root(turn)),
+            "scatter": lambda turn: dist.scatter(b, mine(turn), root(turn)),
+            "barrier": lambda turn: dist.barrier(),
+            "sendrecv": _ping_pong(case, lambda to: dist.send(a, to), lambda r: dist.recv(b, r)),
+        }
+        return runs[case.op]
 
 
 class Mpi:
@@ -248,62 +228,46 @@ class Mpi:
         self.rank, self.size = int(self._comm.Get_rank()), int(self._comm.Get_size())
         text = " ".join(str(self._mpi.Get_library_version()).split())
         self.version = text.partition(",")[0].partition(" Release")[0]
-        self.label = _mpi_name(text)
+        names = {"Open MPI": "Open MPI", "Intel(R) MPI": "Intel MPI", "MPICH": "MPICH"}
+        self.label = next((short for name, short in names.items() if name in text), "MPI")
+        self.barrier: Any = self._comm.Barrier
+        self.leave: Any = self._mpi.Finalize
 
     def empty(self, count: int, case: Case) -> Any:
         """Return a new flat buffer."""
-        return self._numpy.empty(count, self._dtype(case))
+        if case.dtype in {"float16", "bfloat16"}:
+            raise Refusal(f"MPI has no {case.dtype}")
+        return self._numpy.empty(count, case.dtype)
 
     def row(self, values: list[int], case: Case) -> Any:
         """Return `values` as a flat buffer; they wrap around as the element type does."""
-        return self._numpy.array(values).astype(self._dtype(case))
-
-    def _dtype(self, case: Case) -> Any:
-        if case.dtype in {"float16", "bfloat16"}:
-            raise Refusal(f"MPI has no {case.dtype}")
-        return self._numpy.dtype(case.dtype)
-
-    def barrier(self) -> None:
-        """Meet the other ranks."""
-        self._comm.Barrier()
-
-    def leave(self) -> None:
-        """Leave the job."""
-        self._mpi.Finalize()
+        return self._numpy.array(values).astype(case.dtype)
 
     def operation(self, case: Case, a: Any, b: Any) -> Run:
         """Return a function that runs the operation once, on source `a` and target `b`."""
-        comm, mpi = self._comm, self._mpi
+        comm, in_place, root = self._comm, self._mpi.IN_PLACE, case.root_of
         if case.redop == "avg":
             raise Refusal("MPI has no avg")
-        redop = {"sum": "SUM", "product": "PROD", "min": "MIN", "max": "MAX"}.get(case.redop)
-        reduction = getattr(mpi, redop) if redop else None
+        names = {"sum": "SUM", "product": "PROD", "min": "MIN", "max": "MAX"}
+        redop = getattr(self._mpi, names[case.redop]) if case.redop else None
 
         def reduce(turn: int) -> None:
-            root = case.root_of(turn)
-            mine = (mpi.IN_PLACE, a) if root == case.rank else (a, None)
-            comm.Reduce(*mine, reduction, root)
+            mine = (in_place, a) if root(turn) == case.rank else (a, None)
+            comm.Reduce(*mine, redop, root(turn))
 
         runs: dict[str, Run] = {
-            "all_reduce": lambda turn: comm.Allreduce(mpi.IN_PLACE, a, reduction),
-            "broadcast": lambda turn: comm.Bcast(a, case.root_of(turn)),
+            "all_reduce": lambda turn: comm.Allreduce(in_place, a, redop),
+            "broadcast": lambda turn: comm.Bcast(a, root(turn)),
             "reduce": reduce,
             "all_gather": lambda turn: comm.Allgather(a, b),
-            "reduce_scatter": lambda turn: comm.Reduce_scatter_block(a, b, reduction),
+            "reduce_scatter": lambda turn: comm.Reduce_scatter_block(a, b, redop),
             "all_to_all": lambda turn: comm.Alltoall(a, b),
-            "gather": lambda turn: comm.Gather(a, b, case.root_of(turn)),
-            "scatter": lambda turn: comm.Scatter(a, b, case.root_of(turn)),
+            "gather": lambda turn: comm.Gather(a, b, root(turn)),
+            "scatter": lambda turn: comm.Scatter(a, b, root(turn)),
             "barrier": lambda turn: comm.Barrier(),
-            "sendrecv": _ping_pong(
-                case, lambda to: comm.Send(a, to), lambda peer: comm.Recv(b, peer)
-            ),
+            "sendrecv": _ping_pong(case, lambda to: comm.Send(a, to), lambda r: comm.Recv(b, r)),
         }
         return runs[case.op]
-
-
-def _either(module: Any, name: str, older: str) -> Any:
-    """Return a function under its name of today or, in an older torch, of yesterday."""
-    return getattr(module, name, None) or getattr(module, older)
 
 
 def _ping_pong(case: Case, send: Run, receive: Run) -> Run:
@@ -320,21 +284,15 @@ def _ping_pong(case: Case, send: Run, receive: Run) -> Run:
     return (zero, one, lambda turn: None)[min(case.rank, 2)]
 
 
-def _mpi_name(version: str) -> str:
-    """Return a short name from what MPI says of itself."""
-    names = {"Open MPI": "Open MPI", "Intel(R) MPI": "Intel MPI", "MPICH": "MPICH"}
-    return next((short for name, short in names.items() if name in version), "MPI")
-
-
 class Server:
     """Carries out the controller's commands."""
 
     def __init__(self, contestant: TorchStyle | Mpi) -> None:
         self._contestant = contestant
-        self._case: Case | None = None
+        self._case: Case
         self._source: Any = None
         self._target: Any = None
-        self._run: Run = lambda turn: None
+        self._run: Run
 
     def prepare(self, **asked: Any) -> dict[str, int]:
         """Make the buffers, run the operation once, and count wrong elements."""
@@ -342,9 +300,12 @@ class Server:
         case = Case(**asked, rank=who.rank, size=who.size)
         self._case = case
         if case.op != "barrier":
-            source, target = sum(s.length for s in inputs(case)), _target_length(case)
-            self._source = who.empty(source, case)
-            self._target = who.empty(target, case) if target else None
+            self._source = who.empty(inputs(case).length, case)
+            lengths = {
+                **dict.fromkeys(("all_gather", "all_to_all", "gather", "sendrecv"), case.count),
+                **dict.fromkeys(("reduce_scatter", "scatter"), case.part),
+            }  # the others receive where they send from
+            self._target = who.empty(lengths[case.op], case) if case.op in lengths else None
         self._run = who.operation(case, self._source, self._target)
         found = self._check()
         if case.op in {"all_reduce", "reduce"}:
@@ -363,17 +324,17 @@ class Server:
     def finish(self) -> dict[str, int]:
         """Check once more, while everything is warm, and let the buffers go."""
         found = self._check()
-        self._run, self._source, self._target = (lambda turn: None), None, None
+        del self._run
+        self._source = self._target = None
         return {"wrong": found}
 
     def _check(self) -> int:
         """Run the operation once on fresh values and count the elements that come out wrong."""
         case, who = self._case, self._contestant
-        assert case is not None
         if case.op == "barrier":
             self._run(0)
             return 0
-        write(self._source, who.row(table(case, inputs(case)[0]), case))
+        write(self._source, who.row(table(case, inputs(case)), case))
         result = self._source if self._target is None else self._target
         if self._target is not None:
             self._target[:] = 0
@@ -386,15 +347,6 @@ class Server:
         return found
 
 
-def _target_length(case: Case) -> int:
-    """Return the elements of the buffer that receives; 0 where the source does."""
-    lengths = {
-        **dict.fromkeys(("all_gather", "all_to_all", "gather", "sendrecv"), case.count),
-        **dict.fromkeys(("reduce_scatter", "scatter"), case.part),
-    }
-    return lengths.get(case.op, 0)
-
-
 def serve(address: str, who: Any, server: object) -> None:
     """Answer commands until the controller says no more.
 
@@ -403,29 +355,24 @@ def serve(address: str, who: Any, server: object) -> None:
         who: Has the rank, label and version of who answers (Any: of whatever library).
         server: Its methods are the commands; they take keywords, and return what to answer.
     """
-    with socket.socket(socket.AF_UNIX) as controller:
-        controller.connect("\0" + address)
-        lines = controller.makefile("r", encoding="utf-8")
-
-        def say(**answer: Any) -> None:
-            controller.sendall(json.dumps(answer).encode() + b"\n")
-
-        say(
-            rank=who.rank,
-            label=who.label,
-            version=who.version,
-            copies=getattr(who, "copies", ""),
-            python=sys.version.split()[0],
-        )
-        for line in lines:
-            command = json.loads(line)
-            try:
-                say(**getattr(server, command.pop("command"))(**command))
-            except Refusal as refusal:
-                say(refused=str(refusal))
-            except Exception as error:
-                traceback.print_exc()
-                say(error=f"{type(error).__name__}: {error}")
+    with socket.socket(socket.AF_UNIX) as own:
+        own.connect("\0" + address)
+        controller = Connection(own.detach())
+    who_answers = {name: getattr(who, name) for name in ("rank", "label", "version")}
+    controller.send({**who_answers, "copies": getattr(who, "copies", "")})
+    while True:
+        try:
+            command = controller.recv()
+        except (EOFError, OSError):  # it has no more
+            return
+        try:
+            answer = getattr(server, command.pop("command"))(**command)
+        except Refusal as refusal:
+            answer = {"refused": str(refusal)}
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        controller.send(answer)
 
 
 def main() -> None:

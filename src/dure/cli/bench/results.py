@@ -12,8 +12,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from dure.cli.bench.operations import OPERATIONS
-from dure.cli.bench.plan import Plan
+from dure.cli.bench.plan import OPERATIONS, Plan
 from dure.errors import DataError
 
 __all__ = ["Cell", "Key", "Report", "read_report", "tables_of"]
@@ -47,6 +46,11 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     samples_s: tuple[float, ...] = ()
     wrong: int = 0
     note: str = ""
+
+    @property
+    def key(self) -> Key:
+        """Whose table it belongs to."""
+        return Key(self.op, self.dtype, self.redop, self.ranks)
 
     @property
     def median_s(self) -> float | None:
@@ -130,8 +134,7 @@ def tables_of(cells: Iterable[Cell]) -> dict[Key, dict[int, dict[str, Cell]]]:
     """Sort cells into tables: rows by size, and in a row the contestants."""
     tables: dict[Key, dict[int, dict[str, Cell]]] = {}
     for cell in cells:
-        key = Key(cell.op, cell.dtype, cell.redop, cell.ranks)
-        tables.setdefault(key, {}).setdefault(cell.num_bytes, {})[cell.contestant] = cell
+        tables.setdefault(cell.key, {}).setdefault(cell.num_bytes, {})[cell.contestant] = cell
     return tables
 
 

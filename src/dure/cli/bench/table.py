@@ -13,13 +13,10 @@ from rich.table import Table
 
 from dure.cli.bench.plan import show_size
 from dure.cli.bench.results import Cell, Key, Report, tables_of
-from dure.cli.page import html_table
 
-__all__ = ["html_of", "markdown", "rich_tables", "show_time"]
+__all__ = ["heads_and_rows", "markdown", "rich_tables", "show_time"]
 
-Row = list[str]
-
-_OWN = ("size", "count", "time", "±", "algbw GB/s", "busbw GB/s", "#wrong")
+_OWN = ["size", "count", "time", "±", "algbw GB/s", "busbw GB/s", "#wrong"]
 _NONE = "-"
 
 
@@ -35,24 +32,20 @@ def show_time(seconds: float | None) -> str:
 
 def rich_tables(key: Key, cells: Sequence[Cell], contestants: Sequence[str]) -> list[Table]:
     """Return the tables of `cells`, which share `key`: Dure's figures, and beside its rivals'."""
-    ((_, rows),) = tables_of(cells).items()
-    names = _present(rows, contestants)
-    width = len(_OWN)
-    whole = _rows(rows, names)
-    tables = [_table(f"{key.title}: {names[0]}", _OWN, [row[:width] for row in whole])]
-    if len(names) > 1:
-        heads = ["size", names[0], *_heads(names)[width:]]
-        beside = [[row[0], _beside(row), *row[width:]] for row in whole]
-        tables.append(_table("", heads, beside))
+    heads, rows = heads_and_rows(tables_of(cells)[key], contestants)
+    own = len(_OWN)
+    ours = next(name for name in contestants if any(c.contestant == name for c in cells))
+    tables = [_rich(f"{key.title}: {ours}", heads[:own], [row[:own] for row in rows])]
+    if len(heads) > own:
+        beside = [
+            [row[0], row[2] if row[2] == _NONE else f"{row[2]} ±{row[3]}", *row[own:]]
+            for row in rows
+        ]
+        tables.append(_rich("", ["size", ours, *heads[own:]], beside))
     return tables
 
 
-def _beside(row: Row) -> str:
-    """Return Dure's time as the rivals' are written."""
-    return row[2] if row[2] == _NONE else f"{row[2]} ±{row[3]}"
-
-
-def _table(title: str, heads: Sequence[str], rows: Sequence[Row]) -> Table:
+def _rich(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(
         title=title or None,
         title_justify="left",
@@ -67,59 +60,39 @@ def _table(title: str, heads: Sequence[str], rows: Sequence[Row]) -> Table:
     return table
 
 
-def html_of(cells: Sequence[Cell], contestants: Sequence[str]) -> str:
-    """Return the whole table of `cells`, which belong to one operation, as HTML."""
-    ((_, rows),) = tables_of(cells).items()
-    names = _present(rows, contestants)
-    return html_table(_heads(names), _rows(rows, names))
-
-
 def markdown(report: Report) -> str:
     """Return all tables of a report as Markdown."""
     out: list[str] = []
-    for key, rows in tables_of(report.cells).items():
-        names = _present(rows, report.contestants)
-        heads = _heads(names)
-        out += [f"**{key.title}** ({names[0]})", ""]
+    for key, found in tables_of(report.cells).items():
+        heads, rows = heads_and_rows(found, report.contestants)
+        ours = next(name for name in report.contestants if any(name in c for c in found.values()))
+        out += [f"**{key.title}** ({ours})", ""]
         out += [f"| {' | '.join(heads)} |", "|" + " ---: |" * len(heads)]
-        out += [f"| {' | '.join(row)} |" for row in _rows(rows, names)]
+        out += [f"| {' | '.join(row)} |" for row in rows]
         out.append("")
     return "\n".join(out)
 
 
-def _present(rows: Mapping[int, Mapping[str, Cell]], contestants: Sequence[str]) -> list[str]:
-    """Return those contestants that have a cell in the table, in order."""
-    return [name for name in contestants if any(name in row for row in rows.values())]
+def heads_and_rows(
+    rows: Mapping[int, Mapping[str, Cell]], contestants: Sequence[str]
+) -> tuple[list[str], list[list[str]]]:
+    """Return the whole table of what `tables_of` found for one operation, as texts."""
+    names = [name for name in contestants if any(name in row for row in rows.values())]
+    heads = [*_OWN, *(head for name in names[1:] for head in (name, "ratio"))]
+    return heads, [_row(rows[size], names) for size in sorted(rows)]
 
 
-def _heads(names: Sequence[str]) -> Row:
-    return [*_OWN, *(head for name in names[1:] for head in (name, "ratio"))]
-
-
-def _rows(rows: Mapping[int, Mapping[str, Cell]], names: Sequence[str]) -> list[Row]:
-    return [_row(rows[size], names) for size in sorted(rows)]
-
-
-def _row(cells: Mapping[str, Cell], names: Sequence[str]) -> Row:
-    first = next(iter(cells.values()))
-    ours = cells.get(names[0])
-    out = [show_size(first.num_bytes), str(first.count), *_figures(ours)]
+def _row(cells: Mapping[str, Cell], names: Sequence[str]) -> list[str]:
+    first, ours = next(iter(cells.values())), cells.get(names[0])
+    out = [show_size(first.num_bytes), str(first.count)]
+    if ours is None or ours.median_s is None:
+        out += [_NONE] * (len(_OWN) - 2)
+    else:
+        rates = [_show_rate(rate) for rate in (ours.algorithm_gb_s, ours.bus_gb_s)]
+        out += [show_time(ours.median_s), f"{ours.spread:.0%}", *rates, str(ours.wrong)]
     for name in names[1:]:
         out += _rival(cells.get(name), ours)
     return out
-
-
-def _figures(cell: Cell | None) -> Row:
-    """Return Dure's own columns."""
-    if cell is None or cell.median_s is None:
-        return [_NONE] * (len(_OWN) - 2)
-    rates = (cell.algorithm_gb_s, cell.bus_gb_s)
-    return [
-        show_time(cell.median_s),
-        f"{cell.spread:.0%}",
-        *map(_show_rate, rates),
-        str(cell.wrong),
-    ]
 
 
 def _show_rate(rate: float | None) -> str:
@@ -129,7 +102,7 @@ def _show_rate(rate: float | None) -> str:
     return f"{rate:.{3 if rate < 1 else 2 if rate < 10 else 1}f}"
 
 
-def _rival(cell: Cell | None, ours: Cell | None) -> Row:
+def _rival(cell: Cell | None, ours: Cell | None) -> list[str]:
     """Return a rival's time with its spread, and how it compares."""
     if cell is None or cell.median_s is None:
         return [_NONE, _NONE]

@@ -19,10 +19,10 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column, Table
 
 from dure.cli.demo.events import decode
-from dure.cli.demo.progress import Watcher, watcher
 from dure.cli.demo.report import Ran, write_report
 from dure.cli.demo.results import Run, comparison
 from dure.cli.machine import busy_cores, usable_cores
@@ -36,6 +36,7 @@ _USER_ERRORS = {"UsageError", "DataError"}
 _QUIET_CORES = 0.5
 _QUICK_IMAGES = 2400
 _KEPT_LINES = 200
+_REFRESH_S = 0.2
 _FSDP_HIDDEN = 8  # layers: some 11 million parameters, in place of 0.27
 
 
@@ -153,15 +154,56 @@ def _carry_out(plan: Plan, console: Console) -> None:
         crowd = f"{plan.ranks} ranks, {cores} cores of which others use {busy:.1f}"
         console.print(f"Note: {crowd}; times will suffer.", highlight=False)
     ran = Ran(command=plan.command, when=f"{datetime.now():%Y-%m-%d %H:%M}", busy_cores=busy)
-    with watcher(console) as watch:
-        runs = [_train(run, plan, watch) for run in plan.runs]
+    with _Screen(console) as screen:
+        runs = [_train(run, plan, screen) for run in plan.runs]
     _show(console, runs)
     report = plan.out / "report.html"
     write_report(report, runs, ran)
     console.print(f"Report: {report}", soft_wrap=True, highlight=False)
 
 
-def _train(run: Run, plan: Plan, watch: Watcher) -> Run:
+class _Screen(Progress):
+    """Shows runs as they advance: a bar each on a terminal, ten lines each anywhere else."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=16),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[state]}", table_column=Column(no_wrap=True)),
+            console=console,
+            refresh_per_second=1 / _REFRESH_S,
+            disable=not console.is_terminal,
+        )
+        self._tenth = 0
+        self._next_s = 0.0
+
+    def begin(self, run: Run) -> None:
+        """Show that `run`'s processes are being started."""
+        self._tenth = 0
+        self.add_task(run.name, total=None, state="starting")
+        if self.disable:
+            self.console.print(f"{run.name}: starting", highlight=False)
+
+    def update_run(self, run: Run, *, at_once: bool = False) -> None:
+        """Show how far `run` has come; cheap enough to call after every event."""
+        if run.start is None or not run.points:
+            return
+        done, steps = len(run.points), run.start.steps
+        state = (  # short enough for a bar in 80 columns
+            f"loss {run.points[-1].loss:.3f}, {run.images_per_s:,.0f} images/s, "
+            f"{run.communication_share:.1%} in communication"
+        )
+        if self.disable and done * 10 // steps > self._tenth:
+            self._tenth = done * 10 // steps
+            text = f"{run.name}: step {done:,} of {steps:,}, {state}"
+            self.console.print(text, highlight=False, soft_wrap=True)
+        elif at_once or time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + _REFRESH_S
+            self.update(self.task_ids[-1], total=steps, completed=done, state=state)
+
+
+def _train(run: Run, plan: Plan, screen: _Screen) -> Run:
     """Run `train.py` as `run` says; return it with what came of it, or leave with its exit code."""
     sharded = ("--fsdp",) if run.way == "FSDP" else ()
     images = ("--images", str(_QUICK_IMAGES)) if plan.quick else ()
@@ -174,9 +216,9 @@ def _train(run: Run, plan: Plan, watch: Watcher) -> Run:
             other.append(f"[{line.rank}] {text}")
         else:
             run.add(line.rank, event)
-            watch.update(run)
+            screen.update_run(run)
 
-    watch.begin(run)
+    screen.begin(run)
     began = time.monotonic()
     result = run_job(
         JobSpec(
@@ -192,7 +234,7 @@ def _train(run: Run, plan: Plan, watch: Watcher) -> Run:
     run.wall_s = time.monotonic() - began
     if not result.ok:
         _explain(result, list(other))
-    watch.end(run)
+    screen.update_run(run, at_once=True)
     for line in other:
         print(line, file=sys.stderr)
     return run

@@ -5,14 +5,15 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from pathlib import Path
 
 import dure
+from dure.cli import charts
 from dure.cli.charts import Axis, Bar, Series, line_chart, stacked_bars
-from dure.cli.demo.results import PHASES, Row, Run, comparison
+from dure.cli.demo.results import PHASES, Run, comparison
 from dure.cli.machine import machine
-from dure.cli.page import Page, definitions, figure, html_table, section, side_by_side
 
 __all__ = ["Ran", "write_report"]
 
@@ -27,10 +28,6 @@ _COLOURS = {
     "p4": ("#5b9e6f", "#74b588"),
     "p5": ("#d9d2c3", "#4a463d"),
 }
-_STYLE = """\
-.line.c0 { stroke: var(--c0); stroke-width: 3.5; } .line.c1 { stroke: var(--c1); }
-.p0 { fill: var(--p0); } .p1 { fill: var(--p1); } .p2 { fill: var(--p2); }
-.p3 { fill: var(--p3); } .p4 { fill: var(--p4); } .p5 { fill: var(--p5); }"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,25 +52,25 @@ def write_report(path: Path, runs: Sequence[Run], ran: Ran) -> None:
         OSError: The file cannot be written.
     """
     about = [*machine(), ("Others at work", f"{ran.busy_cores:.1f} cores busy just before")]
-    page = Page(
-        kicker="dure demo",
-        headline=_headline(runs),
-        lead=f"{_data(runs[0])}. {ran.when}.",
-        colours=_COLOURS,
-        style=_STYLE,
-        blocks=[
-            section(f"{_table(runs, comparison(runs))}\n<p>{escape(_notes(runs))}</p>"),
-            side_by_side([figure(title, svg) for title, svg in _charts(runs)]),
-            side_by_side(
-                [
-                    section(definitions(_what(runs, ran)), "What was run"),
-                    section(definitions(about), "On what machine"),
-                ]
+    several = len(runs) > 1
+    heads = ["", *(run.name for run in runs), *(["gain"] if several else [])]
+    rows = [[row.label, *row.values, *([row.gain] if several else [])] for row in comparison(runs)]
+    facts = [(_what(runs, ran), "What was run"), (about, "On what machine")]
+    text = charts.page(
+        "dure demo",
+        _headline(runs),
+        f"{_data(runs[0])}. {ran.when}.",
+        _COLOURS,
+        [
+            charts.section(f"{charts.html_table(heads, rows)}\n<p>{escape(_notes(runs))}</p>"),
+            charts.side_by_side([charts.figure(title, svg) for title, svg in _charts(runs)]),
+            charts.side_by_side(
+                [charts.section(charts.definitions(p), title) for p, title in facts]
             ),
         ],
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page.html(), "utf-8")
+    path.write_text(text, "utf-8")
 
 
 def _headline(runs: Sequence[Run]) -> str:
@@ -108,7 +105,8 @@ def _notes(runs: Sequence[Run]) -> str:
     )
     text = (
         "Training time leaves evaluations out; the loss is the mean of the last 11 steps. "
-        "A step lasts as long as its slowest rank; its phases are means over the ranks. "
+        "A step lasts as long as its slowest rank; its phases are means over the ranks, and what "
+        "these have less than the step is in other. "
         "Exposed communication is the time in which a step does nothing but communicate with other "
         "ranks or wait for them; what backward hides is not in it. Data wait is the time until a "
         "step has its batch."
@@ -129,32 +127,29 @@ def _notes(runs: Sequence[Run]) -> str:
 
 def _charts(runs: Sequence[Run]) -> list[tuple[str, str]]:
     """Draw every chart, as (title, SVG)."""
-    seconds = Axis(label="training time (s)")
-    loss = Axis(label="training loss (nats)")
-    by_step, by_time = "Loss by step", "Loss by time"
-    accuracy, breakdown = "Test accuracy by time", "Where a step's time goes"
-    smooth = [(run, run.smooth_losses()) for run in runs]
-    steps = [
-        Series(run.name, [(p.step, v) for p, v in zip(run.points, values, strict=True)])
-        for run, values in smooth
-    ]
-    times = [
-        Series(run.name, [(p.elapsed_s, v) for p, v in zip(run.points, values, strict=True)])
-        for run, values in smooth
-    ]
+    seconds, loss = Axis(label="training time (s)"), Axis(label="training loss (nats)")
+    by_time: list[Series] = []
+    by_step: list[Series] = []
+    for run in runs:
+        losses = list(zip(run.points, run.smooth_losses(), strict=True))
+        by_time.append(Series(run.name, [(p.elapsed_s, mean) for p, mean in losses]))
+        by_step.append(Series(run.name, [(p.step, mean) for p, mean in losses]))
     accuracies = [Series(run.name, run.accuracy_curve()) for run in runs]
+    percent = Axis(label="test accuracy", show=lambda value: f"{value:.0%}")
     bars = [
         Bar(run.way or run.name, [getattr(run.phases, name) * 1e3 for name in PHASES])
         for run in runs
     ]
     parts = [_SHORT.get(field, label) for field, label in PHASES.items()]
-    percent = Axis(label="test accuracy", show=lambda value: f"{value:.0%}")
-    return [
-        (by_time, line_chart(by_time, times, seconds, loss)),
-        (by_step, line_chart(by_step, steps, Axis(label="step"), loss)),
-        (accuracy, line_chart(accuracy, accuracies, seconds, percent)),
-        (breakdown, stacked_bars(breakdown, parts, bars, Axis(label="mean time of a step (ms)"))),
-    ]
+    drawn = {
+        "Loss by time": partial(line_chart, series=by_time, x=seconds, y=loss),
+        "Loss by step": partial(line_chart, series=by_step, x=Axis(label="step"), y=loss),
+        "Test accuracy by time": partial(line_chart, series=accuracies, x=seconds, y=percent),
+        "Where a step's time goes": partial(
+            stacked_bars, parts=parts, bars=bars, x=Axis(label="mean time of a step (ms)")
+        ),
+    }
+    return [(title, draw(title)) for title, draw in drawn.items()]
 
 
 def _what(runs: Sequence[Run], ran: Ran) -> list[tuple[str, str]]:
@@ -177,10 +172,3 @@ def _what(runs: Sequence[Run], ran: Ran) -> list[tuple[str, str]]:
         ("Python", platform.python_version()),
     ]
     return pairs
-
-
-def _table(runs: Sequence[Run], rows: Sequence[Row]) -> str:
-    several = len(runs) > 1
-    heads = ["", *(run.name for run in runs), *(["gain"] if several else [])]
-    cells = [[row.label, *row.values, *([row.gain] if several else [])] for row in rows]
-    return html_table(heads, cells)

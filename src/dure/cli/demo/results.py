@@ -2,15 +2,18 @@
 
 A `Run` collects the events of one job as they come. Ranks report the loss over their own part of a
 batch; the parts are equal, so the batch's loss is the mean over ranks. A step lasts as long as its
-slowest rank; where its time went is the mean over ranks. Evaluations are not part of training time.
+slowest rank; where its time went is the mean over ranks, and what these have less is `other`.
+Evaluations are not part of training time.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from dure.cli.demo.events import EpochEnd, Event, Memory, Phases, Start, Step
 
@@ -38,7 +41,7 @@ class Point:
         step: Steps taken, from 1.
         loss: Mean over the whole batch.
         elapsed_s: Training time since the first step began, without evaluations.
-        phases: Where the step's time went, mean over ranks.
+        phases: Where the step's time went; they add up to it.
     """
 
     step: int
@@ -91,12 +94,13 @@ class Run:
 
     def _finish(self, steps: Sequence[Step]) -> None:
         """Add the point of a step that all ranks have reported."""
+        mean, slowest_s = _mean([s.phases for s in steps]), max(s.phases.total for s in steps)
         self.points.append(
             Point(
                 step=steps[0].step,
                 loss=statistics.fmean(s.loss for s in steps),
-                elapsed_s=self.train_s + max(s.phases.total for s in steps),
-                phases=_mean([s.phases for s in steps]),
+                elapsed_s=self.train_s + slowest_s,
+                phases=msgspec.structs.replace(mean, other=mean.other + slowest_s - mean.total),
             )
         )
 
@@ -134,8 +138,8 @@ class Run:
     @property
     def communication_share(self) -> float:
         """Share of step time spent waiting for other ranks' gradients, from 0 to 1."""
-        spent = sum(p.phases.total for p in self.points)
-        return sum(p.phases.communication for p in self.points) / spent if spent else 0.0
+        waited = sum(p.phases.communication for p in self.points)
+        return waited / self.train_s if self.train_s else 0.0
 
     def accuracy_curve(self) -> list[tuple[float, float]]:
         """Return (training time in seconds, accuracy from 0 to 1) after each epoch."""
@@ -180,48 +184,36 @@ def comparison(runs: Sequence[Run]) -> list[Row]:
     """Return the final table's rows; every run has finished, with a step at least."""
     target = common_target(runs)
     times = [run.time_to(target) or run.train_s for run in runs]
-    memory = [float(run.memory) for run in runs if run.way]
+    memory = [run.memory / 1e6 for run in runs if run.way]
     return [
-        _row(f"time to training loss {target:.2g}", times, lambda t: f"{t:.2f} s", -1),
-        _row("images/s", [r.images_per_s for r in runs], lambda v: f"{v:,.0f}", 1),
-        _row(
-            "step time",
-            [r.train_s / len(r.points) for r in runs],
-            lambda t: f"{t * 1e3:.1f} ms",
-            -1,
+        _row(f"time to training loss {target:.2g}", times, "{:.2f} s"),
+        _row("images/s", [r.images_per_s for r in runs], "{:,.0f}", more_is_better=True),
+        _row("step time", [run.phases.total * 1e3 for run in runs], "{:.1f} ms"),
+        *(
+            Row(f"· {label}", tuple(_phase(run.phases, field) for run in runs))
+            for field, label in PHASES.items()
         ),
-        *_phase_rows(runs),
-        *([_row("memory of all ranks", memory, _megabytes, -1)] if all(memory) and memory else []),
-        Row("test accuracy", tuple(_percent(r.accuracy) for r in runs), _points(runs)),
+        *([_row("memory of all ranks", memory, "{:,.0f} MB")] if memory and all(memory) else []),
+        Row("test accuracy", tuple(map(_percent, runs)), _points(runs)),
     ]
 
 
-def _row(label: str, values: Sequence[float], show: Callable[[float], str], sense: int) -> Row:
-    """Make a row with a ratio; `sense` is 1 where more is better, -1 where less is."""
+def _row(label: str, values: Sequence[float], form: str, *, more_is_better: bool = False) -> Row:
+    """Make a row with the ratio of the last value and the first."""
     first, last = values[0], values[-1]
-    gain = f"{(last / first) ** sense:.2f}×" if len(values) > 1 and first and last else ""
-    return Row(label, tuple(show(v) for v in values), gain)
+    ratio = (last / first if more_is_better else first / last) if first and last else 0.0
+    gain = f"{ratio:.2f}×" if len(values) > 1 and ratio else ""
+    return Row(label, tuple(form.format(v) for v in values), gain)
 
 
-def _megabytes(nbytes: float) -> str:
-    return f"{nbytes / 1e6:,.0f} MB"
+def _phase(phases: Phases, field: str) -> str:
+    """Return a phase's time, and its share of the step."""
+    seconds = getattr(phases, field)
+    return f"{seconds * 1e3:.2f} ms, {seconds / (phases.total or 1.0):.0%}"
 
 
-def _phase_rows(runs: Sequence[Run]) -> list[Row]:
-    """Return a row a phase of a step: its mean time, and its share of the step."""
-    means = [run.phases for run in runs]
-
-    def cell(phases: Phases, field: str) -> str:
-        seconds = getattr(phases, field)
-        return f"{seconds * 1e3:.2f} ms, {seconds / (phases.total or 1.0):.0%}"
-
-    return [
-        Row(f"· {label}", tuple(cell(p, field) for p in means)) for field, label in PHASES.items()
-    ]
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.1%}"
+def _percent(run: Run) -> str:
+    return "" if run.accuracy is None else f"{run.accuracy:.1%}"
 
 
 def _points(runs: Sequence[Run]) -> str:
