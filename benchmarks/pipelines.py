@@ -63,8 +63,7 @@ class Contestant:
         given = kinds[0] if name in ONE_STAGE else kinds
         self.schedule = make(given, microbatches, loss_fn=loss_fn)
         order = self.schedule.pipeline_order_with_comms
-        lists = tuple(tuple(order[r]) for r in range(ranks))
-        self.lists = Schedule(lists, made.placement, microbatches, name)
+        self.lists = Schedule.of_lists([order[r] for r in range(ranks)], name)
         self.rows = torch.randint(SHAPE.vocabulary, (microbatches, SHAPE.length + 1))
         self.measured: list[float] = []
         self.times: Times = defaultdict(list)

@@ -72,19 +72,7 @@ def _measured(lists: list[list[Span]]) -> Simulation:
         tuple(Span(span.action, span.start - first, span.end - first) for span in spans)
         for spans in lists
     )
-    where = {
-        part.stage: rank
-        for rank, spans in enumerate(shifted)
-        for span in spans
-        for part in span.action.parts
-    }
-    microbatches = {p.microbatch for spans in shifted for s in spans for p in s.action.parts}
-    schedule = Schedule(
-        tuple(tuple(span.action for span in spans) for spans in shifted),
-        tuple(where[stage] for stage in sorted(where)),
-        len(microbatches - {None}),
-        "measured",
-    )
+    schedule = Schedule.of_lists([[span.action for span in spans] for spans in shifted], "measured")
     peaks = validate(schedule)
     return Simulation(
         schedule=schedule,

@@ -23,7 +23,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
-from dure.errors import UsageError
+from dure.errors import ScheduleError, UsageError
 
 __all__ = ["Action", "Kind", "Schedule", "loop_placement", "v_placement"]
 
@@ -196,6 +196,31 @@ class Schedule:
     placement: tuple[int, ...]
     microbatches: int
     name: str = ""
+
+    @staticmethod
+    def of_lists(ranks: Sequence[Sequence[Action | None]], name: str = "") -> Schedule:
+        """Return the schedule of these lists: stages lie where they compute.
+
+        Raises:
+            ScheduleError: A stage computes nowhere.
+        """
+        where: dict[int, int] = {}
+        microbatches = 0
+        for rank, actions in enumerate(ranks):
+            for action in actions:
+                if action is not None and action.kind.is_compute:
+                    for part in action.parts:
+                        where.setdefault(part.stage, rank)
+                        microbatches = max(microbatches, (part.microbatch or 0) + 1)
+        missing = sorted({*range(max(where, default=0) + 1)} - set(where))
+        if missing:
+            raise ScheduleError(
+                "a stage computes nowhere",
+                seen=f"no forward of stage {missing[0]}",
+                fix="Number stages from 0, without gaps.",
+            )
+        placement = tuple(where[stage] for stage in sorted(where))
+        return Schedule(tuple(map(tuple, ranks)), placement, microbatches, name)
 
     @property
     def stages(self) -> int:

@@ -53,8 +53,8 @@ def read_csv(path: str | os.PathLike[str], format: Format = "compute_only") -> S
         [_action(path, format, row, column, cell) for column, cell in enumerate(each)]
         for row, each in enumerate(cells)
     ]
-    schedule = _schedule(path, ranks)
     try:
+        schedule = Schedule.of_lists(ranks, Path(path).stem)
         validate(schedule)
     except ScheduleError as error:
         where = Path(path).name
@@ -94,30 +94,3 @@ def _action(
             fix="Read it with format='compute_comms', or drop the cell.",
         )
     return action
-
-
-def _schedule(path: str | os.PathLike[str], ranks: list[list[Action | None]]) -> Schedule:
-    """Find out where stages lie, from the rows in which they compute."""
-    found: dict[int, tuple[int, int]] = {}  # stage -> row and column where it is seen first
-    microbatches = 0
-    for row, actions in enumerate(ranks):
-        for column, action in enumerate(actions):
-            for part in action.parts if action is not None and action.kind.is_compute else ():
-                first = found.setdefault(part.stage, (row, column))
-                if first[0] != row:
-                    raise UsageError(
-                        "a stage computes on two ranks",
-                        seen=f"{_place(path, row, column)}: {str(action)!r}; "
-                        f"stage {part.stage} is in row {first[0] + 1} too",
-                        fix="Keep all actions of a stage in one row.",
-                    )
-                microbatches = max(microbatches, (part.microbatch or 0) + 1)
-    missing = sorted(set(range(max(found, default=0) + 1)) - set(found))
-    if missing:
-        raise UsageError(
-            "a stage computes nowhere",
-            seen=f"{Path(path).name}: no forward of stage {missing[0]}",
-            fix="Number stages from 0, without gaps.",
-        )
-    placement = tuple(found[stage][0] for stage in range(len(found)))
-    return Schedule(tuple(map(tuple, ranks)), placement, microbatches, Path(path).stem)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dure.errors import UsageError
 from dure.schedules.actions import Action, Kind, Schedule
 from dure.schedules.execution import Span, execute
-from dure.schedules.validate import validate
+from dure.schedules.validate import peak_held, validate
 
 __all__ = ["DEFAULT_TIMES", "Simulation", "Times", "cost_function", "simulate"]
 
@@ -120,19 +120,5 @@ def simulate(
         tuple(map(tuple, spans)),
         step_time,
         peaks,
-        tuple(_peak_bytes(schedule.actions(rank), activation_bytes) for rank in range(len(spans))),
+        tuple(peak_held(schedule.actions(rank), activation_bytes) for rank in range(len(spans))),
     )
-
-
-def _peak_bytes(actions: list[Action], size: float | Sequence[float]) -> float:
-    held = peak = 0.0
-    parts = [part for action in actions for part in action.parts]
-    trains = any(part.kind in "BW" for part in parts)
-    for part in parts:
-        each = size if isinstance(size, int | float) else size[part.stage]
-        if part.kind is Kind.FORWARD:
-            peak = max(peak, held + each)
-            held += each if trains else 0
-        elif part.kind in (Kind.FULL_BACKWARD, Kind.BACKWARD_WEIGHT):
-            held -= each
-    return peak

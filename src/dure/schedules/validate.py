@@ -11,13 +11,13 @@ other is another question: see `prove_no_deadlock`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 from dure.errors import ScheduleError
 from dure.schedules.actions import Action, Kind, Schedule
 
-__all__ = ["needed_before", "validate"]
+__all__ = ["needed_before", "peak_held", "validate"]
 
 # What has been done for a stage and a microbatch, as bits.
 _DONE = {
@@ -83,11 +83,27 @@ def validate(schedule: Schedule) -> tuple[int, ...]:
             fix="Give one list for each rank of the placement.",
         )
     check = _Check(schedule)
-    peaks = tuple(check.rank(rank) for rank in range(ranks))
+    for rank in range(ranks):
+        check.rank(rank)
     check.nothing_missing()
     if schedule.has_transfers:
         _check_pairs(schedule)
-    return peaks
+    return tuple(int(peak_held(schedule.actions(rank), 1)) for rank in range(ranks))
+
+
+def peak_held(actions: Sequence[Action], size: float | Sequence[float]) -> float:
+    """Return the most that a rank holds for backward, if a microbatch of a stage takes `size`."""
+    held = peak = 0.0
+    parts = [part for action in actions for part in action.parts]
+    trains = any(part.kind in "BW" for part in parts)
+    for part in parts:
+        each = size if isinstance(size, int | float) else size[part.stage]
+        if part.kind is Kind.FORWARD:
+            peak = max(peak, held + each)
+            held += each if trains else 0
+        elif part.kind in (Kind.FULL_BACKWARD, Kind.BACKWARD_WEIGHT):
+            held -= each
+    return peak
 
 
 class _Check:
@@ -102,11 +118,9 @@ class _Check:
         self.weights = [0] * schedule.stages  # microbatches whose weights' gradients are there
         self.gathered: set[int] = set()  # stages that are unsharded
         self.reduced: set[int] = set()
-        self.live = self.peak = 0
 
-    def rank(self, rank: int) -> int:
-        """Check a rank's list by itself; return its peak of live activations."""
-        self.live = self.peak = 0
+    def rank(self, rank: int) -> None:
+        """Check a rank's list by itself."""
         actions = self.schedule.actions(rank)
         sharded = {a.stage for a in actions if a.kind is Kind.UNSHARD}
         for index, action in enumerate(actions):
@@ -128,7 +142,6 @@ class _Check:
                     seen=error.seen,
                     fix=error.fix,
                 ) from None
-        return self.peak
 
     def _on_rank(self, rank: int, action: Action) -> None:
         stages, microbatch = self.schedule.stages, action.microbatch
@@ -170,11 +183,7 @@ class _Check:
                 fix="Drop it: stages on one rank hand over by themselves.",
             )
         self.done[at] |= _DONE[kind]
-        if kind is Kind.FORWARD:
-            self.peak = max(self.peak, self.live + 1)
-            self.live += self.trains
-        elif kind in (Kind.FULL_BACKWARD, Kind.BACKWARD_WEIGHT):
-            self.live -= 1
+        if kind in (Kind.FULL_BACKWARD, Kind.BACKWARD_WEIGHT):
             self.weights[stage] += 1
 
     def _whole_stage(self, action: Action) -> None:

@@ -49,7 +49,7 @@ def test_a_file_is_a_row_a_rank_and_a_cell_a_step(tmp_path):
     [
         ("0F0,0B0\n1F0,1X0\n", "compute_only", "row 2, column 2", "'1X0'"),
         ("0F0,0SEND_F0,0B0\n1F0,1B0\n", "compute_only", "row 1, column 2", "'0SEND_F0'"),
-        ("0F0,0B0\n1F0,1B0,0F1\n", "compute_only", "row 2, column 3", "'0F1'"),
+        ("0F0,0B0\n1F0,1B0,0F1\n", "compute_only", "row 2, column 3", "0F1"),
         ("0F0,,0B0\n,1B0,1F0\n", "compute_only", "row 2, column 2", "1B0"),
         (
             "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1SEND_B0,1B0\n",

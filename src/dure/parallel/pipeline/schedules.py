@@ -130,8 +130,7 @@ class PipelineSchedule:
         format: Literal["compute_only", "compute_comms"] = "compute_only",
     ) -> None:
         """Take lists of actions; add what they lack, and prove that they come to an end."""
-        ranks = tuple(tuple(actions[rank]) for rank in sorted(actions))
-        schedule = Schedule(ranks, _placement(ranks, self._num_stages), self._n_microbatches)
+        schedule = Schedule.of_lists([actions[rank] for rank in sorted(actions)])
         if format == "compute_only":
             schedule = self._lower(schedule)
         self._use(schedule)
@@ -199,9 +198,7 @@ class PipelineSchedule:
         """Write the lists of actions to a file."""
         whole = format == "compute_comms"
         order = self.pipeline_order_with_comms if whole else self.pipeline_order
-        ranks = tuple(tuple(order[rank]) for rank in sorted(order))
-        placement = _placement(ranks, self._num_stages)
-        write_csv(Schedule(ranks, placement, self._n_microbatches), filename)
+        write_csv(Schedule.of_lists([order[rank] for rank in sorted(order)]), filename)
 
     # ---------------------------------------------------------------- a step
 
@@ -379,18 +376,6 @@ def _forward_only(actions: Sequence[Action]) -> list[Action]:
     """Return what of a list is forward."""
     parts = [part for action in actions for part in action.parts]
     return [part for part in parts if part.kind in _FORWARD]
-
-
-def _placement(ranks: Sequence[Sequence[Action | None]], num_stages: int) -> tuple[int, ...]:
-    """Return the rank of each stage: where its actions are."""
-    actions = [(rank, action) for rank, each in enumerate(ranks) for action in each if action]
-    found = {part.stage: rank for rank, action in actions for part in action.parts}
-    if sorted(found) != [*range(num_stages)]:
-        raise UsageError(
-            "a schedule has actions for each stage",
-            seen=f"for the stages {sorted(found)}, expected 0 to {num_stages - 1}",
-        )
-    return tuple(found[stage] for stage in range(num_stages))
 
 
 class PipelineScheduleSingle(PipelineSchedule):
