@@ -95,17 +95,18 @@ def _kill_at_point(job: Job, kill: Kill) -> Death:
 def _kill_agent(job: Job, kill: Kill) -> Death:
     """Kill an agent, or ask one to end; with it those whom the plan names."""
     agent = _choose_agent(job, kill)
+    coordinator = len(job.agents) == 1 or agent is _coordinator(job, job.running)
     at = time.monotonic()
     if kill.victim == "agent asked to end":
         agent.asked = True
         agent.process.terminate()
         agent.process.wait()
-        return Death(kill, at, [(agent.number, ASKED)])
+        return Death(kill, at, [(agent.number, ASKED)], coordinator)
     agent.killed = True
     who = [(agent.number, GONE)]
-    guardian = _helper(agent, _is_guardian) if "guardian" in kill.victim else None
-    if guardian is not None:
-        _kill(guardian)
+    reaper = _helper(agent, _is_reaper) if "reaper" in kill.victim else None
+    if reaper is not None:
+        _kill(reaper)
     if "worker of another" in kill.victim:
         mine = _children(agent)
         others = [w for w in job.workers() if w["pid"] not in mine]
@@ -115,20 +116,20 @@ def _kill_agent(job: Job, kill: Kill) -> Death:
         time.sleep(kill.delay_s / 3)
     agent.process.kill()
     agent.process.wait()
-    return Death(kill, at, who)
+    return Death(kill, at, who, coordinator)
 
 
 def _choose_agent(job: Job, kill: Kill) -> Agent:
     running = job.running
-    server = _server(job, running)
-    if kill.victim == "agent with the store" and server is not None:
-        return server
-    if kill.victim == "agent":
-        running = [a for a in running if a is not server] or running
+    coordinator = _coordinator(job, running)
+    if kill.victim == "coordinator agent" and coordinator is not None:
+        return coordinator
+    if kill.victim != "agent asked to end":
+        running = [a for a in running if a is not coordinator] or running
     return running[int(kill.pick * len(running))]
 
 
-def _server(job: Job, running: list[Agent]) -> Agent | None:
+def _coordinator(job: Job, running: list[Agent]) -> Agent | None:
     """Return the agent that listens at the endpoint, or else the first."""
     port = f"0100007F:{job.port:04X}"
     lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
@@ -145,8 +146,8 @@ def _server(job: Job, running: list[Agent]) -> Agent | None:
 
 
 def _harmless(job: Job, kill: Kill) -> Death:
-    if kill.victim in ("guardian", "zygote"):
-        _kill_helper(job, kill, _is_guardian if kill.victim == "guardian" else _is_zygote)
+    if kill.victim in ("reaper", "zygote"):
+        _kill_helper(job, kill, _is_reaper if kill.victim == "reaper" else _is_zygote)
     else:
         pids = [agent.process.pid for agent in job.running]
         if kill.victim == "worker stopped":
@@ -178,8 +179,8 @@ def _children(agent: Agent) -> list[int]:
     return found
 
 
-def _is_guardian(pid: int) -> bool:
-    return b"guardian.py" in _read(pid, "cmdline")
+def _is_reaper(pid: int) -> bool:
+    return b"reaper.py" in _read(pid, "cmdline")
 
 
 def _is_zygote(pid: int) -> bool:

@@ -46,12 +46,14 @@ class Death:
         kill: As planned.
         at: When.
         who: Agents and local ranks who died; or `GONE` or `ASKED` of an agent itself.
+        coordinator: Whether it was the agent on whom all others depend.
         recovery_s: From then to the next commit, or to the end of all where the job must end.
     """
 
     kill: Kill
     at: float
     who: list[tuple[int, int]]
+    coordinator: bool = False
     recovery_s: float = float("nan")
 
     @property
@@ -125,7 +127,7 @@ class Job:
         if plan.agents > 1:
             words += ["--nnodes", f"{plan.min_agents}:{plan.agents}"]
             words += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "drill"]
-            words += ["--rdzv-conf", "join_timeout=20,last_call_timeout=5"]
+            words += ["--rdzv-conf", "join_timeout=10,last_call_timeout=5"]
         name, _, value = self.tag.partition("=")
         # A host's own number keeps apart what the agents of one machine say.
         variables = {name: value, "TMPDIR": str(self.folder / "tmp"), "DRILL_AGENT": str(number)}
@@ -228,8 +230,8 @@ class Job:
         return not self._over()
 
     def _over(self) -> bool:
-        """Whether all agents have ended, and nobody lives on without them."""
-        return not self.running and not (self.orphaned() and self.left())
+        """Whether all agents have ended."""
+        return not self.running
 
     def _whole(self, begun: float) -> bool:
         """Whether as many ranks as the job is to have have committed since `begun`."""
@@ -245,13 +247,7 @@ class Job:
 
     def _wanted(self) -> int:
         here = len(self.running)
-        if self.plan.kind == "elastic" and self.orphaned():
-            return 1
         return self.plan.nproc * max(1, here)
-
-    def orphaned(self) -> bool:
-        """Tell whether an elastic job goes on without one of its launchers."""
-        return self.plan.kind == "elastic" and any(agent.killed for agent in self.agents)
 
     # ---- the end -----------------------------------------------------------------------------
 
@@ -259,7 +255,7 @@ class Job:
         """Wait until everything of the job has ended."""
         for agent in self.agents:
             self.wait(lambda a=agent: a.process.poll() is not None, f"agent {agent.number} ends")
-        self.wait(lambda: not self.left(), "processes are left", LIMIT_S if self.orphaned() else 10)
+        self.wait(lambda: not self.left(), "processes are left", 10)
         if self.plan.kind == "plain" and self.deaths:
             self.deaths[-1].recovery_s = time.monotonic() - begun
 

@@ -18,7 +18,7 @@ VICTIMS = {
         "two at once",
         "three in 50 ms",
         "agent",
-        "agent with the store",
+        "coordinator agent",
         "agent and a worker of another",
         "agent asked to end",
         "worker during a restart",
@@ -38,13 +38,13 @@ VICTIMS = {
 }
 """Those whose deaths the job must deal with. Of an elastic job's agents see `_elastic`."""
 
-HARMLESS = ("worker stopped", "agent stopped", "guardian", "zygote")
+HARMLESS = ("worker stopped", "agent stopped", "reaper", "zygote")
 """What must change nothing: who is stopped goes on after a while, and helpers may die."""
 
 _HARMLESS_WEIGHTS = (3, 3, 3, 1)
 
-_LONG_S = (6.0, 9.0)
-"""For so long an agent is stopped whom the others are to give up."""
+_LONG_S = (6.5, 9.0)
+"""For so long an agent is stopped whom the others are to give up: longer than lease and margin."""
 
 AFTER_ANOTHER = (
     "worker during a restart",
@@ -60,7 +60,7 @@ _TWO = (
     "two at once",
     "agent and a worker of another",
     "worker, and the zygote that forks",
-    "agent and guardian",
+    "agent and reaper",
 )
 
 
@@ -186,14 +186,11 @@ def _rounds(seed: int, chance: random.Random, more: int) -> Plan:
 def _elastic(seed: int, chance: random.Random, more: int) -> Plan:
     agents = chance.choice((1, 1, 2))
     kills = _mixed(chance, list(VICTIMS["elastic"]), 4 * more, 7 * more)
-    last = ["agent", "agent with the store", "agent asked to end"]
+    last = ["agent", "coordinator agent", "agent asked to end"]
     if agents == 1:
-        last = ["agent", "agent and guardian", "agent asked to end"]
+        last = ["agent", "agent and reaper", "agent asked to end"]
     if chance.random() < 0.6:
         kills.append(_kill(chance, chance.choice(last)))
-        if agents == 1 and "asked" not in kills[-1].victim:  # nobody replaces ranks from now on
-            orphans = ("rank 0", "worker")
-            kills += [_kill(chance, chance.choice(orphans)) for _ in range(chance.randint(0, 2))]
     return Plan(
         seed=seed,
         kind="elastic",

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dure.launch.ranks.ports import reserve_port
-from dure.store.key import JobKey, mint
-from dure.store.ladder import Ladder
+from dure.store.key import mint
 
 PROGRAM = """\
 import os
@@ -88,7 +87,11 @@ class Crew:
         self.program.write_text(PROGRAM)
 
     def start(self, name: str, *flags: str) -> Host:
-        """Start the launcher of one host."""
+        """Start the launcher of one host of several."""
+        return self.start_alone(name, *flags, "--rdzv-endpoint", f"127.0.0.1:{self.port}")
+
+    def start_alone(self, name: str, *flags: str) -> Host:
+        """Start the launcher of a host."""
         environment = os.environ | {
             "DURE_HOST_ID": name,
             "DURE_JOB_KEY_FILE": str(self.key),
@@ -98,7 +101,7 @@ class Crew:
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "dure.cli", "run", *flags),
-                *("--rdzv-endpoint", f"127.0.0.1:{self.port}", str(self.program)),
+                str(self.program),
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -111,10 +114,8 @@ class Crew:
         return host
 
     def wait_for_store(self) -> None:
-        """Wait until a launcher serves the store at the endpoint."""
-        visitor = Ladder([f"127.0.0.1:{self.port}"], JobKey(self.key.read_bytes()))
-        visitor.join(30)
-        visitor.close()
+        """Wait until a launcher coordinates at the endpoint."""
+        self.wait_for(lambda: _listens(self.port), "the coordinator")
 
     def starts(self) -> list[Start]:
         """Return what the ranks have said so far."""
@@ -187,6 +188,12 @@ def crew(folder: Path) -> Iterator[Crew]:
     finally:
         left = hosts.close()
     assert left == []
+
+
+def _listens(port: int) -> bool:
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    fields = [line.split() for line in lines]
+    return any(f[1] == f"0100007F:{port:04X}" and f[3] == "0A" for f in fields)
 
 
 def _living(tag: str) -> list[int]:

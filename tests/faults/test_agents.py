@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,29 +75,50 @@ def test_restarts_are_counted_for_the_whole_job(crew: Crew) -> None:
     assert max(start.round for start in crew.starts()) == 1
 
 
-@pytest.mark.slow
-def test_a_killed_launcher_is_noticed_at_once_and_the_other_host_goes_on(crew: Crew) -> None:
+def test_a_killed_launchers_reaper_ends_its_ranks_and_says_so(crew: Crew) -> None:
     first = two(crew, OPEN)
     step = crew.advance()
     crew.hosts[1].process.kill()
     again = crew.round(1, 1)
     assert again[0].host == "a"
     assert again[0].step >= step
-    crew.wait_for(lambda: not alive(first[1].pid), "the dead launcher's worker to end")
+    assert not alive(first[1].pid)
     crew.finish()
     assert crew.hosts[0].end() == 0
+    assert "lost b (its launcher was killed)" in crew.hosts[0].err
 
 
-def test_the_store_dies_with_its_launcher_and_a_new_host_finds_the_job_again(crew: Crew) -> None:
-    two(crew, OPEN)
+def test_when_the_coordinator_is_killed_all_end_and_a_new_start_goes_on_from_the_checkpoint(
+    crew: Crew,
+) -> None:
+    flags = ("--nnodes", "2", "--nproc", "1", "--max-restarts", "9")
+    conf = ("--rdzv-conf", "join_timeout=2")  # so long b looks for a coordinator that is lost
+    first = two(crew, (*flags, *conf))
     step = crew.advance()
-    crew.hosts[0].process.kill()  # its store, at the endpoint, dies with it
-    again = crew.round(1, 1)
-    assert again[0].host == "b"
-    assert again[0].step >= step
-    crew.start("c", *OPEN)  # opens a store at the endpoint, and is told where the job has gone
-    third = crew.round(2, 2)
-    assert sorted(start.host for start in third) == ["b", "c"]
+    crew.hosts[0].process.kill()
+    crew.wait_for(lambda: not alive(first[1].pid), "the rank of b to end at its deadline")
+    assert crew.hosts[1].end() == 1
+    assert "the job's coordinator was lost" in crew.hosts[1].err
+    assert "Start the job again on all hosts" in crew.hosts[1].err
+    for path in crew.folder.glob("start *"):
+        path.unlink()
+    crew.start("a", *flags)
+    crew.start("b", *flags)
+    assert crew.round(0, 2)[0].step >= step
+    crew.finish()
+    assert [host.end() for host in crew.hosts[2:]] == [0, 0]
+
+
+@pytest.mark.slow
+def test_who_is_left_when_the_coordinator_is_started_again_joins_the_new_job(crew: Crew) -> None:
+    first = two(crew, OPEN)
+    step = crew.advance()
+    crew.hosts[0].process.kill()
+    crew.wait_for(lambda: not alive(first[1].pid), "the rank of b to end at its deadline")
+    for path in crew.folder.glob("start *"):
+        path.unlink()
+    crew.start("a", *OPEN)
+    assert crew.round(0, 2)[0].step >= step
     crew.finish()
     assert [host.end() for host in crew.hosts[1:]] == [0, 0]
 
@@ -159,19 +181,11 @@ def test_too_few_hosts_end_the_job_after_the_join_timeout(crew: Crew) -> None:
     assert crew.starts() == []
 
 
-def test_the_host_of_the_store_takes_its_leave_and_the_next_round_has_another_store(
-    crew: Crew,
-) -> None:
-    flags = ("--nnodes", "1:2", "--nproc", "1", "--rdzv-conf", "last_call_timeout=60")
-    two(crew, flags)
+def test_the_coordinator_told_to_end_ends_the_job(crew: Crew) -> None:
+    two(crew, OPEN)
     crew.hosts[0].process.send_signal(signal.SIGTERM)
-    again = crew.round(1, 1)
-    assert again[0].host == "b"
-    assert again[0].store != crew.starts()[0].store
-    assert crew.hosts[0].end() == 143
-    crew.finish()
-    assert crew.hosts[1].end() == 0
-    assert "restarts: 0" in crew.hosts[1].err
+    assert [host.end() for host in crew.hosts] == [143, 143]
+    assert "told to end on a, which coordinates the job" in crew.hosts[1].err
 
 
 @pytest.mark.slow
@@ -188,33 +202,52 @@ def test_hosts_that_were_told_other_things_are_refused(crew: Crew) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_launcher_that_stands_still_is_given_up_and_joins_anew(crew: Crew, which: int) -> None:
+def test_a_stopped_launchers_ranks_die_at_its_deadline_and_it_joins_anew(
+    crew: Crew, which: int
+) -> None:
     first = two(crew, OPEN)
     still, other = crew.hosts[which], crew.hosts[1 - which]
     still.process.send_signal(signal.SIGSTOP)
+    crew.wait_for(lambda: not alive(first[which].pid), "the reaper to kill at the deadline")
     if which == 1:
-        again = crew.round(1, 1)
-        assert again[0].host == other.name
-    else:  # half of the ranks, without the first: the other half may go on elsewhere
+        assert crew.round(1, 1)[0].host == other.name
+    else:  # the coordinator: the other's deadline passes, too
         crew.wait_for(lambda: not alive(first[1].pid), "b to end its rank")
     still.process.send_signal(signal.SIGCONT)
     crew.wait_for(lambda: together(crew) > which, "both to train together again")
-    assert not alive(first[which].pid)
     crew.finish()
     assert [host.end() for host in crew.hosts] == [0, 0]
 
 
 @pytest.mark.slow
-def test_a_host_that_fails_first_repeatedly_is_left_out(crew: Crew) -> None:
-    flags = ("--nnodes", "1:2", "--nproc", "1", "--max-restarts", "5")
-    two(crew, flags)
-    for round in range(3):
-        (crew.folder / f"fail 1 {round}").touch()
-        crew.round(round + 1, 2 if round < 2 else 1)
-    assert crew.hosts[1].end() != 0
-    assert "failed first too often" in crew.hosts[1].err
+def test_on_one_host_a_stopped_launcher_kills_nobody(crew: Crew) -> None:
+    alone = crew.start_alone("a", "--nproc", "1")
+    first = crew.round(0, 1)[0]
+    alone.process.send_signal(signal.SIGSTOP)
+    time.sleep(8)  # longer than lease and margin
+    assert alive(first.pid)
+    alone.process.send_signal(signal.SIGCONT)
     crew.finish()
-    assert crew.hosts[0].end() == 0
+    assert alone.end() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1], ids=["the coordinator", "another"])
+def test_a_host_that_fails_first_repeatedly_is_left_out(crew: Crew, victim: int) -> None:
+    flags = ("--nnodes", "1:2", "--nproc", "1", "--max-restarts", "5")
+    two(crew, (*flags, "--rdzv-conf", "last_call_timeout=60"))
+    for round in range(3):
+        (crew.folder / f"fail {victim} {round}").touch()
+        again = crew.round(round + 1, 2 if round < 2 else 1)
+    assert again[0].host == "ab"[1 - victim]
+    left_out, other = crew.hosts[victim], crew.hosts[1 - victim]
+    if victim == 1:
+        assert left_out.end() == 1
+    crew.finish()
+    assert other.end() == 0
+    if victim == 0:  # it went on coordinating, and ends as the job does
+        assert left_out.end() == 0
+    assert "failed first too often" in left_out.err
 
 
 def together(crew: Crew) -> int:

@@ -23,7 +23,7 @@ ROUNDS = Plan(
     nproc=2,
     min_agents=1,
     max_restarts=9,
-    kills=kills("agent with the store", "worker during a restart", "rank 0 during a commit"),
+    kills=kills("agent", "worker during a restart", "rank 0 during a commit", "coordinator agent"),
 )
 NO_RESTART_LEFT = Plan(
     seed=0,

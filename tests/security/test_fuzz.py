@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dure.errors import DureError, StoreError
-from dure.launch.agent.events import read_event
+from dure.launch.agent.membership import read_state
 from dure.launch.ranks.report import ReportReader
 from dure.launch.show.summary import summary
 from dure.launch.spec import Exit, JobResult, RankResult
@@ -91,7 +91,7 @@ def frames(data: bytes) -> None:
 
 def an_event(data: bytes) -> None:
     with contextlib.suppress(*UNREADABLE, DureError):
-        read_event(data)
+        read_state(data)
 
 
 def an_obituary(data: bytes) -> None:

@@ -24,22 +24,22 @@ from pathlib import Path
 from dure import env
 from dure.errors import LaunchError, StoreError, UsageError
 from dure.launch.agent.agent import Agent
-from dure.launch.agent.duties import Outcome
+from dure.launch.agent.events import Outcome
 from dure.launch.agent.link import Alone, Link, Linked
 from dure.launch.loop import drain
 from dure.launch.program import check_program
 from dure.launch.ranks.cores import threads_for
 from dure.launch.ranks.environment import JobAddress
 from dure.launch.ranks.errorfiles import error_directory
-from dure.launch.ranks.guarding import guarded
 from dure.launch.ranks.processes import adopting_orphans
-from dure.launch.ranks.zygote import usable, zygote_for
+from dure.launch.ranks.reaper import Reaper, reaping
+from dure.launch.ranks.zygote import Zygote, usable, zygote_for
 from dure.launch.round import Workplace
 from dure.launch.show.summary import summary
 from dure.launch.show.terminal import Terminal
 from dure.launch.signals import caught_signals
 from dure.launch.spec import JobResult, JobSpec
-from dure.store.key import SHARED_HOME_S, JobKey, load_for, mint
+from dure.store.key import SHARED_HOME_S, JobKey, load_for
 
 __all__ = ["run_job"]
 
@@ -90,24 +90,21 @@ def run_job(spec: JobSpec) -> JobResult:
             caught_signals(spec.signals) as signals,  # from now on they wait in a pipe
             zygote_for(spec, name, threads_for(spec)) as zygote,  # early: it has much to import
             _key_memory() as key_fd,
-            guarded(
-                name, shows=spec.outlives_launcher and spec.on_line is None, keeps=(key_fd,)
-            ) as guardian,
-            error_directory(spec, name),  # which the guardian removes if we cannot
+            reaping(name, spared=_pids(zygote)) as reaper,
+            error_directory(spec, name),  # which the reaper removes if we cannot
             adopting_orphans(),
             contextlib.closing(Terminal(spec)) as terminal,
-            _link(spec, signals, terminal.say, key_fd) as link,
+            _link(spec, signals, terminal.say, reaper) as link,
         ):
             place = Workplace(
-                spec=replace(spec, run_id=link.run_id),
+                spec=spec,
                 address=JobAddress(
-                    name=name, key_fd=key_fd, key_file=f"/proc/{guardian.pid}/fd/{key_fd}"
+                    name=name, key_fd=key_fd, key_file=f"/proc/{os.getpid()}/fd/{key_fd}"
                 ),
                 host=env.text("DURE_HOST_ID") or socket.gethostname(),
                 terminal=terminal,
                 signals=signals,
                 zygote=usable(zygote, signals, terminal.say),
-                guardian=guardian if spec.outlives_launcher else None,
             )
             return _run(Agent(place, link), place, started)
     except StoreError as error:  # it says itself what to do
@@ -209,33 +206,37 @@ def _run(agent: Agent, place: Workplace, started: float) -> JobResult:
 
 
 @contextlib.contextmanager
-def _link(spec: JobSpec, signals: int, say: Callable[[str], None], key_fd: int) -> Iterator[Link]:
-    """Link this host to the job's others, and put the key where ranks inherit it."""
-    several = spec.endpoint is not None
-    if not several and spec.nnodes[0] > 1:
-        raise UsageError(
-            "a job on several hosts needs an endpoint",
-            seen=f"at least {spec.nnodes[0]} hosts are asked for",
-            fix="Name an address of one of them, and a free port, with --rdzv-endpoint.",
-        )
-    if spec.key is not None:
-        key = JobKey(spec.key)
+def _link(
+    spec: JobSpec, signals: int, say: Callable[[str], None], reaper: Reaper
+) -> Iterator[Link]:
+    """Link this host to the job's others."""
+    if spec.endpoint is None:
+        if spec.nnodes[0] > 1:
+            raise UsageError(
+                "a job on several hosts needs an endpoint",
+                seen=f"at least {spec.nnodes[0]} hosts are asked for",
+                fix="Name an address of one of them, and a free port, with --rdzv-endpoint.",
+            )
+        link: Link = Alone(spec)
     else:
-        host = (spec.endpoint or "").rpartition(":")[0].strip("[]")
-        key = load_for(host, SHARED_HOME_S) if several else mint()
-    key.write_to(key_fd)
-    link: Link = Linked(spec, key, interrupted=signals, say=say) if several else Alone(spec, key)
+        host = spec.endpoint.rpartition(":")[0].strip("[]")
+        key = JobKey(spec.key) if spec.key is not None else load_for(host, SHARED_HOME_S)
+        link = Linked(spec, key, reaper, interrupted=signals, say=say)
     try:
         yield link
     finally:
         link.close()
 
 
+def _pids(zygote: Zygote | None) -> tuple[int, ...]:
+    return () if zygote is None else (zygote.pid,)
+
+
 @contextlib.contextmanager
 def _key_memory() -> Iterator[int]:
     """Make anonymous memory for the key, readable by this user alone; it is mapped by nobody.
 
-    The guardian keeps it open for processes that have not inherited it.
+    The agent writes the key when it joins; processes that have not inherited it open this one's.
     """
     try:
         low = os.memfd_create("dure-job-key")
@@ -260,18 +261,11 @@ def _say_threads(place: Workplace) -> None:
 
 
 def _result(agent: Agent, outcome: Outcome, elapsed_s: float) -> JobResult:
-    """Put together what the job came to and what this host knows of its ranks."""
-    mine = {rank.rank: rank for rank in agent.ranks}
-    ranks = {rank.rank: rank for rank in outcome.ranks} | mine
-    failure = outcome.failure
-    latest = None if failure is None else ranks.get(failure.rank)
-    if failure is not None and latest is not None and latest.is_process_of(failure):
-        failure = latest  # not of one that took its place
     return JobResult(
         exit_code=outcome.code,
-        ranks=tuple(ranks[rank] for rank in sorted(ranks)),
+        ranks=outcome.ranks or agent.ranks,
         elapsed_s=elapsed_s,
-        first_failure=failure,
+        first_failure=outcome.failure,
         interrupted_by=agent.interrupted_by,
         outlived=tuple(agent.outlived.items()),
     )

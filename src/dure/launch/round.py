@@ -14,7 +14,6 @@ from dure.launch.loop import JobLoop, Overseer
 from dure.launch.ranks.cores import threads_for
 from dure.launch.ranks.environment import JobAddress, Round, rank_log_dir, rank_variables
 from dure.launch.ranks.errorfiles import error_file, known_crash
-from dure.launch.ranks.guarding import Guardian
 from dure.launch.ranks.spawn import RankProcess, start_rank
 from dure.launch.ranks.zygote import Zygote
 from dure.launch.show.terminal import Terminal
@@ -38,7 +37,6 @@ class Workplace:
         terminal: Where output goes.
         signals: The pipe in which signals to the launcher arrive.
         zygote: What ranks are forked from, if anything.
-        guardian: Who takes the ranks over if the launcher is killed and they may go on.
     """
 
     spec: JobSpec
@@ -47,7 +45,6 @@ class Workplace:
     terminal: Terminal
     signals: int
     zygote: Zygote | None
-    guardian: Guardian | None
 
 
 class RoundRun:
@@ -141,10 +138,7 @@ class RoundRun:
         variables = rank_variables(place.spec, local_rank, place.address, round, self._threads)
         environment = env.child_environment(variables)
         key_fd, zygote = place.address.key_fd, place.zygote
-        process = start_rank(place.spec, rank, environment, key_fd, zygote, local_rank)
-        if place.guardian is not None:
-            place.guardian.watch(process)
-        return process
+        return start_rank(place.spec, rank, environment, key_fd, zygote, local_rank)
 
 
 def _timing(spec: JobSpec) -> Timing:

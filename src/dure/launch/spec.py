@@ -186,15 +186,6 @@ class JobSpec:
     fold: bool = True
     live: bool = False
 
-    @property
-    def outlives_launcher(self) -> bool:
-        """Whether ranks go on when their launcher is killed.
-
-        Those of an elastic job on one host do. Where other hosts' launchers see one die, they count
-        its ranks as dead, and its host may come back with new ones.
-        """
-        return self.elastic and self.endpoint is None
-
 
 @dataclass(frozen=True, slots=True)
 class Frame:

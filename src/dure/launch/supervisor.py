@@ -3,16 +3,17 @@
 The driver (`dure.launch.job`) tells the machine what happened (*events*) and does what it answers
 (*actions*); the machine knows only ranks, exit statuses and the time that it is handed.
 
-    RUNNING ──a rank fails──▶ EXPLAINING ──▶ ENDING ──grace is over──▶ KILLING
-       │                                       ▲                          ▲
-       ├──all ranks succeeded──▶ LEAVING ──────┤ processes remain         │
-       ├──SIGTERM, SIGHUP──────────────────────┤                          │
-       ├──SIGTERM,... that ranks catch─▶ SAVING┤                          │
-       └──SIGINT──▶ INTERRUPTING ──────────────┘      a second SIGINT ────┘
+    RUNNING ──stop, a rank failed──▶ EXPLAINING ──▶ ENDING ──grace is over──▶ KILLING
+       │                                              ▲                          ▲
+       ├──all ranks succeeded──▶ LEAVING ─────────────┤ processes remain         │
+       ├──stop, SIGTERM, SIGHUP───────────────────────┤                          │
+       ├──stop, SIGTERM,... that ranks catch─▶ SAVING─┤                          │
+       └──SIGINT──▶ INTERRUPTING ─────────────────────┘      a second SIGINT ────┘
 
-A supervisor answers for one round on one host. What other hosts do it learns through `stop`, which
-takes the way of a failure without being one. One that is *held* decides nothing by itself while
-RUNNING: ranks that end are noted, and may be `replaced`, until somebody says `stop`.
+A supervisor answers for one round on one host: it ends ranks well, but does not decide that they
+must end. It only notes which rank failed first; what follows from that is decided for all hosts in
+the job's state (`dure.launch.agent.machine`), and comes back as `stop`. One that is *held* does not
+even take it for the round's end that all its ranks succeeded; they may be `replaced`.
 
 EXPLAINING asks the other ranks where they are, before anything makes them move, and lets a rank
 that reported a crash get to its end. INTERRUPTING has passed the SIGINT on to the ranks, as a
@@ -103,7 +104,7 @@ class Supervisor:
     Args:
         nproc: How many ranks were started.
         timing: How long to wait for what.
-        held: Whether ranks that end are only noted, until `stop`.
+        held: Whether the round goes on when all ranks have ended well, until `stop`.
     """
 
     def __init__(self, nproc: int, timing: Timing, *, held: bool = False) -> None:
@@ -135,16 +136,17 @@ class Supervisor:
     def crashed(self, rank: int, now: float) -> list[Action]:
         """Take note that an exception left the program of `rank`, which is about to exit."""
         self._crashed.add(rank)
-        if self.phase is not Phase.RUNNING or self._held:
-            return []
-        return self._fail(rank, now)
+        self._note_failure(rank)
+        return []
 
     def exited(self, rank: int, exit: Exit, now: float) -> list[Action]:
         """Take note that `rank` has ended."""
         self.exits[rank] = exit
         self._silent.discard(rank)
         if self.phase is Phase.RUNNING:
-            return self._ended(rank, now)
+            if not self.succeeded(rank):
+                self._note_failure(rank)
+            return self._leave(now) if self._all_well() and not self._held else []
         if self.phase is Phase.EXPLAINING:
             return self._explained(now)
         if self.alive:
@@ -172,7 +174,7 @@ class Supervisor:
         self._crashed.discard(rank)
 
     def stop(self, now: float, *, explain: bool = False, saving: bool = False) -> list[Action]:
-        """End the round for a reason that lies elsewhere.
+        """End the round: a rank has failed, here or elsewhere, or hosts come or go.
 
         Args:
             now: The time.
@@ -182,15 +184,19 @@ class Supervisor:
         if self.phase is not Phase.RUNNING:
             return []
         if not self.alive:
-            return self._leave(now)
+            failed = explain and not self._held
+            return self._end(now, self._grace) if failed else self._leave(now)
         if saving:
             self._mark_survivors()
             return self._save(now)
         if explain:
             self.phase = Phase.EXPLAINING
             self._silent = {rank for rank in self.alive if rank not in self._crashed}
-            self._deadline = now + max(self._timing.stacks_s, self._timing.settle_s)
-            return [AskStacks(tuple(self._silent)), *self._explained(now)]
+            leaving = self._crashed.intersection(self.alive)
+            explain_s = self._timing.crash_s if leaving else self._timing.stacks_s
+            self._deadline = now + max(explain_s, self._timing.settle_s)
+            asking: list[Action] = [AskStacks(tuple(self._silent))] if self._silent else []
+            return asking + self._explained(now)
         return self._end(now, self._grace)
 
     def fence(self, now: float) -> list[Action]:
@@ -269,23 +275,12 @@ class Supervisor:
         self._deadline = self._sweep_at = None
         return []
 
-    def _ended(self, rank: int, now: float) -> list[Action]:
-        """A rank has ended while the job ran: decide whether that ends the job."""
-        if self._held:
-            return []
-        if not self.succeeded(rank):
-            return self._fail(rank if self.first_failure is None else self.first_failure, now)
-        return [] if self.alive else self._leave(now)
+    def _note_failure(self, rank: int) -> None:
+        if self.phase is Phase.RUNNING and self.first_failure is None:
+            self.first_failure = rank
 
-    def _fail(self, rank: int, now: float) -> list[Action]:
-        self.phase = Phase.EXPLAINING
-        self.first_failure = rank
-        others = tuple(r for r in self.alive if r != rank and r not in self._crashed)
-        self._silent = set(others)
-        explain_s = self._timing.stacks_s if rank in self.exits else self._timing.crash_s
-        self._deadline = now + max(explain_s, self._timing.settle_s)
-        asking: list[Action] = [AskStacks(others)] if others else []
-        return asking + self._explained(now)
+    def _all_well(self) -> bool:
+        return all(self.succeeded(rank) for rank in range(self._nproc))
 
     def _explained(self, now: float) -> list[Action]:
         """Go on to ENDING once every answer is in and the crashed ranks have gone."""

@@ -12,19 +12,10 @@ import pytest
 
 from dure.launch import JobSpec
 from dure.launch.agent.agent import Agent
-from dure.launch.agent.duties import Timer
-from dure.launch.agent.events import Event, Expired
+from dure.launch.agent.events import Event, Expired, Settings, Timer
 from dure.launch.agent.link import Link
 from dure.launch.agent.machine import Machine
-from dure.launch.agent.settings import Settings
 from dure.launch.round import Workplace
-
-
-@dataclass
-class Severed:
-    """A link that has not reached anybody for long."""
-
-    fence_at: float = 1.0
 
 
 @dataclass
@@ -32,6 +23,8 @@ class Listening:
     """A link on which there is always news."""
 
     fd: int
+    expires_at: float | None = None
+    coordinates: bool = False
     told: list[Event] = field(default_factory=list[Event])
 
     def tell(self, event: Event) -> None:
@@ -66,15 +59,6 @@ def news() -> Iterator[int]:
     yield ours
     os.close(ours)
     os.close(theirs)
-
-
-@pytest.mark.parametrize(("elastic", "wake_at"), [(False, 1.0), (True, None)])
-def test_ranks_that_know_by_themselves_who_is_left_outlive_a_severed_link(
-    elastic: bool, wake_at: float | None
-) -> None:
-    spec = JobSpec(program="prog.py", nnodes=(1, 2), endpoint="127.0.0.1:1", elastic=elastic)
-    agent = Agent(cast(Workplace, Place(spec)), cast(Link, Severed()))
-    assert agent.wake_at == wake_at
 
 
 def test_a_time_that_ran_out_in_vain_is_told_of_again(news: int) -> None:

@@ -1,4 +1,4 @@
-"""Who serves the endpoint's store, and who does not take whom for the job's."""
+"""Who coordinates at the endpoint, and who does not take whom for the job's coordinator."""
 
 from __future__ import annotations
 
@@ -14,26 +14,18 @@ import pytest
 from dure.errors import LaunchError, StoreError, UsageError
 from dure.launch import JobSpec, run_job
 from dure.launch.agent import finding
-from dure.launch.agent.finding import OVER, meet
-from dure.store.address import resolve
-from dure.store.key import JobKey, mint
-from dure.store.ladder import Ladder
-from dure.store.listener import listen
-from dure.store.server import StoreServer
+from dure.launch.agent.events import Left
+from dure.launch.agent.link import Linked
+from dure.store.key import JobKey, control_key, mint
 
 
 @contextmanager
-def ended_job(key: JobKey) -> Iterator[StoreServer]:
-    """The store of a job that is over."""
-    server = StoreServer(listen(resolve("127.0.0.1", 0)), key)
-    address = f"127.0.0.1:{server.port}"
-    ladder = Ladder([address], key, own=address)
-    ladder.lead().set(OVER, b"")
-    ladder.close()
+def linked(spec: JobSpec, key: JobKey) -> Iterator[Linked]:
+    link = Linked(spec, key)
     try:
-        yield server
+        yield link
     finally:
-        server.stop()
+        link.close()
 
 
 def job(port: int, join_timeout_s: float = 10.0) -> JobSpec:
@@ -45,47 +37,75 @@ def job(port: int, join_timeout_s: float = 10.0) -> JobSpec:
     )
 
 
-def test_the_store_of_a_job_that_has_ended_is_not_the_next_jobs() -> None:
+def test_a_job_that_has_ended_is_not_the_next_one() -> None:
     key = mint()
-    with ended_job(key) as last:
-        ending = threading.Timer(0.2, last.stop)
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        spec = job(kept.getsockname()[1])
+        last, following = Linked(spec, key), Linked(replace(spec, node_rank=1), key)
+        last.tell(Left(last.join("a"), 143))
+        ending = threading.Timer(0.3, last.close)
         ending.start()
-        server, ladder = meet(job(last.port), key, -1)
+        name = following.join("b")  # whatever its node rank, for the endpoint is here
         ending.join()
-    assert ladder.leading
-    assert server.port == last.port
-    ladder.close()
-    server.stop()
+        assert following.coordinates
+        assert following.machine().agents == (name,)
+        following.close()
+
+
+def test_ranks_have_a_key_that_does_not_open_the_control_server() -> None:
+    key = mint()
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        spec = job(kept.getsockname()[1])
+        with linked(spec, key) as first, linked(spec, key) as second:
+            first.join("a")
+            second.join("b")
+            assert (first.coordinates, second.coordinates) == (True, False)
+            assert first.job_key == second.job_key
+            assert first.job_key not in (key, control_key(key, str(spec.endpoint), ""))
+            assert first.store == second.store != spec.endpoint
+            assert first.run_id == second.run_id
+            with pytest.raises(StoreError, match="refused"):
+                finding.open_control(f"tcp://{spec.endpoint}", second.job_key)
 
 
 def test_the_endpoints_port_is_another_programs() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        with pytest.raises(LaunchError, match="another program"):
-            meet(job(port, join_timeout_s=0.3), mint(), -1)
+        spec = job(other.getsockname()[1], join_timeout_s=0.3)
+        with linked(spec, mint()) as link, pytest.raises(LaunchError, match="another program"):
+            link.join("a")
 
 
 def test_a_program_that_does_not_answer_holds_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finding, "_FOREIGN_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(LaunchError, match=f"port {port} of this host is taken"):
-            meet(job(port, join_timeout_s=60), mint(), -1)
+        with (
+            linked(job(port, join_timeout_s=60), mint()) as link,
+            pytest.raises(LaunchError, match=f"port {port} of this host is taken"),
+        ):
+            link.join("a")
 
 
-def test_who_does_not_serve_and_finds_nobody_says_so() -> None:
+def test_who_does_not_coordinate_and_finds_nobody_says_so() -> None:
     with socket.socket() as kept:
         kept.bind(("127.0.0.1", 0))
-        spec = job(kept.getsockname()[1], join_timeout_s=0.3)
-        with pytest.raises(LaunchError, match="cannot be found") as caught:
-            meet(replace(spec, serves=False), mint(), -1)
+        spec = replace(job(kept.getsockname()[1], join_timeout_s=0.3), serves=False)
+        with (
+            linked(spec, mint()) as link,
+            pytest.raises(LaunchError, match="cannot be found") as caught,
+        ):
+            link.join("a")
     assert caught.value.elapsed_s is not None
 
 
 def test_a_wildcard_for_stores_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DURE_STORE_BIND", "0.0.0.0")
     with pytest.raises(StoreError, match="wildcard"):
-        meet(job(1), mint(), -1)
+        Linked(job(1), mint())
 
 
 def test_an_endpoint_that_is_refused_keeps_its_own_advice() -> None:

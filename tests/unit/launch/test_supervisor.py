@@ -16,6 +16,27 @@ TERM_ALL = Signal(signal.SIGTERM, everything=True)
 KILL_ALL = Signal(signal.SIGKILL, everything=True)
 
 
+def exited(machine: Supervisor, rank: int, exit: Exit, now: float) -> list[Action]:
+    """End a rank; if it fails, stop the round, as the job's state does."""
+    return [*machine.exited(rank, exit, now), *stopped(machine, now)]
+
+
+def crashed(machine: Supervisor, rank: int, now: float) -> list[Action]:
+    return [*machine.crashed(rank, now), *stopped(machine, now)]
+
+
+def stopped(machine: Supervisor, now: float) -> list[Action]:
+    failed = machine.first_failure is not None and machine.phase is Phase.RUNNING
+    return machine.stop(now, explain=True) if failed else []
+
+
+def test_a_failure_is_noted_and_decides_nothing() -> None:
+    machine = Supervisor(3, TIMING)
+    assert machine.exited(1, Exit(signal=9), 0.0) == []
+    assert machine.crashed(2, 0.0) == []
+    assert (machine.phase, machine.first_failure) == (Phase.RUNNING, 1)
+
+
 def test_all_succeed_and_nothing_is_left_is_done() -> None:
     machine = Supervisor(2, TIMING)
     assert machine.exited(1, Exit(code=0), 1.0) == []
@@ -50,7 +71,7 @@ def test_a_held_machine_notes_ends_until_it_is_stopped() -> None:
     machine.exited(1, Exit(code=0), 3.0)
     assert machine.stop(4.0) == [Sweep()]
     assert machine.phase is Phase.LEAVING
-    assert (machine.first_failure, machine.ended_by_launcher) == (None, frozenset())
+    assert machine.ended_by_launcher == frozenset()
 
 
 def test_a_machine_that_is_stopped_from_elsewhere_ends_its_ranks() -> None:
@@ -84,18 +105,18 @@ def test_hangup_leaves_no_time_though_ranks_catch_it() -> None:
 
 def test_failure_asks_the_others_before_it_ends_them() -> None:
     machine = Supervisor(3, TIMING)
-    assert machine.exited(1, Exit(signal=9), 0.0) == [AskStacks((0, 2))]
+    assert exited(machine, 1, Exit(signal=9), 0.0) == [AskStacks((0, 2))]
     assert machine.told(0, 0.01) == []
     assert machine.told(2, 0.02) == [TERM_ALL]
     assert machine.first_failure == 1
     assert machine.ended_by_launcher == {0, 2}
-    assert machine.exited(0, Exit(signal=15), 0.1) == []
-    assert machine.exited(2, Exit(signal=15), 0.1) == [Sweep()]
+    assert exited(machine, 0, Exit(signal=15), 0.1) == []
+    assert exited(machine, 2, Exit(signal=15), 0.1) == [Sweep()]
 
 
 def test_silent_ranks_are_not_waited_for_long() -> None:
     machine = Supervisor(2, TIMING)
-    machine.exited(1, Exit(code=3), 0.0)
+    exited(machine, 1, Exit(code=3), 0.0)
     assert machine.wake_at == pytest.approx(TIMING.stacks_s)
     assert machine.tick(TIMING.stacks_s / 2) == []
     assert machine.tick(TIMING.stacks_s) == [TERM_ALL]
@@ -103,10 +124,10 @@ def test_silent_ranks_are_not_waited_for_long() -> None:
 
 def test_ranks_that_write_flight_records_get_time_to_fail_by_themselves() -> None:
     machine = Supervisor(3, Timing(settle_s=1.0))
-    machine.exited(1, Exit(signal=9), 0.0)
+    exited(machine, 1, Exit(signal=9), 0.0)
     machine.told(0, 0.01)
     assert machine.told(2, 0.02) == []
-    assert machine.exited(0, Exit(code=1), 0.4) == []
+    assert exited(machine, 0, Exit(code=1), 0.4) == []
     assert machine.tick(0.9) == []
     assert machine.tick(1.0) == [TERM_ALL]
     assert machine.ended_by_launcher == {2}
@@ -114,39 +135,39 @@ def test_ranks_that_write_flight_records_get_time_to_fail_by_themselves() -> Non
 
 def test_nobody_is_waited_for_where_all_have_failed_by_themselves() -> None:
     machine = Supervisor(2, Timing(settle_s=1.0))
-    machine.exited(1, Exit(signal=9), 0.0)
-    assert machine.exited(0, Exit(code=1), 0.1) == [TERM_ALL, Sweep()]
+    exited(machine, 1, Exit(signal=9), 0.0)
+    assert exited(machine, 0, Exit(code=1), 0.1) == [TERM_ALL, Sweep()]
     assert machine.ended_by_launcher == frozenset()
 
 
 def test_crashed_rank_may_get_to_its_end() -> None:
     machine = Supervisor(2, TIMING)
-    assert machine.crashed(0, 0.0) == [AskStacks((1,))]
+    assert crashed(machine, 0, 0.0) == [AskStacks((1,))]
     assert machine.told(1, 0.01) == []
-    assert machine.exited(0, Exit(code=1), 0.05) == [TERM_ALL]
+    assert exited(machine, 0, Exit(code=1), 0.05) == [TERM_ALL]
     assert machine.ended_by_launcher == {1}
 
 
 def test_crashed_rank_that_hangs_is_ended() -> None:
     machine = Supervisor(1, TIMING)
-    assert machine.crashed(0, 0.0) == []
+    assert crashed(machine, 0, 0.0) == []
     assert machine.tick(TIMING.crash_s) == [TERM_ALL]
     assert machine.ended_by_launcher == {0}
 
 
 def test_first_failure_stays_the_first() -> None:
     machine = Supervisor(3, TIMING)
-    machine.exited(2, Exit(code=1), 0.0)
-    machine.exited(0, Exit(code=5), 0.0)
+    exited(machine, 2, Exit(code=1), 0.0)
+    exited(machine, 0, Exit(code=5), 0.0)
     assert machine.first_failure == 2
 
 
 def test_grace_over_kills_until_nothing_is_left() -> None:
     machine = Supervisor(2, TIMING)
-    machine.exited(1, Exit(code=1), 0.0)
+    exited(machine, 1, Exit(code=1), 0.0)
     machine.told(0, 0.0)
     assert machine.tick(TIMING.grace_s) == [KILL_ALL]
-    machine.exited(0, Exit(signal=9), 5.0)
+    exited(machine, 0, Exit(signal=9), 5.0)
     machine.swept(2, 5.0)
     assert machine.tick(5.1) == [KILL_ALL, Sweep()]
     machine.swept(0, 5.1)
@@ -229,7 +250,7 @@ class World:
                 if entry in self.pending:
                     self.pending.remove(entry)
                     self.orphans += self.plans[entry[1]][4]
-                    self.act(self.machine.exited(entry[1], entry[2], now), now)
+                    self.act(exited(self.machine, entry[1], entry[2], now), now)
             while interrupts and interrupts[0] <= now:
                 interrupts.pop(0)
                 self.act(self.machine.interrupted(signal.SIGINT, now), now)

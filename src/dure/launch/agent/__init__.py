@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dure.launch.agent.events import Event
-from dure.launch.agent.machine import Machine, Settings
+from dure.launch.agent.events import Event, Settings
+from dure.launch.agent.machine import Machine
 
 __all__ = ["Event", "Machine", "Settings"]

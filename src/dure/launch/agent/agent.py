@@ -1,58 +1,56 @@
 """The agent: one host's part in a job, from its joining to its exit code.
 
-An agent asks its machine for its duty, does it, and tells the others what came of it. It knows no
-more of the job than that:
+An agent asks the job's state for its duty, does it, and tells the others what came of it. It knows
+no more of the job than that:
 
     duty      does                                          tells
     ----      ----                                          -----
     Wait      nothing, until there is news                  Expired, if a timer runs out
     Prepare   keeps a port for rank 0                       Ready
-    Work      starts its ranks and watches them             Failed, Succeeded, Finished
+    Work      starts its ranks and watches them             Failed, Finished, Ended
     Stop      ends its ranks, and all that they started     Ended
-    Rejoin    ends its ranks                                Joined, under another name
+    Rejoin    ends its ranks, joins under another name      Joined
     Leave     returns the job's result                      Left
 
 While ranks run, the agent is the overseer of their loop (`attend`): it looks at its duty after
 everything that happens, which costs nothing on a single host and one look at a pipe on several.
+What a rank's failure means is decided in the state alone; the agent tells of it, and then does its
+duty.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import signal
 import socket
 import time
-import uuid
-from collections.abc import Callable
+from dataclasses import replace
 
 from dure.errors import LaunchError
-from dure.launch.agent.duties import (
+from dure.launch.agent.events import (
     Duty,
+    Ended,
+    Event,
+    Expired,
+    Failed,
+    Finished,
     Leave,
+    Left,
     Outcome,
     Plan,
     Prepare,
+    Ready,
     Rejoin,
     Stop,
     Timer,
     Wait,
     Work,
 )
-from dure.launch.agent.events import (
-    Ended,
-    Event,
-    Expired,
-    Failed,
-    Finished,
-    Joined,
-    Left,
-    Lost,
-    Ready,
-    Succeeded,
-)
 from dure.launch.agent.link import Link
 from dure.launch.agent.machine import Phase as MachinePhase
+from dure.launch.agent.membership import boottime
 from dure.launch.ranks.environment import Round
 from dure.launch.ranks.ports import reserve_port
 from dure.launch.round import RoundRun, Workplace
@@ -96,39 +94,29 @@ class Agent:
         self._warned = False  # of a program that never calls dure.elastic.run
         self._timers: dict[str, float] = {}
         self._keeper: socket.socket | None = None
-        self._silent = False  # this host takes its leave, and holds the store
 
     def work(self) -> Outcome:
         """Take part in the job until it is over, for this host at least."""
-        self._join()
         try:
+            self._join()
             while True:
                 duty = self._duty()
-                if isinstance(duty, Leave):
+                if isinstance(duty, Leave) and not self._must_stay():
                     return duty.outcome
-                if self._link.cut:
-                    return Outcome(code=1, why=f"cut off from the other hosts: {self._link.cut}")
-                if self._goes(duty):
-                    self._link.hand_over()
-                    return Outcome(code=128 + (self.interrupted_by or 0))
+                if self.interrupted_by is not None and isinstance(duty, Rejoin):
+                    return Outcome(code=128 + self.interrupted_by, ranks=self.ranks)
                 self._do(duty)
         except BaseException as error:
-            self._link.hand_over()
-            self._link.tell(Left(self.name, 1, f"{self._place.host} cannot go on: {error}"))
+            if self.name and not self._link.gone:
+                why = f"{self._place.host} cannot go on: {error}"
+                self._link.tell(Left(self.name, 1, why, ends_job=self._link.coordinates))
             raise
         finally:
             self._release_port()
 
-    def _goes(self, duty: Duty) -> bool:
-        """Whether this host takes its leave now, of a job that goes on.
-
-        Who holds the store does so when its ranks have ended, without a word: the others lose it,
-        and so move to the next before they start a round whose ranks would look for it here.
-        """
-        if self.interrupted_by is None:
-            return False
-        staying = self._link.machine().dismissed
-        return isinstance(duty, Rejoin) or (self._silent and not staying)
+    def _must_stay(self) -> bool:
+        """Whether others depend on this host, which has no part in the job any more."""
+        return self._link.coordinates and self._link.machine().phase is not MachinePhase.OVER
 
     # --- the overseer of a round's loop --------------------------------------------------------
 
@@ -140,22 +128,21 @@ class Agent:
     @property
     def wake_at(self) -> float | None:
         """When to look again at the latest."""
-        times = [self._fence_at, *(at + _CRASH_S for at in self._crashed_at.values())]
-        return min((t for t in times if t is not None), default=None)
+        times = [at + _CRASH_S for at in self._crashed_at.values()]
+        if self._link.expires_at is not None:
+            times.append(time.monotonic() + max(0.0, self._link.expires_at - boottime()))
+        return min(times, default=None)
 
     def attend(self, now: float) -> list[Action]:
         """Tell what has become of the ranks, and find out whether they may go on."""
         run = self._run
         assert run is not None
         self._report(run, now)
-        fence_at = self._fence_at
-        if self._link.cut or (fence_at is not None and now > fence_at):
+        if self._link.gone:
             return run.supervisor.fence(now)
         duty = self._duty()
         if isinstance(duty, Work) and duty.plan.number == run.round.number:
             self._replace(run, duty)
-            return []
-        if isinstance(duty, Wait) and not self._link.settled:
             return []
         if run.supervisor.phase is not Phase.RUNNING:
             return []
@@ -163,50 +150,24 @@ class Agent:
         saving = machine.departing and run.catches(signal.SIGTERM)
         return run.supervisor.stop(now, explain=machine.failed, saving=saving)
 
-    @property
-    def _fence_at(self) -> float | None:
-        """When to end the ranks if nobody is reached until then.
-
-        Never in an elastic job: its ranks know by themselves who trains with whom, and may be the
-        last that have the state.
-        """
-        return None if self._place.spec.elastic else self._link.fence_at
-
     # --- duties --------------------------------------------------------------------------------
 
     def _join(self) -> None:
-        spec, again = self._place.spec, bool(self.name)
-        self.name = uuid.uuid4().hex[:12]
+        self.name = ""
         self._said.clear()
-        self._link.introduce(self.name)
-        node_rank = spec.node_rank
-        self._link.tell(
-            Joined(self.name, self._place.host, spec.nproc, node_rank, self._link.standby)
-        )
-        self._await(self._is_settled)
-        if not (again or self._link.cut or self._link.machine().knows(self.name)):
-            raise LaunchError(
-                "the job at this endpoint has just ended, before this host came",
-                seen=str(spec.endpoint),
-                fix="For another job start `dure run` again.",
-            )
-
-    def _is_settled(self) -> bool:
-        """Whether the others know of this agent, or the job has ended without it."""
-        machine = self._link.machine()
-        return machine.knows(self.name) or machine.phase is MachinePhase.OVER
+        self._timers.clear()
+        self.name = self._link.join(self._place.host)
+        self._place = replace(self._place, spec=replace(self._place.spec, run_id=self._link.run_id))
+        os.pwrite(self._place.address.key_fd, self._link.job_key.raw, 0)
 
     def _duty(self) -> Duty:
-        """Return the machine's word; none while the log of a new store lacks our own lines."""
+        """Return what the state wants; show what it notes of other hosts."""
         machine = self._link.machine()
         for note in machine.notes:
             if note not in self._noted:
                 self._noted.add(note)
                 self._place.terminal.say(note)
-        duty = machine.duty(self.name)
-        if isinstance(duty, Rejoin) and not self._link.settled:
-            return Wait()
-        return duty
+        return Rejoin() if self._link.gone else machine.duty(self.name)
 
     def _do(self, duty: Duty) -> None:
         match duty:
@@ -221,9 +182,18 @@ class Agent:
             case Stop():
                 self._tell_once(f"ended {duty.plan.number}", Ended(self.name, duty.plan.number))
             case Rejoin():
+                self._say_why_again()
                 self._join()
-            case Leave():
-                pass
+            case Leave():  # but others depend on this host
+                if "stays" not in self._said:
+                    self._said.add("stays")
+                    why = duty.outcome.why
+                    self._place.terminal.say(f"{why}; it goes on coordinating, without ranks")
+                self._sleep(None)
+
+    def _say_why_again(self) -> None:
+        why = self._link.gone or "the others have given this host up"
+        self._place.terminal.say(f"{why}; its ranks were ended, and it looks for the job again")
 
     def _prepare(self, plan: Plan) -> None:
         self._release_port()
@@ -272,21 +242,14 @@ class Agent:
         well = all(map(supervisor.succeeded, range(run.round.nproc)))
         if well:
             self._warn_of_no_elastic(run, "without it a job needs no --elastic")
-        if well and not self._held and supervisor.interrupted_by is None:
-            self._tell_once(f"ended {number}", Succeeded(self.name, number))
-        elif self.interrupted_by is not None and self._link.leading:
-            self._silent = True
-            if self._link.machine().dismissed:
-                self._tell_once(f"ended {number}", Ended(self.name, number, self.ranks))
-        elif supervisor.fenced and not self._link.cut:
-            self._tell_once("lost", Lost(self.name, "it was cut off from the others for a while"))
-        else:
-            self._tell_once(f"ended {number}", Ended(self.name, number, self.ranks))
+        if not self._link.gone:
+            well = well and not self._held and supervisor.interrupted_by is None
+            self._tell_once(f"ended {number}", Ended(self.name, number, self.ranks, well))
 
     def _report(self, run: RoundRun, now: float) -> None:
         """Tell what is new of the ranks and of signals."""
         supervisor, number = run.supervisor, run.round.number
-        if supervisor.first_failure is not None:
+        if supervisor.first_failure is not None and not self._held:
             local = supervisor.first_failure
             failed = Failed(self.name, number, local, run.result(local))
             self._tell_once(f"failed {number}", failed, wait=False)
@@ -305,7 +268,8 @@ class Agent:
                 if supervisor.succeeded(local):
                     event: Event = Finished(self.name, number, local)
                 else:
-                    event = Failed(self.name, number, local, run.result(local))
+                    times = self._replaced.get(local, 0)
+                    event = Failed(self.name, number, local, run.result(local), times)
                 self._tell_once(again, event, wait=False)
             elif supervisor.has_crashed(local) and local not in self._crashed_at:
                 self._crashed_at[local] = now
@@ -339,7 +303,10 @@ class Agent:
 
     def _leave(self, number: int) -> None:
         self.interrupted_by = number
-        self._link.tell(Left(self.name, 128 + number, f"told to end on {self._place.host}"))
+        why = f"told to end on {self._place.host}"
+        if self._link.coordinates:
+            why += ", which coordinates the job"
+        self._link.tell(Left(self.name, 128 + number, why, ends_job=self._link.coordinates))
 
     # --- waiting -------------------------------------------------------------------------------
 
@@ -380,17 +347,15 @@ class Agent:
         """Wait for news, a signal or a time."""
         fds = [fd for fd in (self._link.fd, self._place.signals) if fd >= 0]
         timeout = None if until is None else max(0.0, until - time.monotonic())
+        if self._link.expires_at is not None:
+            left_s = max(0.0, self._link.expires_at - boottime())
+            timeout = left_s if timeout is None else min(timeout, left_s)
         select.select(fds, [], [], timeout)
         for number in read_signals(self._place.signals):
             if self.interrupted_by is None:
                 self._leave(number)
             else:
                 raise LaunchError("interrupted while waiting for the other hosts")
-
-    def _await(self, done: Callable[[], bool]) -> None:
-        """Wait until this agent's own word has come back from the log."""
-        while not done() and not self._link.cut and self.interrupted_by is None:
-            self._sleep(None)
 
     def _release_port(self) -> None:
         if self._keeper is not None:

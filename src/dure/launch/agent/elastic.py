@@ -1,13 +1,10 @@
-"""The machine of an elastic job, whose program outlives the deaths of its ranks by itself.
+"""The state of an elastic job, whose program outlives the deaths of its ranks by itself.
 
 There is one round, which grows. A worker that dies is replaced while restarts are left, and the
 others are not touched; an agent that comes later starts its workers as newcomers, with node and
-rank numbers that nobody had before; an agent that dies takes its workers with it (the kernel sees
-to that: `JobSpec.outlives_launcher`), and is only noted. Who trains with whom is the program's
-business (`dure.elastic`).
-
-A part that is cut off from the one that may go on (`Machine.parted`) replaces nobody, takes nobody
-in, and waits: its workers do, too, until the network is whole, or they run out of patience.
+rank numbers that nobody had before; an agent that is lost has no workers any more (its reaper sees
+to that, or its deadline), and is only noted. Who trains with whom is the program's business
+(`dure.elastic`).
 
 The job ends when no worker lives: well if one of them ended well. It is ended when fewer than
 `min_ranks` live and none can be replaced, or somebody who matters takes his leave. Once a worker
@@ -18,10 +15,18 @@ from __future__ import annotations
 
 import msgspec
 
-from dure.launch.agent.duties import Outcome, Plan
-from dure.launch.agent.events import Ended, Failed, Finished, Joined, Left, Lost, Succeeded
+from dure.launch.agent.events import (
+    Ended,
+    Failed,
+    Finished,
+    Joined,
+    Left,
+    Lost,
+    Missing,
+    Outcome,
+    Plan,
+)
 from dure.launch.agent.machine import Machine, Phase
-from dure.launch.agent.parts import WAITS
 
 __all__ = ["ElasticMachine"]
 
@@ -38,7 +43,7 @@ class ElasticMachine(Machine):
 
     @property
     def living(self) -> int:
-        """How many workers live, as far as the log knows."""
+        """How many workers live, as far as was told."""
         return len(self._alive)
 
     def _replacements(self, agent: str) -> tuple[tuple[int, int], ...]:
@@ -53,22 +58,22 @@ class ElasticMachine(Machine):
     def _welcome(self, joined: Joined) -> None:
         self._alive.update((joined.agent, local) for local in range(joined.nproc))
 
-    def _told(self, event: Failed | Finished | Succeeded | Ended) -> None:
+    def _told(self, event: Failed | Finished | Ended | Missing) -> None:
         if isinstance(event, Finished):
             self._alive.discard((event.agent, event.local_rank))
             self._finished.add((event.agent, event.local_rank))
         elif isinstance(event, Failed):
             self._worker_failed(event)
-        else:
+        elif isinstance(event, Ended):
             super()._told(event)
 
     def _worker_failed(self, event: Failed) -> None:
         slot = event.agent, event.local_rank
-        if slot not in self._alive:
+        if slot not in self._alive or event.times != self._replaced.get(slot, 0):
             return
         self._faults.fail(event.worker)
-        self._faults.reports[event.worker.rank] = event.worker
-        ending = self.phase is not Phase.RUNNING or self._finished or self.parted
+        self._faults.report(event.worker)
+        ending = self.phase is not Phase.RUNNING or self._finished
         if ending or self.restarts >= self.settings.max_restarts:
             self._alive.discard(slot)
             return
@@ -83,11 +88,8 @@ class ElasticMachine(Machine):
 
     def _gone(self, event: Left | Lost) -> None:
         if isinstance(event, Lost) and event.agent in self._agents:
-            lost = f"lost {self.host(event.agent)} ({event.why})"
-            super()._gone(event)
-            self._note(f"{lost}; {WAITS if self.parted else 'the others go on'}")
-        else:
-            super()._gone(event)
+            self._note(f"lost {self.host(event.agent)} ({event.why}); the others go on")
+        super()._gone(event)
 
     def _run_on(self) -> None:
         here = self._agents.keys() - self._leaving
@@ -97,27 +99,24 @@ class ElasticMachine(Machine):
             return
         self._let_in()
         too_few = not self._finished and len(self._alive) < self.settings.min_ranks
-        too_few = too_few and not self.parted
         if too_few or not self._alive:
             self.phase = Phase.STOPPING
 
     def _let_in(self) -> None:
-        """Add the agents that have come, as far as there is room.
-
-        A part that waits adds none: with the votes of newcomers it could go on beside the other.
-        """
+        """Add the agents that have come, as far as there is room."""
         plan = self.plan
-        if plan is None or self._finished or self.parted:
+        if plan is None or self._finished:
             return
         for joined in self._agents.values():
             here = [agent for agent in plan.members if agent in self._agents]
-            room = len(here) < self.settings.max_hosts and joined.host not in self.excluded
+            room = len(here) < self.settings.max_hosts and joined.machine not in self.excluded
             if joined.agent in plan.members or not room:
                 continue
             plan = Plan(
                 number=plan.number,
                 members=(*plan.members, joined.agent),
                 hosts=(*plan.hosts, joined.host),
+                machines=(*plan.machines, joined.machine),
                 nprocs=(*plan.nprocs, joined.nproc),
             )
             self._welcome(joined)
@@ -127,7 +126,6 @@ class ElasticMachine(Machine):
         if self._dismissed is not None:
             self._end(Outcome(code=self._dismissed.code, why=self._dismissed.why))
         elif self._finished:
-            first = self._faults.root_cause()
-            self._end(Outcome(code=0, failure=first, ranks=self._faults.ranks()))
+            self._end(Outcome(code=0, failure=self._faults.root_cause()))
         else:
-            self._end(self._given_up() if self.parted else self._defeat())
+            self._end(self._defeat())

@@ -1,17 +1,17 @@
-"""How an agent finds the job's other agents: it serves the endpoint's store, or dials until it can.
+"""How an agent finds where the job's state is: it coordinates, or dials until somebody does.
 
-Who serves: the agent on whose host the endpoint's address is, if its node rank is 0 or free, and if
-nobody serves there yet. Everybody else dials until the join timeout, for hosts come in any order,
-and runs a standby server, bound to the one address of this host from which the endpoint is reached.
+Who coordinates: the launcher on whose host the endpoint's address is, if nobody does there yet. It
+runs two servers, each with a thread of its own. The *control server*, at the endpoint, has the
+job's state and the agents' leases; ranks never come there, so renewals never queue behind their
+keys. Its key follows from the user's, the endpoint and the job's name. The *ranks' server* is at
+another port of that address, and its key is random: the job's own, which the coordinator hands out
+in the state. What leaks from a rank opens one job.
 
-The store of a job that has ended is served for some seconds more, for those who still read its end.
-It says so (`OVER`), and counts as nobody: the next job at the same endpoint must not end with the
-result of the last.
+Everybody else dials until the join timeout, for hosts come in any order.
 """
 
 from __future__ import annotations
 
-import contextlib
 import select
 import socket
 import time
@@ -23,18 +23,15 @@ from dure.errors import LaunchError, StoreError, StoreLost, StoreRefused, StoreT
 from dure.launch.spec import JobSpec
 from dure.store.address import Address, is_local, resolve
 from dure.store.connection import answers
-from dure.store.key import JobKey
-from dure.store.ladder import Ladder
+from dure.store.key import JobKey, mint
 from dure.store.listener import listen
 from dure.store.naming import await_name, look_up_briefly, patience_for_names
+from dure.store.network import NetworkStore
 from dure.store.server import StoreServer
 
-__all__ = ["OVER", "bracketed", "keep_quiet", "meet"]
+__all__ = ["Coordinator", "Finder", "keep_quiet", "open_control"]
 
-OVER = "dure/agents/over"
-"""The key that says that a store's job has ended."""
-
-_OPERATION = timedelta(seconds=2)
+_OPERATION = timedelta(seconds=1)
 _SLICE_S = 0.5
 _SAY_S = 3.0
 _UNKNOWN_S = 10.0
@@ -51,163 +48,199 @@ def keep_quiet(line: str) -> None:
     """Say nothing."""
 
 
-def meet(
-    spec: JobSpec, key: JobKey, interrupted: int, say: Callable[[str], None] = keep_quiet
-) -> tuple[StoreServer, Ladder]:
-    """Serve the endpoint's store, or find it and run a standby.
+def open_control(endpoint: str, key: JobKey, patience_s: float = _SLICE_S) -> NetworkStore:
+    """Connect to a control server that must be there."""
+    return NetworkStore(endpoint, key, timeout=_OPERATION, patience_s=patience_s)
 
-    The endpoint's name is looked up again before each try: its host may have been replaced.
+
+class Coordinator:
+    """The servers of the launcher at the endpoint.
+
+    Args:
+        there: The endpoint.
+        key: The control server's key.
+        presence: Told of leased keys whose connection breaks, or is back.
+
+    Raises:
+        StoreError: The port is taken.
+    """
+
+    def __init__(self, there: Address, key: JobKey, presence: Callable[[str, bool], None]) -> None:
+        self.job_key = mint()
+        self._control = StoreServer(listen(there), key, presence)
+        try:
+            self._ranks = StoreServer(listen(resolve(there.ip, 0)), self.job_key)
+        except BaseException:
+            self._control.stop()
+            raise
+        self.store = f"{_bracketed(there.ip)}:{self._ranks.port}"
+
+    def close(self) -> None:
+        """Stop both servers."""
+        self._control.stop()
+        self._ranks.stop()
+
+
+class Finder:
+    """Finds the control server.
 
     Args:
         spec: The job.
-        key: Its key.
+        key: The control server's key.
+        presence: As for `Coordinator`.
         interrupted: A descriptor that becomes readable when the user has had enough.
         say: Called with a line for the user, if it takes long.
 
+    Attributes:
+        coordinator: This launcher's servers, if it coordinates.
+        address: The address of this host by which the job's other hosts reach it.
+        endpoint: Where the control server is, in ZeroMQ's words.
+
     Raises:
-        LaunchError: Neither can be done until the join timeout, or `interrupted` became readable.
-        StoreRefused: Whoever is there has another key.
         StoreError: The endpoint, or DURE_STORE_BIND, is a wildcard, or no address.
     """
-    assert spec.endpoint is not None
-    host, port = _split(spec.endpoint)
-    start, taken = time.monotonic(), ""
-    patience_s = patience_for_names(spec.join_timeout_s, _UNKNOWN_S)
-    await_name(host, patience_s, say, lambda s: _pause(s, start, interrupted))
-    there = resolve(host, port, "the endpoint's host")
-    if bind := env.text("DURE_STORE_BIND"):  # for ranks' own stores; a wildcard is refused here
-        resolve(bind, 0, "DURE_STORE_BIND")
-    said = False
-    with contextlib.ExitStack() as undo:
-        standby: StoreServer | None = None
-        own = ""
-        while True:
-            there = look_up_briefly(host, port) or there
-            if _serves(spec, there):
-                try:
-                    return _serve(there, key, host)
-                except StoreError as error:  # taken: another agent of this host was first
-                    taken = error.seen or str(error)
-                    if time.monotonic() - start > _FOREIGN_S and not _is_ours(there, key):
-                        raise _taken(spec, time.monotonic() - start, taken) from None
-            if standby is None:
-                ip = _own_address(spec, there)
-                standby = StoreServer(listen(resolve(ip, 0, "the local address")), key)
-                undo.callback(standby.stop)
-                own = f"{bracketed(ip)}:{standby.port}"
-            ladder = _join(spec, _ladder(there, host, key, own), bool(taken))
-            if ladder is not None:
-                undo.pop_all()
-                return standby, ladder
-            _pause(0, start, interrupted)
-            elapsed_s = time.monotonic() - start
-            if elapsed_s > _SAY_S and not said and not taken:
-                said = True
-                say(
-                    f"nobody answers at {spec.endpoint} ({there.ip}) yet; "
-                    f"looking for {spec.join_timeout_s:g} s"
-                )
-            _check_patience(spec, elapsed_s, taken)
 
+    def __init__(
+        self,
+        spec: JobSpec,
+        key: JobKey,
+        presence: Callable[[str, bool], None],
+        interrupted: int = -1,
+        say: Callable[[str], None] = keep_quiet,
+    ) -> None:
+        assert spec.endpoint is not None
+        self._spec, self._key, self._presence = spec, key, presence
+        self._interrupted, self._say = interrupted, say
+        self._host, self._port = _split(spec.endpoint)
+        self._start = time.monotonic()
+        self._said = False
+        self._taken = ""  # why the endpoint's port cannot be had, though it is ours
+        self.coordinator: Coordinator | None = None
+        patience_s = patience_for_names(spec.join_timeout_s, _UNKNOWN_S)
+        await_name(self._host, patience_s, say, self.pause)
+        self._there = resolve(self._host, self._port, "the endpoint's host")
+        self.address, self.endpoint = "", self._there.endpoint
+        if bind := env.text("DURE_STORE_BIND"):  # for ranks' own stores; a wildcard is refused here
+            resolve(bind, 0, "DURE_STORE_BIND")
 
-def _serves(spec: JobSpec, there: Address) -> bool:
-    """Whether this host is the one whose address the endpoint is."""
-    if spec.serves is not None:
-        return spec.serves
-    return spec.node_rank in (None, 0) and is_local(there.ip)
+    def reach(self, *, serve: bool) -> NetworkStore | None:
+        """Try once: coordinate, with `serve` and if this host may, or dial; None: nobody is there.
 
+        The endpoint's name is looked up again, for its host may have been replaced.
 
-def _ladder(there: Address, host: str, key: JobKey, own: str | None) -> Ladder:
-    """Return a ladder whose first rung is at the endpoint; without `own`, that rung is our own."""
-    first = f"{bracketed(there.ip)}:{there.port}"
+        Raises:
+            LaunchError: Another program has the port, or there is no way to the endpoint.
+            StoreRefused: Whoever is there has another key.
+        """
+        self._there = there = look_up_briefly(self._host, self._port) or self._there
+        self.endpoint = there.endpoint
+        if serve and self.coordinator is None and self._serves():
+            try:
+                self.coordinator = Coordinator(there, self._key, self._presence)
+            except StoreError as error:  # taken: another agent of this host was first
+                self._taken = error.seen or str(error)
+                if self._waited_s > _FOREIGN_S and not self._is_ours():
+                    raise self._port_taken() from None
+        self.address = there.ip if self.coordinator is not None else self._own_address()
+        if not self.address:  # the interface is down
+            if serve:
+                raise LaunchError("there is no way to the endpoint", seen=str(self._spec.endpoint))
+            return None
+        try:
+            return open_control(there.endpoint, self._key)
+        except (StoreTimeout, StoreLost):
+            return None
+        except StoreRefused as error:
+            if self._taken and error.foreign:
+                return None
+            error.advise(
+                "Agents of one job have the same --rdzv-endpoint, written alike, and --rdzv-id."
+            )
+            raise
 
-    def door() -> str | None:
-        found = look_up_briefly(host, there.port)
-        return f"{bracketed(found.ip)}:{found.port}" if found else None
+    def begin(self) -> None:
+        """Count the time from now on."""
+        self._start, self._said, self._taken = time.monotonic(), False, ""
 
-    named = None if host == there.ip else door
-    return Ladder([first], key, own=own or first, timeout=_OPERATION, door=named)
+    def wait(self, limit_s: float) -> bool:
+        """Wait a little before the next try; False: there is no time for one.
 
+        Raises:
+            LaunchError: The user has had enough, or another program has the port.
+        """
+        self.pause(min(0.1, limit_s))
+        waited_s = self._waited_s
+        if self._taken and waited_s > min(limit_s, _TAKEN_S):
+            raise self._port_taken()
+        if waited_s > _SAY_S and not self._said and not self._taken:
+            self._said = True
+            self._say(
+                f"nobody answers at {self._spec.endpoint} ({self._there.ip}) yet; "
+                f"looking for {limit_s:g} s"
+            )
+        return waited_s < limit_s
 
-def _pause(seconds: float, start: float, interrupted: int) -> None:
-    """Wait so long, or until the user has had enough."""
-    if interrupted < 0:
-        time.sleep(seconds)
-    elif select.select([interrupted], [], [], seconds)[0]:
-        raise LaunchError(
-            "interrupted while looking for the job's other hosts",
-            elapsed_s=time.monotonic() - start,
+    def nobody(self) -> LaunchError:
+        """Return the error of one who has looked in vain."""
+        return LaunchError(
+            "the job's other hosts cannot be found",
+            elapsed_s=self._waited_s,
+            seen=f"nobody answers at the endpoint {self._spec.endpoint}",
+            fix="Check that `dure run` runs on that host with the same endpoint, and that no "
+            "firewall is between.",
         )
 
+    def pause(self, seconds: float) -> None:
+        """Wait so long, or until the user has had enough."""
+        if self._interrupted < 0:
+            time.sleep(seconds)
+        elif select.select([self._interrupted], [], [], seconds)[0]:
+            raise LaunchError(
+                "interrupted while looking for the job's other hosts", elapsed_s=self._waited_s
+            )
 
-def _check_patience(spec: JobSpec, elapsed_s: float, taken: str) -> None:
-    limit_s = min(spec.join_timeout_s, _TAKEN_S) if taken else spec.join_timeout_s
-    if elapsed_s < limit_s:
-        return
-    if taken:
-        raise _taken(spec, elapsed_s, taken)
-    raise LaunchError(
-        "the job's other hosts cannot be found",
-        elapsed_s=elapsed_s,
-        seen=f"nobody answers at the endpoint {spec.endpoint}",
-        fix="Check that `dure run` runs on that host with the same endpoint, and that no "
-        "firewall is between.",
-    )
+    def close(self) -> None:
+        """Stop the servers, if this launcher has them."""
+        if self.coordinator is not None:
+            self.coordinator.close()
 
+    @property
+    def _waited_s(self) -> float:
+        return time.monotonic() - self._start
 
-def _taken(spec: JobSpec, elapsed_s: float, taken: str) -> LaunchError:
-    port = str(spec.endpoint).rpartition(":")[2]
-    return LaunchError(
-        f"port {port} of this host is taken by another program",
-        elapsed_s=elapsed_s,
-        seen=f"{spec.endpoint}: {taken}, and no store of this job answers there",
-        fix="Choose another port, on every host (`ss -ltnp` shows who has this one).",
-    )
+    def _serves(self) -> bool:
+        """Whether this host is the one whose address the endpoint is."""
+        if self._spec.serves is not None:
+            return self._spec.serves
+        return is_local(self._there.ip)
 
-
-def _is_ours(there: Address, key: JobKey) -> bool:
-    """Whether a store with our key answers, be it one of a job that has ended."""
-    try:
-        return answers(there.endpoint, key, _SLICE_S)
-    except StoreRefused as error:
-        if error.foreign:
-            return False
-        raise
-
-
-def _serve(there: Address, key: JobKey, host: str) -> tuple[StoreServer, Ladder]:
-    server = StoreServer(listen(there), key)
-    ladder = _ladder(there, host, key, None)
-    try:
-        ladder.lead()
-    except BaseException:
-        ladder.close()
-        server.stop()
-        raise
-    return server, ladder
-
-
-def _join(spec: JobSpec, ladder: Ladder, taken: bool) -> Ladder | None:
-    """Look for the store a moment, and stand by there; None if there is none of a living job.
-
-    With `taken`, somebody on this host has the port: who does not speak as we do is no store.
-    """
-    try:
-        if not ladder.join(min(_SLICE_S, spec.join_timeout_s)).check([OVER]):
-            ladder.stand_by()
-            return ladder
-        time.sleep(_SLICE_S)
-    except (StoreTimeout, StoreLost):
-        pass
-    except StoreRefused as error:
-        ladder.close()
-        if not (taken and error.foreign):
+    def _is_ours(self) -> bool:
+        """Whether a store with our key answers, be it one of a job that has ended."""
+        try:
+            return answers(self._there.endpoint, self._key, _SLICE_S)
+        except StoreRefused as error:
+            if error.foreign:
+                return False
             raise
-    except BaseException:
-        ladder.close()
-        raise
-    ladder.close()
-    return None
+
+    def _port_taken(self) -> LaunchError:
+        return LaunchError(
+            f"port {self._port} of this host is taken by another program",
+            elapsed_s=self._waited_s,
+            seen=f"{self._spec.endpoint}: {self._taken}, and no store of this job answers there",
+            fix="Choose another port, on every host (`ss -ltnp` shows who has this one).",
+        )
+
+    def _own_address(self) -> str:
+        """Return the address of this host from which the endpoint is reached; empty: none is."""
+        if self._spec.local_addr is not None:
+            return resolve(self._spec.local_addr, 0, "the local address").ip
+        with socket.socket(self._there.family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((self._there.ip, self._there.port))  # sends nothing
+            except OSError:
+                return ""
+            return str(probe.getsockname()[0])
 
 
 def _split(endpoint: str) -> tuple[str, int]:
@@ -226,20 +259,6 @@ def _split(endpoint: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def bracketed(ip: str) -> str:
+def _bracketed(ip: str) -> str:
     """Return an address as it stands before a port."""
     return f"[{ip}]" if ":" in ip else ip
-
-
-def _own_address(spec: JobSpec, there: Address) -> str:
-    """Return the address of this host from which the endpoint is reached."""
-    if spec.local_addr is not None:
-        return resolve(spec.local_addr, 0, "the local address").ip
-    with socket.socket(there.family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((there.ip, there.port))  # sends nothing: only asks which interface it is
-        except OSError as error:
-            raise LaunchError(
-                "there is no way to the endpoint", seen=f"{spec.endpoint}: {error.strerror}"
-            ) from None
-        return str(probe.getsockname()[0])

@@ -1,54 +1,68 @@
-"""How an agent is linked to the job's other agents: not at all, or through the job's store.
+"""What an agent sees of the job's other agents: nobody, or a membership that it takes up anew.
 
-Both kinds of link hold the machine and keep it fed. `Alone` feeds it directly: a job on one host
-has no log in a store, no threads and no round trips. `Linked` goes through a `Pulse`.
+A job on one host has no lease and no deadline (`Alone`): its state is fed directly, without
+threads or round trips. On several hosts (`Linked`) an agent finds the state (`finding`) and becomes
+a member (`membership`); when it has been given up, it does both again under another name.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import socket
 import uuid
 from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 
-import dure
-from dure import env
-from dure.errors import StoreError, UsageError
+from dure.errors import LaunchError, StoreError
 from dure.launch.agent.elastic import ElasticMachine
-from dure.launch.agent.events import Event, Refused
-from dure.launch.agent.finding import OVER, bracketed, keep_quiet, meet
-from dure.launch.agent.journal import write_once
-from dure.launch.agent.machine import Machine, Phase
-from dure.launch.agent.pulse import Pulse
-from dure.launch.agent.settings import Settings
-from dure.launch.agent.watch import Heartbeat, Watch
+from dure.launch.agent.events import Event, Joined, Settings
+from dure.launch.agent.finding import Finder, keep_quiet
+from dure.launch.agent.machine import Machine
+from dure.launch.agent.membership import LastWill, Member, Terms, boottime
 from dure.launch.ranks.environment import MASTER_ADDR
+from dure.launch.ranks.reaper import Reaper
 from dure.launch.spec import JobSpec
 from dure.store.address import resolve
-from dure.store.key import JobKey
+from dure.store.key import JobKey, control_key, mint
 from dure.store.listener import listen
-from dure.store.network import NetworkStore
 from dure.store.server import StoreServer
 
 __all__ = ["Alone", "Link", "Linked", "make_machine"]
 
-_TERMS = "dure/agents/terms"
-_HEARTBEAT = Heartbeat()
-_HANDOVER_S = 0.3
+_REJOIN_S = 60.0
+"""How long an agent that was cut off looks for the others."""
+
 _FAREWELL_S = 5.0
-"""How long the one who holds the store waits for the others to read the end of the log."""
+"""How long the coordinator waits for the others to read the end of the job."""
+
+
+def make_machine(spec: JobSpec) -> Machine:
+    """Return the state of a job that begins."""
+    kind = ElasticMachine if spec.elastic or spec.keep_going else Machine
+    return kind(
+        Settings(
+            min_hosts=spec.nnodes[0],
+            max_hosts=spec.nnodes[1],
+            max_restarts=spec.max_restarts,
+            join_timeout_s=spec.join_timeout_s,
+            last_call_s=spec.last_call_s,
+            min_ranks=spec.min_ranks,
+            endpoint=spec.endpoint or "",
+        )
+    )
 
 
 class Link(Protocol):
-    """What an agent needs of its link. Threads: the agent's alone."""
+    """What an agent needs of the job's other agents. Threads: the agent's alone."""
 
     @property
     def run_id(self) -> str:
         """The job's name, equal on all agents."""
+        ...
+
+    @property
+    def job_key(self) -> JobKey:
+        """The key of the ranks' store."""
         ...
 
     @property
@@ -58,12 +72,7 @@ class Link(Protocol):
 
     @property
     def store(self) -> str:
-        """host:port of the job's store, for ranks of this host."""
-        ...
-
-    @property
-    def standby(self) -> str:
-        """host:port of this agent's own server."""
+        """host:port of the ranks' store."""
         ...
 
     @property
@@ -72,13 +81,13 @@ class Link(Protocol):
         ...
 
     @property
-    def fence_at(self) -> float | None:
-        """When to end all workers, should nobody be reached until then."""
+    def expires_at(self) -> float | None:
+        """When all workers must be dead, of `boottime`, should nobody be reached until then."""
         ...
 
     @property
-    def cut(self) -> str:
-        """Why nobody can be reached any more; empty while all is well."""
+    def gone(self) -> str:
+        """Why this agent is no member any more; empty while it is one."""
         ...
 
     @property
@@ -86,25 +95,21 @@ class Link(Protocol):
         """Whether the machine knows all that this agent has told."""
         ...
 
-    def introduce(self, agent: str) -> None:
-        """Beat under this name from now on."""
+    @property
+    def coordinates(self) -> bool:
+        """Whether the other agents depend on this one's servers."""
+        ...
+
+    def join(self, host: str) -> str:
+        """Become a member, under a name that nobody had before; return the name."""
         ...
 
     def tell(self, event: Event) -> None:
-        """Add an event to the log."""
+        """Say what has happened."""
         ...
 
     def machine(self) -> Machine:
-        """Return the machine, fed with all that is known now."""
-        ...
-
-    @property
-    def leading(self) -> bool:
-        """Whether other hosts' agents depend on this one's store."""
-        ...
-
-    def hand_over(self) -> None:
-        """The job goes on without this agent: `close` lets the others move on at once."""
+        """Return the job's state as it was seen last."""
         ...
 
     def close(self) -> None:
@@ -112,43 +117,28 @@ class Link(Protocol):
         ...
 
 
-def make_machine(spec: JobSpec) -> Machine:
-    """Return the machine that a job needs."""
-    kind = ElasticMachine if spec.elastic or spec.keep_going else Machine
-    return kind(_settings(spec))
-
-
-def _settings(spec: JobSpec) -> Settings:
-    return Settings(
-        min_hosts=spec.nnodes[0],
-        max_hosts=spec.nnodes[1],
-        max_restarts=spec.max_restarts,
-        join_timeout_s=spec.join_timeout_s,
-        last_call_s=spec.last_call_s,
-        min_ranks=spec.min_ranks,
-        quorum=spec.quorum,
-        endpoint=spec.endpoint or "",
-    )
-
-
 class Alone:
     """The link of a job on one host: its machine is fed directly."""
 
     fd = -1
-    fence_at = None
-    cut = ""
-    settled, leading = True, False
+    expires_at = None
+    gone = ""
+    settled, coordinates = True, False
     address = MASTER_ADDR
 
-    def __init__(self, spec: JobSpec, key: JobKey) -> None:
+    def __init__(self, spec: JobSpec) -> None:
+        self._spec = spec
         self.run_id = spec.run_id or uuid.uuid4().hex
+        self.job_key = mint() if spec.key is None else JobKey(spec.key)
         self._machine = make_machine(spec)
         # Not a TCPStore: DURE_STORE_BIND is for rank 0's store, and this one never leaves the host.
-        self._server = StoreServer(listen(resolve(MASTER_ADDR, 0)), key)
-        self.store = self.standby = f"{MASTER_ADDR}:{self._server.port}"
+        self._server = StoreServer(listen(resolve(MASTER_ADDR, 0)), self.job_key)
+        self.store = f"{MASTER_ADDR}:{self._server.port}"
 
-    def introduce(self, agent: str) -> None:
-        """Nobody listens."""
+    def join(self, host: str) -> str:
+        """Be the only member."""
+        self.tell(Joined("alone", host, self._spec.nproc, self._spec.node_rank))
+        return "alone"
 
     def tell(self, event: Event) -> None:
         """Feed the machine."""
@@ -158,187 +148,174 @@ class Alone:
         """Return the machine."""
         return self._machine
 
-    def hand_over(self) -> None:
-        """There is nobody."""
-
     def close(self) -> None:
         """Let the store end when the last rank has left it."""
         self._server.retire()
-
-
-class _Version(msgspec.Struct, frozen=True):
-    """What each version's terms begin with; what agents tell each other is of one version."""
-
-    version: str = "unknown"
-
-
-class _Terms(_Version, frozen=True, kw_only=True):
-    """What all agents of a job must agree on."""
-
-    nnodes: tuple[int, int]
-    max_restarts: int
-    elastic: bool
-    min_ranks: int
-    quorum: bool
-    run_id: str
 
 
 class Linked:
     """The link of a job on several hosts.
 
     Args:
-        spec: The job; its `endpoint` says where the agents meet.
-        key: The job key.
-        heartbeat: How the agents watch each other.
+        spec: The job; its `endpoint` says where the agents join.
+        key: The user's key.
+        reaper: Who kills the ranks of this host past its deadline, or when this launcher dies.
         interrupted: A descriptor that becomes readable when the user has had enough.
         say: Called with a line for the user, while the others cannot be found.
-
-    Raises:
-        LaunchError: The endpoint cannot be reached, or an agent was told other things than we.
-        StoreRefused: Whoever is there has another key.
     """
 
     def __init__(
         self,
         spec: JobSpec,
         key: JobKey,
+        reaper: Reaper | None = None,
         *,
-        heartbeat: Heartbeat = _HEARTBEAT,
         interrupted: int = -1,
         say: Callable[[str], None] = keep_quiet,
     ) -> None:
-        self._spec, self._key = spec, key
-        self._farewell_s = _FAREWELL_S
-        with contextlib.ExitStack() as on_error:
-            self._server, self._ladder = meet(spec, key, interrupted, say)
-            on_error.callback(self._server.stop)
-            on_error.callback(self._ladder.close)
-            self.run_id = _agree(spec, self._ladder.current)
-            host, _, _ = self._server.endpoint.removeprefix("tcp://").rpartition(":")
-            self.address = host.strip("[]")
-            self.standby = f"{host}:{self._server.port}"
-            self._servers = [self._server]
-            make = functools.partial(make_machine, spec)
-            watch = Watch(key, heartbeat)
-            self._pulse = Pulse(self._ladder, watch, (_TERMS,), self._another, make)
-            on_error.pop_all()
-        self._machine = make()
+        self._spec, self._reaper = spec, reaper
+        self._key = control_key(key, spec.endpoint or "", spec.run_id or "")
+        self._finder = Finder(spec, self._key, self._note_presence, interrupted, say)
+        self._member: Member | None = None
+
+    def join(self, host: str) -> str:
+        """Find the job and become a member, the first time or again.
+
+        Raises:
+            LaunchError: Nobody was found in time, or the user had enough.
+            UsageError: The others were told other things.
+        """
+        again = self._member is not None
+        if self._member is not None:
+            self._member.close()
+        limit_s = self._spec.join_timeout_s
+        limit_s = min(limit_s, _REJOIN_S) if again else limit_s
+        self._finder.begin()
+        while True:
+            shared = self._finder.reach(serve=not again)
+            if shared is not None:
+                member = Member(shared, self._renewed)
+                try:
+                    if self._enter(member, host, again=again):
+                        self._member = member
+                        self._appoint(member)
+                        return member.agent
+                except StoreError:
+                    pass
+                except BaseException:
+                    member.close()
+                    raise
+                member.close()
+            if not self._finder.wait(limit_s):
+                raise self._lost_for_good(limit_s) if again else self._finder.nobody()
+
+    def _enter(self, member: Member, host: str, *, again: bool) -> bool:
+        spec, servers = self._spec, self._finder.coordinator
+        terms = Terms(
+            nnodes=spec.nnodes,
+            max_restarts=spec.max_restarts,
+            elastic=spec.elastic or spec.keep_going,
+            min_ranks=spec.min_ranks,
+            run_id=spec.run_id or "",
+            store="" if servers is None else servers.store,
+            job_key=b"" if servers is None else servers.job_key.raw,
+        )
+        first = None if servers is None else make_machine(spec)
+        joined = Joined(
+            member.agent, host, spec.nproc, spec.node_rank, address=self._finder.address
+        )
+        return member.join(joined, terms, first, again=again)
+
+    def _appoint(self, member: Member) -> None:
+        """Tell the reaper what to say should this launcher die."""
+        if self._reaper is not None:
+            will = LastWill(self._finder.endpoint, self._key.raw, member.agent, member.nonce)
+            self._reaper.appoint(msgspec.msgpack.encode(will))
+
+    def _renewed(self, deadline: float) -> None:
+        if self._reaper is not None:
+            self._reaper.extend(deadline)
+
+    def _note_presence(self, key: str, there: bool) -> None:
+        if self._member is not None:
+            self._member.note_presence(key, there)
+
+    def _lost_for_good(self, limit_s: float) -> LaunchError:
+        return LaunchError(
+            "the job's coordinator was lost",
+            elapsed_s=limit_s,
+            seen=f"nobody answers at the endpoint {self._spec.endpoint} any more, so the ranks of "
+            "this host were ended",
+            fix="Start the job again on all hosts: it goes on from its last checkpoint. With "
+            "--rdzv-backend etcd a job outlives any host.",
+        )
+
+    @property
+    def _here(self) -> Member:
+        assert self._member is not None
+        return self._member
+
+    @property
+    def run_id(self) -> str:
+        """The job's name."""
+        return self._here.terms.run_id
+
+    @property
+    def job_key(self) -> JobKey:
+        """The key of the ranks' store, which the coordinator minted."""
+        return JobKey(self._here.terms.job_key)
+
+    @property
+    def address(self) -> str:
+        """The address by which others reach this host."""
+        return self._finder.address
 
     @property
     def store(self) -> str:
-        """host:port of the store in use."""
-        return self._pulse.store
+        """host:port of the ranks' store."""
+        return self._here.terms.store
 
     @property
     def fd(self) -> int:
-        """The pulse's."""
-        return self._pulse.fd
+        """The member's."""
+        return self._here.fd
 
     @property
-    def fence_at(self) -> float | None:
-        """When the others may give us up, less the time that killing takes."""
-        return self._pulse.fence_at
+    def expires_at(self) -> float | None:
+        """The member's deadline."""
+        return self._here.expires_at
 
     @property
-    def cut(self) -> str:
-        """Why the follower has given up."""
-        return self._pulse.cut
+    def gone(self) -> str:
+        """Why this agent is no member any more."""
+        if not self._here.gone and boottime() > self._here.expires_at:
+            return "nobody was reached until its deadline"
+        return self._here.gone
 
     @property
     def settled(self) -> bool:
-        """Whether the log that was read has all of our own lines."""
-        return self._pulse.settled
-
-    def introduce(self, agent: str) -> None:
-        """Beat under this name."""
-        self._pulse.me = agent
-
-    def tell(self, event: Event) -> None:
-        """Write it into the log; the machine gets it when it comes back from there."""
-        self._pulse.tell(event)
-
-    def machine(self) -> Machine:
-        """Feed the machine; if the log was found anew, another one, from the beginning."""
-        afresh, news = self._pulse.take()
-        if afresh is not None:
-            self._machine = afresh
-        for event in news:
-            self._machine.apply(event)
-        self._pulse.judge(self._machine.prevails)
-        return self._machine
+        """Whether the state seen last has all that was told."""
+        return self._here.settled
 
     @property
-    def leading(self) -> bool:
-        """Whether the store in use is ours."""
-        return self._pulse.leading
+    def coordinates(self) -> bool:
+        """Whether this launcher has the servers."""
+        return self._finder.coordinator is not None
 
-    def hand_over(self) -> None:
-        """Let the others read our last words, and lose the store."""
-        self._farewell_s = _HANDOVER_S
+    def tell(self, event: Event) -> None:
+        """Write it into the state."""
+        self._here.tell(event)
+
+    def machine(self) -> Machine:
+        """Return the state seen last."""
+        return self._here.machine()
 
     def close(self) -> None:
-        """Leave; who holds the store waits a little for the others to read its end."""
-        held = self._pulse.store if self._pulse.leading else ""
-        if held and self._machine.phase is Phase.OVER:
-            with contextlib.suppress(StoreError):
-                self._ladder.current.set(OVER, b"")
-        self._pulse.close()
-        for server in self._servers:
-            if held.endswith(f":{server.port}"):
-                server.finish(self._farewell_s)
-            else:
-                server.stop()
-
-    def _another(self) -> str:
-        """Run another standby: the first server holds a store that the job has left."""
-        server = StoreServer(listen(resolve(self.address, 0, "the local address")), self._key)
-        self._servers.append(server)
-        return f"{bracketed(self.address)}:{server.port}"
-
-
-def _agree(spec: JobSpec, store: NetworkStore) -> str:
-    """Compare what this agent was told with what the first was; return the job's name."""
-    mine = _Terms(
-        version=dure.__version__,
-        nnodes=spec.nnodes,
-        max_restarts=spec.max_restarts,
-        elastic=spec.elastic or spec.keep_going,
-        min_ranks=spec.min_ranks,
-        quorum=spec.quorum,
-        run_id=spec.run_id or uuid.uuid4().hex,
-    )
-    said = store.compare_set(_TERMS, "", msgspec.msgpack.encode(mine))
-    theirs = _read_terms(said)
-    names = [name for name in _Terms.__struct_fields__ if name != "run_id" or spec.run_id]
-    differ = [name for name in names if getattr(mine, name) != getattr(theirs, name)]
-    if differ:
-        seen = [f"{n}: {getattr(theirs, n)} there, {getattr(mine, n)} here" for n in differ]
-        host = env.text("DURE_HOST_ID") or socket.gethostname()
-        with contextlib.suppress(StoreError):
-            write_once(store, Refused(host, "; ".join(seen)))
-        raise UsageError(
-            "this host was told other things than the first",
-            seen="; ".join(seen),
-            fix="Start `dure run` with the same flags on every host, or use another endpoint for "
-            "another job.",
-        )
-    return theirs.run_id
-
-
-def _read_terms(said: bytes) -> _Terms:
-    """Return the terms of a job of this version.
-
-    One of another version is left alone: it may not even be able to read why we do not come.
-    """
-    theirs = _Version()
-    try:
-        theirs = msgspec.msgpack.decode(said, type=_Version)
-        if theirs.version == dure.__version__:
-            return msgspec.msgpack.decode(said, type=_Terms)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        pass
-    raise UsageError(
-        "the job at this endpoint runs with another version of Dure",
-        seen=f"version {theirs.version} there, {dure.__version__} here",
-        fix="Install the same version on all hosts, or use another endpoint for another job.",
-    )
+        """Leave; who coordinates waits a little for the others to read the end."""
+        if self._member is not None:
+            waits = self.coordinates and not self._member.gone
+            self._member.finish()
+            if waits:
+                self._member.others_left(_FAREWELL_S)
+            self._member.close()
+        self._finder.close()

@@ -1,8 +1,8 @@
-"""When workers are started, stopped and started again, on all hosts: a pure state machine.
+"""The job's state: when workers are started, stopped and started again, on all hosts.
 
-Every agent keeps a machine of its own and feeds it the same *log* of events (`events`), which lies
-in the job's store. What a machine says is a function of the events alone, so all agents come to the
-same decisions, nobody leads, and nobody's death matters: who has the log has the state.
+It is a pure state machine and one plain value. All agents share one copy of it (`membership`): who
+has an event applies it and writes the state back, and every agent does what its `duty` is in the
+state seen last. So all agents see the same decisions, and nobody needs every event.
 
             min hosts, and the last call is over            all members succeeded
     GATHERING ─────────────────────────▶ RUNNING ─────────────────────────────▶ OVER
@@ -15,63 +15,58 @@ same decisions, nobody leads, and nobody's death matters: who has the log has th
                                         of the round is left on its host
 
 **Rounds.** A round is one start of all workers. Its members are the hosts at hand, between `min`
-and `max`, in the order that `lineup` tells. Further hosts are spares, who stand in when a member is
+and `max`, in the order of `assign_nodes`. Further hosts are spares, who stand in when a member is
 gone.
 
 **What counts as a restart.** A worker's failure and a host's loss do, each round once, for the
 whole job. Hosts that come while a round has fewer than `max`, or take their leave in order, cause a
-new round that does not count. A host that leaves a job of a fixed number of hosts ends it.
+new round that does not count. A host that leaves a job of a fixed number of hosts ends it, and so
+does the one that coordinates.
 
 **Whose fault.** `faults` finds the one failure that explains a round's end, and the host to blame.
 A host to whom this happens `exclude_after` rounds running is left out, if enough others are there.
 
-**Parts.** Where hosts fell silent, the network may be cut, and they may be another part of the job.
-A part without the quorum (`parts`) starts no round, and waits for the other until the join timeout.
-
-The machine has no clock. Where time matters it names a timer (`Timer`); the first agent whose
-clock runs out writes `Expired` into the log. Late ones name a timer that is over, and mean nothing.
+The state has no clock. Where time matters it names a timer (`Timer`); the first agent whose clock
+runs out says `Expired`. Late ones name a timer that is over, and mean nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum
 
 import msgspec
 
-from dure.launch.agent.duties import (
-    Duty,
-    Leave,
-    Outcome,
-    Plan,
-    Prepare,
-    Rejoin,
-    Stop,
-    Timer,
-    Wait,
-    Work,
-)
 from dure.launch.agent.events import (
+    Duty,
     Ended,
     Event,
     Expired,
     Failed,
     Finished,
     Joined,
+    Leave,
     Left,
     Lost,
+    Missing,
+    Outcome,
+    Plan,
+    Prepare,
     Ready,
     Refused,
-    Succeeded,
+    Rejoin,
+    Settings,
+    Stop,
+    Timer,
+    Wait,
+    Work,
 )
-from dure.launch.agent.faults import Faults, Streak
-from dure.launch.agent.lineup import line_up
-from dure.launch.agent.parts import WAITS, Parts
-from dure.launch.agent.settings import Settings
-from dure.launch.agent.vain import cut_off, too_few
+from dure.launch.agent.faults import FailureCounter, Faults
 
-__all__ = ["Machine", "Phase"]
+__all__ = ["Machine", "Phase", "assign_nodes"]
 
-_NOTES = 100
+_NOTES = 30
 """How many notes are kept: hosts may come, and be refused, for as long as the job runs."""
 
 
@@ -85,10 +80,9 @@ class Phase(Enum):
 
 
 class Machine(msgspec.Struct):
-    """The state of a job; `apply` takes the next event, `duty` tells an agent what to do now.
+    """The state of a job; `apply` takes an event, `duty` tells an agent what to do now.
 
-    It is one plain value: packed with msgpack and read back, it goes on as if nothing had been
-    (`dure.launch.agent.chronicle`). So all its fields are of types that msgspec can read.
+    It is packed with msgpack and read back, so all its fields are of types that msgspec can read.
 
     Args:
         settings: What the user decided.
@@ -99,11 +93,10 @@ class Machine(msgspec.Struct):
     plan: Plan | None = None  # of the latest round
     restarts: int = 0
     setback: str = ""  # why the last round ended, for people
-    excluded: frozenset[str] = frozenset()
+    excluded: frozenset[str] = frozenset()  # machines (`Joined.machine`)
     outcome: Outcome | None = None
     notes: list[str] = []  # what people should hear of other hosts
     _agents: dict[str, Joined] = {}  # at hand, in the order they came
-    _known: set[str] = set()
     _ready: Ready | None = None
     _gathering: int = 0  # how often the job has gathered: sets its timers apart
     _succeeded: set[str] = set()
@@ -111,18 +104,12 @@ class Machine(msgspec.Struct):
     _faults: Faults = msgspec.field(default_factory=Faults)
     _leaving: set[str] = set()  # members that end their workers, and then leave
     _dismissed: Left | None = None  # whose leave ends the job
-    _parts: Parts = msgspec.field(default_factory=Parts)
-    _streak: Streak = msgspec.field(default_factory=Streak)
+    _counter: FailureCounter = msgspec.field(default_factory=FailureCounter)
 
     @property
     def agents(self) -> tuple[str, ...]:
         """The agents at hand, in the order they came."""
         return tuple(self._agents)
-
-    @property
-    def present(self) -> tuple[Joined, ...]:
-        """How the agents at hand have joined, in that order."""
-        return tuple(self._agents.values())
 
     @property
     def failed(self) -> bool:
@@ -139,39 +126,17 @@ class Machine(msgspec.Struct):
         """Whether the present round ends because a host takes its leave."""
         return bool(self._leaving) or self._dismissed is not None
 
-    @property
-    def dismissed(self) -> bool:
-        """Whether the job ends because a host takes its leave."""
-        return self._dismissed is not None
-
-    @property
-    def parted(self) -> bool:
-        """Whether those who fell silent may be the part of the job that goes on."""
-        return self.settings.quorum and self._parts.parted(self.plan, self.present)
-
-    @property
-    def prevails(self) -> bool:
-        """Whether this is the part that goes on, though others may live."""
-        return self.settings.quorum and self._parts.aware and not self.parted
-
-    def knows(self, agent: str) -> bool:
-        """Tell whether an agent has joined, be it at hand or not."""
-        return agent in self._known
-
     def host(self, agent: str) -> str:
         """Return the name of an agent's host."""
         return self._agents[agent].host if agent in self._agents else agent
 
     def apply(self, event: Event) -> None:
-        """Take the next event of the log; one that comes too late changes nothing."""
+        """Take an event; one that comes too late, or again, changes nothing."""
         if self.phase is Phase.OVER:
             return
         match event:
             case Joined():
-                if event.agent not in self._known:  # nobody comes back under the same name
-                    self._known.add(event.agent)
-                    self._agents[event.agent] = event
-                    self._parts.hear(event.host)
+                self._agents.setdefault(event.agent, event)
             case Left() | Lost():
                 self._gone(event)
             case Refused():
@@ -180,7 +145,7 @@ class Machine(msgspec.Struct):
                 self._got_ready(event)
             case Expired():
                 self._expired(event.timer)
-            case Failed() | Finished() | Succeeded() | Ended():
+            case Failed() | Finished() | Ended() | Missing():
                 if self._is_current(event):
                     self._told(event)
         self._settle()
@@ -192,7 +157,7 @@ class Machine(msgspec.Struct):
             return Leave(self.outcome)
         if joined is None:
             return Rejoin()
-        if joined.host in self.excluded:
+        if joined.machine in self.excluded:
             return Leave(Outcome(code=1, why=f"host {joined.host} failed first too often"))
         plan = self.plan
         if self.phase is Phase.GATHERING or plan is None:
@@ -212,26 +177,29 @@ class Machine(msgspec.Struct):
         """Return the replacements due on an agent: none, for all workers start anew instead."""
         return ()
 
-    def _told(self, event: Failed | Finished | Succeeded | Ended) -> None:
-        """Take what a member says of the present round."""
-        if isinstance(event, Failed):
+    def _told(self, event: Failed | Finished | Ended | Missing) -> None:
+        """Take what is said of the present round."""
+        if isinstance(event, Missing):
+            if self.phase is Phase.RUNNING and event.agent in self._at_work():
+                self._faults.lose(event.agent, "its connection broke")
+        elif isinstance(event, Failed):
             if self._dismissed is None:  # otherwise it fails because it was told to end
                 self._faults.fail(event.worker)
-            self._faults.reports.setdefault(event.worker.rank, event.worker)
-        elif isinstance(event, Succeeded) and self.phase is Phase.RUNNING:
-            self._succeeded.add(event.agent)
-        elif isinstance(event, Succeeded | Ended):
-            self._ended.add(event.agent)
-            if isinstance(event, Ended):
-                self._faults.reports.update((rank.rank, rank) for rank in event.ranks)
-        if event.agent in self._leaving & (self._ended | self._succeeded):
-            self._forget(event.agent)
+            if event.worker.rank not in self._faults.reports:
+                self._faults.report(event.worker)
+        elif isinstance(event, Ended):
+            well = event.well and self.phase is Phase.RUNNING
+            (self._succeeded if well else self._ended).add(event.agent)
+            for rank in event.ranks:
+                self._faults.report(rank)
+            if event.agent in self._leaving:
+                self._forget(event.agent)
 
     def _run_on(self) -> None:
         """While RUNNING: find a reason to stop, or the end."""
         assert self.plan is not None
         if all(agent in self._succeeded for agent in self.plan.members):
-            self._end(Outcome(code=0, ranks=self._faults.ranks()))
+            self._end(Outcome(code=0))
         elif self._faults or self._dismissed or self._changed():
             self.phase = Phase.STOPPING
 
@@ -246,12 +214,10 @@ class Machine(msgspec.Struct):
                 self._end(self._defeat())
                 return
             self.restarts += 1
-            self.setback = self._faults.setback(self.plan)
-            self._blame(self._faults.culprit(self.plan))
+            self.setback = self._faults.setback(self.plan, self.settings.endpoint)
+            self._blame(self._faults.blamed_host(self.plan))
         else:
             self.setback = "hosts came or left"
-        if self.parted:
-            self._note(f"nothing is heard of {self._parts}; {WAITS}")
         self._gathering += 1
         self.phase = Phase.GATHERING
 
@@ -266,7 +232,7 @@ class Machine(msgspec.Struct):
                 self._gather()
             elif self.phase is Phase.RUNNING:
                 self._run_on()
-            elif self.phase is Phase.STOPPING and self._all_ended():
+            elif self.phase is Phase.STOPPING and not self._at_work():
                 self._round_closed()
 
     def _gather(self) -> None:
@@ -274,31 +240,38 @@ class Machine(msgspec.Struct):
             self._end(Outcome(code=self._dismissed.code, why=self._dismissed.why))
             return
         chosen = self._chosen()
-        enough = not self.missing and not self.parted
-        if enough and (self.plan is not None or len(chosen) == self.settings.max_hosts):
+        if not self.missing and (self.plan is not None or len(chosen) == self.settings.max_hosts):
             self._start(chosen)
 
     def _timer(self) -> Timer:
-        if self.missing or self.parted:
+        if self.missing:
             return Timer(f"join {self._gathering}", self.settings.join_timeout_s)
         return Timer(f"last call {self._gathering}", self.settings.last_call_s)
 
     def _expired(self, timer: str) -> None:
         if self.phase is not Phase.GATHERING or timer != self._timer().name:
             return
-        if not self.missing and not self.parted:
+        if not self.missing:
             self._start(self._chosen())
-        else:
-            self._end(self._given_up())
-
-    def _given_up(self) -> Outcome:
-        """Return the outcome of a job that has waited in vain."""
+            return
         lost = self._defeat() if self._faults else Outcome(code=1)
-        if self.parted:
-            why = cut_off(self.settings, self._parts)
-        else:
-            why = too_few(self.settings, self.present, self._chosen())
-        return Outcome(code=lost.code, why=why, failure=lost.failure, ranks=lost.ranks)
+        self._end(replace(lost, why=self._too_few(), limit=""))
+
+    def _too_few(self) -> str:
+        """Say that too few hosts came."""
+        hosts = [self._agents[agent].host for agent in self._chosen()]
+        settings = self.settings
+        why = (
+            f"too few hosts came to {settings.endpoint or 'the endpoint'} within "
+            f"{settings.join_timeout_s:g} s: {len(hosts)} of {settings.min_hosts} "
+            f"({', '.join(hosts) or 'none'})"
+        )
+        if len(hosts) < len(self._agents):
+            return f"{why}; others were excluded, or had a node rank that was taken"
+        return (
+            f"{why}; start the same command on the other hosts, and see there that this port can "
+            "be reached and that --nnodes is the same"
+        )
 
     def _chosen(self) -> tuple[str, ...]:
         """Return who would take part in a round that started now, in the order of their nodes."""
@@ -306,25 +279,25 @@ class Machine(msgspec.Struct):
         willing = [
             a
             for a in self._agents.values()
-            if a.host not in self.excluded and a.agent not in self._leaving
+            if a.machine not in self.excluded and a.agent not in self._leaving
         ]
-        return line_up(willing, before, self.settings.max_hosts)
+        return assign_nodes(willing, before, self.settings.max_hosts)
 
     def _start(self, members: tuple[str, ...]) -> None:
+        joined = [self._agents[agent] for agent in members]
         self.plan = Plan(
             number=0 if self.plan is None else self.plan.number + 1,
             members=members,
-            hosts=tuple(self._agents[agent].host for agent in members),
-            nprocs=tuple(self._agents[agent].nproc for agent in members),
+            hosts=tuple(a.host for a in joined),
+            machines=tuple(a.machine for a in joined),
+            nprocs=tuple(a.nproc for a in joined),
         )
         self._ready = None
         self._succeeded, self._ended = set(), set()
         self._faults = Faults()
-        self._parts.go_on()
         self.phase = Phase.RUNNING
 
-    def _is_current(self, event: Failed | Finished | Succeeded | Ended) -> bool:
-        """Whether it is of this round, and not of one that a cut-off part had by that number."""
+    def _is_current(self, event: Failed | Finished | Ended | Missing) -> bool:
         plan = self.plan
         return plan is not None and event.round == plan.number and event.agent in self._agents
 
@@ -333,21 +306,25 @@ class Machine(msgspec.Struct):
         if plan is not None and plan.number == event.round and event.agent in plan.members:
             self._ready = self._ready or event
 
+    def _at_work(self) -> set[str]:
+        """Return the members at hand that have not said that nothing of the round is left."""
+        if self.plan is None or self.phase is Phase.GATHERING:
+            return set()
+        done = self._ended | self._succeeded
+        return {agent for agent in self.plan.members if agent in self._agents} - done
+
     def _gone(self, event: Left | Lost) -> None:
         agent = event.agent
         if agent not in self._agents:
             return
-        plan = self.plan if self.phase is not Phase.GATHERING else None
-        working = plan is not None and agent in {*plan.members} - self._ended - self._succeeded
+        working = agent in self._at_work()
         if isinstance(event, Lost):
-            if event.silent:
-                self._parts.lose(self._agents[agent])
             if working and agent not in self._leaving:
                 self._faults.lose(agent, event.why)
             self._forget(agent)
             return
-        fixed = self.settings.min_hosts == self.settings.max_hosts
-        if (fixed and agent in self._chosen()) or len(self._agents) == 1:
+        fixed = self.settings.min_hosts == self.settings.max_hosts and agent in self._chosen()
+        if fixed or event.ends_job or len(self._agents) == 1:
             self._dismissed = self._dismissed or event
         if working:
             self._leaving.add(agent)  # until it says that nothing of the round is left there
@@ -372,28 +349,54 @@ class Machine(msgspec.Struct):
         full = len(members) >= self.settings.max_hosts
         return not full and not self._succeeded and len(self._chosen()) > len(members)
 
-    def _all_ended(self) -> bool:
-        assert self.plan is not None
-        over = self._ended | self._succeeded
-        return all(a in over or a not in self._agents for a in self.plan.members)
-
     def _end(self, outcome: Outcome) -> None:
-        self.outcome = outcome
+        self.outcome = replace(outcome, ranks=self._faults.ranks())
+        self._faults = Faults()  # which the outcome tells now
         self.phase = Phase.OVER
 
     def _defeat(self) -> Outcome:
         """Return the outcome of a job that failed for good."""
         assert self.plan is not None
-        return self._faults.defeat(self.plan, self._limit())
+        return self._faults.defeat(self.plan, self._limit(), self.settings.endpoint)
 
     def _limit(self) -> str:
         """Say which limit of the user's lets the job fail."""
         most = self.settings.max_restarts
         return f"restarts: {self.restarts} of {most} used" if most else ""
 
-    def _blame(self, host: str) -> None:
+    def _blame(self, machine: str) -> None:
         """Count against a host, and leave it out if it has failed too often."""
-        times = self._streak.blame(host)
-        others = [a for a in self._agents.values() if a.host not in self.excluded | {host}]
+        times = self._counter.blame(machine)
+        others = [a for a in self._agents.values() if a.machine not in self.excluded | {machine}]
         if times >= self.settings.exclude_after and len(others) >= self.settings.min_hosts:
-            self.excluded |= {host}
+            self.excluded |= {machine}
+
+
+def assign_nodes(willing: Sequence[Joined], before: Sequence[str], most: int) -> tuple[str, ...]:
+    """Return who takes part in a round, in the order of their nodes.
+
+    - If each one's user fixed a node rank, they stand in that order. Of two with the same one, who
+      took part in the round before goes first, then who came first; the other is a spare;
+    - otherwise those of the round before keep their order, then come newcomers with a fixed rank,
+      by rank, then all others as they came.
+
+    Args:
+        willing: Who could, in the order in which they came.
+        before: The members of the round before, in the order of their nodes.
+        most: How many there may be.
+    """
+    fixed: dict[int, Joined] = {}
+    for a in sorted(willing, key=lambda a: a.agent not in before):
+        if a.node_rank is not None:
+            fixed.setdefault(a.node_rank, a)
+    if all(a.node_rank is not None for a in willing):
+        order = [fixed[rank] for rank in sorted(fixed)]
+    else:
+        order = sorted(willing, key=lambda a: _node_key(a, before))
+    return tuple(a.agent for a in order[:most])
+
+
+def _node_key(joined: Joined, before: Sequence[str]) -> tuple[int, bool, int]:
+    """Return a key that sorts agents of whom not all have a fixed rank."""
+    node = before.index(joined.agent) if joined.agent in before else len(before)
+    return node, joined.node_rank is None, joined.node_rank or 0

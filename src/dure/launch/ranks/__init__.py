@@ -2,6 +2,6 @@
 
 `spawn` and `child` (fresh interpreters), `zygote`, `forking` and `imports` (ranks forked from a
 process that has imported torch), `environment`, `cores`, `numa` and `ports` (what a rank finds, and
-where it runs), `report` and `errorfiles` (what it tells of its end), `processes`, `guardian` and
+where it runs), `report` and `errorfiles` (what it tells of its end), `processes`, `reaper` and
 `guarding` (what belongs to a job, and who ends it when the launcher cannot).
 """

@@ -2,7 +2,7 @@
 
 With a log directory a file lies beside the rank's output, and stays. Otherwise it lies in a
 directory for the job alone, below the one for temporary files. Its name follows from the job's, so
-that whoever cleans up after the job can find it: the launcher, or its guardian if it was killed.
+that whoever cleans up after the job can find it: the launcher, or its reaper if it was killed.
 """
 
 from __future__ import annotations

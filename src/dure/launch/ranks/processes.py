@@ -10,7 +10,7 @@ session. A process belongs to the job if any of these holds:
   when it leaves its parent and session.
 
 The launcher adopts orphans, so all of them descend from it, and a look goes down from the launcher
-alone: it reads of the job's processes only. A guardian, or a kernel that does not list children,
+alone: it reads of the job's processes only. A reaper, or a kernel that does not list children,
 looks at all processes of the host.
 
 A process is *detached* if it has left the rank's session: somebody started it to outlive the rank
@@ -234,7 +234,7 @@ def adopting_orphans() -> Iterator[None]:
 
 def remove_files(job: str) -> None:
     """Remove the directory of the job's error files (`errorfiles.private_directory`)."""
-    import shutil  # lazy: a guardian that has nothing to do need not pay for them
+    import shutil  # lazy: a reaper that has nothing to do need not pay for them
     import tempfile  # lazy: as before
 
     shutil.rmtree(os.path.join(tempfile.gettempdir(), f"dure_{job}"), ignore_errors=True)

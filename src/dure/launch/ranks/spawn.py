@@ -143,7 +143,7 @@ def start_rank(
             reads_stdin=spec.stdin == "rank0" and rank == 0,
             pipes=(pipes[0], pipes[1], pipes[2]),
             key_fd=key_fd,
-            launcher=0 if spec.outlives_launcher else os.getpid(),
+            launcher=os.getpid(),
         )
         pid = fresh = None
         if spec.call is not None:

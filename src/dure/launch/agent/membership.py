@@ -1,0 +1,489 @@
+"""An agent's place among the job's agents: the shared state, its lease, and its deadline.
+
+    dure/state             the job's state: its terms, and the machine
+    dure/members/AGENT     a key with a lease; its value is known to that agent alone
+
+**Writing.** Who has an event reads the state, applies the event and writes the result in one
+transaction, which expects the state that was read and the writer's own leased key. If that fails,
+it reads again. An answer may be lost and the write have happened: then the event is applied again,
+and changes nothing (`events`). Who sees a member's key vanish writes `Lost`. Nobody leads.
+
+**Deadlines.** A lease is renewed every second. An agent's deadline is when its last renewal that
+was acknowledged was *sent*, plus the lease; at that time its ranks die, by its own hand or its
+reaper's. Its key vanishes when the last renewal was *received*, plus the lease and a margin. So the
+ranks of a host that was cut off are dead before the others go on. The clock is CLOCK_BOOTTIME,
+which counts while a machine sleeps.
+
+Past its deadline an agent looks for the others for a while, and joins as another member.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+
+import msgspec
+
+import dure
+from dure.errors import StoreError, UsageError
+from dure.launch.agent.elastic import ElasticMachine
+from dure.launch.agent.events import Event, Joined, Lost, Missing, Refused
+from dure.launch.agent.finding import open_control
+from dure.launch.agent.machine import Machine, Phase
+from dure.store.key import JobKey
+from dure.store.shared import EVERYTHING, Shared
+
+__all__ = ["LastWill", "Member", "Terms", "boottime", "read_state", "say_dead"]
+
+PREFIX = "dure/"
+STATE = "dure/state"
+_MEMBERS = "dure/members/"
+
+LEASE_S, MARGIN_S = 4.0, 2.0
+_RENEWALS = 4
+"""How often a lease is renewed before it would end."""
+
+_MISSING_S = 1.0
+"""How long a broken connection may take to be opened again before the round is stopped."""
+
+_LOOK_S = 1.0
+_AGAIN_S = 0.2
+
+
+def boottime() -> float:
+    """Return the time of the clock that leases are counted by."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+# --- the shared value -----------------------------------------------------------------------------
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """What all agents of a job must agree on, and what the first of them says for all."""
+
+    nnodes: tuple[int, int]
+    max_restarts: int
+    elastic: bool
+    min_ranks: int
+    run_id: str
+    lease_s: float = LEASE_S
+    margin_s: float = MARGIN_S
+    store: str = ""  # the ranks' store
+    job_key: bytes = b""
+
+
+_AGREED = ("nnodes", "max_restarts", "elastic", "min_ranks")
+
+
+class _Version(msgspec.Struct, array_like=True, frozen=True):
+    """What each version's state begins with."""
+
+    version: str
+
+
+class _Record(_Version, array_like=True, frozen=True):
+    """The value of the state's key."""
+
+    terms: Terms
+    machine: msgspec.Raw
+
+    def read(self) -> Machine:
+        """Return the machine, the caller's own."""
+        kind = ElasticMachine if self.terms.elastic else Machine
+        return msgspec.msgpack.decode(self.machine, type=kind)
+
+
+def _pack(terms: Terms, machine: Machine) -> bytes:
+    raw = msgspec.Raw(msgspec.msgpack.encode(machine))
+    return msgspec.msgpack.encode(_Record(dure.__version__, terms, raw))
+
+
+def read_state(packed: bytes) -> _Record:
+    """Return the state of a job of this version.
+
+    Raises:
+        UsageError: It is one of another version, or none.
+    """
+    theirs = _Version("unknown")
+    try:
+        theirs = msgspec.msgpack.decode(packed, type=_Version)
+        if theirs.version == dure.__version__:
+            return msgspec.msgpack.decode(packed, type=_Record)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        pass
+    raise UsageError(
+        "the job at this endpoint runs with another version of Dure",
+        seen=f"version {theirs.version} there, {dure.__version__} here",
+        fix="Install the same version on all hosts, or use another endpoint for another job.",
+    )
+
+
+# --- one membership -------------------------------------------------------------------------------
+
+
+class Member:
+    """One agent's membership, from its joining until it leaves or is given up.
+
+    Two threads do all that may have to wait for the network: the *listener* follows the keys, the
+    *speaker* renews the lease and writes events. `join` comes first, and starts them.
+
+    Args:
+        shared: Where the state is; this member's own from now on.
+        renewed: Told of each new deadline.
+
+    Attributes:
+        agent: Its name, which nobody had before.
+        gone: Why it is no member any more; empty while it is one.
+
+    Threads: all methods belong to the agent's thread but `note_presence`.
+    """
+
+    def __init__(
+        self, shared: Shared, renewed: Callable[[float], None] = lambda deadline: None
+    ) -> None:
+        self.agent = uuid.uuid4().hex[:12]
+        self.nonce = secrets.token_bytes(16)
+        self.gone = ""
+        self._shared, self._renewed = shared, renewed
+        self._lock = threading.Condition()
+        self._revision, self._packed = EVERYTHING, b""  # of the state seen last
+        self._machine: tuple[bytes, Machine] | None = None
+        self._pending: list[Event] = []
+        self._absent: dict[str, float] = {}  # agents whose connections broke, and when
+        self._closing = False
+        self._deadline = 0.0
+        self._waker, self._wakened = socket.socketpair()
+        self._waker.setblocking(False)
+        self._wakened.setblocking(False)
+        self._threads: list[threading.Thread] = []
+
+    # --- joining -----------------------------------------------------------------------------
+
+    def join(self, joined: Joined, mine: Terms, first: Machine | None, *, again: bool) -> bool:
+        """Become a member; False: there is no job here (yet).
+
+        Args:
+            joined: What is said; its agent is this one.
+            mine: What this agent was told.
+            first: The state to begin with where there is none, or a job that nobody has any more;
+                None: this agent may not begin one.
+            again: Whether it was a member of this job before.
+
+        Raises:
+            UsageError: The others were told other things.
+            StoreError: The keys cannot be reached.
+        """
+        lease_s, margin_s = mine.lease_s, mine.margin_s
+        while True:
+            sent = boottime()
+            self._shared.hold(self._key, self.nonce, lease_s + margin_s)
+            _, keys = self._shared.look(PREFIX, EVERYTHING, 0.0)
+            packed = keys.get(STATE)
+            found = None if packed is None else read_state(packed)
+            if found is not None and not again and _is_over(found.read(), keys):
+                found = None
+                if first is None:
+                    break
+            if found is None and (first is None or again):
+                break
+            if found is not None:
+                self._compare(mine, found, joined.host)
+            terms = found.terms if found is not None else _named(mine)
+            if (terms.lease_s, terms.margin_s) != (lease_s, margin_s):
+                lease_s, margin_s = terms.lease_s, terms.margin_s
+                continue
+            machine = found.read() if found is not None else _copy(first)
+            machine.apply(joined)
+            if self._write(packed, _pack(terms, machine)):
+                self.terms, self._lease_s = terms, lease_s
+                self._extend(sent)
+                self._take(*self._shared.look(PREFIX, EVERYTHING, 0.0))
+                self._start()
+                return True
+        self._shared.release(self._key)
+        return False
+
+    def _compare(self, mine: Terms, found: _Record, host: str) -> None:
+        """Refuse to join a job that was told other things, and leave a note there."""
+        theirs = found.terms
+        names = [*_AGREED, *(["run_id"] if mine.run_id else [])]
+        differ = [name for name in names if getattr(mine, name) != getattr(theirs, name)]
+        if not differ:
+            return
+        seen = "; ".join(
+            f"{n}: {getattr(theirs, n)} there, {getattr(mine, n)} here" for n in differ
+        )
+        packed: bytes | None = None
+        with contextlib.suppress(StoreError):
+            for _ in range(8):
+                _, keys = self._shared.look(PREFIX, EVERYTHING, 0.0)
+                packed = keys[STATE]
+                machine = read_state(packed).read()
+                machine.apply(Refused(host, seen))
+                if self._write(packed, _pack(theirs, machine)):
+                    break
+            self._shared.release(self._key)
+        raise UsageError(
+            "this host was told other things than the first",
+            seen=seen,
+            fix="Start `dure run` with the same flags on every host, or use another endpoint for "
+            "another job.",
+        )
+
+    @property
+    def _key(self) -> str:
+        return _MEMBERS + self.agent
+
+    def _write(self, old: bytes | None, new: bytes) -> bool:
+        return self._shared.transact({STATE: old, self._key: self.nonce}, {STATE: new})
+
+    def _start(self) -> None:
+        for run, name in ((self._listen, "listener"), (self._speak, "speaker")):
+            thread = threading.Thread(
+                target=self._safely, args=(run,), name=f"dure-agent-{name}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    # --- the agent's thread ------------------------------------------------------------------
+
+    @property
+    def fd(self) -> int:
+        """Readable when there may be news."""
+        return self._wakened.fileno()
+
+    @property
+    def expires_at(self) -> float:
+        """The deadline, of `boottime`."""
+        return self._deadline
+
+    @property
+    def settled(self) -> bool:
+        """Whether the state seen last knows all that was told."""
+        with self._lock:
+            return not self._pending
+
+    def tell(self, event: Event) -> None:
+        """Write an event into the state, as soon as possible."""
+        with self._lock:
+            self._pending.append(event)
+            self._lock.notify_all()
+
+    def machine(self) -> Machine:
+        """Return the state as it was seen last."""
+        with contextlib.suppress(BlockingIOError):
+            while self._wakened.recv(4096):
+                pass
+        with self._lock:
+            packed = self._packed
+        if self._machine is None or self._machine[0] is not packed:
+            self._machine = packed, read_state(packed).read()
+        return self._machine[1]
+
+    def note_presence(self, key: str, there: bool) -> None:
+        """Take note that an agent's connection broke, or is there again; from any thread."""
+        agent = key.removeprefix(_MEMBERS)
+        with self._lock:
+            if there:
+                self._absent.pop(agent, None)
+            else:
+                self._absent.setdefault(agent, boottime())
+            self._lock.notify_all()
+
+    def others_left(self, limit_s: float) -> bool:
+        """Wait until no other agent is a member; tell whether that is so."""
+        until, since = boottime() + limit_s, EVERYTHING
+        with contextlib.suppress(StoreError):
+            while True:
+                since, keys = self._shared.look(_MEMBERS, since, max(0.0, until - boottime()))
+                if not keys.keys() - {self._key}:
+                    return True
+                if boottime() >= until:
+                    return False
+        return False
+
+    def finish(self, timeout_s: float = 2.0) -> None:
+        """Write what is not written yet, and give the lease back; the keys can still be read."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._pending or bool(self.gone), timeout_s)
+            self._closing = True
+            self._lock.notify_all()
+        with contextlib.suppress(StoreError):
+            self._shared.release(self._key)
+
+    def close(self) -> None:
+        """End both threads, and let go of everything."""
+        with self._lock:
+            self._closing = True
+            self._lock.notify_all()
+        if (end := getattr(self._shared, "close", None)) is not None:
+            end()  # wakes a thread that waits in it
+        for thread in self._threads:
+            thread.join(5.0)
+        self._waker.close()
+        self._wakened.close()
+
+    # --- both threads ------------------------------------------------------------------------
+
+    def _safely(self, run: Callable[[], None]) -> None:
+        """Run a thread; an error that nobody foresaw ends the membership, not in silence."""
+        try:
+            run()
+        except Exception as error:
+            self._leave(f"{type(error).__name__}: {error}")
+            if not self._closing:
+                raise
+
+    @property
+    def _stopped(self) -> bool:
+        return self._closing or bool(self.gone)
+
+    def _leave(self, why: str) -> None:
+        """Be no member any more."""
+        with self._lock:
+            self.gone = self.gone or why
+            self._lock.notify_all()
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._waker.send(b"!")
+
+    def _extend(self, sent: float) -> None:
+        self._deadline = sent + self._lease_s
+        self._renewed(self._deadline)
+
+    def _take(self, revision: int, keys: dict[str, bytes]) -> None:
+        """Take note of the keys as they are, unless newer ones were seen."""
+        if keys.get(self._key) != self.nonce:
+            self._leave("the others have given this host up")
+            return
+        with self._lock:
+            if revision < self._revision or STATE not in keys:
+                return
+            self._revision, self._packed = revision, keys[STATE]
+        self._wake()
+        nothing_heard = f"nothing was heard of it for {self._lease_s + self.terms.margin_s:g} s"
+        for agent in read_state(keys[STATE]).read().agents:
+            if _MEMBERS + agent not in keys:
+                self.tell(Lost(agent, nothing_heard))
+
+    # --- the listener ------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        while not self._stopped:
+            try:
+                self._take(*self._shared.look(PREFIX, self._revision, _LOOK_S))
+            except StoreError:
+                self._rest()
+
+    def _rest(self) -> None:
+        with self._lock:
+            self._lock.wait_for(lambda: self._stopped, _AGAIN_S)
+
+    # --- the speaker -------------------------------------------------------------------------
+
+    def _speak(self) -> None:
+        renew_at = boottime() + self._lease_s / _RENEWALS
+        while not self._stopped:
+            with self._lock:
+                self._look_for_missing()
+                if not self._pending:
+                    due = [at + _MISSING_S for at in self._absent.values()]
+                    self._lock.wait(max(0.0, min([renew_at, *due]) - boottime()))
+                events = list(self._pending)
+            try:
+                sent = boottime()
+                if sent >= renew_at:
+                    if not self._shared.renew(self._key):
+                        self._leave("the others have given this host up")
+                        return
+                    self._extend(sent)
+                    renew_at = sent + self._lease_s / _RENEWALS
+                elif events and not self._stopped:
+                    self._tell_all(events)
+            except StoreError:
+                if boottime() > self._deadline:
+                    self._leave("nobody was reached until its deadline")
+                self._rest()
+
+    def _look_for_missing(self) -> None:
+        """Tell of agents whose connections have not been opened again; the lock is held."""
+        for agent, at in list(self._absent.items()):
+            if boottime() >= at + _MISSING_S:
+                del self._absent[agent]
+                plan = read_state(self._packed).read().plan
+                if plan is not None:
+                    self._pending.append(Missing(agent, plan.number))
+
+    def _tell_all(self, events: list[Event]) -> None:
+        """Try once to write events; they are pending until the state that was seen has them."""
+        with self._lock:
+            packed = self._packed
+        found = read_state(packed)
+        before, after = found.read(), found.read()
+        for event in events:
+            after.apply(event)
+        if after == before:
+            with self._lock:
+                del self._pending[: len(events)]
+                self._lock.notify_all()
+            self._wake()
+            return
+        self._write(packed, _pack(found.terms, after))
+        self._take(*self._shared.look(PREFIX, EVERYTHING, 0.0))
+
+
+def _named(terms: Terms) -> Terms:
+    """Give a job a name if its user has not."""
+    return msgspec.structs.replace(terms, run_id=terms.run_id or uuid.uuid4().hex)
+
+
+def _is_over(machine: Machine, keys: dict[str, bytes]) -> bool:
+    """Tell whether a job has ended, or nobody is left who was in it."""
+    living = any(_MEMBERS + agent in keys for agent in machine.agents)
+    return machine.phase is Phase.OVER or not living
+
+
+def _copy(machine: Machine | None) -> Machine:
+    assert machine is not None
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(machine), type=type(machine))
+
+
+# --- for the reaper -------------------------------------------------------------------------------
+
+
+class LastWill(msgspec.Struct, frozen=True):
+    """What the reaper needs to say that an agent has died."""
+
+    endpoint: str
+    key: bytes
+    agent: str
+    nonce: bytes
+
+
+def say_dead() -> None:
+    """Say that an agent's ranks are dead, and release its lease: the reaper's last act.
+
+    Standard input has what the launcher gave the reaper.
+    """
+    will = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=LastWill)
+    shared = open_control(will.endpoint, JobKey(will.key), 1.0)
+    key = _MEMBERS + will.agent
+    for _ in range(16):
+        _, keys = shared.look(PREFIX, EVERYTHING, 0.0)
+        if STATE not in keys or keys.get(key) != will.nonce:
+            break
+        found = read_state(keys[STATE])
+        machine = found.read()
+        machine.apply(Lost(will.agent, "its launcher was killed"))
+        expect = {STATE: keys[STATE], key: will.nonce}
+        if shared.transact(expect, {STATE: _pack(found.terms, machine), key: None}):
+            break
+    shared.close()

@@ -1,0 +1,326 @@
+"""Agents that share a job's state: what they tell is there once, whatever is lost on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dure
+from dure.errors import StoreTimeout, UsageError
+from dure.launch.agent.elastic import ElasticMachine
+from dure.launch.agent.events import Event, Failed, Joined, Missing, Settings
+from dure.launch.agent.finding import open_control
+from dure.launch.agent.machine import Machine, Phase
+from dure.launch.agent.membership import STATE, Member, Terms
+from dure.launch.spec import Exit, RankResult
+from dure.store.address import resolve
+from dure.store.key import mint
+from dure.store.listener import listen
+from dure.store.memory import HashStore
+from dure.store.server import StoreServer
+from dure.store.shared import EVERYTHING, Shared
+
+TERMS = Terms(nnodes=(1, 3), max_restarts=99, elastic=True, min_ranks=1, run_id="job")
+
+
+made: list[Member] = []
+
+
+@pytest.fixture(autouse=True)
+def close_all() -> Iterator[None]:
+    yield
+    while made:
+        made.pop().close()
+
+
+class Noted(Member):
+    """A member that is closed after the test."""
+
+    def __init__(self, shared: Shared) -> None:
+        super().__init__(shared)
+        made.append(self)
+
+
+class Quiet(Noted):
+    """A member without threads: the test says when it writes."""
+
+    def _start(self) -> None:
+        pass
+
+    def speak(self) -> None:
+        if self._pending:
+            with contextlib.suppress(StoreTimeout):
+                self._tell_all(list(self._pending))
+
+
+class Lossy(HashStore):
+    """A store whose transactions happen or not, with answers that are lost or not."""
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def transact(
+        self, expect: Mapping[str, bytes | None], write: Mapping[str, bytes | None]
+    ) -> bool:
+        fate = self.draw.random()
+        if fate < 0.2:
+            raise StoreTimeout("the request was lost")
+        done = super().transact(expect, write)
+        if fate < 0.4:
+            raise StoreTimeout("the answer was lost")
+        return done
+
+
+def fresh(terms: Terms = TERMS) -> Machine:
+    wanted = Settings(
+        min_hosts=terms.nnodes[0], max_hosts=terms.nnodes[1], max_restarts=terms.max_restarts
+    )
+    return (ElasticMachine if terms.elastic else Machine)(wanted)
+
+
+def joined(
+    member: Member, host: str, *, nproc: int = 2, terms: Terms = TERMS, again: bool = False
+) -> bool:
+    return member.join(Joined(member.agent, host, nproc), terms, fresh(terms), again=again)
+
+
+def death(member: Member, local: int, times: int) -> Failed:
+    worker = RankResult(rank=local, host="h", pid=times, exit=Exit(signal=9))
+    return Failed(member.agent, 0, local, worker, times)
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32), deaths=st.lists(st.integers(0, 5), max_size=12))
+def test_each_death_counts_once_whatever_answers_are_lost(seed: int, deaths: list[int]) -> None:
+    """Of 3 agents with 2 workers each, `deaths` names who dies: agent 0, 0, 1, 1, 2, 2."""
+    draw = random.Random(seed)
+    store = Lossy(draw)
+    members: list[Quiet] = []
+    for number in range(3):
+        member = Quiet(store)
+        while True:
+            with contextlib.suppress(StoreTimeout):
+                assert joined(member, f"h{number}")
+                break
+        members.append(member)
+    for member in members:
+        member._take(*store.look("dure/", EVERYTHING, 0.0))
+    counted = [0] * 6
+    for slot in deaths:
+        members[slot // 2].tell(death(members[slot // 2], slot % 2, counted[slot]))
+        counted[slot] += 1
+        draw.choice(members).speak()
+    while not all(member.settled for member in members):
+        draw.choice(members).speak()
+    _, keys = store.look("dure/", EVERYTHING, 0.0)
+    for member in members:
+        member._take(*store.look("dure/", EVERYTHING, 0.0))
+        state = member.machine()
+        assert sorted(state.agents) == sorted(m.agent for m in members)
+        assert state.restarts == len(deaths)
+    assert len(keys) == 4
+    while made:
+        made.pop().close()
+
+
+def test_who_was_given_up_writes_nothing_any_more() -> None:
+    store = HashStore()
+    terms = msgspec.structs.replace(TERMS, nnodes=(2, 2))
+    one, two = Quiet(store), Quiet(store)
+    assert joined(one, "h1", terms=terms) and joined(two, "h2", terms=terms)
+    store.release(f"dure/members/{two.agent}")
+    two.tell(death(two, 0, 0))
+    two.speak()
+    assert two.gone
+    one._take(*store.look("dure/", EVERYTHING, 0.0))
+    one.speak()
+    assert one.machine().agents == (one.agent,)
+    assert one.machine().restarts == 0
+    again = Quiet(store)
+    assert joined(again, "h2", terms=terms, again=True)
+    assert again.machine().agents == (one.agent, again.agent)
+
+
+def test_a_job_that_nobody_is_in_any_more_is_begun_anew_by_who_may() -> None:
+    store = HashStore()
+    one = Quiet(store)
+    assert joined(one, "h1")
+    store.release(f"dure/members/{one.agent}")
+    visitor = Quiet(store)
+    told = Joined(visitor.agent, "h2", 2)
+    assert not visitor.join(told, TERMS, None, again=False)  # it may not begin a job
+    two = Quiet(store)
+    assert joined(two, "h2")
+    assert two.machine().agents == (two.agent,)
+
+
+def test_who_is_not_renewed_vanishes_and_the_others_say_so() -> None:
+    store = HashStore()
+    terms = msgspec.structs.replace(TERMS, lease_s=0.2, margin_s=0.1)
+    silent, other = Quiet(store), Noted(store)
+    assert joined(silent, "h1", terms=terms) and joined(other, "h2", terms=terms)
+    assert silent.expires_at < other.expires_at
+    wait_for(lambda: other.machine().agents == (other.agent,))
+    assert other.machine().notes == [
+        "lost h1 (nothing was heard of it for 0.3 s); the others go on"
+    ]
+    other.close()
+
+
+@pytest.mark.parametrize("changed", [{"max_restarts": 1}, {"nnodes": (1, 2)}, {"run_id": "x"}])
+def test_who_was_told_other_things_is_refused_and_the_others_hear_of_it(
+    changed: dict[str, object],
+) -> None:
+    store = HashStore()
+    first, odd = Quiet(store), Quiet(store)
+    assert joined(first, "h1")
+    with pytest.raises(UsageError) as caught:
+        joined(odd, "h2", terms=msgspec.structs.replace(TERMS, **changed))
+    assert next(iter(changed)) in (caught.value.seen or "")
+    first._take(*store.look("dure/", EVERYTHING, 0.0))
+    assert first.machine().notes[0].startswith("h2 came with other terms")
+    assert first.machine().agents == (first.agent,)
+
+
+@pytest.mark.parametrize(
+    "state", [msgspec.msgpack.encode(["9.8.7", 3]), b"\xc1", b"\x91\xa1\xff", b"{}"]
+)
+def test_another_version_is_refused_by_name_and_left_alone(state: bytes) -> None:
+    store = HashStore()
+    store.set(STATE, state)
+    with pytest.raises(UsageError) as caught:
+        joined(Quiet(store), "h")
+    assert dure.__version__ in (caught.value.seen or "")
+    assert ("9.8.7" in (caught.value.seen or "")) == (b"9.8.7" in state)
+    assert store.get(STATE) == state
+
+
+# --- over a network -----------------------------------------------------------------------------
+
+
+class Proxy:
+    """Passes connections on to a port, and resets them when told."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        self._pairs: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._server.accept()
+                far = socket.create_connection(("127.0.0.1", self._target))
+                self._pairs += [near, far]
+                for source, sink in ((near, far), (far, near)):
+                    thread = threading.Thread(target=self._pass, args=(source, sink), daemon=True)
+                    self._threads.append(thread)
+                    thread.start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+    def reset(self) -> int:
+        """Send an RST on all connections; return how many there were."""
+        pairs, self._pairs = self._pairs, []
+        for end in pairs:
+            with contextlib.suppress(OSError):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                end.shutdown(socket.SHUT_RD)  # wakes the thread that reads it
+            end.close()
+        return len(pairs)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        self._threads[0].join()
+        self.reset()
+        for thread in self._threads:
+            thread.join()
+
+
+@contextlib.contextmanager
+def served(presence: Callable[[str, bool], None]) -> Iterator[tuple[Shared, Shared, Proxy]]:
+    """Yield two ways to one server, of which the second leads through a proxy."""
+    key = mint()
+    server = StoreServer(listen(resolve("127.0.0.1", 0)), key, presence)
+    proxy = Proxy(server.port)
+    try:
+        yield (
+            open_control(f"tcp://127.0.0.1:{server.port}", key),
+            open_control(f"tcp://127.0.0.1:{proxy.port}", key),
+            proxy,
+        )
+    finally:
+        proxy.close()
+        server.stop()
+
+
+def wait_for(done: Callable[[], bool], limit_s: float = 20.0) -> None:
+    until = time.monotonic() + limit_s
+    while not done():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_connections_that_are_reset_are_opened_again_and_nothing_is_lost() -> None:
+    heard: list[tuple[str, bool]] = []
+    terms = msgspec.structs.replace(TERMS, nnodes=(2, 2))
+    with served(lambda key, there: heard.append((key, there))) as (near, far, proxy):
+        one, two = Noted(near), Noted(far)
+        assert joined(one, "h1", terms=terms) and joined(two, "h2", terms=terms)
+        told: list[Event] = [death(two, 0, times) for times in range(9)]
+        for number, event in enumerate(told):
+            two.tell(event)
+            if number % 3 == 0:
+                wait_for(lambda: proxy.reset() > 0)
+        wait_for(lambda: one.machine().restarts == 9)
+        wait_for(lambda: two.settled)
+        assert (one.gone, two.gone) == ("", "")
+        assert one.machine().agents == (one.agent, two.agent)
+        assert (f"dure/members/{two.agent}", False) in heard
+        while made:
+            made.pop().close()
+
+
+def test_a_connection_that_is_not_opened_again_stops_the_round() -> None:
+    terms = msgspec.structs.replace(TERMS, elastic=False, nnodes=(2, 2))
+
+    def presence(key: str, there: bool) -> None:
+        made[0].note_presence(key, there)
+
+    with served(presence) as (near, far, proxy):
+        one, two = Noted(near), Noted(far)
+        assert joined(one, "h1", terms=terms) and joined(two, "h2", terms=terms)
+        wait_for(lambda: one.machine().phase is Phase.RUNNING)
+        proxy.close()
+        wait_for(lambda: one.machine().phase is Phase.STOPPING)
+        assert one.machine().agents == (one.agent, two.agent)  # not given up yet
+        assert one.machine()._faults.causes == {two.agent: "its connection broke"}
+        while made:
+            made.pop().close()
+
+
+def test_a_late_word_of_a_broken_connection_is_not_of_this_round() -> None:
+    machine = fresh(msgspec.structs.replace(TERMS, elastic=False, nnodes=(1, 1)))
+    machine.apply(Joined("a", "h", 1))
+    machine.apply(Missing("a", 7))
+    assert machine.phase is Phase.RUNNING
