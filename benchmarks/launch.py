@@ -11,8 +11,6 @@ are medians, with the smallest and largest; all but memory are seconds.
   group, meet, and leave it.
 - *memory*: of 4 ranks that have imported torch and sleep, and of all processes of the job: PSS
   divides a page among the processes that share it, RSS counts it for each that has it mapped.
-  What lies in a memory file and is mapped by nobody is in neither, and told as *unmapped*:
-  PSS and it are what the job takes of the machine.
 - *tear-down*: from the last act of a rank that dies to the end of the command.
 - *recovery*: from the last act of a rank that is killed: with restarted workers to the first line
   of the last of them; with `dure.elastic` to the next step that is committed on all survivors, and
@@ -198,18 +196,11 @@ def memory(launcher: Launcher, ranks: int, what: str) -> dict[str, float]:
         job.await_marks("ready", ranks)
         mine = job.times("ready")
         figures: dict[str, float] = {}
-        files: dict[str, float] = {}
-        mapped = 0.0
         for folder in job.settled():
-            sizes = _sizes(folder)
-            mapped += sizes.pop("of files")
-            files |= _memory_files(folder)
-            for kind, size in sizes.items():
+            for kind, size in _sizes(folder).items():
                 owners = ("ranks", "job") if folder.name in mine else ("job",)
                 for owner in owners:
                     figures[f"{kind} of {owner}"] = figures.get(f"{kind} of {owner}", 0) + size
-        if files:
-            figures["unmapped of job"] = sum(files.values()) - mapped
         (job.path / "enough-0-0").touch()
         job.finish()
         return figures
@@ -218,22 +209,11 @@ def memory(launcher: Launcher, ranks: int, what: str) -> dict[str, float]:
 
 
 def _sizes(folder: Path) -> dict[str, float]:
-    """Return a process' PSS and RSS in MB, and what of its PSS lies in memory files."""
+    """Return a process' PSS and RSS in MB."""
     lines = (folder / "smaps_rollup").read_text().splitlines()
     fields = dict(line.split()[:2] for line in lines[1:])
-    wanted = {"PSS": "Pss:", "RSS": "Rss:", "of files": "Pss_Shmem:"}
+    wanted = {"PSS": "Pss:", "RSS": "Rss:"}
     return {name: int(fields[field]) * 1024 / 1e6 for name, field in wanted.items()}
-
-
-def _memory_files(folder: Path) -> dict[str, float]:
-    """Return the size in MB of each memory file that a process maps, by its inode."""
-    files: dict[str, float] = {}
-    for line in (folder / "maps").read_text().splitlines():
-        addresses, _, _, _, inode, *name = line.split(maxsplit=5)
-        if name and name[0].startswith("/memfd:"):
-            begin, end = (int(x, 16) for x in addresses.split("-"))
-            files[inode] = files.get(inode, 0) + (end - begin) / 1e6
-    return files
 
 
 def restart(launcher: Launcher, ranks: int, what: str) -> dict[str, float]:
