@@ -70,12 +70,12 @@ def failing(monkeypatch):
 
 
 def test_demo_runs_one_rank_and_then_two_alike(dure_demo, launched, tmp_path):
-    result = dure_demo("--out", tmp_path, "--seed", 5)
+    result = dure_demo("--out", tmp_path, "--seed", 5, "--quick")
     assert result.exit_code == 0, result.stderr
     assert [spec.nproc for spec in launched] == [1, 2]
     assert launched[0].args == launched[1].args
-    assert launched[0].args[-1] == "--events"
-    assert "time to training loss" in result.stdout
+    assert launched[0].args[-1] == "--events" and "--images" in launched[0].args
+    assert "time to training loss" in result.stdout and "gain" in result.stdout
     assert "[1] a warning" in result.stderr
     assert (tmp_path / "report.html").exists()
 
@@ -87,62 +87,6 @@ def test_demo_with_one_rank_compares_nothing(dure_demo, launched, tmp_path):
     assert "gain" not in result.stdout
 
 
-def test_demo_quick_asks_for_fewer_images(dure_demo, launched, tmp_path):
-    dure_demo("--out", tmp_path, "--quick")
-    assert "--images" in launched[0].args
-
-
-def _assert_one_line(result, code):
-    assert result.exit_code == code
-    assert len(result.stderr.strip().splitlines()) == 1
-    assert result.stderr.startswith("dure demo: error: ")
-
-
-def test_demo_with_a_missing_directory_is_one_line_and_code_2(dure_demo, launched, tmp_path):
-    _assert_one_line(dure_demo("--out", tmp_path, "--data", tmp_path / "nowhere"), 2)
-    assert launched == []
-
-
-def test_demo_with_a_foreign_file_is_one_line_and_code_2(dure_demo, launched, tmp_path):
-    (tmp_path / "train-images-idx3-ubyte").write_bytes(b"GIF89a")
-    for name in ("train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
-        (tmp_path / f"{name}-ubyte.gz").write_bytes(b"")
-    result = dure_demo("--out", tmp_path, "--data", tmp_path)
-    _assert_one_line(result, 2)
-    assert "train-images-idx3-ubyte" in result.stderr
-
-
-def test_demo_without_scikit_learn_is_one_line(dure_demo, launched, tmp_path, monkeypatch):
-    monkeypatch.setattr(digits, "find_spec", lambda name: None)
-    result = dure_demo("--out", tmp_path)
-    _assert_one_line(result, 2)
-    assert "'.[demo]'" in result.stderr
-
-
-def test_demo_with_an_odd_batch_for_its_ranks_is_one_line(dure_demo, launched, tmp_path):
-    result = dure_demo("--out", tmp_path, "--ranks", 7)
-    _assert_one_line(result, 2)
-    assert "119" in result.stderr
-
-
-def test_demo_with_an_output_that_is_a_file_is_one_line_and_code_2(dure_demo, launched, tmp_path):
-    (tmp_path / "file").write_text("")
-    _assert_one_line(dure_demo("--out", tmp_path / "file"), 2)
-
-
-def test_demo_rank_that_blames_the_user_is_one_line_and_code_2(dure_demo, failing, tmp_path):
-    failing.update(type="dure.errors.UsageError", message="the batch cannot be shared out")
-    _assert_one_line(dure_demo("--out", tmp_path), 2)
-
-
-def test_demo_rank_that_crashes_shows_its_output(dure_demo, failing, tmp_path):
-    failing.update(type="ZeroDivisionError", message="division by zero")
-    result = dure_demo("--out", tmp_path)
-    assert result.exit_code == 7
-    assert "[0] Traceback: noise" in result.stderr
-    assert "rank 0 failed: ZeroDivisionError" in result.stderr
-
-
 def test_ddp_is_compared_with_fsdp(dure_demo, launched, tmp_path):
     result = dure_demo("--out", tmp_path, "--fsdp", "--ranks", 3, "--batch-size", 60)
     assert result.exit_code == 0, result.stderr
@@ -151,13 +95,51 @@ def test_ddp_is_compared_with_fsdp(dure_demo, launched, tmp_path):
     assert "--fsdp" not in replicated
     sharded.remove("--fsdp")
     assert sharded == replicated
-    assert "DDP, 3 ranks" in result.stdout
-    assert "FSDP, 3 ranks" in result.stdout
+    assert "DDP, 3 ranks" in result.stdout and "FSDP, 3 ranks" in result.stdout
     page = (tmp_path / "report.html").read_text()
     assert "dure demo --epochs 6 --batch-size 60 --backend shm --seed 0 --ranks 3" in page
     assert " --fsdp" in page
 
 
-def test_one_rank_has_nothing_to_shard(dure_demo, launched, tmp_path):
-    assert dure_demo("--out", tmp_path, "--fsdp", "--ranks", 1).exit_code == 2
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--data", "nowhere"], "nowhere"),
+        (["--data", "."], "train-images-idx3-ubyte"),
+        (["--ranks", 7], "119"),
+        (["--fsdp", "--ranks", 1], "--ranks 1"),
+        (["--out", "file"], "file"),
+        (["no scikit-learn"], "'.[demo]'"),
+    ],
+)
+def test_mistakes_are_one_line_and_code_2(dure_demo, launched, tmp_path, monkeypatch, words, named):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(b"GIF89a")
+    for name in ("train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+        (tmp_path / f"{name}-ubyte.gz").write_bytes(b"")
+    if words == ["no scikit-learn"]:
+        monkeypatch.setattr(digits, "find_spec", lambda name: None)
+        words = []
+    _assert_one_line(dure_demo(*words), named)
     assert launched == []
+
+
+def _assert_one_line(result, named):
+    assert result.exit_code == 2
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert result.stderr.startswith("dure demo: error: ")
+    assert named in result.stderr
+
+
+def test_demo_rank_that_blames_the_user_is_one_line_and_code_2(dure_demo, failing, tmp_path):
+    failing.update(type="dure.errors.UsageError", message="the batch cannot be shared out")
+    _assert_one_line(dure_demo("--out", tmp_path), "cannot be shared")
+
+
+def test_demo_rank_that_crashes_shows_its_output(dure_demo, failing, tmp_path):
+    failing.update(type="ZeroDivisionError", message="division by zero")
+    result = dure_demo("--out", tmp_path)
+    assert result.exit_code == 7
+    assert "[0] Traceback: noise" in result.stderr
+    assert "rank 0 failed: ZeroDivisionError" in result.stderr
