@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -45,14 +44,8 @@ def test_ranks_of_mpirun_meet_by_its_variables(program):
     assert met(ended.out) == [f"rank {r} of 3" for r in range(3)]
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("torchrun", marks=pytest.mark.slow)])
-def test_line_of_a_dry_run_runs(program, launcher):
+def test_line_of_a_dry_run_runs(program):
     words = [sys.executable, "-m", "dure.cli", "run", "--nproc", "2", "--dry-run", str(program)]
-    shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    head = "mpirun" if launcher == "mpirun" else sys.executable
-    line = next(line for line in shown.splitlines() if line.startswith(head))
-    # More ranks than cores, and root, are what a container's mpirun must be told of.
-    free = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    free |= {"OMPI_MCA_rmaps_base_oversubscribe": "1"}
-    ended = run(*shlex.split(line), **free)
+    line = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    ended = run("sh", "-c", line)
     assert met(ended.out) == ["rank 0 of 2", "rank 1 of 2"], ended.err

@@ -123,13 +123,3 @@ def test_warning_signal_reaches_the_ranks(cluster, program, key):
             out, err = job.communicate(timeout=100)
     assert out.count("warned") >= 1, err
     assert job.returncode == 0
-
-
-def test_line_of_a_dry_run_runs_under_srun(cluster, program, key):
-    path = program(MEET)
-    shown = subprocess.run(
-        [*DURE_RUN, "--nproc", "2", "--dry-run", path], capture_output=True, text=True, check=True
-    )
-    line = next(line for line in shown.stdout.splitlines() if line.startswith("srun"))
-    ended = cluster.run("sh", "-c", line, DURE_JOB_KEY_FILE=key)
-    assert sorted(ended.out.splitlines()) == ["rank 0 of 2", "rank 1 of 2"], ended.err

@@ -144,6 +144,14 @@ PROGRAMS: dict[str, str] = {
     "syntax_error": "def f(:\n    pass\n",
     "exit_text": "import sys; sys.exit('a last word')",
     "exit_code": "import sys; sys.exit(300)",
+    "files_and_c_buffers": """
+        import ctypes, os, sys, atexit
+        open("kept" + os.environ["RANK"], "w").write("unflushed")
+        file = open("kept" + os.environ["RANK"])
+        atexit.register(lambda: print("at exit:", file.read()))
+        ctypes.CDLL(None).printf(b"from C, without a newline")
+        sys.exit(4)
+    """,
     "exit_in_atexit": "import atexit, os; atexit.register(os.close, -1); print('fine')",
     "exit_at_once": "import os, atexit; atexit.register(print, 'no'); os._exit(7)",
     "killed": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",

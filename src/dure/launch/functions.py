@@ -165,7 +165,9 @@ def _trial(torch: Any) -> int:
         os._exit(code)
     pidfd = os.pidfd_open(pid)
     try:
-        if not select.select([pidfd], [], [], _TRIAL_S)[0]:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        if not poll.poll(_TRIAL_S * 1000):
             os.kill(pid, signal.SIGKILL)
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     finally:

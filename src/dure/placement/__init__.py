@@ -9,7 +9,7 @@ variables handed in, and total: what it cannot make sense of becomes a note, not
 
 from dure.placement.actors import actor_variables
 from dure.placement.detect import detect
-from dure.placement.nodes import contract_hosts, expand_counts, expand_hosts
+from dure.placement.nodes import expand_counts, expand_hosts
 from dure.placement.ports import derived_port
 from dure.placement.value import Member, Placement, Reason, Seat, System
 from dure.placement.variables import CLUSTER_VARIABLES, set_here
@@ -22,7 +22,6 @@ __all__ = [
     "Seat",
     "System",
     "actor_variables",
-    "contract_hosts",
     "derived_port",
     "detect",
     "expand_counts",

@@ -15,16 +15,15 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-__all__ = ["contract_hosts", "expand_counts", "expand_hosts"]
+__all__ = ["expand_counts", "expand_hosts"]
 
 MOST_HOSTS = 100_000
 """A list that means more is a mistake, or an attack on our memory."""
 
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 _COUNT = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
-_NUMBERED = re.compile(r"(.*?)([0-9]+)([^0-9]*)")
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:
@@ -81,55 +80,6 @@ def _numbers(ranges: str) -> list[str]:
             raise ValueError(f"more than {MOST_HOSTS} hosts in {ranges[:80]!r}")
         out += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
     return out
-
-
-def contract_hosts(hosts: Iterable[str]) -> str:
-    """Return the shortest simple list of `hosts`, in their order: "node[1-3],login"."""
-    out: list[str] = []
-    for (head, width, tail), run in itertools.groupby(_runs(hosts), key=lambda item: item[0]):
-        numbers = [number for _, number in run]
-        if width == 0:
-            out += [head] * len(numbers)
-            continue
-        texts = [_range(first, last, width) for first, last in _stretches(numbers)]
-        if len(numbers) == 1:
-            out.append(f"{head}{texts[0]}{tail}")
-        else:
-            out.append(f"{head}[{','.join(texts)}]{tail}")
-    return ",".join(out)
-
-
-def _runs(hosts: Iterable[str]) -> Iterator[tuple[tuple[str, int, str], int]]:
-    """Take each name apart: what stands around its last number, how wide it is; the number.
-
-    A number without leading zeros has width 1; 0 means that there is no number.
-    """
-    for host in hosts:
-        found = None if _is_address(host) else _NUMBERED.fullmatch(host)
-        if found is None:
-            yield (host, 0, ""), 0
-            continue
-        digits = found[2]
-        yield (found[1], len(digits) if digits[0] == "0" else 1, found[3]), int(digits)
-
-
-def _is_address(host: str) -> bool:
-    return ":" in host or host.replace(".", "").isdigit()
-
-
-def _stretches(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    first = last = numbers[0]
-    for number in numbers[1:]:
-        if number != last + 1:
-            yield first, last
-            first = number
-        last = number
-    yield first, last
-
-
-def _range(first: int, last: int, width: int) -> str:
-    low, high = str(first).zfill(width), str(last).zfill(width)
-    return low if first == last else f"{low}-{high}"
 
 
 def expand_counts(text: str) -> tuple[int, ...]:

@@ -9,8 +9,13 @@ import pytest
 
 from dure.errors import UsageError
 from dure.launch.clusters import hosts as hosts_module
-from dure.launch.clusters.commands import Fleet, agent_words, first_lines, host_command
-from dure.launch.clusters.equivalents import equivalent_lines
+from dure.launch.clusters.commands import (
+    Fleet,
+    agent_words,
+    first_lines,
+    host_command,
+    shown_command,
+)
 from dure.launch.clusters.hosts import Slots, read_hostfile, read_hosts
 
 pytest.importorskip("ClusterShell", reason="ClusterShell is not installed (extra: cluster)")
@@ -147,27 +152,11 @@ def test_value_of_several_lines_is_refused():
         first_lines(fleet, bytes(32))
 
 
-def test_equivalent_lines_are_words_of_a_shell():
-    sections = {s.launcher: s for s in equivalent_lines(FLEET, ("python", "train.py", "0.1 x"))}
-    assert set(sections) >= {"srun", "mpirun (Open MPI)", "clush", "ssh", "torchrun"}
-    for section in sections.values():
-        for line in section.lines:
-            assert shlex.split(line)
-            assert "A=" in line
-    srun = shlex.split(sections["srun"].lines[0])
-    assert {"--nodes=2", "--nodelist=n[1-2]", "--ntasks=4", "--ntasks-per-node=2"} <= set(srun)
-    assert len(sections["torchrun"].lines) == len(sections["ssh"].lines) == 2
-
-
-def test_uneven_hosts_start_a_launcher_each_under_slurm():
-    fleet = Fleet(
-        hosts=(Slots(host="n1", nproc=2), Slots(host="m", nproc=3)),
-        program=("train.py",),
-        run_id="job",
-        endpoint="a:1",
-        directory="/",
-        python="python",
-    )
-    srun = equivalent_lines(fleet, ("python", "train.py"))[0].lines[0]
-    assert "--ntasks-per-node=1" in srun
-    assert "m) n=3" in srun
+def test_shown_commands_are_words_of_a_shell():
+    for number in range(2):
+        head, *_, host, command = shlex.split(shown_command(FLEET, number))
+        assert (head, host) == ("ssh", f"n{number + 1}")
+        words = shlex.split(command)
+        assert words[:2] == ["cd", FLEET.directory]
+        assert "--leash" not in words and "--key-stdin" not in words
+        assert words[words.index("--node-rank") + 1] == str(number)

@@ -14,7 +14,8 @@ from dure.launch.ranks.report import Step
 from dure.launch.show.live import REFRESH_S, Row, Rows, draw, plain
 from dure.launch.show.output import Sink
 
-_ESCAPE = re.compile(r"\x1b\[\d*m")
+_ESCAPE = re.compile(r"\x1b\[[\d;]*m")
+_text = st.text(st.sampled_from("ab [/]\x1b\n\r\té한글漢…"), max_size=200)
 
 
 def columns(line: str) -> int:
@@ -49,8 +50,8 @@ def test_replaced_rank_runs_again() -> None:
 
 
 @given(
-    last=st.text(max_size=200),
-    title=st.text(max_size=100),
+    last=_text,
+    title=_text,
     width=st.integers(20, 200),
     count=st.integers(1, 40),
     height=st.integers(1, 60),

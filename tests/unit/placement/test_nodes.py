@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from dure.placement import contract_hosts, expand_counts, expand_hosts
+from dure.placement import expand_counts, expand_hosts
 
 
 @pytest.mark.parametrize(
@@ -48,16 +46,3 @@ def test_list_of_counts_expands(text, counts):
 def test_malformed_counts_are_an_error(text):
     with pytest.raises(ValueError):
         expand_counts(text)
-
-
-NAME = st.from_regex(r"\A[a-z][a-z0-9-]{0,4}[0-9]{0,3}[a-z]{0,2}\Z")
-
-
-@given(st.lists(NAME, min_size=1, max_size=12))
-def test_contracted_list_expands_to_the_same(hosts):
-    assert list(expand_hosts(contract_hosts(hosts))) == hosts
-
-
-def test_contracted_list_is_short():
-    assert contract_hosts(["node1", "node2", "node3", "node7", "x"]) == "node[1-3,7],x"
-    assert contract_hosts(["10.0.0.4", "10.0.0.5"]) == "10.0.0.4,10.0.0.5"

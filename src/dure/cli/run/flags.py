@@ -148,7 +148,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "dry_run",
             "--dry-run",
-            "Start nothing: show the equivalent lines for srun, mpirun, clush and torchrun.",
+            "Start nothing: show the line that each host would be given.",
         ),
         Flag(
             "exports",

@@ -7,13 +7,11 @@ import re
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 from dure import env
 from dure.cli.run.request import Request
 from dure.errors import UsageError
-from dure.launch.clusters.commands import Fleet
-from dure.launch.clusters.equivalents import equivalent_lines
+from dure.launch.clusters.commands import Fleet, shown_command
 from dure.launch.clusters.front import run_on_hosts
 from dure.launch.clusters.hosts import Slots, read_hostfile, read_hosts
 from dure.launch.clusters.meeting import meeting_host
@@ -44,7 +42,7 @@ def start_elsewhere(request: Request) -> int:
 
 
 def _dry_run(request: Request) -> None:
-    """Print how other launchers would start the job.
+    """Print what each host would be told, a line to copy each.
 
     Raises:
         UsageError: There are several hosts, and they are not named.
@@ -55,18 +53,11 @@ def _dry_run(request: Request) -> None:
             seen=f"--nnodes {request.spec.nnodes[1]}",
             fix="Name them with --hosts, and leave out --nnodes.",
         )
-    if request.spec.rdzv_backend == "etcd":
-        raise UsageError("--dry-run shows no job over etcd", fix="Leave out --rdzv-backend etcd.")
     fleet = _fleet(request)
-    counted = tuple(
-        replace(slots, nproc=slots.nproc or request.spec.nproc) for slots in fleet.hosts
-    )
-    flags = tuple(_words(request, counted=True))
-    fleet = replace(fleet, hosts=counted, flags=flags)
-    for section in equivalent_lines(fleet, _rank_words(request, fleet)):
-        note = f" ({section.note})" if section.note else ""
-        print(f"# {section.launcher}{note}")
-        print("\n".join(section.lines) + "\n")
+    if len(fleet.hosts) > 1:
+        print("# all at the same time; started by hand they need the same key file on all hosts")
+    for number in range(len(fleet.hosts)):
+        print(shown_command(fleet, number))
 
 
 def _fleet(request: Request) -> Fleet:
@@ -137,14 +128,3 @@ def _refuse_contradictions(request: Request) -> None:
         if name in request.set_by_user:
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} and --hosts exclude each other", seen="both were given")
-
-
-def _rank_words(request: Request, fleet: Fleet) -> tuple[str, ...]:
-    """Return what starts one rank by itself."""
-    spec = request.spec
-    program = {
-        "script": (*fleet.interpreter, spec.program),
-        "module": (*fleet.interpreter, "-m", spec.program),
-        "executable": (spec.program,),
-    }[spec.kind]
-    return (*program, *spec.args)

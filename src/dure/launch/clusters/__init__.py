@@ -5,7 +5,6 @@
 * `commands`: what is said to each of them, on which stream.
 * `front`: it starts an agent on each host and shows what they write; `leash`: the other end.
 * `meeting`: where the hosts meet.
-* `equivalents`: the same job in the words of srun, mpirun, clush and torchrun.
 
 Nothing is imported here, for most jobs have one host and need `seat` alone.
 """

@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 
 from dure.errors import UsageError
 from dure.launch.clusters.hosts import Slots
+from dure.launch.clusters.meeting import is_this_host
 
-__all__ = ["Fleet", "agent_words", "first_lines", "host_command"]
+__all__ = ["Fleet", "agent_words", "first_lines", "host_command", "shown_command"]
 
 _READ = 'while IFS= read -r v && [ -n "$v" ]; do export "$v"; done'
 
@@ -64,8 +65,14 @@ class Fleet:
         return (self.python, *self.options)
 
 
-def agent_words(fleet: Fleet, number: int) -> tuple[str, ...]:
-    """Return the command line of host `number`'s agent, from the interpreter on."""
+def agent_words(fleet: Fleet, number: int, *, held: bool = True) -> tuple[str, ...]:
+    """Return the command line of host `number`'s agent, from the interpreter on.
+
+    Args:
+        fleet: The job.
+        number: Which host.
+        held: Whether its standard input is the leash; else it is started by hand.
+    """
     nproc = fleet.hosts[number].nproc
     words = [*fleet.interpreter, "-m", "dure.cli", "run", *fleet.flags]
     words += ["--nproc", str(nproc)] if nproc is not None else []
@@ -73,7 +80,18 @@ def agent_words(fleet: Fleet, number: int) -> tuple[str, ...]:
     if len(fleet.hosts) > 1:
         words += ["--rdzv-backend", fleet.backend, "--rdzv-endpoint", fleet.endpoint]
         words += ["--node-rank", str(number)] if fleet.backend == "static" else []
-    return (*words, "--key-stdin", "--leash", "--", *fleet.program)
+    words += ["--key-stdin", "--leash"] if held else []
+    return (*words, "--", *fleet.program)
+
+
+def shown_command(fleet: Fleet, number: int) -> str:
+    """Return a line for a shell that starts host `number`'s agent by hand."""
+    exports = "".join(f"{name}={shlex.quote(value)} " for name, value in fleet.exports.items())
+    words = shlex.join(agent_words(fleet, number, held=False))
+    command = f"cd {shlex.quote(fleet.directory)} && {exports}{words}"
+    if is_this_host(fleet.hosts[number].host):
+        return command
+    return shlex.join(["ssh", *fleet.ssh_options, fleet.hosts[number].host, command])
 
 
 def host_command(fleet: Fleet, number: int) -> str:

@@ -15,11 +15,11 @@ import select
 import socket
 import subprocess
 import sys
-import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from dure import env
 from dure.launch.interpreter import interpreter_options
@@ -37,6 +37,7 @@ _FRESH = "each rank starts in a fresh interpreter"
 INTERRUPTED = "interrupted while it imported"
 _IMPORT_S = 300.0  # torch over a slow network file system
 _FORK_S = 30.0
+_PIPE_BYTES = 1 << 16
 _ROOM_BYTES = 1 << 13
 """For what the ranks' variables take more than the zygote's: see `forking._set_environment`."""
 _READ_AT_START = (
@@ -86,7 +87,7 @@ class Zygote:
     ) -> None:
         self._environment = environment | {"DURE_ROOM": "x" * _ROOM_BYTES}
         self._link, theirs = socket.socketpair()
-        self._printed = (tempfile.TemporaryFile(), tempfile.TemporaryFile())  # noqa: SIM115
+        self._printed = [b"", b""]  # to the output, to the errors
         self._state: str | None = "waiting"
         self.say: Callable[[str], object] = bool
         with theirs:
@@ -97,8 +98,9 @@ class Zygote:
                     *(spec.kind, spec.program, *spec.args),
                 ],
                 stdin=subprocess.DEVNULL,
-                stdout=self._printed[0],
-                stderr=self._printed[1],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
                 env=self._environment,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
@@ -123,13 +125,7 @@ class Zygote:
             interrupted: A descriptor that becomes readable when the user has had enough.
         """
         if self._state == "waiting":
-            link = self._link.fileno()
-            ready, _, _ = select.select([link, interrupted], [], [], _IMPORT_S)
-            if link in ready:
-                self._state = self._outcome()
-            else:
-                slow = f"the import took longer than {_IMPORT_S:.0f} s"
-                self._state = INTERRUPTED if ready else slow
+            self._state = self._wait(interrupted)
             if self._state is not None:
                 self.close()
         return self._state
@@ -192,8 +188,34 @@ class Zygote:
         self._link.close()
         self._process.kill()
         self._process.wait()
-        for file in self._printed:
-            file.close()
+        for pipe in self._pipes:
+            pipe.close()
+
+    @property
+    def _pipes(self) -> tuple[IO[bytes], IO[bytes]]:
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        return self._process.stdout, self._process.stderr
+
+    def _wait(self, interrupted: int) -> str | None:
+        """Wait for what comes of the imports, and keep what they print."""
+        deadline = time.monotonic() + _IMPORT_S
+        pipes = {pipe.fileno(): stream for stream, pipe in enumerate(self._pipes)}
+        poll = select.poll()
+        for fd in (self._link.fileno(), interrupted, *pipes):
+            poll.register(fd, select.POLLIN)
+        while (left := deadline - time.monotonic()) > 0:
+            ready = [fd for fd, _ in poll.poll(left * 1000)]
+            for fd in pipes.keys() & ready:
+                data = os.read(fd, _PIPE_BYTES)
+                self._printed[pipes[fd]] += data
+                if not data:
+                    poll.unregister(fd)
+            if interrupted in ready:
+                return INTERRUPTED
+            if self._link.fileno() in ready:
+                return self._outcome()
+        return f"the import took longer than {_IMPORT_S:.0f} s"
 
     def _outcome(self) -> str | None:
         try:
@@ -205,7 +227,9 @@ class Zygote:
         """End it if it has not ended, and say how it did."""
         self._process.kill()
         code = self._process.wait()
-        words = self._text(1).decode(errors="replace").strip().rpartition("\n")[2]
+        os.set_blocking(self._pipes[1].fileno(), False)
+        self._printed[1] += self._pipes[1].read() or b""
+        words = self._printed[1].decode(errors="replace").strip().rpartition("\n")[2]
         said = f" ({words})" if words else ""
         return (f"was killed by signal {-code}" if code < 0 else f"exited with {code}") + said
 
@@ -222,15 +246,9 @@ class Zygote:
             if name.startswith(_READ_AT_START)
         )
 
-    def _text(self, stream: int) -> bytes:
-        """Return what the imports have printed, to the output (0) or the errors (1)."""
-        file = self._printed[stream].fileno()
-        return os.pread(file, os.fstat(file).st_size, 0)
-
     def _show_what_was_printed(self, start: RankStart) -> None:
         """Let the rank print what the imports have printed, as it would have imported."""
-        for stream in (0, 1):
-            text, fd = self._text(stream), start.pipes[stream]
+        for text, fd in zip(self._printed, start.pipes[:2], strict=True):
             if text:  # as much as fits into the pipe, which is empty, and small for who has many
                 os.write(fd, text[: fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ)])
 

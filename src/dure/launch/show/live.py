@@ -1,25 +1,28 @@
 """The live view: a table at the bottom of the terminal, a row a rank; the output scrolls above it.
 
     ── train.py · 4 ranks · 1:23 ───────────────────────────────────────────────
-     rank  state      step               cpu   memory  quiet  last line
-        0  running    120/1000 ━━╌╌╌╌╌╌  98%  412 MiB     0s  epoch 2, loss 0.31
-        1  failed     118/1000 ━━╌╌╌╌╌╌    -        -     4s  ValueError: my bug
+     rank  state    step               cpu   memory  quiet  last line
+        0  running  120/1000 ━━╌╌╌╌╌╌  98%  412 MiB     0s  epoch 2, loss 0.31
+        1  failed   118/1000 ━━╌╌╌╌╌╌    -        -     4s  ValueError: my bug
 
-`Rows` notes what happens to the ranks, and `draw` makes lines of it: plain text and a few escape
-sequences, no wider than the terminal, for a line that wraps could not be erased. What ranks
-write is shown without its control characters. The steps are what programs tell by
+`Rows` notes what happens to the ranks, and `draw` has rich make a table of it, which fits into the
+terminal: a line that wraps could not be erased. (`rich.live` itself would write to the terminal and
+wait for it, which the launcher must never do: the sink keeps the table below what it writes.) What
+ranks write is shown without its control characters. The steps are what programs tell by
 `dure.progress`; memory and processor time are read from /proc, once a second.
 
-Cost: a drawing takes some 0.5 ms for 8 ranks, `REFRESH_S` apart, in the launcher alone.
+Cost: a drawing takes some 5 ms for 8 ranks, `REFRESH_S` apart, in the launcher alone; rich is
+imported for the first.
 """
 
 from __future__ import annotations
 
-import os
+import io
 import re
 import time
-import unicodedata
 from dataclasses import dataclass, field
+
+import psutil
 
 from dure.launch.ranks.report import Step
 
@@ -29,11 +32,10 @@ REFRESH_S = 0.2
 _USAGE_S = 1.0
 _BAR = 8
 _LONGEST = 500  # bytes of a line that are looked at
-_TICKS = os.sysconf("SC_CLK_TCK")
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 _ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[@-Z\\-_])")
-_BOLD, _DIM, _RED, _GREEN, _END = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[32m", "\x1b[0m"
-_STATES = {"failed": _RED, "ended": _GREEN}
+_HEAD = (" rank", "state  ", "step", "  cpu", "   memory", "quiet")
+_LEAST_LAST = 10  # columns for the last line; what does not fit then is cut off
+_STATES = {"failed": "red", "ended": "green"}
 
 
 @dataclass(slots=True)
@@ -48,22 +50,18 @@ class Row:
     spoke_at: float = 0.0
     resident: int | None = None
     cpu: float | None = None
-    _ticks: tuple[float, int] | None = field(default=None, repr=False)
+    process: psutil.Process | None = field(default=None, repr=False)
 
-    def measure(self, now: float) -> None:
-        """Read memory and processor time; of a rank that has ended, nothing."""
+    def measure(self) -> None:
+        """Read memory and processor time since the last look; of a rank that has ended, nothing."""
         try:
-            with open(f"/proc/{self.pid}/statm", "rb") as file:
-                self.resident = int(file.read().split()[1]) * _PAGE
-            with open(f"/proc/{self.pid}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-        except (OSError, IndexError):
+            first = self.process is None
+            self.process = self.process or psutil.Process(self.pid)
+            self.resident = self.process.memory_info().rss
+            cpu = self.process.cpu_percent() / 100
+            self.cpu = None if first else cpu
+        except psutil.Error:
             self.resident = self.cpu = None
-            return
-        ticks = int(fields[11]) + int(fields[12])
-        if self._ticks is not None and now > self._ticks[0]:
-            self.cpu = (ticks - self._ticks[1]) / _TICKS / (now - self._ticks[0])
-        self._ticks = (now, ticks)
 
 
 class Rows:
@@ -116,7 +114,7 @@ class Rows:
             self._measured_at = now
             for row in self._rows.values():
                 if row.state == "running":
-                    row.measure(now)
+                    row.measure()
         minutes, seconds = divmod(int(now - self._began_at), 60)
         title = f"{self._title} · {len(self._rows)} ranks · {minutes}:{seconds:02}"
         return draw(title, list(self._rows.values()), now, width, height)
@@ -128,36 +126,49 @@ def draw(title: str, rows: list[Row], now: float, width: int, height: int) -> li
     Where there are more ranks than fit into half of its height, those that failed or have come
     least far are shown.
     """
+    from rich.cells import cell_len  # lazy: as below
+    from rich.console import Console  # lazy: 50 ms, and only some jobs have a live view
+    from rich.rule import Rule  # lazy: as before
+    from rich.table import Table  # lazy: as before
+    from rich.text import Text  # lazy: as before
+
     room = max(1, height // 2 - 2)
     urgent = rows if len(rows) <= room else sorted(rows, key=_urgency)[: room - 1]
     shown = sorted(urgent, key=lambda row: row.rank)
-    steps = [_step(row) for row in shown]
-    step_width = max([len("step"), *map(_width, steps)])
-    head = f" rank  state    {'step':<{step_width}}   cpu    memory  quiet  last line"
-    title = f"── {_cut(title, max(1, width - 8))} "
-    rule = title + "─" * (width - 1 - _width(title))
-    lines = [f"{_BOLD}{rule}{_END}", f"{_DIM}{_cut(head, width - 1)}{_END}"]
-    for row, step in zip(shown, steps, strict=True):
-        lines.append(_line(row, step + " " * (step_width - _width(step)), now, width))
-    if len(shown) < len(rows):
-        more = _cut(f" ... and {len(rows) - len(shown)} ranks more", width - 1)
-        lines.append(f"{_DIM}{more}{_END}")
-    return lines
+    cells = [_cells(row, now) for row in shown]
+    taken = sum(2 + max(map(cell_len, column)) for column in zip(_HEAD, *cells, strict=True))
+    left = max(_LEAST_LAST, width - 1 - taken)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), width=taken + left)
+    for name in _HEAD:
+        right = name not in ("state  ", "step")
+        table.add_column(name, justify="right" if right else "left", no_wrap=True)
+    table.add_column("last line", no_wrap=True, overflow="ellipsis", width=left)
+    for row, (rank, state, *more) in zip(shown, cells, strict=True):
+        table.add_row(rank, Text(state, _STATES.get(state, "")), *map(Text, more), Text(row.last))
+    out = io.StringIO()
+    console = Console(
+        file=out, width=width - 1, force_terminal=True, color_system="standard", highlight=False
+    )
+    console.print(Rule(Text(title), align="left", style="bold"), table, crop=True)
+    if len(urgent) < len(rows):
+        more = Text(f"... and {len(rows) - len(urgent)} ranks more", "dim")
+        console.print(more, no_wrap=True, overflow="ellipsis")
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+def _cells(row: Row, now: float) -> tuple[str, ...]:
+    return (
+        str(row.rank),
+        row.state,
+        _step(row),
+        "-" if row.cpu is None else f"{row.cpu:.0%}",
+        "-" if row.resident is None else f"{row.resident >> 20} MiB",
+        f"{now - row.spoke_at:.0f}s" if row.state == "running" else "",
+    )
 
 
 def _urgency(row: Row) -> tuple[bool, float, int]:
     return (row.state != "failed", row.step.step if row.step else -1, row.rank)
-
-
-def _line(row: Row, step: str, now: float, width: int) -> str:
-    cpu = "-" if row.cpu is None else f"{row.cpu * 100:.0f}%"
-    memory = "-" if row.resident is None else f"{row.resident >> 20} MiB"
-    quiet = f"{now - row.spoke_at:.0f}s" if row.state == "running" else ""
-    state = f"{row.state:<7}"
-    text = f" {row.rank:>4}  {state}  {step} {cpu:>5} {memory:>9} {quiet:>6}  {row.last}"
-    text = _cut(text, width - 1)
-    colour = _STATES.get(row.state)
-    return text if colour is None else text.replace(state, f"{colour}{state}{_END}", 1)
 
 
 def _step(row: Row) -> str:
@@ -169,12 +180,10 @@ def _step(row: Row) -> str:
     if total:
         full = min(_BAR, max(0, _BAR * step // total))
         text = f"{step:>{len(str(total))}}/{total} {'━' * full}{'╌' * (_BAR - full)}"
-    values = " ".join(f"{k} {_number(v)}" for k, v in row.step.values.items())
+    values = " ".join(
+        f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.step.values.items()
+    )
     return plain(f"{text} {values}".rstrip().encode())
-
-
-def _number(value: float | str) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def plain(line: bytes) -> str:
@@ -182,21 +191,3 @@ def plain(line: bytes) -> str:
     text = _ESCAPES.sub("", line.decode(errors="replace"))
     text = next((part for part in reversed(text.split("\r")) if part.strip()), "")
     return "".join(c if c.isprintable() else " " for c in text).strip()
-
-
-def _width(text: str) -> int:
-    """Return how many columns a text takes: Korean and Chinese letters take two."""
-    return sum(1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
-
-
-def _cut(text: str, width: int) -> str:
-    """Return as much of a text as fits."""
-    if len(text) * 2 <= width or _width(text) <= width:
-        return text
-    used, kept = 0, 0
-    for letter in text:
-        used += 1 + (unicodedata.east_asian_width(letter) in "WF")
-        if used >= width:  # one column for the mark
-            break
-        kept += 1
-    return text[:kept] + "…"
