@@ -21,7 +21,7 @@ USAGE_EXIT_CODE = 2
 UNREAD_EXIT_CODE = 128 + signal.SIGPIPE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Command:
     """A subcommand: the function that typer calls, or its own subcommands, and one line about it.
 
@@ -30,67 +30,43 @@ class Command:
     """
 
     name: str
-    module: str
-    function: str
+    place: str
     summary: str
     own_arguments: bool = False
 
+    def load(self) -> Callable[..., object] | typer.Typer:
+        """Import the function."""
+        module, _, function = self.place.partition(":")
+        return getattr(importlib.import_module(f"dure.cli.{module}"), function)
+
 
 COMMANDS = (
+    Command("run", "run:run", "Start a program on several ranks of this host.", True),
+    Command("demo", "demo.command:demo", "Train on real images with 2 ranks, and compare with 1."),
     Command(
-        name="run",
-        module="dure.cli.run",
-        function="run",
-        summary="Start a program on several ranks of this host.",
-        own_arguments=True,
+        "bench", "bench.command:bench", "Measure collectives on this machine, beside Gloo and MPI."
+    ),
+    Command("doctor", "doctor:doctor", "Check this machine, and say what is wrong and what to do."),
+    Command(
+        "plan",
+        "plan:commands",
+        "Say what a job would take, before it is started: schedules of pipelines.",
+    ),
+    Command("trace", "trace:commands", "Show what ranks did last, and what did not match."),
+    Command(
+        "checkpoint",
+        "checkpoint:commands",
+        "Show, verify and compare checkpoints, and make weights of them.",
     ),
     Command(
-        name="demo",
-        module="dure.cli.demo.command",
-        function="demo",
-        summary="Train on real images with 2 ranks, and compare with 1.",
+        "env",
+        "environment:show_environment",
+        "Show who started this process, and the variables that Dure reads.",
     ),
     Command(
-        name="bench",
-        module="dure.cli.bench.command",
-        function="bench",
-        summary="Measure collectives on this machine, beside Gloo and MPI.",
-    ),
-    Command(
-        name="doctor",
-        module="dure.cli.doctor",
-        function="doctor",
-        summary="Check this machine, and say what is wrong and what to do.",
-    ),
-    Command(
-        name="plan",
-        module="dure.cli.plan",
-        function="commands",
-        summary="Say what a job would take, before it is started: schedules of pipelines.",
-    ),
-    Command(
-        name="trace",
-        module="dure.cli.trace",
-        function="commands",
-        summary="Show what ranks did last, and what did not match.",
-    ),
-    Command(
-        name="checkpoint",
-        module="dure.cli.checkpoint",
-        function="commands",
-        summary="Show, verify and compare checkpoints, and make weights of them.",
-    ),
-    Command(
-        name="env",
-        module="dure.cli.environment",
-        function="show_environment",
-        summary="Show who started this process, and the variables that Dure reads.",
-    ),
-    Command(
-        name="version",
-        module="dure.cli.version",
-        function="show_version",
-        summary="Show the versions of Dure and of what it stands on.",
+        "version",
+        "version:show_version",
+        "Show the versions of Dure and of what it stands on.",
     ),
 )
 
@@ -111,7 +87,7 @@ def run_command_line(arguments: list[str], loaded: Callable[[], object] = bool) 
     try:
         command = next((known for known in COMMANDS if known.name == wanted), None)
         if wanted is not None and command is not None and command.own_arguments:
-            code = _load(command)
+            code = command.load()
             loaded()
             return code(arguments[arguments.index(wanted) + 1 :])  # pyright: ignore
         if wanted is not None and command is None and os.path.isfile(wanted):
@@ -142,16 +118,12 @@ def _app(wanted: str | None) -> typer.Typer:
     )
     app.callback()(_nothing)
     for command in COMMANDS:
-        code = _load(command) if command.name == wanted else _nothing
+        code = command.load() if command.name == wanted else _nothing
         if isinstance(code, typer.Typer):
             app.add_typer(code, name=command.name, help=command.summary)
         else:
             app.command(command.name, help=command.summary)(code)
     return app
-
-
-def _load(command: Command) -> Callable[..., object] | typer.Typer:
-    return getattr(importlib.import_module(command.module), command.function)
 
 
 def _nothing() -> None:

@@ -180,7 +180,7 @@ def _decode(path: Path) -> RankFile:
     content = _content(path)
     try:
         header = msgspec.json.decode(content, type=_Header)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, RecursionError):
         raise _Unreadable("is no flight record") from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise _Unreadable("is no JSON, or torn off") from None

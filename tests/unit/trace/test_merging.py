@@ -88,9 +88,11 @@ def test_what_is_no_file_is_named_and_not_read(tmp_path):
     os.mkfifo(tmp_path / "fifo.json")
     (tmp_path / "zero.json").symlink_to("/dev/zero")
     (tmp_path / "folder.json").mkdir()
+    (tmp_path / "deep.json").write_text('{"x":' + "[" * 99_999 + "]" * 99_999 + "}")
     with open(tmp_path / "large.json", "w") as large:
         large.truncate((1 << 28) + 1)
     assert read(tmp_path).problems == (
+        "deep.json: is no flight record",
         "fifo.json: is no regular file",
         "folder.json: is no regular file",
         "large.json: is larger than 256 MiB",

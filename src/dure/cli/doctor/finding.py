@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 __all__ = ["Finding", "Level", "fine", "note", "problem", "size", "warning"]
 
@@ -26,38 +27,24 @@ class Finding:
     """One thing that a check has to say.
 
     Attributes:
-        check: What was looked at, in a word or two.
         level: How bad it is.
+        check: What was looked at, in a word or two.
         seen: What was found, in plain words.
         advice: What to do; empty where nothing needs doing.
         host: Where, if several hosts were asked.
     """
 
-    check: str
     level: Level
+    check: str
     seen: str
     advice: str = ""
     host: str = ""
 
 
-def fine(check: str, seen: str) -> Finding:
-    """Say that nothing needs doing."""
-    return Finding(check, Level.OK, seen)
-
-
-def note(check: str, seen: str, advice: str) -> Finding:
-    """Say what matters for some jobs only."""
-    return Finding(check, Level.NOTE, seen, advice)
-
-
-def warning(check: str, seen: str, advice: str) -> Finding:
-    """Say that something could be better."""
-    return Finding(check, Level.WARNING, seen, advice)
-
-
-def problem(check: str, seen: str, advice: str) -> Finding:
-    """Say that something must be done."""
-    return Finding(check, Level.PROBLEM, seen, advice)
+fine = partial(Finding, Level.OK)
+note = partial(Finding, Level.NOTE)
+warning = partial(Finding, Level.WARNING)
+problem = partial(Finding, Level.PROBLEM)
 
 
 def size(num_bytes: float) -> str:
