@@ -26,9 +26,9 @@ from dure.launch.show.summary import summary
 from dure.launch.spec import Exit, JobResult, RankResult
 from dure.store import FileStore, JobKey
 from dure.store.board import Board
+from dure.store.etcd_gateway import parsed
 from dure.store.keyfile import read_key_file
 from dure.store.log import Record
-from dure.store.obituaries import _peer_in
 from dure.store.wire import Op, Request, join, pack, read_reply, read_request
 
 QUICK, LONG = 60, 10_000
@@ -94,10 +94,9 @@ def an_event(data: bytes) -> None:
         read_state(data)
 
 
-def an_obituary(data: bytes) -> None:
-    for message in (data, data * 20):
-        peer = _peer_in(message)
-        assert peer is None or 0 < peer[1] < 65536
+def an_etcd_answer(data: bytes) -> None:
+    with contextlib.suppress(StoreError):
+        assert isinstance(parsed(data), dict)
 
 
 def a_key_file(data: bytes) -> None:
@@ -149,7 +148,7 @@ TARGETS = [
     a_reply,
     frames,
     an_event,
-    an_obituary,
+    an_etcd_answer,
     a_key_file,
     a_report,
     a_store_file,
@@ -209,12 +208,14 @@ def a_history(history: list[tuple[bytes, Request, float]], leaving: list[bytes])
         assert sum(asked.values()) == sum(answered.values()) + waiting
         assert all(answered.get(c, 0) in (n, n - 1) for c, n in asked.items())
         due = board.next_deadline()
-        assert (due is None) == (waiting == 0)
+        assert (due is None) == (waiting == 0 and not board._leases)
     for client in leaving:
         board.leave(client)
     board.expire(math.inf)
     assert not board._parked
+    assert not board._looking
     assert not board._waiting
+    assert not board._leases
     assert board.next_deadline() is None
 
 

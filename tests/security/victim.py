@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -18,11 +19,11 @@ from procs.store_programs import Program, line, running
 
 SERVER = """
 import logging
-from dure.store import door, wire
+from dure.store import tracker, wire
 logging.basicConfig(filename=args[0], level=logging.WARNING, format="%(message)s")
 for module, names in json.loads(args[1]).items():
     for name, value in names.items():
-        setattr({"door": door, "wire": wire}[module], name, value)
+        setattr({"tracker": tracker, "wire": wire}[module], name, value)
 store = TCPStore("127.0.0.1", 0, is_master=True)
 say(store.port)
 sys.stdin.readline()
@@ -74,6 +75,7 @@ class Victim:
     port: int
     key: JobKey
     log: Path
+    _read: int = 0
 
     @property
     def rss_mib(self) -> float:
@@ -92,13 +94,28 @@ class Victim:
     def client(self) -> TCPStore:
         return TCPStore("127.0.0.1", self.port, timeout=timedelta(seconds=20), key=self.key)
 
-    def lines_about(self, who: str, least: int = 1) -> list[str]:
-        """The log's lines with `who` in them, when there are `least`."""
+    def lines_about(self, what: str) -> list[str]:
+        """The log's lines with `what` in them, when there are some."""
         deadline = time.monotonic() + 60
-        while len(found := [text for text in self.lines() if who in text]) < least:
-            assert time.monotonic() < deadline, f"{who} is not in the log: {self.lines()[-5:]}"
+        while not (found := [text for text in self.lines() if what in text]):
+            assert time.monotonic() < deadline, f"{what} is not in the log: {self.lines()[-5:]}"
             time.sleep(0.005)
         return found
+
+    def refused(self) -> tuple[int, str]:
+        """How many were refused since this was asked last, at least one; and the lines about it.
+
+        Who left at once has no name in them.
+        """
+        deadline = time.monotonic() + 60
+        while len(self.lines()) == self._read:
+            assert time.monotonic() < deadline, "nobody was refused"
+            time.sleep(0.005)
+        time.sleep(0.2)  # the rest comes within `QUIET_S`
+        lines = self.lines()[self._read :]
+        self._read += len(lines)
+        more = [re.search(r" and (\d+) more: ", text) for text in lines]
+        return sum(1 + int(each[1] if each else 0) for each in more), "\n".join(lines)
 
     @contextlib.contextmanager
     def under_attack(self, room_mib: float = 16, patience_s: float = 2) -> Iterator[Bystander]:
@@ -121,7 +138,7 @@ class Victim:
 
 @contextlib.contextmanager
 def victim(folder: Path, **settings: dict[str, float]) -> Iterator[Victim]:
-    """A server with its own key; `settings` changes numbers of `door` and `wire`."""
+    """A server with its own key; `settings` changes numbers of `tracker` and `wire`."""
     key = mint()
     path = folder / "key"
     path.touch(0o600)

@@ -26,7 +26,7 @@ from dure import env
 from dure.errors import StoreError, StoreRefused, UsageError
 from dure.store.keyfile import read_key_file
 
-__all__ = ["EtcdOptions", "Gateway", "Json", "Unanswered", "coded", "decoded"]
+__all__ = ["EtcdOptions", "Gateway", "Json", "Unanswered", "coded", "decoded", "parsed"]
 
 Json = dict[str, Any]
 
@@ -252,7 +252,7 @@ class Connection:
             text = response.read()
         except (OSError, http.client.HTTPException) as error:
             raise self._failed(error) from None
-        answer = _parsed(text)
+        answer = parsed(text)
         if response.status != 200 or "error" in answer:
             raise self._complaint(answer)
         self._gateway.prefer(self._number)
@@ -275,7 +275,7 @@ class Connection:
                 line = response.readline()
                 if not line:
                     raise Unanswered("a watch ended")
-                word = _parsed(line)
+                word = parsed(line)
                 if "error" in word:
                     raise self._complaint(word)
                 yield word["result"]
@@ -356,10 +356,15 @@ def _untrusted(gateway: Gateway, error: ssl.SSLError) -> Exception:
     )
 
 
-def _parsed(text: bytes) -> Json:
+def parsed(text: bytes) -> Json:
+    """Read a JSON object.
+
+    Raises:
+        StoreError: It is none.
+    """
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise StoreError(

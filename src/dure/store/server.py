@@ -32,11 +32,11 @@ from zmq.utils import z85
 
 from dure.errors import DureError, StoreError
 from dure.store.board import Answer, Board
-from dure.store.door import Door, close_inherited
 from dure.store.key import JobKey
 from dure.store.lifetime import at_process_end
 from dure.store.listener import BACKLOG, Listener
 from dure.store.monitor import read_event
+from dure.store.tracker import ConnectionTracker, close_inherited
 from dure.store.wire import FRAME_LIMIT, Reply, frames_of, join, pack, read_request
 
 __all__ = [
@@ -90,7 +90,7 @@ class StoreServer:
         self._board = Board(name=secrets.token_bytes(8))
         if presence is not None:
             self._board.presence = presence
-        self._door = Door(listener.endpoint, listener.port)
+        self._peers = ConnectionTracker(listener.endpoint, listener.port)
         self._ending = threading.Lock()  # between the thread's decision to end, and `adopt`
         self._retired_at: float | None = None
         self._linger_s, self._at_least_s = LINGER_S, 0.0
@@ -158,7 +158,7 @@ class StoreServer:
         self._router = router = self._context.socket(zmq.ROUTER)
         router.linger = 0
         router.maxmsgsize = FRAME_LIMIT
-        router.handshake_ivl = self._door.handshake_ms
+        router.handshake_ivl = self._peers.handshake_ms
         router.backlog = BACKLOG
         router.rcvhwm, router.sndhwm = _WAITING_REQUESTS, _WAITING_REPLIES
         router.router_mandatory = True  # so that we learn of those that do not read
@@ -184,7 +184,7 @@ class StoreServer:
         router.bind(listener.endpoint)
 
     def _close_sockets(self) -> None:
-        self._door.close()
+        self._peers.close()
         self._context.destroy(linger=0)
         self._waker.close()
         self._wakened.close()
@@ -193,8 +193,6 @@ class StoreServer:
         poller = zmq.Poller()
         for source in (self._router, self._zap, self._monitor, self._wakened):
             poller.register(source, zmq.POLLIN)
-        if self._door.fd is not None:
-            poller.register(self._door.fd, zmq.POLLIN)
         try:
             while not self._ended():
                 ready = dict(poller.poll(self._patience_ms()))
@@ -212,16 +210,16 @@ class StoreServer:
         with self._ending:
             if self._retired_at is not None:
                 age_s = time.monotonic() - self._retired_at
-                done = self._door.empty and age_s >= self._at_least_s
+                done = self._peers.empty and age_s >= self._at_least_s
                 self._stopping = self._stopping or done or age_s >= self._linger_s
             return self._stopping
 
     def _patience_ms(self) -> int | None:
         """Return how long the poll may take."""
-        dues = [self._board.next_deadline(), self._door.due()]
+        dues = [self._board.next_deadline(), self._peers.due()]
         if self._retired_at is not None:
             dues.append(
-                self._retired_at + (self._at_least_s if self._door.empty else self._linger_s)
+                self._retired_at + (self._at_least_s if self._peers.empty else self._linger_s)
             )
         due = min((due for due in dues if due is not None), default=None)
         if due is None:
@@ -231,18 +229,15 @@ class StoreServer:
     def _serve(self, ready: dict[object, int]) -> None:
         if self._wakened.fileno() in ready:
             self._wakened.recv(4096)
-        news = self._door.fd in ready
-        if news or self._monitor in ready:
+        if self._monitor in ready:
             self._watch()
-        if news:
-            self._door.hear()
         if self._zap in ready:
             self._admit()
         if self._router in ready:
             self._answer_requests()
         now = time.monotonic()
         self._send(self._board.expire(now))
-        self._door.tidy(now)
+        self._peers.tidy(now)
 
     def _answer_requests(self) -> None:
         for _ in range(_BURST):
@@ -255,10 +250,10 @@ class StoreServer:
     def _read(self, client: bytes) -> list[bytes]:
         """Read the frames of one request; the first one of a client says which connection it is."""
         router = self._router
-        if self._door.knows(client):
+        if self._peers.knows(client):
             return router.recv_multipart()
         first = router.recv(copy=False)
-        self._door.admit(client, first.get(zmq.SRCFD))
+        self._peers.admit(client, first.get(zmq.SRCFD))
         return [first.bytes, *(router.recv_multipart() if router.rcvmore else ())]
 
     def _handle(self, client: bytes, frames: list[bytes]) -> list[Answer]:
@@ -280,8 +275,7 @@ class StoreServer:
                     self._router.get(zmq.EVENTS)
                     self._router.send_multipart(message, zmq.NOBLOCK)
             except zmq.Again:
-                now, who = time.monotonic(), f"client {client.hex()}"
-                self._door.refusals.note(who, who, "it does not read its answers", now)
+                self._peers.refused(f"client {client.hex()}", "it does not read its answers")
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:  # else it has left, and nobody misses the reply
                     raise
@@ -302,7 +296,7 @@ class StoreServer:
         """Follow who connects, leaves or is refused."""
         while self._monitor.poll(0):
             event, value = read_event(self._monitor)
-            gone = self._door.event(event, value, time.monotonic())
+            gone = self._peers.event(event, value)
             if gone:
                 self._board.leave(gone)
 
@@ -314,7 +308,7 @@ class StoreServer:
         """
         _inherited.append(self)
         if self._listen_fd >= 0:
-            close_inherited([self._listen_fd, *self._door.descriptors], self.port)
+            close_inherited([self._listen_fd, *self._peers.descriptors], self.port)
 
 
 _servers: set[StoreServer] = set()
