@@ -166,7 +166,7 @@ def test_where_shapes_change_all_the_time_nothing_is_sent_for_receives_posted_in
 
     def watched(self: Any, transfer: Any) -> None:
         post(self, transfer)
-        posted.append(len(self._incoming[transfer].works))
+        posted.append(len(self._posted[transfer].works))
 
     monkeypatch.setattr(Messages, "_send", counted)
     monkeypatch.setattr(Messages, "post", watched)

@@ -142,13 +142,15 @@ class _Run:
             if start is None:
                 break
             clock = start + self.time_of(action)
+            index += 1
             if action.kind.is_transfer:
                 woken += self._post(action, clock)
-            elif action.kind.is_compute and not self.unbuffered:
+            if self.unbuffered:
+                continue
+            if action.kind.is_compute:
                 self.ended.append((clock, rank, action))
                 woken += self._hand_over(action, clock)
             spans.append(Span(action, start, clock))
-            index += 1
         self.at[rank], self.clock[rank] = index, clock
         return woken
 

@@ -33,7 +33,7 @@ from dure.parallel.pipeline.failures import (
     verify_finite,
 )
 from dure.parallel.pipeline.layout import Packed, pack, unpack
-from dure.parallel.pipeline.messages import Messages, Transfer
+from dure.parallel.pipeline.messages import Messages
 from dure.parallel.pipeline.slots import Slots, has_slots
 from dure.parallel.pipeline.stage import PipelineStage
 from dure.schedules import Action, Kind
@@ -225,7 +225,7 @@ class Executor:
             )
         )
 
-    def _take(self, transfer: Transfer) -> Packed:
+    def _take(self, transfer: Action) -> Packed:
         start_ns = time.monotonic_ns()
         packed = self._messages.take(transfer)
         self._waited_ns += time.monotonic_ns() - start_ns
@@ -239,7 +239,9 @@ class Executor:
         index = stage.stage_index
         stage.data_parallel.wait()
         if not stage.is_first and index - 1 not in self._stages:
-            stage.receive_forward(microbatch, self._take(Transfer(index - 1, True, microbatch)))
+            stage.receive_forward(
+                microbatch, self._take(Action(index - 1, Kind.SEND_F, microbatch))
+            )
         output = stage.forward_one_chunk(
             microbatch, batch.args[microbatch], batch.kwargs[microbatch], batch.keep_outputs
         )
@@ -269,7 +271,7 @@ class Executor:
         index = stage.stage_index
         stage.data_parallel.wait()
         if not stage.is_last and index + 1 not in self._stages:
-            packed = self._take(Transfer(index + 1, False, microbatch))
+            packed = self._take(Action(index + 1, Kind.SEND_B, microbatch))
             stage.receive_backward(microbatch, unpack(packed))
         loss = self._live_losses.pop(microbatch, None) if stage.is_last else None
         stage.backward_one_chunk(microbatch, loss, is_full)
@@ -289,18 +291,18 @@ class Executor:
 
     def _send_forward(self, stage: PipelineStage, microbatch: int) -> None:
         packed = stage.take_outputs(microbatch)
-        self._messages.send(Transfer(stage.stage_index, True, microbatch), packed)
+        self._messages.send(Action(stage.stage_index, Kind.SEND_F, microbatch), packed)
 
     def _send_backward(self, stage: PipelineStage, microbatch: int) -> None:
         gradients = stage.take_gradients(microbatch)
         self._watch("the gradient of input", gradients)
-        self._messages.send(Transfer(stage.stage_index, False, microbatch), pack(gradients))
+        self._messages.send(Action(stage.stage_index, Kind.SEND_B, microbatch), pack(gradients))
 
     def _post_forward(self, stage: PipelineStage, microbatch: int) -> None:
-        self._messages.post(Transfer(stage.stage_index - 1, True, microbatch))
+        self._messages.post(Action(stage.stage_index - 1, Kind.SEND_F, microbatch))
 
     def _post_backward(self, stage: PipelineStage, microbatch: int) -> None:
-        self._messages.post(Transfer(stage.stage_index + 1, False, microbatch))
+        self._messages.post(Action(stage.stage_index + 1, Kind.SEND_B, microbatch))
 
     # ---------------------------------------------------------------- failures, and a step's end
 
@@ -309,8 +311,7 @@ class Executor:
         for part in action.parts:
             microbatch = -1 if part.microbatch is None else part.microbatch
             if part.kind.is_send:
-                transfer = Transfer(part.stage, part.kind is Kind.SEND_F, microbatch)
-                self._messages.send_poison(transfer, failure)
+                self._messages.send_poison(part, failure)
             elif part.kind.is_recv:
                 self._do[part.kind](self._stages[part.stage], microbatch)
 

@@ -1,11 +1,12 @@
 """Hand-over between stages on different ranks, by messages.
 
 A *transfer* is what one stage hands to its neighbour for one microbatch: outputs forward, gradients
-backward. It is a *header* of two numbers and the tensors, each a message, in order, under a tag of
-the transfer's own. Note "Expected layouts": the receiver makes room, and posts its receives, before
-anything comes, if it knows what will come. It expects what the same microbatch brought in the last
-step, if that step brought what the step before it did; else nothing. Sender and receiver come to
-the same expectation without asking, as both know what was carried. The header says what does come:
+backward; its SEND stands for it. It is a *header* of two numbers and the tensors, each a message,
+in order, under a tag of the transfer's own. Note "Expected layouts": the receiver makes room, and
+posts its receives, before anything comes, if it knows what will come. It expects what the same
+microbatch brought in the last step, if that step brought what the step before it did; else nothing.
+Sender and receiver come to the same expectation without asking, as both know what was carried. The
+header says what does come:
 
     header             under the transfer's tag       under the late tag
     the expected one   the tensors
@@ -30,29 +31,15 @@ import torch
 from dure.comm.work import Work
 from dure.parallel.pipeline.failures import FailureReport, Poisoned
 from dure.parallel.pipeline.layout import Layout, Packed, TensorLayout
+from dure.schedules import Action, Kind
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["FIRST_TAG", "Messages", "Transfer"]
+__all__ = ["FIRST_TAG", "Messages"]
 
 FIRST_TAG = 1 << 16
 """Above the tags that programs use; some MPIs have tags of 20 bits."""
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """What one stage hands to its neighbour for one microbatch.
-
-    Attributes:
-        stage: Who hands it over.
-        forward: To the next stage, or gradients to the previous one.
-        microbatch: Of which microbatch.
-    """
-
-    stage: int
-    forward: bool
-    microbatch: int
 
 
 @dataclass(slots=True)
@@ -141,9 +128,9 @@ class Messages:
         self._group, self._placement, self._microbatches = group, placement, microbatches
         self._device = device
         self.header_device = device if group.backend_name == "nccl" else torch.device("cpu")
-        self._wires: dict[tuple[int, bool, bool], _Wire] = {}
-        self._used: set[tuple[int, bool, bool]] = set()
-        self._incoming: dict[Transfer, _Incoming] = {}
+        self._wires: dict[tuple[int, Kind, bool], _Wire] = {}
+        self._used: set[tuple[int, Kind, bool]] = set()
+        self._posted: dict[Action, _Incoming | None] = {}
         self._sends: deque[tuple[Work, torch.Tensor]] = deque()
         self._training = False
 
@@ -151,21 +138,21 @@ class Messages:
         """Begin a step; those without backward have layouts of their own."""
         self._training = training
 
-    def _wire(self, transfer: Transfer) -> _Wire:
-        key = (transfer.stage, transfer.forward, self._training)
+    def _wire(self, transfer: Action) -> _Wire:
+        key = (transfer.stage, transfer.kind, self._training)
         self._used.add(key)
         return self._wires.setdefault(key, _Wire())
 
-    def _tag(self, transfer: Transfer) -> int:
-        line = transfer.stage * 2 + transfer.forward
-        return FIRST_TAG + 2 * (line * self._microbatches + transfer.microbatch)
+    def _tag(self, transfer: Action) -> int:
+        line = transfer.stage * 2 + (transfer.kind is Kind.SEND_F)
+        return FIRST_TAG + 2 * (line * self._microbatches + _microbatch(transfer))
 
-    def _receiver(self, transfer: Transfer) -> int:
-        return self._placement[transfer.stage + (1 if transfer.forward else -1)]
+    def _receiver(self, transfer: Action) -> int:
+        return self._placement[transfer.other_end.stage]
 
     # ---------------------------------------------------------------- sending
 
-    def send(self, transfer: Transfer, packed: Packed) -> None:
+    def send(self, transfer: Action, packed: Packed) -> None:
         """Hand over a pytree, whose tensors nobody writes to any more."""
         layout, wire = packed.layout, self._wire(transfer)
         number = wire.number(layout)
@@ -173,31 +160,31 @@ class Messages:
         if number is None:
             description = pickle.dumps(layout)  # which fails before anything is sent, or not at all
             number = wire.learn(layout)
-        wire.carried[transfer.microbatch] = number
+        wire.carried[_microbatch(transfer)] = number
         self._deliver(transfer, number, description, packed)
 
-    def _deliver(self, transfer: Transfer, number: int, data: bytes, packed: Packed) -> None:
+    def _deliver(self, transfer: Action, number: int, data: bytes, packed: Packed) -> None:
         tag, to, wire = self._tag(transfer), self._receiver(transfer), self._wire(transfer)
         self._send(torch.tensor([number, len(data)], device=self.header_device), to, tag)
-        if wire.expected.get(transfer.microbatch) != number:
+        if wire.expected.get(_microbatch(transfer)) != number:
             self._send_fillers(wire, transfer, to)
             tag += 1
             self._send_bytes(data, to, tag)
         for tensor in packed.tensors:
             self._send(tensor.contiguous(), to, tag)
 
-    def send_poison(self, transfer: Transfer, report: FailureReport) -> None:
+    def send_poison(self, transfer: Action, report: FailureReport) -> None:
         """Tell the receiver that there will be no value, and why."""
         self._deliver_poison(transfer, pickle.dumps(report))
 
-    def _deliver_poison(self, transfer: Transfer, data: bytes) -> None:
+    def _deliver_poison(self, transfer: Action, data: bytes) -> None:
         to, tag = self._receiver(transfer), self._tag(transfer)
         self._send(torch.tensor([self.POISON, len(data)], device=self.header_device), to, tag)
         self._send_fillers(self._wire(transfer), transfer, to)
         self._send_bytes(data, to, tag + 1)
 
-    def _send_fillers(self, wire: _Wire, transfer: Transfer, to: int) -> None:
-        for layout in wire.expect(transfer.microbatch):
+    def _send_fillers(self, wire: _Wire, transfer: Action, to: int) -> None:
+        for layout in wire.expect(_microbatch(transfer)):
             filler = torch.zeros(layout.shape, dtype=layout.dtype, device=self._device)
             self._send(filler, to, self._tag(transfer))
 
@@ -218,16 +205,16 @@ class Messages:
 
     # ---------------------------------------------------------------- receiving
 
-    def post(self, transfer: Transfer) -> None:
+    def post(self, transfer: Action) -> None:
         """Post the receives of a transfer."""
         tag, source = self._tag(transfer), self._placement[transfer.stage]
         header = torch.empty(2, dtype=torch.int64, device=self.header_device)
         arrival = self._group.irecv(header, source, tag)
-        room = [t.empty(self._device) for t in self._wire(transfer).expect(transfer.microbatch)]
+        room = [t.empty(self._device) for t in self._wire(transfer).expect(_microbatch(transfer))]
         works = [self._group.irecv(tensor, source, tag) for tensor in room]
-        self._incoming[transfer] = _Incoming(header, arrival, room, works)
+        self._posted[transfer] = _Incoming(header, arrival, room, works)
 
-    def take(self, transfer: Transfer) -> Packed:
+    def take(self, transfer: Action) -> Packed:
         """Wait for a transfer whose receives were posted; return what came.
 
         Raises:
@@ -235,14 +222,15 @@ class Messages:
             CommError: The sender died, or did not send in time.
         """
         wire = self._wire(transfer)
-        incoming = self._incoming.pop(transfer)
+        incoming = self._posted.pop(transfer)
+        assert incoming is not None
         tag, source = self._tag(transfer), self._placement[transfer.stage]
         incoming.arrival.wait()
         number, nbytes = incoming.header.tolist()
         for work in incoming.works:
             work.wait()
         layout = self._layout_told(transfer, number, nbytes)
-        if wire.expected.get(transfer.microbatch) == number:
+        if wire.expected.get(_microbatch(transfer)) == number:
             return Packed(layout, incoming.room)
         tensors = [each.empty(self._device) for each in layout.tensors]
         works = [self._group.irecv(tensor, source, tag + 1) for tensor in tensors]
@@ -250,7 +238,7 @@ class Messages:
             work.wait()
         return Packed(layout, tensors)
 
-    def _layout_told(self, transfer: Transfer, number: int, nbytes: int) -> Layout:
+    def _layout_told(self, transfer: Action, number: int, nbytes: int) -> Layout:
         """Return the layout that a header names; learn it, if its description follows."""
         wire, source = self._wire(transfer), self._placement[transfer.stage]
         told: Any = None
@@ -261,18 +249,13 @@ class Messages:
             raise Poisoned(told)
         if told is not None:
             wire.learn(told)
-        wire.carried[transfer.microbatch] = number
+        wire.carried[_microbatch(transfer)] = number
         return wire.layouts[number]
 
     def _receive_object(self, nbytes: int, source: int, tag: int) -> object:
         data = torch.empty(nbytes, dtype=torch.uint8, device=self.header_device)
         self._group.irecv(data, source, tag).wait()
         return pickle.loads(data.cpu().numpy().tobytes())
-
-    @property
-    def pending(self) -> list[Transfer]:
-        """Transfers that were posted and not taken."""
-        return list(self._incoming)
 
     # ---------------------------------------------------------------- a step's end
 
@@ -286,17 +269,22 @@ class Messages:
 
     def drain(self) -> None:
         """Receive what is still to come of a step that failed: both ends know the same again."""
-        for transfer in self.pending:
+        for transfer in list(self._posted):
             with suppress(Poisoned):
                 self.take(transfer)
         self.finish()
 
     def abandon(self) -> None:
         """Forget what is under way: the group is broken."""
-        for incoming in self._incoming.values():
-            for work in (incoming.arrival, *incoming.works):
+        for incoming in self._posted.values():
+            for work in () if incoming is None else (incoming.arrival, *incoming.works):
                 work.disown()
         for work, _ in self._sends:
             work.disown()
-        self._incoming.clear()
+        self._posted.clear()
         self._sends.clear()
+
+
+def _microbatch(transfer: Action) -> int:
+    assert transfer.microbatch is not None
+    return transfer.microbatch

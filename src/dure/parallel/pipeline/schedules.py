@@ -26,6 +26,7 @@ from dure.schedules import (
     Action,
     Kind,
     Schedule,
+    find_generator,
     lower,
     make_schedule,
     prove_no_deadlock,
@@ -522,30 +523,30 @@ class ScheduleLoopedBFS(PipelineScheduleRuntime):
         )
 
 
-_CLASSES: dict[str, type[PipelineSchedule]] = {
-    "1F1B": Schedule1F1B,
-    "Interleaved1F1B": ScheduleInterleaved1F1B,
-    "GPipe": ScheduleGPipe,
-    "LoopedBFS": ScheduleLoopedBFS,
-    "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
-    "PipelineScheduleSingle": PipelineScheduleSingle,
-    "PipelineScheduleMulti": PipelineScheduleMulti,
-    "ZBVZeroBubble": ScheduleZBVZeroBubble,
-    "DualPipeV": ScheduleDualPipeV,
+_BASES = {
+    "pipelineschedulesingle": PipelineScheduleSingle,
+    "pipelineschedulemulti": PipelineScheduleMulti,
+}
+_CLASSES = {
+    kind.name: kind
+    for kind in (
+        ScheduleGPipe,
+        Schedule1F1B,
+        ScheduleInterleaved1F1B,
+        ScheduleLoopedBFS,
+        ScheduleInterleavedZeroBubble,
+        ScheduleZBVZeroBubble,
+        ScheduleDualPipeV,
+        ScheduleForwardOnly,
+    )
 }
 
 
 def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
-    """Return the class of a schedule by torch's name, in any case.
+    """Return the class of a schedule by torch's name, or that in `dure.schedules`, in any case.
 
     Raises:
         UsageError: There is none (a ValueError).
     """
-    for name, kind in _CLASSES.items():
-        if name.lower() == schedule_name.lower():
-            return kind
-    raise UsageError(
-        "there is no such schedule",
-        seen=repr(schedule_name),
-        fix=f"Take one of {', '.join(_CLASSES)}.",
-    )
+    base = _BASES.get(schedule_name.lower())
+    return base or _CLASSES[find_generator(schedule_name).name]

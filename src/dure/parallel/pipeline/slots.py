@@ -24,7 +24,8 @@ import torch
 from dure.comm import memory as heap
 from dure.errors import PeerLost
 from dure.parallel.pipeline.layout import Layout, Packed
-from dure.parallel.pipeline.messages import Messages, Transfer
+from dure.parallel.pipeline.messages import Messages
+from dure.schedules import Action
 
 __all__ = ["Slots", "has_slots"]
 
@@ -93,18 +94,17 @@ class Slots(Messages):
         super().__init__(*args)
         self._slots: list[_Slot] = []
         self._peer_slots: dict[tuple[int, ...], _PeerSlot] = {}
-        self._posted: set[Transfer] = set()
 
-    def _deliver(self, transfer: Transfer, number: int, data: bytes, packed: Packed) -> None:
+    def _deliver(self, transfer: Action, number: int, data: bytes, packed: Packed) -> None:
         slot = self._filled(packed)
         self._tell(transfer, [number, len(data), *slot.place])
         self._send_bytes(data, self._receiver(transfer), self._tag(transfer) + 1)
 
-    def _deliver_poison(self, transfer: Transfer, data: bytes) -> None:
+    def _deliver_poison(self, transfer: Action, data: bytes) -> None:
         self._tell(transfer, [self.POISON, len(data), 0, 0, 0, 0, 0])
         self._send_bytes(data, self._receiver(transfer), self._tag(transfer) + 1)
 
-    def _tell(self, transfer: Transfer, numbers: list[int]) -> None:
+    def _tell(self, transfer: Action, numbers: list[int]) -> None:
         message = torch.tensor(numbers)
         self._group.send(message, self._receiver(transfer), self._tag(transfer))
 
@@ -121,13 +121,13 @@ class Slots(Messages):
         slot.word[0] = _USED
         return slot
 
-    def post(self, transfer: Transfer) -> None:
+    def post(self, transfer: Action) -> None:
         """Note that a transfer will be taken."""
-        self._posted.add(transfer)
+        self._posted[transfer] = None
 
-    def take(self, transfer: Transfer) -> Packed:
+    def take(self, transfer: Action) -> Packed:
         """See `Messages.take`."""
-        self._posted.remove(transfer)
+        del self._posted[transfer]
         source, tag = self._placement[transfer.stage], self._tag(transfer)
         message = torch.empty(7, dtype=torch.int64)
         self._group.recv(message, source, tag)
@@ -145,16 +145,6 @@ class Slots(Messages):
                 for offset, tensor in zip(offsets, layout.tensors, strict=True)
             ],
         )
-
-    @property
-    def pending(self) -> list[Transfer]:
-        """Transfers that were posted and not taken."""
-        return list(self._posted)
-
-    def abandon(self) -> None:
-        """Forget what is under way: the group is broken."""
-        super().abandon()
-        self._posted.clear()
 
 
 def _placed(
