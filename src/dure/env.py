@@ -115,6 +115,10 @@ VARIABLES: dict[str, Variable] = {
             name="DURE_STORE_BIND", meaning="address the store listens on, if not MASTER_ADDR"
         ),
         Variable(
+            name="DURE_STORE_PORT",
+            meaning="port of rank 0's store under torchrun and in clusters, if not MASTER_PORT + 1",
+        ),
+        Variable(
             name="DURE_STORE_BIND_ANY",
             meaning="1: the store may listen on a wildcard address such as 0.0.0.0",
         ),

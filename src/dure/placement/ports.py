@@ -2,9 +2,8 @@
 
 A cluster names the first host but no port. Every host hashes the job's name into the range below,
 which lies under the ports that Linux gives to outgoing connections (32768 and up) and above those
-of well-known services. Two jobs on one host may get the same port or the port may be in use: the
-store then takes one of the next ones, and those who look for it tell it by its job (see
-`dure.store.places.NearPlace`).
+of well-known services. Two jobs on one host may get the same port, or it may be in use: then the
+store cannot listen, and says so; DURE_STORE_PORT names another.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Where ranks meet that found themselves in a cluster: no MASTER_ADDR, or not even a RANK.
 
 On one host they meet at a Unix socket that is named after the job (`LocalPlace`), so there is no
-port to choose. On several, rank 0 listens on its cluster's first host, at or right after a port
-that all derive from the job's name (`NearPlace`). The key is DURE_JOB_KEY_FILE or the user's own,
-which a shared home brings to all hosts.
+port to choose. On several, rank 0 listens on its cluster's first host, at the port after one that
+all derive from the job's name, or at DURE_STORE_PORT. The key is DURE_JOB_KEY_FILE or derived from
+the user's own, which a shared home brings to all hosts, and the job's name.
 
 MPICH gives a job no name. Its processes have one ancestor that no other job has, its proxy or
 mpiexec itself, and that one's number and start stand for the name.
@@ -19,7 +19,7 @@ from dure import env
 from dure.errors import RendezvousError
 from dure.placement import Member, Placement, System, detect
 from dure.store.identity import process_at
-from dure.store.places import LocalPlace, NearPlace, Place, Spot, TcpPlace
+from dure.store.places import LocalPlace, Place, Spot, TcpPlace, port_after
 
 __all__ = ["find_in_cluster"]
 
@@ -81,7 +81,8 @@ def _place(placement: Placement, member: Member) -> Place:
     if not placement.port_derived:
         return TcpPlace(host=host, port=port, name="tcp", purpose="MASTER_ADDR")
     others = [other for other in placement.hosts if other != host]
-    return NearPlace(host=host, port=port, name=job, other=others[0] if others else None)
+    other = others[0] if others else None
+    return TcpPlace(host=host, port=port_after(port), name=job, job=job, other=other)
 
 
 def _launching_process() -> str | None:

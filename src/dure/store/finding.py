@@ -11,7 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 from dure import env
 from dure.errors import RendezvousError
 from dure.store.clusters import find_in_cluster
-from dure.store.places import EtcdPlace, FilePlace, LocalPlace, NearPlace, Place, Spot, TcpPlace
+from dure.store.places import EtcdPlace, FilePlace, LocalPlace, Place, Spot, TcpPlace, port_after
 
 __all__ = ["find_place"]
 
@@ -146,5 +146,6 @@ def _environment_place(launcher: str | None, world_size: int) -> Place:
     if env.flag("TORCHELASTIC_USE_AGENT_STORE"):
         if env.integer("LOCAL_WORLD_SIZE") == world_size:
             return LocalPlace(name=name)
-        return NearPlace(host=host, port=port, name=name)
+        port = port_after(port)
+        return TcpPlace(host=host, port=port, name=name, job=name, purpose="MASTER_ADDR")
     return TcpPlace(host=host, port=port, name="tcp", purpose="MASTER_ADDR")

@@ -1,11 +1,9 @@
 """Where a job's store is: a `Place`, which can be opened to get the store.
 
-A place is one of five:
+A place is one of four:
 
 * `TcpPlace`: a host and a port. Rank 0 serves, unless the launcher does already.
 * `LocalPlace`: an abstract Unix socket of this host, under plain `torchrun` on one host.
-* `NearPlace`: one of a few ports above MASTER_PORT, under plain `torchrun` on several hosts, or
-  above one derived from the job's name, in a cluster.
 * `EtcdPlace`: a job in etcd.
 * `FilePlace`: a file.
 
@@ -14,14 +12,13 @@ another protocol; so rank 0 cannot bind that port. On one host the ranks need no
 meet at a Unix socket in the abstract namespace, whose name is derived from the job key, the run's
 name, its restart count and MASTER_PORT. Nobody without the key can guess it beforehand (who reads
 it in /proc/net/unix still fails in the key exchange), and it leaves no file, however the ranks die.
-Between hosts, rank 0 takes the first free one of the 16 ports after MASTER_PORT, and the others try
-these in turn. The job key keeps them from entering another user's store, and the run's name, which
-each store holds, from entering another job's.
+Between hosts, rank 0 serves at the port after MASTER_PORT, or at DURE_STORE_PORT; so it does in a
+cluster, where MASTER_PORT is derived from the job's name. The key is derived from that name, too:
+another job's ranks are refused.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import sys
@@ -45,13 +42,11 @@ from dure.store.naming import await_name, patience_for_names
 from dure.store.network import NetworkStore, job_key
 from dure.store.server import StoreServer, adopt
 
-__all__ = ["EtcdPlace", "FilePlace", "LocalPlace", "NearPlace", "Place", "Spot", "TcpPlace"]
+__all__ = ["EtcdPlace", "FilePlace", "LocalPlace", "Place", "Spot", "TcpPlace", "port_after"]
 
-_NEAR_PORTS = 16
 _HOSTED_S = 20.0
 """How long ranks look for the store of a launcher, which may be on another host."""
 
-_JOB = "dure/job"
 _log = logging.getLogger("dure.store")
 
 
@@ -96,6 +91,9 @@ class TcpPlace:
         purpose: What to call the host's name if it cannot be resolved.
         key: The job's, where the ranks have it from each other; None: it is found (store/key.py).
         server: Where rank 0 serves already.
+        job: What sets this job apart from others that would meet here; "": its address does.
+        other: Another host of the job. Rank 0 listens on the interface that leads there where its
+            own host's name means loopback, as Debian's /etc/hosts has it.
     """
 
     host: str
@@ -105,6 +103,8 @@ class TcpPlace:
     purpose: str = "the host of init_method"
     key: JobKey | None = None
     server: StoreServer | None = None
+    job: str = ""
+    other: str | None = None
 
     @property
     def held_by_rank_0(self) -> bool:
@@ -115,9 +115,13 @@ class TcpPlace:
         """Connect; rank 0 serves first, or takes back the server it left a moment ago."""
         began = time.monotonic()
         _await_pod(self.host, timeout_s)
+        host = self._own_name() if rank == 0 else self.host
+        address = resolve(host, self.port, self.purpose)
+        # In a home that all hosts share, rank 0 may be making the user's key just now.
+        wait_s = SHARED_HOME_S if self.job and rank != 0 else 0.0
+        job = self.job or name_of(self.host, self.port)
+        key = self.key or job_key(self.host, job, min(timeout_s, wait_s))
         timeout_s = max(0.1, timeout_s - (time.monotonic() - began))
-        address = resolve(self.host, self.port, self.purpose)
-        key = self.key or job_key(self.host, name_of(self.host, self.port))
         server = self.server
         if rank == 0 and not self.hosted and (server is None or server.retired):
             bind = env.text("DURE_STORE_BIND")
@@ -129,6 +133,20 @@ class TcpPlace:
         store = NetworkStore(address.endpoint, key, timedelta(seconds=min(timeout_s, _HOSTED_S)))
         store.set_timeout(timedelta(seconds=timeout_s))
         return store
+
+    def _own_name(self) -> str:
+        """Return by what name or address other hosts reach rank 0's host, where this runs."""
+        if self.other is None:
+            return self.host
+        address = resolve(self.host, 0, "rank 0's host")
+        if not ip_address(address.ip).is_loopback:
+            return self.host
+        return interface_to(self.other) or self.host
+
+
+def port_after(port: int) -> int:
+    """Return where rank 0 serves, where `port` is taken by the launcher, or by anybody."""
+    return env.integer("DURE_STORE_PORT") or min(port + 1, 65535)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,92 +179,6 @@ class LocalPlace:
         if folder.stat().st_uid != os.getuid():
             raise StoreError(f"the folder {folder} belongs to another user")
         return f"ipc://{folder / word}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NearPlace:
-    """One of the ports after `port`, which a foreign launcher holds, or anybody.
-
-    Attributes:
-        other: Another host of the job. Rank 0 listens on the interface that leads there where its
-            own host's name means loopback, as Debian's /etc/hosts has it.
-    """
-
-    host: str
-    port: int
-    name: str
-    other: str | None = None
-
-    @property
-    def held_by_rank_0(self) -> bool:
-        """Always."""
-        return True
-
-    def open(self, rank: int, world_size: int, timeout_s: float) -> Store:
-        """Serve on the first free port (rank 0), or look for rank 0's."""
-        deadline = time.monotonic() + timeout_s
-        _await_pod(self.host, timeout_s)
-        resolve(self.host, self.port, "rank 0's host")
-        key = job_key(self.host, self.name, 0.0 if rank == 0 else min(timeout_s, SHARED_HOME_S))
-        if rank == 0:
-            return self._serve(key, max(0.1, deadline - time.monotonic()))
-        for port in itertools.cycle(self._ports()):
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                break
-            store = self._visit(port, key, min(left_s, 0.3))
-            if store is not None:
-                store.set_timeout(timedelta(seconds=timeout_s))
-                return store
-        ports = self._ports()
-        raise StoreTimeout(
-            f"rank 0's store on {self.host} cannot be found",
-            elapsed_s=timeout_s,
-            seen=f"none of the ports {ports[0]} to {ports[-1]} has the store of this job",
-            fix="Check that rank 0 runs and that these ports are open between the hosts.",
-        )
-
-    def _ports(self) -> range:
-        return range(self.port + 1, min(self.port + 1 + _NEAR_PORTS, 65536))
-
-    def _serve(self, key: JobKey | None, timeout_s: float) -> Store:
-        server, last = None, StoreError("there is no port to listen on")
-        host = self._own_name()
-        for port in self._ports():
-            at = resolve(env.text("DURE_STORE_BIND") or host, port, "MASTER_ADDR")
-            try:
-                server = adopt(at.endpoint) or StoreServer(listen(at), key)
-                break
-            except StoreError as error:
-                last = error
-        if server is None:
-            raise last
-        endpoint = resolve(host, server.port, "MASTER_ADDR").endpoint
-        store = NetworkStore(endpoint, key, timedelta(seconds=timeout_s), server)
-        store.set(_JOB, self.name)
-        return store
-
-    def _own_name(self) -> str:
-        """Return by what name or address other hosts reach rank 0's host, where this runs."""
-        address = resolve(self.host, 0, "rank 0's host")
-        if self.other is None or not ip_address(address.ip).is_loopback:
-            return self.host
-        return interface_to(self.other) or self.host
-
-    def _visit(self, port: int, key: JobKey | None, timeout_s: float) -> Store | None:
-        """Return the store at `port` if it is there and this job's."""
-        try:
-            endpoint = resolve(self.host, port, "MASTER_ADDR").endpoint
-            store = NetworkStore(endpoint, key, timedelta(seconds=timeout_s))
-        except StoreError:
-            return None
-        try:
-            if store.get(_JOB) == self.name.encode():
-                return store
-        except StoreError:
-            pass
-        store.close()
-        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import pytest
 from dure.errors import RendezvousError, StoreError
 from dure.store.finding import find_place
 from dure.store.key import load_for, user_key_path
-from dure.store.places import LocalPlace, NearPlace, TcpPlace
+from dure.store.places import LocalPlace, TcpPlace
 from unit.placement import environments as seen
 
 
@@ -38,12 +38,16 @@ def test_ranks_of_one_host_meet_at_a_socket(inside):
     assert "718340097" in spot.place.name
 
 
-def test_ranks_of_several_hosts_meet_near_a_derived_port(inside):
+def test_ranks_of_several_hosts_meet_after_a_derived_port(inside):
     inside(seen.SLURM_STEP)
     spot = find_place("env://", -1, -1)
     assert (spot.rank, spot.world_size) == (5, 7)
-    assert isinstance(spot.place, NearPlace)
+    assert isinstance(spot.place, TcpPlace)
     assert (spot.place.host, spot.place.other) == ("cn08", "cn09")
+    assert 15000 < spot.place.port <= 29000
+    assert spot.place.job == spot.place.name != ""
+    inside(seen.SLURM_STEP | {"DURE_STORE_PORT": "4711"})
+    assert getattr(find_place("env://", -1, -1).place, "port", 0) == 4711
 
 
 def test_told_address_is_taken_as_it_is(inside):
