@@ -24,9 +24,10 @@ from dataclasses import replace
 
 from dure.placement.mpi import read_mpi, read_pmi
 from dure.placement.pods import read_kubernetes, read_pods, read_sagemaker, read_skypilot
+from dure.placement.ports import derived_port
 from dure.placement.reader import Reader
 from dure.placement.slurm import read_batch_shell, read_step
-from dure.placement.told import read_told
+from dure.placement.told import NUMBERED, read_told
 from dure.placement.value import Placement, System
 
 __all__ = ["detect"]
@@ -67,7 +68,16 @@ def detect(environ: Mapping[str, str]) -> Placement:
 
 
 def _with_address(found: Placement, reader: Reader) -> Placement:
-    """Put in what MASTER_ADDR and MASTER_PORT say, and keep where the endpoint came from."""
+    """Put in what MASTER_ADDR and MASTER_PORT say, and keep where the endpoint came from.
+
+    Without them it is the first host, and a port that follows from the job's name, unless a
+    launcher numbered the processes: it says where they meet, or nobody does.
+    """
+    if found.member is not None or found.seat is not None:
+        if found.host is None and found.hosts:
+            found = replace(found, host=found.hosts[0])
+        if found.job and found.system not in NUMBERED:
+            found = replace(found, port=derived_port(found.job), port_derived=True)
     host, port = reader.text("MASTER_ADDR", "PET_MASTER_ADDR"), None
     if found.system is System.PYTORCHJOB and host == "localhost":
         host = reader.text("HOSTNAME")  # the first pod's service has its name; older operators

@@ -7,85 +7,69 @@ or the ranks meet over MPI itself (mpi4py), or they are on one host and need no 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from dure.placement.ports import derived_port
 from dure.placement.reader import Reader
 from dure.placement.value import Member, Placement, Seat, System
 
 __all__ = ["read_mpi", "read_pmi"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Names:
-    """The variables of one launcher."""
-
-    rank: str
-    size: str
-    local_rank: str
-    local_size: str
-    job: tuple[str, ...]
-
-
-_OPEN_MPI = _Names(
-    rank="OMPI_COMM_WORLD_RANK",
-    size="OMPI_COMM_WORLD_SIZE",
-    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-    local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-    job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-)
-_HYDRA = _Names(
-    rank="PMI_RANK",
-    size="PMI_SIZE",
-    local_rank="MPI_LOCALRANKID",
-    local_size="MPI_LOCALNRANKS",
-    job=("I_MPI_HYDRA_UUID", "PMI_JOBID"),
-)
+_OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+_HYDRA = ("PMI_RANK", "PMI_SIZE")
+_LOCAL = {  # a launcher's own number and count on the host, and what names its job
+    System.OPEN_MPI: ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    System.HYDRA: ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+_JOB = {
+    System.OPEN_MPI: ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID"),
+    System.HYDRA: ("I_MPI_HYDRA_UUID", "PMI_JOBID", "SLURM_JOB_ID"),
+}
 
 
 def read_mpi(reader: Reader) -> Placement | None:
     """Return the placement of a process of mpirun or mpiexec."""
-    if reader.has(_OPEN_MPI.rank, _OPEN_MPI.size):
+    if reader.has(*_OPEN_MPI):
         return _read(reader, System.OPEN_MPI, _OPEN_MPI)
-    if reader.has(_HYDRA.rank, _HYDRA.size, _HYDRA.local_rank):
+    if reader.has(*_HYDRA, "MPI_LOCALRANKID"):
         return _read(reader, System.HYDRA, _HYDRA)
     return None
 
 
 def read_pmi(reader: Reader) -> Placement | None:
     """Return the placement of a process of another launcher that speaks PMI."""
-    if reader.has(_HYDRA.rank, _HYDRA.size):
+    if reader.has(*_HYDRA):
         return _read(reader, System.PMI, _HYDRA)
     if reader.has("PMIX_RANK"):
         reader.note("PMIX_RANK is set, but no variable says how many ranks there are")
     return None
 
 
-def _read(reader: Reader, system: System, names: _Names) -> Placement | None:
-    rank = reader.take("rank", f"set by {system}", names.rank)
-    size = reader.take("ranks", "", names.size)
+def _read(reader: Reader, system: System, names: tuple[str, str]) -> Placement | None:
+    rank = reader.take("rank", f"set by {system}", names[0])
+    size = reader.take("ranks", "", names[1])
     if rank is None or size is None or rank >= size:
-        reader.note(f"{names.rank} and {names.size} do not say which rank this is")
+        reader.note(f"{names[0]} and {names[1]} do not say which rank this is")
         return None
-    local = reader.take("local rank", "", names.local_rank)
-    here = reader.take("ranks here", "", names.local_size)
+    kind = System.OPEN_MPI if system is System.OPEN_MPI else System.HYDRA
+    local_rank, local_size = _LOCAL[kind]
+    local = reader.take("local rank", "", local_rank)
+    here = reader.take("ranks here", "", local_size)
     hosts = reader.hosts("SLURM_JOB_NODELIST", "SLURM_NODELIST")
     if hosts and here != size:
         why = "Slurm's list; mpirun puts rank 0 on the first"
         reader.keep("hosts", reader.text("SLURM_JOB_NODELIST", "SLURM_NODELIST"), "SLURM", why)
-    name = reader.text(*names.job) or reader.text("SLURM_JOB_ID")
-    job = f"{system} {name}" if name else None
-    if job:
-        source = next(n for n in (*names.job, "SLURM_JOB_ID") if reader.has(n))
-        reader.keep("job", name, source)
+    source = next((name for name in _JOB[kind] if reader.has(name)), None)
+    if source is not None:
+        reader.keep("job", reader.text(source), source)
+    seat = None  # known only where there is one process a host
+    if here is not None:
+        each = max(here, 1)
+        seat = Seat(nnodes=max(1, size // each), node_rank=rank // each, copies=here)
     return Placement(
         system=system,
         member=Member(rank=rank, world_size=size, local_rank=local, local_world_size=here),
-        seat=_seat(rank, size, here),
-        job=job,
-        host=hosts[0] if hosts else _azure(reader),
-        port=derived_port(job) if job else None,
-        port_derived=True,
+        seat=seat,
+        job=None if source is None else f"{system} {reader.text(source)}",
+        host=None if hosts else _azure(reader),
         hosts=hosts,
     )
 
@@ -98,10 +82,3 @@ def _azure(reader: Reader) -> str | None:
             reader.keep("first host", host, name)
             return host
     return None
-
-
-def _seat(rank: int, size: int, here: int | None) -> Seat | None:
-    """Return the host's place: known only where there is one process a host."""
-    if here is None:
-        return None
-    return Seat(nnodes=max(1, size // max(here, 1)), node_rank=rank // max(here, 1), copies=here)

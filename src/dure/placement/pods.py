@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 
-from dure.placement.ports import derived_port
 from dure.placement.reader import Reader
 from dure.placement.value import Member, Placement, Seat, System
 
@@ -142,21 +141,7 @@ def _pod_stem(reader: Reader) -> str | None:
 
 
 def _placement(system: System, seat: Seat, job: str, hosts: tuple[str, ...] = ()) -> Placement:
-    several = seat.nnodes > 1
-    alone = Member(
-        rank=seat.node_rank,
-        world_size=seat.nnodes,
-        local_rank=0,
-        local_world_size=1,
-        node=seat.node_rank,
-    )
-    return Placement(
-        system=system,
-        member=alone if several else None,
-        seat=seat,
-        job=job,
-        host=hosts[0] if hosts else None,
-        port=derived_port(job),
-        port_derived=True,
-        hosts=hosts,
-    )
+    node, of = seat.node_rank, seat.nnodes
+    alone = Member(rank=node, world_size=of, local_rank=0, local_world_size=1, node=node)
+    member = alone if of > 1 else None
+    return Placement(system=system, member=member, seat=seat, job=job, hosts=hosts)

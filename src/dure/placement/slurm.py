@@ -9,7 +9,6 @@ Of two variables that say the same the step's goes first: a step may be smaller 
 
 from __future__ import annotations
 
-from dure.placement.ports import derived_port
 from dure.placement.reader import Reader
 from dure.placement.value import Member, Placement, Seat, System
 
@@ -45,9 +44,7 @@ def read_step(reader: Reader) -> Placement | None:
         ),
         seat=seat,
         job=job,
-        host=hosts[0] if hosts else reader.text("SLURM_LAUNCH_NODE_IPADDR"),
-        port=derived_port(job),
-        port_derived=True,
+        host=None if hosts else reader.text("SLURM_LAUNCH_NODE_IPADDR"),
         hosts=hosts,
     )
 

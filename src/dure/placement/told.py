@@ -5,7 +5,7 @@ from __future__ import annotations
 from dure.placement.reader import Reader
 from dure.placement.value import Member, Placement, System
 
-__all__ = ["read_told"]
+__all__ = ["NUMBERED", "read_told"]
 
 
 def read_told(reader: Reader) -> Placement | None:
@@ -22,7 +22,7 @@ def read_told(reader: Reader) -> Placement | None:
         reader.note(f"RANK={rank} is none of the ranks that WORLD_SIZE={size} says there are")
         return None
     system = _starter(reader)
-    reader.keep("rank", rank, "RANK", _WHY[system])
+    reader.keep("rank", rank, "RANK", NUMBERED[system])
     reader.keep("ranks", size, "WORLD_SIZE")
     local = reader.take("local rank", "", "LOCAL_RANK")
     here = reader.take("ranks here", "", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
@@ -44,7 +44,7 @@ def read_told(reader: Reader) -> Placement | None:
     )
 
 
-_WHY = {
+NUMBERED = {
     System.DURE: "set by the `dure run` that started this process",
     System.TORCHRUN: "set together with LOCAL_RANK and TORCHELASTIC_RUN_ID",
     System.LAUNCHER: "set together with LOCAL_RANK, as torchrun does",

@@ -14,49 +14,28 @@ __all__ = ["Member", "Placement", "Reason", "Seat", "System"]
 
 
 class System(enum.StrEnum):
-    """Who started this process."""
+    """Who started this process.
+
+    A LAUNCHER sets LOCAL_RANK beside RANK and WORLD_SIZE, as DeepSpeed's, Azure's and Ray Train do;
+    PLAIN is whoever sets the two alone. HYDRA is the mpiexec of MPICH and Intel MPI. PAI and the
+    older PYTORCHJOB count hosts by WORLD_SIZE. KUBERNETES is an indexed job, in a JobSet or not.
+    NOBODY: a shell, no cluster, no launcher.
+    """
 
     DURE = "dure run"
-    """`dure run`; its variables are torchrun's and some of its own."""
-
     TORCHRUN = "torchrun"
-    """torchrun, by itself or inside `accelerate launch` and others."""
-
     LAUNCHER = "a launcher of torchrun's kind"
-    """Another that sets LOCAL_RANK beside RANK and WORLD_SIZE: DeepSpeed's, Azure's, Ray Train."""
-
     PLAIN = "RANK and WORLD_SIZE"
-    """Whoever set RANK and WORLD_SIZE, without LOCAL_RANK."""
-
     OPEN_MPI = "Open MPI"
-    """mpirun of Open MPI 4 or 5."""
-
     HYDRA = "MPICH or Intel MPI"
-    """mpiexec of MPICH or Intel MPI, which is hydra."""
-
     PMI = "a launcher that speaks PMI"
-    """Another launcher that speaks PMI or PMIx."""
-
     SLURM = "Slurm"
-    """srun, or a batch script's shell."""
-
     PAI = "PAI-DLC"
-    """Alibaba's PAI, where WORLD_SIZE counts hosts."""
-
     PYTORCHJOB = "PyTorchJob"
-    """Kubeflow's operators."""
-
     KUBERNETES = "Kubernetes"
-    """An indexed job, by itself or in a JobSet."""
-
     SKYPILOT = "SkyPilot"
-    """A task of SkyPilot."""
-
     SAGEMAKER = "SageMaker"
-    """A training job of SageMaker, whose script is started once a host."""
-
     NOBODY = "nobody"
-    """A shell: no cluster, no launcher."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

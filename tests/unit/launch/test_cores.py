@@ -21,6 +21,7 @@ from dure.launch.ranks.cores import (
     share_threads,
 )
 from dure.launch.ranks.limits import available_memory, check_memory, cpu_quota
+from dure.launch.ranks.zygote import zygote_for
 from dure.launch.show.folding import rank_set as show_cpus
 from dure.launch.spec import JobSpec, Numa
 
@@ -318,3 +319,17 @@ def test_ranks_that_memory_cannot_hold_are_refused(
     else:
         check_memory(spec, torch=torch, forked=forked)
     check_memory(dataclasses.replace(spec, oversubscribe=True), torch=torch, forked=forked)
+
+
+def test_more_ranks_than_memory_holds_start_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text("import torch")
+    monkeypatch.setattr("dure.launch.ranks.limits.available_memory", lambda: 1024 << 20)
+    monkeypatch.setattr("subprocess.Popen", None)  # as nothing is started
+    spec = JobSpec(program=str(tmp_path / "train.py"), nproc=18)
+    with pytest.raises(UsageError, match="60 MB each"), zygote_for(spec, "a-job", None):
+        pass
+    spec = dataclasses.replace(spec, nproc=5, zygote="never")
+    with pytest.raises(UsageError, match="250 MB each"), zygote_for(spec, "a-job", None):
+        pass
