@@ -12,7 +12,6 @@ import shlex
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -67,99 +66,64 @@ def demo(
     """
     if epochs is None:
         epochs = 2 if data else 6 if quick or fsdp else 20
-    plan = Plan(
-        data=data,
-        ranks=ranks,
-        epochs=epochs,
-        batch_size=batch_size,
-        backend=backend,
-        out=out,
-        seed=seed,
-        fsdp=fsdp,
-        quick=quick,
-    )
-    plan.check()
-    _carry_out(plan, Console())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What the user asked for; the fields are the options of `demo`."""
-
-    data: Path | None
-    ranks: int
-    epochs: int
-    batch_size: int
-    backend: str
-    out: Path
-    seed: int
-    fsdp: bool
-    quick: bool
-
-    @property
-    def training(self) -> tuple[str, ...]:
-        """The options that `train.py` shares with the command."""
-        return (
-            *(("--data", str(self.data)) if self.data else ()),
-            *("--epochs", str(self.epochs), "--batch-size", str(self.batch_size)),
-            *("--backend", self.backend, "--seed", str(self.seed)),
-            *(("--hidden", str(_FSDP_HIDDEN)) if self.fsdp else ()),
-        )
-
-    @property
-    def runs(self) -> list[Run]:
-        """What is compared, the last with the first."""
-        if self.fsdp:
-            return [
-                Run(ranks=self.ranks, batch_size=self.batch_size, way=w) for w in ("DDP", "FSDP")
-            ]
-        return [Run(ranks=n, batch_size=self.batch_size) for n in sorted({1, self.ranks})]
-
-    @property
-    def command(self) -> str:
-        """The command line, with every option spelled out."""
-        own = ("--ranks", str(self.ranks), "--out", str(self.out))
-        shared = self.training[:-2] if self.fsdp else self.training  # without what it adds
-        switches = [*(["--fsdp"] if self.fsdp else []), *(["--quick"] if self.quick else [])]
-        return shlex.join(["dure", "demo", *shared, *own, *switches])
-
-    def check(self) -> None:
-        """Make the report's directory; raise `UsageError` for what is known to fail later."""
-        if self.batch_size % self.ranks:
-            raise UsageError(
-                "the ranks cannot share a batch equally",
-                seen=f"--batch-size {self.batch_size}, --ranks {self.ranks}",
-                fix=f"Try --batch-size {max(1, round(self.batch_size / self.ranks)) * self.ranks}.",
-            )
-        if self.fsdp and self.ranks < 2:
-            raise UsageError(
-                "there is nothing to shard among one rank", seen="--fsdp, --ranks 1", fix="Try 2."
-            )
-        if self.data is None:
-            require_digits()
-        else:
-            read_idx_directory(self.data)
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            raise UsageError(
-                f"{self.out} cannot be the report's directory", seen=e.strerror or str(e)
-            ) from e
-
-
-def _carry_out(plan: Plan, console: Console) -> None:
-    """Train with one rank and with several; show what came of it and write the report."""
-    cores, busy = usable_cores(), busy_cores()
-    if plan.ranks + busy > cores + _QUIET_CORES:
-        crowd = f"{plan.ranks} ranks, {cores} cores of which others use {busy:.1f}"
+    _check(data, ranks, batch_size, fsdp)
+    report = _report_file(out)
+    shared = [
+        *(["--data", str(data)] if data else []),
+        *("--epochs", str(epochs), "--batch-size", str(batch_size)),
+        *("--backend", backend, "--seed", str(seed)),
+    ]
+    own = ["--ranks", str(ranks), "--out", str(out)]
+    own += [*(["--fsdp"] if fsdp else []), *(["--quick"] if quick else [])]
+    console, cores, busy = Console(), usable_cores(), busy_cores()
+    if ranks + busy > cores + _QUIET_CORES:
+        crowd = f"{ranks} ranks, {cores} cores of which others use {busy:.1f}"
         console.print(f"Note: {crowd}; times will suffer.", highlight=False)
-    ran = Ran(command=plan.command, when=f"{datetime.now():%Y-%m-%d %H:%M}", busy_cores=busy)
+    ran = Ran(
+        command=shlex.join(["dure", "demo", *shared, *own]),
+        when=f"{datetime.now():%Y-%m-%d %H:%M}",
+        busy_cores=busy,
+    )
+    ways = [(ranks, "DDP"), (ranks, "FSDP")] if fsdp else [(n, "") for n in sorted({1, ranks})]
+    runs = [Run(ranks=number, batch_size=batch_size, way=way) for number, way in ways]
+    shared += [
+        *(["--hidden", str(_FSDP_HIDDEN)] if fsdp else []),
+        *(["--images", str(_QUICK_IMAGES)] if quick else []),
+    ]
     with _Screen(console) as screen:
-        runs = [_train(run, plan, screen) for run in plan.runs]
+        for run in runs:
+            _train(run, shared, screen)
     _show(console, runs)
-    report = plan.out / "report.html"
     write_report(report, runs, ran)
     console.print(f"Report: {report}", soft_wrap=True, highlight=False)
+
+
+def _check(data: Path | None, ranks: int, batch_size: int, fsdp: bool) -> None:
+    """Raise `UsageError` for what is known to fail later."""
+    if batch_size % ranks:
+        raise UsageError(
+            "the ranks cannot share a batch equally",
+            seen=f"--batch-size {batch_size}, --ranks {ranks}",
+            fix=f"Try --batch-size {max(1, round(batch_size / ranks)) * ranks}.",
+        )
+    if fsdp and ranks < 2:
+        raise UsageError(
+            "there is nothing to shard among one rank", seen="--fsdp, --ranks 1", fix="Try 2."
+        )
+    if data is None:
+        require_digits()
+    else:
+        read_idx_directory(data)
+
+
+def _report_file(directory: Path) -> Path:
+    """Make the report's directory; return where the report goes."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        reason = e.strerror or str(e)
+        raise UsageError(f"{directory} cannot be the report's directory", seen=reason) from e
+    return directory / "report.html"
 
 
 class _Screen(Progress):
@@ -203,10 +167,9 @@ class _Screen(Progress):
             self.update(self.task_ids[-1], total=steps, completed=done, state=state)
 
 
-def _train(run: Run, plan: Plan, screen: _Screen) -> Run:
-    """Run `train.py` as `run` says; return it with what came of it, or leave with its exit code."""
-    sharded = ("--fsdp",) if run.way == "FSDP" else ()
-    images = ("--images", str(_QUICK_IMAGES)) if plan.quick else ()
+def _train(run: Run, options: list[str], screen: _Screen) -> None:
+    """Run `train.py` as `run` says, which gets what came of it; leave with its exit code."""
+    sharded = ["--fsdp"] if run.way == "FSDP" else []
     other: deque[str] = deque(maxlen=_KEPT_LINES)
 
     def take(line: Line) -> None:
@@ -224,7 +187,7 @@ def _train(run: Run, plan: Plan, screen: _Screen) -> Run:
         JobSpec(
             program="dure.cli.demo.train",
             kind="module",
-            args=(*plan.training, *images, *sharded, "--events"),
+            args=(*options, *sharded, "--events"),
             nproc=run.ranks,
             on_line=take,
             stdin="none",
@@ -237,7 +200,6 @@ def _train(run: Run, plan: Plan, screen: _Screen) -> Run:
     screen.update_run(run, at_once=True)
     for line in other:
         print(line, file=sys.stderr)
-    return run
 
 
 def _explain(result: JobResult, output: list[str]) -> None:
