@@ -133,14 +133,12 @@ class MemberTable:
 
     def survivors(self, last: View) -> list[tuple[Member, Progress]]:
         """Return who of a view that has ended is here, and what each has."""
-        number = last.number + 1
         self._read_left()
-        here = [
-            m
-            for m in last.members
-            if not self.has_ended(m) and self.store.check([f"{number}/here/{m.token}"])
-        ]
-        values = self.store.multi_get([f"{number}/here/{m.token}" for m in here]) if here else []
+        alive = [m for m in last.members if not self.has_ended(m)]
+        keys = {m.token: f"{last.number + 1}/here/{m.token}" for m in alive}
+        all_here = self.store.check(list(keys.values()))  # mostly, so one round trip for all
+        here = [m for m in alive if all_here or self.store.check([keys[m.token]])]
+        values = self.store.multi_get([keys[m.token] for m in here]) if here else []
         return [(m, _read_progress(value)) for m, value in zip(here, values, strict=True)]
 
     def missing(self, last: View, unreached: Unreached) -> list[Member]:
