@@ -125,7 +125,7 @@ def test_ranks_are_bound_before_their_program_runs(job: Launching, start: str) -
 
 
 def test_flags_mistake_is_one_line(job: Launching) -> None:
-    done = job.run("--nproc_per_nod=2", "--rdzv_backend", "etcd", job.write(SPEAK))
+    done = job.run("--nproc_per_nod=2", "--rdzv_backend", "etcd-v2", job.write(SPEAK))
     assert done.code == 2
     assert len(done.err.splitlines()) == 1
     assert "--rdzv_backend" in done.err

@@ -84,7 +84,7 @@ def start(spec: JobSpec, zygote: Zygote, **variables: str) -> RankProcess:
             | malloc_variables(spec)
             | variables
         )
-        return start_rank(spec, 0, environment, key, zygote)
+        return start_rank(spec, 0, environment, (key,), zygote)
     finally:
         os.close(key)
 

@@ -111,7 +111,7 @@ class Stage:
             | malloc_variables(self.spec)
         )
         zygote = self._zygote if forked else None
-        rank = start_rank(self.spec, 0, variables, self._key, zygote)
+        rank = start_rank(self.spec, 0, variables, (self._key,), zygote)
         assert (rank.fresh is None) == forked
         out, err = rank.stdout.readall() or b"", rank.stderr.readall() or b""
         os.waitid(os.P_PIDFD, rank.pidfd, os.WEXITED | os.WNOWAIT)

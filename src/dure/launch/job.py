@@ -89,7 +89,8 @@ def run_job(spec: JobSpec) -> JobResult:
         with (
             caught_signals(spec.signals) as signals,  # from now on they wait in a pipe
             zygote_for(spec, name, threads_for(spec)) as zygote,  # early: it has much to import
-            _key_memory() as key_fd,
+            _secret_memory("dure-job-key") as key_fd,
+            _password_memory(spec) as password_fd,
             reaping(name, spared=_pids(zygote)) as reaper,
             error_directory(spec, name),  # which the reaper removes if we cannot
             adopting_orphans(),
@@ -99,7 +100,10 @@ def run_job(spec: JobSpec) -> JobResult:
             place = Workplace(
                 spec=spec,
                 address=JobAddress(
-                    name=name, key_fd=key_fd, key_file=f"/proc/{os.getpid()}/fd/{key_fd}"
+                    name=name,
+                    key_fd=key_fd,
+                    key_file=f"/proc/{os.getpid()}/fd/{key_fd}",
+                    password_fd=password_fd,
                 ),
                 host=env.text("DURE_HOST_ID") or socket.gethostname(),
                 terminal=terminal,
@@ -218,6 +222,8 @@ def _link(
                 fix="Name an address of one of them, and a free port, with --rdzv-endpoint.",
             )
         link: Link = Alone(spec)
+    elif spec.rdzv_backend == "etcd":
+        link = Linked(spec, None, reaper, interrupted=signals, say=say)
     else:
         host = spec.endpoint.rpartition(":")[0].strip("[]")
         key = JobKey(spec.key) if spec.key is not None else load_for(host, SHARED_HOME_S)
@@ -233,13 +239,29 @@ def _pids(zygote: Zygote | None) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def _key_memory() -> Iterator[int]:
+def _password_memory(spec: JobSpec) -> Iterator[int | None]:
+    """Make memory for the user's password for etcd, if there is one."""
+    password = ""
+    if spec.rdzv_backend == "etcd" and spec.endpoint is not None:
+        from dure.store.etcd_gateway import EtcdOptions  # lazy: few jobs use it, it brings ssl
+
+        password = EtcdOptions.read(spec.endpoint, dict(spec.rdzv_conf)).password
+    if not password:
+        yield None
+        return
+    with _secret_memory("dure-etcd-password") as fd:
+        os.pwrite(fd, password.encode(), 0)
+        yield fd
+
+
+@contextlib.contextmanager
+def _secret_memory(name: str) -> Iterator[int]:
     """Make anonymous memory for the key, readable by this user alone; it is mapped by nobody.
 
     The agent writes the key when it joins; processes that have not inherited it open this one's.
     """
     try:
-        low = os.memfd_create("dure-job-key")
+        low = os.memfd_create(name)
     except OSError:  # a seccomp profile forbids it: a file without a name, in memory as well
         low = os.open("/dev/shm", os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fd = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, _KEY_FD)

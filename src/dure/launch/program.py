@@ -70,8 +70,11 @@ def _check_numbers(spec: JobSpec) -> None:
 
 def _check_hosts(spec: JobSpec) -> None:
     least, most = spec.nnodes
-    if spec.rdzv_backend == "etcd":
-        raise UsageError("this launcher keeps no job's state in etcd", fix="Use c10d or static.")
+    if spec.rdzv_backend == "etcd" and not (spec.endpoint and spec.run_id):
+        raise UsageError(
+            "a job in etcd needs etcd's addresses and a name of its own",
+            fix="Give --rdzv-endpoint HOST:2379[,HOST:2379] and --rdzv-id.",
+        )
     if not 1 <= least <= most:
         raise UsageError(
             "the number of hosts must be at least 1, and the most not below the least",

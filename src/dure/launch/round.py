@@ -137,8 +137,8 @@ class RoundRun:
         place, rank = self._place, self.round.rank(local_rank)
         variables = rank_variables(place.spec, local_rank, place.address, round, self._threads)
         environment = env.child_environment(variables)
-        key_fd, zygote = place.address.key_fd, place.zygote
-        return start_rank(place.spec, rank, environment, key_fd, zygote, local_rank)
+        secrets, zygote = place.address.secrets, place.zygote
+        return start_rank(place.spec, rank, environment, secrets, zygote, local_rank)
 
 
 def _timing(spec: JobSpec) -> Timing:

@@ -18,7 +18,7 @@ def forbidden(name: str, flags: int = 0) -> int:
 def test_key_lies_in_a_file_without_a_name(memfd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not memfd:
         monkeypatch.setattr(os, "memfd_create", forbidden)
-    with job._key_memory() as fd:
+    with job._secret_memory("dure-key") as fd:
         os.write(fd, b"key")
         info = os.fstat(fd)
         assert os.pread(fd, 8, 0) == b"key"

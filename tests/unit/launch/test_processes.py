@@ -54,6 +54,6 @@ def test_rank_that_cannot_be_watched_is_not_left_running(
     program.write_text("import time; time.sleep(600)")
     key = os.memfd_create("key")
     with pytest.raises(OSError, match="too many open files"):
-        start_rank(JobSpec(program=str(program)), 0, {}, key)
+        start_rank(JobSpec(program=str(program)), 0, {}, (key,))
     os.close(key)
     assert not os.path.exists(f"/proc/{started[0]}")

@@ -8,6 +8,8 @@ another port of that address, and its key is random: the job's own, which the co
 in the state. What leaks from a rank opens one job.
 
 Everybody else dials until the join timeout, for hosts come in any order.
+
+With etcd nobody coordinates: everybody finds the same keys there (`EtcdFinder`).
 """
 
 from __future__ import annotations
@@ -15,13 +17,16 @@ from __future__ import annotations
 import select
 import socket
 import time
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from dure import env
 from dure.errors import LaunchError, StoreError, StoreLost, StoreRefused, StoreTimeout, UsageError
 from dure.launch.spec import JobSpec
-from dure.store.address import Address, is_local, resolve
+from dure.store.address import Address, interface_to, is_local, resolve
 from dure.store.connection import answers
 from dure.store.key import JobKey, mint
 from dure.store.listener import listen
@@ -29,9 +34,14 @@ from dure.store.naming import await_name, look_up_briefly, patience_for_names
 from dure.store.network import NetworkStore
 from dure.store.server import StoreServer
 
-__all__ = ["Coordinator", "Finder", "keep_quiet", "open_control"]
+if TYPE_CHECKING:
+    from dure.store.etcd import EtcdStore
+
+__all__ = ["Coordinator", "EtcdFinder", "Finder", "keep_quiet", "open_control"]
 
 _OPERATION = timedelta(seconds=1)
+_ETCD = timedelta(seconds=2)
+_PAUSE_S = 0.1
 _SLICE_S = 0.5
 _SAY_S = 3.0
 _UNKNOWN_S = 10.0
@@ -168,7 +178,7 @@ class Finder:
         Raises:
             LaunchError: The user has had enough, or another program has the port.
         """
-        self.pause(min(0.1, limit_s))
+        self.pause(_PAUSE_S)
         waited_s = self._waited_s
         if self._taken and waited_s > min(limit_s, _TAKEN_S):
             raise self._port_taken()
@@ -262,3 +272,70 @@ def _split(endpoint: str) -> tuple[str, int]:
 def _bracketed(ip: str) -> str:
     """Return an address as it stands before a port."""
     return f"[{ip}]" if ":" in ip else ip
+
+
+class EtcdFinder:
+    """Finds a job's state in etcd; as `Finder`, but that nobody coordinates.
+
+    Raises:
+        UsageError: The addresses or the options make no sense.
+    """
+
+    coordinator = None
+
+    def __init__(self, spec: JobSpec, interrupted: int = -1) -> None:
+        from dure.store.etcd import EtcdStore  # lazy: few jobs use it, and it brings ssl along
+        from dure.store.etcd_gateway import EtcdOptions  # lazy: as before
+
+        assert spec.endpoint is not None
+        assert spec.run_id is not None
+        self._spec, self._interrupted = spec, interrupted
+        self._open = EtcdStore
+        self.options = EtcdOptions.read(spec.endpoint, dict(spec.rdzv_conf))
+        self.endpoint = self.options.url(spec.run_id)
+        self.address = spec.local_addr or ""
+        self._why = ""
+        self.begin()
+
+    def ranks_store(self) -> str:
+        """Return the address of a store for ranks that nobody has used before."""
+        return self.options.url(f"{self._spec.run_id}/ranks-{uuid.uuid4().hex[:12]}")
+
+    def begin(self) -> None:
+        """Count the time from now on."""
+        self._start = time.monotonic()
+
+    def reach(self, *, serve: bool) -> EtcdStore | None:
+        """Try once; None: nobody answers.
+
+        Raises:
+            StoreRefused: The name, the password or a certificate is wrong.
+        """
+        if not self.address:
+            hosts = [urlsplit(f"//{each}").hostname or "" for each in self.options.endpoints]
+            self.address = next(filter(None, map(interface_to, hosts)), "")
+        try:
+            return self._open(self.options, str(self._spec.run_id), timeout=_ETCD)
+        except (StoreTimeout, StoreLost) as error:
+            self._why = error.seen or str(error)
+            return None
+
+    def wait(self, limit_s: float) -> bool:
+        """Wait a little before the next try; False: there is no time for one."""
+        if self._interrupted < 0:
+            time.sleep(_PAUSE_S)
+        elif select.select([self._interrupted], [], [], _PAUSE_S)[0]:
+            raise LaunchError("interrupted while looking for etcd")
+        return time.monotonic() - self._start < limit_s
+
+    def nobody(self) -> LaunchError:
+        """Return the error of one who has looked in vain."""
+        return LaunchError(
+            "etcd cannot be reached",
+            elapsed_s=time.monotonic() - self._start,
+            seen=f"{','.join(self.options.endpoints)}: {self._why or 'no answer'}",
+            fix="Check --rdzv-endpoint, and that a majority of etcd's members runs.",
+        )
+
+    def close(self) -> None:
+        """Nothing is held."""

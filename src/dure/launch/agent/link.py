@@ -16,8 +16,8 @@ import msgspec
 from dure.errors import LaunchError, StoreError
 from dure.launch.agent.elastic import ElasticMachine
 from dure.launch.agent.events import Event, Joined, Settings
-from dure.launch.agent.finding import Finder, keep_quiet
-from dure.launch.agent.machine import Machine
+from dure.launch.agent.finding import EtcdFinder, Finder, keep_quiet
+from dure.launch.agent.machine import Machine, Phase
 from dure.launch.agent.membership import LastWill, Member, Terms, boottime
 from dure.launch.ranks.environment import MASTER_ADDR
 from dure.launch.ranks.reaper import Reaper
@@ -32,8 +32,8 @@ __all__ = ["Alone", "Link", "Linked", "make_machine"]
 _REJOIN_S = 60.0
 """How long an agent that was cut off looks for the others."""
 
-_FAREWELL_S = 5.0
-"""How long the coordinator waits for the others to read the end of the job."""
+_FAREWELL_S = 8.0
+"""How long the coordinator waits for the others to read the end of the job: longer than a lease."""
 
 
 def make_machine(spec: JobSpec) -> Machine:
@@ -158,7 +158,7 @@ class Linked:
 
     Args:
         spec: The job; its `endpoint` says where the agents join.
-        key: The user's key.
+        key: The user's key; None where the state is in etcd.
         reaper: Who kills the ranks of this host past its deadline, or when this launcher dies.
         interrupted: A descriptor that becomes readable when the user has had enough.
         say: Called with a line for the user, while the others cannot be found.
@@ -167,15 +167,20 @@ class Linked:
     def __init__(
         self,
         spec: JobSpec,
-        key: JobKey,
+        key: JobKey | None,
         reaper: Reaper | None = None,
         *,
         interrupted: int = -1,
         say: Callable[[str], None] = keep_quiet,
     ) -> None:
         self._spec, self._reaper = spec, reaper
-        self._key = control_key(key, spec.endpoint or "", spec.run_id or "")
-        self._finder = Finder(spec, self._key, self._note_presence, interrupted, say)
+        self._key: JobKey | None = None
+        self._finder: Finder | EtcdFinder
+        if key is None:
+            self._finder = EtcdFinder(spec, interrupted)
+        else:
+            self._key = control_key(key, spec.endpoint or "", spec.run_id or "")
+            self._finder = Finder(spec, self._key, self._note_presence, interrupted, say)
         self._member: Member | None = None
 
     def join(self, host: str) -> str:
@@ -188,6 +193,7 @@ class Linked:
         again = self._member is not None
         if self._member is not None:
             self._member.close()
+            self._member = None
         limit_s = self._spec.join_timeout_s
         limit_s = min(limit_s, _REJOIN_S) if again else limit_s
         self._finder.begin()
@@ -210,27 +216,36 @@ class Linked:
                 raise self._lost_for_good(limit_s) if again else self._finder.nobody()
 
     def _enter(self, member: Member, host: str, *, again: bool) -> bool:
-        spec, servers = self._spec, self._finder.coordinator
+        spec, finder = self._spec, self._finder
+        if isinstance(finder, EtcdFinder):
+            begins, store, job_key = True, finder.ranks_store(), mint().raw
+        elif finder.coordinator is not None:
+            begins, store = True, finder.coordinator.store
+            job_key = finder.coordinator.job_key.raw
+        else:
+            begins, store, job_key = False, "", b""
         terms = Terms(
             nnodes=spec.nnodes,
             max_restarts=spec.max_restarts,
             elastic=spec.elastic or spec.keep_going,
             min_ranks=spec.min_ranks,
             run_id=spec.run_id or "",
-            store="" if servers is None else servers.store,
-            job_key=b"" if servers is None else servers.job_key.raw,
+            store=store,
+            job_key=job_key,
         )
-        first = None if servers is None else make_machine(spec)
-        joined = Joined(
-            member.agent, host, spec.nproc, spec.node_rank, address=self._finder.address
-        )
+        first = make_machine(spec) if begins else None
+        joined = Joined(member.agent, host, spec.nproc, spec.node_rank, address=finder.address)
         return member.join(joined, terms, first, again=again)
 
     def _appoint(self, member: Member) -> None:
         """Tell the reaper what to say should this launcher die."""
-        if self._reaper is not None:
-            will = LastWill(self._finder.endpoint, self._key.raw, member.agent, member.nonce)
-            self._reaper.appoint(msgspec.msgpack.encode(will))
+        if self._reaper is None:
+            return
+        secret = b"" if self._key is None else self._key.raw
+        if isinstance(self._finder, EtcdFinder):
+            secret = self._finder.options.password.encode()
+        will = LastWill(self._finder.endpoint, secret, member.agent, member.nonce)
+        self._reaper.appoint(msgspec.msgpack.encode(will))
 
     def _renewed(self, deadline: float) -> None:
         if self._reaper is not None:
@@ -241,8 +256,9 @@ class Linked:
             self._member.note_presence(key, there)
 
     def _lost_for_good(self, limit_s: float) -> LaunchError:
+        who = "etcd" if isinstance(self._finder, EtcdFinder) else "the job's coordinator"
         return LaunchError(
-            "the job's coordinator was lost",
+            f"{who} was lost",
             elapsed_s=limit_s,
             seen=f"nobody answers at the endpoint {self._spec.endpoint} any more, so the ranks of "
             "this host were ended",
@@ -311,11 +327,16 @@ class Linked:
         return self._here.machine()
 
     def close(self) -> None:
-        """Leave; who coordinates waits a little for the others to read the end."""
-        if self._member is not None:
-            waits = self.coordinates and not self._member.gone
-            self._member.finish()
-            if waits:
-                self._member.others_left(_FAREWELL_S)
-            self._member.close()
+        """Leave; somebody waits a little for the others to read the end, and then clears it."""
+        member = self._member
+        if member is not None:
+            waits = self.coordinates
+            if isinstance(self._finder, EtcdFinder):
+                state = member.machine()
+                waits = state.phase is Phase.OVER and state.agents[:1] == (member.agent,)
+            waits = waits and not member.gone
+            member.finish()
+            if waits and member.others_left(_FAREWELL_S):
+                member.clear()
+            member.close()
         self._finder.close()

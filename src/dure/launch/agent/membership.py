@@ -27,6 +27,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
 
 import msgspec
 
@@ -308,6 +310,12 @@ class Member:
                     return False
         return False
 
+    def clear(self) -> None:
+        """Delete all keys of the job, where they would outlive it."""
+        if (clear := getattr(self._shared, "clear", None)) is not None:
+            with contextlib.suppress(StoreError):
+                clear()
+
     def finish(self, timeout_s: float = 2.0) -> None:
         """Write what is not written yet, and give the lease back; the keys can still be read."""
         with self._lock:
@@ -463,9 +471,20 @@ class LastWill(msgspec.Struct, frozen=True):
     """What the reaper needs to say that an agent has died."""
 
     endpoint: str
-    key: bytes
+    secret: bytes  # the control server's key, or the password for etcd
     agent: str
     nonce: bytes
+
+    def open(self) -> Shared:
+        """Connect to where the state is."""
+        if not self.endpoint.startswith("etcd://"):
+            return open_control(self.endpoint, JobKey(self.secret), 1.0)
+        from dure.store.etcd import EtcdStore  # lazy: few jobs use it, and it brings ssl along
+        from dure.store.etcd_gateway import EtcdOptions  # lazy: as before
+
+        options, job = EtcdOptions.from_url(self.endpoint)
+        options = replace(options, password=self.secret.decode())
+        return EtcdStore(options, job, timedelta(seconds=2))
 
 
 def say_dead() -> None:
@@ -474,7 +493,7 @@ def say_dead() -> None:
     Standard input has what the launcher gave the reaper.
     """
     will = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=LastWill)
-    shared = open_control(will.endpoint, JobKey(will.key), 1.0)
+    shared = will.open()
     key = _MEMBERS + will.agent
     for _ in range(16):
         _, keys = shared.look(PREFIX, EVERYTHING, 0.0)
@@ -486,4 +505,3 @@ def say_dead() -> None:
         expect = {STATE: keys[STATE], key: will.nonce}
         if shared.transact(expect, {STATE: _pack(found.terms, machine), key: None}):
             break
-    shared.close()

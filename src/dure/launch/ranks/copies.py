@@ -48,9 +48,9 @@ def _settle(start: RankStart) -> int:
         "cpus": start.cpus,
         "environment": dict(start.variables),
         "stdin": "passed",
-        "numbers": [0, 1, 2, start.key_fd],
+        "numbers": [0, 1, 2, *start.secrets],
     }
-    fds = [os.open(os.devnull, os.O_RDONLY), stdout, stderr, start.key_fd, report]
+    fds = [os.open(os.devnull, os.O_RDONLY), stdout, stderr, *start.secrets, report]
     for fd, name in ((1, "stdout"), (2, "stderr")):  # a notebook's go to the cell
         text = io.TextIOWrapper(io.FileIO(fd, "w", closefd=False), "utf-8", write_through=True)
         setattr(sys, name, text)

@@ -39,12 +39,18 @@ class JobAddress:
     """What tells the job from all others, and proves that a process belongs to it.
 
     The key can be read from the inherited descriptor `key_fd`, and, by processes that closed it,
-    from `key_file`.
+    from `key_file`. `password_fd` has the user's password for etcd, if there is one.
     """
 
     name: str
     key_fd: int
     key_file: str
+    password_fd: int | None = None
+
+    @property
+    def secrets(self) -> tuple[int, ...]:
+        """The descriptors that ranks inherit."""
+        return (self.key_fd, *(() if self.password_fd is None else (self.password_fd,)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +125,9 @@ def rank_variables(
         "DURE_LAUNCHER": address.name,
         "DURE_JOB_KEY_FD": str(address.key_fd),
         "DURE_JOB_KEY_FILE": address.key_file,
+        "DURE_ETCD_PASSWORD_FD": (
+            None if address.password_fd is None else str(address.password_fd)
+        ),
         "DURE_INSECURE": None,  # every rank has the key, and the launcher's store asks for it
         "DURE_ELASTIC": "1" if spec.elastic else None,
         "DURE_ELASTIC_MIN": str(spec.min_ranks) if spec.elastic else None,

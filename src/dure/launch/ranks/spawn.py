@@ -114,12 +114,13 @@ def start_rank(
     spec: JobSpec,
     rank: int,
     variables: Mapping[str, str],
-    key_fd: int,
+    secrets: tuple[int, ...],
     zygote: Zygote | None = None,
     local_rank: int | None = None,
 ) -> RankProcess:
     """Start one rank with the environment `variables`, forked from the zygote if there is one.
 
+    `secrets` are descriptors that it inherits, under their numbers: the key, and a password.
     `local_rank` is its number on this host, which is `rank` unless there are several hosts.
 
     Raises:
@@ -142,7 +143,7 @@ def start_rank(
             cpus=bound_cpus(spec, local),
             reads_stdin=spec.stdin == "rank0" and rank == 0,
             pipes=(pipes[0], pipes[1], pipes[2]),
-            key_fd=key_fd,
+            secrets=secrets,
             launcher=os.getpid(),
         )
         pid = fresh = None
@@ -186,6 +187,6 @@ def _fresh(start: RankStart) -> subprocess.Popen[bytes]:
             stdout=stdout,
             stderr=stderr,
             env=dict(start.variables),
-            pass_fds=(report, start.key_fd),
+            pass_fds=(report, *start.secrets),
             start_new_session=True,
         )

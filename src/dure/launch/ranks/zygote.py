@@ -50,8 +50,8 @@ _READ_AT_START = (
 class RankStart:
     """What one rank is to be, however it is started.
 
-    `pipes` are its ends for output, errors and reports; `key_fd` keeps its number. `cpus` are those
-    that it is bound to, if it is. `launcher` is whose death ends it, or 0.
+    `pipes` are its ends for output, errors and reports; `secrets` keep their numbers. `cpus` are
+    those that it is bound to, if it is. `launcher` is whose death ends it, or 0.
     """
 
     spec: JobSpec
@@ -60,7 +60,7 @@ class RankStart:
     cpus: frozenset[int] | None
     reads_stdin: bool
     pipes: tuple[int, int, int]
-    key_fd: int
+    secrets: tuple[int, ...]
     launcher: int
 
 
@@ -156,7 +156,8 @@ class Zygote:
     def _ask(self, start: RankStart, gate: int) -> dict[str, Any]:
         """Order a rank; return the zygote's answer, which is empty where none came."""
         stdout, stderr, report = start.pipes
-        fds, numbers = [stdout, stderr, start.key_fd, report, gate], [1, 2, start.key_fd]
+        secrets = start.secrets
+        fds, numbers = [stdout, stderr, *secrets, report, gate], [1, 2, *secrets]
         stdin = "null"
         if start.reads_stdin:
             stdin = "closed" if sys.__stdin__ is None else "passed"
