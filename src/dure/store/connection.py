@@ -21,7 +21,7 @@ from dure.store.key import JobKey
 from dure.store.monitor import read_event
 from dure.store.wire import FRAME_LIMIT, MAX_FRAME_BYTES, Request, frames_of, pack, read_reply
 
-__all__ = ["Connection", "answers", "dial", "knock", "lost"]
+__all__ = ["Connection", "answers", "dial", "lost"]
 
 _HEARTBEAT_MS = 5_000
 _SILENCE_MS = 20_000
@@ -197,7 +197,7 @@ def dial(
         connection = Connection(context, endpoint, key)
         try:
             outcome = connection.attempt(left_s)
-            if outcome is _Outcome.OPEN and _greet(connection, start + timeout_s):
+            if outcome is _Outcome.OPEN and _hello(connection, start + timeout_s):
                 keep, connection = connection, None
                 return keep
         finally:
@@ -229,7 +229,7 @@ def dial(
     )
 
 
-def _greet(connection: Connection, deadline: float) -> bool:
+def _hello(connection: Connection, deadline: float) -> bool:
     """Say hello through a new connection; False if the server is gone again or does not answer."""
     with contextlib.suppress(StoreLost, msgspec.DecodeError, UnicodeDecodeError):
         answer = connection.call(_HELLO, deadline)
@@ -239,42 +239,18 @@ def _greet(connection: Connection, deadline: float) -> bool:
     return False
 
 
-def knock(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, key: JobKey | None, patience_s: float
-) -> Connection | None:
-    """Open a connection if a store of this job is at `endpoint`; None where nobody answers.
-
-    One that refuses the connection is gone at once, one that is silent after `patience_s`.
+def answers(endpoint: str, key: JobKey | None, patience_s: float) -> bool:
+    """Tell whether a store of this job is at `endpoint`, and answers within `patience_s`.
 
     Raises:
         StoreRefused: Somebody with another key is there.
     """
-    outcome = None
-    for _ in range(_REFUSALS):
-        connection = Connection(context, endpoint, key)
-        try:
-            outcome = connection.attempt(patience_s)
-            if outcome is _Outcome.OPEN and _greet(connection, time.monotonic() + patience_s):
-                keep, connection = connection, None
-                return keep
-        finally:
-            if connection is not None:
-                connection.close()
-        if outcome in (None, _Outcome.OPEN):
-            return None
-    if outcome in (_Outcome.REFUSED, _Outcome.FOREIGN):
-        raise _refused(endpoint, outcome, key)
-    return None
-
-
-def answers(endpoint: str, key: JobKey | None, patience_s: float) -> bool:
-    """Tell whether a store of this job is at `endpoint`; otherwise as `knock`."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        connection = knock(context, endpoint, key, patience_s)
-        if connection is not None:
-            connection.close()
-        return connection is not None
+        dial(context, endpoint, key, patience_s, absent_s=0.0).close()
+        return True
+    except StoreTimeout:
+        return False
     finally:
         context.term()
 

@@ -27,7 +27,7 @@ from dure.errors import StoreError, StoreLost, StoreTimeout
 from dure.store.address import resolve
 from dure.store.asking import AskingStore
 from dure.store.base import DEFAULT_TIMEOUT
-from dure.store.connection import Connection, dial, knock, lost
+from dure.store.connection import Connection, dial, lost
 from dure.store.key import JobKey, load_for, name_of
 from dure.store.listener import listen
 from dure.store.server import StoreServer, replace_retired
@@ -76,10 +76,10 @@ class NetworkStore(AskingStore):
         self._closed = False
         self._start_afresh()
         try:
-            if patience_s is not None:
-                self._knock(patience_s)
+            if patience_s is None:
+                self._put_back(self._first(timeout.total_seconds(), None))
             else:
-                self._put_back(self._take(timeout.total_seconds()))
+                self._put_back(self._first(patience_s, 0.0))
         except BaseException:
             self.close()
             raise
@@ -130,13 +130,11 @@ class NetworkStore(AskingStore):
         _inherited.append((self._context, self._idle))
         self._start_afresh()
 
-    def _knock(self, patience_s: float) -> None:
-        """Open the first connection, to a server that must be there."""
-        connection = knock(self._context, self._endpoint, self._key, patience_s)
-        if connection is None:
-            raise StoreTimeout(f"nobody answers at {self._endpoint}", elapsed_s=patience_s)
+    def _first(self, timeout_s: float, absent_s: float | None) -> Connection:
+        """Open the first connection, and remember which server it leads to."""
+        connection = dial(self._context, self._endpoint, self._key, timeout_s, absent_s)
         self._server_name = connection.server_name
-        self._put_back(connection)
+        return connection
 
     def _take(self, timeout_s: float) -> Connection:
         """Return a working connection, which is this thread's until `_put_back`."""
@@ -151,9 +149,7 @@ class NetworkStore(AskingStore):
                 return connection
             connection.close()
         if not self._server_name:
-            connection = dial(self._context, self._endpoint, self._key, timeout_s)
-            self._server_name = connection.server_name
-            return connection
+            return self._first(timeout_s, None)
         try:
             # Not the caller's patience, which may be short: a busy server is not a lost one.
             here = self._endpoint.startswith(("tcp://127.", "tcp://[::1]", "ipc://"))

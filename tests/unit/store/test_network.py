@@ -132,7 +132,7 @@ def test_a_client_with_a_key_does_not_talk_to_a_server_without(
         client(open_to_all, key)
     assert "DURE_INSECURE" in caught.value.seen
     open_to_all.close()
-    assert [r for r in caplog.records if "refused 127.0.0.1" in r.getMessage()]
+    assert [r for r in caplog.records if " refused " in r.getMessage()]
 
 
 def test_insecure_on_both_sides_works_and_warns(
