@@ -92,6 +92,8 @@ def test_bubbles_and_activations_are_those_of_the_literature(p: int, rounds: int
         assert max(found.peak_bytes) == activations, name
         assert bubble is None or found.bubble == pytest.approx(bubble), name
     assert validate(make_schedule("1f1b", stages=4, microbatches=8, ranks=4)) == (4, 3, 2, 1)
+    assert validate(forward_only((0, 1), 3)) == (1, 1)
+    assert simulate(gpipe((0, 1), 3), activation_bytes=[2, 5]).peak_bytes == (6, 15)
 
 
 def test_stages_may_lie_anywhere():
