@@ -141,9 +141,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             )
         if "sendrecv" in self.ops and min(self.ranks) < 2:
             raise UsageError("sendrecv needs 2 ranks", seen=f"--ranks {min(self.ranks)}")
-        # source, target, and the comparison's own byte an element: for each rank of each group
+        # source, target, what is expected, a byte an element: for each rank of each group
         processes = max(self.ranks) * (1 + len(self.against))
-        need = int(2.5 * max(self.sizes) * processes)
+        need = int(3.5 * max(self.sizes) * processes)
         if need > free_bytes:
             raise UsageError(
                 f"this takes about {need / 2**30:.1f} GiB of memory",

@@ -16,8 +16,8 @@ Values. Whole numbers that every element type holds exactly, and so are their su
 - *reduced*: 1 + (i + r) mod 5; for avg that times the number of ranks; for product, 2 where
   i mod n = r and else 1.
 
-All are periodic in i, so a buffer is written, and compared, as rows of one short *table*. Shifted
-by a chunk, swapped between ranks, or with a rank left out, the result is another one.
+All are periodic in i, so a period is computed and repeated. Shifted by a chunk, swapped between
+ranks, or with a rank left out, the result is another one.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ from multiprocessing.connection import Connection
 # Any: buffers are tensors or numpy arrays, and what moves them one of three libraries.
 from typing import Any
 
-__all__ = ["Case", "Refusal", "Segment", "expected", "inputs", "serve", "table", "write", "wrong"]
+__all__ = ["Case", "Refusal", "Segment", "expected", "inputs", "period", "serve"]
 
-_ROW = 4096
 _MOVED_PERIOD, _MOVED_SHIFT, _REDUCED_PERIOD = 113, 17, 5
 _FOLDS: dict[str, Callable[[Sequence[int]], int]] = {
     "sum": sum,
@@ -115,19 +114,17 @@ def expected(case: Case) -> list[Segment]:
     return []
 
 
-def table(case: Case, segment: Segment) -> list[int]:
-    """Return the first elements of a segment, as many periods as fill a row."""
+def period(case: Case, segment: Segment) -> list[int]:
+    """Return the first elements of a segment, which repeat."""
     if case.redop == "":
-        period = _MOVED_PERIOD
+        length = _MOVED_PERIOD
     else:
-        period = case.size if case.redop == "product" else _REDUCED_PERIOD
+        length = case.size if case.redop == "product" else _REDUCED_PERIOD
+    at = range(segment.start, segment.start + length)
     if segment.owner is not None:
-        once = [_value(case, segment.owner, segment.start + i) for i in range(period)]
-    else:
-        fold = _FOLDS[case.redop]
-        every = range(case.size)
-        once = [fold([_value(case, r, segment.start + i) for r in every]) for i in range(period)]
-    return once * math.ceil(_ROW / period)
+        return [_value(case, segment.owner, i) for i in at]
+    fold = _FOLDS[case.redop]
+    return [fold([_value(case, rank, i) for rank in range(case.size)]) for i in at]
 
 
 def _value(case: Case, rank: int, i: int) -> int:
@@ -137,22 +134,6 @@ def _value(case: Case, rank: int, i: int) -> int:
     if case.redop == "product":
         return 2 if i % case.size == rank else 1
     return (1 + (i + rank) % _REDUCED_PERIOD) * (case.size if case.redop == "avg" else 1)
-
-
-def write(buffer: Any, row: Any) -> None:
-    """Fill a flat buffer with copies of `row`, a tensor or array of the same kind."""
-    whole = len(buffer) // len(row)
-    rest = whole * len(row)
-    buffer[:rest].reshape(whole, len(row))[:] = row
-    buffer[rest:] = row[: len(buffer) - rest]
-
-
-def wrong(buffer: Any, row: Any) -> int:
-    """Return how many elements of a flat buffer differ from copies of `row`."""
-    whole = len(buffer) // len(row)
-    rest = whole * len(row)
-    differs = (buffer[:rest].reshape(whole, len(row)) != row).sum()
-    return int(differs) + int((buffer[rest:] != row[: len(buffer) - rest]).sum())
 
 
 class TorchStyle:
@@ -182,9 +163,10 @@ class TorchStyle:
         make: Any = self._dist.shared_empty if case.arena else self._torch.empty
         return make(count, dtype=getattr(self._torch, case.dtype))
 
-    def row(self, values: list[int], case: Case) -> Any:
-        """Return `values` as a flat buffer; they wrap around as the element type does."""
-        return self._torch.tensor(values).to(getattr(self._torch, case.dtype))
+    def filled(self, values: list[int], length: int, case: Case) -> Any:
+        """Return a flat buffer of `values`, again and again, as the element type holds them."""
+        once = self._torch.tensor(values).to(getattr(self._torch, case.dtype))
+        return once.repeat(-(-length // len(values)))[:length]
 
     def operation(self, case: Case, a: Any, b: Any) -> Run:
         """Return a function that runs the operation once, on source `a` and target `b`."""
@@ -239,9 +221,9 @@ class Mpi:
             raise Refusal(f"MPI has no {case.dtype}")
         return self._numpy.empty(count, case.dtype)
 
-    def row(self, values: list[int], case: Case) -> Any:
-        """Return `values` as a flat buffer; they wrap around as the element type does."""
-        return self._numpy.array(values).astype(case.dtype)
+    def filled(self, values: list[int], length: int, case: Case) -> Any:
+        """Return a flat buffer of `values`, again and again, as the element type holds them."""
+        return self._numpy.resize(self._numpy.array(values).astype(case.dtype), length)
 
     def operation(self, case: Case, a: Any, b: Any) -> Run:
         """Return a function that runs the operation once, on source `a` and target `b`."""
@@ -334,15 +316,16 @@ class Server:
         if case.op == "barrier":
             self._run(0)
             return 0
-        write(self._source, who.row(table(case, inputs(case)), case))
+        mine = inputs(case)
+        self._source[:] = who.filled(period(case, mine), mine.length, case)
         result = self._source if self._target is None else self._target
         if self._target is not None:
             self._target[:] = 0
         self._run(case.checked_root)
         found = at = 0
         for segment in expected(case):
-            row = who.row(table(case, segment), case)
-            found += wrong(result[at : at + segment.length], row)
+            wanted = who.filled(period(case, segment), segment.length, case)
+            found += int((result[at : at + segment.length] != wanted).sum())
             at += segment.length
         return found
 
