@@ -22,7 +22,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from operator import attrgetter
 
 from dure.launch.spec import Stream
@@ -32,19 +31,26 @@ __all__ = ["MAX_BYTES", "MAX_ENTRIES", "WINDOW_S", "Entry", "Folder", "rank_set"
 WINDOW_S = 0.1
 MAX_BYTES = 1 << 20
 MAX_ENTRIES = 8192
+_number = attrgetter("number")
 _LONGEST = 1 << 14  # bytes of a line, or of a traceback, that may fold
 
 
-@dataclass(slots=True, eq=False)
 class Entry:
-    """A line on its way, and the ranks that wrote it (a bit each); `ends`: its newline followed."""
+    """A line on its way, and the ranks that wrote it (a bit each).
 
-    number: int
-    ranks: int
-    owner: object
-    text: bytes
-    at: float
-    ends: bool = True
+    `ends` says that its newline followed, `alike` is where those lie that may be joined, if it may.
+    """
+
+    __slots__ = ("alike", "at", "ends", "number", "owner", "ranks", "text")
+
+    def __init__(self, number: int, rank: int, owner: object, text: bytes, at: float) -> None:
+        self.number = number
+        self.ranks = 1 << rank
+        self.owner = owner
+        self.text = text
+        self.at = at
+        self.ends = True
+        self.alike: dict[bytes, deque[Entry]] | None = None
 
 
 class Folder:
@@ -62,7 +68,7 @@ class Folder:
         self._queued_bytes = 0
         self._next = 1
         self._last: dict[int, int] = {}  # rank to the number of its last entry
-        self._same: dict[tuple[Stream, bytes], deque[Entry]] = {}  # what may be joined
+        self._alike: dict[Stream, dict[bytes, deque[Entry]]] = {"stdout": {}, "stderr": {}}
         self._open: set[object] = set()  # pipes whose line was shown in part
 
     @property
@@ -82,24 +88,34 @@ class Folder:
             lines: What it brought.
             now: The time.
         """
+        alike, last = self._alike[stream], self._last.get(rank, 0)
+        goes_on = owner in self._open  # the first is the end of a line that was shown in part
+        self._open.discard(owner)
         for text in lines:
-            may_fold = len(text) <= _LONGEST and owner not in self._open
-            self._open.discard(owner)
-            same = self._same.get((stream, text)) if may_fold else None
-            last = self._last.get(rank, 0)
-            if same and same[-1].number > last:
-                entry = same[bisect_right(same, last, key=attrgetter("number"))]
+            same = alike.get(text)
+            if same is not None and not goes_on and same[-1].number > last:
+                entry = same[bisect_right(same, last, key=_number)]
                 entry.ranks |= 1 << rank
-                self._last[rank] = entry.number
+                last = entry.number
                 continue
             entry = self._append(owner, rank, text, now)
-            if may_fold:
-                self._same.setdefault((stream, text), deque()).append(entry)
+            last = entry.number
+            if goes_on or len(text) > _LONGEST:
+                goes_on = False
+                continue
+            entry.alike = alike
+            if same is None:
+                alike[text] = deque((entry,))
+            else:
+                same.append(entry)
+        self._last[rank] = last
         return self.due(now)
 
     def put_part(self, owner: object, rank: int, text: bytes, now: float) -> list[Entry]:
         """Take some of a pipe's line, whose end has not come; return what must leave at once."""
-        self._append(owner, rank, text, now).ends = False
+        entry = self._append(owner, rank, text, now)
+        entry.ends = False
+        self._last[rank] = entry.number
         self._open.add(owner)
         return self.due(now)
 
@@ -120,10 +136,9 @@ class Folder:
         return self._take(len(self._queue))
 
     def _append(self, owner: object, rank: int, text: bytes, now: float) -> Entry:
-        entry = Entry(self._next, 1 << rank, owner, text, now)
+        entry = Entry(self._next, rank, owner, text, now)
         self._queue.append(entry)
         self._queued_bytes += len(text)
-        self._last[rank] = self._next
         self._next += 1
         return entry
 
@@ -131,12 +146,11 @@ class Folder:
         taken = [self._queue.popleft() for _ in range(count)]
         for entry in taken:
             self._queued_bytes -= len(entry.text)
-            for stream in ("stdout", "stderr"):
-                same = self._same.get((stream, entry.text))
-                if same and same[0] is entry:  # nothing may join it now; it is the oldest
-                    same.popleft()
-                    if not same:
-                        del self._same[stream, entry.text]
+            if entry.alike is not None:  # nothing may join it now; it is the oldest
+                same = entry.alike[entry.text]
+                same.popleft()
+                if not same:
+                    del entry.alike[entry.text]
         return taken
 
 

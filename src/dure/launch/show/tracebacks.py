@@ -50,6 +50,8 @@ class Tracebacks:
 
     def gather(self, owner: object, rank: int, lines: list[bytes]) -> list[bytes]:
         """Return lines, in which a traceback is one with line breaks in it."""
+        if owner not in self._held and _HEADER not in lines:
+            return lines
         out: list[bytes] = []
         for line in lines:
             held = self._held.get(owner)
