@@ -56,19 +56,19 @@ def _show_found(console: Console, placement: Placement) -> None:
 
 def _standing(placement: Placement) -> list[tuple[str, str, str]]:
     """Say what the program would be, and what `dure run` would be; and why, where it is odd."""
-    member, seat = placement.member, placement.seat
+    member, slot = placement.member, placement.slot
     if member is None:
         program = ("a program", "no rank", "start it with `dure run`")
     else:
         program = ("a program", f"rank {member.rank} of {member.world_size}", "")
     if placement.unclear:
         return [program, ("dure run", "unclear", "needs --nnodes and --node-rank")]
-    if seat is None:
+    if slot is None:
         return [program, ("dure run", "this host alone", "")]
     why = ""
-    if seat.copies > 1:
-        why = f"started {seat.copies} times on this host, where once is right"
-    return [program, ("dure run", f"host {seat.node_rank} of {seat.nnodes}", why)]
+    if slot.copies > 1:
+        why = f"started {slot.copies} times on this host, where once is right"
+    return [program, ("dure run", f"host {slot.node_rank} of {slot.nnodes}", why)]
 
 
 def _key() -> tuple[str, str, str]:

@@ -11,15 +11,15 @@ from dure.placement.actors import actor_variables
 from dure.placement.detect import detect
 from dure.placement.nodes import expand_counts, expand_hosts
 from dure.placement.ports import derived_port
-from dure.placement.value import Member, Placement, Reason, Seat, System
+from dure.placement.value import Member, NodeSlot, Placement, Reason, System
 from dure.placement.variables import CLUSTER_VARIABLES, set_here
 
 __all__ = [
     "CLUSTER_VARIABLES",
     "Member",
+    "NodeSlot",
     "Placement",
     "Reason",
-    "Seat",
     "System",
     "actor_variables",
     "derived_port",

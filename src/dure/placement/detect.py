@@ -22,19 +22,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from dure.placement.environment import NUMBERED, read_environment
 from dure.placement.mpi import read_mpi, read_pmi
 from dure.placement.pods import read_kubernetes, read_pods, read_sagemaker, read_skypilot
 from dure.placement.ports import derived_port
 from dure.placement.reader import Reader
 from dure.placement.slurm import read_batch_shell, read_step
-from dure.placement.told import NUMBERED, read_told
 from dure.placement.value import Placement, System
 
 __all__ = ["detect"]
 
 _READERS: tuple[Callable[[Reader], Placement | None], ...] = (
     read_pods,
-    read_told,
+    read_environment,
     read_mpi,
     read_step,
     read_pmi,
@@ -73,7 +73,7 @@ def _with_address(found: Placement, reader: Reader) -> Placement:
     Without them it is the first host, and a port that follows from the job's name, unless a
     launcher numbered the processes: it says where they meet, or nobody does.
     """
-    if found.member is not None or found.seat is not None:
+    if found.member is not None or found.slot is not None:
         if found.host is None and found.hosts:
             found = replace(found, host=found.hosts[0])
         if found.job and found.system not in NUMBERED:

@@ -8,7 +8,7 @@ or the ranks meet over MPI itself (mpi4py), or they are on one host and need no 
 from __future__ import annotations
 
 from dure.placement.reader import Reader
-from dure.placement.value import Member, Placement, Seat, System
+from dure.placement.value import Member, NodeSlot, Placement, System
 
 __all__ = ["read_mpi", "read_pmi"]
 
@@ -60,14 +60,14 @@ def _read(reader: Reader, system: System, names: tuple[str, str]) -> Placement |
     source = next((name for name in _JOB[kind] if reader.has(name)), None)
     if source is not None:
         reader.keep("job", reader.text(source), source)
-    seat = None  # known only where there is one process a host
+    slot = None  # known only where there is one process a host
     if here is not None:
         each = max(here, 1)
-        seat = Seat(nnodes=max(1, size // each), node_rank=rank // each, copies=here)
+        slot = NodeSlot(nnodes=max(1, size // each), node_rank=rank // each, copies=here)
     return Placement(
         system=system,
         member=Member(rank=rank, world_size=size, local_rank=local, local_world_size=here),
-        seat=seat,
+        slot=slot,
         job=None if source is None else f"{system} {reader.text(source)}",
         host=None if hosts else _azure(reader),
         hosts=hosts,

@@ -1,6 +1,6 @@
 """Systems that start one process a host: Kubernetes, PAI-DLC, SkyPilot, SageMaker.
 
-Their process is meant to be a launcher, so the host's seat is what they describe. Where there are
+Their process is meant to be a launcher, so the host's slot is what they describe. Where there are
 several hosts the process may be a rank itself, one on each; and where there is one, a program that
 was started without a launcher is told so, rather than made a job of one rank.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from dure.placement.reader import Reader
-from dure.placement.value import Member, Placement, Seat, System
+from dure.placement.value import Member, NodeSlot, Placement, System
 
 __all__ = ["read_kubernetes", "read_pods", "read_sagemaker", "read_skypilot"]
 
@@ -51,7 +51,7 @@ def read_pods(reader: Reader) -> Placement | None:
     )
     stem = _POD.fullmatch(reader.text("HOSTNAME") or "")
     job = f"{system} {stem[1] if stem else reader.text('MASTER_ADDR')}"
-    return _placement(system, Seat(nnodes=nnodes, node_rank=node, nproc=nproc), job)
+    return _placement(system, NodeSlot(nnodes=nnodes, node_rank=node, nproc=nproc), job)
 
 
 def _counts_hosts(reader: Reader) -> System | None:
@@ -83,8 +83,8 @@ def read_skypilot(reader: Reader) -> Placement | None:
     if gpus:
         reader.keep("ranks to start here", gpus, "SKYPILOT_NUM_GPUS_PER_NODE", "one for each GPU")
     job = f"skypilot {reader.text('SKYPILOT_TASK_ID') or ' '.join(ips)}"
-    seat = Seat(nnodes=nnodes, node_rank=node, nproc=gpus)
-    return _placement(System.SKYPILOT, seat, job, ips)
+    slot = NodeSlot(nnodes=nnodes, node_rank=node, nproc=gpus)
+    return _placement(System.SKYPILOT, slot, job, ips)
 
 
 def read_sagemaker(reader: Reader) -> Placement | None:
@@ -101,8 +101,8 @@ def read_sagemaker(reader: Reader) -> Placement | None:
     if gpus:
         reader.keep("ranks to start here", gpus, "SM_NUM_GPUS", "one for each GPU")
     job = f"sagemaker {reader.text('TRAINING_JOB_NAME', 'SM_JOB_NAME') or ' '.join(hosts)}"
-    seat = Seat(nnodes=len(hosts), node_rank=hosts.index(current), nproc=gpus)
-    return _placement(System.SAGEMAKER, seat, job, hosts)
+    slot = NodeSlot(nnodes=len(hosts), node_rank=hosts.index(current), nproc=gpus)
+    return _placement(System.SAGEMAKER, slot, job, hosts)
 
 
 def read_kubernetes(reader: Reader) -> Placement | None:
@@ -131,8 +131,8 @@ def read_kubernetes(reader: Reader) -> Placement | None:
         names = tuple(f"{stem}-{i}.{service}" for i in range(nnodes))
         reader.keep("first host", names[0], "HOSTNAME, JOBSET_NAME", "the JobSet's own service")
     nproc = reader.launchers_number("PET_NPROC_PER_NODE", "NPROC_PER_NODE")
-    seat = Seat(nnodes=nnodes, node_rank=index, nproc=nproc)
-    return _placement(System.KUBERNETES, seat, job, names)
+    slot = NodeSlot(nnodes=nnodes, node_rank=index, nproc=nproc)
+    return _placement(System.KUBERNETES, slot, job, names)
 
 
 def _pod_stem(reader: Reader) -> str | None:
@@ -140,8 +140,8 @@ def _pod_stem(reader: Reader) -> str | None:
     return found[1] if found else None
 
 
-def _placement(system: System, seat: Seat, job: str, hosts: tuple[str, ...] = ()) -> Placement:
-    node, of = seat.node_rank, seat.nnodes
+def _placement(system: System, slot: NodeSlot, job: str, hosts: tuple[str, ...] = ()) -> Placement:
+    node, of = slot.node_rank, slot.nnodes
     alone = Member(rank=node, world_size=of, local_rank=0, local_world_size=1, node=node)
     member = alone if of > 1 else None
-    return Placement(system=system, member=member, seat=seat, job=job, hosts=hosts)
+    return Placement(system=system, member=member, slot=slot, job=job, hosts=hosts)

@@ -10,7 +10,7 @@ Of two variables that say the same the step's goes first: a step may be smaller 
 from __future__ import annotations
 
 from dure.placement.reader import Reader
-from dure.placement.value import Member, Placement, Seat, System
+from dure.placement.value import Member, NodeSlot, Placement, System
 
 __all__ = ["read_batch_shell", "read_step"]
 
@@ -32,9 +32,9 @@ def read_step(reader: Reader) -> Placement | None:
     local = reader.take("local rank", "this task's number on its host", "SLURM_LOCALID")
     copies = _tasks_here(reader, node, size)
     nnodes = reader.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES") or len(hosts) or None
-    seat = None
+    slot = None
     if nnodes is not None and node is not None:
-        seat = Seat(nnodes=nnodes, node_rank=node, nproc=_gpus(reader), copies=copies or 1)
+        slot = NodeSlot(nnodes=nnodes, node_rank=node, nproc=_gpus(reader), copies=copies or 1)
     job = _job(reader)
     reader.keep("job", job, "SLURM_JOB_ID, SLURM_STEP_ID")
     return Placement(
@@ -42,7 +42,7 @@ def read_step(reader: Reader) -> Placement | None:
         member=Member(
             rank=rank, world_size=size, local_rank=local, local_world_size=copies, node=node
         ),
-        seat=seat,
+        slot=slot,
         job=job,
         host=None if hosts else reader.text("SLURM_LAUNCH_NODE_IPADDR"),
         hosts=hosts,

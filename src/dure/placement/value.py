@@ -1,8 +1,8 @@
 """The values of a detection: who started this process, and what that makes it.
 
 One environment can be read in two ways, and who asks decides. Under `srun --ntasks-per-node=1` a
-training program is a *member*: rank r of n. A `dure run` in its place has a *seat*: host h of n, on
-which it will start the ranks itself. So a `Placement` has both where both can be.
+training program is a *member*: rank r of n. A `dure run` in its place has a *node slot*: host h of
+n, on which it will start the ranks itself. So a `Placement` has both where both can be.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["Member", "Placement", "Reason", "Seat", "System"]
+__all__ = ["Member", "NodeSlot", "Placement", "Reason", "System"]
 
 
 class System(enum.StrEnum):
@@ -72,7 +72,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class NodeSlot:
     """This host's place in a job, for a launcher that starts the ranks itself.
 
     Attributes:
@@ -95,7 +95,7 @@ class Placement:
     Attributes:
         system: Who started this process, the innermost where several did.
         member: This process as a rank, if it can be one.
-        seat: This host's place, if a launcher can take it.
+        slot: This host's place, if a launcher can take it.
         job: What tells this job from others of its system, the same on all hosts; None: nothing.
         host: The host of rank 0, as its cluster names it.
         port: A port for the job's store on that host.
@@ -108,7 +108,7 @@ class Placement:
 
     system: System
     member: Member | None = None
-    seat: Seat | None = None
+    slot: NodeSlot | None = None
     job: str | None = None
     host: str | None = None
     port: int | None = None

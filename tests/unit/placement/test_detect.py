@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dure.placement import CLUSTER_VARIABLES, Member, Seat, System, derived_port, detect
+from dure.placement import CLUSTER_VARIABLES, Member, NodeSlot, System, derived_port, detect
 from unit.placement import environments as seen
 
 
@@ -22,14 +22,14 @@ CASES = {
         seen.SLURM_STEP,
         System.SLURM,
         member(5, 7, 1, 3, 1),
-        Seat(nnodes=2, node_rank=1, copies=3),
+        NodeSlot(nnodes=2, node_rank=1, copies=3),
         "cn08",
     ),
     "srun, a launcher on each host": (
         seen.SLURM_AGENT,
         System.SLURM,
         member(1, 2, 0, 1, 1),
-        Seat(nnodes=2, node_rank=1, nproc=8),
+        NodeSlot(nnodes=2, node_rank=1, nproc=8),
         "cn08",
     ),
     "sbatch": (seen.SLURM_BATCH, System.SLURM, None, None, None),
@@ -45,28 +45,28 @@ CASES = {
         seen.OPEN_MPI_4,
         System.OPEN_MPI,
         member(1, 2, 1, 2),
-        Seat(nnodes=1, node_rank=0, copies=2),
+        NodeSlot(nnodes=1, node_rank=0, copies=2),
         None,
     ),
     "Open MPI 5": (
         seen.OPEN_MPI_5,
         System.OPEN_MPI,
         member(1, 2, 1, 2),
-        Seat(nnodes=1, node_rank=0, copies=2),
+        NodeSlot(nnodes=1, node_rank=0, copies=2),
         None,
     ),
     "MPICH": (
         seen.MPICH,
         System.HYDRA,
         member(1, 2, 1, 2),
-        Seat(nnodes=1, node_rank=0, copies=2),
+        NodeSlot(nnodes=1, node_rank=0, copies=2),
         None,
     ),
     "Intel MPI": (
         seen.INTEL_MPI,
         System.HYDRA,
         member(1, 2, 1, 2),
-        Seat(nnodes=1, node_rank=0, copies=2),
+        NodeSlot(nnodes=1, node_rank=0, copies=2),
         None,
     ),
     "torchrun": (seen.TORCHRUN, System.TORCHRUN, member(3, 4, 1, 2, 1), None, "node1"),
@@ -82,77 +82,77 @@ CASES = {
         seen.PAI,
         System.PAI,
         member(2, 3, 0, 1, 2),
-        Seat(nnodes=3, node_rank=2, nproc=8),
+        NodeSlot(nnodes=3, node_rank=2, nproc=8),
         "dlc18isgeayd0000-master-0",
     ),
     "an old PyTorchJob": (
         seen.PYTORCHJOB_OLD,
         System.PYTORCHJOB,
         member(2, 3, 0, 1, 2),
-        Seat(nnodes=3, node_rank=2),
+        NodeSlot(nnodes=3, node_rank=2),
         "mnist-master-0",
     ),
     "a PyTorchJob": (
         seen.PYTORCHJOB,
         System.PYTORCHJOB,
         member(2, 3, 0, 1, 2),
-        Seat(nnodes=3, node_rank=2, nproc=4),
+        NodeSlot(nnodes=3, node_rank=2, nproc=4),
         "mnist-master-0",
     ),
     "an indexed job": (
         seen.INDEXED_JOB,
         System.KUBERNETES,
         member(1, 4, 0, 1, 1),
-        Seat(nnodes=4, node_rank=1),
+        NodeSlot(nnodes=4, node_rank=1),
         "train-0.train",
     ),
     "a JobSet": (
         seen.JOBSET,
         System.KUBERNETES,
         member(3, 4, 0, 1, 3),
-        Seat(nnodes=4, node_rank=3),
+        NodeSlot(nnodes=4, node_rank=3),
         "llm-workers-0-0.llm",
     ),
     "SkyPilot": (
         seen.SKYPILOT,
         System.SKYPILOT,
         member(1, 2, 0, 1, 1),
-        Seat(nnodes=2, node_rank=1, nproc=8),
+        NodeSlot(nnodes=2, node_rank=1, nproc=8),
         "10.0.0.4",
     ),
     "SkyPilot, no GPUs": (
         seen.SKYPILOT_CPU,
         System.SKYPILOT,
         member(1, 2, 0, 1, 1),
-        Seat(nnodes=2, node_rank=1),
+        NodeSlot(nnodes=2, node_rank=1),
         "10.0.0.4",
     ),
     "SkyPilot on Slurm": (
         seen.SKYPILOT_ON_SLURM,
         System.SKYPILOT,
         member(1, 2, 0, 1, 1),
-        Seat(nnodes=2, node_rank=1, nproc=8),
+        NodeSlot(nnodes=2, node_rank=1, nproc=8),
         "10.0.0.4",
     ),
     "an elastic PyTorchJob": (
         seen.PYTORCHJOB_ELASTIC,
         System.PYTORCHJOB,
         member(2, 3, 0, 1, 2),
-        Seat(nnodes=3, node_rank=2, nproc=4),
+        NodeSlot(nnodes=3, node_rank=2, nproc=4),
         "mnist-master-0",
     ),
     "Kubeflow's TrainJob": (
         seen.KUBEFLOW_TRAINER,
         System.KUBERNETES,
         member(1, 3, 0, 1, 1),
-        Seat(nnodes=3, node_rank=1),
+        NodeSlot(nnodes=3, node_rank=1),
         "bert-node-0-0.bert",
     ),
     "Volcano": (
         seen.VOLCANO,
         System.PYTORCHJOB,
         member(2, 3, 0, 1, 2),
-        Seat(nnodes=3, node_rank=2),
+        NodeSlot(nnodes=3, node_rank=2),
         "mnist-master-0.mnist",
     ),
     "accelerate launch": (seen.ACCELERATE, System.TORCHRUN, member(3, 4, 1, 2, 1), None, "node1"),
@@ -169,14 +169,14 @@ CASES = {
         seen.AZURE_MPI,
         System.OPEN_MPI,
         member(3, 4, 1, 2),
-        Seat(nnodes=2, node_rank=1, copies=2),
+        NodeSlot(nnodes=2, node_rank=1, copies=2),
         "10.0.0.4",
     ),
     "SageMaker": (
         seen.SAGEMAKER,
         System.SAGEMAKER,
         member(1, 2, 0, 1, 1),
-        Seat(nnodes=2, node_rank=1, nproc=8),
+        NodeSlot(nnodes=2, node_rank=1, nproc=8),
         "algo-1",
     ),
     "SageMaker's torchrun": (
@@ -193,9 +193,9 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_environment_means(name):
-    environ, system, rank, seat, host = CASES[name]
+    environ, system, rank, slot, host = CASES[name]
     found = detect(environ)
-    assert (found.system, found.member, found.seat, found.host) == (system, rank, seat, host)
+    assert (found.system, found.member, found.slot, found.host) == (system, rank, slot, host)
 
 
 # Two systems at once: the environment, the one that counts, and its rank.
@@ -240,7 +240,7 @@ def test_two_systems_that_disagree_are_noted():
 def test_world_size_without_a_hint_stays_unclear():
     found = detect({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
     assert found.unclear
-    assert found.seat is None
+    assert found.slot is None
     assert found.notes
     assert not detect(seen.TORCHRUN).unclear
     assert not detect(seen.PAI).unclear
@@ -280,7 +280,7 @@ def test_every_value_has_its_source():
     for environ, *_ in CASES.values():
         found = detect(environ)
         kept = [reason.what for reason in found.reasons]
-        if found.member is not None and found.member.local_rank is not None and found.seat is None:
+        if found.member is not None and found.member.local_rank is not None and found.slot is None:
             assert "rank" in kept
         assert not found.endpoint or "endpoint" in kept
         assert all(reason.source for reason in found.reasons)
@@ -349,8 +349,8 @@ def test_detection_never_fails_and_numbers_stay_in_bounds(environ):
     found = detect(environ)
     if found.member is not None:
         assert 0 <= found.member.rank < found.member.world_size
-    if found.seat is not None:
-        assert found.seat.node_rank >= 0
+    if found.slot is not None:
+        assert found.slot.node_rank >= 0
     assert (found.system is System.NOBODY) <= (found.member is None)
 
 

@@ -18,9 +18,9 @@ from dure.cli.run.request import Request, make_request
 from dure.errorfile import RecordedError, write_error
 from dure.errors import UsageError
 from dure.launch import JobResult, JobSpec, run_job
-from dure.launch.clusters.leash import hold_leash
+from dure.launch.clusters.control_stream import follow_control_stream
 from dure.launch.clusters.meeting import outward
-from dure.launch.clusters.seat import take_seat
+from dure.launch.clusters.node_slot import take_node_slot
 from dure.launch.ranks.errorfiles import recorded
 from dure.placement.detect import detect
 from dure.store.key import KEY_BYTES, key_from_file
@@ -49,7 +49,7 @@ def run(words: list[str]) -> int:
         return start_elsewhere(dataclasses.replace(request, spec=_with_key(request)))
     spec = _prepared(request)
     if request.leash:
-        hold_leash(sys.stdin.fileno())
+        follow_control_stream(sys.stdin.fileno())
         spec = dataclasses.replace(spec, stdin="none")
     _show_warnings()
     result = run_job(spec)
@@ -71,7 +71,7 @@ def _show_warnings() -> None:
 def _found(chosen: Mapping[str, object]) -> dict[str, object]:
     """Return the values that the cluster around this process fills in, and say so."""
     placement = detect(env.everything())
-    taken = take_seat(placement, chosen)
+    taken = take_node_slot(placement, chosen)
     if taken.line:
         _say(taken.line)
     values = dict(taken.values)

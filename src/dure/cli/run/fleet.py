@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from dure import env
 from dure.cli.run.request import Request
 from dure.errors import UsageError
-from dure.launch.clusters.commands import Fleet, shown_command
-from dure.launch.clusters.front import run_on_hosts
+from dure.launch.clusters.commands import HostsJob, shown_command
 from dure.launch.clusters.hosts import Slots, read_hostfile, read_hosts
 from dure.launch.clusters.meeting import meeting_host
+from dure.launch.clusters.ssh_launcher import run_on_hosts
 from dure.launch.interpreter import interpreter_options
 from dure.placement import derived_port
 from dure.store.key import mint
@@ -26,7 +26,7 @@ _OF_THE_FRONT = frozenset(
     | {"nnodes", "endpoint", "backend", "run_id", "node_rank", "master_addr", "master_port"}
     | {"key_file", "key_stdin", "standalone", "local_addr"}
 )
-"""Flags that the front heeds, or sets on each host itself."""
+"""Flags that the ssh launcher heeds, or sets on each host itself."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -38,7 +38,7 @@ def start_elsewhere(request: Request) -> int:
         return 0
     _refuse_contradictions(request)
     key = request.spec.key or mint().raw
-    return run_on_hosts(_fleet(request), key)
+    return run_on_hosts(_hosts_job(request), key)
 
 
 def _dry_run(request: Request) -> None:
@@ -53,19 +53,19 @@ def _dry_run(request: Request) -> None:
             seen=f"--nnodes {request.spec.nnodes[1]}",
             fix="Name them with --hosts, and leave out --nnodes.",
         )
-    fleet = _fleet(request)
-    if len(fleet.hosts) > 1:
+    hosts_job = _hosts_job(request)
+    if len(hosts_job.hosts) > 1:
         print("# all at the same time; started by hand they need the same key file on all hosts")
-    for number in range(len(fleet.hosts)):
-        print(shown_command(fleet, number))
+    for number in range(len(hosts_job.hosts)):
+        print(shown_command(hosts_job, number))
 
 
-def _fleet(request: Request) -> Fleet:
+def _hosts_job(request: Request) -> HostsJob:
     spec = request.spec
     hosts = _hosts(request)
     counted = all(slots.nproc is not None for slots in hosts)
     run_id = spec.run_id or f"dure-{uuid.uuid4().hex[:12]}"
-    return Fleet(
+    return HostsJob(
         hosts=hosts,
         program=(spec.program, *spec.args),
         flags=tuple(_words(request, counted)) + _prefix(request),

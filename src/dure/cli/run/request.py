@@ -53,7 +53,7 @@ class Request:
         exports: Variables to hand to the ranks on other hosts: NAME, or NAME=VALUE.
         remote_python: The interpreter on other hosts.
         ssh_options: Words for ssh.
-        leash: The standard input is held by the front that started this process.
+        leash: The standard input is held by the ssh launcher that started this process.
         set_by_user: The names of the values that the user, and nobody else, chose.
     """
 

@@ -1,10 +1,11 @@
-"""Several hosts: taking a seat in a cluster, and starting `dure run` on hosts over ssh.
+"""Several hosts: taking a slot in a cluster, and starting `dure run` on hosts over ssh.
 
-* `seat`: from what was found around this process to the values of flags that are not given.
+* `node_slot`: from what was found around this process to the values of flags that are not given.
 * `hosts`: which hosts, and how many ranks each.
 * `commands`: what is said to each of them, on which stream.
-* `front`: it starts an agent on each host and shows what they write; `leash`: the other end.
+* `ssh_launcher`: it starts an agent on each host and shows what they write; `control_stream`: the
+  other end.
 * `meeting`: where the hosts meet.
 
-Nothing is imported here, for most jobs have one host and need `seat` alone.
+Nothing is imported here, for most jobs have one host and need `node_slot` alone.
 """

@@ -1,4 +1,4 @@
-"""What the front says to each host: pure functions from a job to words and lines.
+"""What the ssh launcher says to each host: pure functions from a job to words and lines.
 
 A remote host is told in two ways. The command of ssh holds what anybody may see:
 
@@ -7,8 +7,8 @@ A remote host is told in two ways. The command of ssh holds what anybody may see
 and ssh's standard input the rest, first the variables of `-x`, a line each, then an empty line,
 then the key. So neither a key nor a variable's value is ever in a list of processes, in the
 environment of ssh or in a file. The shell reads its lines byte by byte and leaves the key to
-`dure run --key-stdin`; after the key the same stream is the *leash*: signals come on it, and its
-end ends the agent (see `dure.launch.clusters.leash`).
+`dure run --key-stdin`; after the key it is the *control stream*: signals come on it, and its end
+ends the agent (see `dure.launch.clusters.control_stream`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dure.errors import UsageError
 from dure.launch.clusters.hosts import Slots
 from dure.launch.clusters.meeting import is_this_host
 
-__all__ = ["Fleet", "agent_words", "first_lines", "host_command", "shown_command"]
+__all__ = ["HostsJob", "agent_words", "first_lines", "host_command", "shown_command"]
 
 _READ = 'while IFS= read -r v && [ -n "$v" ]; do export "$v"; done'
 
@@ -31,8 +31,8 @@ def _nothing() -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
-    """A job for several hosts, as the front sees it.
+class HostsJob:
+    """A job for several hosts, as the ssh launcher sees it.
 
     Attributes:
         hosts: Where, and how many ranks each.
@@ -65,50 +65,50 @@ class Fleet:
         return (self.python, *self.options)
 
 
-def agent_words(fleet: Fleet, number: int, *, held: bool = True) -> tuple[str, ...]:
+def agent_words(job: HostsJob, number: int, *, held: bool = True) -> tuple[str, ...]:
     """Return the command line of host `number`'s agent, from the interpreter on.
 
     Args:
-        fleet: The job.
+        job: The job.
         number: Which host.
-        held: Whether its standard input is the leash; else it is started by hand.
+        held: Whether its standard input is the control stream; else it is started by hand.
     """
-    nproc = fleet.hosts[number].nproc
-    words = [*fleet.interpreter, "-m", "dure.cli", "run", *fleet.flags]
+    nproc = job.hosts[number].nproc
+    words = [*job.interpreter, "-m", "dure.cli", "run", *job.flags]
     words += ["--nproc", str(nproc)] if nproc is not None else []
-    words += ["--nnodes", str(len(fleet.hosts)), "--rdzv-id", fleet.run_id]
-    if len(fleet.hosts) > 1:
-        words += ["--rdzv-backend", fleet.backend, "--rdzv-endpoint", fleet.endpoint]
-        words += ["--node-rank", str(number)] if fleet.backend == "static" else []
+    words += ["--nnodes", str(len(job.hosts)), "--rdzv-id", job.run_id]
+    if len(job.hosts) > 1:
+        words += ["--rdzv-backend", job.backend, "--rdzv-endpoint", job.endpoint]
+        words += ["--node-rank", str(number)] if job.backend == "static" else []
     words += ["--key-stdin", "--leash"] if held else []
-    return (*words, "--", *fleet.program)
+    return (*words, "--", *job.program)
 
 
-def shown_command(fleet: Fleet, number: int) -> str:
+def shown_command(job: HostsJob, number: int) -> str:
     """Return a line for a shell that starts host `number`'s agent by hand."""
-    exports = "".join(f"{name}={shlex.quote(value)} " for name, value in fleet.exports.items())
-    words = shlex.join(agent_words(fleet, number, held=False))
-    command = f"cd {shlex.quote(fleet.directory)} && {exports}{words}"
-    if is_this_host(fleet.hosts[number].host):
+    exports = "".join(f"{name}={shlex.quote(value)} " for name, value in job.exports.items())
+    words = shlex.join(agent_words(job, number, held=False))
+    command = f"cd {shlex.quote(job.directory)} && {exports}{words}"
+    if is_this_host(job.hosts[number].host):
         return command
-    return shlex.join(["ssh", *fleet.ssh_options, fleet.hosts[number].host, command])
+    return shlex.join(["ssh", *job.ssh_options, job.hosts[number].host, command])
 
 
-def host_command(fleet: Fleet, number: int) -> str:
+def host_command(job: HostsJob, number: int) -> str:
     """Return what host `number`'s shell runs, whichever shell it is."""
-    go = f"cd {shlex.quote(fleet.directory)} && exec {shlex.join(agent_words(fleet, number))}"
+    go = f"cd {shlex.quote(job.directory)} && exec {shlex.join(agent_words(job, number))}"
     return f"exec /bin/sh -c {shlex.quote(f'{_READ}; {go}')}"
 
 
-def first_lines(fleet: Fleet, key: bytes) -> bytes:
+def first_lines(job: HostsJob, key: bytes) -> bytes:
     """Return what goes first on the standard input of every host's shell.
 
     Raises:
         UsageError: A variable's value has a line break, which no line can hold.
     """
-    for name, value in fleet.exports.items():
+    for name, value in job.exports.items():
         if "\n" in value:
             raise UsageError("-x cannot hand on a value of several lines", seen=name)
-    lines = [f"{name}={value}" for name, value in fleet.exports.items()]
+    lines = [f"{name}={value}" for name, value in job.exports.items()]
     text = "".join(f"{line}\n" for line in lines)
     return text.encode("utf-8", "surrogateescape") + b"\n" + key.hex().encode() + b"\n"

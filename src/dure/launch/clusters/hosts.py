@@ -7,7 +7,7 @@
 Hosts keep the order in which they are named, node sets that of ClusterShell. A host that is named
 twice with a number of ranks gets the sum, as with mpirun; without one it is a mistake.
 
-ClusterShell is an extra (`pip install '.[cluster]'`): only the front of such a job needs it.
+ClusterShell is an extra (`pip install '.[cluster]'`): only the ssh launcher of such a job needs it.
 """
 
 from __future__ import annotations

@@ -5,16 +5,16 @@ The launcher runs this file by its path, in a fresh interpreter, and talks to it
     python .../forking.py SOCKET_FD LAUNCHER_PID KIND PROGRAM ARGS...
 
     launcher ──setup: what to import──▶ zygote ──▶ "ready", or why it cannot be used
-    launcher ──order: environment, descriptors──▶ zygote ──fork──▶ between ──fork──▶ rank
-    launcher ◀──the rank's number── zygote       (`between` exits: the launcher adopts the rank)
-    launcher ──a byte through the gate──▶ rank
+    launcher ──order: environment, descriptors──▶ zygote ──fork──▶ intermediate ──fork──▶ rank
+    launcher ◀──the rank's number── zygote    (the intermediate exits: the launcher adopts the rank)
+    launcher ──a byte through the ready pipe──▶ rank
 
 A rank must be the launcher's own child, so that the launcher can wait for it and the kernel ends it
-with the launcher. Hence the process between, and a launcher that adopts orphans.
+with the launcher. Hence the intermediate process, and a launcher that adopts orphans.
 
 If the zygote is killed while it forks, the launcher cannot know whether there is a rank, and starts
-another. So a rank waits at a *gate*, a pipe of its own: a byte tells it that the launcher knows of
-it, and the gate's end that nobody does.
+another. So a rank waits at a *ready pipe* of its own: a byte tells it that the launcher knows of
+it, and the pipe's end that nobody does.
 
 *When it is safe.* A fork copies one thread and all memory: locks that other threads hold stay shut
 for ever, and a CUDA context does not survive. So, after the imports, the zygote forks once for
@@ -99,9 +99,11 @@ def main() -> None:
     except (EOFError, OSError):  # the launcher is done, or dead
         os._exit(0)
     link.close()
-    _wait_at_gate(fds.pop())
+    _wait_until_known(fds.pop())
     report = settle(order, fds, before)
-    while os.getppid() == order["between"]:  # once that one is gone, the launcher is the parent
+    while (
+        os.getppid() == order["intermediate"]
+    ):  # once that one is gone, the launcher is the parent
         time.sleep(0.0002)
     bootstrap.die_with(order["launcher"])
     bootstrap.become(report, order["kind"], order["program"], order["args"])
@@ -242,13 +244,13 @@ def _fork(link: socket.socket, order: _Message, fds: list[int]) -> _Message | No
         return {"pid": None}
     read, write = os.pipe()
     try:
-        between = os.fork()
-        if between == 0:
-            order["between"] = os.getpid()
+        intermediate = os.fork()
+        if intermediate == 0:
+            order["intermediate"] = os.getpid()
             _fork_again(write)
             return None
         answer = os.read(read, 4096)
-        os.waitpid(between, 0)
+        os.waitpid(intermediate, 0)
         return json.loads(answer)
     finally:
         os.close(read)
@@ -256,7 +258,7 @@ def _fork(link: socket.socket, order: _Message, fds: list[int]) -> _Message | No
 
 
 def _fork_again(write: int) -> None:
-    """In the process between: fork the rank, tell its number or why there is none, and exit."""
+    """In the intermediate: fork the rank, tell its number or why there is none, and exit."""
     pid, answer = -1, {}
     try:
         pid = os.fork()
@@ -297,11 +299,11 @@ def settle(order: _Message, fds: list[int], before: dict[str, str]) -> int:
     return report
 
 
-def _wait_at_gate(gate: int) -> None:
+def _wait_until_known(ready: int) -> None:
     """Wait until the launcher knows of this process; end if it never will."""
-    if not os.read(gate, 1):
+    if not os.read(ready, 1):
         os._exit(0)
-    os.close(gate)
+    os.close(ready)
 
 
 def _set_environment(wanted: dict[str, str], before: dict[str, str]) -> None:

@@ -140,24 +140,24 @@ class Zygote:
         """
         if self._state is not None or self._differs(start.variables):
             return None
-        read, gate = os.pipe()
+        read, known = os.pipe()
         try:
             answer = self._ask(start, read)
             if answer.get("pid") is not None:
                 self._show_what_was_printed(start)
-                os.write(gate, b"g")
+                os.write(known, b"k")
         finally:
             os.close(read)
-            os.close(gate)
+            os.close(known)
         if "error" in answer:
             raise OSError(answer.get("errno", 0), answer["error"])
         return answer.get("pid")
 
-    def _ask(self, start: RankStart, gate: int) -> dict[str, Any]:
+    def _ask(self, start: RankStart, ready: int) -> dict[str, Any]:
         """Order a rank; return the zygote's answer, which is empty where none came."""
         stdout, stderr, report = start.pipes
         secrets = start.secrets
-        fds, numbers = [stdout, stderr, *secrets, report, gate], [1, 2, *secrets]
+        fds, numbers = [stdout, stderr, *secrets, report, ready], [1, 2, *secrets]
         stdin = "null"
         if start.reads_stdin:
             stdin = "closed" if sys.__stdin__ is None else "passed"

@@ -1,9 +1,9 @@
-"""The leash: an agent's standard input, held by the front that started it.
+"""The control stream: an agent's standard input, held by the ssh launcher that started it.
 
-A line names a signal that the front passes on. The end of the stream means that the front or the
+A line names a signal to pass on. The end of the stream means that the ssh launcher or the
 connection has gone, and the agent must go, too: it gets SIGHUP, which ends a job as Ctrl-C does,
 and SIGKILL if it still lives some time later. A thread reads it, for the agent's own loop need not
-know; a front that ends with the job lets go of agents that have gone already.
+know; an ssh launcher that ends with the job lets go of agents that have gone already.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import signal
 import threading
 import time
 
-__all__ = ["hold_leash"]
+__all__ = ["follow_control_stream"]
 
 _LET_GO_S = 20.0
-"""From the end of the leash to SIGKILL, should the agent not end: more than any grace it has."""
+"""From the end of the stream to SIGKILL, should the agent not end: more than any grace it has."""
 
 
-def hold_leash(fd: int) -> None:
+def follow_control_stream(fd: int) -> None:
     """Do what comes on `fd`, in a thread, until this process ends."""
-    threading.Thread(target=_follow, args=(fd,), name="dure leash", daemon=True).start()
+    threading.Thread(target=_follow, args=(fd,), name="dure control stream", daemon=True).start()
 
 
 def _follow(fd: int) -> None:

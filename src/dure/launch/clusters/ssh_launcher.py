@@ -1,14 +1,14 @@
-"""The front of a job on several hosts: it starts an agent on each, and shows what they write.
+"""The ssh launcher of a job on several hosts: it starts agents, and shows what they write.
 
 ClusterShell's event loop runs one ssh a host, all at once; a host that is this machine gets its
-agent without ssh. The front itself has no part in the job: it hands out the key, passes signals
-on, writes the agents' lines as they come (each has its host and rank in front already), and ends
-with the exit code of the first host that failed. Agents agree among themselves on what a dead rank
-means; the front steps in where they cannot: it names a host that cannot be reached, and ends the
+agent without ssh. The ssh launcher itself has no part in the job: it hands out the key, passes
+signals on, writes the agents' lines as they come (each has its host and rank in front already), and
+ends with the exit code of the first host that failed. Agents agree among themselves on what a dead
+rank means; it steps in where they cannot: it names a host that cannot be reached, and ends the
 others.
 
-When the front dies, however it dies, its ends of the agents' standard inputs close, and the agents
-end (`dure.launch.clusters.leash`).
+When it dies, however it dies, its ends of the agents' standard inputs close, and the agents end
+(`dure.launch.clusters.control_stream`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from dure.launch.clusters.commands import Fleet, first_lines, host_command
+from dure.launch.clusters.commands import HostsJob, first_lines, host_command
 from dure.launch.clusters.hosts import cluster_shell
 from dure.launch.clusters.meeting import is_this_host
 
@@ -39,11 +39,11 @@ _SSH_FAILED = 255
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def run_on_hosts(fleet: Fleet, key: bytes) -> int:
+def run_on_hosts(job: HostsJob, key: bytes) -> int:
     """Run a job on its hosts; return the exit code of the first that failed, or 0.
 
     Args:
-        fleet: The job.
+        job: The job.
         key: Its key.
 
     Raises:
@@ -52,26 +52,26 @@ def run_on_hosts(fleet: Fleet, key: bytes) -> int:
     Threads: on the main thread, for signals are handled there.
     """
     task = cluster_shell("Task").task_self()
-    task.set_info("fanout", max(64, len(fleet.hosts)))
-    task.set_info("ssh_options", shlex.join(_ssh_words(fleet)))
-    front = _Front(fleet, task, first_lines(fleet, key))
-    with _caught(front.signals):
-        front.start()
+    task.set_info("fanout", max(64, len(job.hosts)))
+    task.set_info("ssh_options", shlex.join(_ssh_words(job)))
+    launcher = _SshLauncher(job, task, first_lines(job, key))
+    with _caught(launcher.signals):
+        launcher.start()
         task.resume()
-    return front.exit_code
+    return launcher.exit_code
 
 
-def _ssh_words(fleet: Fleet) -> list[str]:
+def _ssh_words(job: HostsJob) -> list[str]:
     """Return options for ssh; the first of two that contradict each other counts."""
-    words = [*fleet.ssh_options, "-T", "-oConnectTimeout=10"]
+    words = [*job.ssh_options, "-T", "-oConnectTimeout=10"]
     return [*words, "-oServerAliveInterval=5", "-oServerAliveCountMax=3"]
 
 
-class _Front:
+class _SshLauncher:
     """The hosts of a job while it runs. ClusterShell calls the methods that begin with `ev_`."""
 
-    def __init__(self, fleet: Fleet, task: Any, lines: bytes) -> None:
-        self._fleet, self._task, self._lines = fleet, task, lines
+    def __init__(self, job: HostsJob, task: Any, lines: bytes) -> None:
+        self._job, self._task, self._lines = job, task, lines
         self._agents: dict[Any, str] = {}
         self._words: dict[str, deque[str]] = {}
         self._ended: set[str] = set()
@@ -91,8 +91,8 @@ class _Front:
 
     def start(self) -> None:
         """Start an agent on every host, and give each its first lines."""
-        for number, slots in enumerate(self._fleet.hosts):
-            command = host_command(self._fleet, number)
+        for number, slots in enumerate(self._job.hosts):
+            command = host_command(self._job, number)
             nodes = {} if is_this_host(slots.host) else {"nodes": slots.host}
             agent = self._task.shell(command, handler=self, stderr=True, stdin=True, **nodes)
             self._agents[agent] = slots.host
@@ -138,11 +138,11 @@ class _Front:
         if rc == _SSH_FAILED and not is_this_host(host):
             return "cannot be reached, or was lost"
         if rc in (126, 127) and "/bin/sh:" in said:
-            return f"cannot start {self._fleet.python} (see --remote-python)"
+            return f"cannot start {self._job.python} (see --remote-python)"
         if rc == 2 and "/bin/sh:" in said:
-            return f"has no directory {self._fleet.directory}"
+            return f"has no directory {self._job.directory}"
         if "No module named" in said and "dure" in said.partition("No module named")[2][:10]:
-            return f"has no Dure in {self._fleet.python} (see --remote-python)"
+            return f"has no Dure in {self._job.python} (see --remote-python)"
         return ""
 
     def ev_close(self, worker: Any, timedout: bool) -> None:
@@ -167,7 +167,7 @@ class _Front:
         return set(self._agents.values()) - self._ended
 
     def _ask_all(self, name: str) -> None:
-        """Send a signal to every agent that runs; one that ends a job ends the leash, too."""
+        """Send a signal to every agent that runs; one that ends a job ends the stream, too."""
         ends = name not in ("SIGUSR1", "SIGUSR2")
         if ends and self._asked_s is None:
             self._asked_s = self._now_s

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dure.placement.reader import Reader
 from dure.placement.value import Member, Placement, System
 
-__all__ = ["NUMBERED", "read_told"]
+__all__ = ["NUMBERED", "read_environment"]
 
 
-def read_told(reader: Reader) -> Placement | None:
+def read_environment(reader: Reader) -> Placement | None:
     """Return the placement of a process that was told its RANK and WORLD_SIZE."""
     rank, size = reader.number("RANK"), reader.number("WORLD_SIZE")
     if rank is None or size is None:

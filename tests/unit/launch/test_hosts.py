@@ -10,7 +10,7 @@ import pytest
 from dure.errors import UsageError
 from dure.launch.clusters import hosts as hosts_module
 from dure.launch.clusters.commands import (
-    Fleet,
+    HostsJob,
     agent_words,
     first_lines,
     host_command,
@@ -84,7 +84,7 @@ def test_missing_cluster_shell_names_the_extra(monkeypatch):
     assert "'.[cluster]'" in caught.value.fix
 
 
-FLEET = Fleet(
+JOB = HostsJob(
     hosts=(Slots(host="n1", nproc=2), Slots(host="n2", nproc=2)),
     program=("train.py", "--lr", "0.1 x"),
     flags=("--max-restarts", "3"),
@@ -97,7 +97,7 @@ FLEET = Fleet(
 
 
 def test_agent_knows_its_number_and_the_program_comes_last():
-    words = agent_words(FLEET, 1)
+    words = agent_words(JOB, 1)
     assert words[:4] == ("/opt/py thon", "-m", "dure.cli", "run")
     assert words[words.index("--node-rank") + 1] == "1"
     assert words[words.index("--nproc") + 1] == "2"
@@ -106,7 +106,7 @@ def test_agent_knows_its_number_and_the_program_comes_last():
 
 def test_key_and_values_are_in_the_stream_and_not_in_the_command():
     key = bytes(range(32))
-    command, lines = host_command(FLEET, 0), first_lines(FLEET, key)
+    command, lines = host_command(JOB, 0), first_lines(JOB, key)
     assert key.hex() not in command
     assert "1 2'" not in command
     assert lines.endswith(b"\n\n" + key.hex().encode() + b"\n")
@@ -120,8 +120,8 @@ def test_hosts_shell_reads_variables_and_leaves_the_key(shell, tmp_path):
     program = tmp_path / "python"
     program.write_text(f"#!/bin/sh\nexec python3 -c {shlex.quote(say)}\n")
     program.chmod(0o755)
-    fleet = Fleet(
-        hosts=FLEET.hosts,
+    job = HostsJob(
+        hosts=JOB.hosts,
         program=("x",),
         run_id="job",
         endpoint="a:1",
@@ -130,8 +130,8 @@ def test_hosts_shell_reads_variables_and_leaves_the_key(shell, tmp_path):
         exports={"A": "1 2'$x\\n"},
     )
     done = subprocess.run(
-        [shell, "-c", host_command(fleet, 0)],
-        input=first_lines(fleet, bytes(32)),
+        [shell, "-c", host_command(job, 0)],
+        input=first_lines(job, bytes(32)),
         capture_output=True,
         check=True,
     )
@@ -139,8 +139,8 @@ def test_hosts_shell_reads_variables_and_leaves_the_key(shell, tmp_path):
 
 
 def test_value_of_several_lines_is_refused():
-    fleet = Fleet(
-        hosts=FLEET.hosts,
+    job = HostsJob(
+        hosts=JOB.hosts,
         program=("x",),
         run_id="job",
         endpoint="a:1",
@@ -149,14 +149,14 @@ def test_value_of_several_lines_is_refused():
         exports={"A": "1\n2"},
     )
     with pytest.raises(UsageError):
-        first_lines(fleet, bytes(32))
+        first_lines(job, bytes(32))
 
 
 def test_shown_commands_are_words_of_a_shell():
     for number in range(2):
-        head, *_, host, command = shlex.split(shown_command(FLEET, number))
+        head, *_, host, command = shlex.split(shown_command(JOB, number))
         assert (head, host) == ("ssh", f"n{number + 1}")
         words = shlex.split(command)
-        assert words[:2] == ["cd", FLEET.directory]
+        assert words[:2] == ["cd", JOB.directory]
         assert "--leash" not in words and "--key-stdin" not in words
         assert words[words.index("--node-rank") + 1] == str(number)

@@ -1,4 +1,4 @@
-"""Taking a host's seat: what `dure run` does without flags where a cluster started it.
+"""Taking a host's slot: what `dure run` does without flags where a cluster started it.
 
 The cluster says how many hosts there are, which one this is and where the first one is. Flags and
 `PET_*` go before it, one by one. Two mistakes are refused, because guessing would start a wrong
@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dure.errors import UsageError
-from dure.placement import Placement, Seat, System
+from dure.placement import NodeSlot, Placement, System
 
-__all__ = ["Taken", "take_seat"]
+__all__ = ["Taken", "take_node_slot"]
 
 _ALONE = frozenset({"standalone", "hosts", "hostfile"})
 """Flags that say how many hosts there are without the cluster."""
@@ -29,7 +29,7 @@ class Taken:
     line: str = ""
 
 
-def take_seat(placement: Placement, chosen: Mapping[str, object]) -> Taken:
+def take_node_slot(placement: Placement, chosen: Mapping[str, object]) -> Taken:
     """Return the values of the flags that are not chosen.
 
     Args:
@@ -42,57 +42,59 @@ def take_seat(placement: Placement, chosen: Mapping[str, object]) -> Taken:
     """
     if _ALONE & set(chosen):
         return Taken()
-    seat = placement.seat
+    slot = placement.slot
     if placement.unclear and not _PLACES & set(chosen):
         raise _unclear(placement)
-    if seat is None:
+    if slot is None:
         return Taken()
-    if seat.copies > 1:
-        raise _once_a_rank(placement, seat)
+    if slot.copies > 1:
+        raise _once_a_rank(placement, slot)
     values: dict[str, object] = {}
-    if seat.nproc is not None:
-        values["nproc"] = seat.nproc
-    if seat.nnodes > 1:
-        values |= _meeting(placement, seat, chosen)
+    if slot.nproc is not None:
+        values["nproc"] = slot.nproc
+    if slot.nnodes > 1:
+        values |= _meeting(placement, slot, chosen)
     values = {name: value for name, value in values.items() if name not in chosen}
-    return Taken(values=values, line=_line(placement, seat, values))
+    return Taken(values=values, line=_line(placement, slot, values))
 
 
-def _meeting(placement: Placement, seat: Seat, chosen: Mapping[str, object]) -> dict[str, object]:
+def _meeting(
+    placement: Placement, slot: NodeSlot, chosen: Mapping[str, object]
+) -> dict[str, object]:
     """Return how the hosts meet; by numbers, unless the user wants from so many to so many."""
-    values: dict[str, object] = {"nnodes": (seat.nnodes, seat.nnodes), "run_id": placement.job}
+    values: dict[str, object] = {"nnodes": (slot.nnodes, slot.nnodes), "run_id": placement.job}
     wanted = chosen.get("nnodes", values["nnodes"])
     least, most = wanted if isinstance(wanted, tuple) else (1, 1)
-    if least == most == seat.nnodes and "backend" not in chosen:
-        values |= {"backend": "static", "node_rank": seat.node_rank}
+    if least == most == slot.nnodes and "backend" not in chosen:
+        values |= {"backend": "static", "node_rank": slot.node_rank}
     elif "node_rank" in chosen or chosen.get("backend") == "static":
-        values["node_rank"] = seat.node_rank
+        values["node_rank"] = slot.node_rank
     if {"endpoint", "master_addr"} & set(chosen):
         return values
     if most > 1 and placement.endpoint is None:
         raise UsageError(
             "nothing says where the job's first host is",
-            seen=f"{placement.system}: this is host {seat.node_rank} of {seat.nnodes}",
+            seen=f"{placement.system}: this is host {slot.node_rank} of {slot.nnodes}",
             fix="Set MASTER_ADDR to the first host's name, or give --rdzv-endpoint HOST:PORT.",
         )
     return values | {"endpoint": placement.endpoint}
 
 
-def _line(placement: Placement, seat: Seat, values: Mapping[str, object]) -> str:
+def _line(placement: Placement, slot: NodeSlot, values: Mapping[str, object]) -> str:
     """Say in one line what was taken from the cluster; nothing if nothing was."""
     if not values:
         return ""
     said: list[str] = []
     if "nnodes" in values or "node_rank" in values:
-        said.append(f"host {seat.node_rank} of {seat.nnodes}")
+        said.append(f"host {slot.node_rank} of {slot.nnodes}")
     if "nproc" in values:
-        said.append(f"{seat.nproc} ranks here")
+        said.append(f"{slot.nproc} ranks here")
     if "endpoint" in values:
         said.append(f"hosts meet at {placement.endpoint}")
     return f"{placement.system}: {', '.join(said)} (see `dure env`; --standalone: this host alone)"
 
 
-def _once_a_rank(placement: Placement, seat: Seat) -> UsageError:
+def _once_a_rank(placement: Placement, slot: NodeSlot) -> UsageError:
     how = {
         System.SLURM: "srun --ntasks-per-node=1",
         System.OPEN_MPI: "mpirun --map-by ppr:1:node",
@@ -100,8 +102,8 @@ def _once_a_rank(placement: Placement, seat: Seat) -> UsageError:
     }.get(placement.system, "once a host")
     return UsageError(
         "dure run was started once a rank, and would start all ranks again each time",
-        seen=f"{placement.system} started {seat.copies} processes on this host",
-        fix=f"Start one a host (`{how} dure run --nproc {seat.copies} ...`), or the program itself "
+        seen=f"{placement.system} started {slot.copies} processes on this host",
+        fix=f"Start one a host (`{how} dure run --nproc {slot.copies} ...`), or the program itself "
         "without dure run: it finds its rank. --standalone makes each a job of its own.",
     )
 

@@ -1,17 +1,17 @@
-"""Taking a host's seat from what a cluster says."""
+"""Taking a host's slot from what a cluster says."""
 
 from __future__ import annotations
 
 import pytest
 
 from dure.errors import UsageError
-from dure.launch.clusters.seat import take_seat
+from dure.launch.clusters.node_slot import take_node_slot
 from dure.placement import detect
 from unit.placement import environments as seen
 
 
 def taken(environ, **chosen):
-    return dict(take_seat(detect(environ), chosen).values)
+    return dict(take_node_slot(detect(environ), chosen).values)
 
 
 def test_one_launcher_a_host_takes_everything_from_slurm():
@@ -24,16 +24,16 @@ def test_one_launcher_a_host_takes_everything_from_slurm():
         "run_id": "slurm 476.0",
         "endpoint": detect(seen.SLURM_AGENT).endpoint,
     }
-    assert "Slurm" in take_seat(detect(seen.SLURM_AGENT), {}).line
+    assert "Slurm" in take_node_slot(detect(seen.SLURM_AGENT), {}).line
 
 
 @pytest.mark.parametrize("environ", [seen.PAI, seen.PYTORCHJOB, seen.SKYPILOT, seen.INDEXED_JOB])
-def test_pods_and_tasks_take_their_seat(environ):
+def test_pods_and_tasks_take_their_slot(environ):
     found = detect(environ)
-    assert found.seat is not None
+    assert found.slot is not None
     values = taken(environ)
-    assert values["nnodes"] == (found.seat.nnodes,) * 2
-    assert values["node_rank"] == found.seat.node_rank
+    assert values["nnodes"] == (found.slot.nnodes,) * 2
+    assert values["node_rank"] == found.slot.node_rank
     assert values["endpoint"] == found.endpoint
 
 
@@ -53,7 +53,7 @@ def test_range_of_hosts_is_not_numbered():
 
 
 @pytest.mark.parametrize("flag", ["standalone", "hosts", "hostfile"])
-def test_own_hosts_need_no_seat(flag):
+def test_own_hosts_need_no_slot(flag):
     assert taken(seen.SLURM_STEP, **{flag: True}) == {}
     assert taken({"RANK": "1", "WORLD_SIZE": "2"}, **{flag: True}) == {}
 
@@ -61,7 +61,7 @@ def test_own_hosts_need_no_seat(flag):
 @pytest.mark.parametrize("environ", [{}, seen.TORCHRUN, seen.SLURM_BATCH, {"WORLD_SIZE": "2"}])
 def test_no_seat_no_values(environ):
     assert taken(environ) == {}
-    assert take_seat(detect(environ), {}).line == ""
+    assert take_node_slot(detect(environ), {}).line == ""
 
 
 @pytest.mark.parametrize("environ", [seen.SLURM_STEP, seen.OPEN_MPI_4, seen.MPICH])
