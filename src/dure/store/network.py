@@ -41,6 +41,9 @@ _GRACE_S = 1.0
 _REDIAL_S = 2.0
 """How long a client whose server was there once looks for it again."""
 
+_SLOW_S = 3.5
+"""How long it may take to open a connection again: five round trips, of a slow network."""
+
 _LATE_S = 1.0
 """How long the server of a failed meeting goes on for those who have not come yet."""
 
@@ -154,7 +157,7 @@ class NetworkStore(AskingStore):
             # Not the caller's patience, which may be short: a busy server is not a lost one.
             here = self._endpoint.startswith(("tcp://127.", "tcp://[::1]", "ipc://"))
             redial_s = 0.0 if here else _REDIAL_S
-            connection = dial(self._context, self._endpoint, self._key, _REDIAL_S, redial_s)
+            connection = dial(self._context, self._endpoint, self._key, _SLOW_S, redial_s)
         except StoreTimeout:
             raise lost(self._endpoint) from None
         if connection.server_name != self._server_name:  # another one, which has not our keys

@@ -398,7 +398,7 @@ class Member:
     # --- the speaker -------------------------------------------------------------------------
 
     def _speak(self) -> None:
-        renew_at = boottime() + self._lease_s / _RENEWALS
+        renew_at = boottime()  # at once, which opens this thread's connection
         while not self._stopped:
             with self._lock:
                 self._look_for_missing()
