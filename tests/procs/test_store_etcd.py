@@ -39,9 +39,11 @@ def test_a_member_is_killed_and_another_falls_silent() -> None:
         store.set("one is dead", "")
         cluster.start_again(0)
         cluster.await_healthy()
+        store.hold("me", b"id", 6)
         cluster.pause(1)  # as one whose network is cut: its connections stand, nothing comes
         for number in range(3):
             store.set(f"one is silent {number}", "")
+            assert store.renew("me")
         cluster.kill(0)  # and now there is no majority
         store.set_timeout(timedelta(seconds=0.5))
         with pytest.raises((StoreLost, StoreTimeout)):

@@ -33,6 +33,7 @@ from typing import TypeVar
 from dure.errors import StoreError, StoreLost, StoreTimeout, UsageError
 from dure.store.base import DEFAULT_TIMEOUT, Store
 from dure.store.etcd_gateway import (
+    ANSWER_S,
     EtcdOptions,
     Gateway,
     Json,
@@ -55,6 +56,8 @@ _MOST_WRITES = 100
 """Keys in one transaction; etcd takes 128 steps."""
 
 _WATCH_S = 5.0
+_RENEWAL_S = 1.0
+"""How long one member may take to renew a lease: others must still be asked before it ends."""
 _PAUSE_S = 0.05
 _CROWD_S = 0.002
 _LOST_S = 30.0
@@ -210,9 +213,11 @@ class EtcdStore(Store):
         lease = self._leases.get(key, 0)
         if not lease:
             return False
-        answer = self._ask("lease/keepalive", {"ID": str(lease)})
-        alive = int(answer.get("result", {}).get("TTL", 0)) > 0
-        there = self._ask("kv/range", {"key": coded(self._keys + key)}) if alive else {}
+        with self._writer() as writer:
+            answer = writer.ask("lease/keepalive", {"ID": str(lease)}, _RENEWAL_S)
+            alive = int(answer.get("result", {}).get("TTL", 0)) > 0
+            where = {"key": coded(self._keys + key)}
+            there = writer.ask("kv/range", where, _RENEWAL_S) if alive else {}
         return any(int(each.get("lease", 0)) == lease for each in there.get("kvs", ()))
 
     def release(self, key: str) -> None:
@@ -389,7 +394,7 @@ class _Writer:
         self._connection = gateway.connection()
         self._name, self._last = name, b""
 
-    def ask(self, path: str, body: Json) -> Json:
+    def ask(self, path: str, body: Json, answer_s: float = ANSWER_S) -> Json:
         """Ask, at one member after the other, until there is an answer.
 
         Raises:
@@ -398,7 +403,7 @@ class _Writer:
         deadline = time.monotonic() + self.patience_s
         while True:
             try:
-                return self._connection.ask(path, body)
+                return self._connection.ask(path, body, answer_s)
             except Unanswered:
                 if time.monotonic() >= deadline:
                     raise

@@ -1,7 +1,7 @@
 """Talking to etcd through its JSON gateway (the /v3 API over HTTP): requests and watches.
 
 An etcd cluster has several members. A request goes to one of them, and to the next one when that
-one is gone, has no leader, or says nothing for `_ANSWER_S`. What became of a request without an
+one is gone, has no leader, or says nothing for `ANSWER_S`. What became of a request without an
 answer is not known: `Unanswered` says so, and the caller settles it (see `etcd`).
 """
 
@@ -16,6 +16,7 @@ import os
 import random
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,13 +27,16 @@ from dure import env
 from dure.errors import StoreError, StoreRefused, UsageError
 from dure.store.keyfile import read_key_file
 
-__all__ = ["EtcdOptions", "Gateway", "Json", "Unanswered", "coded", "decoded", "parsed"]
+__all__ = ["ANSWER_S", "EtcdOptions", "Gateway", "Json", "Unanswered", "coded", "decoded", "parsed"]
 
 Json = dict[str, Any]
 
 _PORT = 2379
-_ANSWER_S = 3.0
+ANSWER_S = 2.0
 """How long one member may take for an answer before another one is asked."""
+
+_AVOID_S = 10.0
+"""How long all connections of a process then avoid that one, if there is another."""
 
 _CONNECT_S = 2.0
 _LONGEST_PASSWORD = 1024
@@ -150,6 +154,7 @@ class Gateway:
         self._token = ""
         self._lock = threading.Lock()
         self._first = random.randrange(len(self._members))
+        self._avoided = [float("-inf")] * len(self._members)
 
     def __str__(self) -> str:
         return f"etcd at {','.join(self.options.endpoints)}"
@@ -165,9 +170,15 @@ class Gateway:
             return http.client.HTTPConnection(host, port, timeout=_CONNECT_S)
         return http.client.HTTPSConnection(host, port, timeout=_CONNECT_S, context=self._tls)
 
-    def prefer(self, number: int) -> None:
-        """Let new connections begin with the member that has answered."""
-        self._first = number
+    def avoid(self, number: int) -> None:
+        """Let all connections turn to other members for a while."""
+        self._avoided[number % len(self._members)] = time.monotonic() + _AVOID_S
+
+    def better_than(self, number: int) -> int:
+        """Return a member that is not avoided, the given one if it is none; else the given one."""
+        now, count = time.monotonic(), len(self._members)
+        each = range(number, number + count)
+        return next((other for other in each if self._avoided[other % count] <= now), number)
 
     def headers(self) -> dict[str, str]:
         """Return what goes with every request: who has no leader shall say so at once."""
@@ -225,7 +236,7 @@ class Connection:
         self._gateway, self._number = gateway, number
         self._http: http.client.HTTPConnection | None = None
 
-    def ask(self, path: str, body: Json, answer_s: float = _ANSWER_S) -> Json:
+    def ask(self, path: str, body: Json, answer_s: float = ANSWER_S) -> Json:
         """Put one request, to one member; with a new token if the old one has expired.
 
         Raises:
@@ -245,7 +256,7 @@ class Connection:
         except _StaleToken as error:
             raise Unanswered(str(error)) from None
 
-    def ask_once(self, path: str, body: Json, answer_s: float = _ANSWER_S) -> Json:
+    def ask_once(self, path: str, body: Json, answer_s: float = ANSWER_S) -> Json:
         """Put one request with the token there is; otherwise as `ask`."""
         response = self._send(path, body, answer_s)
         try:
@@ -255,7 +266,6 @@ class Connection:
         answer = parsed(text)
         if response.status != 200 or "error" in answer:
             raise self._complaint(answer)
-        self._gateway.prefer(self._number)
         return answer
 
     def watch(self, create: Json, limit_s: float) -> Iterator[Json]:
@@ -266,7 +276,7 @@ class Connection:
         """
         try:
             self.ask("kv/range", {"key": create["key"], "count_only": True})  # a token that is good
-            response = self._send("watch", {"create_request": create}, _ANSWER_S)
+            response = self._send("watch", {"create_request": create}, ANSWER_S)
             http_connection = self._http
             assert http_connection is not None
             while True:
@@ -280,7 +290,7 @@ class Connection:
                     raise self._complaint(word)
                 yield word["result"]
         except TimeoutError:
-            self._number += 1  # that one may be cut off from its cluster
+            self._number += 1  # that one may be cut off from its cluster, and not know it yet
         except _StaleToken as error:
             self._gateway.authenticate(self, self._gateway.token)
             raise Unanswered(str(error)) from None
@@ -297,6 +307,10 @@ class Connection:
             self._http = None
 
     def _send(self, path: str, body: Json, answer_s: float) -> http.client.HTTPResponse:
+        number = self._gateway.better_than(self._number)
+        if number != self._number:
+            self.close()
+            self._number = number
         try:
             if self._http is None:
                 self._http = self._gateway.open(self._number)
@@ -312,8 +326,9 @@ class Connection:
             raise self._failed(error) from None
 
     def _failed(self, error: Exception) -> Unanswered:
-        """Turn to the next member."""
+        """Turn to another member."""
         self.close()
+        self._gateway.avoid(self._number)
         self._number += 1
         return Unanswered(f"{type(error).__name__}: {error}")
 
