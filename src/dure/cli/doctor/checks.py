@@ -72,8 +72,8 @@ def system(name: str, kernel: str, machine: str) -> Findings:
         yield fine("system", text)
 
 
-def cores(total: int, usable: int, quota: float | None, load: float, governor: str) -> Findings:
-    """Say how many ranks fit, and what would slow them; `quota` is in cores."""
+def cores(total: int, usable: int, quota: float, load: float, governor: str) -> Findings:
+    """Say how many ranks fit, and what would slow them; `quota` is in cores, or infinite."""
     text = f"{usable} of {total} hardware threads usable"
     if usable < total:
         yield warning(
@@ -84,7 +84,7 @@ def cores(total: int, usable: int, quota: float | None, load: float, governor: s
         )
     else:
         yield fine("cores", text)
-    if quota is not None and quota < usable - 0.01:
+    if quota < usable - 0.01:
         yield warning(
             "cores",
             f"the container may use {quota:.3g} cores' time, though it sees {usable}: ranks "
@@ -92,7 +92,7 @@ def cores(total: int, usable: int, quota: float | None, load: float, governor: s
             f"Start at most {max(1, int(quota))} ranks, or raise the limit (docker --cpus, "
             "resources.limits.cpu).",
         )
-    limit = min(usable, quota or usable)
+    limit = min(usable, quota)
     if load > 0.5 * limit:
         yield warning(
             "load",
@@ -106,13 +106,12 @@ def cores(total: int, usable: int, quota: float | None, load: float, governor: s
         yield warning("clock rate", "the cores save power", advice)
 
 
-def memory(total: int, free: int, swapped: int, limit: int | None, used: int) -> Findings:
-    """Say whether ranks fit; bytes, and `used` is what the container has of its `limit`."""
+def memory(total: int, free: int, swapped: int, left: int | None) -> Findings:
+    """Say whether ranks fit; bytes, and `left` is what a container leaves this process."""
     text, whose = f"{size(free)} of {size(total)} free", "of the host"
-    if limit is not None and limit < total:
-        text += f"; the container may use {size(limit)} and uses {size(used)}"
-        if limit - used < free:
-            free, whose = limit - used, "of the container"
+    if left is not None and left < free:
+        text += f"; the container leaves {size(left)}"
+        free, whose = left, "of the container"
     if free < _RANK_BYTES:
         yield problem(
             "memory",

@@ -37,6 +37,7 @@ __all__ = ["Answer", "answer", "ask", "examine", "judge", "packages"]
 
 _LIMIT_S = 15.0
 _CONNECT_S = 3.0
+_AT_ONCE = 256
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 
 
@@ -79,7 +80,7 @@ def examine(
         known = expand_hosts(hosts)
     except ValueError as error:
         raise UsageError("the list of hosts cannot be read", seen=str(error)) from None
-    with ThreadPoolExecutor(len(known)) as pool:
+    with ThreadPoolExecutor(min(len(known), _AT_ONCE)) as pool:
         answers = list(pool.map(partial(ask, options=options), known))
     mine = packages()
     found = [replace(f, host=each.host) for each in answers for f in judge(each, mine)]

@@ -1,9 +1,4 @@
-"""What this machine shows: reads the values that `checks` judges, changing nothing.
-
-Control groups (a container, a Slurm step, a systemd slice) limit what their members may use, and a
-limit of any enclosing group counts: they are read from the process's own group up to the root, and
-the smallest holds. Where a host still has version 1, its trees are looked at under the same names.
-"""
+"""What this machine shows: reads the values that `checks` judges, changing nothing."""
 
 from __future__ import annotations
 
@@ -32,12 +27,11 @@ from dure.cli.doctor import checks
 from dure.cli.doctor.checks import Gpu, Interface, KeyFile, Member
 from dure.cli.doctor.finding import Finding
 from dure.cli.machine import usable_cores
+from dure.launch.ranks.limits import available_memory, control_groups, cpu_quota, kernel_text
 from dure.store.key import user_key_path
 
-__all__ = ["CHECKS", "cpu_quota", "memory_limit", "nvidia_cards", "packages"]
+__all__ = ["CHECKS", "nvidia_cards", "packages"]
 
-CGROUPS = Path("/sys/fs/cgroup")
-_UNLIMITED = 1 << 60  # version 1 writes a number near 2**63 for "none"
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 _USUAL_PORT = 29500
 _CHILD = """
@@ -47,53 +41,6 @@ os.write(fd, b"seen")
 print(fd, flush=True)
 sys.stdin.read()
 """
-
-
-def text(path: str | Path) -> str:
-    """Return what a file of the kernel says, or nothing where there is none."""
-    try:
-        return Path(path).read_text(errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def _cgroup_values(name: str, version_1: str = "") -> list[str]:
-    """Return a setting of the process's control group, and of each group around it."""
-    entries = text("/proc/self/cgroup").splitlines()
-    root = CGROUPS / version_1
-    own = next((entry[3:] for entry in entries if entry.startswith("0::")), "/").strip("/")
-    here = root / own if (root / own).is_dir() else root  # a container sees its own as the root
-    folders = [folder for folder in (here, *here.parents) if folder.is_relative_to(root)]
-    return [value for folder in folders if (value := text(folder / name))]
-
-
-def _cgroup_limit(name: str, version_1: str = "") -> int | None:
-    numbers = [int(v) for v in _cgroup_values(name, version_1) if v.lstrip("-").isdigit()]
-    return min((n for n in numbers if 0 < n < _UNLIMITED), default=None)
-
-
-def cpu_quota() -> float | None:
-    """Return how many cores' time this process may use; None where there is no limit."""
-    pairs = [value.split() for value in _cgroup_values("cpu.max")]
-    quotas = [int(quota) / int(period) for quota, period in pairs if quota.isdigit()]
-    quota_us = _cgroup_limit("cpu.cfs_quota_us", "cpu")
-    period_us = _cgroup_limit("cpu.cfs_period_us", "cpu")
-    if quota_us and period_us:
-        quotas.append(quota_us / period_us)
-    return min(quotas, default=None)
-
-
-def memory_limit() -> int | None:
-    """Return how many bytes this process's control groups may use; None: no limit."""
-    return _cgroup_limit("memory.max") or _cgroup_limit("memory.limit_in_bytes", "memory")
-
-
-def _memory_used() -> int:
-    """Return how many bytes the control group uses that cannot be taken back."""
-    used = _cgroup_limit("memory.current") or _cgroup_limit("memory.usage_in_bytes", "memory")
-    rows = "".join(_cgroup_values("memory.stat")[:1]).splitlines()
-    cached = sum(int(row.split()[1]) for row in rows if row.startswith("inactive_file"))
-    return max(0, (used or 0) - cached)
 
 
 def packages() -> dict[str, str]:
@@ -111,15 +58,15 @@ def _versions() -> Iterator[Finding]:
 
 
 def _cores() -> Iterator[Finding]:
-    governor = text("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+    governor = kernel_text(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"))
     load = os.getloadavg()[0]
     return checks.cores(os.cpu_count() or 1, usable_cores(), cpu_quota(), load, governor)
 
 
 def _memory() -> Iterator[Finding]:
     now, swapped = psutil.virtual_memory(), psutil.swap_memory().used
-    yield from checks.memory(now.total, now.available, swapped, memory_limit(), _memory_used())
-    settings = [text(_HUGE_PAGES / name) for name in ("enabled", "shmem_enabled")]
+    yield from checks.memory(now.total, now.available, swapped, available_memory())
+    settings = [kernel_text(_HUGE_PAGES / name) for name in ("enabled", "shmem_enabled")]
     # as in `always [madvise] never`
     yield from checks.huge_pages(*(x.partition("[")[2].partition("]")[0] for x in settings))
 
@@ -138,14 +85,14 @@ def _sharing() -> Iterator[Finding]:
     memfd = _error_of(lambda: os.close(os.memfd_create("dure-doctor")))
     pidfd = _error_of(lambda: os.close(os.pidfd_open(os.getpid())))
     yield from checks.engine(memfd, "" if memfd else _error_of(_open_peer), pidfd)
-    scope = text("/proc/sys/kernel/yama/ptrace_scope")
+    scope = kernel_text(Path("/proc/sys/kernel/yama/ptrace_scope"))
     places = {
         "/.dockerenv": "docker",
         "/run/.containerenv": "podman",
         "/singularity": "singularity",
     }
     container = next((name for path, name in places.items() if os.path.exists(path)), "")
-    filtered = "Seccomp:\t2" in text("/proc/self/status")
+    filtered = "Seccomp:\t2" in kernel_text(Path("/proc/self/status"))
     yield from checks.ptrace(int(scope) if scope.isdigit() else None, container, filtered)
 
 
@@ -182,14 +129,15 @@ def _limits() -> Iterator[Finding]:
     yield from checks.locked_memory(locked, Path("/sys/class/infiniband").is_dir())
     yield from checks.files(files)
     running = sum(name.isdigit() for name in os.listdir("/proc"))
-    yield from checks.processes((mine, _cgroup_limit("pids.max")), running)
+    groups = [kernel_text(group / "pids.max") for group in control_groups(Path("/"), "pids")]
+    yield from checks.processes((mine, *(int(n) for n in groups if n.isdigit())), running)
     folder = tempfile.gettempdir()
     yield from checks.temporary_files(shutil.disk_usage(folder).free, folder)
 
 
 def _names() -> Iterator[Finding]:
     known = list(_interfaces())
-    routes = [row.split() for row in text("/proc/net/route").splitlines()[1:]]
+    routes = [row.split() for row in kernel_text(Path("/proc/net/route")).splitlines()[1:]]
     default = next((row[0] for row in routes if row[1:2] == ["00000000"]), "")
     chosen = _set_variables(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"))
     yield from checks.interfaces(known, default, chosen)
@@ -219,7 +167,7 @@ def _reverse_s(address: str) -> float:
 
 
 def _ports() -> Iterator[Finding]:
-    numbers = text("/proc/sys/net/ipv4/ip_local_port_range").split()
+    numbers = kernel_text(Path("/proc/sys/net/ipv4/ip_local_port_range")).split()
     first, last = (int(number) for number in numbers)
     used: set[int] = set()
     holder = ""
@@ -259,7 +207,7 @@ def _connect_to_self() -> None:
 def _clock() -> Iterator[Finding]:
     timex = ctypes.create_string_buffer(512)  # struct timex, whose `modes` of 0 changes nothing
     state = ctypes.CDLL(None, use_errno=True).adjtimex(timex)
-    source = text("/sys/devices/system/clocksource/clocksource0/current_clocksource")
+    source = kernel_text(Path("/sys/devices/system/clocksource/clocksource0/current_clocksource"))
     start, readings = time.perf_counter_ns(), 2000
     for _ in range(readings):
         time.monotonic_ns()
@@ -300,9 +248,9 @@ def _leftovers() -> Iterator[Finding]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.uids().real == os.getuid():
-                variables = text(f"/proc/{process.pid}/environ").split("\0")
-                own = [v for v in variables if v.startswith("DURE_LAUNCHER=")]
-                jobs[process.pid] = own[0].partition("=")[2] if own else ""
+                variables = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+                own = [v[14:] for v in variables if v.startswith(b"DURE_LAUNCHER=")]
+                jobs[process.pid] = own[0].decode(errors="replace") if own else ""
     found: list[Member] = []
     for pid, job in jobs.items():
         with contextlib.suppress(psutil.Error, OSError):

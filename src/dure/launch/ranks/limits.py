@@ -13,7 +13,7 @@ from pathlib import Path
 from dure.errors import UsageError
 from dure.launch.spec import JobSpec
 
-__all__ = ["available_memory", "check_memory", "cpu_quota", "kernel_text"]
+__all__ = ["available_memory", "check_memory", "control_groups", "cpu_quota", "kernel_text"]
 
 _CGROUPS = "sys/fs/cgroup"
 _FORKED_MB, _FRESH_MB, _BARE_MB = 60, 250, 12
@@ -29,7 +29,7 @@ def kernel_text(path: Path) -> str:
         return ""
 
 
-def _groups(root: Path, controller: str) -> Iterator[Path]:
+def control_groups(root: Path, controller: str) -> Iterator[Path]:
     """Yield the directories of this process's control groups, the innermost first."""
     for line in kernel_text(root / "proc/self/cgroup").splitlines():
         number, names, path = line.split(":", 2)
@@ -45,7 +45,7 @@ def cpu_quota(root: Path = Path("/")) -> float:
     A container with `--cpus 2` on a large machine may run on any cpu, but only for so long.
     """
     lowest = math.inf
-    for group in _groups(root, "cpu"):
+    for group in control_groups(root, "cpu"):
         quota, _, period = kernel_text(group / "cpu.max").partition(" ")  # version 2
         quota = quota or kernel_text(group / "cpu.cfs_quota_us")
         period = period or kernel_text(group / "cpu.cfs_period_us")
@@ -61,7 +61,7 @@ def available_memory(root: Path = Path("/")) -> int | None:
     """
     lines = (line.split() for line in kernel_text(root / "proc/meminfo").splitlines())
     found = [int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:"]
-    for group in _groups(root, "memory"):
+    for group in control_groups(root, "memory"):
         most = kernel_text(group / "memory.max") or kernel_text(group / "memory.limit_in_bytes")
         used = kernel_text(group / "memory.current") or kernel_text(group / "memory.usage_in_bytes")
         if most.isdecimal() and used.isdecimal():
