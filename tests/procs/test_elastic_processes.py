@@ -11,6 +11,7 @@ import signal
 import threading
 import uuid
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from dure.elastic import State
 from dure.errors import StoreLost
 from dure.native import available
 from dure.store import HashStore
+from dure.store.etcd import EtcdStore
+from procs import etcd
 from procs.launching import Launching, wait_for_lines
 from procs.launching import launching as _launching
 from procs.programs.elastic_job import STEPS, make_state, train
@@ -140,6 +143,34 @@ def test_without_a_launcher_the_death_of_rank_0_ends_the_job_with_what_to_do(tmp
             cause, fix = ranks.result(rank)
             assert cause in ("StoreLost", "StoreTimeout")
             assert "checkpoint" in fix and "dure run" in fix and "etcd" in fix
+
+
+def _trains_over_etcd(seat: Seat, names: str, member: int) -> tuple[int, list[tuple[int, int]]]:
+    """Train while a member of etcd dies, and then rank 0."""
+    store = EtcdStore.from_url(f"etcd://{names}/elastic", timedelta(seconds=20))
+
+    def train_on(state: State) -> int:
+        while state.commits < 8:
+            if seat.rank == 1 and state.commits == 2:
+                os.kill(member, signal.SIGKILL)
+            if seat.rank == 0 and state.commits == 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+            state.commit()
+        return state.commits
+
+    state = State()
+    options = dure.elastic.Options(store=store, rank=seat.rank, world_size=seat.size)
+    commits = dure.elastic.run(train_on, state, options)
+    store.close()
+    return commits or 0, [(r.lost, r.joined) for r in state.recoveries]
+
+
+@pytest.mark.skipif(etcd.PROGRAM is None, reason="etcd is not installed")
+def test_over_etcd_rank_0_and_a_member_die_and_the_others_go_on(tmp_path: Path):
+    with etcd.etcd(3) as cluster:
+        member = cluster.members[0].pid
+        with Ranks(3, tmp_path, _trains_over_etcd, cluster.names, member) as ranks:
+            assert [ranks.result(rank) for rank in (1, 2)] == [(8, [(1, 0)])] * 2
 
 
 def test_down_to_one_rank_and_up_again(launching: Launching, expected: list[float]):
