@@ -6,6 +6,7 @@ So a test can make up a machine. `machine` reads the values of this one.
 from __future__ import annotations
 
 import ipaddress
+import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,13 +40,8 @@ def versions(python: tuple[int, ...], packages: Mapping[str, str]) -> Findings:
 
 def _numbers(version: str) -> tuple[int, ...]:
     """Return the leading numbers of a version, as in (2, 13, 0) of 2.13.0+cpu."""
-    found: list[int] = []
-    for part in version.partition("+")[0].partition("-")[0].split("."):
-        digits = "".join(c for c in part if c.isdigit())
-        if not digits:
-            break
-        found.append(int(digits))
-    return tuple(found)
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
 
 
 def same_versions(mine: Mapping[str, str], others: Mapping[str, str], host: str) -> Finding:
