@@ -39,7 +39,7 @@ def test_a_member_is_killed_and_another_falls_silent() -> None:
         store.set("one is dead", "")
         cluster.start_again(0)
         cluster.await_healthy()
-        store.hold("me", b"id", 6)
+        store.hold("me", b"id", 20)
         cluster.pause(1)  # as one whose network is cut: its connections stand, nothing comes
         for number in range(3):
             store.set(f"one is silent {number}", "")

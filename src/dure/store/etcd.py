@@ -31,7 +31,8 @@ from datetime import timedelta
 from typing import TypeVar
 
 from dure.errors import StoreError, StoreLost, StoreTimeout, UsageError
-from dure.store.base import DEFAULT_TIMEOUT, Store
+from dure.store.base import DEFAULT_TIMEOUT
+from dure.store.changing import ChangingStore
 from dure.store.etcd_gateway import (
     ANSWER_S,
     EtcdOptions,
@@ -42,14 +43,14 @@ from dure.store.etcd_gateway import (
     decoded,
 )
 from dure.store.shared import EVERYTHING
-from dure.store.values import added, appended, encode, exchanged
+from dure.store.values import encode
 
 __all__ = ["MAX_ETCD_BYTES", "EtcdStore"]
 
 MAX_ETCD_BYTES = 1 << 20
 """The longest value; etcd itself takes no request above 1.5 MiB."""
 
-Answer = TypeVar("Answer")
+_Answer = TypeVar("_Answer")
 
 _USERS = "dure/users"
 _MOST_WRITES = 100
@@ -64,7 +65,7 @@ _LOST_S = 30.0
 """Members that answered once are asked for so long before etcd counts as lost."""
 
 
-class EtcdStore(Store):
+class EtcdStore(ChangingStore):
     """The keys of one job in an etcd cluster.
 
     Args:
@@ -121,9 +122,6 @@ class EtcdStore(Store):
         """What `from_url` reads; the password is not in it."""
         return self._options.url(self._job)
 
-    def set(self, key: str, value: str | bytes) -> None:
-        self.multi_set([key], [value])
-
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         pairs = dict(zip(keys, values, strict=True))
         puts = [_put(self._keys + key, _short(value)) for key, value in pairs.items()]
@@ -137,31 +135,6 @@ class EtcdStore(Store):
             some, puts = puts[:count], puts[count:]
             with self._writer() as writer:
                 writer.commit([], some)
-
-    def get(self, key: str) -> bytes:
-        return self.multi_get([key])[0]
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        found = self._await(keys, self._timeout, "get")
-        return [found[key] for key in keys]
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._await(keys, self._timeout if timeout is None else timeout, "wait")
-
-    def add(self, key: str, amount: int) -> int:
-        def change(current: bytes | None) -> tuple[bytes | None, int]:
-            total = added(key, current, amount)
-            return b"%d" % total, total
-
-        return self._change(key, change)
-
-    def append(self, key: str, value: str | bytes) -> None:
-        more = encode(value)
-        self._change(key, lambda current: (_short(appended(key, current, more)), None))
-
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        old, new = encode(expected), _short(desired)
-        return self._change(key, lambda current: exchanged(current, old, new))
 
     def check(self, keys: Sequence[str]) -> bool:
         return len(self._read(keys)[1]) == len(set(keys))
@@ -326,30 +299,29 @@ class EtcdStore(Store):
         return decoded(found["key"]).decode().removeprefix(self._keys)
 
     def _change(
-        self, key: str, change: Callable[[bytes | None], tuple[bytes | None, Answer]]
-    ) -> Answer:
-        """Put in place what `change` makes of a key's value (None: nothing); return its answer."""
+        self, key: str, change: Callable[[bytes | None], tuple[bytes | None, _Answer]]
+    ) -> _Answer:
         crowd_s = _CROWD_S
         while True:
             revision, value = self._read([key])[1].get(key, (0, None))
             new, answer = change(value)
             if new is None:
                 return answer
-            steps = [_put(self._keys + key, new)]
+            steps = [_put(self._keys + key, _short(new))]
             with self._writer() as writer:
                 if writer.commit([_is_at(self._keys + key, revision)], steps):
                     return answer
             time.sleep(random.uniform(0, crowd_s))  # others want the same key
             crowd_s = min(2 * crowd_s, 0.1)
 
-    def _await(self, keys: Sequence[str], timeout: timedelta, op: str) -> dict[str, bytes]:
+    def _await(self, keys: Sequence[str], timeout: timedelta, op: str) -> list[bytes]:
         began = time.monotonic()
         deadline = began + timeout.total_seconds()
         while True:
             revision, found = self._read(keys)
             missing = tuple(key for key in keys if key not in found)
             if not missing:
-                return {key: value for key, (_, value) in found.items()}
+                return [found[key][1] for key in keys]
             if time.monotonic() >= deadline:
                 raise StoreTimeout(
                     f"keys did not appear in {self._gateway}",

@@ -22,17 +22,21 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from dure.errors import DureError, StoreError, StoreTimeout
-from dure.store.base import DEFAULT_TIMEOUT, Store
+from dure.store.base import DEFAULT_TIMEOUT
+from dure.store.changing import ChangingStore
 from dure.store.identity import Identity, alive, myself
 from dure.store.lifetime import at_process_end
 from dure.store.log import Log, Record
-from dure.store.values import added, appended, encode, exchanged
+from dure.store.values import encode
 
 __all__ = ["FileStore", "FileUser", "remove_if_ended"]
+
+_Answer = TypeVar("_Answer")
 
 _GOODBYE = timedelta(seconds=1)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
@@ -47,7 +51,7 @@ class FileUser:
     mine: bool
 
 
-class FileStore(Store):
+class FileStore(ChangingStore):
     """A store in a file that all ranks can open, on one host or on a shared file system with locks.
 
     Args:
@@ -96,42 +100,11 @@ class FileStore(Store):
                 for name, who in self._opened.items()
             ]
 
-    def set(self, key: str, value: str | bytes) -> None:
-        self.multi_set([key], [value])
-
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         pairs = zip(keys, values, strict=True)
         records = [Record("set", key, encode(value)) for key, value in pairs]
         with self._writing() as write:
             write(records)
-
-    def get(self, key: str) -> bytes:
-        return self.multi_get([key])[0]
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return self._await(keys, self._timeout, "get")
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._await(keys, self._timeout if timeout is None else timeout, "wait")
-
-    def add(self, key: str, amount: int) -> int:
-        with self._writing() as write:
-            total = added(key, self._data.get(key), amount)
-            write([Record("set", key, b"%d" % total)])
-            return total
-
-    def append(self, key: str, value: str | bytes) -> None:
-        data = encode(value)
-        with self._writing() as write:
-            write([Record("set", key, appended(key, self._data.get(key), data))])
-
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        old, new = encode(expected), encode(desired)
-        with self._writing() as write:
-            stored, answer = exchanged(self._data.get(key), old, new)
-            if stored is not None:
-                write([Record("set", key, stored)])
-            return answer
 
     def check(self, keys: Sequence[str]) -> bool:
         with self._reading():
@@ -233,6 +206,15 @@ class FileStore(Store):
                     self._opened[record.key] = _user_of(record, self.path)
                 case "close":
                     self._gone.add(record.key)
+
+    def _change(
+        self, key: str, change: Callable[[bytes | None], tuple[bytes | None, _Answer]]
+    ) -> _Answer:
+        with self._writing() as write:
+            stored, answer = change(self._data.get(key))
+            if stored is not None:
+                write([Record("set", key, stored)])
+            return answer
 
     def _await(self, keys: Sequence[str], timeout: timedelta, op: str) -> list[bytes]:
         start, pause_s = time.monotonic(), _FIRST_PAUSE_S
