@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from dure.cli.app import run_command_line
 from dure.cli.bench.group import Contestant, Group, GroupFailed
-from dure.cli.bench.measure import Progress, measure
+from dure.cli.bench.measure import measure
 from dure.cli.bench.plan import OPERATIONS
 from dure.cli.bench.results import Report, read_report
 from procs.launching import DURE, living
@@ -136,25 +137,20 @@ def test_interrupted_or_killed_leaves_no_process() -> None:
         assert time.monotonic() < deadline
 
 
-def test_rival_that_cannot_start_is_left_out_and_ours_is_fatal() -> None:
-    class Notes(Progress):
-        def __init__(self) -> None:
-            self.notes: list[str] = []
-
-        def note(self, text: str) -> None:
-            self.notes.append(text)
-
+def test_rival_that_cannot_start_is_left_out_and_ours_is_fatal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def report() -> Report:
         return Report(command="", when="", machine={}, versions={}, plan=PLAN)
 
-    bad, told, progress = Contestant(name="dure", role=("dure", "smoke")), report(), Notes()
-    measure(PLAN, [SHM, bad], told, progress)
+    bad, told, console = Contestant(name="dure", role=("dure", "smoke")), report(), Console()
+    measure(PLAN, [SHM, bad], told, console)
     assert told.contestants == ["dure shm"]
     assert len(told.cells) == 2
-    assert len(progress.notes) == 1
+    assert capsys.readouterr().err.count("dure bench: note: ") == 1
     worse = Contestant(name="dure", role=(), program=("--no-python", "/bin/false"))
     with pytest.raises(GroupFailed):
-        measure(PLAN, [worse], report(), progress)
+        measure(PLAN, [worse], report(), console)
 
 
 def test_group_whose_rank_is_killed_says_so_and_is_gone() -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 import dure
 from dure.cli.bench.group import find_rival, ours
-from dure.cli.bench.measure import Progress, measure
+from dure.cli.bench.measure import measure, note, show
 from dure.cli.bench.plan import (
     DTYPES,
     OPERATIONS,
@@ -27,8 +27,8 @@ from dure.cli.bench.plan import (
     show_size,
 )
 from dure.cli.bench.plot import write_plot
-from dure.cli.bench.results import Cell, Key, Report, read_report, tables_of
-from dure.cli.bench.table import markdown, rich_tables
+from dure.cli.bench.results import Report, read_report, tables_of
+from dure.cli.bench.table import markdown
 from dure.cli.machine import busy_cores, machine, usable_cores
 from dure.errors import UsageError
 
@@ -112,28 +112,6 @@ def bench(
         raise typer.Exit(1)
 
 
-class _Screen(Progress):
-    """Shows tables as they are finished and, on a terminal, what is being measured."""
-
-    def __init__(self, console: Console, report: Report) -> None:
-        self._console = console
-        self._report = report
-        self.status = console.status("")
-
-    def doing(self, what: str) -> None:
-        """Say what takes a while."""
-        self.status.update(what)
-
-    def table(self, key: Key, cells: list[Cell]) -> None:
-        """Show a finished table."""
-        for table in rich_tables(key, cells, self._report.contestants):
-            self._console.print(table)
-
-    def note(self, text: str) -> None:
-        """Show a note."""
-        print(f"dure bench: note: {text}", file=sys.stderr)
-
-
 def _measure(plan: Plan, console: Console) -> Report:
     """Measure, and show the tables as they come."""
     plan.check(psutil.virtual_memory().available)
@@ -147,12 +125,10 @@ def _measure(plan: Plan, console: Console) -> Report:
         versions={"dure": dure.__version__, "python": python_version()},
         plan=plan,
     )
-    screen = _Screen(console, report)
-    with screen.status:
-        if max(plan.ranks) + busy > usable_cores() + _QUIET_CORES:
-            crowd = f"{usable_cores()} cores, of which others use {busy:.1f}"
-            screen.note(f"{max(plan.ranks)} ranks on {crowd}: times will suffer.")
-        measure(plan, contestants, report, screen)
+    if max(plan.ranks) + busy > usable_cores() + _QUIET_CORES:
+        crowd = f"{usable_cores()} cores, of which others use {busy:.1f}"
+        note(f"{max(plan.ranks)} ranks on {crowd}: times will suffer.")
+    measure(plan, contestants, report, console)
     _print_copies(report, console)
     return report
 
@@ -179,9 +155,9 @@ def _load(path: Path) -> Report:
 
 def _show(report: Report, console: Console) -> None:
     """Print all tables of a report."""
-    screen = _Screen(console, report)
     for key, rows in tables_of(report.cells).items():
-        screen.table(key, [cell for row in rows.values() for cell in row.values()])
+        cells = [cell for row in rows.values() for cell in row.values()]
+        show(key, cells, report.contestants, console)
     _print_copies(report, console)
 
 

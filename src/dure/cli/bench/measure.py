@@ -8,62 +8,64 @@ each checks again. At any time the ranks of one group work, and those of the oth
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
+from rich.console import Console
+from rich.status import Status
 
 from dure.cli.bench.group import Contestant, Group, GroupFailed
 from dure.cli.bench.plan import DTYPES, OPERATIONS, Plan, show_size
 from dure.cli.bench.results import Cell, Key, Report
+from dure.cli.bench.table import rich_tables
 
-__all__ = ["Progress", "measure"]
+__all__ = ["measure", "note", "show"]
 
 _WARM_UP = 0.3
 _MAX_REPEATS = 50_000
 
 
-class Progress:
-    """Told what goes on; this one shows nothing."""
-
-    def doing(self, what: str) -> None:
-        """Something that takes a while begins."""
-
-    def table(self, key: Key, cells: list[Cell]) -> None:
-        """All cells of a table have been measured."""
-
-    def note(self, text: str) -> None:
-        """Something the user should know."""
+def note(text: str) -> None:
+    """Tell the user something that is no figure."""
+    print(f"dure bench: note: {text}", file=sys.stderr)
 
 
-def measure(plan: Plan, contestants: list[Contestant], report: Report, progress: Progress) -> None:
-    """Measure all of `plan`; add to `report` as it comes.
+def show(key: Key, cells: list[Cell], contestants: list[str], console: Console) -> None:
+    """Show the tables of one operation."""
+    for table in rich_tables(key, cells, contestants):
+        console.print(table)
+
+
+def measure(plan: Plan, contestants: list[Contestant], report: Report, console: Console) -> None:
+    """Measure all of `plan`; add to `report` as it comes, and show it.
 
     Args:
         plan: What to measure.
         contestants: Dure first, then the rivals.
         report: Gets versions, names and cells.
-        progress: Is told.
+        console: Shows finished tables and, where it is a terminal, what is being measured.
 
     Raises:
         GroupFailed: Dure's own ranks failed. A rival that fails is left out from there on.
     """
     for ranks in plan.ranks:
         several = f"{len(contestants)} groups of " if len(contestants) > 1 else ""
-        progress.doing(f"starting {several}{ranks} ranks")
         with contextlib.ExitStack() as stack:
+            status = stack.enter_context(console.status(f"starting {several}{ranks} ranks"))
             groups = [stack.enter_context(Group(c, ranks)) for c in contestants]
-            runners = _meet(groups, report, progress)
+            runners = _meet(groups, report)
             for op in plan.ops:
                 for dtype in plan.dtypes if op != "barrier" else plan.dtypes[:1]:
                     redop = plan.redop if OPERATIONS[op].reduces else ""
                     key = Key(op, dtype, redop, ranks)
-                    cells = _table(plan, key, runners, progress)
-                    progress.table(key, cells)
+                    cells = _table(plan, key, runners, status)
+                    show(key, cells, report.contestants, console)
                     report.cells += cells
 
 
-def _meet(groups: list[Group], report: Report, progress: Progress) -> list[_Runner]:
+def _meet(groups: list[Group], report: Report) -> list[_Runner]:
     """Wait for every group's ranks; a rival that does not start is left out."""
     runners: list[_Runner] = []
     for group in groups:
@@ -72,7 +74,7 @@ def _meet(groups: list[Group], report: Report, progress: Progress) -> list[_Runn
         except GroupFailed as failure:
             if group is groups[0]:
                 raise
-            progress.note(str(failure))
+            note(str(failure))
             continue
         same = sum(group.label == other.group.label for other in runners)
         name = f"{group.label} ({same + 1})" if same else group.label
@@ -85,22 +87,22 @@ def _meet(groups: list[Group], report: Report, progress: Progress) -> list[_Runn
     return runners
 
 
-def _table(plan: Plan, key: Key, runners: list[_Runner], progress: Progress) -> list[Cell]:
+def _table(plan: Plan, key: Key, runners: list[_Runner], status: Status) -> list[Cell]:
     """Measure an operation at all sizes, with the contestants that are left."""
     operation, item_bytes = OPERATIONS[key.op], DTYPES[key.dtype]
     counts = [operation.elements(n, item_bytes, key.ranks) for n in plan.sizes]
     cells: list[Cell] = []
     for count in dict.fromkeys(counts if key.op != "barrier" else [0]):
-        progress.doing(f"{key.title}: {show_size(count * item_bytes)}")
+        status.update(f"{key.title}: {show_size(count * item_bytes)}")
         for runner in runners:
-            with runner.trying(progress):
+            with runner.trying():
                 runner.begin(plan, key, count)
         for _ in range(plan.samples):
             for runner in runners:
-                with runner.trying(progress):
+                with runner.trying():
                     runner.sample()
         for runner in runners:
-            with runner.trying(progress):
+            with runner.trying():
                 runner.end()
         cells += [
             Cell(
@@ -130,7 +132,7 @@ class _Runner:
     note: str = ""
 
     @contextlib.contextmanager
-    def trying(self, progress: Progress) -> Iterator[None]:
+    def trying(self) -> Iterator[None]:
         """Go on behind the block where it fails, unless it is Dure's: a rival is out."""
         try:
             yield
@@ -138,7 +140,7 @@ class _Runner:
             if self.ours:
                 raise
             self.repeats, self.samples_s, self.note = 0, [], str(failure)
-            progress.note(str(failure))
+            note(str(failure))
 
     def begin(self, plan: Plan, key: Key, count: int) -> None:
         """Check the operation, and find out how many fill a sample."""
