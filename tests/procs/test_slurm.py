@@ -123,3 +123,49 @@ def test_warning_signal_reaches_the_ranks(cluster, program, key):
             out, err = job.communicate(timeout=100)
     assert out.count("warned") >= 1, err
     assert job.returncode == 0
+
+
+STEPS = """
+import os, pathlib, signal, time
+folder = pathlib.Path(os.environ["FOLDER"])
+rank, run = os.environ["RANK"], os.environ.get("SLURM_RESTART_COUNT", "0")
+saved = folder / "checkpoint"
+first = int(saved.read_text()) if saved.exists() else 0
+(folder / f"run {run} rank {rank} from {first}").touch()
+if run == "0":
+    while len(list(folder.glob("run 0 *"))) < 2:
+        time.sleep(0.01)
+    if rank == "0":
+        saved.write_text("7")
+    lines = [line.split() for line in open("/proc/net/tcp").readlines()[1:]]
+    port = f":{int(os.environ['DURE_STORE_ADDR'].rpartition(':')[2]):04X}"
+    store = {f"socket:[{w[9]}]" for w in lines if w[1].endswith(port) and w[3] == "0A"}
+    mine = pathlib.Path(f"/proc/{os.getppid()}/fd")
+    while rank == "0" and not saved.exists():
+        time.sleep(0.01)
+    if store & {os.readlink(fd) for fd in mine.iterdir()}:
+        os.kill(os.getppid(), signal.SIGKILL)  # the launcher that coordinates
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_a_job_whose_coordinator_was_killed_is_requeued_and_goes_on(
+    cluster, program, key, tmp_path
+):
+    script, out, folder = tmp_path / "job.sh", tmp_path / "out", tmp_path / "said"
+    folder.mkdir()
+    words = (*DURE_RUN, "--nproc", "1", "--rdzv-conf", "join_timeout=5", program(STEPS))
+    script.write_text(
+        f"#!/bin/sh\nsrun --ntasks-per-node=1 {' '.join(words)} && exit 0\n"
+        '[ -z "$SLURM_RESTART_COUNT" ] && scontrol requeue $SLURM_JOB_ID\nsleep 60\n'
+    )
+    submit = ("sbatch", "--parsable", "-N2", "--requeue", "--open-mode=append", "-o", out, script)
+    job = cluster.run(*submit, DURE_JOB_KEY_FILE=key, FOLDER=str(folder)).out.strip()
+    deadline = time.monotonic() + 90
+    while len(list(folder.glob("run 1 * from 7"))) < 2:
+        if "PENDING" in cluster.run("squeue", "-h", "-j", job, "-o", "%T").out:
+            cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        assert time.monotonic() < deadline, (out.read_text(), list(folder.iterdir()))
+        time.sleep(0.2)
+    assert "the job's coordinator was lost" in out.read_text()
