@@ -15,6 +15,7 @@ from dure.launch.agent.agent import Agent
 from dure.launch.agent.events import Event, Expired, Settings, Timer
 from dure.launch.agent.link import Link
 from dure.launch.agent.machine import Machine
+from dure.launch.agent.membership import Member
 from dure.launch.round import Workplace
 
 
@@ -25,6 +26,7 @@ class Listening:
     fd: int
     expires_at: float | None = None
     coordinates: bool = False
+    agent: str = "me"
     told: list[Event] = field(default_factory=list[Event])
 
     def tell(self, event: Event) -> None:
@@ -66,6 +68,7 @@ def test_a_time_that_ran_out_in_vain_is_told_of_again(news: int) -> None:
     spec = JobSpec(program="prog.py", nnodes=(2, 2), endpoint="127.0.0.1:1")
     agent = Agent(cast(Workplace, Place(spec, news)), cast(Link, link))
     for due in (0.0, 0.0):
+        agent._joined = cast(Member, link)
         agent._timers["join 0"] = due
         agent._wait(Timer("join 0", 600.0))
     assert link.told == [Expired("join 0"), Expired("join 0")]
@@ -73,7 +76,8 @@ def test_a_time_that_ran_out_in_vain_is_told_of_again(news: int) -> None:
 
 def test_who_waits_for_other_hosts_says_so_once(news: int) -> None:
     place = Place(JobSpec(program="prog.py", nnodes=(2, 2), endpoint="127.0.0.1:1"), news)
-    agent = Agent(cast(Workplace, place), cast(Link, Listening(news)))
+    agent = Agent(cast(Workplace, place), cast(Link, None))
+    agent._joined = cast(Member, Listening(news))
     agent._timers["join 0"] = time.monotonic() + 0.05
     for _ in range(2):
         agent._wait(Timer("join 0", 600.0))

@@ -44,13 +44,14 @@ def test_a_job_that_has_ended_is_not_the_next_one() -> None:
         kept.bind(("127.0.0.1", 0))
         spec = job(kept.getsockname()[1])
         last, following = Linked(spec, key), Linked(replace(spec, node_rank=1), key)
-        last.tell(Left(last.join("a"), 143))
+        member = last.join("a")
+        member.tell(Left(member.agent, 143))
         ending = threading.Timer(0.3, last.close)
         ending.start()
-        name = following.join("b")  # whatever its node rank, for the endpoint is here
+        member = following.join("b")  # whatever its node rank, for the endpoint is here
         ending.join()
         assert following.coordinates
-        assert following.machine().agents == (name,)
+        assert member.machine().agents == (member.agent,)
         following.close()
 
 
@@ -61,15 +62,14 @@ def test_ranks_have_a_key_that_does_not_open_the_control_server() -> None:
         kept.bind(("127.0.0.1", 0))
         spec = job(kept.getsockname()[1])
         with linked(spec, key) as first, linked(spec, key) as second:
-            first.join("a")
-            second.join("b")
+            one, two = first.join("a"), second.join("b")
             assert (first.coordinates, second.coordinates) == (True, False)
-            assert first.job_key == second.job_key
-            assert first.job_key not in (key, control_key(key, str(spec.endpoint), ""))
-            assert first.store == second.store != spec.endpoint
-            assert first.run_id == second.run_id
+            assert one.job_key == two.job_key
+            assert one.job_key not in (key, control_key(key, str(spec.endpoint), ""))
+            assert one.store == two.store != spec.endpoint
+            assert one.run_id == two.run_id
             with pytest.raises(StoreError, match="refused"):
-                finding.open_control(f"tcp://{spec.endpoint}", second.job_key)
+                finding.open_control(f"tcp://{spec.endpoint}", two.job_key)
 
 
 def test_the_endpoints_port_is_another_programs() -> None:

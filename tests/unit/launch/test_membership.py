@@ -90,9 +90,9 @@ def fresh(terms: Terms = TERMS) -> Machine:
 
 
 def joined(
-    member: Member, host: str, *, nproc: int = 2, terms: Terms = TERMS, again: bool = False
+    member: Member, host: str, *, nproc: int = 2, terms: Terms = TERMS, former: str = ""
 ) -> bool:
-    return member.join(Joined(member.agent, host, nproc), terms, fresh(terms), again=again)
+    return member.join(Joined(member.agent, host, nproc), terms, fresh(terms), former=former)
 
 
 def death(member: Member, local: int, times: int) -> Failed:
@@ -148,7 +148,7 @@ def test_who_was_given_up_writes_nothing_any_more() -> None:
     assert one.machine().agents == (one.agent,)
     assert one.machine().restarts == 0
     again = Quiet(store)
-    assert joined(again, "h2", terms=terms, again=True)
+    assert joined(again, "h2", terms=terms, former=two.agent)
     assert again.machine().agents == (one.agent, again.agent)
 
 
@@ -159,7 +159,7 @@ def test_a_job_that_nobody_is_in_any_more_is_begun_anew_by_who_may() -> None:
     store.release(f"dure/members/{one.agent}")
     visitor = Quiet(store)
     told = Joined(visitor.agent, "h2", 2)
-    assert not visitor.join(told, TERMS, None, again=False)  # it may not begin a job
+    assert not visitor.join(told, TERMS, None)  # it may not begin a job
     two = Quiet(store)
     assert joined(two, "h2")
     assert two.machine().agents == (two.agent,)

@@ -48,9 +48,9 @@ from dure.launch.agent.events import (
     Wait,
     Work,
 )
-from dure.launch.agent.link import Link
+from dure.launch.agent.link import Link, OnlyMember
 from dure.launch.agent.machine import Phase as MachinePhase
-from dure.launch.agent.membership import boottime
+from dure.launch.agent.membership import Member, boottime
 from dure.launch.ranks.environment import Round
 from dure.launch.ranks.ports import reserve_port
 from dure.launch.round import RoundRun, Workplace
@@ -79,12 +79,12 @@ class Agent:
     """
 
     def __init__(self, place: Workplace, link: Link) -> None:
-        self.name = ""
         self.interrupted_by: int | None = None
         self.outlived: dict[int, str] = {}
         self.ranks: tuple[RankResult, ...] = ()  # of this host, in the last round
         self.node = 0
         self._place, self._link = place, link
+        self._joined: Member | OnlyMember | None = None
         self._held = place.spec.elastic or place.spec.keep_going
         self._run: RoundRun | None = None
         self._said: set[str] = set()  # what need not be told again
@@ -107,30 +107,36 @@ class Agent:
                     return Outcome(code=128 + self.interrupted_by, ranks=self.ranks)
                 self._do(duty)
         except BaseException as error:
-            if self.name and not self._link.gone:
+            if self._joined is not None and not self._joined.gone:
                 why = f"{self._place.host} cannot go on: {error}"
-                self._link.tell(Left(self.name, 1, why, ends_job=self._link.coordinates))
+                self._me.tell(Left(self._me.agent, 1, why, ends_job=self._link.coordinates))
             raise
         finally:
             self._release_port()
 
     def _must_stay(self) -> bool:
         """Whether others depend on this host, which has no part in the job any more."""
-        return self._link.coordinates and self._link.machine().phase is not MachinePhase.OVER
+        return self._link.coordinates and self._me.machine().phase is not MachinePhase.OVER
+
+    @property
+    def _me(self) -> Member | OnlyMember:
+        """This agent's membership."""
+        assert self._joined is not None
+        return self._joined
 
     # --- the overseer of a round's loop --------------------------------------------------------
 
     @property
     def fd(self) -> int:
         """Readable when there is news of other hosts."""
-        return self._link.fd
+        return self._me.fd
 
     @property
     def wake_at(self) -> float | None:
         """When to look again at the latest."""
         times = [at + _CRASH_S for at in self._crashed_at.values()]
-        if self._link.expires_at is not None:
-            times.append(time.monotonic() + max(0.0, self._link.expires_at - boottime()))
+        if self._me.expires_at is not None:
+            times.append(time.monotonic() + max(0.0, self._me.expires_at - boottime()))
         return min(times, default=None)
 
     def attend(self, now: float) -> list[Action]:
@@ -138,7 +144,7 @@ class Agent:
         run = self._run
         assert run is not None
         self._report(run, now)
-        if self._link.gone:
+        if self._me.gone:
             return run.supervisor.fence(now)
         duty = self._duty()
         if isinstance(duty, Work) and duty.plan.number == run.round.number:
@@ -146,28 +152,28 @@ class Agent:
             return []
         if run.supervisor.phase is not Phase.RUNNING:
             return []
-        machine = self._link.machine()
+        machine = self._me.machine()
         saving = machine.departing and run.catches(signal.SIGTERM)
         return run.supervisor.stop(now, explain=machine.failed, saving=saving)
 
     # --- duties --------------------------------------------------------------------------------
 
     def _join(self) -> None:
-        self.name = ""
         self._said.clear()
         self._timers.clear()
-        self.name = self._link.join(self._place.host)
-        self._place = replace(self._place, spec=replace(self._place.spec, run_id=self._link.run_id))
-        os.pwrite(self._place.address.key_fd, self._link.job_key.raw, 0)
+        self._joined = None
+        self._joined = self._link.join(self._place.host)
+        self._place = replace(self._place, spec=replace(self._place.spec, run_id=self._me.run_id))
+        os.pwrite(self._place.address.key_fd, self._me.job_key.raw, 0)
 
     def _duty(self) -> Duty:
         """Return what the state wants; show what it notes of other hosts."""
-        machine = self._link.machine()
+        machine = self._me.machine()
         for note in machine.notes:
             if note not in self._noted:
                 self._noted.add(note)
                 self._place.terminal.say(note)
-        return Rejoin() if self._link.gone else machine.duty(self.name)
+        return Rejoin() if self._me.gone else machine.duty(self._me.agent)
 
     def _do(self, duty: Duty) -> None:
         match duty:
@@ -180,7 +186,9 @@ class Agent:
             case Work():
                 self._run_round(duty)
             case Stop():
-                self._tell_once(f"ended {duty.plan.number}", Ended(self.name, duty.plan.number))
+                self._tell_once(
+                    f"ended {duty.plan.number}", Ended(self._me.agent, duty.plan.number)
+                )
             case Rejoin():
                 self._say_why_again()
                 self._join()
@@ -192,7 +200,7 @@ class Agent:
                 self._sleep(None)
 
     def _say_why_again(self) -> None:
-        why = self._link.gone or "the others have given this host up"
+        why = self._me.gone or "the others have given this host up"
         self._place.terminal.say(f"{why}; its ranks were ended, and it looks for the job again")
 
     def _prepare(self, plan: Plan) -> None:
@@ -200,24 +208,24 @@ class Agent:
         port = self._place.spec.master_port
         if port is None:
             self._keeper, port = reserve_port()
-        address = self._place.spec.master_addr or self._link.address
-        ready = Ready(self.name, plan.number, address, port)
+        address = self._place.spec.master_addr or self._me.address
+        ready = Ready(self._me.agent, plan.number, address, port)
         self._tell_once(f"ready {plan.number}", ready)
 
     def _run_round(self, duty: Work) -> None:
         plan = duty.plan
         round = Round(
             number=plan.number,
-            node=plan.node_of(self.name),
+            node=plan.node_of(self._me.agent),
             hosts=plan.hosts,
             nprocs=plan.nprocs,
             master_addr=duty.ready.master_addr,
             master_port=duty.ready.master_port,
-            store=self._link.store,
+            store=self._me.store,
         )
         self.node = round.node
         if plan.number > 0:
-            machine = self._link.machine()
+            machine = self._me.machine()
             self._place.terminal.say(
                 f"{machine.setback}; round {plan.number} starts with {plan.world_size} ranks on "
                 f"{', '.join(plan.hosts)} (restarts: {machine.restarts} of "
@@ -242,16 +250,16 @@ class Agent:
         well = all(map(supervisor.succeeded, range(run.round.nproc)))
         if well:
             self._warn_of_no_elastic(run, "without it a job needs no --elastic")
-        if not self._link.gone:
+        if not self._me.gone:
             well = well and not self._held and supervisor.interrupted_by is None
-            self._tell_once(f"ended {number}", Ended(self.name, number, self.ranks, well))
+            self._tell_once(f"ended {number}", Ended(self._me.agent, number, self.ranks, well))
 
     def _report(self, run: RoundRun, now: float) -> None:
         """Tell what is new of the ranks and of signals."""
         supervisor, number = run.supervisor, run.round.number
         if supervisor.first_failure is not None and not self._held:
             local = supervisor.first_failure
-            failed = Failed(self.name, number, local, run.result(local))
+            failed = Failed(self._me.agent, number, local, run.result(local))
             self._tell_once(f"failed {number}", failed, wait=False)
         if self._held and supervisor.phase is Phase.RUNNING:
             self._report_ends(run, now)
@@ -266,10 +274,10 @@ class Agent:
                 self._crashed_at.pop(local, None)
                 again = f"end {local} {self._replaced.get(local, 0)}"
                 if supervisor.succeeded(local):
-                    event: Event = Finished(self.name, number, local)
+                    event: Event = Finished(self._me.agent, number, local)
                 else:
                     times = self._replaced.get(local, 0)
-                    event = Failed(self.name, number, local, run.result(local), times)
+                    event = Failed(self._me.agent, number, local, run.result(local), times)
                 self._tell_once(again, event, wait=False)
             elif supervisor.has_crashed(local) and local not in self._crashed_at:
                 self._crashed_at[local] = now
@@ -281,7 +289,7 @@ class Agent:
     def _replace(self, run: RoundRun, duty: Work) -> None:
         """Start what the machine wants started in place of ranks that have ended."""
         due = [(k, n) for k, n in duty.replaced if n > self._replaced.get(k, 0)]
-        first = self._link.machine().restarts - len(due) + 1
+        first = self._me.machine().restarts - len(due) + 1
         for number, (local, times) in enumerate(due, first):
             if local in run.supervisor.exits:
                 self._replaced[local] = times
@@ -290,7 +298,7 @@ class Agent:
                     f"replacement {number} of {self._place.spec.max_restarts} is started"
                 )
                 self._warn_of_no_elastic(run, "until then nobody recovers from a death")
-                run.replace(local, times, self._link.store)
+                run.replace(local, times, self._me.store)
 
     def _warn_of_no_elastic(self, run: RoundRun, why: str) -> None:
         """Say once that a program which was started with --elastic does not recover by itself."""
@@ -306,7 +314,7 @@ class Agent:
         why = f"told to end on {self._place.host}"
         if self._link.coordinates:
             why += ", which coordinates the job"
-        self._link.tell(Left(self.name, 128 + number, why, ends_job=self._link.coordinates))
+        self._me.tell(Left(self._me.agent, 128 + number, why, ends_job=self._link.coordinates))
 
     # --- waiting -------------------------------------------------------------------------------
 
@@ -314,7 +322,7 @@ class Agent:
         """Tell an event, and with `wait`, if that was done already, wait for what it brings."""
         if what not in self._said:
             self._said.add(what)
-            self._link.tell(event)
+            self._me.tell(event)
         elif wait:
             self._sleep(None)
 
@@ -332,10 +340,10 @@ class Agent:
             return
         # Told in vain if somebody came meanwhile; should he be lost, the same time runs once more.
         self._timers[timer.name] = now + max(timer.after_s, _AGAIN_S)
-        self._link.tell(Expired(timer.name))
+        self._me.tell(Expired(timer.name))
 
     def _say_who_is_missing(self, timer: Timer) -> None:
-        missing = self._link.machine().missing
+        missing = self._me.machine().missing
         if missing and timer.name not in self._said:
             self._said.add(timer.name)
             self._place.terminal.say(
@@ -345,10 +353,10 @@ class Agent:
 
     def _sleep(self, until: float | None) -> None:
         """Wait for news, a signal or a time."""
-        fds = [fd for fd in (self._link.fd, self._place.signals) if fd >= 0]
+        fds = [fd for fd in (self._me.fd, self._place.signals) if fd >= 0]
         timeout = None if until is None else max(0.0, until - time.monotonic())
-        if self._link.expires_at is not None:
-            left_s = max(0.0, self._link.expires_at - boottime())
+        if self._me.expires_at is not None:
+            left_s = max(0.0, self._me.expires_at - boottime())
             timeout = left_s if timeout is None else min(timeout, left_s)
         select.select(fds, [], [], timeout)
         for number in read_signals(self._place.signals):

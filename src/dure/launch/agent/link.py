@@ -1,15 +1,14 @@
-"""What an agent sees of the job's other agents: nobody, or a membership that it takes up anew.
+"""How an agent becomes a member of its job: alone, or by finding the others, as often as it must.
 
 A job on one host has no lease and no deadline (`Alone`): its state is fed directly, without
 threads or round trips. On several hosts (`Linked`) an agent finds the state (`finding`) and becomes
-a member (`membership`); when it has been given up, it does both again under another name.
+a `Member`; when it has been given up, it does both again under another name.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
-from typing import Protocol
 
 import msgspec
 
@@ -18,7 +17,7 @@ from dure.launch.agent.elastic import ElasticMachine
 from dure.launch.agent.events import Event, Joined, Settings
 from dure.launch.agent.finding import EtcdFinder, Finder, keep_quiet
 from dure.launch.agent.machine import Machine, Phase
-from dure.launch.agent.membership import LastWill, Member, Terms, boottime
+from dure.launch.agent.membership import LastWill, Member, Terms
 from dure.launch.ranks.environment import MASTER_ADDR
 from dure.launch.ranks.reaper import Reaper
 from dure.launch.spec import JobSpec
@@ -27,7 +26,7 @@ from dure.store.key import JobKey, control_key, mint
 from dure.store.listener import listen
 from dure.store.server import StoreServer
 
-__all__ = ["Alone", "Link", "Linked", "make_machine"]
+__all__ = ["Alone", "Link", "Linked", "OnlyMember", "make_machine"]
 
 _REJOIN_S = 60.0
 """How long an agent that was cut off looks for the others."""
@@ -52,101 +51,44 @@ def make_machine(spec: JobSpec) -> Machine:
     )
 
 
-class Link(Protocol):
-    """What an agent needs of the job's other agents. Threads: the agent's alone."""
+class OnlyMember:
+    """The one member of a job on one host; as `Member`, without lease, deadline and news."""
 
-    @property
-    def run_id(self) -> str:
-        """The job's name, equal on all agents."""
-        ...
-
-    @property
-    def job_key(self) -> JobKey:
-        """The key of the ranks' store."""
-        ...
-
-    @property
-    def address(self) -> str:
-        """The address of this host by which the job's other hosts reach it."""
-        ...
-
-    @property
-    def store(self) -> str:
-        """host:port of the ranks' store."""
-        ...
-
-    @property
-    def fd(self) -> int:
-        """Readable when there may be news; -1: there never are."""
-        ...
-
-    @property
-    def expires_at(self) -> float | None:
-        """When all workers must be dead, of `boottime`, should nobody be reached until then."""
-        ...
-
-    @property
-    def gone(self) -> str:
-        """Why this agent is no member any more; empty while it is one."""
-        ...
-
-    @property
-    def settled(self) -> bool:
-        """Whether the machine knows all that this agent has told."""
-        ...
-
-    @property
-    def coordinates(self) -> bool:
-        """Whether the other agents depend on this one's servers."""
-        ...
-
-    def join(self, host: str) -> str:
-        """Become a member, under a name that nobody had before; return the name."""
-        ...
-
-    def tell(self, event: Event) -> None:
-        """Say what has happened."""
-        ...
-
-    def machine(self) -> Machine:
-        """Return the job's state as it was seen last."""
-        ...
-
-    def close(self) -> None:
-        """Take leave."""
-        ...
-
-
-class Alone:
-    """The link of a job on one host: its machine is fed directly."""
-
+    agent = "alone"
+    address = MASTER_ADDR
     fd = -1
     expires_at = None
     gone = ""
-    settled, coordinates = True, False
-    address = MASTER_ADDR
 
-    def __init__(self, spec: JobSpec) -> None:
-        self._spec = spec
+    def __init__(self, spec: JobSpec, host: str, store: str, job_key: JobKey) -> None:
         self.run_id = spec.run_id or uuid.uuid4().hex
-        self.job_key = mint() if spec.key is None else JobKey(spec.key)
+        self.store, self.job_key = store, job_key
         self._machine = make_machine(spec)
-        # Not a TCPStore: DURE_STORE_BIND is for rank 0's store, and this one never leaves the host.
-        self._server = StoreServer(listen(resolve(MASTER_ADDR, 0)), self.job_key)
-        self.store = f"{MASTER_ADDR}:{self._server.port}"
-
-    def join(self, host: str) -> str:
-        """Be the only member."""
-        self.tell(Joined("alone", host, self._spec.nproc, self._spec.node_rank))
-        return "alone"
+        self.tell(Joined(self.agent, host, spec.nproc, spec.node_rank))
 
     def tell(self, event: Event) -> None:
-        """Feed the machine."""
+        """Feed the state."""
         self._machine.apply(event)
 
     def machine(self) -> Machine:
-        """Return the machine."""
+        """Return the state."""
         return self._machine
+
+
+class Alone:
+    """The link of a job on one host, which has the ranks' store."""
+
+    coordinates = False
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._spec = spec
+        self._key = mint() if spec.key is None else JobKey(spec.key)
+        # Not a TCPStore: DURE_STORE_BIND is for rank 0's store, and this one never leaves the host.
+        self._server = StoreServer(listen(resolve(MASTER_ADDR, 0)), self._key)
+
+    def join(self, host: str) -> OnlyMember:
+        """Be the only member."""
+        return OnlyMember(self._spec, host, f"{MASTER_ADDR}:{self._server.port}", self._key)
 
     def close(self) -> None:
         """Let the store end when the last rank has left it."""
@@ -162,6 +104,8 @@ class Linked:
         reaper: Who kills the ranks of this host past its deadline, or when this launcher dies.
         interrupted: A descriptor that becomes readable when the user has had enough.
         say: Called with a line for the user, while the others cannot be found.
+
+    Threads: the agent's alone.
     """
 
     def __init__(
@@ -174,38 +118,46 @@ class Linked:
         say: Callable[[str], None] = keep_quiet,
     ) -> None:
         self._spec, self._reaper = spec, reaper
-        self._key: JobKey | None = None
+        self._secret = b""  # what opens the place where the state is
         self._finder: Finder | EtcdFinder
         if key is None:
             self._finder = EtcdFinder(spec, interrupted)
+            self._secret = self._finder.options.password.encode()
         else:
-            self._key = control_key(key, spec.endpoint or "", spec.run_id or "")
-            self._finder = Finder(spec, self._key, self._note_presence, interrupted, say)
+            control = control_key(key, spec.endpoint or "", spec.run_id or "")
+            self._finder = Finder(spec, control, self._note_presence, interrupted, say)
+            self._secret = control.raw
         self._member: Member | None = None
 
-    def join(self, host: str) -> str:
-        """Find the job and become a member, the first time or again.
+    @property
+    def coordinates(self) -> bool:
+        """Whether the other agents depend on this launcher's servers."""
+        return self._finder.coordinator is not None
+
+    def join(self, host: str) -> Member:
+        """Find the job and become a member under a name that nobody had, the first time or again.
 
         Raises:
             LaunchError: Nobody was found in time, or the user had enough.
             UsageError: The others were told other things.
         """
-        again = self._member is not None
+        former = ""
         if self._member is not None:
+            former = self._member.agent
             self._member.close()
             self._member = None
         limit_s = self._spec.join_timeout_s
-        limit_s = min(limit_s, _REJOIN_S) if again else limit_s
+        limit_s = min(limit_s, _REJOIN_S) if former else limit_s
         self._finder.begin()
         while True:
-            shared = self._finder.reach(serve=not again)
+            shared = self._finder.reach(serve=not former)
             if shared is not None:
                 member = Member(shared, self._renewed)
                 try:
-                    if self._enter(member, host, again=again):
+                    if self._enter(member, host, former):
                         self._member = member
                         self._appoint(member)
-                        return member.agent
+                        return member
                 except StoreError:
                     pass
                 except BaseException:
@@ -213,9 +165,9 @@ class Linked:
                     raise
                 member.close()
             if not self._finder.wait(limit_s):
-                raise self._lost_for_good(limit_s) if again else self._finder.nobody()
+                raise self._lost_for_good(limit_s) if former else self._finder.nobody()
 
-    def _enter(self, member: Member, host: str, *, again: bool) -> bool:
+    def _enter(self, member: Member, host: str, former: str) -> bool:
         spec, finder = self._spec, self._finder
         if isinstance(finder, EtcdFinder):
             begins, store, job_key = True, finder.ranks_store(), mint().raw
@@ -235,17 +187,13 @@ class Linked:
         )
         first = make_machine(spec) if begins else None
         joined = Joined(member.agent, host, spec.nproc, spec.node_rank, address=finder.address)
-        return member.join(joined, terms, first, again=again)
+        return member.join(joined, terms, first, former=former)
 
     def _appoint(self, member: Member) -> None:
         """Tell the reaper what to say should this launcher die."""
-        if self._reaper is None:
-            return
-        secret = b"" if self._key is None else self._key.raw
-        if isinstance(self._finder, EtcdFinder):
-            secret = self._finder.options.password.encode()
-        will = LastWill(self._finder.endpoint, secret, member.agent, member.nonce)
-        self._reaper.appoint(msgspec.msgpack.encode(will))
+        if self._reaper is not None:
+            will = LastWill(self._finder.endpoint, self._secret, member.agent, member.nonce)
+            self._reaper.appoint(msgspec.msgpack.encode(will))
 
     def _renewed(self, deadline: float) -> None:
         if self._reaper is not None:
@@ -266,66 +214,6 @@ class Linked:
             "--rdzv-backend etcd a job outlives any host.",
         )
 
-    @property
-    def _here(self) -> Member:
-        assert self._member is not None
-        return self._member
-
-    @property
-    def run_id(self) -> str:
-        """The job's name."""
-        return self._here.terms.run_id
-
-    @property
-    def job_key(self) -> JobKey:
-        """The key of the ranks' store, which the coordinator minted."""
-        return JobKey(self._here.terms.job_key)
-
-    @property
-    def address(self) -> str:
-        """The address by which others reach this host."""
-        return self._finder.address
-
-    @property
-    def store(self) -> str:
-        """host:port of the ranks' store."""
-        return self._here.terms.store
-
-    @property
-    def fd(self) -> int:
-        """The member's."""
-        return self._here.fd
-
-    @property
-    def expires_at(self) -> float | None:
-        """The member's deadline."""
-        return self._here.expires_at
-
-    @property
-    def gone(self) -> str:
-        """Why this agent is no member any more."""
-        if not self._here.gone and boottime() > self._here.expires_at:
-            return "nobody was reached until its deadline"
-        return self._here.gone
-
-    @property
-    def settled(self) -> bool:
-        """Whether the state seen last has all that was told."""
-        return self._here.settled
-
-    @property
-    def coordinates(self) -> bool:
-        """Whether this launcher has the servers."""
-        return self._finder.coordinator is not None
-
-    def tell(self, event: Event) -> None:
-        """Write it into the state."""
-        self._here.tell(event)
-
-    def machine(self) -> Machine:
-        """Return the state seen last."""
-        return self._here.machine()
-
     def close(self) -> None:
         """Leave; somebody waits a little for the others to read the end, and then clears it."""
         member = self._member
@@ -340,3 +228,6 @@ class Linked:
                 member.clear()
             member.close()
         self._finder.close()
+
+
+Link = Alone | Linked

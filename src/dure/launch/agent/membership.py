@@ -141,7 +141,8 @@ class Member:
 
     Attributes:
         agent: Its name, which nobody had before.
-        gone: Why it is no member any more; empty while it is one.
+        terms: What all agents of the job have agreed on.
+        address: That of this host, by which the job's other hosts reach it.
 
     Threads: all methods belong to the agent's thread but `note_presence`.
     """
@@ -151,7 +152,8 @@ class Member:
     ) -> None:
         self.agent = uuid.uuid4().hex[:12]
         self.nonce = secrets.token_bytes(16)
-        self.gone = ""
+        self.address = ""
+        self._gone = ""
         self._shared, self._renewed = shared, renewed
         self._lock = threading.Condition()
         self._revision, self._packed = EVERYTHING, b""  # of the state seen last
@@ -167,7 +169,7 @@ class Member:
 
     # --- joining -----------------------------------------------------------------------------
 
-    def join(self, joined: Joined, mine: Terms, first: Machine | None, *, again: bool) -> bool:
+    def join(self, joined: Joined, mine: Terms, first: Machine | None, *, former: str = "") -> bool:
         """Become a member; False: there is no job here (yet).
 
         Args:
@@ -175,24 +177,26 @@ class Member:
             mine: What this agent was told.
             first: The state to begin with where there is none, or a job that nobody has any more;
                 None: this agent may not begin one.
-            again: Whether it was a member of this job before.
+            former: Its name as a member of this job before, of which nothing is left here.
 
         Raises:
             UsageError: The others were told other things.
             StoreError: The keys cannot be reached.
         """
         lease_s, margin_s = mine.lease_s, mine.margin_s
+        if former:
+            self._shared.release(_MEMBERS + former)
         while True:
             sent = boottime()
             self._shared.hold(self._key, self.nonce, lease_s + margin_s)
             _, keys = self._shared.look(PREFIX, EVERYTHING, 0.0)
             packed = keys.get(STATE)
             found = None if packed is None else read_state(packed)
-            if found is not None and not again and _is_over(found.read(), keys):
+            if found is not None and not former and _is_over(found.read(), keys):
                 found = None
                 if first is None:
                     break
-            if found is None and (first is None or again):
+            if found is None and (first is None or former):
                 break
             if found is not None:
                 self._compare(mine, found, joined.host)
@@ -203,7 +207,7 @@ class Member:
             machine = found.read() if found is not None else _copy(first)
             machine.apply(joined)
             if self._write(packed, _pack(terms, machine)):
-                self.terms, self._lease_s = terms, lease_s
+                self.terms, self._lease_s, self.address = terms, lease_s, joined.address
                 self._extend(sent)
                 self._take(*self._shared.look(PREFIX, EVERYTHING, 0.0))
                 self._start()
@@ -254,6 +258,28 @@ class Member:
             thread.start()
 
     # --- the agent's thread ------------------------------------------------------------------
+
+    @property
+    def run_id(self) -> str:
+        """The job's name, equal on all agents."""
+        return self.terms.run_id
+
+    @property
+    def job_key(self) -> JobKey:
+        """The key of the ranks' store."""
+        return JobKey(self.terms.job_key)
+
+    @property
+    def store(self) -> str:
+        """Where the ranks' store is: HOST:PORT, or etcd's URL."""
+        return self.terms.store
+
+    @property
+    def gone(self) -> str:
+        """Why this agent is no member any more; empty while it is one."""
+        if not self._gone and boottime() > self._deadline:
+            self._leave("nobody was reached until its deadline")
+        return self._gone
 
     @property
     def fd(self) -> int:
@@ -319,7 +345,7 @@ class Member:
     def finish(self, timeout_s: float = 2.0) -> None:
         """Write what is not written yet, and give the lease back; the keys can still be read."""
         with self._lock:
-            self._lock.wait_for(lambda: not self._pending or bool(self.gone), timeout_s)
+            self._lock.wait_for(lambda: not self._pending or bool(self._gone), timeout_s)
             self._closing = True
             self._lock.notify_all()
         with contextlib.suppress(StoreError):
@@ -350,12 +376,12 @@ class Member:
 
     @property
     def _stopped(self) -> bool:
-        return self._closing or bool(self.gone)
+        return self._closing or bool(self._gone)
 
     def _leave(self, why: str) -> None:
         """Be no member any more."""
         with self._lock:
-            self.gone = self.gone or why
+            self._gone = self._gone or why
             self._lock.notify_all()
         self._wake()
 
