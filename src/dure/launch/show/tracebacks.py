@@ -16,6 +16,7 @@ import re
 __all__ = ["Tracebacks", "say_alike", "words"]
 
 _HEADER = b"Traceback (most recent call last):"
+_RECORD = b"Flight record: "
 _LONGEST = 1000  # lines that are kept together
 _FRAME = re.compile(rb'(?m)^  File "(?P<file>.*)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
 _OWN = re.compile(rb"dure\.errors\.(?P<kind>\w+): ")
@@ -53,19 +54,22 @@ class Tracebacks:
         if owner not in self._held and _HEADER not in lines:
             return lines
         out: list[bytes] = []
+        alike = False  # the last traceback was told already, and so is the folder of its record
         for line in lines:
             held = self._held.get(owner)
             if held is None:
                 if line == _HEADER:
                     self._held[owner] = [line]
-                else:
+                elif not (alike and line.startswith(_RECORD)):
                     out.append(line)
                 continue
             held.append(line)
             if len(held) > _LONGEST:
                 out += self.release(owner)
             elif not line.startswith(b" "):
-                out.append(self._shortened(rank, b"\n".join(self.release(owner))))
+                block = b"\n".join(self.release(owner))
+                out.append(self._shortened(rank, block))
+                alike = out[-1] is not block
         return out
 
     def _shortened(self, rank: int, block: bytes) -> bytes:
