@@ -119,8 +119,6 @@ class JobSpec:
         elastic: The program outlives deaths itself (`dure.elastic`): dead ranks are replaced, and
             the living left alone. Implies `keep_going`.
         min_ranks: An elastic job ends when fewer ranks than these live.
-        quorum: Of a job whose network is cut, only the part with the quorum goes on
-            (`dure.store.quorum`).
         zygote: Whether ranks are forked from a process that has imported torch.
         preload: Modules that process imports besides.
         role: What the ranks find as ROLE_NAME.
@@ -169,7 +167,6 @@ class JobSpec:
     max_restarts: int = 0
     elastic: bool = False
     min_ranks: int = 1
-    quorum: bool = True
     zygote: Literal["auto", "always", "never"] = "auto"
     preload: tuple[str, ...] = ()
     role: str = "default"
