@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dure.launch.ranks import processes
-from dure.launch.ranks.processes import JobProcesses
+from dure.launch.ranks.processes import JobProcesses, adopting_orphans
 from dure.launch.ranks.spawn import start_rank
 from dure.launch.spec import JobSpec
 
@@ -57,3 +57,26 @@ def test_rank_that_cannot_be_watched_is_not_left_running(
         start_rank(JobSpec(program=str(program)), 0, {}, (key,))
     os.close(key)
     assert not os.path.exists(f"/proc/{started[0]}")
+
+
+def test_detached_process_that_dies_to_the_launcher_is_reaped() -> None:
+    script = "setsid sh -c 'echo $$; exec sleep 60' & read line"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    environment = {"DURE_LAUNCHER": "a job"}
+    with (
+        adopting_orphans(),
+        subprocess.Popen(
+            ["sh", "-c", script], text=True, start_new_session=True, env=environment, **pipes
+        ) as rank,
+    ):
+        assert rank.stdin is not None
+        assert rank.stdout is not None
+        detached = int(rank.stdout.readline())
+        rank.stdin.close()
+        os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)  # and its child is ours
+        job = JobProcesses((rank.pid,), "a job", below=os.getpid())
+        assert [p.pid for p in job.others()] == [detached]
+        assert job.signal(detached, signal.SIGKILL)
+        os.waitid(os.P_PID, detached, os.WEXITED | os.WNOWAIT)
+        assert job.others() == []
+        assert not os.path.exists(f"/proc/{detached}")

@@ -135,6 +135,7 @@ class JobProcesses:
         self._spared = frozenset(spared)
         self._entry = f"DURE_LAUNCHER={job}".encode()
         self._me = os.getpid()
+        self._known: set[int] = set()
 
     def others(self, *, detached: bool = True) -> list[Process]:
         """List the job's living processes except the ranks, and reap those that died to us.
@@ -155,13 +156,19 @@ class JobProcesses:
         mine = [
             process
             for process in everyone.values()
-            if process.pid not in self._ranks and self._owns(process, everyone.get)
+            if process.pid not in self._ranks
+            and (self._has_died(process) or self._owns(process, everyone.get))
         ]
+        self._known.update(process.pid for process in mine)
         for process in mine:
             if process.state == "Z" and process.parent == self._me:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(process.pid, os.WNOHANG)
         return [process for process in mine if process.state not in "ZX"]
+
+    def _has_died(self, process: Process) -> bool:
+        """Whether it is one of the job's that died to us: it has no environment any more."""
+        return process.state == "Z" and process.parent == self._me and process.pid in self._known
 
     def signal(self, pid: int, number: int) -> bool:
         """Send signal `number` to process `pid` if it still is one of the job's.
