@@ -11,7 +11,7 @@ import pytest
 
 from dure.errors import StoreError, StoreLost, StoreRefused, StoreTimeout, UsageError
 from dure.store.etcd import MAX_ETCD_BYTES, EtcdStore
-from dure.store.etcd_gateway import EtcdOptions, Gateway
+from dure.store.etcd_gateway import Connection, EtcdOptions, Gateway, Json
 from procs import etcd, hosts
 from procs.relay import Relay
 from procs.store_programs import line, running
@@ -124,6 +124,31 @@ def test_a_write_whose_answer_was_lost_is_done_once(one: etcd.Etcd) -> None:
         assert store.delete_key("text")
         assert relay.lost > 10
         store.close()
+
+
+def test_a_write_that_arrives_late_does_nothing(
+    one: etcd.Etcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was on its way for so long that its writer has given it up and asked again."""
+    sent: list[tuple[str, Json]] = []
+    ask = Connection.ask
+
+    def recording(self: Connection, path: str, body: Json, answer_s: float = 5.0) -> Json:
+        sent.append((path, body))
+        return ask(self, path, body, answer_s)
+
+    store = EtcdStore.from_url(f"etcd://{one.names}/late", TIMEOUT)
+    monkeypatch.setattr(Connection, "ask", recording)
+    store.set("k", "1")
+    late = sent[-1]
+    store.set("k", "2")
+    monkeypatch.undo()
+    connection = Gateway(EtcdOptions(endpoints=tuple(one.endpoints))).connection()
+    assert "compare" in late[1]
+    assert not connection.ask(*late).get("succeeded")
+    assert store.get("k") == b"2"
+    connection.close()
+    store.close()
 
 
 def test_a_password_and_tokens_that_expire(tmp_path: Path) -> None:
