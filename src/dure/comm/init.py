@@ -79,9 +79,9 @@ def init_process_group(
         backend: "shm", "hybrid", "hybrid_mpi", "threads", "gloo", "mpi", "nccl", or one for each
             kind of device such as "cpu:hybrid,cuda:nccl". None: "shm" if all ranks share a host,
             else "hybrid", which is shared memory inside a host and gloo between hosts.
-        init_method: "env://", "tcp://HOST:PORT", or "file:///PATH". None: "env://"; what RANK,
-            WORLD_SIZE, MASTER_ADDR and MASTER_PORT leave open is found where Slurm, an MPI
-            launcher or another cluster started the ranks (`dure env` shows what).
+        init_method: "env://", "tcp://HOST:PORT", "file:///PATH" or "etcd://HOST:PORT/JOB". None:
+            "env://"; what RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT leave open is found where
+            Slurm, an MPI launcher or another cluster started the ranks (`dure env` shows what).
         timeout: How long operations wait for their peers (30 minutes by default); joining waits
             for the other ranks that long too, but at most 5 minutes.
         world_size: Ranks in the job; read from WORLD_SIZE where not given.

@@ -148,10 +148,6 @@ class JobKey:
         pair = self.pair(purpose)
         socket.curve_secretkey, socket.curve_publickey = pair.secret, pair.public
 
-    def write_to(self, fd: int) -> None:
-        """Write the 32 bytes to a file."""
-        os.write(fd, self._raw)
-
 
 def mint() -> JobKey:
     """Return a new random key."""

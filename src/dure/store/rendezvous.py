@@ -176,8 +176,8 @@ def rendezvous(
     """Meet the other ranks of the job.
 
     Args:
-        init_method: `env://` (also if None), `tcp://HOST:PORT` or `file:///PATH`, the latter two
-            optionally with `?rank=R&world_size=N`.
+        init_method: `env://` (also if None), `tcp://HOST:PORT`, `file:///PATH` or
+            `etcd://HOST:PORT/JOB`, all but the first optionally with `?rank=R&world_size=N`.
         rank: This rank; -1 if `init_method` or the environment says it.
         world_size: How many ranks there are; -1 likewise.
         store: A store to meet in, instead of `init_method`.
