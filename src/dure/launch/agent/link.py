@@ -31,6 +31,9 @@ __all__ = ["Alone", "Link", "Linked", "OnlyMember", "make_machine"]
 _REJOIN_S = 60.0
 """How long an agent that was cut off looks for the others."""
 
+_OUTCOME_S = 5.0
+"""The same, of a job that ends with a host's loss: it can only learn how."""
+
 _FAREWELL_S = 8.0
 """How long the coordinator waits for the others to read the end of the job: longer than a lease."""
 
@@ -147,7 +150,9 @@ class Linked:
             self._member.close()
             self._member = None
         limit_s = self._spec.join_timeout_s
-        limit_s = min(limit_s, _REJOIN_S) if former else limit_s
+        if former:
+            goes_on = self._spec.max_restarts > 0 or self._spec.elastic or self._spec.keep_going
+            limit_s = min(limit_s, _REJOIN_S if goes_on else _OUTCOME_S)
         self._finder.begin()
         while True:
             shared = self._finder.reach(serve=not former)
