@@ -38,7 +38,7 @@ AT = Progress  # committed, and staged
     ("survivors", "newcomers", "members", "step", "source", "behind"),
     [
         ({0: AT(7), 2: AT(7)}, [], "ac", 7, 0, ()),
-        ({0: AT(7), 2: AT(7)}, [("n", 1)], "acn", 7, 0, (2,)),
+        ({0: AT(7), 2: AT(7)}, [("z", 1)], "acz", 7, 0, (2,)),
         ({0: AT(0)}, [("x", 2), ("y", 1)], "axy", 0, 0, (1, 2)),  # in the order in which they came
         ({0: AT(6, 7), 1: AT(7)}, [], "ab", 7, 0, ()),  # one has committed: it stands
         ({0: AT(6, 7), 1: AT(6, 7)}, [], "ab", 7, 0, ()),  # a dead one may have committed

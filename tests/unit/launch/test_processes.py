@@ -61,12 +61,17 @@ def test_rank_that_cannot_be_watched_is_not_left_running(
 
 def test_detached_process_that_dies_to_the_launcher_is_reaped() -> None:
     script = "setsid sh -c 'echo $$; exec sleep 60' & read line"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    pipe = subprocess.PIPE
     environment = {"DURE_LAUNCHER": "a job"}
     with (
         adopting_orphans(),
         subprocess.Popen(
-            ["sh", "-c", script], text=True, start_new_session=True, env=environment, **pipes
+            ["sh", "-c", script],
+            text=True,
+            stdin=pipe,
+            stdout=pipe,
+            start_new_session=True,
+            env=environment,
         ) as rank,
     ):
         assert rank.stdin is not None
