@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from dure.launch import JobSpec, run_job
 from dure.launch.agent import finding
 from dure.launch.agent.events import Left
 from dure.launch.agent.link import Linked
+from dure.launch.agent.machine import Phase
 from dure.store.key import JobKey, control_key, mint
 
 
@@ -46,6 +48,8 @@ def test_a_job_that_has_ended_is_not_the_next_one() -> None:
         last, following = Linked(spec, key), Linked(replace(spec, node_rank=1), key)
         member = last.join("a")
         member.tell(Left(member.agent, 143))
+        while member.machine().phase is not Phase.OVER:
+            time.sleep(0.01)
         ending = threading.Timer(0.3, last.close)
         ending.start()
         member = following.join("b")  # whatever its node rank, for the endpoint is here
