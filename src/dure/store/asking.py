@@ -1,6 +1,6 @@
 """A store whose operations are requests to a `Board`, wherever that is."""
 
-# ruff: noqa: D102 (what a method of a store does is said once, in `Store` and in `Shared`)
+
 
 from __future__ import annotations
 

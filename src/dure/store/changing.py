@@ -1,6 +1,6 @@
 """A store that changes one value at a time: what is there, in place of it what comes of it."""
 
-# ruff: noqa: D102 (what a method of a store does is said once, in `Store`)
+
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ A lease is etcd's own. A watch begins at the revision after the last one seen, e
 cluster holds nobody up for longer.
 """
 
-# ruff: noqa: D102 (what a method of a store does is said once, in `Store` and in `Shared`)
+
 
 from __future__ import annotations
 

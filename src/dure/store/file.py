@@ -8,7 +8,7 @@ The log also records which processes opened and closed the store. The last one t
 file, and a process that opens the file of a job that died can see whose it was (`users`).
 """
 
-# ruff: noqa: D102 (what a method of a store does is said once, in `Store`)
+
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A store seen through a prefix: one part of a program cannot meet another's keys."""
 
-# ruff: noqa: D102 (what a method of a store does is said once, in `Store`)
+
 
 from __future__ import annotations
 
