@@ -112,6 +112,7 @@ def afterwards(rank: int, n: int) -> list[str]:
     assert {file_of(p) for m in (twin, alone, again) for p in m.parameters()} == {""}
     # Loading writes the shared memory, the same values on all ranks.
     fresh = Net(seed=5)
+    dist.barrier()  # when the others have compared
     model.load_state_dict(fresh.state_dict())
     dist.barrier()
     assert equal(model, fresh)
