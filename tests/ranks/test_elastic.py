@@ -14,7 +14,7 @@ from torch import nn
 import dure
 from dure.comm.world import new_world
 from dure.data import DataLoader
-from dure.elastic import Options, State, step_sync
+from dure.elastic import Options, State, running
 from dure.errors import Desync, RendezvousError, StoreLost, UsageError
 from dure.store import HashStore
 from dure.testing import run_ranks
@@ -102,40 +102,22 @@ class Job:
         return run_ranks(self.n + extra, rank)
 
 
-class FailingStore(HashStore):
-    """A store whose agreement meets failures: each request's first time, or all of them.
+class LostStore(HashStore):
+    """A store that answers until it is `lost`. Groups are made undisturbed."""
 
-    A request that fails may have been carried out. Groups are made undisturbed.
-    """
+    lost = False
 
-    def __init__(self, first: bool = False) -> None:
-        super().__init__(timedelta(seconds=20))
-        self.lost, self._first, self._asked = False, first, set[tuple[str, ...]]()
-
-    def _fail(self, *request: str) -> None:
-        if "/group/" in request[1]:
-            return
-        if self.lost or (self._first and request not in self._asked):
-            self._asked.add(request)
+    def _fail(self, key: str) -> None:
+        if self.lost and "/group/" not in key:
             raise StoreLost("the connection broke")
 
     def set(self, key: str, value: str | bytes) -> None:
+        self._fail(key)
         super().set(key, value)
-        self._fail("set", key)
-
-    def append(self, key: str, value: str | bytes) -> None:
-        super().append(key, value)
-        if value or self.lost:
-            self._fail("append", key, str(value))
 
     def get(self, key: str) -> bytes:
-        self._fail("get", key)
+        self._fail(key)
         return super().get(key)
-
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        found = super().compare_set(key, expected, desired)
-        self._fail("compare_set", key)
-        return found
 
 
 def undisturbed() -> list[float]:
@@ -212,29 +194,12 @@ def test_a_loss_that_one_rank_alone_has_seen_does_not_let_the_others_wait_for_it
     assert not job.errors
 
 
-def test_requests_that_fail_are_asked_again_and_nothing_counts_twice():
-    job = Job(3)
-    job.store = FailingStore(first=True)
-
-    def body(rank: int, state: State) -> list[float]:
-        def at_step(step: int) -> None:
-            if step == 2 and rank == 1:
-                raise Leaves
-
-        return train(state, at_step)
-
-    results = job.run(body)
-    assert set(job.errors) == {1}
-    assert results[0] == results[2] == pytest.approx(undisturbed(), rel=1e-12)
-    assert [(r.lost, r.joined) for r in job.states[0].recoveries] == [(1, 0)]
-
-
 def test_a_store_that_is_lost_ends_nothing_before_it_is_needed_and_then_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(step_sync, "_LOOK_S", 0.0)  # for newcomers, after each step
+    monkeypatch.setattr(running, "_LOOK_S", 0.0)  # for newcomers, after each step
     job = Job(2)
-    job.store = failing = FailingStore()
+    job.store = failing = LostStore(timedelta(seconds=20))
 
     def body(rank: int, state: State) -> None:
         def at_step(step: int) -> None:

@@ -4,8 +4,7 @@
 what must not be lost, committed step by step; `on_preempt` and `preempted` save before the end.
 
 Below them: `views` (which members and which step come next: pure), `membership` (how ranks agree on
-it, through `member_table`, which is what they write in the job's store), `step_sync` (what ranks
-tell each other between two steps), `snapshot` (copies of the state).
+it in the job's store), `snapshot` (copies of the state).
 """
 
 from __future__ import annotations

@@ -1,21 +1,31 @@
 """How ranks come to the next view: for whom they wait, and who decides.
 
-Note "Membership". A rank whose group has failed says that it is *here*, with what it has
-(`Progress`), and waits until each other member of the last view is here too, or is known to have
-ended. Whoever sees that first proposes the next view (`views.next_view`), with all who are here and
-all newcomers that wait; the first proposal counts (one compare-and-set), so all take the same way.
-If a member ends while the new group is made, that view has failed like any other, and the next one
-follows: there is no second decision to take.
+A rank whose group has failed says that it is *here*, with what it has (`Progress`), and waits until
+each other member of the last view is here too, or is known to have ended. Whoever sees that first
+proposes the next view (`views.next_view`), with all who are here and all newcomers that wait; the
+first proposal counts (one compare-and-set), so all take the same way. If a member ends while the
+new group is made, that view has failed like any other, and the next one follows: there is no second
+decision to take.
 
 A newcomer writes itself into a list and waits for a view that has it among its members. Before the
 first view, and where a view's members have all ended, newcomers decide among themselves.
 
-What they tell each other, and how each knows who has ended, `member_table` tells. A member that
-lives and does not come (it is stopped, or busy) is waited for `timeout_s`, then left out; when it
-wakes up, it sees that, and comes back as a newcomer.
+**What is in the store** is written once or only grows, so it can be read at any time and in any
+order, and written again when the answer to the first time was lost:
 
-There is one store, and it never moves: ranks that cannot reach it cannot come to a view, so a
-network that is cut never leaves two groups that both go on.
+    new, left           lists of TOKEN:RANK, of TOKEN      member/TOKEN   who that is
+    N/here/TOKEN        what it has after view N - 1       N/begun        view N - 1 has ended
+    N/view              view N                             done           the job has ended
+
+**Who has ended**: a process of this host, when the kernel says so; one of another host, when the
+group says so, or has not heard of it for seconds; whoever has said goodbye; and a member whose rank
+has come again, for a launcher gives a rank to a new process when the old one has ended. Whoever
+sees a process of its host end says goodbye for it, because other hosts cannot see that.
+
+A member that lives and does not come (it is stopped, or busy) is waited for `timeout_s`, then left
+out; when it wakes up, it sees that, and comes back as a newcomer. There is one store, and it never
+moves: ranks that cannot reach it cannot come to a view, so a network that is cut never leaves two
+groups that both go on.
 
 A member may also wait for one who is here already: in another group than the one that broke, or for
 a message, where a death is told to those alone who wait for the dead. So whoever has waited here
@@ -31,7 +41,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from dure.elastic.member_table import LOOK, MemberTable, Unreached
+import msgspec
+
+from dure.comm.creation import wait_watching
 from dure.elastic.views import Member, Progress, View, next_view
 from dure.errors import Aborted, PeerLost, RendezvousError, StoreTimeout
 from dure.store.base import Store
@@ -40,11 +52,21 @@ from dure.store.prefix import PrefixStore
 
 __all__ = ["GroupStore", "JobDone", "Membership"]
 
+_LOOK = timedelta(milliseconds=10)
+"""How long one look into the store waits for what is not there yet."""
+
 _NEWCOMER_LOOK = timedelta(milliseconds=100)
 _NUDGE_S = 1.0
-_WATCH_S = 0.02
 _SETTLE_S = 1.0
 """How long newcomers wait for more of them, where all members of the last view have ended."""
+
+_pack = msgspec.msgpack.encode
+_read_progress = msgspec.msgpack.Decoder(Progress).decode
+_read_member = msgspec.msgpack.Decoder(Member).decode
+_read_view = msgspec.msgpack.Decoder(View).decode
+
+Unreached = Callable[[int], bool]
+"""Tells of a rank of the last view whether its group takes it for lost."""
 
 
 class JobDone(Exception):
@@ -65,7 +87,6 @@ class Membership:
 
     Attributes:
         me: This process, this time that it joins.
-        table: What all have written.
     """
 
     def __init__(
@@ -79,15 +100,23 @@ class Membership:
         enough_s: float = 30.0,
         give_up: Callable[[], bool] = bool,
     ) -> None:
-        self._rank, self._expected, self._min_ranks = rank, expected, min_ranks
-        self._timeout_s, self._enough_s, self._give_up = timeout_s, enough_s, give_up
-        self.table = MemberTable(store)
+        self.store, self._rank, self._expected = store, rank, expected
+        self._min_ranks, self._give_up = min_ranks, give_up
+        self._timeout_s, self._enough_s = timeout_s, enough_s
+        self._dead: set[str] = set()
         self.me = self._new_self()
+        for name in ("new", "left"):
+            store.append(name, b"")  # so that both are there
 
     def _new_self(self) -> Member:
         return Member(uuid.uuid4().hex[:12], self._rank, myself())
 
     # ---- newcomers -----------------------------------------------------------------------------
+
+    def come(self, member: Member) -> None:
+        """Write a newcomer down."""
+        self.store.set(f"member/{member.token}", _pack(member))
+        self.store.append("new", f"{member.token}:{member.rank}\n")
 
     def enter(self) -> View:
         """Come as a newcomer; return the view in which this process is a member.
@@ -96,52 +125,61 @@ class Membership:
             JobDone: The job has ended meanwhile, or this process shall.
             RendezvousError: The others did not come, or too few.
         """
-        table = self.table
-        table.come(self.me)
+        self.come(self.me)
         began = heard_at = time.monotonic()
-        number = max(table.latest(), 0)
-        last: View | None = None
+        number, last = 0, None
         alone_since: float | None = None
         while True:
-            view = self._view(number, _NEWCOMER_LOOK if alone_since is None else LOOK)
+            view = self._view(number, _NEWCOMER_LOOK if alone_since is None else _LOOK)
             if view is not None:
-                if self._is_in(view):
+                if view.rank_of(self.me.token) >= 0:
                     return view
                 last, number, alone_since = view, number + 1, None
                 heard_at = time.monotonic()
                 continue
-            if self._give_up() or table.finished():
+            if self._give_up() or self.store.check(["done"]):
                 raise JobDone
             now = time.monotonic()
-            if last is None or all(table.has_ended(m) for m in last.members):
+            if last is None or all(self.has_ended(m) for m in last.members):
                 alone_since = alone_since or now
-                newcomers = table.newcomers(last)
+                newcomers = self.newcomers(last)
                 settled = last is not None and now - alone_since > _SETTLE_S
                 enough = len(newcomers) >= (self._min_ranks if settled else self._expected)
                 if enough or now - began > self._enough_s:
-                    self._propose(last, [], newcomers)
+                    self.propose(next_view(last, [], newcomers, self._min_ranks))
             elif now - heard_at > self._timeout_s:
                 self._require_life(last)
 
     def _require_life(self, last: View) -> None:
         """Raise if all who could let newcomers in may have gone with their hosts."""
-        awaited = [m for m in last.members if not self.table.has_ended(m)]
-        if any(alive(m.process) for m in awaited):
+        if any(alive(m.process) for m in last.members):
             return
         raise RendezvousError(
             "nobody lets this process into the group",
             rank=self._rank,
             elapsed_s=self._timeout_s,
-            seen=f"nothing is known of {', '.join(map(str, awaited))}",
+            seen=f"nothing is known of {', '.join(map(str, last.members))}",
             fix="If their hosts are lost, start the job again; if a step of theirs takes longer, "
             "raise Options(timeout=...).",
         )
 
+    def newcomers(self, last: View | None) -> list[Member]:
+        """Return who waits to be let in, and lives."""
+        known = set[str]() if last is None else set(last.known)
+        fresh = [t for t in self._came() if t not in known and t not in self._dead]
+        values = self.store.multi_get([f"member/{t}" for t in fresh]) if fresh else []
+        return [m for m in map(_read_member, values) if not self.has_ended(m)]
+
     # ---- the next view -------------------------------------------------------------------------
 
     def announce(self, last: View, progress: Progress) -> None:
-        """Say that `last` has ended for this rank, and what it has."""
-        self.table.announce(last.number + 1, self.me, progress)
+        """Say that `last` has ended for this rank, and what it has.
+
+        The first of two writes is to be answered: who reaches the store through a network that is
+        cut in the other direction does not count as here, for nobody would meet it.
+        """
+        self.store.set(f"{last.number + 1}/begun", b"")
+        self.store.set(_here(last, self.me), _pack(progress))
 
     def agree(self, last: View, unreached: Unreached, nudge: Callable[[], object] = bool) -> View:
         """Return the view after `last`, which has been announced to have ended.
@@ -154,39 +192,52 @@ class Membership:
         Raises:
             RendezvousError: Too few ranks are left.
         """
-        table, number = self.table, last.number + 1
         began = time.monotonic()
-        look = timedelta(0)
-        while (view := self._view(number, look)) is None:
+        while (view := self._view(last.number + 1, timedelta(0))) is None:
             waited_s = time.monotonic() - began
-            if table.missing(last, unreached) and waited_s < self._timeout_s:
+            if self.missing(last, unreached) and waited_s < self._timeout_s:
                 if waited_s > _NUDGE_S:
                     nudge()
-                look = timedelta(0)
                 continue
-            survivors, newcomers = table.survivors(last), table.newcomers(last)
+            survivors, newcomers = self.survivors(last), self.newcomers(last)
             enough = len(survivors) + len(newcomers) >= self._min_ranks
             if enough or waited_s > self._enough_s:
-                self._propose(last, survivors, newcomers)
-            look = LOOK
-        if self._is_in(view):
+                self.propose(next_view(last, survivors, newcomers, self._min_ranks))
+            else:
+                time.sleep(_LOOK.total_seconds())
+        if view.rank_of(self.me.token) >= 0:
             return view
         self.me = self._new_self()  # left out: it was taken for dead, or came too late
         return self.enter()
 
-    def keys_of(self, view: View) -> GroupStore:
-        """Return the keys in which the group of a view is made."""
-        return GroupStore(self.table, view, self._timeout_s)
+    def survivors(self, last: View) -> list[tuple[Member, Progress]]:
+        """Return who of a view that has ended is here, and what each has."""
+        self._came()
+        living = [m for m in last.members if not self.has_ended(m)]
+        all_here = self.store.check([_here(last, m) for m in living])  # mostly: one round trip
+        here = [m for m in living if all_here or self.store.check([_here(last, m)])]
+        values = self.store.multi_get([_here(last, m) for m in here]) if here else []
+        return list(zip(here, map(_read_progress, values), strict=True))
 
-    # ---- views ---------------------------------------------------------------------------------
+    def missing(self, last: View, unreached: Unreached) -> list[Member]:
+        """Wait a moment; return who lives and is not here."""
+        awaited = [m for m in last.members if not self.has_ended(m)]
+        try:
+            self.store.wait([_here(last, m) for m in awaited], _LOOK)
+            return []
+        except StoreTimeout:
+            self._came()
+        return [
+            m
+            for m in awaited
+            if m.token not in self._dead
+            and not self.store.check([_here(last, m)])
+            and not (alive(m.process) is None and unreached(last.rank_of(m.token)))
+        ]
 
-    def _propose(
-        self,
-        last: View | None,
-        survivors: Sequence[tuple[Member, Progress]],
-        newcomers: Sequence[Member],
-    ) -> None:
-        self.table.propose(next_view(last, survivors, newcomers, self._min_ranks))
+    def propose(self, view: View) -> None:
+        """Offer a view; the first that is offered counts."""
+        self.store.compare_set(f"{view.number}/view", "", _pack(view))
 
     def _view(self, number: int, look: timedelta) -> View | None:
         """Return a view, if there is one within a moment.
@@ -194,8 +245,13 @@ class Membership:
         Raises:
             RendezvousError: It says that there can be no such group.
         """
-        view = self.table.view(number, look)
-        if view is not None and view.failure:
+        key = f"{number}/view"
+        try:
+            self.store.wait([key], look)
+        except StoreTimeout:
+            return None
+        view = _read_view(self.store.get(key))
+        if view.failure:
             raise RendezvousError(
                 "the job cannot go on",
                 rank=self._rank,
@@ -205,8 +261,38 @@ class Membership:
             )
         return view
 
-    def _is_in(self, view: View) -> bool:
-        return view.rank_of(self.me.token) >= 0
+    def keys_of(self, view: View) -> GroupStore:
+        return GroupStore(self.store, view, self._timeout_s)
+
+    # ---- who has ended -------------------------------------------------------------------------
+
+    def has_ended(self, member: Member) -> bool:
+        """Tell whether a member is known to have ended; say goodbye for it if nobody else could."""
+        if member.token not in self._dead and alive(member.process) is False:
+            self._dead.add(member.token)
+            self.leave(member)  # other hosts cannot see it
+        return member.token in self._dead
+
+    def leave(self, member: Member) -> None:
+        """Say goodbye for a member."""
+        self.store.append("left", f"{member.token}\n")
+
+    def finish(self) -> None:
+        """Say that the job is done."""
+        self.store.set("done", b"")
+
+    def _came(self) -> list[str]:
+        """Return who has come, in order; learn who has said goodbye, or whose rank came again."""
+        words = self.store.get("new").decode().split()
+        ranks = dict(word.split(":") for word in words)
+        newest = {rank: token for token, rank in ranks.items()}
+        self._dead.update(token for token, rank in ranks.items() if newest[rank] != token)
+        self._dead.update(self.store.get("left").decode().split())
+        return list(ranks)
+
+
+def _here(last: View, member: Member) -> str:
+    return f"{last.number + 1}/here/{member.token}"
 
 
 class GroupStore(PrefixStore):
@@ -214,48 +300,31 @@ class GroupStore(PrefixStore):
 
     To make a group, ranks leave each other addresses in a store and wait for those of the others.
     If a member ends before it has left its own, the others would wait for the whole timeout; if one
-    gives up, it leaves no more. So whoever waits looks every `_WATCH_S` whether all members live,
-    as far as this host's kernel can tell, and whether one has announced that the view has ended.
-
-    Args:
-        table: What members have written.
-        view: The view.
-        timeout_s: How long to wait for members that live.
+    gives up, it leaves no more. So whoever waits looks now and then whether all members live, as
+    far as this host's kernel can tell, and whether one has announced that the view has ended.
     """
 
-    def __init__(self, table: MemberTable, view: View, timeout_s: float) -> None:
-        super().__init__(f"{view.number}/group", table.store)
-        self._table, self._view, self._limit = table, view, timedelta(seconds=timeout_s)
+    def __init__(self, job: Store, view: View, timeout_s: float) -> None:
+        super().__init__(f"{view.number}/group", job)
+        self._view, self._limit = view, timedelta(seconds=timeout_s)
 
     @property
     def timeout(self) -> timedelta:
-        """How long `get` and `wait` wait: as long as members that live are waited for."""
         return self._limit
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return when all `keys` exist; raise when a member has ended, or has given up."""
         limit = self.timeout if timeout is None else timeout
-        deadline = time.monotonic() + limit.total_seconds()
-        while True:
-            left_s = deadline - time.monotonic()
-            try:
-                return super().wait(keys, timedelta(seconds=max(0.0, min(left_s, _WATCH_S))))
-            except StoreTimeout:
-                if left_s <= _WATCH_S:
-                    raise
-            self._require_all()
+        wait_watching(self._store, self._full(keys), limit, [self])
 
     def get(self, key: str) -> bytes:
-        """Return the value of `key`; wait for it as `wait` does."""
         self.wait([key])
         return super().get(key)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of `keys`; wait for them as `wait` does."""
         self.wait(keys)
         return super().multi_get(keys)
 
-    def _require_all(self) -> None:
+    def look(self) -> None:
         """Raise if the group will not come about."""
         members = self._view.members
         for rank, member in enumerate(members):
@@ -267,5 +336,5 @@ class GroupStore(PrefixStore):
                     host=member.process.host,
                     world_size=len(members),
                 )
-        if self._table.begun(self._view.number + 1):
+        if self._store.check([f"{self._view.number + 1}/begun"]):
             raise Aborted("another rank gave up making the group", world_size=len(members))

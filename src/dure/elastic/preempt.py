@@ -25,6 +25,7 @@ import torch
 from dure import env
 from dure.comm.ops import ReduceOp
 from dure.comm.world import current_world
+from dure.elastic.snapshot import message_device
 from dure.errors import UsageError
 
 if TYPE_CHECKING:
@@ -48,12 +49,10 @@ F = TypeVar("F", bound=Callable[[], object])
 
 
 class _Notes:
-    """What this process knows. Threads: the handler runs on the main one; the rest on any."""
-
     def __init__(self) -> None:
         self.number: int | None = None
-        self.pid = os.getpid()  # who catches them: a process that it forks has handlers, too
-        self.before: dict[int, Any] = {}  # the handlers that were there, of signals that are caught
+        self.pid = 0  # who catches them: a process that it forks has handlers, too
+        self.before: dict[int, Any] = {}  # the handlers that were there
         self.handled = False
         self.callbacks: list[Callable[[], object]] = []
 
@@ -102,8 +101,7 @@ def preempted(group: ProcessGroup | None = None) -> bool:
     told = asked()
     pg = group or current_world().default
     if pg is not None and pg.size() > 1:
-        where = "cpu" if "cpu" in pg.device_types else min(pg.device_types)
-        flag = torch.tensor([int(told)], device=where)
+        flag = torch.tensor([int(told)], device=message_device(pg))
         pg.all_reduce(flag, ReduceOp.MAX)
         told = bool(flag.item())
     if told and not _notes.handled:
@@ -145,12 +143,10 @@ def watching() -> Iterator[None]:
 
 
 def asked() -> bool:
-    """Tell whether this process was asked to end."""
     return _notes.number is not None
 
 
 def run_callbacks() -> None:
-    """Call what `on_preempt` was given, in order."""
     for callback in _notes.callbacks:
         callback()
 
@@ -164,12 +160,9 @@ def forget() -> None:
 
 def _note(number: int, frame: FrameType | None) -> None:
     before = _notes.before.get(number)
-    if os.getpid() != _notes.pid:  # a worker of a loader is to end when it is told to
-        signal.signal(number, signal.SIG_DFL if before is None else before)
-        os.kill(os.getpid(), number)
-        return
-    if number == signal.SIGTERM and _notes.number == signal.SIGTERM and not callable(before):
-        signal.signal(number, signal.SIG_DFL)
+    again = number == signal.SIGTERM == _notes.number and not callable(before)
+    if again or os.getpid() != _notes.pid:  # a loader's worker is to end when it is told to
+        signal.signal(number, before or signal.SIG_DFL)
         os.kill(os.getpid(), number)
         return
     _notes.number = number

@@ -13,8 +13,14 @@ What a peer's death explains is a failure like that: `PeerLost`, `Aborted`, `Com
 it ends this rank, whose peers see `PeerLost` and go on without it. An error that all ranks raise
 ends them one and all.
 
-At the end of `train` all ranks meet once more. If one is lost before that, its peers go through the
-loop again: `train` finds that there is nothing left to do.
+At the end of `train` comes one more barrier. If a rank is lost before that, its peers go through
+the loop again: `train` finds that there is nothing left to do.
+
+**Between two steps** ranks tell each other in a commit's second phase (`dure.elastic.state`), one
+all_reduce of a few numbers of which the largest counts. So all learn after the same step, or none
+does, that newcomers wait (all leave `train` and make the group anew), that some rank was asked to
+end (all save together, then that rank leaves), or that they are not at the same commit, which is an
+error of the program. Rank 0 looks for newcomers on behalf of all, now and then.
 
 The store in which ranks agree is the launcher's, etcd, a file, or one that the caller gave. Where
 nobody else serves one, rank 0 does, and the job ends when that process dies: the store never moves.
@@ -32,17 +38,21 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Generic, TypeVar
 
+import torch
+
 from dure import env
 from dure.comm.init import init_process_group, leave
+from dure.comm.ops import ReduceOp
 from dure.comm.world import World, current_world
 from dure.elastic import preempt
 from dure.elastic.membership import JobDone, Membership
+from dure.elastic.snapshot import message_device
 from dure.elastic.state import Recovery, State
-from dure.elastic.step_sync import Preempted, Regroup, StepSync
 from dure.elastic.views import View
 from dure.errors import (
     Aborted,
     CommTimeout,
+    Desync,
     PeerLost,
     RendezvousError,
     StoreError,
@@ -60,6 +70,12 @@ from dure.trace import line
 __all__ = ["Options", "run"]
 
 T = TypeVar("T")
+
+_LOOK_S = 0.2
+"""How often rank 0 looks whether newcomers wait, at most."""
+
+_SHARE = 20
+"""Looking into a slow store takes at most one part in so many of the time."""
 
 _FUTILE = 3
 """More views in a row that fail without a loss and without a commit are the program's fault."""
@@ -79,6 +95,17 @@ _EXPLAINED = (PeerLost, Aborted, CommTimeout, StoreLost)
 _IN_FORMING = (*_EXPLAINED, StoreTimeout, RendezvousError)
 
 _log = logging.getLogger("dure.elastic")
+
+
+class Regroup(BaseException):
+    """Leaves `train` between two steps, on all ranks alike.
+
+    Not an `Exception`: programs that catch those around a step must not swallow it.
+    """
+
+
+class Preempted(BaseException):
+    """Leaves `train` when this rank was asked to end and everything is saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,15 +180,7 @@ def run(train: Callable[[State], T], state: State, options: Options | None = Non
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """The job's store, and this process's place in the job.
-
-    Attributes:
-        base: The store.
-        given: Whether the caller gave it, and will close it.
-        name: Sets the keys of this job apart.
-        rank: This process's number.
-        world_size: How many ranks start.
-    """
+    """The job's store, which the caller closes if it was given, and this process's rank in it."""
 
     base: Store
     given: bool
@@ -175,7 +194,8 @@ def _find_job(options: Options) -> _Job:
     rank, world_size = options.rank, options.world_size
     if options.store is not None:
         return _Job(options.store, True, "given", rank, world_size)
-    if rank < 0 and _is_alone():
+    told = env.text("RANK") is not None or env.text("WORLD_SIZE") is not None
+    if rank < 0 and not told and detect(env.everything()).member is None:
         return _Job(HashStore(), True, "alone", 0, 1)
     spot = find_place(None, rank, world_size)
     name = spot.place.name
@@ -186,15 +206,7 @@ def _find_job(options: Options) -> _Job:
     return _Job(store, False, name, spot.rank, spot.world_size)
 
 
-def _is_alone() -> bool:
-    """Tell whether nobody has started this process as a rank of a job."""
-    told = env.text("RANK") is not None or env.text("WORLD_SIZE") is not None
-    return not told and detect(env.everything()).member is None
-
-
 class _Session(Generic[T]):
-    """One process's part in an elastic job."""
-
     def __init__(self, train: Callable[[State], T], state: State, options: Options) -> None:
         self._train, self._state, self._options = train, state, options
         world = current_world()
@@ -212,26 +224,32 @@ class _Session(Generic[T]):
         self._view: View | None = None
         self._stood: View | None = None  # the last one whose group was made
         self._kept = state.part_names  # made before `train`, and so valid in any group
-        self._sync = StepSync(self._membership, state)
-        self._futile, self._passed = 0, 0
+        self._futile = 0  # views since a loss, a newcomer or a complete commit
+        self._next_look = time.monotonic() + _LOOK_S
         self._failed_at = 0.0
         self._gone: set[int] = set()  # ranks of the last group that were lost before it was left
         self._ended = False
 
     def run(self) -> T | None:
         """Go from view to view until `train` has come to its end on all ranks."""
-        cause: BaseException | None = None
-        come: Callable[[], View] = self._membership.enter
+        cause: BaseException | None = None  # of the first failure since a group was made
+        failure: BaseException | None = None
         while True:
             try:
-                view = self._ask(come)
+                view = self._next_view(failure)
             except JobDone:
-                return self._not_needed()
+                if preempt.asked():
+                    raise Preempted from None
+                self._ended = True
+                return None
             try:
                 self._begin(view, cause)
                 cause = None
                 result = self._train(self._state)
-                self._meet_at_the_end()
+                self._exchange(False, False, self._state.commits)
+                self._ended = True
+                with contextlib.suppress(StoreError):
+                    self._membership.finish()
                 return result
             except (Regroup, Exception) as error:
                 if not self._explained(error):
@@ -239,36 +257,29 @@ class _Session(Generic[T]):
                 failure = _without_frames(error)
             if cause is None:
                 cause, self._failed_at = failure, time.monotonic()
-            come = self._after(view, failure)
 
-    def _ask(self, come: Callable[[], View]) -> View:
-        """Agree on a view; ask again after a request that failed, if the store answers.
-
-        Raises:
-            StoreLost: It does not.
-        """
-        while True:
-            try:
-                return come()
-            except (StoreLost, StoreTimeout) as error:
-                failed = error
-            try:
-                self._membership.table.probe()
-            except StoreError as error:
-                raise StoreLost(
-                    "the store of the elastic job is lost, and with it the way to a new group",
-                    rank=self._job.rank,
-                    seen=str(error),
-                    fix="Start the job again from its last checkpoint. The launcher at the "
-                    "endpoint serves the store, or rank 0 where there is no launcher: `dure run` "
-                    "on one host outlives any rank, --rdzv-backend etcd any host.",
-                ) from failed
-
-    def _not_needed(self) -> None:
-        """End without having trained, or without training on."""
-        if preempt.asked():
-            raise Preempted
-        self._ended = True
+    def _next_view(self, failure: BaseException | None) -> View:
+        """Agree with the others on the first view, or on the one after a failure."""
+        try:
+            if self._view is None:
+                return self._membership.enter()
+            self._state.attach(None)
+            self._state.detach_parts(self._kept)
+            self._membership.announce(self._view, self._state.standing())
+            if not isinstance(failure, PeerLost):  # or peers that wait for this rank would not know
+                self._leave_group()
+            view = self._membership.agree(self._view, self._unreached, self._leave_group)
+            self._leave_group()
+            return view
+        except (StoreLost, StoreTimeout) as error:
+            raise StoreLost(
+                "the store of the elastic job is lost, and with it the way to a new group",
+                rank=self._job.rank,
+                seen=str(error),
+                fix="Start the job again from its last checkpoint. The launcher at the "
+                "endpoint serves the store, or rank 0 where there is no launcher: `dure run` "
+                "on one host outlives any rank, --rdzv-backend etcd any host.",
+            ) from error
 
     # ---- a view --------------------------------------------------------------------------------
 
@@ -280,7 +291,7 @@ class _Session(Generic[T]):
         """
         state, last = self._state, self._stood
         agreed_at = time.monotonic()
-        self._view = self._sync.view = view
+        self._view = view
         self._gone.clear()
         me = view.rank_of(self._membership.me.token)
         if view.source < 0:
@@ -299,7 +310,7 @@ class _Session(Generic[T]):
             self._bring_state(view, me)
         except _IN_FORMING as error:
             raise Aborted("the group could not be made", seen=str(error)) from error
-        state.attach(self._sync.cross)
+        state.attach(self._commit)
         if view.source >= 0:
             state.restore()
         if last is not None:
@@ -353,24 +364,8 @@ class _Session(Generic[T]):
         found: BaseException | None = error
         while found is not None and not isinstance(found, _EXPLAINED):
             found = found.__cause__ or found.__context__
-        self._futile = 1 if self._sync.passed > self._passed else self._futile + 1
-        self._passed = self._sync.passed
+        self._futile += 1
         return found is not None and self._futile <= _FUTILE
-
-    def _after(self, last: View, cause: BaseException) -> Callable[[], View]:
-        """Return what agrees with the survivors on the view after `last`."""
-        self._state.attach(None)
-        self._state.detach_parts(self._kept)
-
-        def come() -> View:
-            self._membership.announce(last, self._state.standing())
-            if not isinstance(cause, PeerLost):  # or peers that wait for this rank would not know
-                self._leave_group()
-            view = self._membership.agree(last, self._unreached, self._leave_group)
-            self._leave_group()
-            return view
-
-        return come
 
     def _unreached(self, rank: int) -> bool:
         group = current_world().default
@@ -385,14 +380,63 @@ class _Session(Generic[T]):
             self._gone.update(filter(self._unreached, range(len(self._view.members))))
         _close_groups(abort=True)
 
-    # ---- the end -------------------------------------------------------------------------------
+    # ---- between two steps ---------------------------------------------------------------------
 
-    def _meet_at_the_end(self) -> None:
-        """Meet once more, so that nobody leaves while another may still need it."""
-        self._sync.meet()
-        self._ended = True
-        with contextlib.suppress(StoreError):
-            self._membership.table.finish()
+    def _commit(self, step: int) -> None:
+        """Carry out the second phase of a commit, and heed what the ranks tell each other.
+
+        Raises:
+            Regroup: The group is to be made anew.
+            Preempted: This rank was asked to end.
+            Desync: The ranks are not at the same commit.
+            CommError: A rank is lost.
+        """
+        newcomers, asked = self._exchange(self._newcomers_wait(), preempt.asked(), step)
+        self._state.promote()
+        self._futile = 0
+        if asked:  # all save together, then those that were asked leave
+            preempt.run_callbacks()
+            raise Preempted if preempt.asked() else Regroup("a rank was asked to end")
+        if newcomers:
+            raise Regroup("newcomers wait")
+
+    def _exchange(self, newcomers: bool, asked: bool, step: int) -> tuple[bool, bool]:
+        """Return whether newcomers wait, and whether some rank was asked to end."""
+        group = current_world().need_default()
+        numbers = [int(newcomers), int(asked), step, -step]
+        flags = torch.tensor(numbers, device=message_device(group))
+        group.all_reduce(flags, ReduceOp.MAX)
+        newcomers, asked, most, least = flags.tolist()
+        if most != -least:
+            raise Desync(
+                "the ranks are not at the same commit",
+                rank=group.rank(),
+                world_size=group.size(),
+                seen=f"after {step} commits here, after {-least} to {most} on all ranks",
+                fix="Call state.commit() as often on every rank; loops of unequal length need "
+                "drop_last=True, or equal shares.",
+            )
+        return bool(newcomers), bool(asked)
+
+    def _newcomers_wait(self) -> bool:
+        """On rank 0, now and then: look who waits to be let in.
+
+        A store that does not answer ends nothing here: the group that is needs none.
+        """
+        view, began = self._view, time.monotonic()
+        assert view is not None
+        if view.members[0].token != self._membership.me.token or began < self._next_look:
+            return False
+        try:
+            return bool(self._membership.newcomers(view))
+        except StoreError as error:
+            _log.warning("newcomers cannot be let in: %s", error)
+            return False
+        finally:
+            now = time.monotonic()
+            self._next_look = now + max(_LOOK_S, _SHARE * (now - began))
+
+    # ---- the end -------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Leave the job, whatever has happened."""
@@ -401,7 +445,7 @@ class _Session(Generic[T]):
         if not self._job.given:
             base.set_timeout(_GOODBYE)
         with contextlib.suppress(StoreError):
-            self._membership.table.leave(self._membership.me)
+            self._membership.leave(self._membership.me)
         _close_groups(abort=not self._ended)
         if not self._job.given:
             with contextlib.suppress(StoreError):
@@ -419,10 +463,8 @@ def _close_groups(abort: bool) -> None:
 
 def _without_frames(error: BaseException) -> BaseException:
     """Let go of what a failed `train` held: modules, loaders, gradients in shared memory."""
-    seen: set[int] = set()
     found: BaseException | None = error
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
+    while found is not None and found.__traceback__ is not None:
         traceback.clear_frames(found.__traceback__)
         found.__traceback__ = None
         found = found.__cause__ or found.__context__

@@ -26,10 +26,12 @@ from dure.errors import UsageError
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["Snapshot", "require_returnable"]
+__all__ = ["Snapshot", "message_device", "require_returnable"]
 
 _VALUES = "values"
 _RANDOM = "random"
+_RETURNED = (dict, OrderedDict, Counter, str)
+"""Kinds that come back as what they are, of those that have kinds like them."""
 
 
 class Snapshot:
@@ -49,7 +51,6 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def take(self, parts: Mapping[str, Any], values: Mapping[str, Any], step: int) -> None:
@@ -89,7 +90,8 @@ class Snapshot:
         kept, sources, targets = {}, [], []
         for name, tensor in tensors.items():
             buffer = self._buffers.get(name)
-            if buffer is not None and _alike(buffer, tensor):
+            like = None if buffer is None else (buffer.shape, buffer.dtype, buffer.device)
+            if buffer is not None and like == (tensor.shape, tensor.dtype, tensor.device):
                 sources.append(tensor)
                 targets.append(buffer)
                 kept[name] = buffer
@@ -100,15 +102,12 @@ class Snapshot:
             torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the tensor of that name: what `load_into` reads."""
         return self._buffers[name]
 
     def holds(self, name: str) -> bool:
-        """Tell whether there is a state of the part `name`."""
         return name in self._trees
 
     def put_back(self, name: str, part: Any) -> None:
-        """Give a part the state that it had."""
         load_into(name, part, self._trees[name], self.tensor)
 
     def values(self) -> dict[str, Any]:
@@ -116,7 +115,6 @@ class Snapshot:
         return decode(self._trees[_VALUES + "/"], lambda name: self._buffers[name].clone())
 
     def put_back_randomness(self) -> None:
-        """Give this rank's random generators the state that they had."""
         if self._random is not None:
             restore_random_state(self._random)
 
@@ -124,7 +122,7 @@ class Snapshot:
 
     def send(self, group: ProcessGroup, peer: int) -> None:
         """Send it to the rank `peer` of `group`, which calls `receive`."""
-        where = _device(group)
+        where = message_device(group)
         random = encode(self._random, _RANDOM, {})
         described = [
             (name, str(b.dtype).removeprefix("torch."), list(b.shape), str(b.device.type))
@@ -139,7 +137,7 @@ class Snapshot:
 
     def receive(self, group: ProcessGroup, peer: int) -> None:
         """Take over what `peer` sends; the random generators begin with numbers of their own."""
-        where = _device(group)
+        where = message_device(group)
         self.step = -1
         size = torch.zeros(1, dtype=torch.int64, device=where)
         group.recv(size, peer)
@@ -172,44 +170,31 @@ def require_returnable(value: object, path: str) -> None:
                 fix="Put it into a module (nn.Parameter, nn.ParameterDict) and that into the "
                 "state; or detach() it.",
             )
+    elif isinstance(value, Mapping | str | bytearray) and type(value) not in _RETURNED:
+        raise UsageError(
+            f"the state's {path} would not come back as what it is after a failure",
+            seen=f"it is a {type(value).__qualname__}",
+            fix="Use dict, OrderedDict, Counter or str; or an object with state_dict and "
+            "load_state_dict.",
+        )
     elif isinstance(value, Mapping):
-        _require_type(value, path, dict, OrderedDict, Counter)
         for key, item in cast(Mapping[object, object], value).items():
             require_returnable(item, f"{path}[{key!r}]")
-    elif isinstance(value, str | bytearray):
-        _require_type(value, path, str)
     elif isinstance(value, list | tuple | set | frozenset):
         for i, item in enumerate(cast(Sequence[object], value)):
             require_returnable(item, f"{path}[{i}]")
-    elif not isinstance(value, np.ndarray | bytes):  # which may be large, and are encoded later
+    elif not isinstance(value, str | np.ndarray | bytes):  # which may be large
         try:
             encode(value, path, {})
         except UsageError:
             raise UsageError(
-                f"State({path}=...) cannot be kept"
-                if path.isidentifier()
-                else f"the state's {path} cannot be kept",
+                f"the state's {path} cannot be kept",
                 seen=f"it is a {type(value).__qualname__}",
                 fix="Keep numbers, strings, tensors, and lists, tuples, sets and dicts of them, "
                 "and make the rest within train().",
             ) from None
 
 
-def _require_type(value: object, path: str, *kinds: type) -> None:
-    if type(value) not in kinds:
-        raise UsageError(
-            f"the state's {path} would not come back as what it is after a failure",
-            seen=f"it is a {type(value).__qualname__}",
-            fix=f"Use {', '.join(kind.__name__ for kind in kinds)}; or an object with state_dict "
-            "and load_state_dict.",
-        )
-
-
-def _alike(buffer: torch.Tensor, tensor: torch.Tensor) -> bool:
-    same = buffer.shape == tensor.shape and buffer.dtype == tensor.dtype
-    return same and buffer.device == tensor.device
-
-
-def _device(group: ProcessGroup) -> str:
+def message_device(group: ProcessGroup) -> str:
     """Where messages live: on the CPU if the group reaches it, else on its accelerator."""
     return "cpu" if "cpu" in group.device_types else min(group.device_types)

@@ -8,7 +8,7 @@ A commit has two phases, so that a death at any moment leaves a step that all su
 
 A rank that dies before (2) is complete leaves survivors of which all, or not all, have staged the
 step; `dure.elastic.views` tells which step stands in each case. The same all_reduce carries what
-ranks must learn at one moment: that newcomers wait, and that the job is to end (`step_sync`).
+ranks must learn at one moment: that newcomers wait, and that the job is to end (`running`).
 """
 
 from __future__ import annotations
@@ -201,7 +201,6 @@ class State:
         self._staged.step = -1
 
     def standing(self) -> Progress:
-        """Return which steps this rank has."""
         return Progress(self._committed.step, self._staged.step)
 
     def settle(self, step: int) -> None:
@@ -212,12 +211,12 @@ class State:
 
     @property
     def committed(self) -> Snapshot:
-        """The committed snapshot: what is sent to others."""
+        """What is sent to others."""
         return self._committed
 
     @property
     def staged(self) -> Snapshot:
-        """The other snapshot: where what is received goes, until it is whole."""
+        """Where what is received goes, until it is whole."""
         return self._staged
 
     def attach(self, agree: Callable[[int], None] | None) -> None:
@@ -231,7 +230,6 @@ class State:
 
     @property
     def part_names(self) -> set[str]:
-        """Names of the parts that are there."""
         return set(self._parts)
 
 

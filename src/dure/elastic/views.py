@@ -75,7 +75,7 @@ class View(msgspec.Struct, array_like=True, frozen=True):
     failure: str = ""
 
     def rank_of(self, token: str) -> int:
-        """Return the rank of the member with this token; -1 if it is none."""
+        """Return the rank of the member with this token, or -1."""
         return next((r for r, m in enumerate(self.members) if m.token == token), -1)
 
 
