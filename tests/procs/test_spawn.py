@@ -145,17 +145,26 @@ def test_libraries_threads_forbid_a_fork() -> None:
         assert "threads of its own" in done.stdout
 
 
+KERNEL = """
+from jupyter_client.manager import start_new_kernel
+
+CELL = '''
+import dure
+def f():
+    dure.init_process_group()
+    return dure.get_rank()
+assert dure.spawn(f, 2) == [0, 1]
+'''
+kernel, client = start_new_kernel()
+try:
+    reply = client.execute_interactive(CELL, timeout=100)
+    assert reply["content"]["status"] == "ok", reply
+finally:
+    client.stop_channels()
+    kernel.shutdown_kernel(now=True)
+"""
+
+
 def test_cell_of_a_kernel() -> None:
-    manager = pytest.importorskip("jupyter_client.manager")
     pytest.importorskip("ipykernel")
-    kernel, client = manager.start_new_kernel()
-    try:
-        reply = client.execute_interactive(
-            "import dure\ndef f():\n    dure.init_process_group(); return dure.get_rank()\n"
-            "assert dure.spawn(f, 2) == [0, 1]",
-            timeout=100,
-        )
-        assert reply["content"]["status"] == "ok", reply
-    finally:
-        client.stop_channels()
-        kernel.shutdown_kernel(now=True)
+    subprocess.run([sys.executable, "-c", KERNEL], check=True)
