@@ -77,7 +77,7 @@ def measure(name: str, model: str, steps: int) -> dict[str, Any]:
     kind, library = CONTESTANTS["none"] if name == ALONE else CONTESTANTS[name]
     contestant = Contestant(name=name, role=(kind, library, model), program=(RANK,))
     with Group(contestant, 1 if name == ALONE else RANKS) as group:
-        group.meet()
+        group.accept_ranks()
         peaks = Peaks()
         watched_steps(group, steps, peaks)
         return {

@@ -19,8 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dure.cli.bench.plan import show_size
-from dure.cli.bench.results import Cell, Key, Report, read_report, tables_of
-from dure.cli.bench.table import show_time
+from dure.cli.bench.results import Cell, Key, Report, read_report, show_time, tables_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

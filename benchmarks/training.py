@@ -52,7 +52,7 @@ class Runner:
 
     def warm_up(self) -> None:
         """Make some steps, and find out how many fill a turn."""
-        self.group.meet()
+        self.group.accept_ranks()
         self.steps(3)
         self._count = max(2, int(TURN_S / statistics.median(self.steps(2))))
 

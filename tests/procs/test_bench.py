@@ -155,7 +155,7 @@ def test_rival_that_cannot_start_is_left_out_and_ours_is_fatal(
 
 def test_group_whose_rank_is_killed_says_so_and_is_gone() -> None:
     with Group(SHM, 2) as group:
-        group.meet()
+        group.accept_ranks()
         group.call(
             "prepare", op="barrier", dtype="float32", redop="", count=0, root=-1, arena=False
         )

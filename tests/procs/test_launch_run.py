@@ -231,7 +231,7 @@ def test_other_commands_load_no_torch(arguments: tuple[str, ...]) -> None:
 
 
 def test_launcher_loads_no_torch() -> None:
-    code = "import sys, dure.launch, dure.cli.run; sys.exit('torch' in sys.modules)"
+    code = "import sys, dure.launch, dure.cli.run.command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=100, check=False).returncode == 0
 
 

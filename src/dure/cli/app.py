@@ -7,68 +7,50 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any  # Any: a command, or several
 
 from dure.errors import DureError, UsageError
 
 if TYPE_CHECKING:
     import typer
 
-__all__ = ["COMMANDS", "UNREAD_EXIT_CODE", "Command", "run_command_line"]
+__all__ = ["UNREAD_EXIT_CODE", "run_command_line"]
 
 USAGE_EXIT_CODE = 2
 UNREAD_EXIT_CODE = 128 + signal.SIGPIPE
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A subcommand: the function that typer calls, or its own subcommands, and one line about it.
-
-    `own_arguments` says that the function reads the words behind the command itself, and returns
-    the exit code: what follows the first word that is no flag belongs to another program.
-    """
-
-    name: str
-    place: str
-    summary: str
-    own_arguments: bool = False
-
-    def load(self) -> Callable[..., object] | typer.Typer:
-        """Import the function."""
-        module, _, function = self.place.partition(":")
-        return getattr(importlib.import_module(f"dure.cli.{module}"), function)
-
-
-COMMANDS = (
-    Command("run", "run:run", "Start a program on several ranks of this host.", True),
-    Command("demo", "demo.command:demo", "Train on real images with 2 ranks, and compare with 1."),
-    Command(
-        "bench", "bench.command:bench", "Measure collectives on this machine, beside Gloo and MPI."
+COMMANDS = {
+    "run": ("run.command:run", "Start a program on several ranks of this host."),
+    "demo": ("demo.command:demo", "Train on real images with 2 ranks, and compare with 1."),
+    "bench": (
+        "bench.command:bench",
+        "Measure collectives on this machine, beside Gloo and MPI.",
     ),
-    Command("doctor", "doctor:doctor", "Check this machine, and say what is wrong and what to do."),
-    Command(
-        "plan",
+    "doctor": (
+        "doctor.command:doctor",
+        "Check this machine, and say what is wrong and what to do.",
+    ),
+    "plan": (
         "plan:commands",
         "Say what a job would take, before it is started: schedules of pipelines.",
     ),
-    Command("trace", "trace:commands", "Show what ranks did last, and what did not match."),
-    Command(
-        "checkpoint",
+    "trace": ("trace:commands", "Show what ranks did last, and what did not match."),
+    "checkpoint": (
         "checkpoint:commands",
         "Show, verify and compare checkpoints, and make weights of them.",
     ),
-    Command(
-        "env",
+    "env": (
         "environment:show_environment",
         "Show who started this process, and the variables that Dure reads.",
     ),
-    Command(
-        "version",
-        "version:show_version",
-        "Show the versions of Dure and of what it stands on.",
-    ),
-)
+    "version": ("version:show_version", "Show the versions of Dure and of what it stands on."),
+}
+"""By name: the function that typer calls, or its own subcommands, and one line about it.
+
+`run` reads the words behind it itself, and returns the exit code: what follows the first word that
+is no flag belongs to another program.
+"""
 
 
 def run_command_line(arguments: list[str], loaded: Callable[[], object] = bool) -> int:
@@ -85,12 +67,11 @@ def run_command_line(arguments: list[str], loaded: Callable[[], object] = bool) 
     """
     wanted = next((word for word in arguments if not word.startswith("-")), None)
     try:
-        command = next((known for known in COMMANDS if known.name == wanted), None)
-        if wanted is not None and command is not None and command.own_arguments:
-            code = command.load()
+        if wanted == "run":
+            run = _load("run")
             loaded()
-            return code(arguments[arguments.index(wanted) + 1 :])  # pyright: ignore
-        if wanted is not None and command is None and os.path.isfile(wanted):
+            return run(arguments[arguments.index(wanted) + 1 :])
+        if wanted is not None and wanted not in COMMANDS and os.path.isfile(wanted):
             raise UsageError(f"there is no command {wanted}", fix=f"Write `dure run {wanted}`.")
         app = _app(wanted)
         loaded()
@@ -117,13 +98,18 @@ def _app(wanted: str | None) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_nothing)
-    for command in COMMANDS:
-        code = command.load() if command.name == wanted else _nothing
+    for name, (_, summary) in COMMANDS.items():
+        code = _load(name) if name == wanted else _nothing
         if isinstance(code, typer.Typer):
-            app.add_typer(code, name=command.name, help=command.summary)
+            app.add_typer(code, name=name, help=summary)
         else:
-            app.command(command.name, help=command.summary)(code)
+            app.command(name, help=summary)(code)
     return app
+
+
+def _load(name: str) -> Any:
+    module, _, function = COMMANDS[name][0].partition(":")
+    return getattr(importlib.import_module(f"dure.cli.{module}"), function)
 
 
 def _nothing() -> None:

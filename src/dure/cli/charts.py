@@ -18,26 +18,6 @@ from html import escape
 from importlib.resources import files
 from string import Template
 
-__all__ = [
-    "HEIGHT",
-    "WIDTH",
-    "Axis",
-    "Bar",
-    "Colours",
-    "Series",
-    "definitions",
-    "figure",
-    "html_table",
-    "line_chart",
-    "page",
-    "picture",
-    "section",
-    "side_by_side",
-    "stacked_bars",
-    "style",
-    "ticks",
-]
-
 WIDTH, HEIGHT = 560, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 34, 46
 _LETTER, _GAP = 6.8, 10.0
@@ -58,8 +38,7 @@ _FRAME = {  # what a page's style sheet gives to charts, and a picture has to br
     "rule": ("#e3e3df", "#33373a"),
     "ink": ("#1d1f21", "#e8e8e6"),
 }
-Colours = Mapping[str, tuple[str, str]]
-"""Variables of a style sheet, by name, each as (in light, in dark)."""
+Colours = Mapping[str, tuple[str, str]]  # variables of a style sheet, each as (light, dark)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +49,7 @@ class Series:
     points: Sequence[tuple[float, float]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Axis:
     """An axis: its label with unit, how a tick is written, whether it is logarithmic, its ticks.
 
@@ -144,35 +123,31 @@ def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
 
 def stacked_bars(title: str, parts: Sequence[str], bars: Sequence[Bar], x: Axis) -> str:
     """Draw one horizontal bar a `Bar`, cut into its parts, with a legend of the parts' names."""
-    top, bottom = _TOP, HEIGHT - _BOTTOM
     longest = max((sum(bar.parts) for bar in bars), default=1.0)
     across = _Scale(ticks(0.0, longest), _LEFT, WIDTH - _RIGHT)
-    room = (bottom - top) / max(1, len(bars))
-    body = _vertical_grid(across, x, top, bottom)
+    room = (HEIGHT - _BOTTOM - _TOP) / max(1, len(bars))
+    body = _vertical_grid(across, x)
     for row, bar in enumerate(bars):
-        body += _bar(bar, parts, across, (top + (row + 0.28) * room, room * 0.44))
+        top, thick = _TOP + (row + 0.28) * room, room * 0.44
+        body.append(_text(_LEFT - 8, top + thick / 2 + 4, bar.name, "tick end"))
+        at = 0.0
+        for i, length in enumerate(bar.parts):
+            left, right = across(at), across(at + length)
+            body.append(
+                f'<rect class="fill p{i}" x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" '
+                f'height="{thick:.1f}"><title>{escape(parts[i])}: {length:.2f}</title></rect>'
+            )
+            at += length
+        body.append(_text(across(at), top - 6, f"{at:.1f}", "tick end"))
     return _svg(title, [*body, *_legend(parts, "p", "fill")])
+
+
+def _text(x: float, y: float, text: str, kind: str, more: str = "") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}"{more}>{escape(text)}</text>'
 
 
 def _shown(value: float, axis: Axis) -> bool:
     return not axis.log or value > 0
-
-
-def _bar(bar: Bar, parts: Sequence[str], across: _Scale, place: tuple[float, float]) -> list[str]:
-    """Draw one bar at `place` (top, thickness), its name before it and its total above its end."""
-    (top, thick), at = place, 0.0
-    name_y = top + thick / 2 + 4
-    out = [f'<text class="tick end" x="{_LEFT - 8}" y="{name_y:.1f}">{escape(bar.name)}</text>']
-    for i, length in enumerate(bar.parts):
-        left, right = across(at), across(at + length)
-        out.append(
-            f'<rect class="fill p{i}" x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" '
-            f'height="{thick:.1f}"><title>{escape(parts[i])}: {length:.2f}</title></rect>'
-        )
-        at += length
-    total = f"{at:.1f}"
-    out.append(f'<text class="tick end" x="{across(at):.1f}" y="{top - 6:.1f}">{total}</text>')
-    return out
 
 
 def _path(line: Sequence[tuple[float, float]], across: _Scale, up: _Scale) -> str:
@@ -184,26 +159,25 @@ def _path(line: Sequence[tuple[float, float]], across: _Scale, up: _Scale) -> st
 
 def _grid(across: _Scale, up: _Scale, x: Axis, y: Axis) -> list[str]:
     """Draw both axes with their ticks and labels."""
-    out = _vertical_grid(across, x, _TOP, HEIGHT - _BOTTOM)
+    out = _vertical_grid(across, x)
     for mark in up.marks:
         at = up(mark)
         out.append(f'<path class="grid" d="M{_LEFT} {at:.1f}H{WIDTH - _RIGHT}"/>')
-        out.append(f'<text class="tick end" x="{_LEFT - 8}" y="{at + 4:.1f}">{y.show(mark)}</text>')
+        out.append(_text(_LEFT - 8, at + 4, y.show(mark), "tick end"))
     middle = (_TOP + HEIGHT - _BOTTOM) / 2
-    turned = f'transform="rotate(-90 14 {middle:.0f})"'
-    out.append(f'<text class="label" x="14" y="{middle:.0f}" {turned}>{escape(y.label)}</text>')
+    out.append(_text(14, middle, y.label, "label", f' transform="rotate(-90 14 {middle:.0f})"'))
     return out
 
 
-def _vertical_grid(across: _Scale, x: Axis, top: float, bottom: float) -> list[str]:
+def _vertical_grid(across: _Scale, x: Axis) -> list[str]:
     """Draw the horizontal axis with its ticks and label."""
     out: list[str] = []
+    bottom = HEIGHT - _BOTTOM
     for mark in across.marks:
         at = across(mark)
-        out.append(f'<path class="grid" d="M{at:.1f} {top}V{bottom}"/>')
-        out.append(f'<text class="tick mid" x="{at:.1f}" y="{bottom + 17}">{x.show(mark)}</text>')
-    middle = (_LEFT + WIDTH - _RIGHT) / 2
-    out.append(f'<text class="label" x="{middle:.0f}" y="{bottom + 38}">{escape(x.label)}</text>')
+        out.append(f'<path class="grid" d="M{at:.1f} {_TOP}V{bottom}"/>')
+        out.append(_text(at, bottom + 17, x.show(mark), "tick mid"))
+    out.append(_text((_LEFT + WIDTH - _RIGHT) / 2, bottom + 38, x.label, "label"))
     return out
 
 
@@ -220,7 +194,7 @@ def _legend(names: Sequence[str], letter: str = "c", kind: str = "line") -> list
             out.append(
                 f'<rect class="fill {letter}{i}" x="{at:.0f}" y="8" width="12" height="12"/>'
             )
-        out.append(f'<text class="tick" x="{at + offset:.0f}" y="18">{escape(name)}</text>')
+        out.append(_text(at + offset, 18, name, "tick"))
         at += widths[i]
     return out
 

@@ -1,7 +1,5 @@
 """A store whose operations are requests to a `Board`, wherever that is."""
 
-
-
 from __future__ import annotations
 
 import secrets

@@ -1,7 +1,5 @@
 """A store that changes one value at a time: what is there, in place of it what comes of it."""
 
-
-
 from __future__ import annotations
 
 from abc import abstractmethod

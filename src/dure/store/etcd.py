@@ -15,8 +15,6 @@ A lease is etcd's own. A watch begins at the revision after the last one seen, e
 cluster holds nobody up for longer.
 """
 
-
-
 from __future__ import annotations
 
 import contextlib

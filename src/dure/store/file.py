@@ -8,8 +8,6 @@ The log also records which processes opened and closed the store. The last one t
 file, and a process that opens the file of a job that died can see whose it was (`users`).
 """
 
-
-
 from __future__ import annotations
 
 import os

@@ -1,7 +1,5 @@
 """A store seen through a prefix: one part of a program cannot meet another's keys."""
 
-
-
 from __future__ import annotations
 
 from collections.abc import Sequence

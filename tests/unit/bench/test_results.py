@@ -3,8 +3,14 @@
 import msgspec
 import pytest
 
-from dure.cli.bench.results import Key, read_report, tables_of
-from dure.cli.bench.table import markdown, rich_tables, show_time
+from dure.cli.bench.results import (
+    Key,
+    markdown,
+    read_report,
+    rich_tables,
+    show_time,
+    tables_of,
+)
 from dure.errors import DataError
 from unit.bench.sample import OURS, RIVAL, cell, report
 

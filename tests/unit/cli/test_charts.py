@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dure.cli.charts import Axis, Bar, Series, line_chart, stacked_bars, ticks
 
-PLAIN = Axis(label="time (s) <&>")
+PLAIN = Axis("time (s) <&>")
 SANE = st.floats(-1e6, 1e6, allow_subnormal=False).map(lambda v: round(v, 3))
 
 
@@ -37,7 +37,7 @@ def test_ticks_of_a_logarithmic_axis_are_powers_of_ten(low, high, marks):
 
 def test_line_chart_draws_every_line_within_the_plot():
     lines = [Series("1 rank", [(0, 2.0), (10, 0.5)]), Series("2 <ranks>", [(0, 2.0), (5, 0.5)])]
-    root = ElementTree.fromstring(line_chart("Loss & time", lines, PLAIN, Axis(label="loss")))
+    root = ElementTree.fromstring(line_chart("Loss & time", lines, PLAIN, Axis("loss")))
     drawn = [e.attrib["points"] for e in root.iter("polyline")]
     assert len(drawn) == 2
     (_, y0), (x1, y1) = ([float(v) for v in p.split(",")] for p in drawn[0].split())
@@ -52,7 +52,7 @@ def test_line_chart_draws_every_line_within_the_plot():
 @pytest.mark.parametrize("points", [[], [(0, 1.0)], [(1, 2.0), (2, 2.0)]])
 def test_line_chart_of_little_is_still_a_chart(points):
     for log in (False, True):
-        axis = Axis(label="loss", log=log)
+        axis = Axis("loss", log=log)
         ElementTree.fromstring(line_chart("t", [Series("a", points)], PLAIN, axis))
 
 
@@ -66,7 +66,7 @@ def test_line_chart_thins_long_lines_and_keeps_their_ends():
 
 def test_line_chart_leaves_out_what_a_logarithm_cannot_show():
     line = Series("a", [(0, 1.0), (1, 0.0), (2, 10.0)])
-    svg = line_chart("t", [line], PLAIN, Axis(label="loss", log=True))
+    svg = line_chart("t", [line], PLAIN, Axis("loss", log=True))
     assert len(re.findall(r'points="([^"]+)"', svg)[0].split()) == 2
 
 

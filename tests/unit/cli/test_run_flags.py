@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from argparse import Action
 from pathlib import Path
@@ -13,15 +14,15 @@ from torch.distributed.elastic.multiprocessing import Std as TorchStd
 from torch.distributed.launch import parse_args as parse_legacy
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
-from dure.cli.run.flags import FLAGS, Flag, find
-from dure.cli.run.page import help_page, markdown
+from dure.cli.run import flags
+from dure.cli.run.flags import FLAGS, Flag, find, streams
 from dure.cli.run.parse import Given, from_variables, misplaced, parse
 from dure.cli.run.request import make_request
-from dure.cli.run.values import streams
 from dure.errors import UsageError
 from dure.launch import JobSpec, Std
 
 LAUNCH_PAGE = Path(__file__).parents[3] / "docs" / "launch.md"
+HELP = Path(flags.__file__).with_name("help.txt")
 ACTIONS = [x for x in get_args_parser()._actions if x.option_strings and x.dest != "help"]
 
 
@@ -42,7 +43,7 @@ def test_every_flag_of_torchrun_is_in_the_table(action: Action) -> None:
     flag = flag_of(action)
     assert flag.torchruns in action.option_strings
     assert {find(text) for text in action.option_strings} == {flag}
-    assert flag.is_switch == (action.nargs == 0)
+    assert (flag.parse is None) == (action.nargs == 0)
     from_environment = isinstance(action, env | check_env)
     assert flag.variable == (f"PET_{action.dest.upper()}" if from_environment else "")
 
@@ -59,14 +60,19 @@ def test_no_spelling_has_two_meanings() -> None:
     assert len({flag.name for flag in FLAGS}) == len(FLAGS)
 
 
-def test_page_about_launching_shows_the_table() -> None:
-    assert markdown() in LAUNCH_PAGE.read_text(), "put the text of markdown() into docs/launch.md"
-
-
-def test_help_names_every_flag_in_few_columns() -> None:
-    page = help_page(70)
-    assert all(text in page for flag in FLAGS for text in flag.spellings.split())
-    assert max(map(len, page.splitlines()[20:])) <= 70
+def test_help_and_the_page_about_launching_tell_of_every_flag() -> None:
+    lines = [line for line in HELP.read_text().splitlines() if line.startswith("  -")]
+    heads = [line[2:].partition("  ")[0] for line in lines]
+    told = [word for head in heads for word in re.split("[ ,]+", head) if word[:1] == "-"]
+    assert sorted(told) == sorted(text for flag in FLAGS for text in flag.spellings.split())
+    page = LAUNCH_PAGE.read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `-")]
+    for flag in FLAGS:
+        spelling = flag.torchruns or flag.spellings.split()[-1]
+        (row,) = [
+            row for row in rows if re.search(rf"[`, ]{spelling}[` ]", row.split("`")[1] + " ")
+        ]
+        assert f"| `{flag.variable}` |" in row or not flag.pet
 
 
 MEANINGS: list[tuple[list[str], dict[str, Any]]] = [

@@ -1,4 +1,8 @@
-"""The command `dure bench`: options to a plan, and what was found to a table, JSON and a plot."""
+"""The command `dure bench`: options to a plan, and what was found to a table, JSON and a plot.
+
+`plan` is what was asked, with how bytes are counted. `measure` takes the samples from `group`s of
+ranks, each of which runs `rank`; `results` is what came out, with its tables, and `plot` draws it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from rich.console import Console
 
 import dure
 from dure.cli.bench.group import find_rival, ours
-from dure.cli.bench.measure import measure, note, show
+from dure.cli.bench.measure import measure, note
 from dure.cli.bench.plan import (
     DTYPES,
     OPERATIONS,
@@ -27,8 +31,7 @@ from dure.cli.bench.plan import (
     show_size,
 )
 from dure.cli.bench.plot import write_plot
-from dure.cli.bench.results import Report, read_report, tables_of
-from dure.cli.bench.table import markdown
+from dure.cli.bench.results import Report, markdown, read_report, rich_tables, tables_of
 from dure.cli.machine import busy_cores, machine, usable_cores
 from dure.errors import UsageError
 
@@ -87,15 +90,19 @@ def bench(
             raise UsageError("there is no such directory", seen=str(path.absolute().parent))
     if plot is not None and plot.suffix not in {".html", ".svg"}:
         raise UsageError("a plot is .html or .svg", seen=str(plot))
-    screen = Console(stderr=as_markdown)
+    screen = Console(stderr=as_markdown, quiet=as_markdown and source is not None)
     if not screen.is_terminal:
         screen.width = _PAPER_COLUMNS
     if source is None:
         report = _measure(plan, screen)
     else:
         report = _load(source)
-        if not as_markdown:
-            _show(report, screen)
+        for key, rows in tables_of(report.cells).items():
+            cells = [cell for row in rows.values() for cell in row.values()]
+            screen.print(*rich_tables(key, cells, report.contestants))
+    for name, text in report.machine.items():
+        if name.startswith("Copies"):  # it decides the figures
+            screen.print(f"{name}: {text}", highlight=False)
     if as_markdown:
         print(markdown(report))
     try:
@@ -129,7 +136,6 @@ def _measure(plan: Plan, console: Console) -> Report:
         crowd = f"{usable_cores()} cores, of which others use {busy:.1f}"
         note(f"{max(plan.ranks)} ranks on {crowd}: times will suffer.")
     measure(plan, contestants, report, console)
-    _print_copies(report, console)
     return report
 
 
@@ -146,23 +152,7 @@ def _command(plan: Plan) -> str:
 
 
 def _load(path: Path) -> Report:
-    """Read a report that was written before."""
     try:
         return read_report(path.read_bytes(), str(path))
     except OSError as error:
         raise UsageError("the file cannot be read", seen=str(error)) from error
-
-
-def _show(report: Report, console: Console) -> None:
-    """Print all tables of a report."""
-    for key, rows in tables_of(report.cells).items():
-        cells = [cell for row in rows.values() for cell in row.values()]
-        show(key, cells, report.contestants, console)
-    _print_copies(report, console)
-
-
-def _print_copies(report: Report, console: Console) -> None:
-    """Print how Dure's ranks copied: it decides the figures."""
-    for name, text in report.machine.items():
-        if name.startswith("Copies"):
-            console.print(f"{name}: {text}", highlight=False)

@@ -20,10 +20,10 @@ import sys
 import tempfile
 import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import IO, Any  # Any: what a command takes and answers
+from typing import Any  # Any: what a command takes and answers
 
 from dure import env
 from dure.cli.machine import MPI_VARIABLES, QUIET_VARIABLES, find_mpirun
@@ -50,7 +50,7 @@ class Contestant:
     Attributes:
         name: What the user called it.
         role: The words after the address on the command line of `rank.py`.
-        python: The interpreter.
+        python: The interpreter of ranks of MPI.
         mpirun: The program that starts the ranks; None: `dure run`.
         arena: Whether its tensors come from `shared_empty`.
         program: What `dure run` starts as a rank: it calls `serve` of rank.py.
@@ -64,7 +64,6 @@ class Contestant:
     program: tuple[str, ...] = ("-m", "dure.cli.bench.rank")
 
     def command(self, ranks: int, address: str) -> list[str]:
-        """Return the command line that starts so many ranks."""
         run = [sys.executable, "-m", "dure.cli", "run"]
         if self.mpirun is None:
             program = ["--nproc", str(ranks), *self.program]
@@ -73,7 +72,6 @@ class Contestant:
         return [*run, *program, address, *self.role]
 
     def environment(self) -> dict[str, str]:
-        """Return what the processes find in their environment."""
         changes: dict[str, str | None] = dict(QUIET_VARIABLES)
         if self.mpirun is not None:
             path = os.pathsep.join([os.path.dirname(self.mpirun), env.text("PATH", "") or ""])
@@ -88,11 +86,7 @@ def ours(backend: str, *, arena: bool) -> Contestant:
 
 
 def find_rival(name: str, backend: str) -> Contestant:
-    """Return the rival that the user calls "arena", "gloo", "mpi" or "mpi@PYTHON".
-
-    Args:
-        name: The rival; "arena" is Dure itself, on tensors of `shared_empty`.
-        backend: Dure's.
+    """Return "gloo", "mpi", "mpi@PYTHON", or "arena": Dure on `backend`, with `shared_empty`.
 
     Raises:
         UsageError: It is not installed; says what to install.
@@ -116,8 +110,8 @@ def _mpirun(python: str) -> str:
             fix="Install an MPI (Debian: openmpi-bin), or name a Python that has one beside it: "
             "mpi@/path/to/bin/python.",
         )
-    code = "import importlib.util as u; exit(not all(map(u.find_spec, ('mpi4py', 'numpy'))))"
-    if subprocess.run([python, "-c", code], check=False, capture_output=True).returncode:
+    needs = [python, "-c", "import mpi4py, numpy"]
+    if subprocess.run(needs, check=False, capture_output=True).returncode:
         raise UsageError(
             "mpi needs mpi4py and numpy",
             seen=f"{python} has not both",
@@ -126,32 +120,25 @@ def _mpirun(python: str) -> str:
     return found
 
 
-@dataclass(slots=True)
 class Group:
     """The running ranks of a contestant. Use it as a context manager, from one thread.
 
     Attributes:
-        contestant: How they were started.
-        ranks: How many they are.
         label: What the ranks call themselves.
         version: Of what they stand on.
         copies: How Dure's ranks copy on this machine, and its line transfer.
     """
 
-    contestant: Contestant
-    ranks: int
-    label: str = ""
-    version: str = ""
-    copies: str = ""
-    _process: subprocess.Popen[bytes] = field(init=False)
-    _output: IO[bytes] = field(init=False)
-    _listener: socket.socket = field(init=False)
-    _ranks: list[Connection] = field(default_factory=list[Connection])
+    def __init__(self, contestant: Contestant, ranks: int) -> None:
+        self.contestant, self.ranks = contestant, ranks
+        self.label = self.version = self.copies = ""
+        self._connections: list[Connection] = []
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Group:
-        """Start the ranks; `meet` waits for them."""
+        """Start the ranks; `accept_ranks` waits for them."""
         address = f"dure-bench-{uuid.uuid4().hex}"
-        with contextlib.ExitStack() as stack:
+        with self._stack as stack:
             self._listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             self._listener.bind("\0" + address)
             self._listener.listen(self.ranks)
@@ -165,21 +152,20 @@ class Group:
                 env=self.contestant.environment(),
                 start_new_session=True,  # Ctrl-C reaches the controller, which ends the groups
             )
-            stack.pop_all()  # closed by __exit__
+            self._stack = stack.pop_all()  # closed by __exit__
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Let the ranks go, or end them if they do not."""
         self._end(politely=kind is None)
-        self._listener.close()
-        self._output.close()
+        self._stack.close()
 
     @property
     def alive(self) -> bool:
         """Whether the ranks still take commands."""
-        return bool(self._ranks)
+        return bool(self._connections)
 
-    def meet(self) -> None:
+    def accept_ranks(self) -> None:
         """Wait until every rank has come.
 
         Raises:
@@ -206,7 +192,7 @@ class Group:
             came[hello["rank"]] = rank
             self.label = hello["label"] + (" arena" if self.contestant.arena else "")
             self.version, self.copies = hello["version"], hello["copies"]
-        self._ranks = [came[rank] for rank in range(self.ranks)]
+        self._connections = [came[rank] for rank in range(self.ranks)]
 
     def call(self, command: str, **arguments: object) -> list[dict[str, Any]]:
         """Have every rank carry out a command; return their answers, by rank.
@@ -217,15 +203,15 @@ class Group:
         answers: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + _ANSWER_LIMIT_S
         try:
-            for rank in self._ranks:
+            for rank in self._connections:
                 rank.send({"command": command, **arguments})
             while len(answers) < self.ranks:
-                waiting = [r for i, r in enumerate(self._ranks) if i not in answers]
+                waiting = [r for i, r in enumerate(self._connections) if i not in answers]
                 ready = wait(waiting, max(0.0, deadline - time.monotonic()))
                 if not ready:
                     raise self._failed(f"no answer in {_ANSWER_LIMIT_S:.0f} s", command)
-                for number in [i for i, r in enumerate(self._ranks) if r in ready]:
-                    answers[number] = answer = self._ranks[number].recv()
+                for number in [i for i, r in enumerate(self._connections) if r in ready]:
+                    answers[number] = answer = self._connections[number].recv()
                     if "error" in answer:
                         raise self._failed(f"rank {number}: {answer['error']}", command)
         except (OSError, EOFError) as error:
@@ -254,9 +240,9 @@ class Group:
 
     def _end(self, *, politely: bool) -> None:
         """Wait for the job's end, after asking for it unless `politely`; kill it if need be."""
-        for rank in self._ranks:
+        for rank in self._connections:
             rank.close()
-        self._ranks = []
+        self._connections = []
         for number in (*((0,) if politely else ()), signal.SIGTERM, signal.SIGKILL):
             if number:
                 self._process.send_signal(number)

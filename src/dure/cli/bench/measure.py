@@ -18,10 +18,9 @@ from rich.status import Status
 
 from dure.cli.bench.group import Contestant, Group, GroupFailed
 from dure.cli.bench.plan import DTYPES, OPERATIONS, Plan, show_size
-from dure.cli.bench.results import Cell, Key, Report
-from dure.cli.bench.table import rich_tables
+from dure.cli.bench.results import Cell, Key, Report, rich_tables
 
-__all__ = ["measure", "note", "show"]
+__all__ = ["measure", "note"]
 
 _WARM_UP = 0.3
 _MAX_REPEATS = 50_000
@@ -32,20 +31,8 @@ def note(text: str) -> None:
     print(f"dure bench: note: {text}", file=sys.stderr)
 
 
-def show(key: Key, cells: list[Cell], contestants: list[str], console: Console) -> None:
-    """Show the tables of one operation."""
-    for table in rich_tables(key, cells, contestants):
-        console.print(table)
-
-
 def measure(plan: Plan, contestants: list[Contestant], report: Report, console: Console) -> None:
-    """Measure all of `plan`; add to `report` as it comes, and show it.
-
-    Args:
-        plan: What to measure.
-        contestants: Dure first, then the rivals.
-        report: Gets versions, names and cells.
-        console: Shows finished tables and, where it is a terminal, what is being measured.
+    """Measure all of `plan` with the contestants, Dure first; add to `report`, and show it.
 
     Raises:
         GroupFailed: Dure's own ranks failed. A rival that fails is left out from there on.
@@ -55,22 +42,22 @@ def measure(plan: Plan, contestants: list[Contestant], report: Report, console: 
         with contextlib.ExitStack() as stack:
             status = stack.enter_context(console.status(f"starting {several}{ranks} ranks"))
             groups = [stack.enter_context(Group(c, ranks)) for c in contestants]
-            runners = _meet(groups, report)
+            runners = _accept_ranks(groups, report)
             for op in plan.ops:
                 for dtype in plan.dtypes if op != "barrier" else plan.dtypes[:1]:
                     redop = plan.redop if OPERATIONS[op].reduces else ""
                     key = Key(op, dtype, redop, ranks)
                     cells = _table(plan, key, runners, status)
-                    show(key, cells, report.contestants, console)
+                    console.print(*rich_tables(key, cells, report.contestants))
                     report.cells += cells
 
 
-def _meet(groups: list[Group], report: Report) -> list[_Runner]:
+def _accept_ranks(groups: list[Group], report: Report) -> list[_Runner]:
     """Wait for every group's ranks; a rival that does not start is left out."""
     runners: list[_Runner] = []
     for group in groups:
         try:
-            group.meet()
+            group.accept_ranks()
         except GroupFailed as failure:
             if group is groups[0]:
                 raise
@@ -164,7 +151,6 @@ class _Runner:
             self.repeats = _fill(plan.sample_s, one_s)
 
     def sample(self) -> None:
-        """Take one sample."""
         if self.repeats:
             self.samples_s.append(self._time(self.repeats))
 

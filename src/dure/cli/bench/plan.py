@@ -55,16 +55,8 @@ _REDUCTIONS = ("sum", "product", "min", "max", "avg")
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation.
+    """How an operation is counted: whether its buffer has a part for each rank (`divided`)."""
 
-    Attributes:
-        name: As in the API; sendrecv is a pair of send and recv.
-        bus: Which factor turns algorithm bandwidth into bus bandwidth.
-        divided: Whether the buffer has a part for each rank.
-        reduces: Whether a reduction has to be chosen.
-    """
-
-    name: str
     bus: Literal["twice", "others", "whole", "none"]
     divided: bool = False
     reduces: bool = False
@@ -81,39 +73,22 @@ class Operation:
 
 
 OPERATIONS = {
-    operation.name: operation
-    for operation in (
-        Operation("all_reduce", "twice", reduces=True),
-        Operation("broadcast", "whole"),
-        Operation("reduce", "whole", reduces=True),
-        Operation("all_gather", "others", divided=True),
-        Operation("reduce_scatter", "others", divided=True, reduces=True),
-        Operation("all_to_all", "others", divided=True),
-        Operation("gather", "others", divided=True),
-        Operation("scatter", "others", divided=True),
-        Operation("sendrecv", "whole"),
-        Operation("barrier", "none"),
-    )
+    "all_reduce": Operation("twice", reduces=True),
+    "broadcast": Operation("whole"),
+    "reduce": Operation("whole", reduces=True),
+    "all_gather": Operation("others", divided=True),
+    "reduce_scatter": Operation("others", divided=True, reduces=True),
+    "all_to_all": Operation("others", divided=True),
+    "gather": Operation("others", divided=True),
+    "scatter": Operation("others", divided=True),
+    "sendrecv": Operation("whole"),
+    "barrier": Operation("none"),
 }
-"""Every operation by name, in the order in which `--op all` measures them."""
+"""Every operation by its name in the API, in the order in which `--op all` measures them."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that decides what is measured.
-
-    Attributes:
-        backend: Of `dure.init_process_group`.
-        ops: Names in `OPERATIONS`.
-        dtypes: Names in `DTYPES`.
-        redop: A name in `_REDUCTIONS`, for the operations that reduce.
-        ranks: Sizes of the groups, one after the other.
-        sizes: Bytes, ascending.
-        root: For the operations that have one; -1: each rank in turn.
-        arena: Whether Dure's tensors come from `shared_empty`.
-        against: The rivals: "gloo", "mpi", "mpi@PYTHON", or "arena" (Dure, as with `arena`).
-        samples: How many are taken of each cell.
-        sample_s: How long one should take; at least one operation.
-    """
+    """Everything that decides what is measured; the options of `dure bench` say what each means."""
 
     backend: str
     ops: tuple[str, ...]
@@ -164,7 +139,6 @@ def parse_names(option: str, words: Sequence[str], known: Mapping[str, object]) 
 
 
 def parse_ranks(words: Sequence[str]) -> tuple[int, ...]:
-    """Read numbers of ranks, such as "2,4"."""
     names = _words(words)
     if not names or not all(n.isdigit() and int(n) > 0 for n in names):
         raise UsageError("--ranks takes whole numbers from 1", seen=",".join(words), fix="Try 2,4.")
@@ -172,14 +146,11 @@ def parse_ranks(words: Sequence[str]) -> tuple[int, ...]:
 
 
 def parse_rivals(words: Sequence[str]) -> tuple[str, ...]:
-    """Read rivals: gloo, mpi, mpi@PYTHON, arena."""
     names = tuple(dict.fromkeys(_words(words)))
     for name in names:
         if name not in {"gloo", "mpi", "arena"} and not re.fullmatch("mpi@.+", name):
-            raise UsageError(
-                f"there is no rival {name!r}",
-                fix="Use gloo, mpi, mpi@/path/to/python, or arena.",
-            )
+            fix = "Use gloo, mpi, mpi@/path/to/python, or arena."
+            raise UsageError(f"there is no rival {name!r}", fix=fix)
     return names
 
 

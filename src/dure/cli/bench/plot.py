@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from operator import attrgetter
 from pathlib import Path
 
 from dure.cli import charts
 from dure.cli.bench.plan import show_size
-from dure.cli.bench.results import Cell, Key, Report, tables_of
-from dure.cli.bench.table import heads_and_rows
+from dure.cli.bench.results import Cell, Key, Report, heads_and_rows, tables_of
 from dure.cli.charts import Axis, Series, line_chart
 
 __all__ = ["write_plot"]
@@ -51,11 +51,11 @@ def _page(report: Report) -> str:
             charts.side_by_side(pair),
             charts.side_by_side([charts.section(table, key.title)]),
         ]
-    facts = [
-        (list(report.machine.items()), "On what machine"),
-        ([("Command", report.command), *report.versions.items()], "What ran"),
+    ran = [("Command", report.command), *report.versions.items()]
+    about = [
+        charts.section(charts.definitions(list(report.machine.items())), "On what machine"),
+        charts.section(charts.definitions(ran), "What ran"),
     ]
-    about = [charts.section(charts.definitions(pairs), title) for pairs, title in facts]
     first = report.contestants[0] if report.contestants else "dure"
     rivals = ", ".join(report.contestants[1:])
     return charts.page(
@@ -94,21 +94,16 @@ def _charts(
     sizes = sorted(size for size in rows if size)
     if len(sizes) < 2:
         return []
-    x = Axis(label="size", show=lambda v: show_size(int(v)), log=True, marks=_size_marks(sizes))
-    wanted: list[tuple[str, Axis, Callable[[Cell], float | None]]] = [
-        ("time", Axis(label="", show=_short_time, log=True), lambda cell: cell.median_s),
-        (
-            "bus bandwidth",
-            Axis(label="bus bandwidth (GB/s)", show=_power, log=True),
-            lambda cell: cell.bus_gb_s,
-        ),
+    x = Axis("size", lambda v: show_size(int(v)), log=True, marks=_size_marks(sizes))
+    figures: list[tuple[str, Axis, Callable[[Cell], float | None]]] = [
+        ("time", Axis("", _short_time, log=True), attrgetter("median_s")),
+        ("bus bandwidth", Axis("bus bandwidth (GB/s)", _power, log=True), attrgetter("bus_gb_s")),
     ]
     out: list[tuple[str, str]] = []
-    for what, y, figure_of in wanted:
+    for what, y, figure_of in figures:
         lines: list[Series] = []
         for name in contestants:
-            cells = [(size, rows[size][name]) for size in sizes if name in rows[size]]
-            values = [(size, figure_of(cell)) for size, cell in cells]
+            values = [(size, figure_of(rows[size][name])) for size in sizes if name in rows[size]]
             lines.append(Series(name, [(size, v) for size, v in values if v is not None]))
         title = f"{key.title}: {what}"
         out.append((title, line_chart(title, lines, x, y)))

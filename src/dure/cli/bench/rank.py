@@ -66,12 +66,10 @@ class Case:
 
     @property
     def part(self) -> int:
-        """The elements that belong to each rank."""
         return self.count // self.size
 
     @property
     def checked_root(self) -> int:
-        """The root of the operation that is checked."""
         return self.root if self.root >= 0 else self.size - 1
 
     def root_of(self, turn: int) -> int:
@@ -159,7 +157,6 @@ class TorchStyle:
         self.leave: Any = dist.destroy_process_group
 
     def empty(self, count: int, case: Case) -> Any:
-        """Return a new flat buffer."""
         make: Any = self._dist.shared_empty if case.arena else self._torch.empty
         return make(count, dtype=getattr(self._torch, case.dtype))
 
@@ -216,17 +213,14 @@ class Mpi:
         self.leave: Any = self._mpi.Finalize
 
     def empty(self, count: int, case: Case) -> Any:
-        """Return a new flat buffer."""
         if case.dtype in {"float16", "bfloat16"}:
             raise Refusal(f"MPI has no {case.dtype}")
         return self._numpy.empty(count, case.dtype)
 
     def filled(self, values: list[int], length: int, case: Case) -> Any:
-        """Return a flat buffer of `values`, again and again, as the element type holds them."""
         return self._numpy.resize(self._numpy.array(values).astype(case.dtype), length)
 
     def operation(self, case: Case, a: Any, b: Any) -> Run:
-        """Return a function that runs the operation once, on source `a` and target `b`."""
         comm, in_place, root = self._comm, self._mpi.IN_PLACE, case.root_of
         if case.redop == "avg":
             raise Refusal("MPI has no avg")

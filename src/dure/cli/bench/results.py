@@ -1,36 +1,48 @@
-"""What a benchmark found: values, and the figures derived from them. Times are seconds.
+"""What a benchmark found: values, the figures derived from them, and their tables.
 
-A *cell* is one operation at one size, by one contestant. A sample is the time of one operation,
-mean over several back to back, of the rank that took longest. Shown is the median of the samples;
-the *spread* is half the distance between the quartiles, relative to the median.
+A *cell* is one operation at one size, by one contestant. A sample is the time of one operation in
+seconds, mean over several back to back, of the rank that took longest. Shown is the median of the
+samples; the *spread* is half the distance between the quartiles, relative to the median.
+
+The columns of tables are those of nccl-tests, less what all rows have in common, which is in the
+title. Each rival has its time, and the ratio of its time to Dure's: above 1, Dure is faster.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
+from rich import box
+from rich.table import Table
 
-from dure.cli.bench.plan import OPERATIONS, Plan
+from dure.cli.bench.plan import OPERATIONS, Plan, show_size
 from dure.errors import DataError
 
-__all__ = ["Cell", "Key", "Report", "read_report", "tables_of"]
+__all__ = [
+    "Cell",
+    "Key",
+    "Report",
+    "heads_and_rows",
+    "markdown",
+    "read_report",
+    "rich_tables",
+    "show_time",
+    "tables_of",
+]
 
 FORMAT = "dure bench 1"
+_OWN = ["size", "count", "time", "±", "algbw GB/s", "busbw GB/s", "#wrong"]
+_NONE = "-"
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """One operation at one size, by one contestant.
 
     Attributes:
-        op: The operation.
-        dtype: Of its elements.
         redop: Of its reduction; empty where it has none.
-        ranks: Size of the group.
-        num_bytes: Of the buffer, as `operations` counts it; 0 for a barrier.
-        count: Elements of it.
-        contestant: Who; as in `Report.contestants`.
+        num_bytes: Of the buffer, as `plan` counts it; 0 for a barrier.
         samples_s: The samples; none where it was not measured.
         wrong: Elements that differed from what they must be, of all ranks and both checks.
         note: Why it was not measured.
@@ -49,12 +61,10 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> Key:
-        """Whose table it belongs to."""
         return Key(self.op, self.dtype, self.redop, self.ranks)
 
     @property
     def median_s(self) -> float | None:
-        """The figure to show; None where it was not measured."""
         return statistics.median(self.samples_s) if self.samples_s else None
 
     @property
@@ -78,18 +88,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """A whole run: on what, of what, and what came out.
-
-    Attributes:
-        format: Tells such a file from others.
-        command: The command line, with every option spelled out.
-        when: Local date and time.
-        machine: Processor, cores, memory, kernel.
-        versions: Of Dure, Python and torch, and of each rival.
-        plan: What was asked.
-        contestants: Names, Dure first.
-        cells: Everything measured.
-    """
+    """A whole run: on what, of what, and what came out; `contestants` begin with Dure."""
 
     format: str = FORMAT
     command: str
@@ -102,7 +101,6 @@ class Report(msgspec.Struct, kw_only=True):
 
     @property
     def wrong(self) -> list[Cell]:
-        """The cells with wrong results."""
         return [cell for cell in self.cells if cell.wrong]
 
     def encode(self) -> bytes:
@@ -124,7 +122,6 @@ class Key(msgspec.Struct, frozen=True, order=True):
 
     @property
     def title(self) -> str:
-        """What the table is called."""
         op = f"{self.op} ({self.redop})" if self.redop else self.op
         kind = "" if self.op == "barrier" else f", {self.dtype}"
         return f"{op}{kind}, {self.ranks} rank{'s' if self.ranks > 1 else ''}"
@@ -151,3 +148,98 @@ def read_report(data: bytes, name: str) -> Report:
     if report.format != FORMAT:
         raise DataError(f"{name} is of another version", seen=report.format)
     return report
+
+
+def show_time(seconds: float | None) -> str:
+    """Write a time with a unit that suits it, to three digits."""
+    if seconds is None:
+        return _NONE
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            return f"{seconds / scale:#.3g} {unit}".replace(". ", " ")
+    return f"{seconds * 1e6:#.3g} us".replace(". ", " ")
+
+
+def rich_tables(key: Key, cells: Sequence[Cell], contestants: Sequence[str]) -> list[Table]:
+    """Return the tables of `cells`, which share `key`: Dure's figures, and beside its rivals'."""
+    heads, rows = heads_and_rows(tables_of(cells)[key], contestants)
+    own = len(_OWN)
+    ours = next(name for name in contestants if any(c.contestant == name for c in cells))
+    tables = [_rich(f"{key.title}: {ours}", heads[:own], [row[:own] for row in rows])]
+    if len(heads) > own:
+        beside = [
+            [row[0], row[2] if row[2] == _NONE else f"{row[2]} ±{row[3]}", *row[own:]]
+            for row in rows
+        ]
+        tables.append(_rich("", ["size", ours, *heads[own:]], beside))
+    return tables
+
+
+def _rich(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(
+        title=title or None,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for head in heads:
+        table.add_column(head, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def markdown(report: Report) -> str:
+    """Return all tables of a report as Markdown."""
+    out: list[str] = []
+    for key, found in tables_of(report.cells).items():
+        heads, rows = heads_and_rows(found, report.contestants)
+        ours = next(name for name in report.contestants if any(name in c for c in found.values()))
+        out += [f"**{key.title}** ({ours})", ""]
+        out += [f"| {' | '.join(heads)} |", "|" + " ---: |" * len(heads)]
+        out += [f"| {' | '.join(row)} |" for row in rows]
+        out.append("")
+    return "\n".join(out)
+
+
+def heads_and_rows(
+    rows: Mapping[int, Mapping[str, Cell]], contestants: Sequence[str]
+) -> tuple[list[str], list[list[str]]]:
+    """Return the whole table of what `tables_of` found for one operation, as texts."""
+    names = [name for name in contestants if any(name in row for row in rows.values())]
+    heads = [*_OWN, *(head for name in names[1:] for head in (name, "ratio"))]
+    return heads, [_row(rows[size], names) for size in sorted(rows)]
+
+
+def _row(cells: Mapping[str, Cell], names: Sequence[str]) -> list[str]:
+    first, ours = next(iter(cells.values())), cells.get(names[0])
+    out = [show_size(first.num_bytes), str(first.count)]
+    if ours is None or ours.median_s is None:
+        out += [_NONE] * (len(_OWN) - 2)
+    else:
+        rates = [_show_rate(rate) for rate in (ours.algorithm_gb_s, ours.bus_gb_s)]
+        out += [show_time(ours.median_s), f"{ours.spread:.0%}", *rates, str(ours.wrong)]
+    for name in names[1:]:
+        out += _rival(cells.get(name), ours)
+    return out
+
+
+def _show_rate(rate: float | None) -> str:
+    """Write GB/s to three digits, and no more than three decimals."""
+    if rate is None:
+        return _NONE
+    return f"{rate:.{3 if rate < 1 else 2 if rate < 10 else 1}f}"
+
+
+def _rival(cell: Cell | None, ours: Cell | None) -> list[str]:
+    """Return a rival's time with its spread, and how it compares."""
+    if cell is None or cell.median_s is None:
+        return [_NONE, _NONE]
+    time = f"{show_time(cell.median_s)} ±{cell.spread:.0%}"
+    if cell.wrong:
+        time += f", {cell.wrong} wrong"
+    if ours is None or ours.median_s is None:
+        return [time, _NONE]
+    ratio = cell.median_s / ours.median_s
+    return [time, f"{ratio:.3g}×" if ratio < 100 else f"{ratio:.0f}×"]

@@ -127,7 +127,7 @@ def _notes(runs: Sequence[Run]) -> str:
 
 def _charts(runs: Sequence[Run]) -> list[tuple[str, str]]:
     """Draw every chart, as (title, SVG)."""
-    seconds, loss = Axis(label="training time (s)"), Axis(label="training loss (nats)")
+    seconds, loss = Axis("training time (s)"), Axis("training loss (nats)")
     by_time: list[Series] = []
     by_step: list[Series] = []
     for run in runs:
@@ -135,7 +135,7 @@ def _charts(runs: Sequence[Run]) -> list[tuple[str, str]]:
         by_time.append(Series(run.name, [(p.elapsed_s, mean) for p, mean in losses]))
         by_step.append(Series(run.name, [(p.step, mean) for p, mean in losses]))
     accuracies = [Series(run.name, run.accuracy_curve()) for run in runs]
-    percent = Axis(label="test accuracy", show=lambda value: f"{value:.0%}")
+    percent = Axis("test accuracy", show=lambda value: f"{value:.0%}")
     bars = [
         Bar(run.way or run.name, [getattr(run.phases, name) * 1e3 for name in PHASES])
         for run in runs
@@ -143,10 +143,10 @@ def _charts(runs: Sequence[Run]) -> list[tuple[str, str]]:
     parts = [_SHORT.get(field, label) for field, label in PHASES.items()]
     drawn = {
         "Loss by time": partial(line_chart, series=by_time, x=seconds, y=loss),
-        "Loss by step": partial(line_chart, series=by_step, x=Axis(label="step"), y=loss),
+        "Loss by step": partial(line_chart, series=by_step, x=Axis("step"), y=loss),
         "Test accuracy by time": partial(line_chart, series=accuracies, x=seconds, y=percent),
         "Where a step's time goes": partial(
-            stacked_bars, parts=parts, bars=bars, x=Axis(label="mean time of a step (ms)")
+            stacked_bars, parts=parts, bars=bars, x=Axis("mean time of a step (ms)")
         ),
     }
     return [(title, draw(title)) for title, draw in drawn.items()]

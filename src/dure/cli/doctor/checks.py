@@ -6,35 +6,29 @@ So a test can make up a machine. `machine` reads the values of this one.
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any  # Any: what a rank told as JSON
+from typing import Any, NamedTuple  # Any: what a rank told as JSON
 
-from dure.cli.doctor.finding import Finding, fine, note, problem, size, warning
+from dure.cli.doctor.finding import Finding, Findings, fine, note, problem, size, warning
 
-NEEDED = ("dure", "torch", "pyzmq", "msgspec", "psutil")
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _OLDEST_KERNEL = (5, 6)  # pidfd_getfd; pidfd_open and memfd are older
 _RANK_BYTES = 300 << 20  # a rank that has imported torch
 _VIRTUAL = ("docker", "br-", "virbr", "veth", "cni", "flannel", "cali", "tun", "tap", "wg")
 
-Findings = Iterator[Finding]
 
-
-def versions(python: tuple[int, ...], packages: Mapping[str, str]) -> Findings:
-    """Say what is too old, or missing; a package that is not there is not in `packages`."""
+def versions(python: str, packages: Mapping[str, str]) -> Findings:
+    """A package that is not there is not in `packages`."""
     shown = ", ".join(f"{name} {number}" for name, number in packages.items())
-    yield fine("versions", f"Python {'.'.join(map(str, python))}, {shown}")
-    if python < (3, 11):
-        yield problem("Python", "older than 3.11", "Install Python 3.11 or newer.")
-    missing = [name for name in NEEDED if name not in packages]
-    if missing:
-        yield problem("versions", f"not installed: {', '.join(missing)}", "pip install dure torch")
+    yield fine("versions", f"Python {python}, {shown}")
     torch = packages.get("torch")
-    if torch is not None and _numbers(torch) < (2, 11):
+    if torch is None:
+        yield problem("torch", "not installed", "pip install torch")
+    elif _numbers(torch) < (2, 11):
         yield problem("torch", f"{torch} is older than 2.11", "pip install --upgrade torch")
 
 
@@ -44,20 +38,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
-def same_versions(mine: Mapping[str, str], others: Mapping[str, str], host: str) -> Finding:
-    """Compare the versions on another host with those here."""
-    differ = [name for name in sorted({*mine, *others}) if mine.get(name) != others.get(name)]
-    if not differ:
-        return fine("same versions", "as here")
-    text = ", ".join(
-        f"{n} {others.get(n, 'missing')} (here {mine.get(n, 'missing')})" for n in differ
-    )
-    make = problem if {"dure", "torch", "python"} & set(differ) else warning
-    return make("same versions", text, f"Install the same ones on {host} as here.")
-
-
 def system(name: str, kernel: str, machine: str) -> Findings:
-    """Say whether the engine runs on this system."""
     text = f"{name} {kernel} on {machine}"
     if name != "Linux":
         unsupported = f"{text}: no shared-memory engine, no `dure run`"
@@ -69,7 +50,7 @@ def system(name: str, kernel: str, machine: str) -> Findings:
 
 
 def cores(total: int, usable: int, quota: float, load: float, governor: str) -> Findings:
-    """Say how many ranks fit, and what would slow them; `quota` is in cores, or infinite."""
+    """`quota` is in cores, or infinite."""
     text = f"{usable} of {total} hardware threads usable"
     if usable < total:
         yield warning(
@@ -103,7 +84,7 @@ def cores(total: int, usable: int, quota: float, load: float, governor: str) -> 
 
 
 def memory(total: int, free: int, swapped: int, left: int | None) -> Findings:
-    """Say whether ranks fit; bytes, and `left` is what a container leaves this process."""
+    """`left` are the bytes that a container leaves this process."""
     text, whose = f"{size(free)} of {size(total)} free", "of the host"
     if left is not None and left < free:
         text += f"; the container leaves {size(left)}"
@@ -128,7 +109,7 @@ def memory(total: int, free: int, swapped: int, left: int | None) -> Findings:
 
 
 def huge_pages(private: str, shared: str) -> Findings:
-    """Judge both settings of transparent huge pages: the chosen words, or nothing."""
+    """Both are chosen words of the kernel's setting, or nothing."""
     if private == "never":
         yield warning(
             "huge pages",
@@ -139,13 +120,15 @@ def huge_pages(private: str, shared: str) -> Findings:
         yield fine("huge pages", f"{private or 'unknown'}, shared {shared or 'unknown'}")
 
 
-def shm(total: int | None, free: int, writable: bool) -> Findings:
-    """Judge /dev/shm: Dure does not use it, but DataLoader workers and NCCL do."""
-    text = f"{size(free)} of {size(total or 0)} free"
-    if total is None:
-        yield warning("/dev/shm", "there is none", "Mount a tmpfs there: DataLoader needs it.")
-    elif not writable:
-        yield warning("/dev/shm", "it cannot be written", "chmod 1777 /dev/shm")
+def shm(total: int, free: int, writable: bool) -> Findings:
+    """Dure does not use /dev/shm, but DataLoader workers and NCCL do; `total` 0: there is none."""
+    text = f"{size(free)} of {size(total)} free"
+    if not writable:
+        yield warning(
+            "/dev/shm",
+            "it cannot be written" if total else "there is none",
+            "Mount a tmpfs there with mode 1777: DataLoader needs it.",
+        )
     elif free < 256 << 20:
         yield warning(
             "/dev/shm",
@@ -182,11 +165,10 @@ def engine(memfd_error: str, peer_error: str, pidfd_error: str) -> Findings:
         )
 
 
-def ptrace(scope: int | None, container: str, seccomp: bool) -> Findings:
-    """Say where the ranks run, and who may look at them."""
+def ptrace(scope: int, container: str, seccomp: bool) -> Findings:
     text = f"in a {container} container" if container else "no container seen"
     text += ", with a seccomp filter" if seccomp else ""
-    if scope is not None and scope >= 2:
+    if scope >= 2:
         yield warning(
             "ptrace",
             f"{text}; ptrace is for root alone (scope {scope}): py-spy and gdb cannot look at "
@@ -197,9 +179,9 @@ def ptrace(scope: int | None, container: str, seccomp: bool) -> Findings:
         yield fine("ptrace", f"{text}; ptrace {'of descendants only' if scope else 'unrestricted'}")
 
 
-def locked_memory(limit: int | None, fabric: bool) -> Findings:
-    """Judge the bytes a process may lock (None: no limit), where there is a `fabric` for RDMA."""
-    if limit is None:
+def locked_memory(limit: float, fabric: bool) -> Findings:
+    """`limit` is in bytes, and infinite without one; on a `fabric` for RDMA buffers are locked."""
+    if limit == float("inf"):
         yield fine("locked memory", "no limit")
     elif fabric and limit < 1 << 30:
         yield problem(
@@ -212,12 +194,9 @@ def locked_memory(limit: int | None, fabric: bool) -> Findings:
         yield fine("locked memory", f"at most {size(limit)} (enough without RDMA)")
 
 
-def files(limit: int | None) -> Findings:
-    """Judge how many files a process may open."""
-    text = f"at most {limit} a process"
-    if limit is None:
-        yield fine("open files", "no limit")
-    elif limit < 256:
+def files(limit: float) -> Findings:
+    text = "no limit" if limit == float("inf") else f"at most {limit} a process"
+    if limit < 256:
         yield problem("open files", text, "ulimit -n 65536")
     elif limit < 1024:
         yield warning("open files", f"{text}: few for DataLoader workers", "ulimit -n 65536")
@@ -225,26 +204,24 @@ def files(limit: int | None) -> Findings:
         yield fine("open files", text)
 
 
-def processes(limits: Sequence[int | None], running: int) -> Findings:
-    """Judge the limits of processes and threads: the user's, and the container's."""
-    least = min((n for n in limits if n is not None), default=None)
-    text = f"at most {least} processes and threads, {running} processes are there"
-    if least is None:
+def processes(limit: float, running: int) -> Findings:
+    """`limit` is the lowest of the user's and the container's; threads count, too."""
+    text = f"at most {limit} processes and threads, {running} processes are there"
+    if limit == float("inf"):
         yield fine("processes", "no limit")
-    elif least - running < 64:
+    elif limit - running < 64:
         yield problem(
             "processes",
             f"{text}: ranks and their threads will not start",
             "ulimit -u, or docker --pids-limit / the pod's limit, must be raised.",
         )
-    elif least < 1024:
+    elif limit < 1024:
         yield warning("processes", text, "Set OMP_NUM_THREADS low, or raise the limit.")
     else:
         yield fine("processes", text)
 
 
 def temporary_files(free: int, folder: str) -> Findings:
-    """Judge the room for temporary files."""
     text = f"{size(free)} free in {folder}"
     if free < 100 << 20:
         advice = "Free some, or set TMPDIR: torch's compiler and shared tensors write there."
@@ -253,8 +230,7 @@ def temporary_files(free: int, folder: str) -> Findings:
         yield fine("temporary files", text)
 
 
-@dataclass(frozen=True, slots=True)
-class Interface:
+class Interface(NamedTuple):
     """One that is up: its name, IPv4 addresses, and Mbit/s (0: it does not say)."""
 
     name: str
@@ -280,9 +256,9 @@ def interfaces(known: Sequence[Interface], default: str, chosen: Mapping[str, st
         chosen: What the variables name that choose an interface, such as GLOO_SOCKET_IFNAME.
     """
     real = [i for i in known if i.is_real]
+    speeds = [f" ({i.mbits // 1000} Gbit/s)" if i.mbits >= 1000 else "" for i in real]
     text = ", ".join(
-        f"{i.name} {i.addresses[0]}" + (f" ({i.mbits // 1000} Gbit/s)" if i.mbits >= 1000 else "")
-        for i in real
+        f"{i.name} {i.addresses[0]}{speed}" for i, speed in zip(real, speeds, strict=True)
     )
     if not any(_loops(address) for i in known for address in i.addresses):
         no_loopback = "no loopback interface is up: no job can start"
@@ -348,10 +324,7 @@ def own_name(hostname: str, resolved: Sequence[str], known: Sequence[Interface])
 
 
 def look_ups(own_s: float, reverse_s: float) -> Findings:
-    """Judge the times of asking for this host's own name, and for the names of its addresses.
-
-    A name server that does not answer makes programs that log names wait seconds for each client.
-    """
+    """Judge how long this host's own name takes, and how long the names of its addresses."""
     slowest = max(own_s, reverse_s)
     if slowest > 0.5:
         kind = "this host's own name" if own_s >= 0.5 else "names of addresses"
@@ -391,8 +364,7 @@ def ports(first: int, last: int, used: int, usual_by: str, loopback_error: str) 
         )
 
 
-def clock(synchronised: bool | None, source: str, read_ns: float) -> Findings:
-    """Say whether times of this host can be compared with others'; None: the kernel is silent."""
+def clock(synchronised: bool, source: str, read_ns: float) -> Findings:
     text = f"source {source}, {read_ns:.0f} ns a reading"
     if read_ns > 500:
         yield warning(
@@ -402,7 +374,7 @@ def clock(synchronised: bool | None, source: str, read_ns: float) -> Findings:
         )
     else:
         yield fine("clock", text)
-    if synchronised is False:
+    if not synchronised:
         yield note(
             "clock",
             "the time of day is not synchronised: traces and logs of several hosts do not line up "
@@ -411,43 +383,28 @@ def clock(synchronised: bool | None, source: str, read_ns: float) -> Findings:
         )
 
 
-def clock_difference(seconds: float, uncertain_s: float) -> Finding:
-    """Judge how far another host's clock is from this one's."""
-    text = f"{seconds * 1e3:+.0f} ms from this host's (+-{uncertain_s * 1e3:.0f} ms)"
-    if abs(seconds) - uncertain_s > 1.0:
-        return warning("clock difference", text, "Synchronise the clocks of all hosts (chrony).")
-    return fine("clock difference", text)
-
-
-@dataclass(frozen=True, slots=True)
-class KeyFile:
-    """A file of a job key: permission bits of it and of its folder, and its owner."""
-
-    mode: int
-    owner: int
-    folder_mode: int
-
-
-def key_file(path: str, file: KeyFile | None, user: int, *, named: bool) -> Findings:
+def key_file(
+    path: Path, file: os.stat_result | None, folder_mode: int, user: int, *, named: bool
+) -> Findings:
     """Say whether a key is a secret of `user`; `named`: DURE_JOB_KEY_FILE says where it is."""
-    folder = Path(path).parent
     if file is None and not named:
         yield fine("job key", "no key of your own yet; it is made on first use")
     elif file is None:
         advice = "Copy the key there (mode 0600), or unset the variable."
         yield problem("job key", f"DURE_JOB_KEY_FILE names {path}: no such file", advice)
-    elif file.owner != user:
+    elif file.st_uid != user:
         advice = f"chown it, or remove it: {path}"
-        yield problem("job key", f"{path} belongs to another user ({file.owner})", advice)
-    elif file.mode & 0o077:
-        seen = f"{path} has mode {file.mode:04o}: others can read or change it"
+        yield problem("job key", f"{path} belongs to another user ({file.st_uid})", advice)
+    elif file.st_mode & 0o077:
+        mode = stat.S_IMODE(file.st_mode)
+        seen = f"{path} has mode {mode:04o}: others can read or change it"
         advice = f"Remove it, since it is known now, and let a new one be made: rm {path}"
         yield problem("job key", seen, advice)
-    elif file.folder_mode & 0o022 and not file.folder_mode & stat.S_ISVTX:
-        seen = f"others can write to {folder}, and so replace the key"
-        yield problem("job key", seen, f"chmod go-w {folder}")
+    elif folder_mode & 0o022 and not folder_mode & stat.S_ISVTX:
+        seen = f"others can write to {path.parent}, and so replace the key"
+        yield problem("job key", seen, f"chmod go-w {path.parent}")
     else:
-        yield fine("job key", f"{path}, mode {file.mode:04o}")
+        yield fine("job key", f"{path}, mode {stat.S_IMODE(file.st_mode):04o}")
 
 
 def environment(variables: Mapping[str, str], usable: int, *, insecure: bool) -> Findings:
@@ -478,26 +435,21 @@ def environment(variables: Mapping[str, str], usable: int, *, insecure: bool) ->
         yield fine("environment", "nothing in the way")
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A process that was started in a job: `orphan` says that nobody waits for it any more."""
+class Orphan(NamedTuple):
+    """A rank whose launcher is gone: nobody waits for it any more."""
 
     pid: int
-    job: str
     command: str
     age_s: float
-    orphan: bool = False
 
 
-def leftovers(members: Sequence[Member]) -> Findings:
+def leftovers(jobs: int, left: Sequence[Orphan]) -> Findings:
     """Name ranks of jobs that are over: they keep memory, GPUs and ports."""
-    left = [member for member in members if member.orphan]
     if not left:
-        running = len({member.job for member in members})
-        yield fine("leftovers", f"none ({running} jobs are running)")
+        yield fine("leftovers", f"none ({jobs} jobs are running)")
         return
-    names = ", ".join(f"{m.command} (pid {m.pid}, {m.age_s / 60:.0f} min)" for m in left[:8])
-    numbers = " ".join(str(member.pid) for member in left[:8])
+    names = ", ".join(f"{o.command} (pid {o.pid}, {o.age_s / 60:.0f} min)" for o in left[:8])
+    numbers = " ".join(str(orphan.pid) for orphan in left[:8])
     yield warning(
         "leftovers",
         f"{len(left)} processes of jobs whose launcher is gone: {names}",
@@ -505,22 +457,15 @@ def leftovers(members: Sequence[Member]) -> Findings:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
+class Gpu(NamedTuple):
     """One card as nvidia-smi shows it; memory in MiB."""
 
-    index: int
+    number: str
     name: str
     driver: str
     total_mib: int
     used_mib: int
     mode: str = "Default"
-
-    @classmethod
-    def parse(cls, row: Sequence[str]) -> Gpu:
-        """Read a row of six texts, in the order of the fields."""
-        total, used = (int(n) if n.isdigit() else 0 for n in row[3:5])
-        return cls(int(row[0]), row[1], row[2], total, used, row[5])
 
 
 def gpus(cards: Sequence[Gpu], error: str, torch: Mapping[str, Any], hidden: bool) -> Findings:
@@ -547,7 +492,7 @@ def gpus(cards: Sequence[Gpu], error: str, torch: Mapping[str, Any], hidden: boo
     if torch:
         yield _gpus_of_torch(cards, torch, len(seen), hidden)
     for card in cards:
-        name = f"GPU {card.index}"
+        name = f"GPU {card.number}"
         text = f"{card.name}, {card.total_mib - card.used_mib} of {card.total_mib} MiB free"
         if "Prohibited" in card.mode or "Exclusive" in card.mode:
             yield warning(name, f"{text}, mode {card.mode}", "nvidia-smi -c DEFAULT, to share it.")

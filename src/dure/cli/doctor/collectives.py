@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any  # Any: what JSON holds
 
 from dure import env
-from dure.cli.doctor.finding import Finding, fine, problem, warning
+from dure.cli.doctor.checks import RANK_VARIABLES
+from dure.cli.doctor.finding import Findings, fine, problem, warning
 from dure.cli.machine import MPI_VARIABLES, QUIET_VARIABLES, find_mpirun
 
 __all__ = ["Attempt", "judge", "try_backends", "try_mpi"]
@@ -26,8 +27,6 @@ _ABSENT = {
     "shm": "Reinstall Dure on Linux with a C++20 compiler: pip install --force-reinstall dure",
     "gloo": "Install a torch that was built with Gloo (the official ones are).",
 }
-# A scheduler's variables would make two processes part of a larger job.
-_STRANGE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DURE_STORE_ADDR")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +54,8 @@ def try_backends(
 ) -> Attempt:
     """Start ranks with `dure run` and these flags, and let them try each backend."""
     rank = ["-m", "dure.cli.doctor.rank", str(limit_s / 2), *backends]
-    changes: dict[str, str | None] = {
-        **QUIET_VARIABLES,
-        **MPI_VARIABLES,
-        **dict.fromkeys(_STRANGE),
-    }
+    # A scheduler's variables would make two processes part of a larger job.
+    unset = dict.fromkeys((*RANK_VARIABLES, "DURE_STORE_ADDR"))
     process = subprocess.Popen(
         [sys.executable, "-m", "dure.cli", "run", *flags, *rank],
         stdin=subprocess.DEVNULL,
@@ -67,7 +63,7 @@ def try_backends(
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=env.child_environment(changes),
+        env=env.child_environment({**QUIET_VARIABLES, **MPI_VARIABLES, **unset}),
         start_new_session=True,
     )
     output, timed_out = "", False
@@ -89,19 +85,18 @@ def try_backends(
     )
 
 
-def try_mpi(limit_s: float) -> Attempt | None:
-    """Let mpirun start two ranks; None where there is no MPI to try."""
+def try_mpi(limit_s: float) -> Findings:
+    """Let mpirun start two ranks, where there is an MPI to try."""
     mpirun = find_mpirun(sys.executable)
     if mpirun is None or find_spec("mpi4py") is None:
-        return None
-    return try_backends(("mpi",), limit_s, ("--no-python", mpirun, "-n", "2", sys.executable))
-
-
-def judge(attempt: Attempt | None) -> Iterator[Finding]:
-    """Say which backends work; what comes after a silent one was not tried."""
-    if attempt is None:
         yield fine("mpi", "not tried: no mpirun, or no mpi4py (pip install '.[mpi]')")
         return
+    flags = ("--no-python", mpirun, "-n", "2", sys.executable)
+    yield from judge(try_backends(("mpi",), limit_s, flags))
+
+
+def judge(attempt: Attempt) -> Findings:
+    """Say which backends work; what comes after a silent one was not tried."""
     known = {line["backend"]: line for line in attempt.told if "backend" in line}
     for backend in attempt.backends:
         name, line = f"{backend} collective", known.get(backend)

@@ -1,5 +1,9 @@
 """`dure doctor`: runs every check, each on a thread of its own with a time limit, and shows them.
 
+`machine` reads what the machine shows, and `checks` judges such values without looking at anything
+else, so that a test can make up a machine. `collectives` (with `rank`) and `hosts` start processes
+here and elsewhere.
+
 The machine is read before the collectives are tried, so that the load is not ours. A check that
 raises becomes a warning that names it, and so does one that is late: a thread cannot be ended, but
 it is a daemon and the command does not wait for it.
@@ -10,7 +14,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Annotated, Any  # Any: what a rank told as JSON
 
@@ -21,9 +25,9 @@ from rich.text import Text
 
 from dure import env
 from dure.cli.doctor import checks, collectives, hosts, machine
-from dure.cli.doctor.finding import Finding, Level, warning
+from dure.cli.doctor.finding import Finding, Findings, Level, warning
 
-__all__ = ["doctor", "examine", "run_checks"]
+__all__ = ["doctor", "run_checks"]
 
 _READ_LIMIT_S = 4.0
 _STYLES = {
@@ -52,34 +56,29 @@ def doctor(
 ) -> None:
     """Check this machine, and say in plain words what is wrong and what to do."""
     if answer is not None:  # a doctor on another host asks
-        raise typer.Exit(hosts.answer(answer))
+        hosts.answer(answer)
+        return
     start = time.monotonic()
-    found = examine(collective=collective, limit_s=limit)
+    found = _examine(collective=collective, limit_s=limit)
     if hosts_to_ask is not None:
-        options = tuple(ssh_option or ())
-        found += hosts.examine(hosts_to_ask, collective=collective, limit_s=limit, options=options)
+        options = ssh_option or []
+        found += hosts.examine(hosts_to_ask, options, collective=collective, limit_s=limit)
     (_print_json if as_json else _print_table)(found, time.monotonic() - start)
     raise typer.Exit(int(any(finding.level is Level.PROBLEM for finding in found)))
 
 
-def examine(*, collective: bool, limit_s: float) -> list[Finding]:
-    """Run all checks of this host.
-
-    Args:
-        collective: Whether to try the backends.
-        limit_s: How long each attempt with processes may take.
-    """
+def _examine(*, collective: bool, limit_s: float) -> list[Finding]:
     found = run_checks(machine.CHECKS, _READ_LIMIT_S)
     if not collective:
         return found + run_checks({"GPUs": lambda: _cards({})}, _READ_LIMIT_S)
     attempts: dict[str, Check] = {
         "collectives": lambda: _try_backends(limit_s),
-        "mpi": lambda: collectives.judge(collectives.try_mpi(limit_s)),
+        "mpi": lambda: collectives.try_mpi(limit_s),
     }
     return found + run_checks(attempts, limit_s + _READ_LIMIT_S)
 
 
-def _try_backends(limit_s: float) -> Iterator[Finding]:
+def _try_backends(limit_s: float) -> Findings:
     attempt = collectives.try_backends(("shm", "gloo"), limit_s)
     yield from _cards(attempt.torch)
     yield from collectives.judge(attempt)
@@ -87,7 +86,7 @@ def _try_backends(limit_s: float) -> Iterator[Finding]:
         yield from collectives.judge(collectives.try_backends(("nccl",), limit_s))
 
 
-def _cards(torch: Mapping[str, Any]) -> Iterator[Finding]:
+def _cards(torch: Mapping[str, Any]) -> Findings:
     cards, error = machine.nvidia_cards()
     return checks.gpus(cards, error, torch, bool(env.text("CUDA_VISIBLE_DEVICES")))
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
-__all__ = ["Finding", "Level", "fine", "note", "problem", "size", "warning"]
+__all__ = ["Finding", "Findings", "Level", "fine", "note", "problem", "size", "warning"]
 
 
 class Level(Enum):
-    """How bad it is."""
-
     OK = "ok"
-    """Nothing to do."""
     NOTE = "note"
     """Matters for some jobs only, such as those on several hosts."""
     WARNING = "warning"
@@ -24,15 +22,7 @@ class Level(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that a check has to say.
-
-    Attributes:
-        level: How bad it is.
-        check: What was looked at, in a word or two.
-        seen: What was found, in plain words.
-        advice: What to do; empty where nothing needs doing.
-        host: Where, if several hosts were asked.
-    """
+    """`advice` is empty where nothing needs doing, `host` where only this one was asked."""
 
     level: Level
     check: str
@@ -41,6 +31,7 @@ class Finding:
     host: str = ""
 
 
+Findings = Iterator[Finding]
 fine = partial(Finding, Level.OK)
 note = partial(Finding, Level.NOTE)
 warning = partial(Finding, Level.WARNING)

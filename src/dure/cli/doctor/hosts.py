@@ -13,7 +13,6 @@ Both listeners take one connection of no content, on one address each, and are c
 
 from __future__ import annotations
 
-import contextlib
 import json
 import platform
 import shlex
@@ -22,16 +21,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import IO, Any  # Any: what JSON holds
 
-from dure.cli.doctor import checks, collectives, machine
-from dure.cli.doctor.finding import Finding, fine, problem, warning
+from dure.cli.doctor import collectives, machine
+from dure.cli.doctor.finding import Finding, Findings, fine, problem, warning
 from dure.errors import UsageError
+from dure.launch.clusters.meeting import ssh_name
 from dure.placement.nodes import expand_hosts
+from dure.store.address import interface_to
 
 __all__ = ["Answer", "answer", "ask", "examine", "judge", "packages"]
 
@@ -66,16 +67,9 @@ class Answer:
 
 
 def examine(
-    hosts: str, *, collective: bool, limit_s: float, options: tuple[str, ...] = ()
+    hosts: str, options: Sequence[str], *, collective: bool, limit_s: float
 ) -> list[Finding]:
-    """Ask each of the hosts (`node[1-4],other`), and let them try a collective together.
-
-    Args:
-        hosts: Who.
-        collective: Whether they try a collective.
-        limit_s: How long that may take.
-        options: Options for ssh.
-    """
+    """Ask each of the hosts (`node[1-4],other`), and let them try a collective together."""
     try:
         known = expand_hosts(hosts)
     except ValueError as error:
@@ -100,7 +94,7 @@ def packages() -> dict[str, str]:
     return found | {"python": python, "machine": platform.machine()}
 
 
-def judge(learnt: Answer, mine: dict[str, str]) -> Iterator[Finding]:
+def judge(learnt: Answer, mine: dict[str, str]) -> Findings:
     """Say whether a job can have ranks on that host."""
     if learnt.error:
         yield problem(
@@ -111,8 +105,14 @@ def judge(learnt: Answer, mine: dict[str, str]) -> Iterator[Finding]:
         )
         return
     yield fine("ssh", f"answers, at {learnt.address or 'an address that only ssh knows'}")
-    yield checks.same_versions(mine, learnt.packages, learnt.host)
-    yield checks.clock_difference(learnt.ahead_s, learnt.uncertain_s)
+    yield _same_versions(mine, learnt.packages, learnt.host)
+    clocks = (
+        f"{learnt.ahead_s * 1e3:+.0f} ms from this host's (+-{learnt.uncertain_s * 1e3:.0f} ms)"
+    )
+    if abs(learnt.ahead_s) - learnt.uncertain_s > 1.0:
+        yield warning("clock difference", clocks, "Synchronise the clocks of all hosts (chrony).")
+    else:
+        yield fine("clock difference", clocks)
     if not learnt.address:
         advice = f"Add {learnt.host} to /etc/hosts or the name server: ssh alone knows it."
         yield warning("connections", "its name stands for no address here", advice)
@@ -125,15 +125,23 @@ def judge(learnt: Answer, mine: dict[str, str]) -> Iterator[Finding]:
             yield problem("connections", f"{way}: a free port cannot be reached", advice)
 
 
-def ask(host: str, options: tuple[str, ...] = (), command: tuple[str, ...] = ()) -> Answer:
-    """Ask one host.
+def _same_versions(mine: dict[str, str], others: dict[str, str], host: str) -> Finding:
+    differ = [name for name in sorted({*mine, *others}) if mine.get(name) != others.get(name)]
+    if not differ:
+        return fine("same versions", "as here")
+    text = ", ".join(
+        f"{n} {others.get(n, 'missing')} (here {mine.get(n, 'missing')})" for n in differ
+    )
+    make = problem if {"dure", "torch", "python"} & set(differ) else warning
+    return make("same versions", text, f"Install the same ones on {host} as here.")
 
-    Args:
-        host: Its name, for ssh.
-        options: Options for ssh.
-        command: What starts the answerer in place of ssh.
-    """
-    address = _address(host, options)
+
+def ask(host: str, options: Sequence[str] = (), command: Sequence[str] = ()) -> Answer:
+    """Ask one host; `command` starts the answerer in place of ssh."""
+    try:
+        address = socket.gethostbyname(ssh_name(host, options))
+    except OSError:
+        address = ""
     there = [sys.executable, "-m", "dure.cli", "doctor", "--answer", address or "127.0.0.1"]
     pipe = subprocess.PIPE
     process = subprocess.Popen(
@@ -160,22 +168,6 @@ def ask(host: str, options: tuple[str, ...] = (), command: tuple[str, ...] = ())
         process.communicate()
 
 
-def _address(host: str, options: tuple[str, ...]) -> str:
-    """Return the address that ssh would connect to; empty if the name stands for none here."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        told = subprocess.run(
-            ["ssh", "-G", *options, "--", host],
-            capture_output=True,
-            text=True,
-            timeout=_CONNECT_S,
-            check=False,
-        )
-        lines = (line.partition(" ") for line in told.stdout.splitlines())
-        name = next((value for key, _, value in lines if key == "hostname"), host)
-        return socket.gethostbyname(name)
-    return ""
-
-
 def _converse(host: str, address: str, to: IO[str], answers: IO[str]) -> Answer:
     """Play the asker's part (see the top of this file)."""
 
@@ -194,11 +186,10 @@ def _converse(host: str, address: str, to: IO[str], answers: IO[str]) -> Answer:
     reached = reached_back = None
     if address:
         reached = _connects(address, int(who["port"]))
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))  # sends nothing: it chooses the interface
-            mine = str(probe.getsockname()[0])
-        with _listening(mine) as port:
-            reached_back = bool(say(address=mine, port=port)["reached"])
+        mine = interface_to(address) or "127.0.0.1"
+        with socket.create_server((mine, 0)) as server:  # the kernel accepts: nobody needs to
+            told = say(address=mine, port=server.getsockname()[1])
+            reached_back = bool(told["reached"])
     return Answer(
         host=host,
         address=address,
@@ -210,13 +201,6 @@ def _converse(host: str, address: str, to: IO[str], answers: IO[str]) -> Answer:
     )
 
 
-@contextlib.contextmanager
-def _listening(address: str) -> Iterator[int]:
-    """Listen for connections, which are closed as they come, for the length of the block."""
-    with socket.create_server((address, 0)) as server:
-        yield int(server.getsockname()[1])  # the kernel accepts: nobody needs to
-
-
 def _connects(address: str, port: int) -> bool:
     try:
         socket.create_connection((address, port), timeout=_CONNECT_S).close()
@@ -225,18 +209,18 @@ def _connects(address: str, port: int) -> bool:
     return True
 
 
-def answer(bind: str) -> int:
-    """Play the answerer's part, listening at the address `bind`; return the exit code."""
+def answer(bind: str) -> None:
+    """Play the answerer's part, listening at the address `bind`."""
     try:
-        with _listening(bind) as port:
+        with socket.create_server((bind, 0)) as server:
+            port = server.getsockname()[1]
             print(json.dumps({"packages": packages(), "port": port}), flush=True)
             for line in sys.stdin:
                 wanted = json.loads(line)
                 if "port" in wanted:
-                    reached = _connects(str(wanted["address"]), int(wanted["port"]))
-                    print(json.dumps({"reached": reached}), flush=True)
+                    told = {"reached": _connects(str(wanted["address"]), int(wanted["port"]))}
                 else:
-                    print(json.dumps({"time": time.time()}), flush=True)
+                    told = {"time": time.time()}
+                print(json.dumps(told), flush=True)
     except OSError as error:
         raise UsageError("cannot listen", seen=f"{bind}: {error}") from None
-    return 0

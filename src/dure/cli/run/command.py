@@ -1,18 +1,20 @@
-"""`dure run`: start a program on several ranks."""
+"""`dure run`, in the order in which a command line passes through it.
+
+`flags` (what there is, and what a text means; `help.txt` tells it), `parse` (which values were
+given), `request` (what they mean together), `command` (doing it), `over_ssh` (doing it elsewhere).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from dure import env
-from dure.cli.run.page import help_page
 from dure.cli.run.parse import from_variables, misplaced, parse
 from dure.cli.run.request import Request, make_request
 from dure.errorfile import RecordedError, write_error
@@ -36,7 +38,7 @@ def run(words: list[str]) -> int:
     """
     given = parse(words)
     if given.wants_help:
-        print(help_page(min(shutil.get_terminal_size().columns, 100)))
+        print(Path(__file__).with_name("help.txt").read_text(), end="")
         return 0
     variables, notes = from_variables(env.beginning_with("PET_"))
     for note in (*notes, misplaced(given)):
@@ -44,7 +46,7 @@ def run(words: list[str]) -> int:
             _say(note)
     request = make_request(given, variables, _found({**variables, **given.values}))
     if request.dry_run or request.hosts is not None or request.hostfile is not None:
-        from dure.cli.run.fleet import start_elsewhere  # lazy: most jobs have one host
+        from dure.cli.run.over_ssh import start_elsewhere  # lazy: most jobs have one host
 
         return start_elsewhere(dataclasses.replace(request, spec=_with_key(request)))
     spec = _prepared(request)

@@ -1,93 +1,173 @@
-"""The flags of `dure run`, as data: the command line, its help, `PET_*` and docs are made of them.
+"""The flags of `dure run`, as data, and what their texts mean: functions from a text to a value.
 
-Whatever torchrun understands stands here, with what is different: first how each flag is written
-and read, a line each, then what it means. A test walks torch's own parser and fails if one is
+Whatever torchrun understands stands here. `help.txt` says what each flag does, and docs/launch.md
+what is not as in torchrun; tests walk torch's own parser and both texts, and fail if a flag is
 missing. Dashes and underscores in a spelling are one to the reader, so the table holds dashes only.
+
+The same functions read the command line and the variables `PET_*`. Each raises `ValueError` with
+what would have been right; who calls says which flag or variable it was.
 """
 
 from __future__ import annotations
 
+import re
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
-from dure.cli.run.values import (
-    backend,
-    choice,
-    config,
-    event_log,
-    nnodes,
-    nproc,
-    number,
-    ranks,
-    seconds,
-    signals,
-    store_type,
-    streams,
-    truth,
-    words,
-)
+from dure.launch import Std, StreamChoice
 
-__all__ = ["FLAGS", "GROUPS", "Flag", "find"]
+__all__ = ["FLAGS", "Flag", "endpoint", "find", "streams", "switch"]
+
+_STREAM = re.compile(r"[0-3]")
+_STREAM_OF_RANK = re.compile(r"(\d+):([0-3])")
+_HOST = re.compile(r"[\w.:-]+")
 
 
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """One flag: a plain one takes a text; a switch has no `metavar` and takes nothing.
+def number(least: int) -> Callable[[str], int]:
+    """Return a reader of whole numbers from `least` up."""
 
-    Args:
-        name: What its value is called; where that is a field of `JobSpec`, it is the field's.
-        spellings: How it is written, with spaces between. Messages name the first; torchrun's is
-            the last.
-        metavar: What stands for the text in the help; empty for a switch.
-        parse: From the text to the value.
-        default: What happens without it, in words or as the text that would mean the same.
-        sets: The value of a switch that is given.
-        torchrun: torchrun has it, too.
-        pet: A variable `PET_...` stands in for it: the name of torchrun's spelling.
-        repeats: It may be given several times, and its value is the tuple of all.
-    """
+    def read(text: str) -> int:
+        if not re.fullmatch(r"[+-]?\d+", text.strip()) or int(text) < least:
+            raise ValueError(f"a whole number from {least} up")
+        return int(text)
 
-    name: str
-    spellings: str
-    metavar: str = ""
-    parse: Callable[[str], object] = str
-    default: str = ""
-    sets: object = True
-    torchrun: bool = False
-    pet: bool = False
-    repeats: bool = False
+    return read
 
-    @property
-    def is_switch(self) -> bool:
-        """Whether the flag takes no text."""
-        return not self.metavar
 
-    @property
-    def torchruns(self) -> str:
-        """The spelling in torchrun; empty if the flag is Dure's own."""
-        return self.spellings.split()[-1] if self.torchrun else ""
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ValueError("a number of seconds, zero or more")
+    return value
 
-    @property
-    def variable(self) -> str:
-        """The name of its variable, or an empty text."""
-        return "PET_" + self.torchruns[2:].replace("-", "_").upper() if self.pet else ""
 
-    @property
-    def means(self) -> str:
-        """What it does."""
-        return _MEANS[self.name]
+def choice(*known: str) -> Callable[[str], str]:
+    """Return a reader of one of some words."""
 
-    @property
-    def differs(self) -> str:
-        """In what it is not torchrun's; empty if in nothing."""
-        return _DIFFERS.get(self.name, "")
+    def read(text: str) -> str:
+        if text in known:
+            return text
+        near = get_close_matches(text, known, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"one of {', '.join(known)}{hint}")
 
-    @property
-    def refused(self) -> str:
-        """What a user is told who gives it, where it is torchrun's alone."""
-        return _REFUSED.get(self.name, "")
+    return read
+
+
+def nproc(text: str) -> int | str:
+    """Read a number of ranks, or the word for what to count."""
+    if text.lstrip("+-").isdigit():
+        return int(text)
+    try:
+        return choice("auto", "cpu", "gpu", "xpu")(text)
+    except ValueError as error:
+        raise ValueError(f"a number, or {error}") from None
+
+
+def backend(text: str) -> str:
+    if text == "etcd-v2":
+        raise ValueError("c10d, static or etcd (interface 3: etcd-v2 has no transactions)")
+    return choice("c10d", "static", "etcd")(text)
+
+
+def switch(text: str) -> bool:
+    """Read a `PET_*` variable of a flag without a value: any number but 0 sets it."""
+    try:
+        return bool(int(text))
+    except ValueError:
+        raise ValueError("0 or 1") from None
+
+
+def truth(text: str) -> bool:
+    if text.lower() in {"1", "true", "t", "yes", "y"}:
+        return True
+    if text.lower() in {"0", "false", "f", "no", "n"}:
+        return False
+    raise ValueError("1 or 0 (or true, false)")
+
+
+def store_type(text: str) -> str:
+    if text.lower() != "tcp":
+        raise ValueError("tcp: hosts meet at --rdzv-endpoint, not in a file")
+    return text
+
+
+def event_log(text: str) -> str:
+    if text != "null":
+        raise ValueError(
+            "null: handlers are torch's own; with --log-dir the events of a job are in its "
+            "events.jsonl"
+        )
+    return text
+
+
+def nnodes(text: str) -> tuple[int, int]:
+    """Read `2`, exactly two hosts, or `1:4`, from one to four."""
+    least, colon, most = text.partition(":")
+    try:
+        return int(least), int(most if colon else least)
+    except ValueError:
+        raise ValueError("a number, or MIN:MAX") from None
+
+
+def endpoint(text: str, default_port: int) -> str:
+    """Return HOST:PORT of `text`, which may leave out the port."""
+    text = text.strip()
+    host, colon, port = text.rpartition(":")
+    if text.endswith("]") or not colon:
+        host, port = text, str(default_port)
+    bare = host.removeprefix("[").removesuffix("]")
+    if not _HOST.fullmatch(bare) or not port.isdecimal() or int(port) >= 1 << 16:
+        raise ValueError("HOST:PORT, with an IPv6 address in brackets")
+    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
+
+
+def streams(text: str) -> StreamChoice:
+    """Read `3` (both streams of every rank), or `0:1,1:2` (rank 0's output, rank 1's errors)."""
+    if _STREAM.fullmatch(text):
+        return Std(int(text))
+    found: dict[int, Std] = {}
+    for part in text.split(","):
+        match = _STREAM_OF_RANK.fullmatch(part)
+        if match is None:
+            raise ValueError("0 (none), 1 (stdout), 2 (stderr), 3 (both), or RANK:NUMBER,...")
+        found[int(match[1])] = Std(int(match[2]))
+    return found
+
+
+def ranks(text: str) -> frozenset[int] | None:
+    """Read `0,2` as local ranks; an empty text means all."""
+    if not text.strip():
+        return None
+    try:
+        return frozenset(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError("local ranks, such as 0,2") from None
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Read a list with commas, in which a doubled comma is one that belongs to a word."""
+    mark = "\0"
+    return tuple(x.replace(mark, ",") for x in text.replace(",,", mark).split(",") if x)
+
+
+def signals(text: str) -> tuple[int, ...]:
+    found: list[int] = []
+    for name in text.split(","):
+        try:
+            found.append(signal.Signals[name.strip().upper()])
+        except KeyError:
+            raise ValueError(f"names of signals with commas; there is no {name!r}") from None
+        if found[-1] in (signal.SIGKILL, signal.SIGSTOP):
+            raise ValueError(f"signals that can be caught, which {name.strip()} cannot")
+    return tuple(dict.fromkeys(found))
 
 
 _CONFIG: dict[str, Callable[[str], object]] = {
@@ -101,198 +181,135 @@ _CONFIG: dict[str, Callable[[str], object]] = {
     **dict.fromkeys(("keep_alive_interval", "keep_alive_max_attempt"), seconds),
 }
 """The keys of --rdzv-conf."""
-_GONE = {
-    "quorum": "parts of a job are not counted: the launcher at the endpoint decides, and with "
-    "--rdzv-backend etcd the etcd servers' majority"
-}
-_BINDINGS = ("node", "socket", "exclusive", "core-complex")
-_PREFIXES = ("auto", "rank", "host", "none")
-_STARTS = ("spawn", "fork", "forkserver")
+
+
+def config(text: str) -> dict[str, object]:
+    """Read KEY=VALUE,... of --rdzv-conf."""
+    found: dict[str, object] = {}
+    for part in filter(None, text.split(",")):
+        key, _, value = (x.strip() for x in part.partition("="))
+        if not key or not value:
+            raise ValueError("KEY=VALUE,...")
+        if key == "quorum":
+            raise ValueError(
+                "without quorum: parts of a job are not counted: the launcher at the endpoint "
+                "decides, and with --rdzv-backend etcd the etcd servers' majority"
+            )
+        if key not in _CONFIG:
+            raise ValueError(f"KEY=VALUE,... with keys among {', '.join(_CONFIG)}; not {key}")
+        try:
+            found[key] = _CONFIG[key](value)
+        except ValueError as error:
+            raise ValueError(f"{key}={error}") from None
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag.
+
+    Args:
+        name: What its value is called; where that is a field of `JobSpec`, it is the field's.
+        spellings: How it is written, with spaces between. Messages name the first; torchrun's is
+            the last.
+        parse: From the text to the value; None for a switch, which takes no text.
+        sets: The value of a switch that is given.
+        torchrun: torchrun has it, too.
+        pet: A variable `PET_...` stands in for it: the name of torchrun's spelling.
+        repeats: It may be given several times, and its value is the tuple of all.
+        refused: What a user is told who gives it, where it is torchrun's alone.
+    """
+
+    name: str
+    spellings: str
+    parse: Callable[[str], object] | None = None
+    sets: object = True
+    torchrun: bool = False
+    pet: bool = False
+    repeats: bool = False
+    refused: str = ""
+
+    @property
+    def torchruns(self) -> str:
+        """The spelling in torchrun; empty if the flag is Dure's own."""
+        return self.spellings.split()[-1] if self.torchrun else ""
+
+    @property
+    def variable(self) -> str:
+        """The name of its variable, or an empty text."""
+        return "PET_" + self.torchruns[2:].replace("-", "_").upper() if self.pet else ""
+
+
 _pet = partial(Flag, torchrun=True, pet=True)
+_BINDINGS = choice("node", "socket", "exclusive", "core-complex")
 
-GROUPS: dict[str, tuple[Flag, ...]] = {
-    "What to start": (
-        _pet("nproc", "--nproc -n --nproc-per-node", "N|auto|cpu|gpu|xpu", nproc, "1"),
-        _pet("module", "-m --module"),
-        _pet("no_python", "--no-python"),
-        _pet("run_path", "--run-path"),
-        _pet("role", "--role", "NAME", str, "default"),
+FLAGS: tuple[Flag, ...] = (
+    # What to start
+    _pet("nproc", "--nproc -n --nproc-per-node", nproc),
+    _pet("module", "-m --module"),
+    _pet("no_python", "--no-python"),
+    _pet("run_path", "--run-path"),
+    _pet("role", "--role", str),
+    # Several hosts
+    Flag("hosts", "--hosts", str),
+    Flag("hostfile", "--hostfile", Path),
+    Flag("dry_run", "--dry-run"),
+    Flag("exports", "-x --export", str, repeats=True),
+    Flag("remote_python", "--remote-python", str),
+    Flag("ssh_options", "--ssh-option", str, repeats=True),
+    Flag("leash", "--leash"),
+    _pet("nnodes", "--nnodes", nnodes),
+    _pet("endpoint", "--rdzv-endpoint", str),
+    _pet("run_id", "--rdzv-id", str),
+    _pet("backend", "--rdzv-backend", backend),
+    _pet("config", "--rdzv-conf", config),
+    _pet("node_rank", "--node-rank", number(0)),
+    _pet("master_addr", "--master-addr", str),
+    _pet("master_port", "--master-port", number(1)),
+    _pet("local_addr", "--local-addr", str),
+    _pet("standalone", "--standalone"),
+    # Failures and restarts
+    _pet("max_restarts", "--max-restarts", number(0)),
+    Flag("elastic", "--elastic"),
+    Flag("min_ranks", "--min-ranks", number(1)),
+    Flag("keep_going", "--keep-going"),
+    _pet("grace_s", "--timeout-term --shutdown-timeout", seconds),
+    _pet("signals", "--signals-to-handle", signals),
+    # Output and files
+    _pet("log_dir", "--log-dir", Path),
+    _pet("redirects", "-r --redirects", streams),
+    _pet("tee", "-t --tee", streams),
+    _pet("local_ranks_filter", "--local-ranks-filter", ranks),
+    _pet("stdout_filters", "--duplicate-stdout-filters", words),
+    _pet("stderr_filters", "--duplicate-stderr-filters", words),
+    Flag("prefix", "--prefix", choice("auto", "rank", "host", "none")),
+    Flag("fold", "--no-fold", sets=False),
+    Flag("live", "--live"),
+    Flag("trace_dir", "--trace-dir", Path),
+    # Cores, devices, processes
+    Flag("numa", "--numa-binding", _BINDINGS, torchrun=True),
+    _pet("virtual_local_rank", "--virtual-local-rank"),
+    Flag("oversubscribe", "--oversubscribe"),
+    Flag("malloc_defaults", "--malloc-defaults"),
+    Flag("zygote", "--no-zygote", sets="never"),
+    Flag("preload", "--preload", words),
+    # Who may join
+    Flag("key_file", "--key-file", Path),
+    Flag("key_stdin", "--key-stdin"),
+    # Taken for torchrun's sake
+    _pet("monitor_interval", "--monitor-interval", seconds),
+    _pet("start_method", "--start-method", choice("spawn", "fork", "forkserver")),
+    _pet("event_log_handler", "--event-log-handler", event_log),
+    Flag("use_env", "--use-env", torchrun=True),
+    Flag(
+        "logs_specs",
+        "--logs-specs",
+        str,
+        torchrun=True,
+        refused="it names a plug-in of torch's for its own log files. Use --log-dir, --redirects "
+        "and --tee, or JobSpec(on_line=...) from Python.",
     ),
-    "Several hosts": (
-        Flag("hosts", "--hosts", "NODES"),
-        Flag("hostfile", "--hostfile", "FILE", Path),
-        Flag("dry_run", "--dry-run"),
-        Flag("exports", "-x --export", "NAME[=VALUE]", repeats=True),
-        Flag("remote_python", "--remote-python", "PATH", str, "the path of this one"),
-        Flag("ssh_options", "--ssh-option", "OPTION", repeats=True),
-        Flag("leash", "--leash"),
-        _pet("nnodes", "--nnodes", "N|MIN:MAX", nnodes, "1"),
-        _pet("endpoint", "--rdzv-endpoint", "HOST:PORT[,...]", str, "port 29400; of etcd 2379"),
-        _pet("run_id", "--rdzv-id", "NAME", str, "made up; with several hosts: none"),
-        _pet(
-            "backend",
-            "--rdzv-backend",
-            "c10d|static|etcd",
-            backend,
-            "static with --node-rank or --master-addr, else c10d",
-        ),
-        _pet(
-            "config",
-            "--rdzv-conf",
-            "KEY=VALUE,...",
-            config(_CONFIG, _GONE),
-            "join_timeout=600,last_call_timeout=5",
-        ),
-        _pet("node_rank", "--node-rank", "N", number(0)),
-        _pet("master_addr", "--master-addr", "HOST", str, "127.0.0.1"),
-        _pet("master_port", "--master-port", "PORT", number(1), "free; with several hosts 29500"),
-        _pet("local_addr", "--local-addr", "ADDRESS", str, "found"),
-        _pet("standalone", "--standalone"),
-    ),
-    "Failures and restarts": (
-        _pet("max_restarts", "--max-restarts", "N", number(0), "0"),
-        Flag("elastic", "--elastic"),
-        Flag("min_ranks", "--min-ranks", "N", number(1), "1"),
-        Flag("keep_going", "--keep-going"),
-        _pet(
-            "grace_s",
-            "--timeout-term --shutdown-timeout",
-            "SECONDS",
-            seconds,
-            "5 after a failure, 0.6 after Ctrl-C, 30 for ranks that catch SIGTERM",
-        ),
-        _pet("signals", "--signals-to-handle", "NAMES", signals, "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
-    ),
-    "Output and files": (
-        _pet("log_dir", "--log-dir", "DIR", Path),
-        _pet("redirects", "-r --redirects", "STREAMS", streams, "0"),
-        _pet("tee", "-t --tee", "STREAMS", streams, "0"),
-        _pet("local_ranks_filter", "--local-ranks-filter", "RANKS", ranks, "all"),
-        _pet("stdout_filters", "--duplicate-stdout-filters", "WORDS", words),
-        _pet("stderr_filters", "--duplicate-stderr-filters", "WORDS", words),
-        Flag("prefix", "--prefix", "|".join(_PREFIXES), choice(*_PREFIXES), "auto"),
-        Flag("fold", "--no-fold", sets=False),
-        Flag("live", "--live"),
-        Flag("trace_dir", "--trace-dir", "DIR", Path),
-    ),
-    "Cores, devices, processes": (
-        Flag(
-            "numa",
-            "--numa-binding",
-            "|".join(_BINDINGS),
-            choice(*_BINDINGS),
-            "not bound",
-            torchrun=True,
-        ),
-        _pet("virtual_local_rank", "--virtual-local-rank"),
-        Flag("oversubscribe", "--oversubscribe"),
-        Flag("malloc_defaults", "--malloc-defaults"),
-        Flag("zygote", "--no-zygote", sets="never"),
-        Flag("preload", "--preload", "MODULES", words),
-    ),
-    "Who may join": (
-        Flag("key_file", "--key-file", "FILE", Path),
-        Flag("key_stdin", "--key-stdin"),
-    ),
-    "Taken for torchrun's sake": (
-        _pet("monitor_interval", "--monitor-interval", "SECONDS", seconds),
-        _pet("start_method", "--start-method", "|".join(_STARTS), choice(*_STARTS)),
-        _pet("event_log_handler", "--event-log-handler", "null", event_log),
-        Flag("use_env", "--use-env", torchrun=True),
-        Flag("logs_specs", "--logs-specs", "NAME", torchrun=True),
-    ),
-}
-"""All flags, below the headings of the help; `_MEANS` says what they do."""
-
-_MEANS = {
-    "nproc": "Ranks to start on this host; auto: one a GPU, or one a core where there are none.",
-    "module": "The program is a module, as with python -m.",
-    "no_python": "The program is no Python file: just start it.",
-    "run_path": "The program is a Python file; comes before --no-python.",
-    "role": "What the ranks find as ROLE_NAME.",
-    "hosts": "Start the job on these hosts over ssh, such as node[1-4,7].",
-    "hostfile": "The same from a file, a host a line; slots=N says how many ranks it gets.",
-    "dry_run": "Start nothing: show the line that each host would be given.",
-    "exports": "With --hosts: set this variable there, too; may be given several times.",
-    "remote_python": "With --hosts: the interpreter on the hosts.",
-    "ssh_options": "With --hosts: an option for ssh, such as -p2222; may be given several times.",
-    "leash": "End when the standard input ends; how --hosts holds the hosts it started on.",
-    "nnodes": "How many hosts take part; this command is then given on each of them.",
-    "endpoint": "Where the hosts meet: one of them, and a free port there; or the etcd servers.",
-    "run_id": "The job's name, the same on all hosts.",
-    "backend": "c10d: hosts are numbered as they come. static: by --node-rank, and none may be "
-    "missing. etcd: as c10d, and no host's loss ends the job; needs --rdzv-id.",
-    "config": "join_timeout (or timeout), last_call_timeout in seconds; is_host: 1 or 0. With "
-    "etcd: cacert, cert, key (files), user, password_file.",
-    "node_rank": "This host's number, with --rdzv-backend static.",
-    "master_addr": "The host of rank 0, with --rdzv-backend static.",
-    "master_port": "One host: what ranks find as MASTER_PORT. Several: the endpoint's port.",
-    "local_addr": "By which address other hosts reach this one.",
-    "standalone": "One host, whatever the flags of --rdzv say.",
-    "max_restarts": "How often the program may start again, counted for the whole job.",
-    "elastic": "The program outlives deaths (dure.elastic): replace dead ranks, leave the others.",
-    "min_ranks": "With --elastic: fewer living ranks end the job.",
-    "keep_going": "A rank that fails does not end the others (see dure.shrink).",
-    "grace_s": "From SIGTERM to SIGKILL when the job must end.",
-    "signals": "Signals to the launcher that end the job.",
-    "log_dir": "Keep each rank's output and error in files here, by restart and rank.",
-    "redirects": "Streams that go to files only: 1 stdout, 2 stderr, 3 both; or 0:1,1:2 by rank.",
-    "tee": "Streams that go to files and are shown, too.",
-    "local_ranks_filter": "Show only what these local ranks write; files are kept of all.",
-    "stdout_filters": "Keep lines of stdout with one of these words in "
-    "attempt_N/filtered_stdout.log.",
-    "stderr_filters": "The same for stderr, in filtered_stderr.log.",
-    "prefix": "What stands before each line.",
-    "fold": "Show lines that several ranks write alike as often as they come.",
-    "live": "Show the progress of all ranks in one view.",
-    "trace_dir": "Where ranks write their flight records, for `dure trace merge`.",
-    "numa": "Bind each rank to cores: those near its GPU, or a fair share without GPUs.",
-    "virtual_local_rank": "Each rank has LOCAL_RANK 0 and sees one GPU, its own.",
-    "oversubscribe": "Start the ranks even where their memory is not likely to be there.",
-    "malloc_defaults": "Leave the C library's malloc as it is: otherwise ranks keep the memory "
-    "they free.",
-    "zygote": "Start a fresh interpreter for each rank, instead of a copy of one with torch.",
-    "preload": "Modules to import once for all ranks, besides torch.",
-    "key_file": "The job's key; without it: DURE_JOB_KEY_FILE, your own, or a new one.",
-    "key_stdin": "The first line of the standard input is the job's key, 64 hexadecimal digits.",
-    "monitor_interval": "Accepted, and changes nothing: a rank's end wakes the launcher.",
-    "start_method": "Accepted, and changes nothing: as in torchrun, which heeds it for functions "
-    "alone. See --no-zygote.",
-    "event_log_handler": "Only null: handlers are torch's own. Events are in LOG_DIR/events.jsonl.",
-    "use_env": "Accepted, and changes nothing: ranks always find LOCAL_RANK "
-    "(torch.distributed.launch).",
-    "logs_specs": "Refused: plug-ins of torch's for its own log files.",
-}
-"""What each flag does."""
-
-_DIFFERS = {
-    "run_path": "Any path will do, not only an absolute one.",
-    "endpoint": "With one host there is nobody to meet, and it is looked at with etcd only.",
-    "backend": "With c10d and static Dure's own encrypted store is at the endpoint. etcd-v2 is "
-    "refused: etcd's interface 3 is spoken.",
-    "config": "close_timeout, heartbeat_timeout, read_timeout and keep_alive_* change nothing: a "
-    "host's end is seen at once. quorum, store_type=file and unknown keys are refused.",
-    "master_port": "With several hosts, ranks find another free port of rank 0's host as "
-    "MASTER_PORT.",
-    "grace_s": "The default is not 30, and fractions are taken.",
-    "signals": "Ranks that have a handler for it get the signal itself, and 30 s; others SIGTERM.",
-    "log_dir": "Without -r and -t both streams of all ranks are kept, and shown as well.",
-    "redirects": "Without --log-dir they go to a new directory, which is named.",
-    "tee": "As --redirects.",
-    "stdout_filters": "As --redirects; lines of all ranks are looked at, not only of those with "
-    "-t.",
-    "stderr_filters": "As the one before.",
-    "numa": "Works without GPUs, too.",
-    "event_log_handler": "Any other handler is refused.",
-}
-"""In what some are not torchrun's."""
-
-_REFUSED = {
-    "logs_specs": "it names a plug-in of torch's for its own log files. Use --log-dir, --redirects "
-    "and --tee, or JobSpec(on_line=...) from Python.",
-}
-
-FLAGS: tuple[Flag, ...] = tuple(flag for flags in GROUPS.values() for flag in flags)
+)
 
 
 def find(spelling: str) -> Flag | None:

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
-from dure.cli.run.flags import FLAGS, Flag, find
-from dure.cli.run.values import switch
+from dure.cli.run.flags import FLAGS, Flag, find, switch
 from dure.errors import UsageError
 
 __all__ = ["Given", "from_variables", "misplaced", "parse"]
@@ -22,14 +21,9 @@ _MISPLACED = frozenset({"nproc", "nnodes", "hosts", "hostfile", "max_restarts", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """What the user gave.
+    """What the user gave: values by the flags' names, the program (or nothing) and its arguments.
 
-    Args:
-        values: By the flags' names.
-        program: What to start; empty if nothing was named.
-        args: The program's own arguments.
-        flags: The words before the program, as they were written: a flag's name, and its words.
-        wants_help: Whether the user asked what there is.
+    `flags` are the words before the program as they were written: a flag's name, and its words.
     """
 
     values: Mapping[str, object] = field(default_factory=dict[str, object])
@@ -54,14 +48,14 @@ def parse(words: Sequence[str]) -> Given:
         spelling, text = _split(words[at])
         flag = _known(spelling)
         start, at = at, at + 1
-        if flag.is_switch:
+        if flag.parse is None:
             if text is not None:
-                raise UsageError(f"{spelling} takes no value", seen=text, fix=flag.means)
+                raise UsageError(f"{spelling} takes no value", seen=text)
             values[flag.name] = flag.sets
         else:
             if text is None and at == len(words):
-                example = f"Write {flag.spellings.split()[0]} {flag.metavar}."
-                raise UsageError(f"{spelling} needs a value", seen="nothing", fix=example)
+                fix = "See `dure run --help`."
+                raise UsageError(f"{spelling} needs a value", seen="nothing", fix=fix)
             if text is None:
                 text, at = words[at], at + 1
             value = _value(flag, spelling, text)
@@ -94,13 +88,7 @@ def misplaced(given: Given) -> str:
 
 
 def from_variables(variables: Mapping[str, str]) -> tuple[dict[str, object], list[str]]:
-    """Read the variables `PET_*`.
-
-    Args:
-        variables: By their whole names.
-
-    Returns:
-        The values by the flags' names, and what to tell the user of names that mean nothing.
+    """Read the variables `PET_*`: values by the flags' names, and what to tell of unknown names.
 
     Raises:
         UsageError: A variable's text is no value.
@@ -149,8 +137,7 @@ def _abbreviated(spelling: str) -> Flag:
     meant = {spellings[text].name: spellings[text] for text in found}
     if len(meant) == 1 and plain.startswith("--") and len(plain) > 3:
         return next(iter(meant.values()))
-    near = sorted(found) if plain != "--" else []
-    near = near or get_close_matches(plain, spellings, 1)
+    near = sorted(found) or get_close_matches(plain, spellings, 1)
     raise UsageError(
         f"there is no flag {spelling}" if len(meant) < 2 else f"{spelling} may mean several flags",
         seen=f"did you mean {' or '.join(near)}?" if near else "see `dure run --help`",
@@ -161,6 +148,6 @@ def _abbreviated(spelling: str) -> Flag:
 def _value(flag: Flag, source: str, text: str) -> object:
     """Turn a text into the flag's value; `source` is where it stood."""
     try:
-        return switch(text) if flag.is_switch else flag.parse(text)
+        return (flag.parse or switch)(text)
     except ValueError as error:
         raise UsageError(f"{source} must be {error}", seen=repr(text)) from None

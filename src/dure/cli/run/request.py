@@ -14,14 +14,16 @@ find.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from dure.cli.run.devices import count
+from dure.cli.run.flags import endpoint
 from dure.cli.run.parse import Given
-from dure.cli.run.values import endpoint
 from dure.errors import UsageError
 from dure.launch import JobSpec
 
@@ -31,6 +33,13 @@ _STATIC_PORT = 29500
 _ENDPOINT_PORT = 29400
 _ETCD_PORT = 2379
 _ETCD_KEYS = ("cacert", "cert", "key", "user", "password_file")
+_DEVICES = ("nvidia[0-9]*", "kfd", "dri/renderD*", "accel/*", "habanalabs*", "davinci*")
+_COUNT_LIMIT_S = 120
+_COUNT = {
+    "gpu": "torch.cuda.device_count() if torch.cuda.is_available() else 0",
+    "xpu": "torch.xpu.device_count() if torch.xpu.is_available() else 0",
+    "auto": "torch.accelerator.device_count() if torch.accelerator.is_available() else 0",
+}
 # What several flags say together; the other values that are named like a field become that field.
 _OF_MEETING = frozenset(
     {"nnodes", "node_rank", "endpoint", "master_addr", "master_port", "run_id", "local_addr"}
@@ -40,21 +49,10 @@ _PLAIN = frozenset(field.name for field in fields(JobSpec)) - _OF_MEETING - {"np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to do.
+    """The job on this host, and what the flags named alike say of where and how it is started.
 
-    Args:
-        spec: The job on this host.
-        hosts: Hosts to start it on over ssh, as the user wrote them.
-        hostfile: The same, in a file.
-        dry_run: Only show how it would be started.
-        key_file: Where the job's key is.
-        key_stdin: The key comes first on the standard input.
-        flags: The flags as they were written, to give to other hosts: names, and words.
-        exports: Variables to hand to the ranks on other hosts: NAME, or NAME=VALUE.
-        remote_python: The interpreter on other hosts.
-        ssh_options: Words for ssh.
-        leash: The standard input is held by the ssh launcher that started this process.
-        set_by_user: The names of the values that the user, and nobody else, chose.
+    `flags` are those that were written, to give to other hosts: names, and words. `set_by_user` are
+    the names of the values that the user, and nobody else, chose.
     """
 
     spec: JobSpec
@@ -79,12 +77,7 @@ def make_request(
     variables: Mapping[str, object] | None = None,
     found: Mapping[str, object] | None = None,
 ) -> Request:
-    """Return what to do.
-
-    Args:
-        given: The command line.
-        variables: The values of `PET_*`.
-        found: Values, by the flags' names, of the cluster around this process.
+    """Return what to do; `variables` are of `PET_*`, and `found` of the cluster around us.
 
     Raises:
         UsageError: Flags contradict each other, or the program is missing.
@@ -110,7 +103,7 @@ def make_request(
         program=given.program,
         args=given.args,
         kind="script" if script else "module" if module else "executable",
-        nproc=nproc if isinstance(nproc, int) else count(nproc),
+        nproc=nproc if isinstance(nproc, int) else _count(nproc),
         log_dir=directory,
         **_meeting(values),
         **{name: value for name, value in values.items() if name in _PLAIN},
@@ -191,3 +184,46 @@ def _endpoint(text: str, flag: str, port: int) -> str:
         return endpoint(text, port)
     except ValueError as error:
         raise UsageError(f"{flag} must be {error}", seen=repr(text)) from None
+
+
+def _count(kind: str) -> int:
+    """Return how many ranks `auto`, `cpu`, `gpu` or `xpu` means on this host.
+
+    How many GPUs a program will see is torch's to say. The launcher does not load torch, so it asks
+    an interpreter of its own (some seconds), and only if this host has what could be a GPU.
+
+    Raises:
+        UsageError: There is no such device.
+    """
+    cores = len(os.sched_getaffinity(0))
+    if kind == "cpu":
+        return cores
+    candidates = [path for pattern in _DEVICES for path in Path("/dev").glob(pattern)]
+    found = _ask_torch(_COUNT[kind]) if candidates else 0
+    if not found and kind != "auto":
+        raise UsageError(
+            f"this host has no {kind} that torch can use",
+            seen=f"--nproc {kind}",
+            fix="See `python -m torch.utils.collect_env`, or give a number.",
+        )
+    return found or cores
+
+
+def _ask_torch(question: str) -> int:
+    code = f"import torch; print('devices:', {question})"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_COUNT_LIMIT_S,
+            check=True,
+        )
+        return int(done.stdout.rpartition("devices:")[2])
+    except (subprocess.SubprocessError, ValueError) as error:
+        raise UsageError(
+            "torch could not say how many devices there are",
+            seen=str(getattr(error, "stderr", "") or error).strip().splitlines()[-1],
+            fix="Give a number: --nproc N.",
+        ) from None

@@ -10,7 +10,7 @@ from ipaddress import ip_address
 from dure.errors import StoreError
 from dure.store.address import interface_to, is_local, resolve
 
-__all__ = ["is_this_host", "meeting_host", "outward"]
+__all__ = ["is_this_host", "meeting_host", "outward", "ssh_name"]
 
 _ASK_S = 10.0
 
@@ -23,8 +23,8 @@ def meeting_host(hosts: Sequence[str], ssh_options: Sequence[str] = ()) -> str:
     """
     others = [host for host in hosts[1:] if not is_this_host(host)]
     if not is_this_host(hosts[0]):
-        return _address(_ssh_name(hosts[0], ssh_options))
-    found = [interface_to(_ssh_name(host, ssh_options)) for host in others]
+        return _address(ssh_name(hosts[0], ssh_options))
+    found = [interface_to(ssh_name(host, ssh_options)) for host in others]
     return next((address for address in found if address), "127.0.0.1")
 
 
@@ -57,7 +57,7 @@ def is_this_host(host: str) -> bool:
         return False
 
 
-def _ssh_name(host: str, ssh_options: Sequence[str]) -> str:
+def ssh_name(host: str, ssh_options: Sequence[str]) -> str:
     """Return what ssh's configuration makes of `host`."""
     try:
         said = subprocess.run(

@@ -6,7 +6,6 @@ import os
 import re
 import sys
 import uuid
-from collections.abc import Iterator, Mapping
 
 from dure import env
 from dure.cli.run.request import Request
@@ -21,7 +20,7 @@ from dure.store.key import mint
 
 __all__ = ["start_elsewhere"]
 
-_OF_THE_FRONT = frozenset(
+_OF_THE_SSH_LAUNCHER = frozenset(
     {"hosts", "hostfile", "dry_run", "exports", "remote_python", "ssh_options", "leash"}
     | {"nnodes", "endpoint", "backend", "run_id", "node_rank", "master_addr", "master_port"}
     | {"key_file", "key_stdin", "standalone", "local_addr"}
@@ -32,43 +31,48 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def start_elsewhere(request: Request) -> int:
-    """Start the job on its hosts, or only show how; return the exit code."""
-    if request.dry_run:
-        _dry_run(request)
-        return 0
-    _refuse_contradictions(request)
-    key = request.spec.key or mint().raw
-    return run_on_hosts(_hosts_job(request), key)
-
-
-def _dry_run(request: Request) -> None:
-    """Print what each host would be told, a line to copy each.
+    """Start the job on its hosts, or only show how; return the exit code.
 
     Raises:
-        UsageError: There are several hosts, and they are not named.
+        UsageError: Flags contradict each other, or there are several hosts that are not named.
     """
-    if request.spec.nnodes != (1, 1):
+    if request.dry_run and request.spec.nnodes != (1, 1):
         raise UsageError(
             "--dry-run shows several hosts by their names",
             seen=f"--nnodes {request.spec.nnodes[1]}",
             fix="Name them with --hosts, and leave out --nnodes.",
         )
-    hosts_job = _hosts_job(request)
-    if len(hosts_job.hosts) > 1:
-        print("# all at the same time; started by hand they need the same key file on all hosts")
-    for number in range(len(hosts_job.hosts)):
-        print(shown_command(hosts_job, number))
+    if request.dry_run:
+        job = _hosts_job(request)
+        if len(job.hosts) > 1:
+            print(
+                "# all at the same time; started by hand they need the same key file on all hosts"
+            )
+        for number in range(len(job.hosts)):
+            print(shown_command(job, number))
+        return 0
+    for name in ("node_rank", "nnodes", "leash", "standalone", "local_addr"):
+        if name in request.set_by_user:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag} and --hosts exclude each other", seen="both were given")
+    key = request.spec.key or mint().raw
+    return run_on_hosts(_hosts_job(request), key)
 
 
 def _hosts_job(request: Request) -> HostsJob:
     spec = request.spec
     hosts = _hosts(request)
-    counted = all(slots.nproc is not None for slots in hosts)
     run_id = spec.run_id or f"dure-{uuid.uuid4().hex[:12]}"
+    dropped = set(_OF_THE_SSH_LAUNCHER)
+    if all(slots.nproc is not None for slots in hosts):  # each has its own number
+        dropped.add("nproc")
+    flags = [word for name, words in request.flags if name not in dropped for word in words]
+    if "prefix" not in request.set_by_user:
+        flags += ["--prefix", "host"]
     return HostsJob(
         hosts=hosts,
         program=(spec.program, *spec.args),
-        flags=tuple(_words(request, counted)) + _prefix(request),
+        flags=tuple(flags),
         run_id=run_id,
         endpoint=spec.endpoint or _endpoint(request, hosts, run_id),
         directory=os.getcwd(),
@@ -90,19 +94,6 @@ def _hosts(request: Request) -> tuple[Slots, ...]:
     return (Slots(host="localhost"),)
 
 
-def _words(request: Request, counted: bool) -> Iterator[str]:
-    """Return the flags that every host's agent gets; not --nproc where each has its own number."""
-    dropped = _OF_THE_FRONT | ({"nproc"} if counted else frozenset())
-    for name, words in request.flags:
-        if name not in dropped:
-            yield from words
-
-
-def _prefix(request: Request) -> tuple[str, ...]:
-    """Return the words that make every host's lines begin with its name."""
-    return () if "prefix" in request.set_by_user else ("--prefix", "host")
-
-
 def _endpoint(request: Request, hosts: tuple[Slots, ...], run_id: str) -> str:
     host = meeting_host([slots.host for slots in hosts], request.ssh_options)
     port = request.spec.master_port or derived_port(run_id)
@@ -111,7 +102,7 @@ def _endpoint(request: Request, hosts: tuple[Slots, ...], run_id: str) -> str:
 
 def _exports(request: Request) -> dict[str, str]:
     """Return the variables of -x; a name alone means this process's value."""
-    environ: Mapping[str, str] = env.everything()
+    environ = env.everything()
     exports: dict[str, str] = {}
     for text in request.exports:
         name, equals, value = text.partition("=")
@@ -121,10 +112,3 @@ def _exports(request: Request) -> dict[str, str]:
             raise UsageError("-x names a variable that is not set here", seen=name)
         exports[name] = value if equals else environ[name]
     return exports
-
-
-def _refuse_contradictions(request: Request) -> None:
-    for name in ("node_rank", "nnodes", "leash", "standalone", "local_addr"):
-        if name in request.set_by_user:
-            flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag} and --hosts exclude each other", seen="both were given")
