@@ -8,9 +8,8 @@ variables handed in, and total: what it cannot make sense of becomes a note, not
 """
 
 from dure.placement.actors import actor_variables
-from dure.placement.detect import detect
+from dure.placement.detect import derived_port, detect
 from dure.placement.nodes import expand_counts, expand_hosts
-from dure.placement.ports import derived_port
 from dure.placement.value import Member, NodeSlot, Placement, Reason, System
 from dure.placement.variables import CLUSTER_VARIABLES, set_here
 

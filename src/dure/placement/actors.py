@@ -39,37 +39,31 @@ def actor_variables(
     """
     if not actors:
         raise UsageError("there are no actors")
-    nodes = list(dict.fromkeys(node for node, _ in actors))
-    here = {node: _in_order(node, actors) for node in nodes}
-    first = {node: sum(len(here[n]) for n in nodes[:i]) for i, node in enumerate(nodes)}
-    out: list[dict[str, str]] = []
-    for number, (node, gpus) in enumerate(actors):
-        local = here[node].index(number)
-        variables = {
-            "RANK": first[node] + local,
-            "WORLD_SIZE": len(actors),
-            "LOCAL_RANK": local,
-            "LOCAL_WORLD_SIZE": len(here[node]),
-            "GROUP_RANK": nodes.index(node),
-            "GROUP_WORLD_SIZE": len(nodes),
-            "MASTER_ADDR": nodes[0],
-            "MASTER_PORT": port,
-        }
-        if gpus:
-            all_here = [str(gpu) for other in here[node] for gpu in actors[other][1]]
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(all_here)
-        out.append({name: str(value) for name, value in variables.items()})
-    return out
-
-
-def _in_order(node: str, actors: Sequence[tuple[str, Sequence[int | str]]]) -> list[int]:
-    """Return the numbers of a node's actors, by their GPUs."""
-    numbers = [number for number, (other, _) in enumerate(actors) if other == node]
-    gpus = [str(gpu) for number in numbers for gpu in actors[number][1]]
-    if len(set(gpus)) < len(gpus):
-        raise UsageError(
-            "two actors of a node have the same GPU",
-            seen=f"node {node}: GPUs {', '.join(gpus)}",
-            fix="Give each actor GPUs of its own (num_gpus=1), or none.",
-        )
-    return sorted(numbers, key=lambda number: [str(gpu).zfill(8) for gpu in actors[number][1]])
+    nodes: dict[str, list[int]] = {}
+    for number, (node, _) in enumerate(actors):
+        nodes.setdefault(node, []).append(number)
+    out: dict[int, dict[str, str]] = {}
+    for group_rank, (node, numbers) in enumerate(nodes.items()):
+        numbers.sort(key=lambda number: [str(gpu).zfill(8) for gpu in actors[number][1]])
+        gpus = [str(gpu) for number in numbers for gpu in actors[number][1]]
+        if len(set(gpus)) < len(gpus):
+            raise UsageError(
+                "two actors of a node have the same GPU",
+                seen=f"node {node}: GPUs {', '.join(gpus)}",
+                fix="Give each actor GPUs of its own (num_gpus=1), or none.",
+            )
+        for local_rank, number in enumerate(numbers):
+            variables: dict[str, object] = {
+                "RANK": len(out),
+                "WORLD_SIZE": len(actors),
+                "LOCAL_RANK": local_rank,
+                "LOCAL_WORLD_SIZE": len(numbers),
+                "GROUP_RANK": group_rank,
+                "GROUP_WORLD_SIZE": len(nodes),
+                "MASTER_ADDR": next(iter(nodes)),
+                "MASTER_PORT": port,
+            }
+            if actors[number][1]:
+                variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+            out[number] = {name: str(value) for name, value in variables.items()}
+    return [out[number] for number in range(len(actors))]

@@ -21,28 +21,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from hashlib import blake2b
 
-from dure.placement.environment import NUMBERED, read_environment
 from dure.placement.mpi import read_mpi, read_pmi
 from dure.placement.pods import read_kubernetes, read_pods, read_sagemaker, read_skypilot
-from dure.placement.ports import derived_port
 from dure.placement.reader import Reader
 from dure.placement.slurm import read_batch_shell, read_step
-from dure.placement.value import Placement, System
+from dure.placement.value import Member, Placement, System
 
-__all__ = ["detect"]
+__all__ = ["derived_port", "detect"]
 
-_READERS: tuple[Callable[[Reader], Placement | None], ...] = (
-    read_pods,
-    read_environment,
-    read_mpi,
-    read_step,
-    read_pmi,
-    read_skypilot,
-    read_sagemaker,
-    read_kubernetes,
-    read_batch_shell,
-)
+_FIRST_PORT, _LAST_PORT = 15_000, 29_000
+
+_NUMBERED = {
+    System.DURE: "set by the `dure run` that started this process",
+    System.TORCHRUN: "set together with LOCAL_RANK and TORCHELASTIC_RUN_ID",
+    System.LAUNCHER: "set together with LOCAL_RANK, as torchrun does",
+    System.PLAIN: "set by hand, or by a launcher that does not name itself",
+}
 
 
 def detect(environ: Mapping[str, str]) -> Placement:
@@ -62,8 +58,7 @@ def detect(environ: Mapping[str, str]) -> Placement:
         notes += [note for note in reader.notes if note not in notes]
         if found is not None:
             found = _with_address(found, reader)
-            doubts = _doubts(found, environ)
-            return replace(found, reasons=tuple(reader.reasons), notes=(*notes, *doubts))
+            return replace(found, reasons=tuple(reader.reasons), notes=tuple(notes))
     return Placement(system=System.NOBODY, notes=tuple(notes))
 
 
@@ -76,7 +71,7 @@ def _with_address(found: Placement, reader: Reader) -> Placement:
     if found.member is not None or found.slot is not None:
         if found.host is None and found.hosts:
             found = replace(found, host=found.hosts[0])
-        if found.job and found.system not in NUMBERED:
+        if found.job and found.system not in _NUMBERED:
             found = replace(found, port=derived_port(found.job), port_derived=True)
     host, port = reader.text("MASTER_ADDR", "PET_MASTER_ADDR"), None
     if found.system is System.PYTORCHJOB and host == "localhost":
@@ -94,20 +89,69 @@ def _with_address(found: Placement, reader: Reader) -> Placement:
     return found
 
 
-def _doubts(found: Placement, environ: Mapping[str, str]) -> list[str]:
-    """Say where another system numbers this process differently."""
-    member, out = found.member, list[str]()
-    if member is None:
-        return out
-    for read in (read_mpi, read_step):
-        other = read(Reader(environ))
-        if other is None or other.member is None or other.system is found.system:
-            continue
-        same = (other.member.rank, other.member.world_size) == (member.rank, member.world_size)
-        if not same:
-            out.append(
-                f"{other.system} calls this process rank {other.member.rank} of "
-                f"{other.member.world_size}, but {found.system} is nearer to the program and "
-                f"calls it {member.rank} of {member.world_size}: that counts"
+def _read_environment(reader: Reader) -> Placement | None:
+    """Return the placement of a process that was told its RANK and WORLD_SIZE."""
+    rank, size = reader.number("RANK"), reader.number("WORLD_SIZE")
+    if rank is None or size is None:
+        if size is not None and reader.has("LOCAL_RANK") and not reader.has("RANK"):
+            reader.note(
+                "WORLD_SIZE and LOCAL_RANK are set without RANK, as Lightning does for processes "
+                "that it starts itself: start the program with `dure run`, and it starts none"
             )
-    return out
+        return None
+    if rank >= size:
+        reader.note(f"RANK={rank} is none of the ranks that WORLD_SIZE={size} says there are")
+        return None
+    system = _starter(reader)
+    reader.keep("rank", rank, "RANK", _NUMBERED[system])
+    reader.keep("ranks", size, "WORLD_SIZE")
+    local = reader.take("local rank", "", "LOCAL_RANK")
+    here = reader.take("ranks here", "", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+    node = reader.take("node", "", "GROUP_RANK", "NODE_RANK", "CROSS_RANK")
+    unclear = system is System.PLAIN and size > 1
+    if unclear:
+        reader.note(
+            "RANK and WORLD_SIZE are set without LOCAL_RANK: a program takes them to count "
+            "processes; if they count hosts, as PAI-DLC and old PyTorchJobs mean them, start "
+            '`dure run --nnodes "$WORLD_SIZE" --node-rank "$RANK" --nproc N ...`'
+        )
+    return Placement(
+        system=system,
+        member=Member(
+            rank=rank, world_size=size, local_rank=local, local_world_size=here, node=node
+        ),
+        job=reader.text("TORCHELASTIC_RUN_ID"),
+        unclear=unclear,
+    )
+
+
+def _starter(reader: Reader) -> System:
+    if reader.has("DURE_LAUNCHER"):
+        return System.DURE
+    if not reader.has("LOCAL_RANK"):
+        return System.PLAIN
+    return System.TORCHRUN if reader.has("TORCHELASTIC_RUN_ID") else System.LAUNCHER
+
+
+_READERS: tuple[Callable[[Reader], Placement | None], ...] = (
+    read_pods,
+    _read_environment,
+    read_mpi,
+    read_step,
+    read_pmi,
+    read_skypilot,
+    read_sagemaker,
+    read_kubernetes,
+    read_batch_shell,
+)
+
+
+def derived_port(job: str) -> int:
+    """Return the port that all hosts of the job called `job` compute alike.
+
+    It lies under the ports that Linux gives to outgoing connections (32768 and up) and above those
+    of well-known services. Two jobs on one host may get the same port, or it may be in use: then
+    the store cannot listen, and says so; DURE_STORE_PORT names another.
+    """
+    digest = blake2b(job.encode(), digest_size=8, person=b"dure port").digest()
+    return _FIRST_PORT + int.from_bytes(digest, "big") % (_LAST_PORT - _FIRST_PORT + 1)

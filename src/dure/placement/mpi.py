@@ -7,57 +7,55 @@ or the ranks meet over MPI itself (mpi4py), or they are on one host and need no 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dure.placement.reader import Reader
 from dure.placement.value import Member, NodeSlot, Placement, System
 
 __all__ = ["read_mpi", "read_pmi"]
 
 
-_OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-_HYDRA = ("PMI_RANK", "PMI_SIZE")
-_LOCAL = {  # a launcher's own number and count on the host, and what names its job
-    System.OPEN_MPI: ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    System.HYDRA: ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-}
-_JOB = {
-    System.OPEN_MPI: ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID"),
-    System.HYDRA: ("I_MPI_HYDRA_UUID", "PMI_JOBID", "SLURM_JOB_ID"),
-}
+_OPEN_MPI = (
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+_OPEN_MPI_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID")
+_HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_HYDRA_JOB = ("I_MPI_HYDRA_UUID", "PMI_JOBID", "SLURM_JOB_ID")
 
 
 def read_mpi(reader: Reader) -> Placement | None:
     """Return the placement of a process of mpirun or mpiexec."""
-    if reader.has(*_OPEN_MPI):
-        return _read(reader, System.OPEN_MPI, _OPEN_MPI)
-    if reader.has(*_HYDRA, "MPI_LOCALRANKID"):
-        return _read(reader, System.HYDRA, _HYDRA)
+    if reader.has(*_OPEN_MPI[:2]):
+        return _read(reader, System.OPEN_MPI, _OPEN_MPI, _OPEN_MPI_JOB)
+    if reader.has(*_HYDRA[:3]):
+        return _read(reader, System.HYDRA, _HYDRA, _HYDRA_JOB)
     return None
 
 
 def read_pmi(reader: Reader) -> Placement | None:
     """Return the placement of a process of another launcher that speaks PMI."""
-    if reader.has(*_HYDRA):
-        return _read(reader, System.PMI, _HYDRA)
+    if reader.has(*_HYDRA[:2]):
+        return _read(reader, System.PMI, _HYDRA, _HYDRA_JOB)
     if reader.has("PMIX_RANK"):
         reader.note("PMIX_RANK is set, but no variable says how many ranks there are")
     return None
 
 
-def _read(reader: Reader, system: System, names: tuple[str, str]) -> Placement | None:
+def _read(
+    reader: Reader, system: System, names: Sequence[str], job_names: Sequence[str]
+) -> Placement | None:
     rank = reader.take("rank", f"set by {system}", names[0])
     size = reader.take("ranks", "", names[1])
     if rank is None or size is None or rank >= size:
         reader.note(f"{names[0]} and {names[1]} do not say which rank this is")
         return None
-    kind = System.OPEN_MPI if system is System.OPEN_MPI else System.HYDRA
-    local_rank, local_size = _LOCAL[kind]
-    local = reader.take("local rank", "", local_rank)
-    here = reader.take("ranks here", "", local_size)
-    hosts = reader.hosts("SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    if hosts and here != size:
-        why = "Slurm's list; mpirun puts rank 0 on the first"
-        reader.keep("hosts", reader.text("SLURM_JOB_NODELIST", "SLURM_NODELIST"), "SLURM", why)
-    source = next((name for name in _JOB[kind] if reader.has(name)), None)
+    local = reader.take("local rank", "", names[2])
+    here = reader.take("ranks here", "", names[3])
+    hosts = reader.take_hosts("SLURM_JOB_NODELIST")
+    source = next((name for name in job_names if reader.has(name)), None)
     if source is not None:
         reader.keep("job", reader.text(source), source)
     slot = None  # known only where there is one process a host

@@ -14,14 +14,16 @@ line that a rank need not have.
 from __future__ import annotations
 
 import itertools
+import math
 import re
-from collections.abc import Iterator, Sequence
 
 __all__ = ["expand_counts", "expand_hosts"]
 
 MOST_HOSTS = 100_000
 """A list that means more is a mistake, or an attack on our memory."""
 
+_PART = re.compile(r"((?:[^,\[\]]|\[[^\[\]]*\])+)(,|\Z)")
+_BRACKETS = re.compile(r"\[([^\]]*)\]")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 _COUNT = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 
@@ -33,38 +35,18 @@ def expand_hosts(text: str) -> tuple[str, ...]:
         ValueError: The list is malformed, or means more than 100,000 hosts.
     """
     out: list[str] = []
-    for part in _parts(text):
-        for name in _names(part.strip()):
-            out.append(name)
-            if len(out) > MOST_HOSTS:
-                raise ValueError(f"more than {MOST_HOSTS} hosts in {text!r}")
+    position, comma = 0, ","
+    while comma:
+        found = _PART.match(text, position)
+        if found is None or not found[1].strip():
+            raise ValueError(f"no list of hosts: {text[position : position + 80]!r}")
+        position, comma = found.end(), found[2]
+        pieces = _BRACKETS.split(found[1].strip())
+        choices = [_numbers(piece) if i % 2 else [piece] for i, piece in enumerate(pieces)]
+        if len(out) + math.prod(map(len, choices)) > MOST_HOSTS:
+            raise ValueError(f"more than {MOST_HOSTS} hosts in {text[:80]!r}")
+        out += ["".join(names) for names in itertools.product(*choices)]
     return tuple(out)
-
-
-def _parts(text: str) -> Iterator[str]:
-    """Split at the commas outside brackets."""
-    depth, start = 0, 0
-    for i, letter in enumerate(text):
-        depth += (letter == "[") - (letter == "]")
-        if not 0 <= depth <= 1:
-            raise ValueError(f"brackets do not match in {text!r}")
-        if letter == "," and not depth:
-            yield text[start:i]
-            start = i + 1
-    if depth:
-        raise ValueError(f"a bracket is not closed in {text!r}")
-    yield text[start:]
-
-
-def _names(part: str) -> Iterator[str]:
-    if not part:
-        raise ValueError("a host without a name")
-    pieces = re.split(r"\[([^\]]*)\]", part)
-    choices: list[Sequence[str]] = []
-    for i, piece in enumerate(pieces):
-        choices.append(_numbers(piece) if i % 2 else (piece,))
-    for combination in itertools.product(*choices):
-        yield "".join(combination)
 
 
 def _numbers(ranges: str) -> list[str]:
@@ -74,10 +56,8 @@ def _numbers(ranges: str) -> list[str]:
         if found is None:
             raise ValueError(f"{text!r} is neither a number nor a range")
         first, last = found[1], found[2] or found[1]
-        if int(last) < int(first):
-            raise ValueError(f"the range {text!r} ends before it begins")
-        if int(last) - int(first) + len(out) >= MOST_HOSTS:
-            raise ValueError(f"more than {MOST_HOSTS} hosts in {ranges[:80]!r}")
+        if not 0 <= int(last) - int(first) < MOST_HOSTS - len(out):
+            raise ValueError(f"the range {text!r} ends before it begins, or is too long")
         out += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
     return out
 

@@ -17,6 +17,7 @@ __all__ = ["read_kubernetes", "read_pods", "read_sagemaker", "read_skypilot"]
 _POD = re.compile(r"(.+)-(master|worker)-([0-9]+)")
 _PAI_MASTER = re.compile(r"dlc[0-9a-z]+-master-[0-9]+")
 _INDEXED = re.compile(r"(.+)-([0-9]+)")
+_NPROC = "ranks to start here"
 
 
 def read_pods(reader: Reader) -> Placement | None:
@@ -32,19 +33,13 @@ def read_pods(reader: Reader) -> Placement | None:
     system = _counts_hosts(reader)
     if system is None:
         return None
-    nnodes = reader.launchers_number("PET_NNODES") or reader.number("WORLD_SIZE")
-    node = reader.number("PET_NODE_RANK")
-    node = reader.number("RANK") if node is None else node
+    why = f"{system}: WORLD_SIZE counts hosts, not processes"
+    nnodes = reader.take_count("hosts", why, "PET_NNODES", "WORLD_SIZE")
+    node = reader.take("node", "", "PET_NODE_RANK", "RANK")
     if not nnodes or node is None or node >= nnodes:
         reader.note("RANK and WORLD_SIZE seem to count hosts, but RANK is none of them")
         return None
-    nproc = reader.launchers_number("PET_NPROC_PER_NODE", "NPROC_PER_NODE")
-    source = "PET_NNODES" if reader.has("PET_NNODES") else "WORLD_SIZE"
-    reader.keep("hosts", nnodes, source, f"{system}: WORLD_SIZE counts hosts, not processes")
-    reader.keep("node", node, "PET_NODE_RANK" if reader.has("PET_NODE_RANK") else "RANK")
-    if nproc:
-        name = "PET_NPROC_PER_NODE" if reader.has("PET_NPROC_PER_NODE") else "NPROC_PER_NODE"
-        reader.keep("ranks to start here", nproc, name)
+    nproc = reader.take_count(_NPROC, "", "PET_NPROC_PER_NODE", "NPROC_PER_NODE")
     reader.note(
         f"the trap of WORLD_SIZE: under {system} it counts hosts, so `dure run` takes RANK and "
         "WORLD_SIZE as the host's number and the number of hosts"
@@ -59,7 +54,7 @@ def _counts_hosts(reader: Reader) -> System | None:
     master = (reader.text("MASTER_ADDR") or "").split(".")[0]
     if _PAI_MASTER.fullmatch(master) or reader.has("NPROC_PER_NODE", "MASTER_ADDR"):
         return System.PAI
-    if reader.launchers_number("PET_NNODES"):
+    if reader.count("PET_NNODES"):
         return System.PYTORCHJOB
     pod = _POD.fullmatch(reader.text("HOSTNAME") or "")
     in_kubernetes = reader.has("KUBERNETES_SERVICE_HOST")
@@ -79,9 +74,7 @@ def read_skypilot(reader: Reader) -> Placement | None:
         reader.note("SKYPILOT_NODE_RANK is none of the task's nodes")
         return None
     reader.keep("hosts", nnodes, "SKYPILOT_NUM_NODES" if not ips else "SKYPILOT_NODE_IPS")
-    gpus = reader.number("SKYPILOT_NUM_GPUS_PER_NODE") or None
-    if gpus:
-        reader.keep("ranks to start here", gpus, "SKYPILOT_NUM_GPUS_PER_NODE", "one for each GPU")
+    gpus = reader.take_count(_NPROC, "one for each GPU", "SKYPILOT_NUM_GPUS_PER_NODE")
     job = f"skypilot {reader.text('SKYPILOT_TASK_ID') or ' '.join(ips)}"
     slot = NodeSlot(nnodes=nnodes, node_rank=node, nproc=gpus)
     return _placement(System.SKYPILOT, slot, job, ips)
@@ -97,9 +90,7 @@ def read_sagemaker(reader: Reader) -> Placement | None:
         return None
     reader.keep("hosts", ",".join(hosts), "SM_HOSTS", f"{len(hosts)} of them")
     reader.keep("node", hosts.index(current), "SM_CURRENT_HOST")
-    gpus = reader.number("SM_NUM_GPUS") or None
-    if gpus:
-        reader.keep("ranks to start here", gpus, "SM_NUM_GPUS", "one for each GPU")
+    gpus = reader.take_count(_NPROC, "one for each GPU", "SM_NUM_GPUS")
     job = f"sagemaker {reader.text('TRAINING_JOB_NAME', 'SM_JOB_NAME') or ' '.join(hosts)}"
     slot = NodeSlot(nnodes=len(hosts), node_rank=hosts.index(current), nproc=gpus)
     return _placement(System.SAGEMAKER, slot, job, hosts)
@@ -115,8 +106,7 @@ def read_kubernetes(reader: Reader) -> Placement | None:
     index = reader.take("node", "the pod's index", "JOB_COMPLETION_INDEX")
     if index is None:
         return None
-    nnodes = reader.launchers_number("NNODES", "PET_NNODES")
-    reader.keep("hosts", nnodes, "NNODES" if reader.has("NNODES") else "PET_NNODES")
+    nnodes = reader.take_count("hosts", "", "NNODES", "PET_NNODES")
     if nnodes is None or index >= nnodes:
         reader.note(
             "this is a pod of an indexed job; Kubernetes does not say of how many: put NNODES "
@@ -130,7 +120,7 @@ def read_kubernetes(reader: Reader) -> Placement | None:
     if stem and service:
         names = tuple(f"{stem}-{i}.{service}" for i in range(nnodes))
         reader.keep("first host", names[0], "HOSTNAME, JOBSET_NAME", "the JobSet's own service")
-    nproc = reader.launchers_number("PET_NPROC_PER_NODE", "NPROC_PER_NODE")
+    nproc = reader.take_count(_NPROC, "", "PET_NPROC_PER_NODE", "NPROC_PER_NODE")
     slot = NodeSlot(nnodes=nnodes, node_rank=index, nproc=nproc)
     return _placement(System.KUBERNETES, slot, job, names)
 

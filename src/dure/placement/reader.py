@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, cast
 
 from dure.placement.nodes import expand_counts, expand_hosts
@@ -29,7 +29,6 @@ class Reader:
         self.notes: list[str] = []
 
     def has(self, *names: str) -> bool:
-        """Tell whether all of `names` are set to something."""
         return all(self.text(name) for name in names)
 
     def text(self, *names: str) -> str | None:
@@ -44,23 +43,6 @@ class Reader:
         """Return the first of `names` that is a whole number, 0 or more."""
         return self._parsed(_whole, "a whole number", names)
 
-    def launchers_number(self, *names: str) -> int | None:
-        """Return the first of `names` that is a number in torchrun's words.
-
-        Those may also be a range, whose end counts, or auto, cpu, gpu, which say nothing here.
-        """
-        text = self.text(*names) or ""
-        if text.isalpha():
-            return None
-        least, colon, most = text.partition(":")
-        if colon and least.isdecimal() and most.isdecimal():
-            return int(most) if int(most) <= _LARGEST else None
-        return self.number(*names)
-
-    def hosts(self, *names: str) -> tuple[str, ...]:
-        """Return the first of `names` that is a list of hosts, as Slurm writes it."""
-        return self._parsed(expand_hosts, "a list of hosts", names) or ()
-
     def counts(self, *names: str) -> tuple[int, ...]:
         """Return the first of `names` that is a list of counts, as Slurm writes it."""
         return self._parsed(expand_counts, "a list of counts", names) or ()
@@ -71,19 +53,43 @@ class Reader:
 
     def take(self, what: str, why: str, *names: str) -> int | None:
         """Return the number in the first of `names` that holds one, and keep where it was."""
+        return self._taken(what, why, names, self.number)
+
+    def take_count(self, what: str, why: str, *names: str) -> int | None:
+        """Return the first of `names` that is a count in torchrun's words, and keep where it was.
+
+        Those may also be a range, whose end counts, or auto, cpu, gpu, which say nothing here; nor
+        does 0.
+        """
+        return self._taken(what, why, names, self.count)
+
+    def count(self, name: str) -> int | None:
+        """Return a count in torchrun's words."""
+        return self._parsed(_count, "a number or a range", (name,)) or None
+
+    def take_hosts(self, *names: str) -> tuple[str, ...]:
+        """Return the first of `names` that is a list of hosts, as Slurm writes it, and keep it."""
         for name in names:
-            value = self.number(name)
+            hosts = self._parsed(expand_hosts, "a list of hosts", (name,))
+            if hosts:
+                self.keep("hosts", self.text(name), name, f"{len(hosts)} of them")
+                return hosts
+        return ()
+
+    def _taken(
+        self, what: str, why: str, names: Sequence[str], read: Callable[[str], int | None]
+    ) -> int | None:
+        for name in names:
+            value = read(name)
             if value is not None:
                 self.keep(what, value, name, why)
                 return value
         return None
 
     def keep(self, what: str, value: object, source: str, why: str = "") -> None:
-        """Keep where a value came from."""
         self.reasons.append(Reason(what=what, value=str(value), source=source, why=why))
 
     def note(self, text: str) -> None:
-        """Keep what the user should know; once."""
         if text not in self.notes:
             self.notes.append(text)
 
@@ -110,6 +116,13 @@ def _json_names(text: str) -> tuple[str, ...]:
     if not all(isinstance(name, str) and name for name in items):
         raise ValueError(text)
     return tuple(dict.fromkeys(str(name) for name in items))
+
+
+def _count(text: str) -> int:
+    if text.isalpha():
+        return 0
+    least, colon, most = text.partition(":")
+    return max(_whole(least), _whole(most)) if colon else _whole(least)
 
 
 def _whole(text: str) -> int:

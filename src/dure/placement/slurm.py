@@ -28,13 +28,14 @@ def read_step(reader: Reader) -> Placement | None:
         reader.note("this is a step of Slurm, but SLURM_PROCID and SLURM_NTASKS do not say which")
         return None
     node = reader.take("node", "this host's number in the step", "SLURM_NODEID")
-    hosts = _hosts(reader)
+    hosts = reader.take_hosts("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     local = reader.take("local rank", "this task's number on its host", "SLURM_LOCALID")
     copies = _tasks_here(reader, node, size)
     nnodes = reader.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES") or len(hosts) or None
     slot = None
     if nnodes is not None and node is not None:
-        slot = NodeSlot(nnodes=nnodes, node_rank=node, nproc=_gpus(reader), copies=copies or 1)
+        gpus = reader.take_count("ranks to start here", "one for each GPU", "SLURM_GPUS_ON_NODE")
+        slot = NodeSlot(nnodes=nnodes, node_rank=node, nproc=gpus, copies=copies or 1)
     job = _job(reader)
     reader.keep("job", job, "SLURM_JOB_ID, SLURM_STEP_ID")
     return Placement(
@@ -53,7 +54,7 @@ def read_batch_shell(reader: Reader) -> Placement | None:
     """Return the placement of a shell in a Slurm job: no rank, but the hosts are known."""
     if not reader.has("SLURM_JOB_ID") or _in_step(reader):
         return None
-    hosts = _hosts(reader, "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    hosts = reader.take_hosts("SLURM_JOB_NODELIST")
     reader.keep("job", reader.text("SLURM_JOB_ID"), "SLURM_JOB_ID", "a shell of it, not a task")
     if len(hosts) > 1:
         reader.note(
@@ -64,19 +65,10 @@ def read_batch_shell(reader: Reader) -> Placement | None:
 
 
 def _in_step(reader: Reader) -> bool:
-    step = reader.number("SLURM_STEP_ID", "SLURM_STEPID")
+    step = reader.number("SLURM_STEP_ID")
     if not reader.has("SLURM_JOB_ID", "SLURM_PROCID") or step is None:
         return False
     return step < _SPECIAL_STEPS and not reader.has("SLURM_PTY_PORT")
-
-
-def _hosts(reader: Reader, *names: str) -> tuple[str, ...]:
-    names = names or ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    hosts = reader.hosts(*names)
-    if hosts:
-        source = next(name for name in names if reader.has(name))
-        reader.keep("hosts", reader.text(source), source, f"{len(hosts)} of them")
-    return hosts
 
 
 def _tasks_here(reader: Reader, node: int | None, size: int) -> int | None:
@@ -90,14 +82,7 @@ def _tasks_here(reader: Reader, node: int | None, size: int) -> int | None:
     return counts[node]
 
 
-def _gpus(reader: Reader) -> int | None:
-    gpus = reader.number("SLURM_GPUS_ON_NODE")
-    if gpus:
-        reader.keep("ranks to start here", gpus, "SLURM_GPUS_ON_NODE", "one for each GPU")
-    return gpus or None
-
-
 def _job(reader: Reader) -> str:
-    words = [reader.text("SLURM_JOB_ID"), reader.text("SLURM_STEP_ID", "SLURM_STEPID")]
+    words = [reader.text("SLURM_JOB_ID"), reader.text("SLURM_STEP_ID")]
     restarts = reader.number("SLURM_RESTART_COUNT")
     return "slurm " + ".".join(str(w) for w in words) + (f" restart {restarts}" if restarts else "")

@@ -9,7 +9,6 @@ __all__ = ["CLUSTER_VARIABLES", "set_here"]
 CLUSTER_VARIABLES: Mapping[str, str] = {
     "SLURM_JOB_ID": "the Slurm job",
     "SLURM_STEP_ID": "its step; set by srun in every task",
-    "SLURM_STEPID": "an older name of SLURM_STEP_ID",
     "SLURM_PROCID": "this task's number in the step",
     "SLURM_STEP_NUM_TASKS": "tasks of the step",
     "SLURM_NTASKS": "tasks of the step, or of the job",
@@ -17,7 +16,6 @@ CLUSTER_VARIABLES: Mapping[str, str] = {
     "SLURM_LOCALID": "this task's number on its host",
     "SLURM_STEP_NODELIST": "the step's hosts",
     "SLURM_JOB_NODELIST": "the job's hosts",
-    "SLURM_NODELIST": "an older name of SLURM_JOB_NODELIST",
     "SLURM_STEP_NUM_NODES": "how many hosts the step has",
     "SLURM_NNODES": "how many hosts the job has",
     "SLURM_STEP_TASKS_PER_NODE": "the step's tasks, host by host",

@@ -4,10 +4,8 @@ SLURM_STEP = {  # srun -N 2 -n 7, task 5, Slurm 22.05
     "SLURM_JOB_ID": "476",
     "SLURM_JOBID": "476",
     "SLURM_STEP_ID": "0",
-    "SLURM_STEPID": "0",
     "SLURM_NNODES": "2",
     "SLURM_JOB_NUM_NODES": "2",
-    "SLURM_NODELIST": "cn[08-09]",
     "SLURM_JOB_NODELIST": "cn[08-09]",
     "SLURM_STEP_NODELIST": "cn[08-09]",
     "SLURM_STEP_NUM_NODES": "2",
@@ -28,7 +26,6 @@ SLURM_STEP = {  # srun -N 2 -n 7, task 5, Slurm 22.05
 SLURM_BATCH = {  # the shell of a batch script: SLURM_PROCID is there, and means nothing
     "SLURM_JOB_ID": "476",
     "SLURM_JOB_NODELIST": "cn[08-11]",
-    "SLURM_NODELIST": "cn[08-11]",
     "SLURM_NNODES": "4",
     "SLURM_NTASKS": "4",
     "SLURM_TASKS_PER_NODE": "1(x4)",
@@ -155,7 +152,6 @@ SKYPILOT_CPU = SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "0", "SKYPILOT_INTERNAL
 SKYPILOT_ON_SLURM = SKYPILOT | {  # SkyPilot unsets what srun says of its own step
     "SLURM_JOB_ID": "476",
     "SLURM_JOB_NODELIST": "cn[08-09]",
-    "SLURM_NODELIST": "cn[08-09]",
     "SLURM_NNODES": "2",
     "SLURM_GPUS_ON_NODE": "8",
 }
@@ -248,3 +244,9 @@ LIGHTNING_CHILD = {  # what Lightning gives the processes that it starts itself
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "40123",
 }
+NOTHING = dict[str, str]()
+BY_HAND = {"RANK": "0", "WORLD_SIZE": "1"}
+DURE_RUN = TORCHRUN | {"DURE_LAUNCHER": "abc"}
+SLURM_TERMINAL = SLURM_STEP | {"SLURM_PTY_PORT": "4"}  # srun --pty
+SALLOC = SLURM_STEP | {"SLURM_STEP_ID": "4294967290"}  # its interactive step
+SAGEMAKER_TORCHRUN = SAGEMAKER | TORCHRUN
