@@ -144,10 +144,10 @@ def test_a_rank_that_dies_before_all_came_is_named(kind: str, port: int, tmp_pat
 
 
 WATCH = """
-from dure.store.finding import find_place
+from dure.store.init_method import find_place
 from dure.store.prefix import PrefixStore
 spot = find_place("%s", 2, 3)
-store = spot.place.open(-1, 3, 20)
+store = spot.place.open(2, 3, 20)
 PrefixStore(f"dure/{spot.place.name}/", store).wait(["0/member/0", "0/member/1"])
 say("both came")
 sys.stdin.read()

@@ -9,7 +9,7 @@ from dure.errors import StoreError
 from dure.launch.ranks.ports import reserve_port
 from dure.store import TCPStore
 from dure.store.address import Address, is_wildcard, resolve
-from dure.store.finding import find_place
+from dure.store.init_method import find_place
 from dure.store.key import mint
 from dure.store.listener import listen
 

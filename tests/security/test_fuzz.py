@@ -8,7 +8,6 @@ import contextlib
 import math
 import os
 import tempfile
-import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +27,6 @@ from dure.store import FileStore, JobKey
 from dure.store.board import Board
 from dure.store.etcd_gateway import parsed
 from dure.store.keyfile import read_key_file
-from dure.store.log import Record
 from dure.store.wire import Op, Request, join, pack, read_reply, read_request
 
 QUICK, LONG = 60, 10_000
@@ -125,20 +123,21 @@ def a_report(data: bytes) -> None:
 
 
 def a_store_file(data: bytes) -> None:
-    """The file store's log: after its head, noise; or records that are well formed but wrong."""
+    """The file store's log: noise; and, after its head, lines that are well formed but wrong."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "store"
         store = FileStore(path, timeout=timedelta(seconds=1))
         store.set("k", "v")
         whole = path.read_bytes()
-        framed = len(data).to_bytes(4, "little") + zlib.crc32(data).to_bytes(4, "little") + data
-        opened = msgspec.msgpack.encode(Record("open", "x", data))
-        framed_open = len(opened).to_bytes(4, "little") + zlib.crc32(opened).to_bytes(4, "little")
-        tails = (data, framed, framed_open + opened)
+        json = msgspec.json.encode(data)
+        with contextlib.suppress(*UNREADABLE):
+            json = msgspec.json.encode(msgspec.msgpack.decode(data))
+        tails = (data + b"\n", json + b"\n", b"[" + json + b"]\n", b'[null, "x", ' + json + b"]\n")
         for content in (*(whole + tail for tail in tails), data, whole[: len(data) % len(whole)]):
             path.write_bytes(content)
             with contextlib.suppress(StoreError):
                 other = FileStore(path, timeout=timedelta(seconds=1))
+                other.set("k", "v")
                 other.close()
         store.close()
 
@@ -171,10 +170,8 @@ def test_bytes_of_others_end_in_a_value_or_the_right_error(target: Callable[[byt
 
 def test_a_store_file_with_a_key_that_is_no_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "store"
-    FileStore(path, timeout=timedelta(seconds=1)).set("k", "v")
-    record = msgspec.msgpack.encode(Record("set", "?", b"")).replace(b"?", b"\x80")
-    head = len(record).to_bytes(4, "little") + zlib.crc32(record).to_bytes(4, "little")
-    path.write_bytes(path.read_bytes() + head + record)
+    FileStore(path, timeout=timedelta(seconds=1)).set("?", "v")
+    path.write_bytes(path.read_bytes().replace(b'"?"', b'"\x80"'))
     with pytest.raises(StoreError):
         FileStore(path, timeout=timedelta(seconds=1)).get("k")
 

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import pytest
 
 from dure.store.key import mint
-from dure.store.listener import listen_local
+from dure.store.listener import Listener
 from dure.store.server import StoreServer
 
 
 @pytest.fixture
 def server() -> Iterator[StoreServer]:
-    it = StoreServer(listen_local(f"ipc://@dure-test-{uuid.uuid4().hex}"), mint())
+    it = StoreServer(Listener(endpoint=f"ipc://@dure-test-{uuid.uuid4().hex}"), mint())
     yield it
     it.stop()
 
@@ -58,7 +58,7 @@ def test_a_stranger_of_this_host_is_told_of(
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect("\0" + name)
         assert stranger.recv(10)
-        while not server._peers.unauthenticated:  # who leaves before he was looked at has no name
+        while not server._peers.strangers:  # who leaves before he was looked at has no name
             time.sleep(0.001)
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         with contextlib.suppress(OSError):

@@ -5,9 +5,9 @@ import socket
 
 import zmq
 
+from dure.comm.backends.hybrid.packets import let_nobody_in
 from dure.store.address import resolve
 from dure.store.listener import listen
-from dure.store.packets import let_nobody_in
 
 
 def answers(place: tuple[str, int]) -> bool:

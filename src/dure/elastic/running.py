@@ -62,7 +62,7 @@ from dure.errors import (
 )
 from dure.placement import detect
 from dure.store.base import Store
-from dure.store.finding import find_place
+from dure.store.init_method import find_place
 from dure.store.memory import HashStore
 from dure.store.prefix import PrefixStore
 from dure.trace import line

@@ -1,16 +1,26 @@
-"""Where a store listens: names to addresses, never back (a reverse look-up can take seconds).
+"""Hosts and their addresses: names to addresses, never back (a reverse look-up can take seconds).
 
 A store listens on one address: a loopback one for a job of one host, and for several hosts that of
 the interface through which they reach each other (MASTER_ADDR, or `DURE_STORE_BIND`). A wildcard
 address (0.0.0.0, ::, *, and all their spellings) would open the door to every network that this
 host is on, and tells the other hosts nothing. It is refused, wherever it is written, unless
 `DURE_STORE_BIND_ANY=1` says that this is meant, as where a container must not know its address.
+
+In Kubernetes a pod's name is known once the pod has an address, and pods start in any order: the
+name of the first one may be unknown for minutes to those that wait for it. A pod that is replaced
+keeps its name and gets a new address, which some name servers tell half a minute late. So whoever
+waits for a host asks for its name again and again, and one that has been found is asked for again.
+Elsewhere a name that is unknown is mostly misspelt, and waiting would not help.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dure import env
@@ -19,13 +29,20 @@ from dure.store.base import Store
 
 __all__ = [
     "Address",
+    "await_name",
     "check_not_wildcard",
     "interface_to",
     "is_local",
     "is_wildcard",
+    "look_up_briefly",
     "outward_address",
+    "patience_for_names",
     "resolve",
 ]
+
+
+_SAY_S = 2.0
+_PAUSE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +124,61 @@ def is_local(host: str) -> bool:
     return True
 
 
+def patience_for_names(limit_s: float, elsewhere_s: float = 0.0) -> float:
+    """Return how long to wait for a name that nobody knows: `elsewhere_s` if not in Kubernetes."""
+    return limit_s if env.text("KUBERNETES_SERVICE_HOST") else min(limit_s, elsewhere_s)
+
+
+def await_name(
+    host: str,
+    limit_s: float,
+    say: Callable[[str], None],
+    pause: Callable[[float], None] = time.sleep,
+) -> None:
+    """Wait until `host` is known, or its time is up: then looking it up says what is wrong.
+
+    Args:
+        host: A name or an address.
+        limit_s: How long, at most; see `patience_for_names`.
+        say: Called once, with a line for the user, if it takes long.
+        pause: Waits some seconds; what it raises ends the waiting.
+    """
+    start, said = time.monotonic(), False
+    while not _is_known(host) and (waited_s := time.monotonic() - start) < limit_s:
+        if waited_s >= _SAY_S and not said:
+            said = True
+            say(f"the name {host!r} is not known here yet; waiting for it for {limit_s:g} s")
+        pause(_PAUSE_S)
+
+
+def _is_known(host: str) -> bool:
+    """Tell whether `host` has an address; what is no name at all counts as known."""
+    try:
+        socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return host in ("", "*")
+    except (OSError, UnicodeError):
+        return True
+    return True
+
+
+def look_up_briefly(host: str, port: int, limit_s: float = 1.0) -> Address | None:
+    """Return the address of `host`, or None if no answer comes in `limit_s`.
+
+    Asking cannot be broken off, so a thread does it, which ends with the answer.
+    """
+    found: list[Address] = []
+
+    def ask() -> None:
+        with contextlib.suppress(StoreError):
+            found.append(resolve(host, port))
+
+    asking = threading.Thread(target=ask, name="dure look-up", daemon=True)
+    asking.start()
+    asking.join(limit_s)
+    return found[0] if found else None
+
+
 def outward_address(store: Store) -> str:
     """Return the address of this host that the job's other hosts can reach.
 
@@ -115,13 +187,7 @@ def outward_address(store: Store) -> str:
     """
     endpoint = _endpoint_of(store)
     for host in (endpoint, env.text("DURE_STORE_BIND"), env.text("MASTER_ADDR")):
-        if not host or is_wildcard(host):
-            continue
-        try:
-            address = resolve(host, 9)
-        except StoreError:
-            continue
-        found = _source_address(address)
+        found = interface_to(host) if host and not is_wildcard(host) else None
         if found:
             return found
     return resolve(socket.gethostname(), 9, "this host's own name").ip
@@ -130,12 +196,9 @@ def outward_address(store: Store) -> str:
 def interface_to(host: str) -> str | None:
     """Return the address of this machine that leads to `host`; None if nothing does."""
     try:
-        return _source_address(resolve(host, 9))
+        to = resolve(host, 9)
     except StoreError:
         return None
-
-
-def _source_address(to: Address) -> str | None:
     with socket.socket(to.family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((to.ip, 9))  # sends nothing: only asks which interface it would be

@@ -18,7 +18,7 @@ import zmq
 
 from dure.errors import StoreLost, StoreRefused, StoreTimeout
 from dure.store.key import JobKey
-from dure.store.monitor import read_event
+from dure.store.tracker import read_event
 from dure.store.wire import FRAME_LIMIT, MAX_FRAME_BYTES, Request, frames_of, pack, read_reply
 
 __all__ = ["Connection", "answers", "dial", "lost"]

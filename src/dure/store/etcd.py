@@ -4,11 +4,11 @@ Keys of a job lie below ``/dure/JOB/keys/``. Each call is one transaction, or a 
 when another rank was quicker.
 
 A write whose answer was lost is settled, never guessed. Each writer, that is, each connection in
-use, has a key of its own below ``/dure/JOB/writers/``; every transaction expects in it the nonce of
-the writer's last one, and puts a new nonce there. After an answer that did not come, the writer
-tries to put another nonce in the place of the last one. Either that succeeds: the lost transaction
-was not carried out, and never will be, for what it expects is no more. Or it does not, because the
-lost one's nonce is there: it was carried out. So `add` never counts twice.
+use, has a key of its own below ``/dure/JOB/writers/``. Every transaction expects in it the nonce of
+the writer's last one, and puts there a new nonce and whether the transaction's own conditions held.
+After an answer that did not come, the same transaction is sent again. Either it is the first to
+arrive: then the lost one will never be carried out, for what it expects is no more. Or the lost
+one's nonce is there, and with it what became of it. So `add` never counts twice.
 
 A lease is etcd's own. A watch begins at the revision after the last one seen, ends after
 `_WATCH_S` without a word and begins again at the next member, so one that is cut off from its
@@ -29,8 +29,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 from dure.errors import StoreError, StoreLost, StoreTimeout, UsageError
-from dure.store.base import DEFAULT_TIMEOUT
-from dure.store.changing import ChangingStore
+from dure.store.base import DEFAULT_TIMEOUT, Store
 from dure.store.etcd_gateway import (
     ANSWER_S,
     EtcdOptions,
@@ -41,7 +40,7 @@ from dure.store.etcd_gateway import (
     decoded,
 )
 from dure.store.shared import EVERYTHING
-from dure.store.values import encode
+from dure.store.values import added, appended, encode, exchanged
 
 __all__ = ["MAX_ETCD_BYTES", "EtcdStore"]
 
@@ -51,7 +50,7 @@ MAX_ETCD_BYTES = 1 << 20
 _Answer = TypeVar("_Answer")
 
 _USERS = "dure/users"
-_MOST_WRITES = 100
+_MOST_READS = 100
 """Keys in one transaction; etcd takes 128 steps."""
 
 _WATCH_S = 5.0
@@ -63,7 +62,7 @@ _LOST_S = 30.0
 """Members that answered once are asked for so long before etcd counts as lost."""
 
 
-class EtcdStore(ChangingStore):
+class EtcdStore(Store):
     """The keys of one job in an etcd cluster.
 
     Args:
@@ -120,32 +119,42 @@ class EtcdStore(ChangingStore):
         """What `from_url` reads; the password is not in it."""
         return self._options.url(self._job)
 
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        pairs = dict(zip(keys, values, strict=True))
-        puts = [_put(self._keys + key, _short(value)) for key, value in pairs.items()]
-        while puts:  # as many at a time as etcd takes
-            size, count = 0, 0
-            for put in puts[:_MOST_WRITES]:
-                size += len(put["request_put"]["value"])
-                if count and size > MAX_ETCD_BYTES:
-                    break
-                count += 1
-            some, puts = puts[:count], puts[count:]
-            with self._writer() as writer:
-                writer.commit([], some)
+    def set(self, key: str, value: str | bytes) -> None:
+        self._commit([], [self._put(key, value)])
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return self._await(keys, self._timeout, "get")
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._await(keys, self._timeout if timeout is None else timeout, "wait")
+
+    def add(self, key: str, amount: int) -> int:
+        def change(current: bytes | None) -> tuple[bytes, int]:
+            total = added(key, current, amount)
+            return b"%d" % total, total
+
+        return self._change(key, change)
+
+    def append(self, key: str, value: str | bytes) -> None:
+        more = encode(value)
+        self._change(key, lambda current: (appended(key, current, more), None))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        old, new = encode(expected), encode(desired)
+        return self._change(key, lambda current: exchanged(current, old, new))
 
     def check(self, keys: Sequence[str]) -> bool:
         return len(self._read(keys)[1]) == len(set(keys))
 
     def delete_key(self, key: str) -> bool:
-        while True:
-            there = self._read([key])[1]
-            if not there:
-                return False
+        while there := self._read([key])[1]:
             at = _is_at(self._keys + key, there[key][0])
-            with self._writer() as writer:
-                if writer.commit([at], [_delete(self._keys + key)]):
-                    return True
+            if self._commit([at], [_delete(self._keys + key)]):
+                return True
+        return False
 
     def num_keys(self) -> int:
         return int(self._ask("kv/range", _below(self._keys) | {"count_only": True}).get("count", 0))
@@ -162,11 +171,10 @@ class EtcdStore(ChangingStore):
             for key, value in expect.items()
         ]
         steps = [
-            _delete(self._keys + key) if value is None else _put(self._keys + key, _short(value))
+            _delete(self._keys + key) if value is None else self._put(key, value)
             for key, value in write.items()
         ]
-        with self._writer() as writer:
-            return writer.commit(compares, steps)
+        return self._commit(compares, steps)
 
     def hold(self, key: str, value: bytes, ttl_s: float) -> None:
         lease = secrets.randbits(62) + 1  # ours to choose: granted twice, it is the same one
@@ -175,8 +183,7 @@ class EtcdStore(ChangingStore):
         except StoreError as error:
             if "already exists" not in error.seen:
                 raise
-        with self._writer() as writer:
-            writer.commit([], [_put(self._keys + key, _short(value), lease)])
+        self._commit([], [self._put(key, value, lease)])
         self._revoke(self._leases.pop(key, 0))
         self._leases[key] = lease
 
@@ -184,16 +191,14 @@ class EtcdStore(ChangingStore):
         lease = self._leases.get(key, 0)
         if not lease:
             return False
-        with self._writer() as writer:
-            answer = writer.ask("lease/keepalive", {"ID": str(lease)}, _RENEWAL_S)
-            alive = int(answer.get("result", {}).get("TTL", 0)) > 0
-            where = {"key": coded(self._keys + key)}
-            there = writer.ask("kv/range", where, _RENEWAL_S) if alive else {}
+        answer = self._ask("lease/keepalive", {"ID": str(lease)}, _RENEWAL_S)
+        if int(answer.get("result", {}).get("TTL", 0)) <= 0:
+            return False
+        there = self._ask("kv/range", {"key": coded(self._keys + key)}, _RENEWAL_S)
         return any(int(each.get("lease", 0)) == lease for each in there.get("kvs", ()))
 
     def release(self, key: str) -> None:
-        with self._writer() as writer:
-            writer.commit([], [_delete(self._keys + key)])
+        self._commit([], [_delete(self._keys + key)])
         self._revoke(self._leases.pop(key, 0))
 
     def look(self, prefix: str, since: int, timeout_s: float) -> tuple[int, dict[str, bytes]]:
@@ -263,10 +268,14 @@ class EtcdStore(ChangingStore):
             fix="Check the addresses, and that a majority of its members runs.",
         )
 
-    def _ask(self, path: str, body: Json) -> Json:
+    def _ask(self, path: str, body: Json, answer_s: float = ANSWER_S) -> Json:
         """Ask what may be asked twice."""
         with self._writer() as writer:
-            return writer.ask(path, body)
+            return writer.ask(path, body, answer_s)
+
+    def _commit(self, compares: list[Json], steps: list[Json]) -> bool:
+        with self._writer() as writer:
+            return writer.commit(compares, steps)
 
     def _revoke(self, lease: int) -> None:
         """End a lease; one that has ended is no error."""
@@ -274,12 +283,27 @@ class EtcdStore(ChangingStore):
             if lease:
                 self._ask("lease/revoke", {"ID": str(lease)})
 
+    def _put(self, key: str, value: str | bytes, lease: int = 0) -> Json:
+        """Return the step that writes a value.
+
+        Raises:
+            UsageError: It is longer than etcd takes.
+        """
+        data = encode(value)
+        if len(data) > MAX_ETCD_BYTES:
+            raise UsageError(
+                "a value is too long for etcd",
+                seen=f"{len(data)} bytes, and {MAX_ETCD_BYTES} are allowed",
+                fix="Send tensors and large objects with a collective instead.",
+            )
+        return _put(self._keys + key, data, lease)
+
     def _read(self, keys: Sequence[str]) -> tuple[int, dict[str, tuple[int, bytes]]]:
         """Return the revision, and of those `keys` that exist their own revision and value."""
         names = list(dict.fromkeys(keys))
         revision, found = 0, dict[str, tuple[int, bytes]]()
-        for start in range(0, max(1, len(names)), _MOST_WRITES):
-            some = names[start : start + _MOST_WRITES]
+        for start in range(0, max(1, len(names)), _MOST_READS):
+            some = names[start : start + _MOST_READS]
             steps = [{"request_range": {"key": coded(self._keys + key)}} for key in some]
             answer = self._ask("kv/txn", {"success": steps})
             revision = revision or int(answer["header"]["revision"])
@@ -299,20 +323,21 @@ class EtcdStore(ChangingStore):
     def _change(
         self, key: str, change: Callable[[bytes | None], tuple[bytes | None, _Answer]]
     ) -> _Answer:
+        """Put in place what `change` makes of a key's value (None: nothing); return its answer."""
         crowd_s = _CROWD_S
         while True:
             revision, value = self._read([key])[1].get(key, (0, None))
             new, answer = change(value)
             if new is None:
                 return answer
-            steps = [_put(self._keys + key, _short(new))]
-            with self._writer() as writer:
-                if writer.commit([_is_at(self._keys + key, revision)], steps):
-                    return answer
+            at = _is_at(self._keys + key, revision)
+            if self._commit([at], [self._put(key, new)]):
+                return answer
             time.sleep(random.uniform(0, crowd_s))  # others want the same key
             crowd_s = min(2 * crowd_s, 0.1)
 
     def _await(self, keys: Sequence[str], timeout: timedelta, op: str) -> list[bytes]:
+        """Return the values of `keys` when all are there."""
         began = time.monotonic()
         deadline = began + timeout.total_seconds()
         while True:
@@ -351,7 +376,7 @@ class EtcdStore(ChangingStore):
 
 
 class _Writer:
-    """A connection, and the key that tells whether this writer's last transaction was done.
+    """A connection, and the key that tells what became of this writer's last transaction.
 
     Attributes:
         patience_s: How long an answer is looked for.
@@ -385,80 +410,32 @@ class _Writer:
         Raises:
             Unanswered: It may have been done or not.
         """
-        while True:
-            nonce = secrets.token_bytes(8)
-            mine = {"request_range": {"key": coded(self._name)}}
+        nonce = secrets.token_bytes(8)
+        done, not_done = nonce + b"1", nonce + b"0"
+        change = {
+            "compare": compares,
+            "success": [*steps, _put(self._name, done)],
+            "failure": [_put(self._name, not_done)],
+        }
+        while self._last not in (done, not_done):
+            last = _has(self._name, self._last) if self._last else _is_at(self._name, 0)
             body = {
-                "compare": [*compares, self._unchanged()],
-                "success": [*steps, _put(self._name, nonce)],
-                "failure": [mine],
+                "compare": [last],
+                "success": [{"request_txn": change}],
+                "failure": [{"request_range": {"key": coded(self._name)}}],
             }
-            try:
-                answer = self._connection.ask("kv/txn", body)
-            except Unanswered:
-                if self._was_done(nonce):
-                    return True
-                continue
+            answer = self.ask("kv/txn", body)
+            outcome = answer["responses"][0]
             if answer.get("succeeded"):
-                self._last = nonce
-                return True
-            if not self._last or answer["responses"][0]["response_range"].get("kvs"):
-                return False
-            self._last = b""  # the job's keys were deleted, this one with them
+                self._last = done if outcome["response_txn"].get("succeeded") else not_done
+            else:  # it was done already; or all keys of the job were deleted, this one with them
+                kept = outcome["response_range"].get("kvs", ())
+                self._last = decoded(kept[0]["value"]) if kept else b""
+        return self._last == done
 
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
-
-    def _was_done(self, nonce: bytes) -> bool:
-        """Find out whether the transaction with `nonce` was done; if not, it never will be."""
-        fences = set[bytes]()
-        deadline = time.monotonic() + self.patience_s
-        while True:
-            fence = secrets.token_bytes(8)
-            fences.add(fence)
-            body = {
-                "compare": [self._unchanged()],
-                "success": [_put(self._name, fence)],
-                "failure": [{"request_range": {"key": coded(self._name)}}],
-            }
-            try:
-                answer = self._connection.ask("kv/txn", body)
-            except Unanswered:
-                if time.monotonic() >= deadline:
-                    raise
-                time.sleep(random.uniform(0, _PAUSE_S))
-                continue
-            if answer.get("succeeded"):
-                self._last = fence
-                return False
-            kept = answer["responses"][0]["response_range"].get("kvs", ())
-            self._last = decoded(kept[0]["value"]) if kept else b""
-            if self._last == nonce:
-                return True
-            if self._last in fences:  # an answer to one of these was lost as well
-                return False
-            raise StoreError("the keys of this job in etcd were deleted", seen=self._name)
-
-    def _unchanged(self) -> Json:
-        """Expect that this writer's last transaction is the last one that was done."""
-        return _has(self._name, self._last) if self._last else _is_at(self._name, 0)
-
-
-def _short(value: str | bytes) -> bytes:
-    """Return `value` as bytes.
-
-    Raises:
-        UsageError: It is longer than etcd takes.
-    """
-    data = encode(value)
-    if len(data) > MAX_ETCD_BYTES:
-        raise UsageError(
-            "a value is too long for etcd",
-            seen=f"{len(data)} bytes, and {MAX_ETCD_BYTES} are allowed",
-            fix="Send tensors and large objects with a collective instead.",
-        )
-    return data
 
 
 def _put(key: str, value: bytes, lease: int = 0) -> Json:

@@ -16,7 +16,6 @@ import os
 import random
 import ssl
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,9 +33,6 @@ Json = dict[str, Any]
 _PORT = 2379
 ANSWER_S = 2.0
 """How long one member may take for an answer before another one is asked."""
-
-_AVOID_S = 10.0
-"""How long all connections of a process then avoid that one, if there is another."""
 
 _CONNECT_S = 2.0
 _LONGEST_PASSWORD = 1024
@@ -144,6 +140,9 @@ def decoded(text: str) -> bytes:
 class Gateway:
     """The way to an etcd cluster; it holds no connection itself.
 
+    Attributes:
+        first: Which member new connections ask, modulo how many there are.
+
     Threads: any number.
     """
 
@@ -151,17 +150,16 @@ class Gateway:
         self.options = options
         self._members = [_host_and_port(each) for each in options.endpoints]
         self._tls = self._trusted()
-        self._token = ""
+        self.token = ""  # proves who we are; empty before the first `authenticate`
         self._lock = threading.Lock()
-        self._first = random.randrange(len(self._members))
-        self._avoided = [float("-inf")] * len(self._members)
+        self.first = random.randrange(len(self._members))
 
     def __str__(self) -> str:
         return f"etcd at {','.join(self.options.endpoints)}"
 
     def connection(self) -> Connection:
         """Return a connection for one thread at a time; it opens when it is used."""
-        return Connection(self, self._first)
+        return Connection(self)
 
     def open(self, number: int) -> http.client.HTTPConnection:
         """Return a connection to the member `number`, modulo how many there are."""
@@ -170,19 +168,9 @@ class Gateway:
             return http.client.HTTPConnection(host, port, timeout=_CONNECT_S)
         return http.client.HTTPSConnection(host, port, timeout=_CONNECT_S, context=self._tls)
 
-    def avoid(self, number: int) -> None:
-        """Let all connections turn to other members for a while."""
-        self._avoided[number % len(self._members)] = time.monotonic() + _AVOID_S
-
-    def better_than(self, number: int) -> int:
-        """Return a member that is not avoided, the given one if it is none; else the given one."""
-        now, count = time.monotonic(), len(self._members)
-        each = range(number, number + count)
-        return next((other for other in each if self._avoided[other % count] <= now), number)
-
     def headers(self) -> dict[str, str]:
         """Return what goes with every request: who has no leader shall say so at once."""
-        token = {"Authorization": self._token} if self._token else {}
+        token = {"Authorization": self.token} if self.token else {}
         return {"Grpc-Metadata-hasleader": "true", "Content-Type": "application/json"} | token
 
     def authenticate(self, connection: Connection, stale: str) -> None:
@@ -193,17 +181,12 @@ class Gateway:
             Unanswered: Nobody says.
         """
         with self._lock:
-            if self._token != stale:
+            if self.token != stale:
                 return
             words = {"name": self.options.user, "password": self.options.password}
-            self._token = ""
+            self.token = ""
             answer = connection.ask_once("auth/authenticate", words)
-            self._token = str(answer["token"])
-
-    @property
-    def token(self) -> str:
-        """What proves who we are; empty before the first `authenticate`."""
-        return self._token
+            self.token = str(answer["token"])
 
     def _trusted(self) -> ssl.SSLContext | None:
         """Return how to recognise the members; None: the way is plain."""
@@ -232,8 +215,8 @@ class Connection:
     Threads: one at a time.
     """
 
-    def __init__(self, gateway: Gateway, number: int) -> None:
-        self._gateway, self._number = gateway, number
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway, self._number = gateway, gateway.first
         self._http: http.client.HTTPConnection | None = None
 
     def ask(self, path: str, body: Json, answer_s: float = ANSWER_S) -> Json:
@@ -307,10 +290,6 @@ class Connection:
             self._http = None
 
     def _send(self, path: str, body: Json, answer_s: float) -> http.client.HTTPResponse:
-        number = self._gateway.better_than(self._number)
-        if number != self._number:
-            self.close()
-            self._number = number
         try:
             if self._http is None:
                 self._http = self._gateway.open(self._number)
@@ -328,8 +307,8 @@ class Connection:
     def _failed(self, error: Exception) -> Unanswered:
         """Turn to another member."""
         self.close()
-        self._gateway.avoid(self._number)
         self._number += 1
+        self._gateway.first = self._number
         return Unanswered(f"{type(error).__name__}: {error}")
 
     def _complaint(self, answer: Json) -> Exception:
@@ -345,15 +324,10 @@ class Connection:
         if code in (_PERMISSION, _UNAUTHENTICATED) or "auth" in text or "user" in text:
             return StoreRefused(
                 f"{self._gateway} refused this process",
-                seen=f"{text}; the user is {self.options_user!r}",
+                seen=f"{text}; the user is {self._gateway.options.user!r}",
                 fix="Check the user, the file of the password, and what the user's role may do.",
             )
         return StoreError(f"{self._gateway} cannot do what was asked", seen=text)
-
-    @property
-    def options_user(self) -> str:
-        """The name that we give."""
-        return self._gateway.options.user
 
 
 class _StaleToken(Exception):

@@ -1,55 +1,64 @@
 """The file store: for ranks that share a file system and nothing else.
 
-Every process holds a copy of the keys, brought up to date from the file's log (see `log`) before
-each operation. A writer does so under the file's lock and then appends what changed, so operations
-are atomic. A waiter looks again after 1 ms, then ever more rarely, at most 20 ms apart.
+The file is a log: a line that names the file, then one for each write, and for each process that
+opens the store or closes it. Who reads or writes holds an flock on it, which the kernel takes away
+from a process that dies. Every process carries out the writes on a board of its own, which it
+brings up to date before each operation. A waiter looks again after 1 ms, then ever more rarely, at
+most 20 ms apart.
 
-The log also records which processes opened and closed the store. The last one to close removes the
-file, and a process that opens the file of a job that died can see whose it was (`users`).
+A process killed in the middle of a write leaves a line without an end. The next one to hold the
+lock cuts it off, which is safe: nobody can be writing, and nobody has ever read it.
+
+The last process to close the store removes the file; `clear_ended` says who opened the file of a
+job that died.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import stat
 import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Generator
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from dure.errors import DureError, StoreError, StoreTimeout
+from dure.store.asking import AskingStore
 from dure.store.base import DEFAULT_TIMEOUT
-from dure.store.changing import ChangingStore
+from dure.store.board import Board
 from dure.store.identity import Identity, alive, myself
-from dure.store.lifetime import at_process_end
-from dure.store.log import Log, Record
-from dure.store.values import encode
+from dure.store.wire import WRITES, Reply, Request
 
-__all__ = ["FileStore", "FileUser", "remove_if_ended"]
-
-_Answer = TypeVar("_Answer")
+__all__ = ["FileStore", "clear_ended"]
 
 _GOODBYE = timedelta(seconds=1)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
+_MAGIC = b"dure store "
+_HEAD_BYTES = len(_MAGIC) + 33  # with the file's own name and the end of the line
+_OPEN = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in the file's place holds nobody up
+_ME = b"this process"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileUser:
-    """A process that opened the file, and whether it has closed it since."""
+class _Line(msgspec.Struct, array_like=True, frozen=True):
+    """A write; or who opens the store, and, without a process, who closes it."""
 
-    process: Identity
-    closed: bool
-    mine: bool
+    write: Request | None = None
+    user: str = ""
+    process: Identity | None = None
 
 
-class FileStore(ChangingStore):
+_pack = msgspec.json.Encoder().encode
+_unpack = msgspec.json.Decoder(_Line).decode
+
+
+class FileStore(AskingStore):
     """A store in a file that all ranks can open, on one host or on a shared file system with locks.
 
     Args:
@@ -73,15 +82,14 @@ class FileStore(ChangingStore):
     ) -> None:
         super().__init__(timeout)
         self._world_size = world_size
-        self._log = Log(Path(file_name).absolute())
-        self._name = uuid.uuid4().hex
-        self._pid = os.getpid()
-        self._closed = False
-        self._opened_here = False
+        self._log = _Log(Path(file_name).absolute())
+        self._name, self._pid = uuid.uuid4().hex, os.getpid()
+        self._closed = True
         self.start_afresh()
-        with self._writing() as write:
-            write([Record("open", self._name, msgspec.msgpack.encode(myself()))])
-        self._opened_here = True
+        with self._locked() as fd:
+            self._log.append(fd, _Line(user=self._name, process=myself()))
+            self._opened.add(self._name)
+        self._closed = False
         _stores.add(self)
 
     @property
@@ -89,67 +97,21 @@ class FileStore(ChangingStore):
         """The file's path."""
         return str(self._log.path)
 
-    @property
-    def users(self) -> list[FileUser]:
-        """Everybody who opened the file since it was made, this store included."""
-        with self._reading():
-            return [
-                FileUser(process=who, closed=name in self._gone, mine=name == self._name)
-                for name, who in self._opened.items()
-            ]
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        pairs = zip(keys, values, strict=True)
-        records = [Record("set", key, encode(value)) for key, value in pairs]
-        with self._writing() as write:
-            write(records)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        with self._reading():
-            return all(key in self._data for key in keys)
-
-    def delete_key(self, key: str) -> bool:
-        with self._writing() as write:
-            if key not in self._data:
-                return False
-            write([Record("delete", key)])
-            return True
-
-    def num_keys(self) -> int:
-        with self._reading():
-            return len(self._data)
-
-    def list_keys(self) -> list[str]:
-        with self._reading():
-            return sorted(self._data)
-
     def close(self) -> None:
         """Say that this process is done; the last of `world_size` deletes the file.
 
         A file that somebody has deleted already is no error here.
         """
-        self._close(keep=False)
-
-    def __del__(self) -> None:
-        if getattr(self, "_opened_here", False):
-            _close_forgotten(self)
-
-    def close_and_keep(self) -> None:
-        """Close, and leave the file to whoever has to look into it."""
-        self._close(keep=True)
-
-    def _close(self, keep: bool) -> None:
         if self._closed or self._pid != os.getpid():
             return
         try:
-            with self._mutex, self._log.locked(self._timeout.total_seconds()) as fd:
-                self._apply(self._log.read(fd))
+            with self._mutex, self._locked() as fd:
                 self._gone.add(self._name)
                 all_closed = len(self._gone) == len(self._opened)
-                if all_closed and 0 < self._world_size <= len(self._gone) and not keep:
-                    self._log.remove()
+                if all_closed and 0 < self._world_size <= len(self._gone):
+                    self._log.path.unlink(missing_ok=True)
                 else:
-                    self._log.write(fd, [Record("close", self._name)])
+                    self._log.append(fd, _Line(user=self._name))
         except StoreTimeout:
             raise
         except StoreError:
@@ -157,136 +119,269 @@ class FileStore(ChangingStore):
         finally:
             self._closed = True
 
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            self.set_timeout(_GOODBYE)
+            with contextlib.suppress(DureError):
+                self.close()
+
     def start_afresh(self) -> None:
-        """Forget what was read, to read it again; for a forked child."""
+        """In a forked child: another thread of the parent may have been in the middle of it all."""
         self._mutex = threading.Lock()
+        self._read_again()
+
+    def _read_again(self) -> None:
         self._log.rewind()
-        self._data: dict[str, bytes] = {}
-        self._opened: dict[str, Identity] = {}
+        self._board = Board()
+        self._opened: set[str] = set()
         self._gone: set[str] = set()
 
-    @contextmanager
-    def _writing(self) -> Generator[Callable[[list[Record]], None]]:
-        """Hold the locks with the copy up to date; yields what appends and applies records."""
-        with self._mutex:
-            self._check_open()
-            with self._log.locked(self._timeout.total_seconds()) as fd:
-                self._apply(self._log.read(fd))
+    @contextlib.contextmanager
+    def _locked(self) -> Generator[int]:
+        """Hold the file's lock, with all that is new in it carried out; yields its descriptor."""
+        with self._log.locked(self._timeout.total_seconds()) as fd:
+            for line in self._log.read(fd):
+                if line.write is not None:
+                    self._board.handle(_ME, line.write, 0.0)
+                else:
+                    (self._gone if line.process is None else self._opened).add(line.user)
+            yield fd
 
-                def write(records: list[Record]) -> None:
-                    self._log.write(fd, records)
-                    self._apply(records)
+    @property
+    def _named(self) -> str:
+        return f"the store in {self.path}"
 
-                yield write
-
-    @contextmanager
-    def _reading(self) -> Generator[None]:
-        """Hold this process's lock with the copy up to date."""
-        with self._mutex:
-            self._check_open()
-            if self._log.has_news():
-                with self._log.locked(self._timeout.total_seconds()) as fd:
-                    self._apply(self._log.read(fd))
-            yield
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreError(f"the store in {self.path} was closed by this process")
-
-    def _apply(self, records: list[Record]) -> None:
-        for record in records:
-            match record.kind:
-                case "set":
-                    self._data[record.key] = record.value
-                case "delete":
-                    self._data.pop(record.key, None)
-                case "open":
-                    self._opened[record.key] = _user_of(record, self.path)
-                case "close":
-                    self._gone.add(record.key)
-
-    def _change(
-        self, key: str, change: Callable[[bytes | None], tuple[bytes | None, _Answer]]
-    ) -> _Answer:
-        with self._writing() as write:
-            stored, answer = change(self._data.get(key))
-            if stored is not None:
-                write([Record("set", key, stored)])
-            return answer
-
-    def _await(self, keys: Sequence[str], timeout: timedelta, op: str) -> list[bytes]:
-        start, pause_s = time.monotonic(), _FIRST_PAUSE_S
+    def _answered(self, request: Request, patience_s: float) -> Reply | None:
+        if request.op in ("hold", "renew", "release", "look"):
+            raise StoreError("a file store has no leases, and tells of no changes", op=request.op)
+        deadline, pause_s = time.monotonic() + request.timeout_s, _FIRST_PAUSE_S
+        at_once = msgspec.structs.replace(request, timeout_s=0.0)
         while True:
-            with self._reading():
-                missing = tuple(key for key in keys if key not in self._data)
-                if not missing:
-                    return [self._data[key] for key in keys]
-            elapsed_s = time.monotonic() - start
-            left_s = timeout.total_seconds() - elapsed_s
-            if left_s <= 0:
-                raise StoreTimeout(
-                    f"keys did not appear in the store in {self.path}",
-                    op=op,
-                    keys=missing,
-                    elapsed_s=elapsed_s,
-                    seen=f"nobody has set {', '.join(map(repr, missing))}",
-                )
+            with self._mutex:
+                reply = self._handle(at_once)
+            left_s = deadline - time.monotonic()
+            if reply.status != "timeout" or left_s <= 0:
+                return reply
             time.sleep(min(pause_s, left_s))
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
 
+    def _handle(self, request: Request) -> Reply:
+        if self._closed:
+            raise StoreError(f"{self._named} was closed by this process")
+        if request.op in WRITES:
+            with self._locked() as fd:
+                reply = self._board.handle(_ME, request, 0.0)[0][1]
+                try:
+                    self._log.append(fd, _Line(request))
+                except StoreError:
+                    self._read_again()
+                    raise
+                return reply
+        if self._log.has_news():
+            with self._locked():
+                pass
+        return self._board.handle(_ME, request, 0.0)[0][1]
 
-def remove_if_ended(path: str | os.PathLike[str], timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+
+def clear_ended(path: str | os.PathLike[str], timeout: timedelta) -> list[Identity]:
     """Delete the file of a job that has ended in order, although not all of it ever came.
 
     That is: everybody who opened the file has closed it again, and lives no more.
+
+    Returns:
+        The processes that died before they closed it; then it stays.
     """
-    log = Log(Path(path).absolute())
+    log = _Log(Path(path).absolute())
     if not log.path.exists():
-        return
+        return []
     with log.locked(timeout.total_seconds()) as fd:
-        records = log.read(fd)
-        closed = {record.key for record in records if record.kind == "close"}
-        users = [record for record in records if record.kind == "open"]
-        lives = [alive(_user_of(user, path)) is not False for user in users]
-        if users and not any(lives) and all(user.key in closed for user in users):
-            log.remove()
+        lines = log.read(fd)
+        users = {line.user: line.process for line in lines if line.process is not None}
+        closed = {line.user for line in lines if line.write is None and line.process is None}
+        dead = {user: process for user, process in users.items() if alive(process) is False}
+        if users and len(dead) == len(users) and closed.issuperset(users):
+            log.path.unlink()
+        return [process for user, process in dead.items() if user not in closed]
 
 
-_IDENTITY = msgspec.msgpack.Decoder(Identity)
+class _Log:
+    """The lines of one file, read on from where this object last stopped.
 
+    The file is opened for each use, and its first line compared with what it was: a store whose
+    file was deleted, or replaced, says so instead of talking to itself.
 
-def _user_of(record: Record, path: str | os.PathLike[str]) -> Identity:
-    """Read who opened the store."""
-    try:
-        return _IDENTITY.decode(record.value)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise StoreError(
-            f"the store's file {path} says of one who opened it what cannot be understood",
-            seen=str(error),
-            fix="Use one version of Dure on all hosts, and a new path for each job.",
-        ) from None
+    Threads: one at a time.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._head = b""
+        self._offset = self._inode = 0
+
+    def rewind(self) -> None:
+        """Begin again with the first line."""
+        self._offset = 0
+
+    def has_news(self) -> bool:
+        """Tell, without the lock, whether the file has changed since it was last read."""
+        try:
+            info = self.path.stat()
+        except OSError:
+            return True  # `locked` says what is wrong
+        return (info.st_ino, info.st_size) != (self._inode, self._offset)
+
+    @contextlib.contextmanager
+    def locked(self, timeout_s: float) -> Generator[int]:
+        """Hold the file's lock; yields a descriptor for `read` and `append`.
+
+        Raises:
+            StoreTimeout: Another process held the lock for `timeout_s`.
+            StoreError: The file cannot be opened, was deleted or replaced, or is no store.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            fd = self._open()
+            try:
+                self._lock(fd, deadline)
+                if self._is_at_path(fd):
+                    self._check_head(fd)
+                    yield fd
+                    return
+            finally:
+                os.close(fd)  # and with it the lock
+
+    def read(self, fd: int) -> list[_Line]:
+        """Return the lines that are new since the last call; cut off one that has no end."""
+        self._offset = max(self._offset, _HEAD_BYTES)
+        size = os.fstat(fd).st_size
+        if size < self._offset:
+            raise StoreError(
+                f"the store's file {self.path} was shortened while the job ran",
+                seen=f"{size} bytes, of which {self._offset} had been read",
+            )
+        whole, end, torn = os.pread(fd, size - self._offset, self._offset).rpartition(b"\n")
+        try:
+            lines = [_unpack(line) for line in whole.splitlines()]
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise StoreError(
+                f"the store's file {self.path} holds a line that cannot be understood",
+                seen=str(error),
+                fix="Use one version of Dure on all hosts, and a new path for each job.",
+            ) from None
+        self._offset += len(whole + end)
+        if torn:
+            os.ftruncate(fd, self._offset)
+        return lines
+
+    def append(self, fd: int, line: _Line) -> None:
+        """Add a line; everything before has been read.
+
+        Raises:
+            StoreError: The disk is full or failing; nothing of this line is kept.
+        """
+        data = _pack(line) + b"\n"
+        done = 0
+        try:
+            while done < len(data):
+                done += os.pwrite(fd, data[done:], self._offset + done)
+        except OSError as error:
+            os.ftruncate(fd, self._offset)
+            raise StoreError(
+                f"the store's file {self.path} cannot be written", seen=error.strerror or ""
+            ) from None
+        self._offset += len(data)
+
+    def _open(self) -> int:
+        first = not self._head
+        try:
+            fd = os.open(self.path, _OPEN | (os.O_CREAT if first else 0), 0o600)
+        except OSError as error:
+            raise StoreError(
+                f"the store's file {self.path} cannot be opened",
+                seen=error.strerror or "",
+                fix="Choose a path in a directory that exists and that every rank can write to."
+                if first
+                else "It was there before: do not delete it while the job runs.",
+            ) from None
+        try:
+            self._check_owner(os.fstat(fd))
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _check_owner(self, file: os.stat_result) -> None:
+        """Refuse a file that other users can write to, or have laid out for us.
+
+        In a directory where everybody may make files, such as /tmp, one of another user's is a
+        trap. Elsewhere its owner is not looked at: shared file systems show strange ones.
+        """
+        if not stat.S_ISREG(file.st_mode):
+            raise StoreError(f"the store's file {self.path} is not a regular file")
+        if file.st_mode & stat.S_IWOTH:
+            raise StoreError(
+                f"the store's file {self.path} can be written by every user of this machine",
+                seen="whoever writes to it takes part in the job",
+                fix=f"chmod o-w {self.path}, or choose a new path.",
+            )
+        everybodys = self.path.parent.stat().st_mode & stat.S_IWOTH
+        owners = {file.st_uid, self.path.lstat().st_uid} if everybodys else set[int]()
+        if owners - {os.geteuid(), 0}:
+            raise StoreError(
+                f"the store's file {self.path} belongs to another user",
+                seen=f"user {max(owners)}, in a directory where everybody may make files",
+                fix="Choose a path in a directory of your own.",
+            )
+
+    def _lock(self, fd: int, deadline: float) -> None:
+        pause_s = 0.0005
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise StoreTimeout(
+                        f"another process holds the lock of the store's file {self.path}",
+                        fix="It may be stopped: look for it with `fuser` or `lslocks`.",
+                    ) from None
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.02)
+
+    def _is_at_path(self, fd: int) -> bool:
+        """Tell whether the locked file is still there; else it was deleted before we had it."""
+        self._inode = os.fstat(fd).st_ino
+        try:
+            return self.path.stat().st_ino == self._inode
+        except FileNotFoundError:
+            return False
+
+    def _check_head(self, fd: int) -> None:
+        """Check the file's first line; write it if the file is empty, or was torn within it."""
+        head = os.pread(fd, _HEAD_BYTES, 0)
+        if not head.startswith(_MAGIC[: len(head)]):
+            raise StoreError(
+                f"the file {self.path} is not a store",
+                seen=f"it begins with {head[: len(_MAGIC)]!r}",
+                fix="Choose a path that does not exist yet.",
+            )
+        if len(head) < _HEAD_BYTES:
+            head = _MAGIC + uuid.uuid4().hex.encode() + b"\n"
+            os.pwrite(fd, head, 0)
+        self._head = self._head or head
+        if head != self._head:
+            raise StoreError(
+                f"the store's file {self.path} was deleted or replaced while the job ran",
+                fix="Give each job a path of its own, and delete it only after the job.",
+            )
 
 
 _stores: weakref.WeakSet[FileStore] = weakref.WeakSet()
 
 
-def _close_forgotten(store: FileStore) -> None:
-    """Close a store that nobody closed: whoever forgot that is not one that died."""
-    store.set_timeout(_GOODBYE)
-    with suppress(DureError):
-        store.close()
-
-
-def _close_stores() -> None:
-    for store in list(_stores):
-        _close_forgotten(store)
-
-
 def _start_afresh() -> None:
-    """In a forked child: another thread of the parent may have been in the middle of something."""
     for store in list(_stores):
         store.start_afresh()
 
 
 os.register_at_fork(after_in_child=_start_afresh)
-at_process_end(_close_stores, order=2)

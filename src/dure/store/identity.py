@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from dure import env
 
-__all__ = ["Identity", "alive", "myself", "process_at"]
+__all__ = ["Identity", "alive", "myself", "start_of"]
 
 
 class Identity(msgspec.Struct, array_like=True, frozen=True):
@@ -42,44 +40,28 @@ class Identity(msgspec.Struct, array_like=True, frozen=True):
 
 def myself() -> Identity:
     """Return who this process is."""
-    found = process_at(os.getpid())
-    assert found is not None
-    return found
-
-
-def process_at(pid: int) -> Identity | None:
-    """Return who the process `pid` of this host is; None if there is none."""
-    start = _start(pid)
     host = env.text("DURE_HOST_ID") or socket.gethostname()
-    return None if start is None else Identity(pid, start, host, _host_id())
+    return Identity(os.getpid(), start_of(os.getpid()) or "", host, _host_id())
 
 
 def alive(process: Identity) -> bool | None:
     """Tell whether `process` lives; None if that cannot be known from here (another host)."""
     if process.host_id != _host_id():
         return None
-    return _start(process.pid) == process.start
+    return start_of(process.pid) == process.start
 
 
-def _start(pid: int) -> str | None:
+def start_of(pid: int) -> str | None:
     """Return when `pid` started; None if there is no such process, or it is a zombie."""
-    if sys.platform == "linux":
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
-            return None
-        fields = stat.rpartition(")")[2].split()  # the name before it may contain anything
-        return None if fields[0] in "ZX" else fields[19]
     try:
-        return str(psutil.Process(pid).create_time())
-    except psutil.Error:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
         return None
+    fields = stat.rpartition(")")[2].split()  # the name before it may contain anything
+    return None if fields[0] in "ZX" else fields[19]
 
 
 def _host_id() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = Path("/proc/self/ns/pid").readlink().name
-    except OSError:
-        boot, namespace = f"{socket.gethostname()} {psutil.boot_time():.0f}", ""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespace = Path("/proc/self/ns/pid").readlink().name
     return f"{boot} {namespace} {os.getuid()} {env.text('DURE_HOST_ID') or ''}".rstrip()

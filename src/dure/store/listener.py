@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from dure.errors import StoreError
 from dure.store.address import Address, check_not_wildcard
 
-__all__ = ["BACKLOG", "Listener", "listen", "listen_local"]
+__all__ = ["BACKLOG", "Listener", "listen"]
 
 BACKLOG = 4096
 """How many connections may wait to be accepted."""
@@ -45,15 +45,11 @@ def listen(address: Address) -> Listener:
         raise StoreError(
             f"the store cannot listen on {address.ip}:{address.port}",
             seen=error.strerror or str(error),
-            fix="Another program holds the port, or the address is another machine's: choose a "
+            fix="Another program or another rank 0 holds the port, or the address is another "
+            "machine's: choose a "
             "free MASTER_PORT (under torchrun and in clusters DURE_STORE_PORT) and an address of "
             "rank 0's host, or port 0 where it can be told on.",
         ) from None
     port = sock.getsockname()[1]
     bound = Address(family=address.family, ip=address.ip, port=port)
     return Listener(endpoint=bound.endpoint, port=port, fd=sock.detach())
-
-
-def listen_local(endpoint: str) -> Listener:
-    """Return a listener at an `ipc://` endpoint; it is bound when the server starts."""
-    return Listener(endpoint=endpoint)

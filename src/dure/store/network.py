@@ -30,7 +30,7 @@ from dure.store.base import DEFAULT_TIMEOUT
 from dure.store.connection import Connection, dial, lost
 from dure.store.key import JobKey, load_for, name_of
 from dure.store.listener import listen
-from dure.store.server import StoreServer, replace_retired
+from dure.store.server import StoreServer, adopt
 from dure.store.wire import Reply, Request, pack, read_reply
 
 __all__ = ["NetworkStore", "TCPStore"]
@@ -267,7 +267,9 @@ class TCPStore(NetworkStore):
         if is_master:
             bind = env.text("DURE_STORE_BIND")
             at = resolve(bind, port, "DURE_STORE_BIND") if bind else address
-            replace_retired(at.endpoint)
+            retired = adopt(at.endpoint)
+            if retired is not None:  # of this process; its port must be free again
+                retired.stop()
             listener = listen(at)
             try:
                 key = key or job_key(host_name, name_of(host_name, listener.port))

@@ -1,12 +1,23 @@
-"""Rendezvous: from what the user said to a store, a number, and who the others are.
+"""Rendezvous: how ranks that share a store agree on who they are, or learn why they cannot.
 
-`find_place` reads the `init_method` and the environment, the place opens the store, `meet` checks
-the membership. What goes wrong in between becomes one `RendezvousError` here.
+Every rank carries out the same steps on a few keys:
 
-A meeting can go on without some of its ranks: `go_on_with` numbers the others anew.
+1. Its *generation* is how often its number has left this store before (`next/R`). Ranks that
+   destroy their world and meet again therefore meet under new keys, each at its own pace.
+2. It claims its number (`G/member/R`) by compare-and-set, so of two ranks with one number exactly
+   one wins, and the other knows by whom it was beaten.
+3. It compares its world size with that of the first to come (`G/world`).
+4. It counts itself (`G/count`); the last to come writes the *outcome* (`G/outcome`): met.
+5. Everybody waits for the outcome, then reads all members.
 
-A client may still reach the server of the ranks' previous meeting, which rank 0 is about to close.
-It then loses the connection before the meeting is complete, and begins again with the next server.
+Whoever finds a mistake writes it into the outcome instead, unless there is one already. So all
+ranks that wait learn of it at once, in the same words, and long before any timeout. Meanwhile the
+two lowest ranks that came look once a second whether a rank that came has died since.
+
+Cost: seven round trips a rank, of which one is parked until the last rank comes.
+
+A client may still reach the server of the ranks' previous rendezvous, which rank 0 is about to
+close. It then loses the connection before all have come, and begins again with the next server.
 """
 
 from __future__ import annotations
@@ -15,10 +26,11 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+import msgspec
 from msgspec.structs import replace
 
 from dure.errors import (
@@ -29,33 +41,63 @@ from dure.errors import (
     StoreTimeout,
 )
 from dure.store.base import DEFAULT_TIMEOUT, Store
-from dure.store.finding import find_place
-from dure.store.identity import alive, myself
+from dure.store.identity import Identity, alive, myself
+from dure.store.init_method import Place, Spot, find_place
 from dure.store.lifetime import at_process_end
-from dure.store.membership import Meeting, Member, Verdict, contest, leave, meet, object_to
 from dure.store.network import NetworkStore
-from dure.store.places import Place, Spot
 from dure.store.prefix import PrefixStore
 
 __all__ = ["Member", "Rendezvous", "rendezvous", "rendezvous_at"]
 
 _GOODBYE = timedelta(seconds=1)
-_CONTEST_S = 0.3
-"""How long a rank 0 that cannot serve looks for the one that does."""
-
-_GUEST_S = 1.0
-"""How long a rank that cannot take part looks for the others, to tell them why."""
-
+_WATCH_S = 1.0
 _COMEBACK_S = 30.0
-"""How long a server that was lost during a meeting is waited for."""
+"""How long a server that was lost during a rendezvous is waited for."""
+
+_NAMED = 8
+"""How many ranks a message names before it only counts them."""
+
+
+class Member(msgspec.Struct, array_like=True, frozen=True):
+    """A rank and the process that is it.
+
+    Attributes:
+        rank: Its number.
+        world_size: How many ranks it believes in.
+        process: Who it is.
+        token: Sets apart the times that one process joins.
+    """
+
+    rank: int
+    world_size: int
+    process: Identity
+    token: str
+
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        return self.process.pid
+
+    @property
+    def host(self) -> str:
+        """The host's name."""
+        return self.process.host
+
+    @property
+    def host_id(self) -> str:
+        """Equal for members that can share memory."""
+        return self.process.host_id
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.process})"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Rendezvous:
-    """A meeting that took place, from one rank's side.
+    """A rendezvous that took place, from one rank's side.
 
     Attributes:
-        store: Keys of this meeting alone, shared by its ranks; live until all have left.
+        store: Keys of this rendezvous alone, shared by its ranks; live until all have left.
         rank: This rank.
         world_size: How many there are.
         members: All of them, by rank.
@@ -86,13 +128,8 @@ class Rendezvous:
     @property
     def local_world_size(self) -> int:
         """How many ranks share this rank's host."""
-        return len(self.host_ranks)
-
-    @property
-    def host_ranks(self) -> tuple[int, ...]:
-        """The ranks that share this rank's host, itself included."""
         here = self.members[self.rank].host_id
-        return tuple(member.rank for member in self.members if member.host_id == here)
+        return sum(member.host_id == here for member in self.members)
 
     @property
     def reachable(self) -> bool:
@@ -155,11 +192,17 @@ class Rendezvous:
         if self._closed or self.members[self.rank].pid != os.getpid():
             return
         self.forget()
-        _leave(self._base, self._keys, self._number, self._generation, self._owns)
+        if self._owns:
+            self._base.set_timeout(_GOODBYE)
+        with contextlib.suppress(StoreError):
+            _leave(self._keys, self._number, self._generation)
+        if self._owns:
+            with contextlib.suppress(StoreError):
+                self._base.close()
 
 
 _open: set[Rendezvous] = set()
-"""The meetings that ranks of this process are in: until they leave, or the process ends."""
+"""What the ranks of this process are in: until they leave, or the process ends."""
 
 _active: set[str] = set()
 """The tokens of these, and of those that this process is about to be in."""
@@ -185,23 +228,27 @@ def rendezvous(
         group_name: Sets several meetings in one store apart.
 
     Raises:
-        RendezvousError: See the module; the text says what to do.
+        RendezvousError: Two ranks have one number, ranks disagree on the world size, or a rank
+            died: every rank that waits gets the same error. Or this rank cannot take part; the
+            text says what to do.
         RendezvousTimeout: `came` and `missing` say who did and did not.
 
     Collective:
         All ranks call. A rank that does not is named in the others' `RendezvousTimeout`.
     """
-    deadline = time.monotonic() + timeout.total_seconds()
-    if store is not None:
-        if rank == -1 or world_size == -1:
-            raise RendezvousError(
-                "rank and world_size must be given with store=",
-                fix="Pass rank=... and world_size=... to init_process_group.",
-            )
-        me = Member(rank, world_size, myself(), uuid.uuid4().hex)
-        _check_number(me, store, f"store/{group_name}")
-        return _join(store, None, me, f"store/{group_name}", deadline)
-    return rendezvous_at(find_place(init_method, rank, world_size), timeout, group_name)
+    if store is None:
+        return rendezvous_at(find_place(init_method, rank, world_size), timeout, group_name)
+    if rank == -1 or world_size == -1:
+        raise RendezvousError(
+            "rank and world_size must be given with store=",
+            fix="Pass rank=... and world_size=... to init_process_group.",
+        )
+    me = _myself(rank, world_size)
+    keys = PrefixStore(f"dure/store/{group_name}", store)
+    try:
+        return _join(store, keys, me, time.monotonic() + timeout.total_seconds())
+    except StoreError as error:
+        raise _translated(error, me) from None
 
 
 def rendezvous_at(
@@ -209,96 +256,54 @@ def rendezvous_at(
 ) -> Rendezvous:
     """Meet the other ranks at a place that is known; otherwise as `rendezvous`."""
     deadline = time.monotonic() + timeout.total_seconds()
-    me = Member(spot.rank, spot.world_size, myself(), uuid.uuid4().hex)
-    name = f"{spot.place.name}/{group_name}"
-    _check_number(me, spot.place, name)
+    me, place = _myself(spot.rank, spot.world_size), spot.place
     lost_at = None
     while True:
-        opened = _open_place(spot.place, me, name, deadline)
         try:
-            result = _join(opened, spot.place, me, name, deadline)
-            opened.set_timeout(timeout)
+            base = place.open(me.rank, me.world_size, max(0.1, deadline - time.monotonic()))
+        except StoreError as error:
+            raise _translated(error, me) from None
+        try:
+            keys = PrefixStore(f"dure/{place.name}/{group_name}", base)
+            result = _join(base, keys, me, deadline, place)
+            base.set_timeout(timeout)
             return result
-        except StoreLost as error:
+        except BaseException as error:
+            if isinstance(base, NetworkStore):
+                base.abandon()
+            else:
+                base.close()
+            if not isinstance(error, StoreError):
+                raise
             lost_at = lost_at or time.monotonic()
-            if time.monotonic() > min(deadline, lost_at + _COMEBACK_S):
+            out_of_time = time.monotonic() > min(deadline, lost_at + _COMEBACK_S)
+            if not isinstance(error, StoreLost) or out_of_time:
                 raise _translated(error, me) from None
 
 
-def _join(store: Store, place: Place | None, me: Member, name: str, deadline: float) -> Rendezvous:
-    """Meet in an open store; on failure close it, if it is ours, that is, was opened at `place`."""
-    owns, held_by_rank_0 = place is not None, place is not None and place.held_by_rank_0
-    keys = PrefixStore(f"dure/{name}", store)
-    _active.add(me.token)
-    try:
-        meeting: Meeting = meet(keys, me, deadline, _active)
-    except BaseException as error:
-        _active.discard(me.token)
-        if owns:
-            _give_up(store)
-        if isinstance(error, StoreError) and not (owns and isinstance(error, StoreLost)):
-            raise _translated(error, me) from None
-        raise
-    result = Rendezvous(
-        store=PrefixStore(f"{meeting.generation}/keys", keys),
-        rank=me.rank,
-        world_size=me.world_size,
-        members=meeting.members,
-        _base=store,
-        _keys=keys,
-        _generation=meeting.generation,
-        _owns=owns,
-        _holder=meeting.members[0] if held_by_rank_0 else None,
-        _number=me.rank,
-    )
-    _open.add(result)
-    return result
+def _myself(rank: int, world_size: int) -> Member:
+    """Return who we are.
 
-
-def _check_number(me: Member, where: Place | Store, name: str) -> None:
-    """Refuse a rank or world size that cannot be, and tell those who wait."""
-    if 0 <= me.rank < me.world_size:
-        return
-    what = f"rank {me.rank} cannot be in a job of {me.world_size}"
-    if me.world_size < 1:
-        what = f"a world size of {me.world_size} is not possible"
-    verdict = Verdict(
+    Raises:
+        RendezvousError: The rank or the world size cannot be.
+    """
+    me = Member(rank, world_size, myself(), uuid.uuid4().hex)
+    if 0 <= rank < world_size:
+        return me
+    what = f"rank {rank} cannot be in a job of {world_size}"
+    if world_size < 1:
+        what = f"a world size of {world_size} is not possible"
+    raise RendezvousError(
         what,
-        seen=f"{me.process} was started with RANK={me.rank} and WORLD_SIZE={me.world_size}",
+        rank=rank,
+        world_size=world_size,
+        seen=f"{me.process} was started with RANK={rank} and WORLD_SIZE={world_size}",
         fix="Ranks go from 0 to WORLD_SIZE - 1.",
     )
-    with contextlib.suppress(StoreError, RendezvousError):
-        if isinstance(where, Store):
-            object_to(PrefixStore(f"dure/{name}", where), me, verdict)
-        else:
-            _visit(where, me, name, lambda keys: object_to(keys, me, verdict), _GUEST_S)
-    verdict.raise_for(me)
-
-
-def _open_place(place: Place, me: Member, name: str, deadline: float) -> Store:
-    """Open the store; a rank 0 that cannot serve looks whether there is a rank 0 already."""
-    try:
-        return place.open(me.rank, me.world_size, max(0.1, deadline - time.monotonic()))
-    except StoreError as error:
-        if me.rank == 0:
-            _visit(place, me, name, lambda keys: contest(keys, me), _CONTEST_S)
-        raise _translated(error, me) from None
-
-
-def _visit(
-    place: Place, me: Member, name: str, action: Callable[[Store], None], limit_s: float
-) -> None:
-    """Do something in the job's store without taking part; a store that fails is left alone."""
-    with contextlib.suppress(StoreError):
-        store = place.open(-1, me.world_size, limit_s)
-        try:
-            action(PrefixStore(f"dure/{name}", store))
-        finally:
-            _give_up(store)
 
 
 def _translated(error: StoreError, me: Member) -> RendezvousError:
-    """Turn what a store says into what it means for the meeting."""
+    """Turn what a store says into what it means for the rendezvous."""
     where: dict[str, object] = {"rank": me.rank, "world_size": me.world_size}
     where |= {"elapsed_s": error.elapsed_s, "seen": error.seen, "fix": error.fix}
     if isinstance(error, StoreTimeout):
@@ -306,29 +311,184 @@ def _translated(error: StoreError, me: Member) -> RendezvousError:
     return RendezvousError(error.what, **where)  # pyright: ignore[reportArgumentType]
 
 
-def _give_up(store: Store) -> None:
-    """Close a store of ours after a meeting that failed."""
-    if isinstance(store, NetworkStore):
-        store.abandon()
-    else:
-        store.close()
+class _Outcome(msgspec.Struct, array_like=True, frozen=True):
+    """How a rendezvous ended, for all its ranks; `what` is empty if they met."""
+
+    what: str = ""
+    seen: str = ""
+    fix: str = ""
+    timed_out: bool = False
+    came: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
+
+    def raise_for(self, me: Member) -> None:
+        """Raise the error that this is, if it is one, as seen by `me`."""
+        if not self.what:
+            return
+        where: dict[str, object] = {"rank": me.rank, "world_size": me.world_size}
+        where |= {"seen": self.seen, "fix": self.fix}
+        if self.timed_out:
+            raise RendezvousTimeout(self.what, came=self.came, missing=self.missing, **where)
+        raise RendezvousError(self.what, **where)  # pyright: ignore[reportArgumentType]
 
 
-def _leave(base: Store, keys: Store, rank: int, generation: int, owns: bool) -> None:
-    """Say goodbye, as far as anybody is still listening."""
-    if owns:
-        base.set_timeout(_GOODBYE)
-    with contextlib.suppress(StoreError):
-        leave(keys, rank, generation)
-    if owns:
-        with contextlib.suppress(StoreError):
-            base.close()
+_pack = msgspec.msgpack.encode
+_read_member = msgspec.msgpack.Decoder(Member).decode
+_read_outcome = msgspec.msgpack.Decoder(_Outcome).decode
+
+
+def _join(
+    base: Store, keys: Store, me: Member, deadline: float, place: Place | None = None
+) -> Rendezvous:
+    """Meet in `keys` of `base`, which was opened at `place` or is the caller's."""
+    _active.add(me.token)
+    try:
+        generation = _claim(keys, me)
+        try:
+            members = _gather(keys, me, generation, deadline)
+        except BaseException:
+            with contextlib.suppress(StoreError):
+                _leave(keys, me.rank, generation)
+            raise
+    except BaseException:
+        _active.discard(me.token)
+        raise
+    result = Rendezvous(
+        store=PrefixStore(f"{generation}/keys", keys),
+        rank=me.rank,
+        world_size=me.world_size,
+        members=members,
+        _base=base,
+        _keys=keys,
+        _generation=generation,
+        _owns=place is not None,
+        _holder=members[0] if place is not None and place.held_by_rank_0 else None,
+        _number=me.rank,
+    )
+    _open.add(result)
+    return result
+
+
+def _leave(keys: Store, rank: int, generation: int) -> None:
+    """Let `rank` go on to the next generation when it joins again."""
+    keys.set(f"next/{rank}", str(generation + 1))
+
+
+def _claim(keys: Store, me: Member) -> int:
+    """Claim this rank's number; return the generation."""
+    generation = keys.add(f"next/{me.rank}", 0)
+    mine = _pack(me)
+    while (there := keys.compare_set(f"{generation}/member/{me.rank}", "", mine)) != mine:
+        other = _read_member(there)
+        if other.process == me.process and other.token not in _active:
+            generation += 1  # this process was here before, and forgot to leave
+            continue
+        outcome = _rivalry(other, me)
+        _agree(keys, generation, outcome)
+        outcome.raise_for(me)
+    return generation
+
+
+def _gather(keys: Store, me: Member, generation: int, deadline: float) -> tuple[Member, ...]:
+    """Agree on the world size, wait for the outcome and read the members."""
+    said = keys.compare_set(f"{generation}/world", "", str(me.world_size))
+    if said != str(me.world_size).encode():
+        mine = _disagreement(_came(keys, generation))
+        agreed = _agree(keys, generation, mine)
+        (agreed if agreed.what else mine).raise_for(me)
+    elif keys.add(f"{generation}/count", 1) == me.world_size:
+        _agree(keys, generation, _Outcome())
+    _await_outcome(keys, generation, me, deadline).raise_for(me)
+    found = keys.multi_get([f"{generation}/member/{rank}" for rank in range(me.world_size)])
+    return tuple(map(_read_member, found))
+
+
+def _await_outcome(keys: Store, generation: int, me: Member, deadline: float) -> _Outcome:
+    key = f"{generation}/outcome"
+    while True:
+        left_s = deadline - time.monotonic()
+        try:
+            keys.wait([key], timedelta(seconds=max(0.0, min(left_s, _WATCH_S))))
+            return _read_outcome(keys.get(key))
+        except StoreTimeout:
+            came = _came(keys, generation)
+        if left_s <= _WATCH_S:
+            return _agree(keys, generation, _timeout(came, me))
+        if me.rank in [member.rank for member in came[:2]]:
+            dead = [member for member in came if alive(member.process) is False]
+            if dead:
+                return _agree(keys, generation, _death(dead, came))
+
+
+def _agree(keys: Store, generation: int, outcome: _Outcome) -> _Outcome:
+    """Propose an outcome; return the one that counts, which is the first."""
+    return _read_outcome(keys.compare_set(f"{generation}/outcome", "", _pack(outcome)))
+
+
+def _came(keys: Store, generation: int) -> list[Member]:
+    start = f"{generation}/member/"
+    names = [key for key in keys.list_keys() if key.startswith(start)]
+    members = [_read_member(value) for value in keys.multi_get(names)]
+    return sorted(members, key=lambda member: member.rank)
+
+
+def _rivalry(other: Member, me: Member) -> _Outcome:
+    if alive(other.process) is False:
+        return _Outcome(
+            f"rank {me.rank} of this job has died",
+            seen=f"{other} is no more, and its number is still taken",
+            fix="Start the whole job again, with a new port or file.",
+        )
+    return _Outcome(
+        f"two processes have the number {me.rank}",
+        seen=f"{other.process}, and {me.process}",
+        fix="Give every process its own RANK, from 0 to WORLD_SIZE - 1; if the first one belongs "
+        "to another job, choose another MASTER_PORT or file.",
+    )
+
+
+def _timeout(came: list[Member], me: Member) -> _Outcome:
+    ranks = tuple(member.rank for member in came)
+    missing = tuple(rank for rank in range(me.world_size) if rank not in ranks)
+    return _Outcome(
+        f"only {len(came)} of {me.world_size} ranks came in time",
+        seen=f"missing: {_named(missing)}; came: {_named(came)}",
+        fix="Look at the output of the missing ranks; check that each was started, with this "
+        "address and its own RANK; give a longer timeout if they start slowly.",
+        timed_out=True,
+        came=ranks,
+        missing=missing,
+    )
+
+
+def _death(dead: list[Member], came: list[Member]) -> _Outcome:
+    return _Outcome(
+        "a rank died before all had come",
+        seen=f"{_named(dead)}; came so far: {_named(came)}",
+        fix="Look at that process's own error.",
+    )
+
+
+def _disagreement(came: list[Member]) -> _Outcome:
+    says: dict[int, list[Member]] = {}
+    for member in came:
+        says.setdefault(member.world_size, []).append(member)
+    return _Outcome(
+        "the ranks disagree on the world size",
+        seen="; ".join(f"{size} says {_named(group)}" for size, group in sorted(says.items())),
+        fix="Start all ranks with the same WORLD_SIZE (or world_size=).",
+    )
+
+
+def _named(each: Sequence[object]) -> str:
+    more = f" and {len(each) - _NAMED} more" if len(each) > _NAMED else ""
+    return ", ".join(map(str, each[:_NAMED])) + more
 
 
 def _leave_all() -> None:
     """At the end of the process: leave what the program forgot to leave."""
-    for meeting in list(_open):
-        meeting.close()
+    for each in list(_open):
+        each.close()
 
 
 at_process_end(_leave_all, order=1)

@@ -5,8 +5,8 @@ asks whether a client that has completed the CURVE handshake may come in (only t
 derived from the job key may); the monitor, which tells who connects, leaves or is refused; and a
 pipe through which other threads wake it. All of ZeroMQ's own work, encryption included, is done by
 its I/O thread. A stranger fails in the handshake, so not one byte of his is ever parsed here; how
-many of them there may be is decided in `door`, and what they can make ZeroMQ hold is one frame of
-64 KiB each (see `wire`).
+many of them there may be is decided in `tracker`, and what they can make ZeroMQ hold is one frame
+of 64 KiB each (see `wire`).
 
 Ending. A server that is merely stopped would cut off ranks that still read their last keys. So its
 owner *retires* it: it goes on until its last client has left or the linger time has passed. A
@@ -31,22 +31,17 @@ import zmq
 from zmq.utils import z85
 
 from dure.errors import DureError, StoreError
+from dure.store import tracker
 from dure.store.board import Answer, Board
 from dure.store.key import JobKey
 from dure.store.lifetime import at_process_end
 from dure.store.listener import BACKLOG, Listener
-from dure.store.monitor import read_event
-from dure.store.tracker import ConnectionTracker, close_inherited
+from dure.store.tracker import ConnectionTracker, close_inherited, read_event
 from dure.store.wire import FRAME_LIMIT, Reply, frames_of, join, pack, read_request
 
-__all__ = [
-    "LINGER_S",
-    "StoreServer",
-    "adopt",
-    "replace_retired",
-]
+__all__ = ["StoreServer", "adopt"]
 
-LINGER_S = 10.0
+_LINGER_S = 10.0
 """How long a retired server waits for its clients to leave, in the background."""
 
 _EXIT_LINGER_S = 1.0
@@ -87,13 +82,11 @@ class StoreServer:
     ) -> None:
         self.endpoint, self.port, self.pid = listener.endpoint, listener.port, os.getpid()
         self._listen_fd = listener.fd
-        self._board = Board(name=secrets.token_bytes(8))
-        if presence is not None:
-            self._board.presence = presence
+        self._board = Board(secrets.token_bytes(8), presence)
         self._peers = ConnectionTracker(listener.endpoint, listener.port)
         self._ending = threading.Lock()  # between the thread's decision to end, and `adopt`
-        self._retired_at: float | None = None
-        self._linger_s, self._at_least_s = LINGER_S, 0.0
+        self._retired: tuple[float, float] | None = None  # when it may end, and when it must
+        self._at_least_s = 0.0
         self._stopping = False
         self._waker, self._wakened = socket.socketpair()
         self._wakened.setblocking(False)
@@ -112,23 +105,25 @@ class StoreServer:
     @property
     def retired(self) -> bool:
         """Whether its owner has left it, so that it can be adopted."""
-        return self._retired_at is not None
+        return self._retired is not None
 
-    def retire(self, at_least_s: float = 0.0) -> None:
-        """Let it end by itself: when the last client leaves, or `LINGER_S` from now.
+    def retire(self, at_least_s: float = 0.0, linger_s: float = _LINGER_S) -> None:
+        """Let it end by itself, when the last client leaves or `linger_s` from now.
 
         Args:
             at_least_s: How long to go on even without clients, for those who come late.
+            linger_s: How long to go on for clients that stay.
         """
-        self._retired_at = time.monotonic()
+        now = time.monotonic()
         self._at_least_s = at_least_s
+        self._retired = now + at_least_s, now + linger_s
         self._wake()
 
     def adopt(self) -> bool:
         """Take back a retired server; False, and it is gone, if it was ending already."""
         with self._ending:
             if not self._stopping:
-                self._retired_at = None
+                self._retired = None
                 return True
         self._thread.join()
         return False
@@ -139,11 +134,10 @@ class StoreServer:
         self._wake()
         self._thread.join()
 
-    def finish(self, linger_s: float) -> None:
-        """Give clients `linger_s` to leave, then stop."""
-        self._linger_s = linger_s
-        self.retire(self._at_least_s)
-        self._thread.join(linger_s + 1)
+    def finish(self) -> None:
+        """Give clients a moment to leave, then stop."""
+        self.retire(self._at_least_s, _EXIT_LINGER_S)
+        self._thread.join(_EXIT_LINGER_S + 1)
         self.stop()
 
     def _wake(self) -> None:
@@ -158,7 +152,7 @@ class StoreServer:
         self._router = router = self._context.socket(zmq.ROUTER)
         router.linger = 0
         router.maxmsgsize = FRAME_LIMIT
-        router.handshake_ivl = self._peers.handshake_ms
+        router.handshake_ivl = int(1000 * tracker.HANDSHAKE_S)
         router.backlog = BACKLOG
         router.rcvhwm, router.sndhwm = _WAITING_REQUESTS, _WAITING_REPLIES
         router.router_mandatory = True  # so that we learn of those that do not read
@@ -184,7 +178,7 @@ class StoreServer:
         router.bind(listener.endpoint)
 
     def _close_sockets(self) -> None:
-        self._peers.close()
+        self._peers.tidy(float("inf"))
         self._context.destroy(linger=0)
         self._waker.close()
         self._wakened.close()
@@ -206,21 +200,24 @@ class StoreServer:
             self._close_sockets()
             _servers.discard(self)  # last, so that whoever does not find it finds a free port
 
+    @property
+    def _ends_at(self) -> float | None:
+        """When a retired server ends, as things stand."""
+        retired = self._retired
+        if retired is None:
+            return None
+        may, must = retired
+        return must if self._peers.strangers or self._peers.members else min(may, must)
+
     def _ended(self) -> bool:
         with self._ending:
-            if self._retired_at is not None:
-                age_s = time.monotonic() - self._retired_at
-                done = self._peers.empty and age_s >= self._at_least_s
-                self._stopping = self._stopping or done or age_s >= self._linger_s
+            ends_at = self._ends_at
+            self._stopping = self._stopping or (ends_at is not None and time.monotonic() >= ends_at)
             return self._stopping
 
     def _patience_ms(self) -> int | None:
         """Return how long the poll may take."""
-        dues = [self._board.next_deadline(), self._peers.due()]
-        if self._retired_at is not None:
-            dues.append(
-                self._retired_at + (self._at_least_s if self._peers.empty else self._linger_s)
-            )
+        dues = (self._board.next_deadline(), self._peers.due(), self._ends_at)
         due = min((due for due in dues if due is not None), default=None)
         if due is None:
             return None
@@ -250,7 +247,7 @@ class StoreServer:
     def _read(self, client: bytes) -> list[bytes]:
         """Read the frames of one request; the first one of a client says which connection it is."""
         router = self._router
-        if self._peers.knows(client):
+        if client in self._peers.clients:
             return router.recv_multipart()
         first = router.recv(copy=False)
         self._peers.admit(client, first.get(zmq.SRCFD))
@@ -304,11 +301,11 @@ class StoreServer:
         """In a forked child: give up the sockets, which are the parent's.
 
         Otherwise the child would keep the port taken, and connections open, when the parent ends.
-        A descriptor is closed only if it still is a socket bound to this server's address.
         """
         _inherited.append(self)
         if self._listen_fd >= 0:
-            close_inherited([self._listen_fd, *self._peers.descriptors], self.port)
+            peers = (*self._peers.strangers, *self._peers.members)
+            close_inherited([self._listen_fd, *peers], self.port)
 
 
 _servers: set[StoreServer] = set()
@@ -326,13 +323,6 @@ def adopt(endpoint: str) -> StoreServer | None:
     return None
 
 
-def replace_retired(endpoint: str) -> None:
-    """Stop the retired server of this process at `endpoint`, so that its port is free again."""
-    server = adopt(endpoint)
-    if server is not None:
-        server.stop()
-
-
 def _forget_servers() -> None:
     for server in list(_servers):
         server.forget_inherited()
@@ -341,7 +331,7 @@ def _forget_servers() -> None:
 
 def _finish_servers() -> None:
     for server in list(_servers):
-        server.finish(_EXIT_LINGER_S)
+        server.finish()
 
 
 os.register_at_fork(after_in_child=_forget_servers)

@@ -1,12 +1,11 @@
 """The connections of a store's server: who has proved to be a member, and how many have not.
 
-ZeroMQ accepts connections, and lets in who completes the CURVE handshake, on a thread of its own,
-without a limit on those that never do. Each costs a descriptor of a process that needs them for
-the job. So the server follows its socket's events here. A connection is *unauthenticated* until a
-request has come from it; members ask one thing at once after the handshake. ZeroMQ ends one that
-has not completed it after `HANDSHAKE_S`. Of more than `MOST` the oldest of the address that has the
-most is shut, so who floods the server takes the room from himself. What was refused is told in one
-line at once, then in one every `QUIET_S`.
+ZeroMQ accepts connections on a thread of its own, without a limit on those that never complete the
+handshake. Each costs a descriptor of a process that needs them for the job. So the server follows
+its socket's events here. A connection is a *stranger's* until a request has come from it; members
+ask one thing at once. ZeroMQ ends a handshake after `HANDSHAKE_S`. Of more than `MOST` strangers
+the oldest of the address that has the most is shut, so who floods the server takes the room from
+himself. What was refused is told in one line at once, then in one every `QUIET_S`.
 """
 
 from __future__ import annotations
@@ -16,39 +15,30 @@ import logging
 import os
 import resource
 import socket
+import struct
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import zmq
 
-from dure.store.monitor import socket_behind
-
-__all__ = ["HANDSHAKE_S", "MOST", "QUIET_S", "ConnectionTracker", "close_inherited"]
+__all__ = ["HANDSHAKE_S", "MOST", "QUIET_S", "ConnectionTracker", "close_inherited", "read_event"]
 
 HANDSHAKE_S = 10.0
 MOST = 512
 QUIET_S = 10.0
 
+_EVENT = struct.Struct("=hi")
 _WANTED_DESCRIPTORS = 65_536
-_REASONS = {
-    zmq.Event.HANDSHAKE_FAILED_AUTH: "it has another job key",
-    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "it left in the middle of the handshake, as a port scan "
-    "does, or did not complete it in time",
-}
+_OTHER_KEY = "it has another job key"
+_FOREIGN = "it does not speak our protocol"
 _PROTOCOL_REASONS: dict[int, str] = {
     zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "one of us talks in the clear, the other does not "
     "(DURE_INSECURE on one side only?)",
-    zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: "it has another job key",
+    zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: _OTHER_KEY,
 }
-_FOREIGN = "it does not speak our protocol"
-_CROWDED = "it did not complete the handshake while many others tried"
 
 _log = logging.getLogger("dure.store")
-
-
-class _Peer(NamedTuple):
-    host: str
-    name: str  # the host and port; "" if it left before it could be asked
 
 
 class ConnectionTracker:
@@ -57,64 +47,53 @@ class ConnectionTracker:
     Args:
         endpoint: Where the server listens.
         port: The same as a number; 0 for a Unix socket.
+
+    Attributes:
+        strangers: Who they are (host, port), by descriptor, the oldest first.
+        members: Their ZeroMQ identities, by descriptor.
+        clients: The identities alone.
     """
 
     def __init__(self, endpoint: str, port: int) -> None:
         self._endpoint, self._port = endpoint, port
-        self._strangers: dict[int, _Peer] = {}  # by descriptor, the oldest first
-        self._members: dict[int, bytes] = {}
-        self._fds: dict[bytes, int] = {}
+        self.strangers: dict[int, tuple[str, int]] = {}
+        self.members: dict[int, bytes] = {}
+        self.clients: set[bytes] = set()
         self._shut: set[int] = set()
-        self._reason = ""
+        self._reason = _FOREIGN
         self._unsaid, self._said, self._last = 0, float("-inf"), ("", "")
-
-    @property
-    def handshake_ms(self) -> int:
-        """How long ZeroMQ may wait for a handshake to complete."""
-        return int(1000 * HANDSHAKE_S)
-
-    @property
-    def descriptors(self) -> list[int]:
-        """The descriptors of all connections."""
-        return [*self._strangers, *self._members]
-
-    @property
-    def empty(self) -> bool:
-        """Whether nobody is connected."""
-        return not self._strangers and not self._members
-
-    @property
-    def unauthenticated(self) -> int:
-        """How many connections there are from which no request has come."""
-        return len(self._strangers)
-
-    def knows(self, client: bytes) -> bool:
-        """Tell whether a request of `client` has been seen before."""
-        return client in self._fds
 
     def admit(self, client: bytes, fd: int) -> None:
         """Note that a request came from `client`, through the descriptor `fd`."""
-        if self._strangers.pop(fd, None) is not None:  # else the connection is gone already
-            self._members[fd], self._fds[client] = client, fd
+        if self.strangers.pop(fd, None) is not None:  # else the connection is gone already
+            self.members[fd] = client
+            self.clients.add(client)
 
     def event(self, event: int, value: int) -> bytes:
         """Take an event of the monitor; return the identity of a member who has left, or b""."""
         if event == zmq.Event.ACCEPTED:
-            self._strangers[value] = _peer_of(value, self._port)
-            _have_descriptors_for(len(self._strangers) + len(self._members))
+            self.strangers[value] = _peer_of(value, self._port)
+            _have_descriptors_for(len(self.strangers) + len(self.members))
+        elif event == zmq.Event.HANDSHAKE_FAILED_AUTH:
+            self._reason = _OTHER_KEY
         elif event == zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
             self._reason = _PROTOCOL_REASONS.get(value, _FOREIGN)
-        elif event != zmq.Event.DISCONNECTED:
-            self._reason = _REASONS[zmq.Event(event)]
-        elif value in self._members:
-            client = self._members.pop(value)
-            self._fds.pop(client, None)
+        elif event == zmq.Event.HANDSHAKE_FAILED_NO_DETAIL:
+            self._reason = (
+                "it left in the middle of the handshake, as a port scan does, or did not complete "
+                "it in time"
+            )
+        elif value in self.members:
+            client = self.members.pop(value)
+            self.clients.discard(client)
             return client
-        elif value in self._strangers:
-            reason = _CROWDED if value in self._shut else self._reason or _FOREIGN
+        elif value in self.strangers:
+            if value in self._shut:
+                self._reason = "it did not complete the handshake while many others tried"
             self._shut.discard(value)
-            self.refused(self._strangers.pop(value).name, reason)
-            self._reason = ""
+            host, port = self.strangers.pop(value)
+            self.refused(f"{host}:{port}" if port else host, self._reason)
+            self._reason = _FOREIGN
         return b""
 
     def refused(self, name: str, reason: str) -> None:
@@ -128,12 +107,12 @@ class ConnectionTracker:
 
     def tidy(self, now: float) -> None:
         """Shut the connections that are too many, and say who was refused, if it is time."""
-        waiting = {fd: peer for fd, peer in self._strangers.items() if fd not in self._shut}
+        waiting = {fd: peer for fd, peer in self.strangers.items() if fd not in self._shut}
         while len(waiting) > MOST:
-            host = Counter(peer.host for peer in waiting.values()).most_common(1)[0][0]
-            fd = next(fd for fd, peer in waiting.items() if peer.host == host)
+            crowd = Counter(host for host, _ in waiting.values()).most_common(1)[0][0]
+            fd = next(fd for fd, (host, _) in waiting.items() if host == crowd)
             self._shut.add(fd)
-            _shut(fd, waiting.pop(fd), self._port)
+            self._shut_down(fd, waiting.pop(fd))
         if self._unsaid and now >= self._said + QUIET_S:
             name, reason = self._last
             more = f" and {self._unsaid - 1} more" if self._unsaid > 1 else ""
@@ -141,19 +120,50 @@ class ConnectionTracker:
             _log.warning("the store at %s refused %s%s: %s", self._endpoint, who, more, reason)
             self._unsaid, self._said, self._last = 0, now, ("", "")
 
-    def close(self) -> None:
-        """Say what has not been said yet."""
-        self.tidy(float("inf"))
+    def _shut_down(self, fd: int, peer: tuple[str, int]) -> None:
+        """Shut a connection, if the number still means that one; ZeroMQ finds it closed."""
+        with contextlib.suppress(OSError), _socket_behind(fd) as probe:
+            if _peer_of(fd, self._port) == peer:
+                probe.shutdown(socket.SHUT_RDWR)
+
+
+def read_event(monitor: zmq.Socket[Any], flags: int = 0) -> tuple[int, int]:
+    """Receive one event of a socket's monitor; return which (see `zmq.Event`) and its value.
+
+    PyZMQ has a reader of its own, but it brings asyncio along, which costs every process 20 ms.
+
+    Raises:
+        zmq.ZMQError: The monitor is closed, or with `zmq.NOBLOCK` nothing is there.
+    """
+    event, value = _EVENT.unpack(monitor.recv_multipart(flags)[0])
+    return event, value
 
 
 def close_inherited(descriptors: list[int], port: int) -> None:
     """In a forked child: close those of `descriptors` that are sockets of the parent's server."""
     for fd in descriptors:
         with contextlib.suppress(OSError):
-            with socket_behind(fd) as probe:
+            with _socket_behind(fd) as probe:
                 ours = _is_at(probe, port)
             if ours:
                 os.close(fd)
+
+
+@contextlib.contextmanager
+def _socket_behind(fd: int) -> Iterator[socket.socket]:
+    """Look at a descriptor that may be closed by now, or be something else, through a duplicate.
+
+    Raises:
+        OSError: It is no socket.
+    """
+    copy = os.dup(fd)
+    try:
+        probe = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+    with probe:
+        yield probe
 
 
 def _is_at(probe: socket.socket, port: int) -> bool:
@@ -161,22 +171,13 @@ def _is_at(probe: socket.socket, port: int) -> bool:
     return name[1] == port if isinstance(name, tuple) else port == 0
 
 
-def _peer_of(fd: int, port: int) -> _Peer:
+def _peer_of(fd: int, port: int) -> tuple[str, int]:
     """Return who is at the other end; nobody if ZeroMQ has closed the connection by now."""
-    with contextlib.suppress(OSError), socket_behind(fd) as probe:
+    with contextlib.suppress(OSError), _socket_behind(fd) as probe:
         if _is_at(probe, port):
             name = probe.getpeername()
-            if isinstance(name, tuple):
-                return _Peer(str(name[0]), f"{name[0]}:{name[1]}")
-            return _Peer("", "a process of this host")
-    return _Peer("", "")
-
-
-def _shut(fd: int, peer: _Peer, port: int) -> None:
-    """Shut a connection, if the number still means that one; ZeroMQ finds it closed."""
-    with contextlib.suppress(OSError), socket_behind(fd) as probe:
-        if _peer_of(fd, port) == peer:
-            probe.shutdown(socket.SHUT_RDWR)
+            return name[:2] if isinstance(name, tuple) else ("a process of this host", 0)
+    return "", 0
 
 
 def _have_descriptors_for(connections: int) -> None:

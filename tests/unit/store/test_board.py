@@ -54,7 +54,7 @@ def test_expired_requests_leave_nothing_behind() -> None:
         board.handle(b"%d" % i, Request("get", (f"k{i}", "l"), timeout_s=1), 0.0)
     assert len(board.expire(1.0)) == 100
     assert not board._waiting
-    assert not board._deadlines
+    assert not board._parked
 
 
 def test_a_client_that_leaves_is_no_longer_waited_for() -> None:
@@ -75,16 +75,6 @@ def test_a_client_asks_one_thing_at_a_time() -> None:
         board.handle(A, Request("count"), 0.0)
     board.expire(1.0)
     assert board.handle(A, Request("count"), 1.0) == [(A, Reply("ok", 0))]
-
-
-def test_deadlines_of_answered_requests_do_not_pile_up() -> None:
-    board = Board()
-    board.handle(B, Request("get", ("never",), timeout_s=1), 0.0)  # the first deadline, and in use
-    for i in range(1000):
-        board.handle(A, Request("get", (f"{i}",), timeout_s=9), 0.0)
-        board.handle(C, Request("set", (f"{i}",), (b"",)), 0.0)
-    assert len(board._deadlines) < 100
-    assert board.next_deadline() == 1.0
 
 
 def test_append_makes_no_value_that_set_would_refuse(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,8 @@ import threading
 import pytest
 
 from dure.errors import RendezvousError, StoreError
-from dure.store.finding import find_place
+from dure.store.init_method import LocalPlace, TcpPlace, find_place
 from dure.store.key import load_for, user_key_path
-from dure.store.places import LocalPlace, TcpPlace
 from unit.placement import environments as seen
 
 

@@ -26,11 +26,18 @@ from urllib.parse import urlsplit
 from dure import env
 from dure.errors import LaunchError, StoreError, StoreLost, StoreRefused, StoreTimeout, UsageError
 from dure.launch.spec import JobSpec
-from dure.store.address import Address, interface_to, is_local, resolve
+from dure.store.address import (
+    Address,
+    await_name,
+    interface_to,
+    is_local,
+    look_up_briefly,
+    patience_for_names,
+    resolve,
+)
 from dure.store.connection import answers
 from dure.store.key import JobKey, mint
 from dure.store.listener import listen
-from dure.store.naming import await_name, look_up_briefly, patience_for_names
 from dure.store.network import NetworkStore
 from dure.store.server import StoreServer
 

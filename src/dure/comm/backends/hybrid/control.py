@@ -38,12 +38,12 @@ import zmq
 from dure.comm.backends.abort import AbortRecord
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.hybrid.header import HeaderExchange
+from dure.comm.backends.hybrid.packets import let_nobody_in
 from dure.comm.backends.hybrid.subcomms import SubComms
 from dure.errors import RendezvousTimeout
 from dure.store.address import outward_address, resolve
 from dure.store.listener import listen
-from dure.store.monitor import read_event
-from dure.store.packets import let_nobody_in
+from dure.store.tracker import read_event
 
 __all__ = ["SILENCE_S", "Channel", "ControlMessage", "Watch", "open_channel"]
 

@@ -20,9 +20,9 @@ from dure import env
 from dure.comm.backends.mpi.library import Library, load
 from dure.errors import RendezvousTimeout, StoreError
 from dure.store.address import interface_to, resolve
+from dure.store.init_method import Spot, TcpPlace
 from dure.store.key import JobKey, mint
 from dure.store.listener import listen
-from dure.store.places import Spot, TcpPlace
 from dure.store.server import StoreServer
 
 __all__ = ["find_mpi_place"]

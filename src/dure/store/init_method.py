@@ -1,0 +1,395 @@
+"""From an `init_method` and the environment to a `Spot`: where the store is, and who we are there.
+
+`env://` reads torch's variables. What they leave open is taken from the cluster around this process
+if there is one; an error names what is then still missing. The store is then at one of
+
+* `TcpPlace`: a host and a port. Rank 0 serves, unless the launcher does already.
+* `LocalPlace`: an abstract Unix socket of this host, so that there is no port to choose.
+* `EtcdPlace`: a job in etcd.
+* `FilePlace`: a file.
+
+**Under torchrun** the agent itself listens on MASTER_PORT, with torch's own store, which speaks
+another protocol; so rank 0 cannot bind that port. On one host the ranks meet at a Unix socket whose
+name is derived from the job key, the run's name, its restart count and MASTER_PORT. Nobody without
+the key can guess it beforehand (who reads it in /proc/net/unix still fails in the key exchange),
+and it leaves no file, however the ranks die. Between hosts, rank 0 serves at the port after
+MASTER_PORT, or at DURE_STORE_PORT.
+
+**In a cluster** it is the same: a Unix socket on one host, and on several the port after one that
+all derive from the job's name, on the cluster's first host. The key is derived from that name, too:
+another job's ranks are refused. MPICH gives a job no name; its processes have one ancestor that no
+other job has, whose number and start stand for the name.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from ipaddress import ip_address
+from typing import Protocol
+from urllib.parse import parse_qs, urlsplit
+
+import psutil
+
+from dure import env
+from dure.errors import RendezvousError
+from dure.placement import Member, Placement, System, detect
+from dure.store.address import await_name, interface_to, patience_for_names, resolve
+from dure.store.base import Store
+from dure.store.file import FileStore, clear_ended
+from dure.store.identity import start_of
+from dure.store.key import SHARED_HOME_S, JobKey, name_of
+from dure.store.listener import Listener, listen
+from dure.store.network import NetworkStore, job_key
+from dure.store.server import StoreServer, adopt
+
+__all__ = ["EtcdPlace", "FilePlace", "LocalPlace", "Place", "Spot", "TcpPlace", "find_place"]
+
+_HOSTED_S = 20.0
+"""How long ranks look for the store of a launcher, which may be on another host."""
+
+_TOLD = (System.DURE, System.TORCHRUN, System.LAUNCHER, System.PLAIN)
+
+_log = logging.getLogger("dure.store")
+
+
+class Place(Protocol):
+    """Somewhere a store can be."""
+
+    @property
+    def name(self) -> str:
+        """What sets its keys apart from other jobs'."""
+        ...
+
+    @property
+    def held_by_rank_0(self) -> bool:
+        """Whether the store lives in rank 0's process, and dies with it."""
+        ...
+
+    def open(self, rank: int, world_size: int, timeout_s: float) -> Store:
+        """Open the store; rank 0 may have to make it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spot:
+    """What an `init_method` says: a place, and who we are there (-1: it does not say)."""
+
+    place: Place
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TcpPlace:
+    """A host and a port.
+
+    Attributes:
+        hosted: Another process than rank 0, the launcher, serves there.
+        purpose: What to call the host's name if it cannot be resolved.
+        key: The job's, where the ranks have it from each other; None: it is found (store/key.py).
+        server: Where rank 0 serves already.
+        job: What sets this job apart from others that would meet here; "": its address does.
+        other: Another host of the job. Rank 0 listens on the interface that leads there where its
+            own host's name means loopback, as Debian's /etc/hosts has it.
+    """
+
+    host: str
+    port: int
+    name: str = "tcp"
+    hosted: bool = False
+    purpose: str = "the host of init_method"
+    key: JobKey | None = None
+    server: StoreServer | None = None
+    job: str = ""
+    other: str | None = None
+
+    @property
+    def held_by_rank_0(self) -> bool:
+        return not self.hosted
+
+    def open(self, rank: int, world_size: int, timeout_s: float) -> Store:
+        """Connect; rank 0 serves first, or takes back the server it left a moment ago."""
+        began = time.monotonic()
+        await_name(self.host, patience_for_names(timeout_s), _log.warning)
+        host = self._own_name() if rank == 0 else self.host
+        address = resolve(host, self.port, self.purpose)
+        # In a home that all hosts share, rank 0 may be making the user's key just now.
+        wait_s = SHARED_HOME_S if self.job and rank != 0 else 0.0
+        job = self.job or name_of(self.host, self.port)
+        key = self.key or job_key(self.host, job, min(timeout_s, wait_s))
+        timeout_s = max(0.1, timeout_s - (time.monotonic() - began))
+        if self.hosted:  # The launcher serves before it starts ranks: if not now, it has gone.
+            soon = timedelta(seconds=min(timeout_s, _HOSTED_S))
+            store = NetworkStore(address.endpoint, key, soon)
+            store.set_timeout(timedelta(seconds=timeout_s))
+            return store
+        server = self.server
+        if rank == 0 and (server is None or server.retired):
+            bind = env.text("DURE_STORE_BIND")
+            at = resolve(bind, self.port, "DURE_STORE_BIND") if bind else address
+            server = adopt(at.endpoint) or StoreServer(listen(at), key)
+        return NetworkStore(address.endpoint, key, timedelta(seconds=timeout_s), server)
+
+    def _own_name(self) -> str:
+        """Return by what name or address other hosts reach rank 0's host, where this runs."""
+        if self.other is None:
+            return self.host
+        address = resolve(self.host, 0, "rank 0's host")
+        if not ip_address(address.ip).is_loopback:
+            return self.host
+        return interface_to(self.other) or self.host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalPlace:
+    """A Unix socket of this host; `name` says which job's."""
+
+    name: str
+    held_by_rank_0: bool = True
+
+    def open(self, rank: int, world_size: int, timeout_s: float) -> Store:
+        """Connect; rank 0 serves first."""
+        key = job_key("localhost", self.name)
+        secret = key or JobKey(bytes(32))
+        word = secret.derive(f"local store of user {os.getuid()}: {self.name}").hex()[:32]
+        endpoint = f"ipc://@dure-{word}"
+        server = None
+        if rank == 0:
+            server = adopt(endpoint) or StoreServer(Listener(endpoint=endpoint), key)
+        return NetworkStore(endpoint, key, timedelta(seconds=timeout_s), server)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EtcdPlace:
+    """A job in etcd.
+
+    Attributes:
+        url: As `EtcdOptions.from_url` reads it.
+        hosted: The launcher clears the keys at the end; else the last rank to leave does.
+    """
+
+    url: str
+    name: str = "etcd"
+    hosted: bool = False
+    held_by_rank_0: bool = False
+
+    def open(self, rank: int, world_size: int, timeout_s: float) -> Store:
+        """Connect."""
+        from dure.store.etcd import EtcdStore  # lazy: few jobs use it, and it brings ssl along
+
+        return EtcdStore.from_url(self.url, timedelta(seconds=timeout_s), not self.hosted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePlace:
+    """A file, whose own keys need no name."""
+
+    path: str
+    name: str = "file"
+    held_by_rank_0: bool = False
+
+    def open(self, rank: int, world_size: int, timeout_s: float) -> Store:
+        """Open the file; refuse one that a dead job has left, delete one of a job that has ended.
+
+        Raises:
+            RendezvousError: Says whose file it is.
+        """
+        timeout = timedelta(seconds=timeout_s)
+        dead = clear_ended(self.path, timeout)
+        if dead:
+            raise RendezvousError(
+                f"the file {self.path} is left over from a job that died",
+                seen=f"still open by {', '.join(map(str, dead[:8]))}: no longer alive",
+                fix=f"Delete it (rm {self.path}), or give each job a new path.",
+            )
+        return FileStore(self.path, world_size, timeout)
+
+
+def find_place(init_method: str | None, rank: int, world_size: int) -> Spot:
+    """Read an `init_method`; numbers given as arguments go before those of the URL or environment.
+
+    Raises:
+        RendezvousError: It is malformed, or an environment variable is missing.
+    """
+    url = init_method or "env://"
+    parts = urlsplit(url)
+    query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+    if rank < 0 and "rank" in query:
+        rank = _number(url, query["rank"])
+    if world_size < 0 and "world_size" in query:
+        world_size = _number(url, query["world_size"])
+    if parts.scheme == "env":
+        return _from_environment(rank, world_size)
+    if parts.scheme == "tcp":
+        place: Place = _tcp_place(url)
+    elif parts.scheme == "file":
+        place = _file_place(url)
+    elif parts.scheme == "etcd":
+        place = EtcdPlace(url=url)
+    else:
+        raise RendezvousError(
+            "init_method cannot be understood",
+            seen=repr(url),
+            fix="Write env://, tcp://HOST:PORT, file:///PATH or etcd://HOST:PORT/JOB.",
+        )
+    missing = [n for n, v in (("rank", rank), ("world_size", world_size)) if v == -1]
+    if missing:
+        raise RendezvousError(
+            f"{' and '.join(missing)} must be given with {parts.scheme}://",
+            fix=f"Pass {', '.join(f'{name}=...' for name in missing)} to init_process_group.",
+        )
+    return Spot(place=place, rank=rank, world_size=world_size)
+
+
+def _tcp_place(url: str) -> TcpPlace:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or not port:
+        raise RendezvousError(
+            "init_method names no host and port", seen=repr(url), fix="Write tcp://HOST:PORT."
+        )
+    return TcpPlace(host=host, port=port)
+
+
+def _file_place(url: str) -> FilePlace:
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost") or parts.path in ("", "/"):
+        raise RendezvousError(
+            "init_method names no file",
+            seen=repr(url),
+            fix="Write file:// and an absolute path, which makes three slashes: file:///PATH.",
+        )
+    return FilePlace(path=parts.path)
+
+
+def _number(url: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise RendezvousError(
+            "init_method holds something that is not a whole number", seen=f"{value!r} in {url!r}"
+        ) from None
+
+
+def _from_environment(rank: int, world_size: int) -> Spot:
+    """Read torch's variables; what they and the arguments leave open, the cluster's."""
+    launcher = env.text("DURE_STORE_ADDR")
+    needed = [name for name, given in (("RANK", rank), ("WORLD_SIZE", world_size)) if given == -1]
+    needed += [] if launcher else ["MASTER_ADDR", "MASTER_PORT"]
+    missing = [name for name in needed if env.text(name) is None]
+    if missing and not launcher:
+        placement = detect(env.everything())
+        if placement.member is not None and placement.system not in _TOLD:
+            return _in_cluster(placement, placement.member, rank, world_size)
+    if len(missing) == 1:
+        env.require(missing[0], "init_process_group with env://")
+    if missing:
+        raise RendezvousError(
+            f"the environment variables {', '.join(missing)} are missing",
+            seen="; ".join(f"{name}: {env.VARIABLES[name].meaning}" for name in missing),
+            fix="Start the program with `dure run --nproc 2 PROGRAM`, or set "
+            + " ".join(f"{name}={env.VARIABLES[name].example}" for name in missing)
+            + ", or pass init_method=, rank= and world_size=.",
+        )
+    rank = _chosen("RANK", rank, -1)
+    world_size = _chosen("WORLD_SIZE", world_size, -1)
+    return Spot(place=_environment_place(launcher, world_size), rank=rank, world_size=world_size)
+
+
+def _chosen(name: str, given: int, found: int) -> int:
+    """Take the argument, then the variable, then what was found."""
+    if given != -1:
+        return given
+    told = env.integer(name)
+    return found if told is None else told
+
+
+def _environment_place(launcher: str | None, world_size: int) -> Place:
+    host, port = env.text("MASTER_ADDR") or "", env.integer("MASTER_PORT", 0) or 0
+    run = env.text("TORCHELASTIC_RUN_ID") or ""
+    name = f"{run} {env.text('TORCHELASTIC_RESTART_COUNT') or 0} {host}:{port}"
+    if launcher and launcher.startswith("etcd://"):
+        return EtcdPlace(url=launcher, name=name, hosted=True)
+    if launcher:
+        where, _, number = launcher.rpartition(":")
+        if not where or not number.isdecimal():
+            raise RendezvousError(
+                "the environment variable DURE_STORE_ADDR is not HOST:PORT", seen=repr(launcher)
+            )
+        return TcpPlace(
+            host=where, port=int(number), name=name, hosted=True, purpose="DURE_STORE_ADDR"
+        )
+    if not 0 < port < 65536:
+        raise RendezvousError(
+            "the environment variable MASTER_PORT is no port",
+            seen=f"{port}; it means {env.VARIABLES['MASTER_PORT'].meaning}",
+            fix="Set it to a free port between 1024 and 65535.",
+        )
+    if not env.flag("TORCHELASTIC_USE_AGENT_STORE"):
+        return TcpPlace(host=host, port=port, purpose="MASTER_ADDR")
+    if env.integer("LOCAL_WORLD_SIZE") == world_size:
+        return LocalPlace(name=name)
+    return TcpPlace(host=host, port=_port_after(port), name=name, job=name, purpose="MASTER_ADDR")
+
+
+def _port_after(port: int) -> int:
+    """Return where rank 0 serves, where `port` is taken by the launcher, or by anybody."""
+    return env.integer("DURE_STORE_PORT") or min(port + 1, 65535)
+
+
+def _in_cluster(placement: Placement, member: Member, rank: int, world_size: int) -> Spot:
+    """Return where the ranks meet by the variables of a cluster.
+
+    Raises:
+        RendezvousError: The cluster and the program contradict each other, or nothing says where
+            rank 0 is.
+    """
+    rank = _chosen("RANK", rank, member.rank)
+    world_size = _chosen("WORLD_SIZE", world_size, member.world_size)
+    if (rank, world_size) != (member.rank, member.world_size):
+        raise RendezvousError(
+            f"{placement.system} and the program do not agree on who this process is",
+            seen=f"rank {rank} of {world_size} by RANK, WORLD_SIZE or arguments, but "
+            f"{member.rank} of {member.world_size} by {placement.system}",
+            fix="Unset RANK and WORLD_SIZE, or set MASTER_ADDR and MASTER_PORT as well, so that "
+            "only they count. See `dure env`.",
+        )
+    return Spot(place=_cluster_place(placement, member), rank=rank, world_size=world_size)
+
+
+def _cluster_place(placement: Placement, member: Member) -> Place:
+    job = placement.job or _launching_process() or str(placement.system)
+    if member.on_one_host:
+        return LocalPlace(name=job)
+    host, port = placement.host, placement.port
+    if host is None or port is None:
+        raise RendezvousError(
+            "nothing says where rank 0 is",
+            seen=f"{placement.system} started {member.world_size} ranks on several hosts, and "
+            "names none of them",
+            fix="Set MASTER_ADDR to the first host (mpirun -x MASTER_ADDR=HOST, mpiexec -genv "
+            "MASTER_ADDR HOST) and MASTER_PORT, or install mpi4py, so that ranks meet over MPI.",
+        )
+    if not placement.port_derived:
+        return TcpPlace(host=host, port=port, purpose="MASTER_ADDR")
+    others = [other for other in placement.hosts if other != host]
+    other = others[0] if others else None
+    return TcpPlace(host=host, port=_port_after(port), name=job, job=job, other=other)
+
+
+def _launching_process() -> str | None:
+    """Return what tells the MPI launcher above this process from all others of this host."""
+    try:
+        for parent in psutil.Process(os.getpid()).parents():
+            if parent.name().startswith(("hydra", "mpiexec", "mpirun", "pmi_proxy")):
+                return f"{parent.pid} {start_of(parent.pid)}"
+    except psutil.Error:
+        pass
+    return None
