@@ -1,6 +1,6 @@
 """Events and runs made by hand, in numbers whose sums are known."""
 
-from dure.cli.demo.events import EpochEnd, Phases, Start, Step
+from dure.cli.demo.events import EpochEnd, Start, Step
 from dure.cli.demo.results import Run
 
 START = Start(
@@ -17,13 +17,14 @@ START = Start(
 
 
 def phases(compute_s, communication_s=0.0):
-    return Phases(
-        data=0.0,
-        forward=compute_s / 4,
-        backward=compute_s / 2,
-        communication=communication_s,
-        optimizer=compute_s / 4,
-    )
+    return {
+        "data wait": 0.0,
+        "forward": compute_s / 4,
+        "backward": compute_s / 2,
+        "exposed communication": communication_s,
+        "optimizer": compute_s / 4,
+        "other": 0.0,
+    }
 
 
 def finished_run(ranks, step_s, communication_s=0.0):

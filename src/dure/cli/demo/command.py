@@ -1,9 +1,8 @@
 """The command `dure demo`: one rank, then several (or DDP, then FSDP), on the same images.
 
-It shows a table, and writes a report.
-
-Both jobs are started by `run_job`, which is what `dure run` calls, and both run `train.py`. What
-the user got wrong is a `UsageError`, found before anything is started wherever it can be.
+Both jobs are started by `run_job`, which is what `dure run` calls, and both run `train`, a program
+like any. `events` is what its ranks tell; `results` what it amounts to; `report` shows it.
+What the user got wrong is a `UsageError`, found before anything is started wherever it can be.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ _USER_ERRORS = {"UsageError", "DataError"}
 _QUIET_CORES = 0.5
 _QUICK_IMAGES = 2400
 _KEPT_LINES = 200
-_REFRESH_S = 0.2
 _FSDP_HIDDEN = 8  # layers: some 11 million parameters, in place of 0.27
 
 
@@ -117,7 +115,6 @@ def _check(data: Path | None, ranks: int, batch_size: int, fsdp: bool) -> None:
 
 
 def _report_file(directory: Path) -> Path:
-    """Make the report's directory; return where the report goes."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -136,35 +133,33 @@ class _Screen(Progress):
             MofNCompleteColumn(),
             TextColumn("{task.fields[state]}", table_column=Column(no_wrap=True)),
             console=console,
-            refresh_per_second=1 / _REFRESH_S,
             disable=not console.is_terminal,
         )
-        self._tenth = 0
-        self._next_s = 0.0
+        self._percent = 0
 
     def begin(self, run: Run) -> None:
         """Show that `run`'s processes are being started."""
-        self._tenth = 0
+        self._percent = 0
         self.add_task(run.name, total=None, state="starting")
         if self.disable:
             self.console.print(f"{run.name}: starting", highlight=False)
 
-    def update_run(self, run: Run, *, at_once: bool = False) -> None:
+    def update_run(self, run: Run) -> None:
         """Show how far `run` has come; cheap enough to call after every event."""
-        if run.start is None or not run.points:
+        if run.start is None:
             return
         done, steps = len(run.points), run.start.steps
+        before, self._percent = self._percent, done * 100 // steps
+        if self._percent == before:
+            return
         state = (  # short enough for a bar in 80 columns
             f"loss {run.points[-1].loss:.3f}, {run.images_per_s:,.0f} images/s, "
             f"{run.communication_share:.1%} in communication"
         )
-        if self.disable and done * 10 // steps > self._tenth:
-            self._tenth = done * 10 // steps
+        self.update(self.task_ids[-1], total=steps, completed=done, state=state)
+        if self.disable and self._percent // 10 > before // 10:
             text = f"{run.name}: step {done:,} of {steps:,}, {state}"
             self.console.print(text, highlight=False, soft_wrap=True)
-        elif at_once or time.monotonic() >= self._next_s:
-            self._next_s = time.monotonic() + _REFRESH_S
-            self.update(self.task_ids[-1], total=steps, completed=done, state=state)
 
 
 def _train(run: Run, options: list[str], screen: _Screen) -> None:
@@ -197,7 +192,6 @@ def _train(run: Run, options: list[str], screen: _Screen) -> None:
     run.wall_s = time.monotonic() - began
     if not result.ok:
         _explain(result, list(other))
-    screen.update_run(run, at_once=True)
     for line in other:
         print(line, file=sys.stderr)
 
@@ -221,7 +215,6 @@ def _explain(result: JobResult, output: list[str]) -> None:
 
 
 def _show(console: Console, runs: list[Run]) -> None:
-    """Print the final table."""
     table = Table(title="The same training", title_justify="left")
     table.add_column("")
     for run in runs:

@@ -7,32 +7,11 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["EpochEnd", "Event", "Memory", "Phases", "Start", "Step", "decode", "encode"]
+__all__ = ["PHASES", "EpochEnd", "Event", "Memory", "Start", "Step", "decode", "encode"]
 
-
-class Phases(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of one step went, in seconds; the fields add up to the step.
-
-    Attributes:
-        data: Waiting for the batch.
-        forward: Model and loss.
-        backward: Gradients, without the wait below.
-        communication: Waiting for gradients of other ranks; what backward hides is not in it.
-        optimizer: Updating the parameters.
-        other: The rest.
-    """
-
-    data: float
-    forward: float
-    backward: float
-    communication: float
-    optimizer: float
-    other: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """The whole step."""
-        return sum(getattr(self, name) for name in self.__struct_fields__)
+PHASES = ("data wait", "forward", "backward", "exposed communication", "optimizer", "other")
+"""Where the time of a step goes. Exposed communication is the wait for other ranks' gradients; what
+backward hides is not in it."""
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start", tag_field="dure_demo"):
@@ -50,11 +29,14 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start", tag_field="d
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="dure_demo"):
-    """A rank has taken a step; `loss` is the mean over its part of the batch."""
+    """A rank has taken a step; `loss` is the mean over its part of the batch.
+
+    `phases` are the seconds of each of `PHASES`, which add up to the step.
+    """
 
     step: int
     loss: float
-    phases: Phases
+    phases: dict[str, float]
 
 
 class EpochEnd(msgspec.Struct, frozen=True, kw_only=True, tag="epoch", tag_field="dure_demo"):
@@ -74,21 +56,16 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True, tag="memory", tag_field=
 
 
 Event = Start | Step | EpochEnd | Memory
-
 _decoder = msgspec.json.Decoder(Event)
-_MARK = '{"dure_demo":'
 
 
 def encode(event: Event) -> str:
-    """Return the line that stands for `event`."""
     return msgspec.json.encode(event).decode()
 
 
 def decode(line: str) -> Event | None:
     """Return the event a line stands for; None for ordinary output."""
-    if not line.startswith(_MARK):
-        return None
     try:
         return _decoder.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeError):
         return None

@@ -12,12 +12,12 @@ from pathlib import Path
 import dure
 from dure.cli import charts
 from dure.cli.charts import Axis, Bar, Series, line_chart, stacked_bars
-from dure.cli.demo.results import PHASES, Run, comparison
+from dure.cli.demo.events import PHASES
+from dure.cli.demo.results import Run, comparison
 from dure.cli.machine import machine
 
 __all__ = ["Ran", "write_report"]
 
-_SHORT = {"communication": "exposed comm."}
 _COLOURS = {
     "c0": ("#8a8f98", "#9aa0a8"),
     "c1": ("#1769c2", "#5aa4ee"),
@@ -32,12 +32,9 @@ _COLOURS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """What was run.
+    """What was run: the command line with every option spelled out, and the local time.
 
-    Attributes:
-        command: The command line, with every option spelled out.
-        when: Local date and time.
-        busy_cores: Hardware threads that other programs kept busy just before.
+    `busy_cores` are the hardware threads that other programs kept busy just before.
     """
 
     command: str
@@ -74,7 +71,6 @@ def write_report(path: Path, runs: Sequence[Run], ran: Ran) -> None:
 
 
 def _headline(runs: Sequence[Run]) -> str:
-    """Say in a sentence what came out."""
     last = runs[-1]
     accuracies = " and ".join(f"{run.accuracy or 0:.1%}" for run in runs)
     if len(runs) < 2:
@@ -126,7 +122,6 @@ def _notes(runs: Sequence[Run]) -> str:
 
 
 def _charts(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Draw every chart, as (title, SVG)."""
     seconds, loss = Axis("training time (s)"), Axis("training loss (nats)")
     by_time: list[Series] = []
     by_step: list[Series] = []
@@ -135,26 +130,22 @@ def _charts(runs: Sequence[Run]) -> list[tuple[str, str]]:
         by_time.append(Series(run.name, [(p.elapsed_s, mean) for p, mean in losses]))
         by_step.append(Series(run.name, [(p.step, mean) for p, mean in losses]))
     accuracies = [Series(run.name, run.accuracy_curve()) for run in runs]
-    percent = Axis("test accuracy", show=lambda value: f"{value:.0%}")
-    bars = [
-        Bar(run.way or run.name, [getattr(run.phases, name) * 1e3 for name in PHASES])
-        for run in runs
+    percent = Axis("test accuracy", "{:.0%}".format)
+    drawn = [
+        ("Loss by time", partial(line_chart, series=by_time, x=seconds, y=loss)),
+        ("Loss by step", partial(line_chart, series=by_step, x=Axis("step"), y=loss)),
+        ("Test accuracy by time", partial(line_chart, series=accuracies, x=seconds, y=percent)),
     ]
-    parts = [_SHORT.get(field, label) for field, label in PHASES.items()]
-    drawn = {
-        "Loss by time": partial(line_chart, series=by_time, x=seconds, y=loss),
-        "Loss by step": partial(line_chart, series=by_step, x=Axis("step"), y=loss),
-        "Test accuracy by time": partial(line_chart, series=accuracies, x=seconds, y=percent),
-        "Where a step's time goes": partial(
-            stacked_bars, parts=parts, bars=bars, x=Axis("mean time of a step (ms)")
-        ),
-    }
-    return [(title, draw(title)) for title, draw in drawn.items()]
+    out = [(title, draw(title)) for title, draw in drawn]
+    bars = [Bar(run.way or run.name, [run.phases[name] * 1e3 for name in PHASES]) for run in runs]
+    parts = [name.replace("communication", "comm.") for name in PHASES]
+    title = "Where a step's time goes"
+    return [*out, (title, stacked_bars(title, parts, bars, Axis("mean time of a step (ms)")))]
 
 
 def _what(runs: Sequence[Run], ran: Ran) -> list[tuple[str, str]]:
-    """List what was run, as (name, value)."""
     start = runs[0].start
+    walls = ", ".join(f"{run.name} {run.wall_s:.1f} s" for run in runs)
     pairs = [("Command", ran.command), ("Dure", dure.__version__)]
     if start is not None:
         last = runs[-1].start or start
@@ -164,11 +155,8 @@ def _what(runs: Sequence[Run], ran: Ran) -> list[tuple[str, str]]:
             ("Training", f"{start.steps:,} steps of {runs[0].batch_size} images, one core a rank"),
             ("Backend", last.backend),
         ]
-    pairs += [
-        (
-            "Wall time",
-            ", ".join(f"{run.name} {run.wall_s:.1f} s" for run in runs) + ", start to end",
-        ),
+    return [
+        *pairs,
+        ("Wall time", f"{walls}, start to end"),
         ("Python", platform.python_version()),
     ]
-    return pairs

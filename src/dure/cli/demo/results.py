@@ -10,24 +10,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
+from dure.cli.demo.events import PHASES, EpochEnd, Event, Memory, Start, Step
 
-from dure.cli.demo.events import EpochEnd, Event, Memory, Phases, Start, Step
-
-__all__ = ["PHASES", "Point", "Row", "Run", "common_target", "comparison"]
-
-PHASES = {
-    "data": "data wait",
-    "forward": "forward",
-    "backward": "backward",
-    "communication": "exposed communication",
-    "optimizer": "optimizer",
-    "other": "other",
-}
-"""The fields of `Phases`, and what tables call them."""
+__all__ = ["Point", "Row", "Run", "common_target", "comparison"]
 
 # A single step's loss is noisy; times are read off the mean of a few.
 _SMOOTH_STEPS = 11
@@ -35,19 +23,12 @@ _SMOOTH_STEPS = 11
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """The state of a run after a step.
-
-    Attributes:
-        step: Steps taken, from 1.
-        loss: Mean over the whole batch.
-        elapsed_s: Training time since the first step began, without evaluations.
-        phases: Where the step's time went; they add up to it.
-    """
+    """The state of a run after a step, of which `elapsed_s` leaves evaluations out."""
 
     step: int
     loss: float
     elapsed_s: float
-    phases: Phases
+    phases: dict[str, float]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,7 +36,6 @@ class Run:
     """One training job, as far as it has come.
 
     Attributes:
-        ranks: How many processes train.
         batch_size: Images a step, of all ranks together.
         start: What rank 0 said it would do; None until then.
         points: One for each step that all ranks have finished.
@@ -94,19 +74,20 @@ class Run:
 
     def _finish(self, steps: Sequence[Step]) -> None:
         """Add the point of a step that all ranks have reported."""
-        mean, slowest_s = _mean([s.phases for s in steps]), max(s.phases.total for s in steps)
+        phases = _mean([s.phases for s in steps])
+        slowest_s = max(sum(s.phases.values()) for s in steps)
+        phases["other"] += slowest_s - sum(phases.values())
         self.points.append(
             Point(
                 step=steps[0].step,
                 loss=statistics.fmean(s.loss for s in steps),
                 elapsed_s=self.train_s + slowest_s,
-                phases=msgspec.structs.replace(mean, other=mean.other + slowest_s - mean.total),
+                phases=phases,
             )
         )
 
     @property
     def name(self) -> str:
-        """What tables and legends call this run."""
         ranks = f"{self.ranks} rank" + ("s" if self.ranks != 1 else "")
         return f"{self.way}, {ranks}" if self.way else ranks
 
@@ -117,12 +98,10 @@ class Run:
 
     @property
     def train_s(self) -> float:
-        """Training time so far, in seconds."""
         return self.points[-1].elapsed_s if self.points else 0.0
 
     @property
     def images_per_s(self) -> float:
-        """Throughput of training so far."""
         return self.batch_size * len(self.points) / self.train_s if self.points else 0.0
 
     @property
@@ -131,14 +110,14 @@ class Run:
         return self.accuracies[-1][1] if self.accuracies else None
 
     @property
-    def phases(self) -> Phases:
+    def phases(self) -> dict[str, float]:
         """Seconds of each phase, mean over the steps so far; there must be one."""
         return _mean([p.phases for p in self.points])
 
     @property
     def communication_share(self) -> float:
         """Share of step time spent waiting for other ranks' gradients, from 0 to 1."""
-        waited = sum(p.phases.communication for p in self.points)
+        waited = sum(p.phases["exposed communication"] for p in self.points)
         return waited / self.train_s if self.train_s else 0.0
 
     def accuracy_curve(self) -> list[tuple[float, float]]:
@@ -158,6 +137,10 @@ class Run:
             if loss <= target:
                 return point.elapsed_s
         return None
+
+
+def _mean(phases: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: statistics.fmean(p[name] for p in phases) for name in PHASES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,18 +167,21 @@ def comparison(runs: Sequence[Run]) -> list[Row]:
     """Return the final table's rows; every run has finished, with a step at least."""
     target = common_target(runs)
     times = [run.time_to(target) or run.train_s for run in runs]
-    memory = [run.memory / 1e6 for run in runs if run.way]
-    return [
+    phases = [run.phases for run in runs]
+    steps_s = [sum(p.values()) for p in phases]
+    rows = [
         _row(f"time to training loss {target:.2g}", times, "{:.2f} s"),
         _row("images/s", [r.images_per_s for r in runs], "{:,.0f}", more_is_better=True),
-        _row("step time", [run.phases.total * 1e3 for run in runs], "{:.1f} ms"),
-        *(
-            Row(f"· {label}", tuple(_phase(run.phases, field) for run in runs))
-            for field, label in PHASES.items()
-        ),
-        *([_row("memory of all ranks", memory, "{:,.0f} MB")] if memory and all(memory) else []),
-        Row("test accuracy", tuple(map(_percent, runs)), _points(runs)),
+        _row("step time", [seconds * 1e3 for seconds in steps_s], "{:.1f} ms"),
     ]
+    for name in PHASES:
+        shares = [(p[name], p[name] / (s or 1.0)) for p, s in zip(phases, steps_s, strict=True)]
+        texts = (f"{seconds * 1e3:.2f} ms, {share:.0%}" for seconds, share in shares)
+        rows.append(Row(f"· {name}", tuple(texts)))
+    memory = [run.memory / 1e6 for run in runs if run.way]
+    if memory and all(memory):
+        rows.append(_row("memory of all ranks", memory, "{:,.0f} MB"))
+    return [*rows, _accuracy(runs)]
 
 
 def _row(label: str, values: Sequence[float], form: str, *, more_is_better: bool = False) -> Row:
@@ -206,29 +192,11 @@ def _row(label: str, values: Sequence[float], form: str, *, more_is_better: bool
     return Row(label, tuple(form.format(v) for v in values), gain)
 
 
-def _phase(phases: Phases, field: str) -> str:
-    """Return a phase's time, and its share of the step."""
-    seconds = getattr(phases, field)
-    return f"{seconds * 1e3:.2f} ms, {seconds / (phases.total or 1.0):.0%}"
-
-
-def _percent(run: Run) -> str:
-    return "" if run.accuracy is None else f"{run.accuracy:.1%}"
-
-
-def _points(runs: Sequence[Run]) -> str:
-    first, last = runs[0].accuracy, runs[-1].accuracy
-    if len(runs) < 2 or first is None or last is None:
-        return ""
+def _accuracy(runs: Sequence[Run]) -> Row:
+    known = [run.accuracy for run in runs if run.accuracy is not None]
+    values = tuple("" if run.accuracy is None else f"{run.accuracy:.1%}" for run in runs)
+    if len(known) < 2 or len(known) < len(runs):
+        return Row("test accuracy", values)
     # Of the figures as they are shown; + 0.0: never "-0.0".
-    gain = round(round(last * 100, 1) - round(first * 100, 1), 1) + 0.0
-    return f"{gain:+.1f} points"
-
-
-def _mean(phases: Sequence[Phases]) -> Phases:
-    return Phases(
-        **{
-            name: statistics.fmean(getattr(p, name) for p in phases)
-            for name in Phases.__struct_fields__
-        }
-    )
+    gain = round(round(known[-1] * 100, 1) - round(known[0] * 100, 1), 1) + 0.0
+    return Row("test accuracy", values, f"{gain:+.1f} points")

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Subset
 
 import dure as dist
 from dure import fsdp
-from dure.cli.demo.events import EpochEnd, Event, Memory, Phases, Start, Step, encode
+from dure.cli.demo.events import PHASES, EpochEnd, Event, Memory, Start, Step, encode
 from dure.data import DistributedSampler, ImageData, load_digits, load_idx
 from dure.errors import UsageError
 
@@ -61,7 +61,6 @@ def build_model(side: int, num_classes: int, width: int = 64, hidden: int = 0) -
 
 
 def main() -> None:
-    """Join the job, train, leave."""
     options = parse_options()
     torch.set_num_threads(1)  # one core a rank: more ranks, not more threads, make it faster
     dist.init_process_group(options.backend)
@@ -107,12 +106,10 @@ def train(options: argparse.Namespace, data: ImageData, report: Report) -> None:
 
 
 def replicate(model: nn.Module) -> nn.Module:
-    """Give every rank the model, and average gradients."""
     return dist.DistributedDataParallel(model) if dist.get_world_size() > 1 else model
 
 
 def shard(model: nn.Sequential) -> nn.Module:
-    """Divide parameters, gradients and optimizer state over the ranks."""
     for layer in model:
         if isinstance(layer, nn.Conv2d | nn.Linear):
             fsdp.fully_shard(layer)
@@ -133,7 +130,7 @@ def run_epoch(
     optimizer: torch.optim.Optimizer,
     batches: Batches,
     meter: dist.StepMeter,
-) -> Iterator[tuple[float, Phases]]:
+) -> Iterator[tuple[float, dict[str, float]]]:
     """Take one step a batch; yield its loss, and where its time went."""
     for pixels, labels in meter.batches(batches):
         loss = F.cross_entropy(model(normalize(pixels)), labels, label_smoothing=0.05)
@@ -141,19 +138,9 @@ def run_epoch(
         loss.backward()
         optimizer.step()
         meter.end_step()  # what the caller does with the loss is no part of it
-        yield loss.item(), phases_of(meter.last)
-
-
-def phases_of(step: dist.StepSplit) -> Phases:
-    """Return a step as the demo tells of it."""
-    return Phases(
-        data=step.data_wait_s,
-        forward=step.forward_s,
-        backward=step.backward_s,
-        communication=step.exposed_comm_s,
-        optimizer=step.optimizer_s,
-        other=step.other_s,
-    )
+        took = meter.last
+        work = (took.data_wait_s, took.forward_s, took.backward_s, took.exposed_comm_s)
+        yield loss.item(), dict(zip(PHASES, (*work, took.optimizer_s, took.other_s), strict=True))
 
 
 def normalize(pixels: torch.Tensor) -> torch.Tensor:
@@ -180,7 +167,6 @@ def evaluate(model: nn.Module, data: ImageData) -> float:
 def describe(
     data: ImageData, model: nn.Module, train_images: int, steps: int, steps_per_epoch: int
 ) -> Start:
-    """Say what is about to be trained."""
     height, width = data.train.pixels.shape[-2:]
     return Start(
         data=data.name,
@@ -196,18 +182,15 @@ def describe(
 
 
 def tell_by_line(event: Event) -> None:
-    """Print what `dure demo` reads."""
     print(encode(event), flush=True)
 
 
 def tell_a_person(event: Event) -> None:
-    """Print each epoch's accuracy, once."""
     if isinstance(event, EpochEnd) and dist.get_rank() == 0:
         print(f"epoch {event.epoch}: test accuracy {event.accuracy:.2%}", flush=True)
 
 
 def parse_options() -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(description="Train a small convolutional network.")
     parser.add_argument("--data", type=Path, help="directory of IDX files; default: digits")
     parser.add_argument("--epochs", type=int, default=20)
