@@ -4,7 +4,6 @@
 
 A fault happens once, in the process that was started first under that rank, at one of
 
-    enter      before it says in the store that it has come
     step N     before the gradients of the step after step N are averaged
     staged N   when commit N is staged on this rank, and not yet agreed on
     agree N    before it agrees on view N with the others
@@ -13,6 +12,7 @@ A fault happens once, in the process that was started first under that rank, at 
 and "do" is a signal to itself, or "WAKE" (SIGCONT to all).
 
 With ELASTIC_WAIT the ranks wait after half of the steps, committing, until they are so many again.
+Tests of thread-ranks train with the same functions.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -32,7 +33,6 @@ from dure.data import DataLoader
 from dure.elastic import Options, State
 from dure.elastic.membership import Membership
 from dure.elastic.snapshot import Snapshot
-from dure.elastic.views import View
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 120, 12, 2
 STEPS = EPOCHS * SAMPLES // GLOBAL_BATCH
@@ -62,7 +62,7 @@ def make_state() -> State:
     return State(model=model, optimizer=optimizer, epoch=0, steps=0, seen=seen)
 
 
-def train(state: State) -> list[float]:
+def train(state: State, at_step: Callable[[int], object] | None = None) -> list[float]:
     """Train in batches that are the same, all ranks together, for any number of ranks."""
     model = dure.DistributedDataParallel(state.model) if dure.get_world_size() > 1 else state.model
     pids: list[Any] = [None] * dure.get_world_size()
@@ -75,6 +75,8 @@ def train(state: State) -> list[float]:
         for index, x in state.loader:
             state.optimizer.zero_grad()
             loss = model(x).square().mean()
+            if at_step is not None:
+                at_step(state.steps)
             fault("step", state.steps)
             loss.backward()
             state.optimizer.step()
@@ -86,17 +88,13 @@ def train(state: State) -> list[float]:
             state.commit()
             wait_for_others(state)
         state.epoch += 1
-    return weights(state)
+    return torch.cat([p.detach().flatten() for p in state.model.parameters()]).tolist()
 
 
 def wait_for_others(state: State) -> None:
     while state.steps == STEPS // 2 and dure.get_world_size() < _WAIT:
         time.sleep(0.01)  # leaves the cores to those that start
         state.commit()
-
-
-def weights(state: State) -> list[float]:
-    return torch.cat([p.detach().flatten() for p in state.model.parameters()]).tolist()
 
 
 # ---- faults ------------------------------------------------------------------------------------
@@ -107,11 +105,10 @@ _PIDS: set[int] = set()
 _FIRST = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
 
-def fault(point: str, number: int | None = None) -> None:
+def fault(point: str, number: int) -> None:
     """Let happen what is to happen at this point."""
-    at = point if number is None else f"{point} {number}"
     for one in list(_FAULTS):
-        if one["rank"] == int(os.environ.get("RANK", "-1")) and one["at"] == at and _FIRST:
+        if _FIRST and one["rank"] == int(os.environ["RANK"]) and one["at"] == f"{point} {number}":
             _FAULTS.remove(one)
             if one["do"] == "WAKE":
                 for pid in _PIDS:
@@ -120,35 +117,26 @@ def fault(point: str, number: int | None = None) -> None:
                 os.kill(os.getpid(), getattr(signal, f"SIG{one['do']}"))
 
 
-def plant() -> None:
-    """Put the points of faults into the code that is tested."""
-    enter, announce, keys_of = Membership.enter, Membership.announce, Membership.keys_of
-    take = Snapshot.take
+def plant(kind: Any, method: str, point: str, number_of: Callable[..., int]) -> None:
+    """Put a point of faults before a method of the code that is tested, or after a snapshot's."""
+    real = getattr(kind, method)
 
-    def faulty_enter(self: Membership) -> View:
-        fault("enter")
-        return enter(self)
+    def faulty(self: Any, *args: Any) -> Any:
+        if kind is not Snapshot:
+            fault(point, number_of(*args))
+        result = real(self, *args)
+        if kind is Snapshot:
+            fault(point, number_of(*args))
+        return result
 
-    def faulty_announce(self: Membership, last: View, progress: Any) -> None:
-        fault("agree", last.number + 1)
-        announce(self, last, progress)
-
-    def faulty_keys_of(self: Membership, view: View) -> Any:
-        fault("form", view.number)
-        return keys_of(self, view)
-
-    def faulty_take(self: Snapshot, parts: Any, values: Any, step: int) -> None:
-        take(self, parts, values, step)
-        fault("staged", step)
-
-    Membership.enter, Membership.announce = faulty_enter, faulty_announce
-    Membership.keys_of = faulty_keys_of
-    Snapshot.take = faulty_take
+    setattr(kind, method, faulty)
 
 
 def main() -> None:
     """Train, and tell how it went, as one line of JSON."""
-    plant()
+    plant(Membership, "announce", "agree", lambda last, progress: last.number + 1)
+    plant(Membership, "keys_of", "form", lambda view: view.number)
+    plant(Snapshot, "take", "staged", lambda parts, values, step: step)
     state = make_state()
     limit = timedelta(seconds=float(os.environ.get("ELASTIC_TIMEOUT_S", "60")))
     options = Options(enough_s=20, timeout=limit)
@@ -160,9 +148,7 @@ def main() -> None:
         "weights": result,
         "once": bool((state.seen == 1).all()),
         "steps": state.steps,
-        "commits": state.commits,
-        "recoveries": [[r.lost, r.joined, r.step] for r in state.recoveries],
-        "slowest_s": max([r.total_s for r in state.recoveries], default=0.0),
+        "recoveries": [[r.lost, r.joined] for r in state.recoveries],
     }
     print(f"RESULT {json.dumps(told)}", flush=True)
 
