@@ -98,7 +98,7 @@ VARIABLES: dict[str, Variable] = {
             name="DURE_FSDP_STRATEGY",
             meaning="shared or gathered: how fully_shard makes parameters whole; else it chooses",
         ),
-        Variable(name="DURE_INSECURE", meaning="1: let strangers join, without a key (loudly)"),
+        Variable(name="DURE_INSECURE", meaning="1: let unauthenticated peers join (loudly)"),
         Variable(name="DURE_BACKEND", meaning="backend used where the program names none"),
         Variable(
             name="DURE_HOST_ID",

@@ -20,7 +20,7 @@ from dure.fsdp import fully_shard, strategy
 from dure.tensor import DTensor
 from dure.training.memory import give_back_freed
 from procs import torch_ranks
-from procs.shm_ranks import Seat
+from procs.shm_ranks import Slot
 
 STEPS = 4
 
@@ -80,17 +80,17 @@ def trains_as_one(rank: int, n: int, way: str, replicas: int = 1) -> tuple[list[
     return losses, far
 
 
-def loses_one(seat: Seat, way: str, phase: str) -> tuple[str, list[str]]:
+def loses_one(slot: Slot, way: str, phase: str) -> tuple[str, list[str]]:
     """Rank 1 is killed in a phase of the third step; return what rank 0 is told."""
     dist.init_process_group(
-        "shm", init_method=f"file://{seat.path}", rank=seat.rank, world_size=seat.size
+        "shm", init_method=f"file://{slot.path}", rank=slot.rank, world_size=slot.size
     )
     model = _sharded(way)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     dying = False
 
     def die(*_: object) -> None:
-        if dying and seat.rank == 1:
+        if dying and slot.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
     if phase == "step":

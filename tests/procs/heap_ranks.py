@@ -15,7 +15,7 @@ from dure import symmetric_memory
 from dure.comm import functional
 from dure.comm import memory as heap
 from dure.errors import CommTimeout, PeerLost, ShapeError, UsageError
-from procs.shm_ranks import Seat
+from procs.shm_ranks import Slot
 
 STAGED_BYTES = 2 << 20
 """More than any operation below could copy without staging showing in the segment's memory."""
@@ -173,18 +173,18 @@ def parts_of_one_node_shared_tensor(rank: int, n: int) -> None:
     dist.barrier()
 
 
-def _join(seat: Seat) -> None:
+def _join(slot: Slot) -> None:
     dist.init_process_group(
-        "shm", init_method=f"file://{seat.path}", rank=seat.rank, world_size=seat.size
+        "shm", init_method=f"file://{slot.path}", rank=slot.rank, world_size=slot.size
     )
 
 
-def dies_while_it_is_waited_for(seat: Seat) -> int:
-    _join(seat)
+def dies_while_it_is_waited_for(slot: Slot) -> int:
+    _join(slot)
     memory = symmetric_memory.rendezvous(symmetric_memory.empty(8))
     memory.barrier()
-    last = seat.size - 1
-    if seat.rank == last:
+    last = slot.size - 1
+    if slot.rank == last:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(PeerLost) as lost:
         memory.wait_signal(last)
@@ -193,7 +193,7 @@ def dies_while_it_is_waited_for(seat: Seat) -> int:
     return lost.value.peer
 
 
-def written_after_it_failed(seat: Seat) -> bool | None:
+def written_after_it_failed(slot: Slot) -> bool | None:
     """Rank 1 uses its tensor again while rank 2, kept from its core in the call, goes on later.
 
     A thread of rank 1 watches rank 2's slice of rank 1's tensor. When the first result comes, rank
@@ -201,14 +201,14 @@ def written_after_it_failed(seat: Seat) -> bool | None:
     What rank 1 then writes into its tensor must stay, though rank 2 goes on. None: rank 2 had
     written all of its slice before it was stopped.
     """
-    _join(seat)
+    _join(slot)
     count = 48 << 20
     x = dist.shared_empty(count)
     x.fill_(1.0)
-    table = torch.empty(seat.size, dtype=torch.int64)
+    table = torch.empty(slot.size, dtype=torch.int64)
     dist.all_gather_single(table, torch.tensor([os.getpid()]))
     pids = table.tolist()
-    begin = 2 * (count // seat.size) + 4096  # in rank 2's slice, near where it begins
+    begin = 2 * (count // slot.size) + 4096  # in rank 2's slice, near where it begins
     values = x.numpy()
 
     def stop_rank_2() -> None:
@@ -219,15 +219,15 @@ def written_after_it_failed(seat: Seat) -> bool | None:
 
     watcher = threading.Thread(target=stop_rank_2)
     dist.barrier()
-    if seat.rank == 1:
+    if slot.rank == 1:
         watcher.start()
     with pytest.raises(PeerLost) as lost:
         dist.all_reduce(x)
     assert lost.value.peer == 0
-    if seat.rank == 2:
+    if slot.rank == 2:
         return True
     watcher.join()
-    missed = values[3 * (count // seat.size) - 4096] != 1.0
+    missed = values[3 * (count // slot.size) - 4096] != 1.0
     x.fill_(7.0)
     os.kill(pids[2], signal.SIGCONT)
     if missed:

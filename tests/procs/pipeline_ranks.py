@@ -15,7 +15,7 @@ import dure.pipelining as ours
 from dure.errors import PeerLost
 from dure.fsdp import fully_shard
 from procs import torch_ranks
-from procs.shm_ranks import Seat
+from procs.shm_ranks import Slot
 from ranks.pipeline_models import (
     CPU,
     SCHEDULES,
@@ -118,15 +118,15 @@ def trains_shards_as_one(rank: int) -> float:
     return max(float((w.full_tensor() - expected[n]).abs().max()) for n, w in weights.items())
 
 
-def loses_one(seat: Seat, backend: str, hosts: str) -> tuple[int | None, str, str]:
+def loses_one(slot: Slot, backend: str, hosts: str) -> tuple[int | None, str, str]:
     """Rank 1 is killed in the backward of microbatch 2; return what the others are told."""
-    os.environ["DURE_HOST_ID"] = hosts[seat.rank]
+    os.environ["DURE_HOST_ID"] = hosts[slot.rank]
     dure.init_process_group(
-        backend, init_method=f"file://{seat.path}", rank=seat.rank, world_size=seat.size
+        backend, init_method=f"file://{slot.path}", rank=slot.rank, world_size=slot.size
     )
-    pipeline = Pipeline("1f1b", seat.rank, seat.size, dense(seat.size), 4)
+    pipeline = Pipeline("1f1b", slot.rank, slot.size, dense(slot.size), 4)
     pipeline.step(*batches(1)[0])
-    if seat.rank == 1:
+    if slot.rank == 1:
         calls: list[int] = []
 
         def on_backward(*_: Any) -> None:

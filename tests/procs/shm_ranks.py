@@ -25,7 +25,7 @@ _TEST_S = 100.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class Slot:
     """What a rank is told."""
 
     rank: int
@@ -44,12 +44,12 @@ class Seat:
         )
 
 
-def serve_from_rank_0(seat: Seat, run: str) -> None:
+def serve_from_rank_0(slot: Slot, run: str) -> None:
     """Set the environment of a job on one host that no launcher of Dure's started."""
     os.environ.update(
-        RANK=str(seat.rank),
-        WORLD_SIZE=str(seat.size),
-        LOCAL_WORLD_SIZE=str(seat.size),
+        RANK=str(slot.rank),
+        WORLD_SIZE=str(slot.size),
+        LOCAL_WORLD_SIZE=str(slot.size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="29500",  # nobody listens there
         TORCHELASTIC_USE_AGENT_STORE="True",
@@ -57,16 +57,16 @@ def serve_from_rank_0(seat: Seat, run: str) -> None:
     )
 
 
-def _main(seat: Seat, fn: Callable[..., object], args: Sequence[object], out: Connection) -> None:
+def _main(slot: Slot, fn: Callable[..., object], args: Sequence[object], out: Connection) -> None:
     torch.set_num_threads(1)
     try:
-        out.send(fn(seat, *args))
+        out.send(fn(slot, *args))
     except BaseException as error:
         out.send(error)
 
 
 class Ranks:
-    """Processes that run `fn(seat, *args)`; what they return, or raise, is in `results`."""
+    """Processes that run `fn(slot, *args)`; what they return, or raise, is in `results`."""
 
     def __init__(
         self, n: int, folder: Path, fn: Callable[..., object], *args: object, timeout_s: float = 60
@@ -77,8 +77,8 @@ class Ranks:
         self.processes = []
         for rank in range(n):
             here, there = context.Pipe()
-            seat = Seat(rank=rank, size=n, path=str(folder / "store"), timeout_s=timeout_s)
-            process = context.Process(target=_main, args=(seat, fn, args, there), daemon=True)
+            slot = Slot(rank=rank, size=n, path=str(folder / "store"), timeout_s=timeout_s)
+            process = context.Process(target=_main, args=(slot, fn, args, there), daemon=True)
             process.start()
             there.close()
             self._ends.append(here)
@@ -141,6 +141,6 @@ class Named:
         return call
 
 
-def join(seat: Seat, store: Store | None = None) -> Named:
+def join(slot: Slot, store: Store | None = None) -> Named:
     """Join the group."""
-    return Named(create(seat.options(store)))
+    return Named(create(slot.options(store)))

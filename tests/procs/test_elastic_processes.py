@@ -28,7 +28,7 @@ from procs import etcd
 from procs.launching import Launching, wait_for_lines
 from procs.launching import launching as _launching
 from procs.programs.elastic_job import STEPS, make_state, train
-from procs.shm_ranks import Ranks, Seat, serve_from_rank_0
+from procs.shm_ranks import Ranks, Slot, serve_from_rank_0
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
 
@@ -121,19 +121,19 @@ def test_the_living_go_on(
     check(told, set(range(nproc)) - {rank for rank, _, _ in faults}, expected)
 
 
-def _loses_the_store(seat: Seat, name: str) -> tuple[str, str]:
+def _loses_the_store(slot: Slot, name: str) -> tuple[str, str]:
     """Train where rank 0 serves the store, for no launcher does; rank 0 is killed."""
-    serve_from_rank_0(seat, name)
+    serve_from_rank_0(slot, name)
 
     def train_on(state: State) -> None:
         while True:
-            if seat.rank == 0 and state.commits == 3:
+            if slot.rank == 0 and state.commits == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
             state.commit()
 
     with pytest.raises(StoreLost) as caught:
         dure.elastic.run(train_on, State())
-    assert caught.value.rank == seat.rank
+    assert caught.value.rank == slot.rank
     return type(caught.value.__cause__).__name__, caught.value.fix
 
 
@@ -145,21 +145,21 @@ def test_without_a_launcher_the_death_of_rank_0_ends_the_job_with_what_to_do(tmp
             assert "checkpoint" in fix and "dure run" in fix and "etcd" in fix
 
 
-def _trains_over_etcd(seat: Seat, names: str, member: int) -> tuple[int, list[tuple[int, int]]]:
+def _trains_over_etcd(slot: Slot, names: str, member: int) -> tuple[int, list[tuple[int, int]]]:
     """Train while a member of etcd dies, and then rank 0."""
     store = EtcdStore.from_url(f"etcd://{names}/elastic", timedelta(seconds=20))
 
     def train_on(state: State) -> int:
         while state.commits < 8:
-            if seat.rank == 1 and state.commits == 2:
+            if slot.rank == 1 and state.commits == 2:
                 os.kill(member, signal.SIGKILL)
-            if seat.rank == 0 and state.commits == 4:
+            if slot.rank == 0 and state.commits == 4:
                 os.kill(os.getpid(), signal.SIGKILL)
             state.commit()
         return state.commits
 
     state = State()
-    options = dure.elastic.Options(store=store, rank=seat.rank, world_size=seat.size)
+    options = dure.elastic.Options(store=store, rank=slot.rank, world_size=slot.size)
     commits = dure.elastic.run(train_on, state, options)
     store.close()
     return commits or 0, [(r.lost, r.joined) for r in state.recoveries]

@@ -13,7 +13,7 @@ import dure as dist
 from dure.fsdp import OffloadPolicy, fully_shard, strategy
 from dure.native import available as native_available
 from procs.cgroups import MemoryLimit, limited
-from procs.shm_ranks import Ranks, Seat
+from procs.shm_ranks import Ranks, Slot
 
 pytestmark = pytest.mark.skipif(
     not native_available()[0], reason=native_available()[1] or "no engine"
@@ -36,9 +36,9 @@ def _loss(model: nn.Module, step: int) -> torch.Tensor:
     return model(torch.randn(4, WIDTH, generator=generator)).square().mean()
 
 
-def _train(seat: Seat, way: str, limit: MemoryLimit, folder: str | None) -> list[float]:
+def _train(slot: Slot, way: str, limit: MemoryLimit, folder: str | None) -> list[float]:
     dist.init_process_group(
-        "shm", init_method=f"file://{seat.path}", rank=seat.rank, world_size=seat.size
+        "shm", init_method=f"file://{slot.path}", rank=slot.rank, world_size=slot.size
     )
     limit.join()
     with torch.device("meta"):
@@ -50,7 +50,7 @@ def _train(seat: Seat, way: str, limit: MemoryLimit, folder: str | None) -> list
     model.to_empty(device="cpu")
     for number, parameter in enumerate(model.parameters()):
         sharded: Any = parameter
-        sharded.part.copy_(_layer(number).chunk(seat.size)[seat.rank])
+        sharded.part.copy_(_layer(number).chunk(slot.size)[slot.rank])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses: list[float] = []
     for step in range(STEPS):

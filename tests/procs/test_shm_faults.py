@@ -15,7 +15,7 @@ import torch
 from dure.comm.ops import ReduceOp
 from dure.errors import Aborted, CommError, CommTimeout, Desync, PeerLost
 from dure.native import available
-from procs.shm_ranks import Ranks, Seat, join
+from procs.shm_ranks import Ranks, Slot, join
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
 
@@ -41,12 +41,12 @@ def _caught(call) -> tuple[CommError, float]:
 # ---- death ---------------------------------------------------------------------------------------
 
 
-def _dies(seat: Seat, count: int, how: str):
-    backend = join(seat)
+def _dies(slot: Slot, count: int, how: str):
+    backend = join(slot)
     x = torch.ones(count)
     for _ in range(3):
         backend.all_reduce(x, SUM, False)
-    if seat.rank == 1:
+    if slot.rank == 1:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         match how:
             case "exits":
@@ -78,10 +78,10 @@ def test_dead_rank_is_lost_on_all_of_3_ranks(tmp_path, how, count):
                 assert error.exit in (None, FATES[how])
 
 
-def _forks_and_dies(seat: Seat):
-    backend = join(seat)
+def _forks_and_dies(slot: Slot):
+    backend = join(slot)
     x = torch.ones(4)
-    if seat.rank == 1:
+    if slot.rank == 1:
         if os.fork() == 0:
             os._exit(0)  # takes nothing of its parent's with it
         os.wait()
@@ -108,10 +108,10 @@ def test_forked_child_neither_is_nor_keeps_its_rank_of_3(tmp_path):
             assert took < SOON_S
 
 
-def _dies_while_awaited(seat: Seat):
-    backend = join(seat)
+def _dies_while_awaited(slot: Slot):
+    backend = join(slot)
     x = torch.zeros(4)
-    if seat.rank == 1:
+    if slot.rank == 1:
         backend.send(x, 0, 0, False)
         os._exit(0)
     backend.recv(x, 1, 0, False)  # was sent before the death
@@ -129,12 +129,12 @@ def test_receive_from_a_dead_rank_is_lost_on_2_ranks(tmp_path):
 # ---- silence -------------------------------------------------------------------------------------
 
 
-def _stops(seat: Seat, operation: str):
-    backend = join(seat)
+def _stops(slot: Slot, operation: str):
+    backend = join(slot)
     x = torch.ones(200_000)
     backend.all_reduce(x, SUM, False)
     backend.set_timeout(timedelta(seconds=1))  # all had the time to come
-    if seat.rank == 1:
+    if slot.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     if operation == "async":
         request = backend.all_reduce(x, SUM, True)
@@ -157,11 +157,11 @@ def test_stopped_rank_is_missing_at_the_timeout_of_3_ranks(tmp_path, operation):
         assert isinstance(late, CommTimeout)
 
 
-def _is_elsewhere(seat: Seat, calls: int):
-    backend = join(seat)
+def _is_elsewhere(slot: Slot, calls: int):
+    backend = join(slot)
     for _ in range(calls):
         backend.all_reduce(torch.ones(4), SUM, False)
-    if seat.rank == 1:
+    if slot.rank == 1:
         _caught(lambda: backend.recv(torch.ones(4), 0, 0, False))  # the line that is told
         return None
     backend.set_timeout(timedelta(seconds=1.5))
@@ -183,12 +183,12 @@ def test_absent_rank_tells_its_line_at_the_timeout_of_3_ranks(tmp_path, calls):
             assert (f"all_reduce #{calls}" in where) == (calls > 0)
 
 
-def _receives_nothing(seat: Seat):
-    backend = join(seat)
-    if seat.rank == 0:
-        backend.set_timeout(timedelta(seconds=seat.timeout_s / 100))
+def _receives_nothing(slot: Slot):
+    backend = join(slot)
+    if slot.rank == 0:
+        backend.set_timeout(timedelta(seconds=slot.timeout_s / 100))
         error = _caught(lambda: backend.recv(torch.zeros(3), 1, 0, False))[0]
-        backend.set_timeout(timedelta(seconds=seat.timeout_s))
+        backend.set_timeout(timedelta(seconds=slot.timeout_s))
         backend.barrier(False)
         return error
     backend.barrier(False)
@@ -233,11 +233,11 @@ PAIRS = {
 }
 
 
-def _differs(seat: Seat, kind: str, count: int):
-    backend = join(seat)
-    x = torch.arange(count, dtype=torch.float32) + seat.rank
+def _differs(slot: Slot, kind: str, count: int):
+    backend = join(slot)
+    x = torch.arange(count, dtype=torch.float32) + slot.rank
     before = x.clone()
-    error, took = _caught(lambda: PAIRS[kind][seat.rank == 1](backend, x))
+    error, took = _caught(lambda: PAIRS[kind][slot.rank == 1](backend, x))
     later = _caught(lambda: backend.barrier(False))[0]
     return error, took, later, torch.equal(x, before)
 
@@ -261,9 +261,9 @@ def test_different_calls_are_told_to_all_of_3_ranks_before_data_change(tmp_path,
 # ---- leaving -------------------------------------------------------------------------------------
 
 
-def _leaves(seat: Seat):
-    backend = join(seat)
-    if seat.rank == 1:
+def _leaves(slot: Slot):
+    backend = join(slot)
+    if slot.rank == 1:
         return backend.close(False)
     return _caught(lambda: backend.all_reduce(torch.ones(5), SUM, False))[0]
 
@@ -276,9 +276,9 @@ def test_rank_that_left_is_lost_on_3_ranks(tmp_path):
             assert error.peer == 1
 
 
-def _is_aborted(seat: Seat):
-    backend = join(seat)
-    if seat.rank == 1:
+def _is_aborted(slot: Slot):
+    backend = join(slot)
+    if slot.rank == 1:
         backend.barrier(False)
         backend.recv(torch.zeros(1), 0, 0, False)
         return _caught(lambda: backend.recv(torch.zeros(1), 0, 5, False))[0]  # until it has gone
@@ -304,10 +304,10 @@ def test_closing_aborts_what_is_pending_on_2_ranks(tmp_path):
         assert isinstance(ranks.result(1), PeerLost)
 
 
-def _is_interrupted(seat: Seat, operation: str):
-    backend = join(seat)
+def _is_interrupted(slot: Slot, operation: str):
+    backend = join(slot)
     x = torch.ones(3)
-    if seat.rank == 0:
+    if slot.rank == 0:
         backend.barrier(False)
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         began = time.monotonic()
@@ -337,16 +337,16 @@ def test_interrupt_ends_a_wait_of_2_ranks(tmp_path, operation):
 # ---- drills --------------------------------------------------------------------------------------
 
 
-def _works_until_killed(seat: Seat, after_s: float):
-    backend = join(seat)
-    if seat.rank == 1:
+def _works_until_killed(slot: Slot, after_s: float):
+    backend = join(slot)
+    if slot.rank == 1:
         threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
     x, y = torch.ones(100_000), torch.empty(100_000)
     try:
         while True:
             backend.all_reduce(x, SUM, False)
-            request = backend.recv(y, (seat.rank - 1) % seat.size, 0, True)
-            backend.send(x, (seat.rank + 1) % seat.size, 0, False)
+            request = backend.recv(y, (slot.rank - 1) % slot.size, 0, True)
+            backend.send(x, (slot.rank + 1) % slot.size, 0, False)
             request.wait()
             x.fill_(1.0)
             backend.barrier(False)

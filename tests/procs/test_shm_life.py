@@ -13,7 +13,7 @@ from dure.errors import RendezvousError, RendezvousTimeout
 from dure.native import available
 from dure.store.file import FileStore
 from dure.store.prefix import PrefixStore
-from procs.shm_ranks import Ranks, Seat, descriptors, join, mapped_segments
+from procs.shm_ranks import Ranks, Slot, descriptors, join, mapped_segments
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
 
@@ -26,9 +26,9 @@ class _Misled(FileStore):
         return b"%d:0:1" % os.getpid() if key == "shm/segment" else value
 
 
-def _cannot_map(seat: Seat):
+def _cannot_map(slot: Slot):
     try:
-        join(seat, _Misled(seat.path, -1) if seat.rank == 1 else None)
+        join(slot, _Misled(slot.path, -1) if slot.rank == 1 else None)
     except RendezvousError as error:
         return error
     return None
@@ -42,11 +42,11 @@ def test_rank_that_cannot_map_is_refused_on_all_of_3_ranks(tmp_path):
             assert "rank 1" in error.seen
 
 
-def _stays_away(seat: Seat):
-    if seat.rank == 2:
+def _stays_away(slot: Slot):
+    if slot.rank == 2:
         return None
     try:
-        join(seat)
+        join(slot)
     except RendezvousTimeout as error:
         return error
     return None
@@ -61,11 +61,11 @@ def test_rank_that_never_comes_is_named_on_the_others_of_3(tmp_path):
             assert error.came == (0, 1)
 
 
-def _opens_and_closes(seat: Seat, rounds: int):
-    store = FileStore(seat.path, -1)
+def _opens_and_closes(slot: Slot, rounds: int):
+    store = FileStore(slot.path, -1)
     seen = []
     for k in range(rounds):
-        backend = join(seat, PrefixStore(str(k), store))
+        backend = join(slot, PrefixStore(str(k), store))
         x = torch.ones(200_000)
         request = backend.all_reduce(x, ReduceOp.SUM, True)
         assert request is not None
@@ -73,10 +73,10 @@ def _opens_and_closes(seat: Seat, rounds: int):
         shared = backend.allocate(1 << 20, False).view(torch.float32)
         shared.fill_(1)
         backend.all_reduce(shared, ReduceOp.SUM, False)
-        backend.send(x[:1].clone(), seat.rank, 0, False)
-        backend.recv(x[:1], seat.rank, 0, True).wait()
+        backend.send(x[:1].clone(), slot.rank, 0, False)
+        backend.recv(x[:1], slot.rank, 0, True).wait()
         backend.close(False)
-        assert shared[-1] == seat.size  # memory lives as long as its tensor
+        assert shared[-1] == slot.size  # memory lives as long as its tensor
         del shared
         seen.append((descriptors(), len(mapped_segments()), len(os.listdir("/proc/self/task"))))
     return seen
@@ -90,9 +90,9 @@ def test_groups_that_come_and_go_leave_nothing_on_2_ranks(tmp_path):
             assert len({(files, threads) for files, _, threads in seen[2:]}) == 1
 
 
-def _names_in_shared_memory(seat: Seat):
+def _names_in_shared_memory(slot: Slot):
     before = set(os.listdir("/dev/shm"))
-    backend = join(seat)
+    backend = join(slot)
     backend.allocate(4096, False)
     backend.barrier(False)
     mine = [n for n in set(os.listdir("/dev/shm")) - before if "dure" in n]
@@ -105,14 +105,14 @@ def test_segments_have_no_name_that_could_leak(tmp_path):
         assert ranks.values() == [[], []]
 
 
-def _is_idle(seat: Seat):
-    backend = join(seat)
+def _is_idle(slot: Slot):
+    backend = join(slot)
     x = torch.ones(1000)
     request = backend.all_reduce(x, ReduceOp.SUM, True)
     assert request is not None
     request.wait()
-    backend.recv(x[:1], seat.rank, 0, True)
-    backend.send(x[:1].clone(), seat.rank, 0, False)
+    backend.recv(x[:1], slot.rank, 0, True)
+    backend.send(x[:1].clone(), slot.rank, 0, False)
     backend.barrier(False)
     used = _switches()
     time.sleep(0.25)  # what is measured: many slices of a thread that waits

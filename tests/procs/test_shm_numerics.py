@@ -7,7 +7,7 @@ import torch
 
 from dure.comm.ops import ReduceOp
 from dure.native import available
-from procs.shm_ranks import Ranks, Seat, join
+from procs.shm_ranks import Ranks, Slot, join
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
 
@@ -19,13 +19,13 @@ def _noise(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(count, generator=random) * 10 ** (rank % 4)).to(dtype)
 
 
-def _sums(seat: Seat, dtype: torch.dtype):
+def _sums(slot: Slot, dtype: torch.dtype):
     """Return for each count: the sum made in four ways, which must be one."""
-    backend = join(seat)
+    backend = join(slot)
     shared = backend.allocate(max(COUNTS) * dtype.itemsize, False).view(dtype)
     out = []
     for count in COUNTS:
-        plain = _noise(seat.rank, count, dtype)
+        plain = _noise(slot.rank, count, dtype)
         late, arena, root = plain.clone(), shared[:count], plain.clone()
         arena.copy_(plain)
         backend.all_reduce(plain, ReduceOp.SUM, False)
@@ -36,7 +36,7 @@ def _sums(seat: Seat, dtype: torch.dtype):
         request.wait()
         assert torch.equal(plain, late)
         assert torch.equal(plain, arena)
-        if seat.rank == 0:
+        if slot.rank == 0:
             assert torch.equal(plain, root)
         out.append(plain.view(torch.uint8).numpy().tobytes())
     backend.close(False)

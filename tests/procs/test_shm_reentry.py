@@ -19,7 +19,7 @@ from dure.comm.ops import ReduceOp
 from dure.errors import Aborted, CommTimeout, RendezvousError, UsageError
 from dure.native import available
 from dure.store.file import FileStore
-from procs.shm_ranks import Ranks, Seat, join
+from procs.shm_ranks import Ranks, Slot, join
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
 _DELAY_S = 0.1
@@ -34,9 +34,9 @@ def _on_alarm(handler) -> None:
     signal.setitimer(signal.ITIMER_REAL, _DELAY_S)
 
 
-def _closes_in_handler(seat: Seat, operation: str, raises: bool) -> str:
-    backend = join(seat)
-    if seat.rank == 1:
+def _closes_in_handler(slot: Slot, operation: str, raises: bool) -> str:
+    backend = join(slot)
+    if slot.rank == 1:
         return _wait_for_others(backend)
 
     def handler() -> None:
@@ -74,8 +74,8 @@ def test_handler_that_closes_the_group_ends_the_wait_of_2_ranks(tmp_path, operat
         assert ranks.result(1) == "PeerLost"
 
 
-def _calls_in_handler(seat: Seat) -> tuple[list[str], float]:
-    backend = join(seat)
+def _calls_in_handler(slot: Slot) -> tuple[list[str], float]:
+    backend = join(slot)
     told: list[str] = []
     heard = threading.Event()
 
@@ -88,7 +88,7 @@ def _calls_in_handler(seat: Seat) -> tuple[list[str], float]:
         heard.set()
 
     x = torch.ones(1)
-    if seat.rank == 0:
+    if slot.rank == 0:
         _on_alarm(handler)
     else:
         backend.recv(torch.zeros(1), 0, 0, async_op=False)  # arrive when the handler has run
@@ -111,11 +111,11 @@ def _gather(backend: Any, output: torch.Tensor, tensor: torch.Tensor) -> None:
         assert done is True
 
 
-def _gathers_in_handler(seat: Seat) -> list[list[float]]:
-    group = join(seat)
-    other = join(seat, FileStore(seat.path + "-other", -1))
-    mine, results = torch.full((1000,), seat.rank + 1.0), [torch.zeros(2000) for _ in range(2)]
-    if seat.rank == 0:
+def _gathers_in_handler(slot: Slot) -> list[list[float]]:
+    group = join(slot)
+    other = join(slot, FileStore(slot.path + "-other", -1))
+    mine, results = torch.full((1000,), slot.rank + 1.0), [torch.zeros(2000) for _ in range(2)]
+    if slot.rank == 0:
         _on_alarm(lambda: _gather(other, results[1], -mine))
     else:
         _gather(other, results[1], -mine)
@@ -130,9 +130,9 @@ def test_collective_of_another_group_in_a_handler_leaves_the_waiting_one_alone(t
         assert ranks.values() == [[[1.0, 2.0], [-1.0, -2.0]]] * 2
 
 
-def _is_interrupted(seat: Seat) -> str:
-    backend = join(seat)
-    if seat.rank == 1:
+def _is_interrupted(slot: Slot) -> str:
+    backend = join(slot)
+    if slot.rank == 1:
         return _wait_for_others(backend)
 
     def handler() -> None:
@@ -152,15 +152,15 @@ def test_recorder_tells_the_end_of_an_interrupted_call(tmp_path):
         assert ranks.result(1) == "PeerLost"
 
 
-def _forks(seat: Seat) -> tuple[int, float]:
-    backend = join(seat)
+def _forks(slot: Slot) -> tuple[int, float]:
+    backend = join(slot)
     x = torch.ones(1)
     pending = backend.all_reduce(x, ReduceOp.SUM, async_op=True)  # so that there is a lane thread
     assert pending is not None
     pending.wait()
     del pending
     status = 0
-    if seat.rank == 0:
+    if slot.rank == 0:
         child = os.fork()
         if child == 0:
             signal.alarm(5)  # a child that waits for threads that it does not have ends here
@@ -182,11 +182,11 @@ def test_forked_child_neither_uses_nor_leaves_the_group_of_2_ranks(tmp_path):
         assert ranks.values() == [(7, 4.0), (0, 4.0)]
 
 
-def _waits_for_ever(seat: Seat) -> str:
-    backend = join(seat)
+def _waits_for_ever(slot: Slot) -> str:
+    backend = join(slot)
     backend.set_timeout(timedelta.max)
     try:
-        if seat.rank == 1:
+        if slot.rank == 1:
             backend.recv(torch.zeros(1), 0, 0, async_op=False)
         else:
             threading.Timer(
@@ -204,8 +204,8 @@ def test_longest_timeout_of_python_does_not_expire_on_2_ranks(tmp_path):
         assert ranks.values() == ["met", "met"]
 
 
-def _allocates_nothing(seat: Seat) -> int:
-    backend = join(seat)
+def _allocates_nothing(slot: Slot) -> int:
+    backend = join(slot)
     tensor = backend.allocate(0, False)
     backend.barrier(async_op=False)
     backend.close(abort=False)
@@ -291,18 +291,18 @@ def test_program_that_ends_while_daemon_threads_are_busy_ends_well():
         assert (ended.returncode, ended.stderr) == (0, b"")
 
 
-def _cannot_create(seat: Seat) -> str:
-    if seat.rank == 0:
-        store = FileStore(seat.path, -1)
+def _cannot_create(slot: Slot) -> str:
+    if slot.rank == 0:
+        store = FileStore(slot.path, -1)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        return _refusal(seat, store)
-    return _refusal(seat, None)
+        return _refusal(slot, store)
+    return _refusal(slot, None)
 
 
-def _refusal(seat: Seat, store: FileStore | None) -> str:
+def _refusal(slot: Slot, store: FileStore | None) -> str:
     with pytest.raises(RendezvousError) as told:
-        join(seat, store)
+        join(slot, store)
     return str(told.value.seen)
 
 

@@ -17,22 +17,22 @@ import dure
 from dure.errors import CommError, PeerLost, RendezvousTimeout, StoreLost, UsageError
 from dure.native import available
 from dure.trace import dump, recorded
-from procs.shm_ranks import Ranks, Seat, serve_from_rank_0
+from procs.shm_ranks import Ranks, Slot, serve_from_rank_0
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
 
 SOON_S = 15.0  # it takes some 30 ms; a busy machine gets more
 
 
-def _join(seat: Seat, run: str = "", timeout_s: float = 60) -> None:
+def _join(slot: Slot, run: str = "", timeout_s: float = 60) -> None:
     """Join over a file, or, where there is a run's name, over a socket that rank 0 serves."""
     timeout = timedelta(seconds=timeout_s)
     if run:
-        serve_from_rank_0(seat, run)
+        serve_from_rank_0(slot, run)
         dure.init_process_group("shm", timeout=timeout)
         return
-    url = f"file://{seat.path}"
-    dure.init_process_group("shm", url, timeout, world_size=seat.size, rank=seat.rank)
+    url = f"file://{slot.path}"
+    dure.init_process_group("shm", url, timeout, world_size=slot.size, rank=slot.rank)
 
 
 def _sum_of_ranks(group: dure.ProcessGroup | None = None) -> float:
@@ -45,35 +45,35 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _reduce_until_loss(seat: Seat, victims: tuple[int, ...]) -> PeerLost:
+def _reduce_until_loss(slot: Slot, victims: tuple[int, ...]) -> PeerLost:
     """All reduce, and the victims are killed in the midst of it; no victim goes on after that."""
-    if seat.rank in victims:
+    if slot.rank in victims:
         threading.Timer(0.05, _die).start()
     x = torch.ones(300_000)
     try:
         while True:
             dure.all_reduce(x)
     except PeerLost as error:
-        if seat.rank in victims:
+        if slot.rank in victims:
             _die()
         return error
 
 
-def _shrinks(seat: Seat, victims: tuple[int, ...]):
-    _join(seat)
+def _shrinks(slot: Slot, victims: tuple[int, ...]):
+    _join(slot)
     sub = dure.new_group([0, 1])
-    lost = _reduce_until_loss(seat, victims)
+    lost = _reduce_until_loss(slot, victims)
     with pytest.raises(PeerLost):  # the same at every call
         dure.barrier()
     began = time.monotonic()
     group = dure.shrink()
     took = time.monotonic() - began
     assert group is dure.group.WORLD
-    assert dure.get_process_group_ranks(group) == list(range(seat.size - len(victims)))
+    assert dure.get_process_group_ranks(group) == list(range(slot.size - len(victims)))
     assert sub is dure.GroupMember.NON_GROUP_MEMBER or sub.closed
     total = _sum_of_ranks()
     assert {(r.group, r.global_rank) for r in recorded()} == {(group.group_name, dure.get_rank())}
-    assert dump(f"{seat.path}-traces").name == f"rank{dure.get_rank()}.json"
+    assert dump(f"{slot.path}-traces").name == f"rank{dure.get_rank()}.json"
     pair = dure.new_group([0, 1])
     in_pair = _sum_of_ranks(pair) if dure.get_rank() < 2 else None
     dure.destroy_process_group()
@@ -92,9 +92,9 @@ def test_survivors_of_4_ranks_go_on_as_the_default_group(tmp_path: Path, victims
             assert in_pair == (1.0 if rank < 2 else None)
 
 
-def _makes_a_group(seat: Seat):
-    _join(seat)
-    lost = _reduce_until_loss(seat, (0,))
+def _makes_a_group(slot: Slot):
+    _join(slot)
+    lost = _reduce_until_loss(slot, (0,))
     group = dure.new_group([1, 2])
     with pytest.raises(PeerLost) as named:
         dure.new_group([0, 1, 2])
@@ -107,9 +107,9 @@ def test_new_group_of_2_survivors_of_3_ranks(tmp_path: Path):
             assert ranks.result(rank) == (0, 1.0, rank, 0)
 
 
-def _loses_the_store(seat: Seat, run: str):
-    _join(seat, run)
-    _reduce_until_loss(seat, (0,))
+def _loses_the_store(slot: Slot, run: str):
+    _join(slot, run)
+    _reduce_until_loss(slot, (0,))
     lost: list[tuple[int | None, str]] = []
     for call in (dure.shrink, lambda: dure.shrink_group([0]), lambda: dure.new_group([1, 2])):
         with pytest.raises(StoreLost) as caught:
@@ -126,14 +126,14 @@ def test_nothing_new_is_made_when_rank_0_that_served_the_store_has_died(tmp_path
             assert all("dure run" in fix for fix in fixes)
 
 
-def _excludes(seat: Seat):
-    _join(seat)
+def _excludes(slot: Slot):
+    _join(slot)
     trio = dure.new_group([1, 2, 3])
-    if seat.rank == 3:
+    if slot.rank == 3:
         with pytest.raises(CommError):  # the others leave the default group
             dure.barrier()
         return None
-    if seat.rank > 0:
+    if slot.rank > 0:
         trio = dure.shrink_group([2], trio)
         assert (trio.size(), list(trio.global_ranks)) == (2, [1, 2])
         assert _sum_of_ranks(trio) == 1.0
@@ -148,11 +148,11 @@ def test_shrink_group_excludes_ranks_that_live_of_4_ranks(tmp_path: Path):
         assert ranks.result(3) is None
 
 
-def _is_stopped(seat: Seat):
-    _join(seat)
+def _is_stopped(slot: Slot):
+    _join(slot)
     dure.barrier()
     dure.group.WORLD.set_timeout(timedelta(seconds=1))  # all had the time to come
-    if seat.rank == 1:
+    if slot.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
         return None
     with pytest.raises(CommError):
@@ -170,13 +170,13 @@ def test_stopped_rank_is_named_by_shrink_and_excluded_by_shrink_group_of_3_ranks
         os.kill(ranks.processes[1].pid, signal.SIGCONT)
 
 
-def _loses_another(seat: Seat):
-    _join(seat)
-    if seat.rank == 0:
+def _loses_another(slot: Slot):
+    _join(slot)
+    if slot.rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(PeerLost):
         dure.barrier()
-    if seat.rank == 1:
+    if slot.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dure.shrink()
     return dure.get_world_size(), _sum_of_ranks()
@@ -188,15 +188,15 @@ def test_death_during_shrink_is_seen_of_4_ranks(tmp_path: Path):
             assert ranks.result(rank) == (2, 1.0)
 
 
-def _misuses(seat: Seat):
-    _join(seat)
-    for ranks in ([], [seat.size], [1, 1], [0, 1], [seat.rank]):
+def _misuses(slot: Slot):
+    _join(slot)
+    for ranks in ([], [slot.size], [1, 1], [0, 1], [slot.rank]):
         with pytest.raises(UsageError):
             dure.shrink_group(ranks)
     with pytest.raises(UsageError):
-        dure.shrink_group([1 - seat.rank], shrink_flags=7)
+        dure.shrink_group([1 - slot.rank], shrink_flags=7)
     with pytest.raises(TypeError):
-        dure.shrink_group((1 - seat.rank,))  # pyright: ignore[reportArgumentType]
+        dure.shrink_group((1 - slot.rank,))  # pyright: ignore[reportArgumentType]
     return _sum_of_ranks()
 
 

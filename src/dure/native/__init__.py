@@ -1,4 +1,4 @@
-"""The typed door to the native engine: shared-memory collectives in C++ (csrc/).
+"""The typed interface to the native engine: shared-memory collectives in C++ (csrc/).
 
 Only `dure.comm` imports this package, and only this package imports the extension. On systems
 other than Linux, and in a checkout where the extension was not built, the package imports all the

@@ -240,8 +240,8 @@ def plan_of(source: DTensorSpec, target: DTensorSpec) -> Plan:
     itemsize = source.meta.dtype.itemsize
     best: dict[_State, float] = {start: 0.0}
     came: dict[_State, tuple[_State, Move, int]] = {}
-    ticket = itertools.count()
-    queue: list[tuple[float, int, _State]] = [(0.0, next(ticket), start)]
+    pushed = itertools.count()
+    queue: list[tuple[float, int, _State]] = [(0.0, next(pushed), start)]
     while queue:
         cost, _, state = heapq.heappop(queue)
         if state == end:
@@ -252,7 +252,7 @@ def plan_of(source: DTensorSpec, target: DTensorSpec) -> Plan:
             if cost + step_cost < best.get(after, math.inf):
                 best[after] = cost + step_cost
                 came[after] = (state, move, axis)
-                heapq.heappush(queue, (cost + step_cost, next(ticket), after))
+                heapq.heappush(queue, (cost + step_cost, next(pushed), after))
     if end not in best:
         raise InternalError("no way was found", seen=f"{source} -> {target}")
     return Plan(tuple(_steps_back(came, start, end, source)), best[end])

@@ -269,12 +269,12 @@ def as_placements(
             "placements are a list, one for each mesh axis", op=op, seen=f"{placements!r}"
         )
     found = tuple(placements)
-    stranger = next((p for p in found if not isinstance(p, Placement)), None)  # pyright: ignore
-    if stranger is not None:
+    foreign = next((p for p in found if not isinstance(p, Placement)), None)  # pyright: ignore
+    if foreign is not None:
         raise PlacementError(
             "a placement is a Shard, Replicate or Partial of dure.tensor",
             op=op,
-            seen=f"{stranger!r}, a {type(stranger).__module__}.{type(stranger).__name__}",
+            seen=f"{foreign!r}, a {type(foreign).__module__}.{type(foreign).__name__}",
         )
     if len(found) != mesh.ndim:
         raise PlacementError(

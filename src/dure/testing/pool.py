@@ -59,7 +59,7 @@ class _Reply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Seat:
+class _Options:
     """What a rank needs to know to join."""
 
     rank: int
@@ -126,7 +126,7 @@ class ProcessPool:
             raise
 
     def _start(self, context: ForkServerContext, rank: int) -> None:
-        seat = _Seat(
+        options = _Options(
             rank=rank,
             size=self.size,
             backend=self.backend,
@@ -138,7 +138,7 @@ class ProcessPool:
         ours, theirs = context.Pipe()
         self._pipes.append(ours)
         with theirs:
-            process = context.Process(target=_serve, args=(seat, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(options, theirs), daemon=True)
             process.start()
         self._processes.append(process)
 
@@ -287,11 +287,11 @@ def _stack_file(folder: str, rank: int) -> Path:
     return Path(folder) / f"stacks-{rank}.txt"
 
 
-def _serve(seat: _Seat, pipe: connection.Connection) -> None:
+def _serve(options: _Options, pipe: connection.Connection) -> None:
     """Be one rank: join, then run what is sent until an empty message or the end of the pool."""
     torch.set_num_threads(1)
-    with _stack_file(seat.folder, seat.rank).open("w") as stacks:
-        reply = _attempt(_join, (seat,))
+    with _stack_file(options.folder, options.rank).open("w") as stacks:
+        reply = _attempt(_join, (options,))
         while True:
             pipe.send_bytes(_dump(reply))
             try:
@@ -302,22 +302,22 @@ def _serve(seat: _Seat, pipe: connection.Connection) -> None:
                 break
             fn, args, limit_s = pickle.loads(message)
             faulthandler.dump_traceback_later(limit_s, file=stacks)
-            reply = _attempt(fn, (seat.rank, *args))
+            reply = _attempt(fn, (options.rank, *args))
             faulthandler.cancel_dump_traceback_later()
     if dure.is_initialized():
         dure.destroy_process_group()
 
 
-def _join(seat: _Seat) -> None:
-    if seat.host is not None:
-        env.put("DURE_HOST_ID", seat.host)
-    current_world().eager_bytes = seat.eager_bytes
+def _join(options: _Options) -> None:
+    if options.host is not None:
+        env.put("DURE_HOST_ID", options.host)
+    current_world().eager_bytes = options.eager_bytes
     dure.init_process_group(
-        seat.backend,
-        init_method=f"file://{seat.folder}/store",
-        rank=seat.rank,
-        world_size=seat.size,
-        timeout=timedelta(seconds=seat.timeout_s),
+        options.backend,
+        init_method=f"file://{options.folder}/store",
+        rank=options.rank,
+        world_size=options.size,
+        timeout=timedelta(seconds=options.timeout_s),
     )
 
 

@@ -20,7 +20,7 @@ over it with the parameter's placements; one that comes with others is brought t
 to step. Its entries are handed over when the buffer is reduced, and the result is shown.
 
 *Cast.* A gradient that is reduced in another dtype than it is kept in. The flat buffer is made in
-the dtype of the reduction, so that half the bits are half the bytes on every road, and no copy of a
+the dtype of the reduction, so that half the bits are half the bytes on every path, and no copy of a
 whole buffer is ever made. The gradient stays a tensor of its own, in its parameter's dtype; it is
 cast into the buffer when it is complete, and the result is cast back:
 

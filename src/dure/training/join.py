@@ -38,7 +38,7 @@ from dure.errors import CommError, Desync, DureError, PeerLost, UnevenInputs, Us
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["Join", "JoinConfig", "JoinHook", "JoinRound", "Joinable", "Seat"]
+__all__ = ["Join", "JoinConfig", "JoinHook", "JoinRound", "JoinSlot", "Joinable"]
 
 _JOINED, _FAILED = 0, -1
 _PHASES = 4
@@ -85,10 +85,10 @@ class Joinable(ABC):
     Before it communicates it calls ``Join.notify_join_context(self)``.
 
     Attributes:
-        join_seat: Its place in the context that it is in; None outside. Set by `Join`.
+        join_slot: Its place in the context that it is in; None outside. Set by `Join`.
     """
 
-    join_seat: Seat | None = None
+    join_slot: JoinSlot | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,10 +96,10 @@ class Joinable(ABC):
     @property
     def _join_config(self) -> JoinConfig:
         """The context's settings, under the name that programs read of torch's."""
-        seat = self.join_seat
-        if seat is None:
+        slot = self.join_slot
+        if slot is None:
             return JoinConfig()
-        return JoinConfig(True, seat.context.throw_on_early_termination, seat.place == 0)
+        return JoinConfig(True, slot.context.throw_on_early_termination, slot.place == 0)
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -147,7 +147,7 @@ class JoinRound:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class JoinSlot:
     """A joinable's place in the context that it is in.
 
     Attributes:
@@ -211,7 +211,7 @@ class Join:
     def __enter__(self) -> Join:
         if not self._enable:
             return self
-        taken = [j for j in self._joinables if j.join_seat is not None]
+        taken = [j for j in self._joinables if j.join_slot is not None]
         if taken:
             raise UsageError(
                 f"a {type(taken[0]).__name__} is in a Join context already",
@@ -220,7 +220,7 @@ class Join:
         for hook in self._hooks:
             hook.enter(self)
         for place, joinable in enumerate(self._joinables):
-            joinable.join_seat = Seat(self, place)
+            joinable.join_slot = JoinSlot(self, place)
         self._ended = False
         self._last = None
         return self
@@ -242,7 +242,7 @@ class Join:
             raise
         finally:
             for joinable in self._joinables:
-                joinable.join_seat = None
+                joinable.join_slot = None
             if value is not None:
                 self._say_failed(value)
 
@@ -259,10 +259,10 @@ class Join:
             What all ranks announced; None where `joinable` is in no context, and on a rank that
             shadows.
         """
-        seat = joinable.join_seat
-        if seat is None or seat.context._ended:
+        slot = joinable.join_slot
+        if slot is None or slot.context._ended:
             return None
-        return seat.context._announce(1 + _PHASES * seat.place + phase)
+        return slot.context._announce(1 + _PHASES * slot.place + phase)
 
     # ---------------------------------------------------------------- rounds
 

@@ -24,7 +24,7 @@ def options(rank: int) -> BackendOptions:
         global_ranks=(0, 1),
         timeout=timedelta(seconds=30),
         name="test",
-        patience=timedelta(days=1),
+        op_timeout=timedelta(days=1),
     )
 
 

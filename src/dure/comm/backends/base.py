@@ -54,7 +54,7 @@ class BackendOptions:
         name: The group's name, the same on all ranks.
         hosts: Where each rank lives, equal for ranks that can share memory; empty: not known.
         device_id: The device the rank is bound to, if it said so.
-        patience: How long an operation may take whose time somebody else keeps, who also says who
+        op_timeout: How long an operation may take whose time somebody else keeps, who also says who
             left; None: the group keeps its time, and its ranks tell each other.
         threads: Threads of each rank that compute while it waits, its own included: ranks spin only
             where the host has cores for all of them.
@@ -71,7 +71,7 @@ class BackendOptions:
     name: str
     hosts: tuple[str, ...] = ()
     device_id: torch.device | None = None
-    patience: timedelta | None = None
+    op_timeout: timedelta | None = None
     threads: int = 1
     eager_bytes: int | None = None
     pg_options: object = None

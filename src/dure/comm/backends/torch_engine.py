@@ -283,8 +283,8 @@ class GlooOpening:
             time.sleep(_LOOK_S)  # connections close before a process counts as ended
             options.store.check([_ADDRESS])
         engine, self._engine = self._engine.result(), Future()  # the backend's alone from now on
-        if options.patience is not None:
-            engine._set_default_timeout(options.patience)
+        if options.op_timeout is not None:
+            engine._set_default_timeout(options.op_timeout)
         return EngineGroup(_Gloo(engine, options), options)
 
     def withdraw(self) -> None:

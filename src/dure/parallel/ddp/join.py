@@ -125,8 +125,8 @@ class JoinableReplica(Joinable):
 
     def _announce(self, phase: int) -> JoinRound | None:
         """Say what comes next; a context that shall throw is told of forwards alone."""
-        seat = self.join_seat
-        if seat is None or seat.context.throw_on_early_termination != (phase == _FORWARD):
+        slot = self.join_slot
+        if slot is None or slot.context.throw_on_early_termination != (phase == _FORWARD):
             return None
         return Join.notify_join_context(self, phase)
 
@@ -140,7 +140,7 @@ class JoinableReplica(Joinable):
         round = self._announce(_BUFFERS)
         if round is not None:
             return round.active[-1]
-        return 0 if self.join_seat is None else self.process_group.size() - 1
+        return 0 if self.join_slot is None else self.process_group.size() - 1
 
     def announce_late_buffers(self) -> None:
         """Say that a buffer hook will run after this forward."""
@@ -155,7 +155,7 @@ class JoinableReplica(Joinable):
         """Say in an error outside of a context that uneven inputs would look like it."""
         killed = isinstance(error, PeerLost) and "signal" in (error.exit or error.seen)
         steps = self.reducer.num_reduced
-        if self.join_seat is None and steps and not killed:
+        if self.join_slot is None and steps and not killed:
             went = "1 step went" if steps == 1 else f"{steps} steps went"
             error.advise(
                 f"{went} well before: if the ranks have different numbers of batches, put the "
@@ -190,9 +190,9 @@ class _Shadow(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         ddp = self._ddp
-        seat = ddp.join_seat
-        assert seat is not None
-        last = seat.context.last_joiners
+        slot = ddp.join_slot
+        assert slot is not None
+        last = slot.context.last_joiners
         ddp.reducer.reductions.divisor = None
         ddp._authoritative_rank = last[-1]  # pyright: ignore[reportPrivateUsage]
         if not is_last_joiner:

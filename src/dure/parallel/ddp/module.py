@@ -201,7 +201,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
                 seen=f"this one is on the group {self.process_group.group_name!r}",
                 fix="Save ddp.module.state_dict(), or copy ddp.module and wrap the copy.",
             )
-        gone = {"process_group", "_reducer", "_buffer_sync", "_copies", "join_seat", "_wrapped"}
+        gone = {"process_group", "_reducer", "_buffer_sync", "_copies", "join_slot", "_wrapped"}
         return {k: v for k, v in self.__dict__.items() if k not in gone}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

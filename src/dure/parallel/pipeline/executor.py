@@ -119,8 +119,8 @@ class Executor:
         self._loss_fn, self._nan_watch = loss_fn, options.nan_watch
         self._losses_everywhere = options.losses_everywhere
         self._microbatches = microbatches
-        carrier = Slots if has_slots(group.backend_name, stages[0].device) else Messages
-        self._messages = carrier(group, placement, microbatches, stages[0].device)
+        transport = Slots if has_slots(group.backend_name, stages[0].device) else Messages
+        self._messages = transport(group, placement, microbatches, stages[0].device)
         self._live_losses: dict[int, torch.Tensor] = {}
         self._batch: Batch | None = None
         self._num_steps, self._waited_ns = 0, 0

@@ -67,9 +67,9 @@ class EngineGroup:
         self._any_source = engine.any_source
         self._engine: EngineCalls | None = engine
         self.footprint = Footprint(connections=options.size - 1)
-        self._patience = options.patience
+        self._op_timeout = options.op_timeout
         self._exits: ExitRecords | None = None
-        if options.patience is None:
+        if options.op_timeout is None:
             self._exits = ExitRecords(options.store, options.rank, options.size)
         self._state = EngineState(options, self._exits, self._break_off)
         self._collectives: set[CollectiveRequest] = set()
@@ -106,7 +106,7 @@ class EngineGroup:
     def _message(self, op: str, start: Start, peer: int | None) -> MessageRequest:
         """Start to send to a rank, or to receive from one; None: from anyone."""
         work = self._begin(op, start, peer)
-        request = MessageRequest(self._state, op, work, peer, self._patience)
+        request = MessageRequest(self._state, op, work, peer, self._op_timeout)
         self._messages.add(request)
         return request
 
@@ -314,7 +314,7 @@ class EngineGroup:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long an operation may wait for its peers."""
-        self._patience = timeout  # of messages, which engines otherwise give what they began with
+        self._op_timeout = timeout  # of messages, which engines otherwise give what they began with
         if self._engine is not None:
             self._engine.set_timeout(timeout)
 

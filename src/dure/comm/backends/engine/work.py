@@ -236,10 +236,10 @@ class MessageRequest(Request):
         op: "send" or "recv".
         work: The engine's work.
         peer: The other rank; None for anyone.
-        patience: How long it may take; None: as long as the engine allows.
+        op_timeout: How long it may take; None: as long as the engine allows.
     """
 
-    __slots__ = ("_began", "_op", "_patience", "_peer", "_state", "_waiting", "_work")
+    __slots__ = ("_began", "_op", "_op_timeout", "_peer", "_state", "_waiting", "_work")
 
     def __init__(
         self,
@@ -247,10 +247,10 @@ class MessageRequest(Request):
         op: str,
         work: EngineWork,
         peer: int | None,
-        patience: timedelta | None = None,
+        op_timeout: timedelta | None = None,
     ) -> None:
         super().__init__()
-        self._state, self._op, self._peer, self._patience = state, op, peer, patience
+        self._state, self._op, self._peer, self._op_timeout = state, op, peer, op_timeout
         self._work: EngineWork | None = work
         self._began = time.monotonic()
         self._waiting = False
@@ -259,10 +259,10 @@ class MessageRequest(Request):
         work, error, source = self._work, None, -1
         assert work is not None
         try:
-            if self._patience is None:
+            if self._op_timeout is None:
                 work.wait()
             else:
-                work.wait(self._patience)
+                work.wait(self._op_timeout)
             if self._op == "recv":
                 source = work._source_rank()  # pyright: ignore[reportPrivateUsage]
         except RuntimeError as e:

@@ -124,7 +124,7 @@ class Channel:
                 yield msgspec.msgpack.decode(self.socket.recv(zmq.NOBLOCK), type=ControlMessage)
 
     def close_port(self) -> None:
-        """Let nobody else in; where the system cannot, the handshake alone keeps strangers out."""
+        """Let nobody else in; where the system cannot, the handshake alone does it."""
         with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(self.listener)) as listener:
             let_nobody_in(listener)
 

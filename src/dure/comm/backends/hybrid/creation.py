@@ -30,7 +30,7 @@ from dure.store.prefix import PrefixStore
 
 __all__ = ["create_over_gloo", "create_over_mpi"]
 
-_PATIENCE = timedelta(days=365)
+_OP_TIMEOUT = timedelta(days=365)
 """The hybrid group keeps the time itself: an engine whose time is up cannot be used again."""
 _THREADS = 2
 """A rank's own, and its engine's, which works while the rank waits."""
@@ -90,7 +90,9 @@ def _create_with(name: str, engine: Factory, options: BackendOptions) -> Backend
         state = HybridState(local, hosts, options.name, options.timeout.total_seconds())
 
         def between(what: str, ranks: Sequence[int], number: int) -> Backend:
-            made = engine(replace(_options_of(options, what, ranks, number), patience=_PATIENCE))
+            made = engine(
+                replace(_options_of(options, what, ranks, number), op_timeout=_OP_TIMEOUT)
+            )
             undo.callback(made.close, True)
             state.engines.append(made)
             return made

@@ -59,11 +59,11 @@ class Message(Request):
         tensor: What is sent, or where the message goes.
 
     Attributes:
-        carriers: What carries it: requests of shared memory or the engine; None until it is known
+        requests: What carries it: requests of shared memory or the engine; None until it is known
             where the message comes from.
     """
 
-    __slots__ = ("_messages", "began", "carriers", "known", "op", "peer", "tag", "tensor")
+    __slots__ = ("_messages", "began", "known", "op", "peer", "requests", "tag", "tensor")
 
     def __init__(
         self, messages: Messages, op: str, peer: int | None, tag: int, tensor: torch.Tensor
@@ -72,11 +72,11 @@ class Message(Request):
         self._messages, self.op, self.peer, self.tag, self.tensor = messages, op, peer, tag, tensor
         self.began = time.monotonic()
         self.known = threading.Event()
-        self.carriers: list[Request] | None = None
+        self.requests: list[Request] | None = None
 
-    def carry(self, source: int, carriers: list[Request]) -> None:
+    def carry(self, source: int, requests: list[Request]) -> None:
         """Tell what carries it: it was sent, or comes from `source`."""
-        self.source, self.carriers = source, carriers
+        self.source, self.requests = source, requests
         self.known.set()
 
     def _poll(self) -> None:
@@ -87,12 +87,12 @@ class Message(Request):
         try:
             if not self.await_source(limit):
                 return False
-            for carrier in self.carriers or ():
-                if not comms.wait_until(carrier, self.op, limit):
+            for request in self.requests or ():
+                if not comms.wait_until(request, self.op, limit):
                     return False
         except DureError as e:
             own = isinstance(e, (CommTimeout, Desync)) and comms.state.look() is None
-            self.end(e if own or self.carriers is None else comms.state.blame(e, self.op))
+            self.end(e if own or self.requests is None else comms.state.blame(e, self.op))
         self.end(None)
         return True
 
@@ -133,10 +133,10 @@ class Messages:
             number = self._sent[dst] = (self._sent[dst] + 1) % NUM_NUMBERS
             head = _ENVELOPE.pack(number, tag, tensor.nbytes, dtype_code(tensor.dtype))
             envelope = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-            carriers = [comms.mesh.send(envelope, dst, ANNOUNCING_TAG, True)]
+            requests = [comms.mesh.send(envelope, dst, ANNOUNCING_TAG, True)]
             if tensor.numel():
-                carriers.append(comms.mesh.send(tensor, dst, number, True))
-        message.carry(-1, [c for c in carriers if c is not None])
+                requests.append(comms.mesh.send(tensor, dst, number, True))
+        message.carry(-1, [c for c in requests if c is not None])
         if async_op:
             return message
         message.wait()
@@ -148,8 +148,8 @@ class Messages:
         message = Message(self, "recv", src, tag, tensor)
         host, place = (None, 0) if src is None else comms.hosts.places[src]
         if src is not None and host == comms.hosts.here:
-            carrier = self._inside("recv", lambda: comms.local.recv(tensor, place, tag, async_op))
-            message.carry(src, [carrier] if async_op and carrier is not None else [])
+            request = self._inside("recv", lambda: comms.local.recv(tensor, place, tag, async_op))
+            message.carry(src, [request] if async_op and request is not None else [])
             return message
         self._post(message)
         if not async_op:
@@ -207,14 +207,14 @@ class Messages:
         if envelope.nbytes != tensor.nbytes or envelope.dtype != dtype_code(tensor.dtype):
             self._envelopes.insert(0, envelope)
             return self._fail(message, self._mismatch(envelope, tensor))
-        carriers: list[Request] = []
+        requests: list[Request] = []
         try:
             if envelope.nbytes:
                 request = self.comms.mesh.recv(tensor, envelope.source, envelope.number, True)
-                carriers.append(request)
+                requests.append(request)
         except DureError as e:
             return self._fail(message, e)
-        message.carry(envelope.source, carriers)
+        message.carry(envelope.source, requests)
 
     def _fail(self, message: Message, error: DureError) -> None:
         message.end(error)
@@ -253,8 +253,8 @@ class Messages:
                 return
             self._posted.remove(message)
             if place >= 0:
-                carrier = comms.local.recv(message.tensor, place, message.tag, True)
-                message.carry(comms.hosts.mine[place], [carrier])
+                request = comms.local.recv(message.tensor, place, message.tag, True)
+                message.carry(comms.hosts.mine[place], [request])
                 return
         self._fail(
             message,

@@ -95,7 +95,7 @@ class MpiBackend:
         self.num_tags = highest - _RESERVED_TAGS + 1
         """A message's tag must be less."""
         self._headers = Headers(self._mpi, comm, highest - 2)
-        seconds = (options.patience or options.timeout).total_seconds()
+        seconds = (options.op_timeout or options.timeout).total_seconds()
         self._engine = ProgressEngine(library, comm, options.name, seconds, highest, oversubscribed)
 
     def set_timeout(self, timeout: timedelta) -> None:

@@ -59,13 +59,13 @@ class Headers:
         self._mpi, self._rank, self._size = mpi, comm.Get_rank(), comm.Get_size()
         self._memory = torch.zeros((2, self._size, HEADER), dtype=torch.uint8)
         start = self._memory.data_ptr()
-        spots = [mpi.memory.fromaddress(start + i * HEADER, HEADER) for i in range(2 * self._size)]
-        self._out = [memoryview(spot) for spot in spots[: self._size]]
-        self._in = [memoryview(spot) for spot in spots[self._size :]]
+        slots = [mpi.memory.fromaddress(start + i * HEADER, HEADER) for i in range(2 * self._size)]
+        self._out = [memoryview(slot) for slot in slots[: self._size]]
+        self._in = [memoryview(slot) for slot in slots[self._size :]]
         self._in_address = start + self._size * HEADER
         self._peers = [r for r in range(self._size) if r != self._rank]
-        sends = [comm.Send_init(spots[r], r, tag) for r in self._peers]
-        receives = [comm.Recv_init(spots[self._size + r], r, tag) for r in self._peers]
+        sends = [comm.Send_init(slots[r], r, tag) for r in self._peers]
+        receives = [comm.Recv_init(slots[self._size + r], r, tag) for r in self._peers]
         both = [*self._peers, *self._peers]
         self._stage = Stage([*receives, *sends], both, len(receives))
         self._mine = b""

@@ -1,4 +1,4 @@
-"""Meeting over MPI: no address, no port, no environment variable.
+"""Rendezvous over MPI: no address, no port, no environment variable.
 
 MPI knows how many processes there are and which one this is, so the ranks only lack their store.
 Rank 0 serves one, with a job key of its own making, on a port that the system picks; every rank
