@@ -16,13 +16,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from dure.cli.app import run_command_line
 from dure.cli.bench.group import Contestant, Group, GroupFailed
 from dure.cli.bench.measure import measure
 from dure.cli.bench.plan import OPERATIONS
 from dure.cli.bench.results import Report, read_report
 from procs.launching import DURE, living
-from unit.bench.test_plan import PLAN
+from unit.bench.sample import PLAN
 
 QUICK = ("--ranks", "2", "--samples", "2", "--sample-time", "0.001")
 MPI = bool(shutil.which("mpirun") and importlib.util.find_spec("mpi4py"))
@@ -94,31 +93,6 @@ def test_wrong_results_make_the_command_fail_and_right_ones_of_other_kinds_do_no
     assert right.returncode == 0, err
     # QUICK's --ranks 2 and 3: six tables of each
     assert out.count("| 0 |") == 12
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--op all_reduced",
-        "--dtype float31",
-        "--sizes 8:4",
-        "--backend smoke",
-        "--against nccl",
-        "--against mpi@/no/such/python",
-        "--ranks 4000 --sizes 1G",
-        "--json /no/such/folder/x.json",
-        "--plot plot.png",
-        "--from /no/such/file",
-    ],
-)
-def test_mistakes_are_one_line_and_exit_code_two(
-    words: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert run_command_line(["bench", *words.split()]) == 2
-    shown = capfd.readouterr()
-    assert shown.err.startswith("dure bench: error: ")
-    assert shown.err.count("\n") == 1
-    assert shown.out == ""
 
 
 def test_interrupted_or_killed_leaves_no_process() -> None:

@@ -1,9 +1,22 @@
 """A report as a run leaves it, made up."""
 
+from dure.cli.bench.plan import Plan
 from dure.cli.bench.results import Cell, Report
-from unit.bench.test_plan import PLAN
 
 OURS, RIVAL = "dure shm", "gloo"
+PLAN = Plan(
+    backend="shm",
+    ops=("all_reduce",),
+    dtypes=("float32",),
+    redop="sum",
+    ranks=(2,),
+    sizes=(8, 1024),
+    root=-1,
+    arena=False,
+    against=(),
+    samples=3,
+    sample_s=0.01,
+)
 
 
 def cell(size: int, contestant: str, *samples: float, **other) -> Cell:

@@ -1,18 +1,16 @@
-"""Figures of a run: medians, bandwidths, ratios; and as JSON there and back."""
+"""Figures of a run: medians, bandwidths, ratios; as JSON there and back, as tables, drawn."""
+
+from xml.etree import ElementTree
 
 import msgspec
 import pytest
 
-from dure.cli.bench.results import (
-    Key,
-    markdown,
-    read_report,
-    rich_tables,
-    show_time,
-    tables_of,
-)
+from dure.cli.bench.plot import write_plot
+from dure.cli.bench.results import Key, markdown, read_report, rich_tables, show_time
 from dure.errors import DataError
 from unit.bench.sample import OURS, RIVAL, cell, report
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_cell_shows_median_spread_and_bandwidths():
@@ -20,18 +18,19 @@ def test_cell_shows_median_spread_and_bandwidths():
     assert made.median_s == 3e-3
     assert made.spread == pytest.approx(1 / 3)
     assert made.algorithm_gb_s == pytest.approx(8 / 3)
-    assert made.bus_gb_s == pytest.approx(4.0)
 
 
-def test_cell_without_samples_has_no_figures():
+@pytest.mark.parametrize(
+    ("op", "bus_gb_s"), [("all_reduce", 1.5), ("all_gather", 0.75), ("broadcast", 1.0)]
+)
+def test_bus_bandwidth_of_four_ranks_follows_the_convention(op, bus_gb_s):
+    assert cell(1_000_000, OURS, 1e-3, op=op).bus_gb_s == pytest.approx(bus_gb_s)
+
+
+def test_cell_without_samples_or_bytes_has_no_bandwidth():
     made = cell(8, OURS)
     assert (made.median_s, made.algorithm_gb_s, made.bus_gb_s, made.spread) == (None, None, None, 0)
-
-
-def test_barrier_has_a_time_and_no_bandwidth():
-    made = cell(0, OURS, 1e-6, op="barrier", redop="")
-    assert made.median_s == 1e-6
-    assert made.bus_gb_s is None
+    assert cell(0, OURS, 1e-6, op="barrier", redop="").bus_gb_s is None
 
 
 def test_report_comes_back_from_json_and_says_medians_in_it():
@@ -47,31 +46,15 @@ def test_what_is_no_report_is_refused(data):
         read_report(data, "x")
 
 
-def test_wrong_cells_are_found():
-    made = report()
-    assert made.wrong == []
-    made.cells.append(cell(8, OURS, 1e-6, wrong=3))
-    assert [c.wrong for c in made.wrong] == [3]
-
-
-def test_tables_sort_cells_by_operation_then_size_then_contestant():
-    tables = tables_of(report().cells)
-    assert list(tables) == [
-        Key("all_reduce", "float32", "sum", 4),
-        Key("barrier", "float32", "", 4),
-    ]
-    first = tables[Key("all_reduce", "float32", "sum", 4)]
-    assert list(first) == [8, 1 << 20]
-    assert list(first[8]) == [OURS, RIVAL]
-
-
 def test_markdown_has_a_row_a_size_and_the_rival_beside_it():
-    text = markdown(report())
-    rows = [line for line in text.splitlines() if line.startswith("| 8 B")]
-    assert rows == ["| 8 B | 2 | 2.00 us | 25% | 0.004 | 0.006 | 0 | 500 us ±20% | 250× |"]
-    assert "| 1 MiB | 262144 | 1.00 ms | 0% | 1.05 | 1.57 | 0 | - | - |" in text
-    widths = {line.count("|") for line in text.splitlines() if line.startswith("|")}
-    assert widths == {10}
+    lines = markdown(report()).splitlines()
+    assert [line for line in lines if line[:3] in {"**a", "**b", "| 8", "| 1", "| 0"}] == [
+        "**all_reduce (sum), float32, 4 ranks** (dure shm)",
+        "| 8 B | 2 | 2.00 us | 25% | 0.004 | 0.006 | 0 | 500 us ±20% | 250× |",
+        "| 1 MiB | 262144 | 1.00 ms | 0% | 1.05 | 1.57 | 0 | - | - |",
+        "**barrier, 4 ranks** (dure shm)",
+        "| 0 B | 0 | 1.00 us | 0% | - | - | 0 | 5.00 us ±0% | 5× |",
+    ]
 
 
 def test_terminal_shows_ours_alone_and_then_beside_rivals():
@@ -90,3 +73,28 @@ def test_terminal_shows_ours_alone_and_then_beside_rivals():
 )
 def test_times_are_shown_to_three_digits(seconds, text):
     assert show_time(seconds) == text
+
+
+def test_picture_is_well_formed_and_holds_a_pair_of_charts(tmp_path):
+    write_plot(tmp_path / "plot.svg", report())
+    root = ElementTree.parse(tmp_path / "plot.svg").getroot()
+    assert len(root.findall(f"{SVG}svg")) == 2
+    # Two contestants, of whom one has no figure for the larger size.
+    lines = [line.attrib["points"].split() for line in root.iter(f"{SVG}polyline")]
+    assert [len(points) for points in lines] == [2, 1, 2, 1]
+
+
+def test_page_escapes_what_it_shows_and_needs_nothing_else(tmp_path):
+    write_plot(tmp_path / "plot.html", report())
+    text = (tmp_path / "plot.html").read_text("utf-8")
+    assert "Abacus &amp; Sons" in text and "a &lt;b&gt;" in text
+    assert text.count("<svg") == 2
+    assert "url(" not in text and "<script" not in text
+
+
+def test_plot_of_nothing_is_still_a_page(tmp_path):
+    empty = report()
+    empty.cells = [cell(8, "dure shm", 1e-6)]
+    for name in ("plot.html", "plot.svg"):
+        write_plot(tmp_path / name, empty)
+        assert (tmp_path / name).stat().st_size > 500

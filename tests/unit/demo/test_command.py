@@ -1,6 +1,6 @@
 """`dure demo`: what is asked of the launcher, and what the user is told when it cannot be done."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 
@@ -12,8 +12,7 @@ from dure.launch import Crash, Exit, JobResult, Line, RankResult
 from unit.demo.sample import START, phases
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     exit_code: int
     stdout: str
     stderr: str
@@ -25,8 +24,7 @@ def dure_demo(capsys):
 
     def call(*arguments):
         exit_code = run_command_line(["demo", *map(str, arguments)])
-        shown = capsys.readouterr()
-        return Outcome(exit_code, shown.out, shown.err)
+        return Outcome(exit_code, *capsys.readouterr())
 
     return call
 
