@@ -19,6 +19,9 @@ SPEAK = """
     print("out of", os.environ["RANK"])
     print("loss 1.5" if os.environ["RANK"] == "1" else "quiet")
     print("error of", os.environ["RANK"], file=sys.stderr)
+    while os.environ["RANK"] == "1" and not os.path.exists("ended"): pass
+    open("ended", "w").close()
+    assert os.environ["RANK"] == "0", "rank 1 fails"
 """
 
 
@@ -32,43 +35,33 @@ def test_streams_go_to_files_and_terminal_as_torchruns_do(job: Launching) -> Non
     logs = job.directory / "logs"
     flags = ("--log_dir", str(logs), "-r", "0:1", "-t", "1:2", "--duplicate-stdout-filters", "loss")
     done = job.run("-n2", *flags, "--rdzv-id=me", job.write(SPEAK))
-    assert done.code == 0, done.err
+    assert done.code == 1, done.err
     kept = {str(p.relative_to(logs)): p.read_text() for p in logs.rglob("attempt_0/**/*.log")}
+    assert kept.pop("me/attempt_0/rank_1/stderr.log").startswith("error of 1\n")
     assert kept == {
         "me/attempt_0/rank_0/stdout.log": "out of 0\nquiet\n",
-        "me/attempt_0/rank_1/stderr.log": "error of 1\n",
         "me/attempt_0/filtered_stdout.log": "[1] loss 1.5\n",
     }
     assert done.lines(0) == []
     assert done.lines(1) == ["out of 1", "loss 1.5"]
     assert "[0] error of 0" in done.err
     assert "[1] error of 1" in done.err
+    error = read_error(logs / "me/attempt_0/rank_1/error.json")  # though it is not decorated
+    assert error is not None
+    assert error.message == "AssertionError: rank 1 fails"
+    assert not (logs / "me/attempt_0/rank_0/error.json").exists()
 
 
-def test_ranks_not_asked_for_are_not_shown(job: Launching) -> None:
-    done = job.run("-n", "2", job.write(SPEAK), env={"PET_LOCAL_RANKS_FILTER": "1"})
+def test_ranks_not_asked_for_are_not_shown_and_streams_go_to_a_new_directory_that_is_named(
+    job: Launching,
+) -> None:
+    environment = {"PET_LOCAL_RANKS_FILTER": "1"}
+    done = job.run("-n", "2", "--redirects", "0:3", job.write(SPEAK), env=environment)
     assert (done.lines(0), done.lines(1)) == ([], ["out of 1", "loss 1.5"])
     assert "error of 0" not in done.err
-
-
-def test_streams_without_a_log_directory_go_to_a_new_one_that_is_named(job: Launching) -> None:
-    done = job.run("-n", "1", "--redirects", "3", job.write(SPEAK))
     (directory,) = job.directory.glob("logs_dure_*")
     assert str(directory) in done.err
     assert (directory / "attempt_0/rank_0/stderr.log").read_text() == "error of 0\n"
-    assert done.out == ""
-
-
-def test_crash_is_kept_as_an_error_file_though_the_program_is_not_decorated(
-    job: Launching,
-) -> None:
-    script = job.write("import os; assert os.environ['RANK'] == '0', 'rank 1 fails'")
-    done = job.run("-n", "2", "--log-dir", "logs", script)
-    assert done.code == 1
-    error = read_error(job.directory / "logs/attempt_0/rank_1/error.json")
-    assert error is not None
-    assert error.message == "AssertionError: rank 1 fails"
-    assert not (job.directory / "logs/attempt_0/rank_0/error.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -122,13 +115,6 @@ def test_ranks_are_bound_before_their_program_runs(job: Launching, start: str) -
     assert second
     assert not first & second
     assert os.sched_getaffinity(0) == set(cpus)
-
-
-def test_flags_mistake_is_one_line(job: Launching) -> None:
-    done = job.run("--nproc_per_nod=2", "--rdzv_backend", "etcd-v2", job.write(SPEAK))
-    assert done.code == 2
-    assert len(done.err.splitlines()) == 1
-    assert "--rdzv_backend" in done.err
 
 
 MEET = """

@@ -1,6 +1,116 @@
-"""Awkward programs, for `test_zygote_programs`: what each prints must not depend on its start."""
+"""Awkward programs, and a stage for them: what each prints must not depend on its start."""
 
 from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from dure import env
+from dure.launch import Crash, Exit, JobSpec
+from dure.launch.ranks.environment import malloc_variables
+from dure.launch.ranks.processes import adopting_orphans
+from dure.launch.ranks.report import ReportReader
+from dure.launch.ranks.spawn import RankProcess, start_rank
+from dure.launch.ranks.zygote import Zygote, zygote_for
+
+CHEAP = ("textwrap", "decimal")
+"""What the zygote imports in place of torch."""
+
+
+@dataclass
+class Seen:
+    """What becomes of a rank, seen from outside."""
+
+    out: bytes
+    err: bytes
+    exit: Exit | None
+    crash: Crash | None = None
+
+
+class Stage:
+    """One zygote, before which one program after the other is put on, under one name."""
+
+    def __init__(self, spec: JobSpec, zygote: Zygote) -> None:
+        self.spec, self.zygote = spec, zygote
+        self._key = os.memfd_create("key")
+
+    def variables(self, **more: str) -> dict[str, str]:
+        told: dict[str, str | None] = {"DURE_LAUNCHER": "a-job", "PYTHONUNBUFFERED": "1"}
+        told |= {"RANK": "0", "WORLD_SIZE": "1", "DURE_JOB_KEY_FD": str(self._key)}
+        return (
+            env.child_environment(told | malloc_variables(self.spec) | dict(self.spec.env)) | more
+        )
+
+    def start(self, *, forked: bool = True, **more: str) -> RankProcess:
+        zygote = self.zygote if forked else None
+        rank = int(more.get("RANK", "0"))
+        return start_rank(self.spec, rank, self.variables(**more), (self._key,), zygote)
+
+    def rank(self, *, forked: bool = True, **more: str) -> Seen:
+        """Start a rank, and return what became of it."""
+        rank = self.start(forked=forked, **more)
+        assert (rank.fresh is None) == forked
+        return ended(rank)
+
+    def alone(self) -> Seen:
+        """Run the program as users do, without a launcher."""
+        words = [sys.executable, self.spec.program, *self.spec.args]
+        done = subprocess.run(
+            words,
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            env=self.variables(),
+            start_new_session=True,
+            check=False,
+        )
+        code = done.returncode
+        return Seen(done.stdout, done.stderr, Exit(signal=-code) if code < 0 else Exit(code=code))
+
+    def both(self) -> Seen:
+        """Start in both ways, compare, and return what was seen."""
+        fresh, forked = (self.rank(forked=way) for way in (False, True))
+        assert forked == fresh
+        return fresh
+
+    def close(self) -> None:
+        os.close(self._key)
+
+
+def ended(rank: RankProcess) -> Seen:
+    """Wait for a rank's end."""
+    out, err = rank.stdout.readall() or b"", rank.stderr.readall() or b""
+    os.waitid(os.P_PIDFD, rank.pidfd, os.WEXITED | os.WNOWAIT)
+    report = ReportReader()
+    report.feed(os.read(rank.report_fd, 1 << 16))
+    seen = Seen(out, err, rank.exit(), report.crash)
+    rank.release()
+    return seen
+
+
+@contextmanager
+def staged(spec: JobSpec) -> Iterator[Stage]:
+    """Keep a zygote that is ready; nothing of it is left afterwards."""
+    never, hold = os.pipe()
+    with open(never), open(hold), adopting_orphans(), zygote_for(spec, "a-job", None) as zygote:
+        assert zygote is not None
+        assert zygote.trouble(never) is None
+        stage = Stage(spec, zygote)
+        yield stage
+        stage.close()
+    assert not os.path.exists(f"/proc/{zygote.pid}")
+
+
+def put(path: Path, text: str) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(text))
+    return str(path)
+
 
 FACTS = """
 import atexit, ctypes, faulthandler, gc, json, locale, os, resource, signal, stat, sys, threading
@@ -152,7 +262,6 @@ PROGRAMS: dict[str, str] = {
         ctypes.CDLL(None).printf(b"from C, without a newline")
         sys.exit(4)
     """,
-    "exit_in_atexit": "import atexit, os; atexit.register(os.close, -1); print('fine')",
     "exit_at_once": "import os, atexit; atexit.register(print, 'no'); os._exit(7)",
     "killed": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
     "terminated": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
@@ -196,5 +305,25 @@ PROGRAMS: dict[str, str] = {
         def f():
             return inspect.stack()[0].function, len(traceback.extract_stack()[-1].line) > 0
         print(inspect.getsource(f), f())
+    """,
+    "main_module": """
+        from pathlib import Path
+        import atexit, beside, dataclasses, pickle, signal, sys
+        x: int = 3
+        @dataclasses.dataclass
+        class Point:
+            x: int
+        def f(x: print("evaluated")): ...
+        print(pickle.loads(pickle.dumps(Point(3))), __annotations__, sorted(globals()))
+        print(beside.NAME, Path(__file__).name, sys.flags, sys.modules["__main__"].x)
+        print(signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+        atexit.register(lambda: print("last", pickle.loads(pickle.dumps(Point(4)))))
+    """,
+    "exception_group": "raise ExceptionGroup('several', [ValueError('a'), KeyError('b')])",
+    "message_that_fails": """
+        class Bad(Exception):
+            def __str__(self):
+                raise ValueError
+        raise Bad
     """,
 }

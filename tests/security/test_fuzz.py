@@ -108,8 +108,12 @@ def a_key_file(data: bytes) -> None:
 
 def a_report(data: bytes) -> None:
     """What a program writes into its report pipe, and the summary that is made of it."""
-    texts = [data, b"\n{" + data + b"}\n", b'\n{"type": "E", "message": "m", "traceback": ']
-    texts += [data + b"}\n", b'  File "' + data + b'", line ' + b"9" * 5000 + b" in f\n"]
+    texts = [data, b"\n{" + data + b"}\n"]
+    texts += [
+        b'\n{"crash": {"type": "E", "message": "m", "traceback": ',
+        data + b"}}\n",
+        b'  File "' + data + b'", line ' + b"9" * 5000 + b" in f\n",
+    ]
     reader = ReportReader()
     for text in texts:
         reader.feed(text)

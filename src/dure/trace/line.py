@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import os
 import select
 import signal
@@ -50,7 +51,8 @@ def _tell(content: dict[str, object]) -> None:
     line = _line()
     if line is None:
         return
-    data = b"\n" + json.dumps(content, default=str).encode() + b"\n"
+    text = json.dumps(content, default=str, ensure_ascii=False)
+    data = b"\n" + text.encode(errors="replace") + b"\n"
     try:
         # Up to PIPE_BUF bytes are written whole or not at all, and at once if poll says so.
         poll = select.poll()
@@ -79,7 +81,10 @@ def progress(step: int, total: int | None = None, **values: float | str) -> None
     if now < _next_at and step != total:
         return
     _next_at = now + _EVERY_S
-    shown = {k: round(v, 6) if isinstance(v, float) else v for k, v in values.items()}
+    shown = {  # JSON has no NaN
+        k: round(v, 6) if isinstance(v, float) and math.isfinite(v) else str(v)
+        for k, v in values.items()
+    }
     _tell({"progress": {"step": step, "total": total, "values": shown}})
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dure.launch.show import folding
-from dure.launch.show.folding import WINDOW_S, Entry, Folder
+from dure.launch.show.folding import WINDOW_S, Entry, Folder, Prefixes, rank_set
 from dure.launch.spec import Stream
 
 RANKS = 4
@@ -29,7 +29,7 @@ class Unfolded:
             _, stream = entry.owner  # pyright: ignore[reportGeneralTypeIssues]
             for rank in range(RANKS):
                 if entry.ranks >> rank & 1:
-                    self.text[rank, stream] += entry.text + b"\n" * entry.ends
+                    self.text[rank, stream] += entry.text + b"\n"
 
     def wait(self, folder: Folder, until: float) -> None:
         while (at := folder.wake_at) is not None and at <= until:
@@ -42,7 +42,6 @@ _step = st.one_of(
         st.integers(0, RANKS - 1),
         st.sampled_from(["stdout", "stderr"]),
         st.lists(_line, max_size=4),
-        st.booleans(),
     ),
     st.floats(0, 0.08),
 )
@@ -50,7 +49,7 @@ _step = st.one_of(
 
 @given(steps=st.lists(_step, max_size=40), full=st.integers(1, 20))
 def test_unfolding_gives_back_every_rank_s_output_in_its_order(
-    steps: list[tuple[int, Stream, list[bytes], bool] | float], full: int
+    steps: list[tuple[int, Stream, list[bytes]] | float], full: int
 ) -> None:
     folder, shown = Folder(range(RANKS)), Unfolded()
     written: defaultdict[tuple[int, str], bytes] = defaultdict(bytes)
@@ -63,13 +62,10 @@ def test_unfolding_gives_back_every_rank_s_output_in_its_order(
                 shown.wait(folder, now)
                 continue
             assert not isinstance(step, int)
-            rank, stream, lines, part = step
+            rank, stream, lines = step
             pipe = (rank, stream)
             shown.take(folder.put(pipe, rank, stream, lines, now), now)
             written[pipe] += b"".join(line + b"\n" for line in lines)
-            if part:
-                shown.take(folder.put_part(pipe, rank, b"...", now), now)
-                written[pipe] += b"..."
     shown.wait(folder, now + WINDOW_S)
     assert folder.flush() == []
     assert {k: v for k, v in shown.text.items() if v} == {k: v for k, v in written.items() if v}
@@ -87,32 +83,27 @@ def seen(entries: list[Entry]) -> list[tuple[int, bytes]]:
     return [(entry.ranks, entry.text) for entry in entries]
 
 
-def test_line_of_all_ranks_leaves_at_once_and_once() -> None:
+def test_line_of_all_ranks_leaves_at_once_and_of_some_when_its_window_is_over() -> None:
     folder = Folder(range(3))
     assert seen(both(folder, {0: [b"a"], 2: [b"a"], 1: [b"a"]})) == [(0b111, b"a")]
     assert folder.wake_at is None
-
-
-def test_line_of_some_ranks_leaves_when_its_window_is_over() -> None:
-    folder = Folder(range(3))
     assert both(folder, {0: [b"a"], 2: [b"a"]}, now=5.0) == []
     assert folder.wake_at == 5.0 + WINDOW_S
     assert seen(folder.due(5.0 + WINDOW_S)) == [(0b101, b"a")]
 
 
-def test_repeated_lines_fold_one_by_one() -> None:
+@pytest.mark.parametrize(
+    ("lines", "shown"),
+    [
+        (([b"a", b"a", b"b"], [b"a", b"a", b"b"]), [(3, b"a"), (3, b"a"), (3, b"b")]),
+        (([b"a", b"b"], [b"b", b"a"]), [(1, b"a"), (3, b"b"), (2, b"a")]),  # in each one's order
+    ],
+)
+def test_lines_fold_one_by_one(
+    lines: tuple[list[bytes], list[bytes]], shown: list[tuple[int, bytes]]
+) -> None:
     folder = Folder(range(2))
-    assert seen(both(folder, {0: [b"a", b"a", b"b"], 1: [b"a", b"a", b"b"]})) == [
-        (3, b"a"),
-        (3, b"a"),
-        (3, b"b"),
-    ]
-
-
-def test_order_within_a_rank_comes_before_folding() -> None:
-    folder = Folder(range(2))
-    both(folder, {0: [b"a", b"b"], 1: [b"b", b"a"]})
-    assert seen(folder.flush()) == [(1, b"a"), (3, b"b"), (2, b"a")]
+    assert seen(both(folder, dict(enumerate(lines))) + folder.flush()) == shown
 
 
 def test_streams_do_not_fold_together() -> None:
@@ -122,20 +113,21 @@ def test_streams_do_not_fold_together() -> None:
     assert seen(folder.flush()) == [(1, b"a"), (2, b"a")]
 
 
-def test_end_of_a_line_shown_in_part_does_not_fold() -> None:
-    folder = Folder(range(2))
-    assert seen(folder.put_part("p", 0, b"Name? ", 0.0)) == [(1, b"Name? ")]
-    folder.put("p", 0, "stdout", [b"x", b"x"], 0.0)
-    folder.put("q", 1, "stdout", [b"x"], 0.0)
-    assert seen(folder.flush()) == [(1, b"x"), (3, b"x")]
-
-
 def test_flood_is_bounded_in_memory() -> None:
-    folder = Folder(range(2))
-    waiting = 0
-    for i in range(100):
+    folder, waiting = Folder(range(2)), 0
+    for i in range(20):
         lines = [b"%d %d" % (i, j) for j in range(1000)]
         waiting += len(lines) - len(folder.put("p", 0, "stdout", lines, 0.0))
         assert waiting <= folding.MAX_ENTRIES
     folder.put("p", 0, "stdout", [b"x" * 4000] * 1000, 0.0)
     assert sum(len(entry.text) for entry in folder.flush()) <= folding.MAX_BYTES
+
+
+def test_prefix_tells_who_wrote_a_line() -> None:
+    assert Prefixes(0, 2).of(0b10, colour=False) == b"[1] "
+    assert Prefixes(0, 11).of(1 << 3, colour=False) == b"[ 3] "
+    assert Prefixes(0, 1).of(1, colour=True) == b"\x1b[36m[0] \x1b[0m"
+    assert Prefixes(0, 1, shown=False).of(1, colour=True) == b""
+    assert Prefixes(0, 11).of(0b100111, colour=False) == b"[0-2,5] "
+    assert Prefixes(8, 16, host="node7.cluster").of(0b111, colour=False) == b"[node7:8-10] "
+    assert rank_set([4, 3, 1]) == "1,3-4"

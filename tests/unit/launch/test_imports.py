@@ -44,7 +44,6 @@ def test_torch_is_found_wherever_the_program_imports_it(tmp_path: Path, text: st
         "import os, json",
         "print('import torch')",
         "# import torch",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
         "def f(:",
         "import no_such_module_anywhere",
         "from dure.launch import run_job",
@@ -61,10 +60,6 @@ def test_files_beside_the_program_are_followed(tmp_path: Path) -> None:
     files |= {"__init___in_package": "", "deep_in_package": "from . import deeper"}
     files |= {"deeper_in_package": "from torch import nn"}
     assert found(tmp_path, "import first", **files)[0] == "torch"
-
-
-def test_functions_of_other_files_do_not_count(tmp_path: Path) -> None:
-    assert found(tmp_path, "import beside", beside="def f():\n    import torch") == ()
 
 
 def test_circular_imports_end(tmp_path: Path) -> None:

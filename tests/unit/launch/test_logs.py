@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dure.launch.ranks.environment import Round
-from dure.launch.show.logs import Journal, RankLogs, is_kept, is_shown
+from dure.launch.show.logs import Logs, is_kept, is_shown
 from dure.launch.spec import Exit, JobResult, JobSpec, RankResult, Std, Stream
 
 
@@ -25,39 +25,36 @@ def round_(number: int = 0, node: int = 0) -> Round:
     )
 
 
-def test_restart_keeps_what_earlier_rounds_wrote(tmp_path: Path) -> None:
-    spec = JobSpec(program="x", nproc=2, log_dir=tmp_path)
+def test_rounds_have_files_of_their_own_and_lines_with_a_word_one_for_all(tmp_path: Path) -> None:
+    spec = JobSpec(program="x", nproc=2, log_dir=tmp_path, stdout_filters=("loss", "acc"))
+    logs = Logs(spec, node=1)
     for number in (0, 1):
-        logs = RankLogs(spec, round_(number, node=1))
+        logs.begin(round_(number, node=1))
         logs.write(3, "stdout", b"round %d" % number)
         logs.write(0, "stdout", b"a rank of another host")
-        logs.close()
-    for number in (0, 1):
-        file = tmp_path / f"attempt_{number}" / "rank_3" / "stdout.log"
-        assert file.read_text() == f"round {number}"
-    assert not (tmp_path / "attempt_0" / "rank_0").exists()
-
-
-def test_lines_with_a_word_are_collected(tmp_path: Path) -> None:
-    spec = JobSpec(program="x", nproc=2, log_dir=tmp_path, stdout_filters=("loss", "acc"))
-    logs = RankLogs(spec, round_())
-    logs.lines(0, "stdout", [b"the loss", b"nothing"])
-    logs.lines(1, "stdout", [b"accuracy"])
-    logs.lines(1, "stderr", [b"loss"])
+        logs.lines(2, "stdout", [b"the loss", b"nothing"])
+        logs.lines(3, "stdout", [b"accuracy"])
+        logs.lines(3, "stderr", [b"loss"])
     logs.close()
-    directory = tmp_path / "attempt_0"
-    assert (directory / "filtered_stdout.log").read_text() == "[0] the loss\n[1] accuracy\n"
-    assert not (directory / "filtered_stderr.log").exists()
+    for number in (0, 1):
+        attempt = tmp_path / f"attempt_{number}"
+        assert (attempt / "rank_3/stdout.log").read_text() == f"round {number}"
+        assert (attempt / "filtered_stdout.node1.log").read_text() == "[2] the loss\n[3] accuracy\n"
+        assert {path.name for path in attempt.iterdir()} == {
+            *("rank_2", "rank_3", "filtered_stdout.node1.log"),
+        }
 
 
 def test_error_of_an_earlier_job_is_not_taken_for_this_ones(tmp_path: Path) -> None:
-    spec = JobSpec(program="x", nproc=2, log_dir=tmp_path, redirects={0: Std.OUT})
-    RankLogs(spec, round_()).close()
-    old = tmp_path / "attempt_0" / "rank_1" / "error.json"
+    (tmp_path / "real/attempt_0/rank_1").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("real")  # as the log directory a link is the user's choice
+    old = tmp_path / "real/attempt_0/rank_1/error.json"
     old.write_text("{}")
-    RankLogs(spec, round_()).close()
-    assert old.parent.exists()
+    logs = Logs(JobSpec(program="x", log_dir=tmp_path / "link", redirects={0: Std.OUT}))
+    logs.begin(round_())
+    logs.close()
     assert not old.exists()
+    assert (tmp_path / "real/attempt_0/rank_0/stdout.log").exists()
 
 
 @pytest.mark.parametrize(
@@ -81,19 +78,14 @@ def test_streams_go_where_redirects_and_tee_say(
     assert [stream for stream in streams if is_shown(spec, 1, stream)] == shown
 
 
-def test_filter_hides_other_ranks() -> None:
-    spec = JobSpec(program="x", local_ranks_filter=frozenset({1}))
-    assert not is_shown(spec, 0, "stdout")
-    assert is_shown(spec, 1, "stdout")
-
-
 def test_journal_tells_what_happened_and_how_the_job_ended(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, node=1)
-    journal.began(JobSpec(program="train.py", args=("--x",)), round_(1, node=1))
-    journal.note("started", rank=2)
+    logs = Logs(JobSpec(program="train.py", args=("--x",), log_dir=tmp_path), node=1)
+    logs.begin(round_(1, node=1))
+    logs.note("started", rank=2)
+    logs.said("hello \udcff")
     failed = RankResult(rank=2, host="b", pid=7, exit=Exit(signal=9))
-    journal.conclude(JobResult(exit_code=137, ranks=(failed,), elapsed_s=1.0, first_failure=failed))
-    journal.close()
+    logs.conclude(JobResult(exit_code=137, ranks=(failed,), elapsed_s=1.0, first_failure=failed))
+    logs.close()
     lines = (tmp_path / "events.node1.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
     assert [event["event"] for event in events] == ["round", "started", "job ended"]
@@ -101,67 +93,40 @@ def test_journal_tells_what_happened_and_how_the_job_ended(tmp_path: Path) -> No
     assert (job["state"], job["exit_code"], job["rounds"]) == ("failed", 137, 2)
     assert job["first_failure"]["exit"] == {"code": None, "signal": 9}
     assert job["program"] == ["train.py", "--x"]
-
-
-def test_journal_without_a_directory_writes_nothing(tmp_path: Path) -> None:
-    journal = Journal(None)
-    journal.note("started")
-    journal.said("hello")
-    journal.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def plant(path: Path, kind: str, target: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if kind == "link":
-        path.symlink_to(target)
-    else:
-        os.mkfifo(path)
+    assert (tmp_path / "launcher.node1.log").read_text() == "hello \\udcff\n"
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 @pytest.mark.parametrize(
     "name",
     [
-        "attempt_0",
-        "attempt_0/rank_1",
-        "attempt_0/rank_1/stderr.log",
-        "attempt_0/filtered_stdout.log",
+        *("events.jsonl", "launcher.log", "job.json.part", "attempt_0", "attempt_0/rank_1"),
+        *("attempt_0/rank_1/stderr.log", "attempt_0/filtered_stdout.log"),
     ],
 )
 def test_what_others_put_in_the_way_is_not_written_to(tmp_path: Path, kind: str, name: str) -> None:
-    target, logs = tmp_path / "target", tmp_path / "logs"
-    if name.endswith(".log"):
+    target, planted = tmp_path / "target", tmp_path / "logs" / name
+    if planted.suffix:
         target.write_text("precious")
     else:
         target.mkdir()
-    plant(logs / name, kind, target)
-    spec = JobSpec(program="x", nproc=2, log_dir=logs, stdout_filters=("loss",))
-    with pytest.raises(OSError, match="a link, or something else") as caught:
-        RankLogs(spec, round_())
-    assert caught.value.filename == str(logs / name)
-    assert list(target.iterdir()) == [] if target.is_dir() else target.read_text() == "precious"
-
-
-@pytest.mark.parametrize("kind", ["link", "pipe"])
-@pytest.mark.parametrize("name", ["events.jsonl", "launcher.log", "job.json.part"])
-def test_journal_follows_no_link(tmp_path: Path, kind: str, name: str) -> None:
-    target, logs = tmp_path / "target", tmp_path / "logs"
-    target.write_text("precious")
-    plant(logs / name, kind, target)
-    if name == "job.json.part":
-        journal = Journal(logs)
-        journal.began(JobSpec(program="x"), round_())
-        journal.close()
-        assert isinstance(journal.trouble, OSError)
+    planted.parent.mkdir(parents=True)
+    if kind == "link":
+        planted.symlink_to(target)
     else:
-        with pytest.raises(OSError, match="a link, or something else"):
-            Journal(logs)
-    assert target.read_text() == "precious"
-
-
-def test_link_as_the_log_directory_is_the_users_choice(tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to("real")
-    RankLogs(JobSpec(program="x", nproc=1, log_dir=tmp_path / "link"), round_()).close()
-    assert (tmp_path / "real" / "attempt_0" / "rank_0" / "stdout.log").exists()
+        os.mkfifo(planted)
+    logs = None
+    try:
+        spec = JobSpec(program="x", nproc=2, log_dir=tmp_path / "logs", stdout_filters=("loss",))
+        logs = Logs(spec)
+        logs.begin(round_())
+        trouble = logs.trouble
+    except OSError as error:
+        trouble = error
+    finally:
+        if logs is not None:
+            logs.close()
+    assert "a link, or something else" in str(trouble)
+    assert trouble is not None
+    assert trouble.filename == str(planted)
+    assert list(target.iterdir()) == [] if target.is_dir() else target.read_text() == "precious"

@@ -1,51 +1,145 @@
-"""What the launcher remembers of what it has shown."""
+"""What a user sees of many ranks: their lines and tracebacks, and how errors are told."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import dure as dist
+from dure.errors import Desync
 from dure.launch import JobSpec
+from dure.launch.ranks import child
 from dure.launch.ranks.environment import Round
 from dure.launch.show import logs
-from dure.launch.show.files import open_in
+from dure.launch.show.output import IDLE_S
 from dure.launch.show.terminal import Terminal
+from dure.launch.show.tracebacks import say_alike
+from dure.testing import run_ranks
+from dure.trace.frames import is_library
+
+ROUND = Round(hosts=("h",), nprocs=(2,), master_addr="127.0.0.1", master_port=1, store="h:1")
+VALUE = b"""before
+Traceback (most recent call last):
+  File "a.py", line 1, in <module>
+    main()
+ValueError: one
+"""
+KEY = VALUE.replace(b"ValueError: one", b"KeyError: 'two'")
+DESYNC = b"""Traceback (most recent call last):
+  File "a.py", line %d, in step
+    call()
+dure.errors.Desync: not the same thing (rank %d of 2, group 'world'): rank 0: x; rank 1: y.
+Flight record: /t/rank%d.json
+"""
 
 
-def test_only_the_beginnings_of_long_lines_are_remembered(
+def begun(**fields: Any) -> Terminal:
+    terminal = Terminal(JobSpec(**{"program": "p", "nproc": 2} | fields))
+    terminal.begin(ROUND)
+    return terminal
+
+
+def shown(capfd: pytest.CaptureFixture[str], *parts: tuple[int, bytes], **fields: Any) -> list[str]:
+    """Let ranks write to their errors, and return what was seen."""
+    terminal = begun(**fields)
+    readers = [terminal.reader(rank, "stderr") for rank in range(2)]
+    for rank, text in parts:
+        terminal.received(readers[rank], text, 0.0)
+        terminal.tick(0.0)
+    terminal.finish()
+    return capfd.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize("cut", [None, 70])
+def test_different_tracebacks_are_not_shown_under_one_header(
+    capfd: pytest.CaptureFixture[str], cut: int | None
+) -> None:
+    parts = [(0, VALUE[:cut]), (1, KEY[:cut])]
+    parts += [(0, VALUE[cut:]), (1, KEY[cut:])] if cut else []
+    assert shown(capfd, *parts) == [
+        "[0-1] before",
+        *(f"[0] {line}" for line in VALUE.decode().splitlines()[1:]),
+        *(f"[1] {line}" for line in KEY.decode().splitlines()[1:]),
+    ]
+
+
+def test_equal_tracebacks_are_shown_once_unless_nothing_folds(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    terminal = Terminal(JobSpec(program="p", prefix="none"))
-    terminal.begin(
-        Round(hosts=("h",), nprocs=(1,), master_addr="127.0.0.1", master_port=1, store="h:1")
-    )
-    reader = terminal.reader(0, "stderr")
-    terminal.received(reader, b"ValueError: short\n" + b"x" * 100_000 + b"\n", 0.0)
+    lines = VALUE.decode().splitlines()
+    assert shown(capfd, (0, VALUE), (1, VALUE)) == [f"[0-1] {line}" for line in lines]
+    each = [f"[{rank}] {line}" for rank in (0, 1) for line in lines]
+    assert shown(capfd, (0, VALUE), (1, VALUE), fold=False) == each
+
+
+def test_the_same_error_of_dure_is_told_once_and_where_the_other_rank_was(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    first, second = DESYNC % (5, 0, 0), DESYNC % (9, 1, 1)
+    assert shown(capfd, (0, first), (1, second)) == [
+        *(f"[0] {line}" for line in first.decode().splitlines()),
+        "[1] the same Desync as on rank 0, here at a.py:9",
+    ]
+
+
+def test_unfinished_line_is_shown_behind_what_waits_and_goes_on_behind_itself(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    terminal = begun()
+    one, two = (terminal.reader(rank, "stdout") for rank in range(2))
+    terminal.received(one, b"waits\n", 0.0)
+    terminal.received(two, b"Name? ", 0.0)
+    terminal.tick(IDLE_S)
+    assert capfd.readouterr().out == "[0] waits\n[1] Name? "
+    terminal.received(two, b"Dure\nlast\n", IDLE_S)
+    terminal.received(one, b"last\n", IDLE_S)
     terminal.finish()
-    assert terminal.has_shown(0, "ValueError: short")
-    assert not terminal.has_shown(0, "x" * 100_000)
+    assert capfd.readouterr().out == "Dure\n[0-1] last\n"
+
+
+def test_traceback_without_an_end_is_shown_after_a_while() -> None:
+    terminal = begun()
+    reader = terminal.reader(0, "stderr")
+    terminal.received(reader, b"Traceback (most recent call last):\n  File\n", 5.0)
+    assert terminal.wake_at == 5.0 + IDLE_S
+    terminal.tick(5.0 + IDLE_S)
+    assert terminal.wake_at != 5.0 + IDLE_S  # it has left for the folder
+    terminal.finish()
+
+
+def test_what_was_shown_is_known_but_of_long_lines_their_beginnings(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    terminal = begun(prefix="none")
+    told = b"[rank1]: Traceback:\n\n[rank1]:   File\n[rank1]: ValueError: late\n"  # by torch
+    terminal.received(terminal.reader(1, "stderr"), told + b"x" * 100_000 + b"\n", 0.0)
+    terminal.finish()
+    assert terminal.has_shown(1, "Traceback:\n\n  File\nValueError: late\n")
+    assert not terminal.has_shown(1, "KeyError: late")
+    assert not terminal.has_shown(0, "ValueError: late")
+    assert not terminal.has_shown(1, "x" * 100_000)
     assert len(capfd.readouterr().err) > 100_000
 
 
 def test_full_disk_is_told_once_and_ends_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def open_on_a_full_disk(directory: int, path: Path) -> int:
-        full = path.name in ("stdout.log", "launcher.log")
-        return os.open("/dev/full", os.O_WRONLY) if full else open_in(directory, path)
+    real = logs._open
 
-    monkeypatch.setattr(logs, "open_in", open_on_a_full_disk)
-    terminal = Terminal(JobSpec(program="p", prefix="none", log_dir=tmp_path))
-    start = Round(hosts=("h",), nprocs=(1,), master_addr="127.0.0.1", master_port=1, store="h:1")
-    terminal.begin(start)
+    def open_on_a_full_disk(directory: int, path: Path) -> Any:
+        full = path.name in ("stdout.log", "launcher.log")
+        return open("/dev/full", "wb", buffering=0) if full else real(directory, path)
+
+    monkeypatch.setattr(logs, "_open", open_on_a_full_disk)
+    terminal = begun(prefix="none", log_dir=tmp_path)
     reader = terminal.reader(0, "stdout")
     terminal.received(reader, b"first\n", 0.0)
     terminal.received(reader, b"second\n", 0.0)
     (tmp_path / "attempt_1").write_text("in the way, as a full disk is")
-    terminal.begin(replace(start, number=1))
+    terminal.begin(replace(ROUND, number=1))
     terminal.received(terminal.reader(0, "stdout"), b"third\n", 0.0)
     terminal.finish()
     out, err = capfd.readouterr()
@@ -54,14 +148,59 @@ def test_full_disk_is_told_once_and_ends_nothing(
     assert "No space left on device" in err
 
 
-def test_what_torch_marks_with_the_rank_is_recognised(capfd: pytest.CaptureFixture[str]) -> None:
-    terminal = Terminal(JobSpec(program="p", prefix="none"))
-    hosts = Round(hosts=("h",), nprocs=(2,), master_addr="127.0.0.1", master_port=1, store="h:1")
-    terminal.begin(hosts)
-    told = b"[rank1]: Traceback:\n\n[rank1]:   File\n[rank1]: ValueError: late\n"
-    terminal.received(terminal.reader(1, "stderr"), told, 0.0)
-    terminal.finish()
-    assert terminal.has_shown(1, "Traceback:\n\n  File\nValueError: late\n")
-    assert not terminal.has_shown(1, "KeyError: late")
-    assert not terminal.has_shown(0, "ValueError: late")
-    assert "[rank1]: ValueError: late" in capfd.readouterr().err
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        ("lost (rank 0 of 4, group 'g') after 1.25 s", "lost (rank 3 of 4, g) after 0.5 s", True),
+        ("rank 0 is gone", "rank 1 is gone", False),
+        ("E: 3 of 4", "E: 3 of 5", False),
+    ],
+)
+def test_ranks_say_alike_what_differs_only_in_who_speaks(one: str, other: str, alike: bool) -> None:
+    assert say_alike(one, other) == alike
+
+
+def raised() -> BaseException:
+    namespace: dict[str, object] = {}
+    code = "def call(fail):\n    fail()\n"
+    exec(compile(code, "/home/me/train.py", "exec"), namespace)
+    library: dict[str, object] = {"Desync": Desync}
+    code = "def fail():\n    raise Desync('not the same')\n"
+    exec(compile(code, f"{child._DURE}comm/x.py", "exec"), library)
+    try:
+        namespace["call"](library["fail"])  # pyright: ignore[reportCallIssue]
+    except Desync as error:
+        return error
+    raise AssertionError
+
+
+def test_error_of_dure_ends_with_the_users_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = raised()
+    assert error.__traceback__ is not None
+    error.__traceback__ = error.__traceback__.tb_next  # this file's own frame
+    text = child._formatted(error)
+    assert text.splitlines()[1] == '  File "/home/me/train.py", line 2, in call'
+    assert "comm/x.py" not in text
+    monkeypatch.setenv("DURE_TRACEBACK", "full")
+    assert "comm/x.py" in child._formatted(error)
+
+
+def test_errors_that_come_of_being_a_rank_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchs = ValueError("Default process group has not been initialized, please make sure to ...")
+    assert child._hint(torchs) == ""  # there is no group of Dure's either
+
+    def body(rank: int) -> str:
+        dist.barrier()
+        return child._hint(torchs)
+
+    assert all("import dure" in hint for hint in run_ranks(2, body))
+    monkeypatch.setenv("RANK", "0")
+    assert child._hint(EOFError("EOF when reading a line")) == ""
+    monkeypatch.setenv("RANK", "1")
+    assert "rank 0 alone has the standard input" in child._hint(EOFError())
+
+
+def test_file_below_a_folder_called_dure_is_the_users() -> None:
+    library = ("/usr/lib/python3.12/threading.py", "/opt/lib/python3.12/site-packages/zmq/poll.py")
+    assert all(map(is_library, (child.__file__, *library)))
+    assert not any(map(is_library, ("/home/me/dure/examples/train.py", "/home/me/torch/train.py")))

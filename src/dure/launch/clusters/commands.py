@@ -61,7 +61,6 @@ class HostsJob:
 
     @property
     def interpreter(self) -> tuple[str, ...]:
-        """The words that start Python there."""
         return (self.python, *self.options)
 
 

@@ -90,7 +90,6 @@ class _SshLauncher:
         return self._first[1] if self._first is not None else 0
 
     def start(self) -> None:
-        """Start an agent on every host, and give each its first lines."""
         for number, slots in enumerate(self._job.hosts):
             command = host_command(self._job, number)
             nodes = {} if is_this_host(slots.host) else {"nodes": slots.host}
@@ -118,7 +117,6 @@ class _SshLauncher:
         stream.buffer.flush()
 
     def ev_hup(self, worker: Any, node: str, rc: int) -> None:
-        """Note how a host's agent ended."""
         host = self._agents[worker]
         self._ended.add(host)
         if rc == 0 or self._first is not None:
@@ -178,8 +176,6 @@ class _SshLauncher:
 
 @contextmanager
 def _caught(signals: list[int]) -> Iterator[None]:
-    """Collect signals in `signals` for the length of a `with` block."""
-
     def note(number: int, frame: FrameType | None) -> None:
         signals.append(number)
 

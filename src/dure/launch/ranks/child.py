@@ -2,7 +2,7 @@
 
 The launcher runs this file by its path, in a fresh interpreter:
 
-    python .../child.py REPORT_FD LAUNCHER_PID KIND PROGRAM ARGS...
+    python .../child.py REPORT_FD LAUNCHER_PID CPUS KIND PROGRAM ARGS...
 
 It then does what `python PROGRAM ARGS` or `python -m PROGRAM ARGS` would do: `sys.argv`,
 `sys.path[0]` and the module `__main__` are what the program expects. Four things are added:
@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import importlib.util
 import io
 import json
 import os
@@ -35,19 +34,19 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec, SourceFileLoader
-from types import CodeType, ModuleType, TracebackType
+from importlib.machinery import SourceFileLoader
+from types import ModuleType, TracebackType
 
 STACK_SIGNAL = signal.SIGRTMAX - 3
 """Real-time signals are hardly used by programs; the highest few are used least."""
 
-USAGE_EXIT_CODE = 2
 _OPTIONS = sys.orig_argv[1 : -len(sys.argv)]  # the interpreter's own, such as -O
 _PR_SET_PDEATHSIG = 1
 _HERE = os.path.dirname(__file__)
 _BOOTSTRAP = (
     *(os.path.join(_HERE, name) for name in ("child.py", "forking.py", "copies.py")),
     os.path.join(os.path.dirname(_HERE), "functions.py"),
+    "<frozen runpy>",
 )
 _DURE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 _NO_TORCH_GROUP = "Default process group has not been initialized"
@@ -56,9 +55,11 @@ _LONGEST_TEXT = 8_000  # characters; two such texts fit into a pipe, so the dyin
 
 def main() -> None:
     """Become the program that the command line names."""
-    fd, launcher, kind, program, *args = sys.argv[1:]
+    fd, launcher, cpus, kind, program, *args = sys.argv[1:]
     report_fd = int(fd)
     die_with(int(launcher))
+    if cpus:
+        os.sched_setaffinity(0, map(int, cpus.split(",")))
     os.set_inheritable(report_fd, False)
     if kind == "executable":
         os.execvp(program, [program, *args])
@@ -115,7 +116,6 @@ def die_with(launcher: int) -> None:
 
 
 def first_path(kind: str, program: str) -> str:
-    """Return what stands first on `sys.path` for this program."""
     if kind == "module":
         return os.getcwd()
     if os.path.isdir(program):
@@ -129,7 +129,7 @@ def _run_script(path: str) -> None:
     if os.path.isdir(path):
         path = os.path.join(path, "__main__.py")
     absolute = os.path.abspath(path)
-    module = _new_main(absolute, None)
+    module = _new_main(absolute)
     module.__loader__ = SourceFileLoader("__main__", absolute)
     with io.open_code(absolute) as file:
         code = compile(file.read(), absolute, "exec", dont_inherit=True)
@@ -140,29 +140,10 @@ def _run_module(name: str) -> None:
     """Do what `python -m NAME` does."""
     _set_first_path(first_path("module", name))
     sys.argv[0] = "-m"
-    spec, code = _find_code(name)
-    sys.argv[0] = spec.origin or name
-    module = _new_main(spec.origin, spec)
-    module.__loader__ = spec.loader
-    module.__package__ = spec.parent
-    exec(code, module.__dict__)
+    _new_main(None)
+    import runpy  # lazy: programs that are files have no use for it
 
-
-def _find_code(name: str) -> tuple[ModuleSpec, CodeType]:
-    """Find the module to run and its code; a package stands for its `__main__`."""
-    try:
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{name}.__main__")
-    except ModuleNotFoundError as error:
-        if error.name is None or not name.startswith(error.name):
-            raise  # the package was found, and fails to import something else
-        spec = None
-    code = getattr(spec.loader, "get_code", lambda _: None)(spec.name) if spec else None
-    if spec is None or code is None:
-        print(f"dure run: there is no module named {name!r} that can be run", file=sys.stderr)
-        sys.exit(USAGE_EXIT_CODE)
-    return spec, code
+    runpy._run_module_as_main(name)  # pyright: ignore
 
 
 def _set_first_path(directory: str) -> None:
@@ -171,13 +152,11 @@ def _set_first_path(directory: str) -> None:
         sys.path[0] = directory
 
 
-def _new_main(file: str | None, spec: ModuleSpec | None) -> ModuleType:
+def _new_main(file: str | None) -> ModuleType:
     """Put an empty `__main__` in place of this file's, which stays alive under another name."""
     module = ModuleType("__main__")
     module.__file__ = file
-    module.__spec__ = spec
-    cached = None if spec is None else spec.cached
-    module.__dict__.update(__builtins__=sys.modules["builtins"], __cached__=cached)
+    module.__dict__.update(__builtins__=sys.modules["builtins"], __cached__=None)
     module.__annotations__ = {}
     sys.modules["__dure_child__"] = sys.modules["__main__"]
     sys.modules["__main__"] = module
@@ -214,7 +193,6 @@ def _hide_bootstrap_frames() -> None:
 
 
 def _formatted(error: BaseException) -> str:
-    """Return the traceback of an error as it is shown."""
     trace = _without_bootstrap(error.__traceback__)
     told = traceback.TracebackException(type(error), error, trace, compact=True)
     own = type(error).__module__.partition(".")[0] == "dure"
@@ -225,7 +203,6 @@ def _formatted(error: BaseException) -> str:
 
 
 def _exit_code(error: BaseException) -> int:
-    """Return what the interpreter exits with because of `error`."""
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
     if not isinstance(error, SystemExit):
@@ -244,7 +221,6 @@ def _is_still(fd: int, file: os.stat_result) -> bool:
 
 
 def _report(fd: int, error: BaseException) -> None:
-    """Write the crash to the launcher's pipe; a launcher that is gone is no reason to fail."""
     code = _exit_code(error)
     if code == 0:
         _write(fd, {"finished": True})
@@ -260,11 +236,11 @@ def _report(fd: int, error: BaseException) -> None:
     telling = sys.modules.get("dure.trace.line")
     if telling is not None:
         telling.tell_last()
-    _write(fd, crash)
+    _write(fd, {"crash": crash})
 
 
 def _write(fd: int, content: dict[str, object]) -> None:
-    line = json.dumps(content, ensure_ascii=False).encode(errors="backslashreplace")
+    line = json.dumps(content, ensure_ascii=False).encode(errors="replace")
     try:
         os.write(fd, b"\n" + line + b"\n")
     except OSError:

@@ -13,10 +13,9 @@ program starts, so every thread that it ever has, and the memory they touch firs
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +29,6 @@ __all__ = [
     "Topology",
     "bind",
     "bound_cpus",
-    "bound_to",
     "parse_cpus",
     "read_topology",
     "share_threads",
@@ -58,11 +56,9 @@ class Topology:
 
     @property
     def num_cores(self) -> int:
-        """How many cores they are."""
         return len({cpu.core for cpu in self.cpus})
 
     def only(self, numbers: Iterable[int]) -> Topology:
-        """Return the same with the cpus `numbers` alone."""
         wanted = set(numbers)
         return Topology(tuple(cpu for cpu in self.cpus if cpu.number in wanted), self.gpus)
 
@@ -121,23 +117,19 @@ def _gpus(root: Path, visible: str | None) -> tuple[int, ...]:
     """Return the node of each GPU that CUDA will number, NVIDIA's driver permitting.
 
     CUDA counts GPUs of one kind by their place on the bus, and stops at the first entry of
-    CUDA_VISIBLE_DEVICES that it does not know.
+    CUDA_VISIBLE_DEVICES that it does not know. Those named by UUID are not looked up.
     """
-    found: list[tuple[int, str]] = []
+    nodes: list[int] = []
     for path in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
         node = kernel_text(root / "sys/bus/pci/devices" / path.name / "numa_node")
-        about = kernel_text(path / "information").partition("GPU UUID:")[2].split()
-        found.append((max(int(node or 0), 0), about[0] if about else ""))  # -1: there is but one
+        nodes.append(max(int(node or 0), 0))  # -1: there is but one
     if visible is None:
-        return tuple(node for node, _ in found)
+        return tuple(nodes)
     chosen: list[int] = []
     for entry in (x.strip() for x in visible.split(",")):
-        named = [node for node, uuid in found if entry[:4] == "GPU-" and uuid.startswith(entry)]
-        if entry.isdecimal():
-            named = [node for node, _ in found[int(entry) : int(entry) + 1]]
-        if len(named) != 1:
+        if not entry.isdecimal() or int(entry) >= len(nodes):
             break
-        chosen += named
+        chosen.append(nodes[int(entry)])
     return tuple(chosen)
 
 
@@ -146,12 +138,6 @@ def _gpus(root: Path, visible: str | None) -> tuple[int, ...]:
 
 def bind(topology: Topology, mode: Numa, local_rank: int, nproc: int) -> frozenset[int]:
     """Return the cpus of one rank.
-
-    Args:
-        topology: What may be used.
-        mode: How to share it.
-        local_rank: Which rank of this host.
-        nproc: How many ranks this host has.
 
     Raises:
         UsageError: There is no core for it.
@@ -193,13 +179,8 @@ def share_threads(
 ) -> int:
     """Return how many threads each rank gets for one operator, so that all fit.
 
-    One number for all ranks, the lowest of them: a collective waits for the slowest.
-
-    Args:
-        cores: How many cores' time all may take together.
-        nproc: How many ranks there are.
-        topology: The cpus that may be used.
-        binding: The cpus of each rank; empty: the ranks are not bound.
+    One number for all ranks, the lowest of them: a collective waits for the slowest. `cores` is how
+    many cores' time all may take together, `binding` the cpus of each rank; empty: not bound.
     """
     shares = [
         topology.only(cpus).num_cores // sum(not cpus.isdisjoint(other) for other in binding)
@@ -237,17 +218,3 @@ def threads_for(spec: JobSpec) -> int | None:
 def _machine(spec: JobSpec) -> Topology:
     visible = spec.env.get("CUDA_VISIBLE_DEVICES", env.raw("CUDA_VISIBLE_DEVICES"))
     return read_topology(frozenset(os.sched_getaffinity(0)), visible)
-
-
-@contextlib.contextmanager
-def bound_to(cpus: frozenset[int] | None) -> Iterator[None]:
-    """Let this thread, and the processes that it starts meanwhile, use `cpus` alone."""
-    if cpus is None:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cpus)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)

@@ -49,7 +49,6 @@ class JobAddress:
 
     @property
     def secrets(self) -> tuple[int, ...]:
-        """The descriptors that ranks inherit."""
         return (self.key_fd, *(() if self.password_fd is None else (self.password_fd,)))
 
 
@@ -79,7 +78,6 @@ class Round:
 
     @property
     def nproc(self) -> int:
-        """How many ranks this host starts."""
         return self.nprocs[self.node]
 
     @property
@@ -89,11 +87,9 @@ class Round:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are on all hosts."""
         return sum(self.nprocs)
 
     def rank(self, local_rank: int) -> int:
-        """Return the rank of this host's `local_rank`."""
         return self.first_rank + local_rank
 
 
@@ -168,7 +164,6 @@ def _own_gpu(local_rank: int) -> str:
 
 
 def _numbers(spec: JobSpec, local_rank: int, round: Round) -> dict[str, str | None]:
-    """Return who the rank is; the ranks of a job all have one role."""
     rank, of = str(round.rank(local_rank)), str(round.world_size)
     return {
         "RANK": rank,

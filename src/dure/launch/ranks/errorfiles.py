@@ -49,7 +49,6 @@ def error_directory(spec: JobSpec, job: str) -> Iterator[None]:
 
 
 def error_file(spec: JobSpec, job: str, rank: int, attempt: int) -> Path:
-    """Return the path of one rank's error file."""
     if spec.log_dir is None:
         return private_directory(job) / f"attempt_{attempt}_rank_{rank}.json"
     return spec.log_dir.absolute() / f"attempt_{attempt}" / f"rank_{rank}" / "error.json"
@@ -81,7 +80,6 @@ def _crash_in(path: Path, exit: Exit) -> Crash | None:
 
 
 def recorded(crash: Crash) -> RecordedError:
-    """Return the crash as an error file holds it."""
     return RecordedError(
         message=f"{crash.type}: {crash.message}",
         traceback=crash.traceback,

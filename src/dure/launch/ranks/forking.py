@@ -6,15 +6,12 @@ The launcher runs this file by its path, in a fresh interpreter, and talks to it
 
     launcher ──setup: what to import──▶ zygote ──▶ "ready", or why it cannot be used
     launcher ──order: environment, descriptors──▶ zygote ──fork──▶ intermediate ──fork──▶ rank
-    launcher ◀──the rank's number── zygote    (the intermediate exits: the launcher adopts the rank)
-    launcher ──a byte through the ready pipe──▶ rank
+    launcher ◀──the rank's number── intermediate      (which exits: the launcher adopts the rank)
 
 A rank must be the launcher's own child, so that the launcher can wait for it and the kernel ends it
-with the launcher. Hence the intermediate process, and a launcher that adopts orphans.
-
-If the zygote is killed while it forks, the launcher cannot know whether there is a rank, and starts
-another. So a rank waits at a *ready pipe* of its own: a byte tells it that the launcher knows of
-it, and the pipe's end that nobody does.
+with the launcher. Hence the intermediate process, and a launcher that adopts orphans. It has the
+socket, too: a zygote that is killed while it forks leaves no rank that the launcher has not heard
+of, and the socket's end says that there is none.
 
 *When it is safe.* A fork copies one thread and all memory: locks that other threads hold stay shut
 for ever, and a CUDA context does not survive. So, after the imports, the zygote forks once for
@@ -41,7 +38,6 @@ import fcntl
 import gc
 import importlib
 import importlib.util
-import io
 import json
 import os
 import socket
@@ -50,17 +46,17 @@ import threading
 import time
 import weakref
 from types import ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 __all__ = ["receive", "send", "settle"]
 
 _MOST_FDS = 16
+_KEY_FD = 10  # ranks get their key at this number or above
 _THREADS_LEAVE_S = 0.5  # for a thread that has ended to vanish from /proc
 _Message = dict[str, Any]  # JSON, both ways: its fields are told where it is made
 
 
 def send(link: socket.socket, message: _Message, fds: tuple[int, ...] = ()) -> None:
-    """Send a message, and descriptors with it."""
     socket.send_fds(link, [b"."], fds)
     link.sendall(json.dumps(message).encode() + b"\n")
 
@@ -100,7 +96,6 @@ def main() -> None:
     except (EOFError, OSError):  # the launcher is done, or dead
         os._exit(0)
     link.close()
-    _wait_until_known(fds.pop())
     report = settle(order, fds, before)
     while os.getppid() == order["intermediate"]:  # then the launcher is the parent
         time.sleep(0.0002)
@@ -175,6 +170,8 @@ def _unfit(first: str, imported: set[str]) -> str | None:
         return f"the import found modules beside the program: {', '.join(sorted(beside))}"
     if _has_children():
         return "an imported module has started a process"
+    if max({int(fd) for fd in os.listdir("/proc/self/fd")} - {int(sys.argv[1])}) >= _KEY_FD:
+        return "an imported module keeps many files open"
     threads = _threads_after_fork()
     if threads > 1:
         return f"an imported module has started threads ({threads - 1} of them)"
@@ -227,53 +224,32 @@ def _serve(link: socket.socket) -> tuple[_Message, list[int]]:
     while True:
         order, fds = receive(link)
         try:
-            answer = _fork(link, order, fds)
+            if _fork(link, order):
+                return order, fds
         except OSError as error:
-            answer = {"error": error.strerror, "errno": error.errno}
-        if answer is None:
-            return order, fds
+            send(link, {"error": error.strerror, "errno": error.errno})
         for fd in fds:
             os.close(fd)
-        send(link, answer)
 
 
-def _fork(link: socket.socket, order: _Message, fds: list[int]) -> _Message | None:
-    """Fork a rank that will be the launcher's child; return the answer, and None in the rank.
-
-    An order's `numbers` say which numbers the descriptors get in the rank. One that is used by
-    what was imported cannot be given away: the launcher then starts that rank in another way.
-    """
-    mine = {*fds, link.fileno()}
-    if any(n > 2 and n not in mine and _is_open(n) for n in order["numbers"]):
-        return {"pid": None}
-    read, write = os.pipe()
-    try:
-        intermediate = os.fork()
-        if intermediate == 0:
-            order["intermediate"] = os.getpid()
-            _fork_again(write)
-            return None
-        answer = os.read(read, 4096)
+def _fork(link: socket.socket, order: _Message) -> bool:
+    """Fork a rank that will be the launcher's child; tell its number; return True in the rank."""
+    intermediate = os.fork()
+    if intermediate != 0:
         os.waitpid(intermediate, 0)
-        return json.loads(answer)
-    finally:
-        os.close(read)
-        os.close(write)
-
-
-def _fork_again(write: int) -> None:
-    """In the intermediate: fork the rank, tell its number or why there is none, and exit."""
-    pid, answer = -1, {}
+        return False
+    order["intermediate"] = os.getpid()
+    pid = -1
     try:
         pid = os.fork()
-        answer = {"pid": pid}
+        if pid != 0:
+            send(link, {"pid": pid})
     except OSError as error:
-        answer = {"error": error.strerror, "errno": error.errno}
+        send(link, {"error": error.strerror, "errno": error.errno})
     finally:
         if pid != 0:
-            with contextlib.suppress(OSError):  # the zygote was killed
-                os.write(write, json.dumps(answer).encode())
             os._exit(0)
+    return True
 
 
 # --- in the rank -------------------------------------------------------------------------------
@@ -283,7 +259,7 @@ def settle(order: _Message, fds: list[int], before: dict[str, str]) -> int:
     """Make this copy of a process what a fresh interpreter would be; return the pipe for reports.
 
     Args:
-        order: `cpus`, `numbers`, `environment` and `stdin` of the launcher's order.
+        order: `cpus`, `numbers` and `environment` of the launcher's order.
         fds: The descriptors that get those numbers, and the pipe.
         before: The variables that the process was started with.
     """
@@ -292,22 +268,12 @@ def settle(order: _Message, fds: list[int], before: dict[str, str]) -> int:
         os.sched_setaffinity(0, order["cpus"])
     report = _take_descriptors(order["numbers"], fds)
     _set_environment(order["environment"], before)
-    if order["stdin"] == "passed":
+    if 0 in order["numbers"]:
         sys.stdin = sys.__stdin__ = _open_stdin()
-    elif order["stdin"] == "closed":
-        os.close(0)
-        sys.stdin = sys.__stdin__ = None  # pyright: ignore[reportAttributeAccessIssue]
     importlib.invalidate_caches()
     _draw_anew()
     gc.enable()
     return report
-
-
-def _wait_until_known(ready: int) -> None:
-    """Wait until the launcher knows of this process; end if it never will."""
-    if not os.read(ready, 1):
-        os._exit(0)
-    os.close(ready)
 
 
 def _set_environment(wanted: dict[str, str], before: dict[str, str]) -> None:
@@ -340,20 +306,15 @@ def _take_descriptors(numbers: list[int], fds: list[int]) -> int:
     return moved[-1]
 
 
-def _open_stdin() -> io.TextIOWrapper:
+def _open_stdin() -> TextIO:
     """Open descriptor 0 as the interpreter does when it starts."""
     old = sys.stdin
-    assert isinstance(old, io.TextIOWrapper)
-    raw = io.FileIO(0, closefd=False)
-    raw.name = "<stdin>"  # pyright: ignore[reportAttributeAccessIssue]
-    text = io.TextIOWrapper(
-        io.BufferedReader(raw),
-        encoding=old.encoding,
-        errors=old.errors,
-        newline="\n",
-        line_buffering=raw.isatty() and not old.write_through,
-        write_through=old.write_through,
+    text = open(  # noqa: SIM115
+        0, encoding=old.encoding, errors=old.errors, newline="\n", closefd=False
     )
+    through: bool = getattr(old, "write_through", False)
+    text.reconfigure(write_through=through, line_buffering=text.isatty() and not through)
+    text.buffer.raw.name = "<stdin>"  # pyright: ignore[reportAttributeAccessIssue]
     text.mode = "r"  # pyright: ignore[reportAttributeAccessIssue]
     return text
 
@@ -372,14 +333,6 @@ def _draw_anew() -> None:
     renumber = getattr(threading.main_thread(), "_set_native_id", None)
     if renumber is not None:
         renumber()
-
-
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 `dure run` must know before it starts a program whether it pays to import torch first, once for all
 ranks. The answer may be wrong both ways without harm: at worst torch is imported in vain, or in
-each rank. So the search is short: the program's file is read as a syntax tree, functions included;
-a module beside it is read in turn, but only what runs when it is imported; an installed package is
-asked for its requirements. It ends when torch is found, or after a tenth of a second.
+each rank. So the search is short: the program's file and the modules beside it are read as syntax
+trees, and an installed package is asked for its requirements. It ends when torch is found, or after
+a tenth of a second.
 """
 
 from __future__ import annotations
@@ -45,12 +45,11 @@ def names_to_import(spec: JobSpec) -> tuple[str, ...]:
         inner = os.path.join(spec.program, "__main__.py")
         file, package = (inner if os.path.isdir(spec.program) else spec.program), ""
     else:
-        found = _find(spec.program, first)
-        package = spec.program.rpartition(".")[0]
+        found, package = _find(spec.program, first), spec.program.rpartition(".")[0]
         if found is not None and found.submodule_search_locations is not None:
             found, package = _find(f"{spec.program}.__main__", first), spec.program
         file = "" if found is None else found.origin or ""
-    names, attributes = _read(file, package, functions=True)
+    names, attributes = _read(file, package)
     if not _need_torch(names, first):
         return ()
     torch = sorted(name for name in names if name.startswith("torch."))
@@ -77,31 +76,28 @@ def _need_torch(names: set[str], first: str) -> bool:
         found = _find(name, first)
         if found is None or not found.has_location or found.origin is None:
             continue
-        if "-packages" in found.origin:
-            if _requires_torch(top):
-                return True
-            continue
-        is_package = found.submodule_search_locations is not None
-        waiting.extend(_read(found.origin, name if is_package else parent, functions=False)[0])
+        if "-packages" not in found.origin:
+            is_package = found.submodule_search_locations is not None
+            waiting.extend(_read(found.origin, name if is_package else parent)[0])
+        elif _requires_torch(top):
+            return True
     return False
 
 
-def _read(file: str, package: str, *, functions: bool) -> tuple[set[str], set[str]]:
+def _read(file: str, package: str) -> tuple[set[str], set[str]]:
     """Return the full names that a file imports, and every attribute that it uses of anything.
 
     Args:
         file: Its path; nothing is found in what is no Python of this version.
         package: What a relative import starts from.
-        functions: Whether what only functions import counts, too.
     """
     names, attributes = set[str](), set[str]()
-    waiting: list[ast.AST] = []
+    tree = ast.Module([], [])
     with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):
         if os.path.getsize(file) <= _LARGEST_BYTES:
             with open(file, "rb") as source:
-                waiting.append(ast.parse(source.read(), file))
-    while waiting:
-        node = waiting.pop()
+                tree = ast.parse(source.read(), file)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -113,12 +109,6 @@ def _read(file: str, package: str, *, functions: bool) -> tuple[set[str], set[st
                 names.update(f"{module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Attribute):
             attributes.add(node.attr)
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            waiting.extend(node.orelse)
-            continue
-        elif not functions and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        waiting.extend(ast.iter_child_nodes(node))
     return names, attributes
 
 

@@ -38,8 +38,6 @@ _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process, as /proc shows it."""
-
     pid: int
     parent: int
     session: int
@@ -52,7 +50,6 @@ _Find = Callable[[int], Process | None]
 
 
 def _read(pid: int) -> Process | None:
-    """Read /proc/PID/stat; None where the process is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
@@ -106,7 +103,6 @@ def _is_dead(pid: int) -> bool:
 
 
 def _has_variable(pid: int, entry: bytes) -> bool:
-    """Tell whether the process was started with `entry` (NAME=value) in its environment."""
     try:
         return entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:

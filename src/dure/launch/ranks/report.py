@@ -12,15 +12,11 @@ a stack, as faulthandler prints it:
 from __future__ import annotations
 
 import contextlib
-import json
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 import msgspec
 
-from dure.errorfile import encodable
 from dure.launch.spec import Crash, Frame, RankResult
 
 __all__ = ["ReportReader", "Step", "root_cause"]
@@ -28,26 +24,31 @@ __all__ = ["ReportReader", "Step", "root_cause"]
 _LONGEST_LINE = 1 << 18  # the bootstrap writes two texts of 8,000 characters at most
 _LONGEST_NUMBER = 10
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
-_BOOTSTRAP = tuple(
-    str(Path(__file__).with_name(name)) for name in ("child.py", "forking.py", "copies.py")
+_BOOTSTRAP = (
+    *(str(Path(__file__).with_name(name)) for name in ("child.py", "forking.py", "copies.py")),
+    "<frozen runpy>",
 )
 
 
-def _no_values() -> dict[str, float | str]:
-    return {}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """How far a rank has come, by `dure.progress`."""
-
+class Step(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     total: int | None = None
-    values: dict[str, float | str] = field(default_factory=_no_values)
+    values: dict[str, float | str] = {}
 
     def __str__(self) -> str:
         of = "" if self.total is None else f" of {self.total}"
         return f"step {self.step}{of}" + "".join(f", {k} {v}" for k, v in self.values.items())
+
+
+class _Message(msgspec.Struct):
+    """One line of JSON, which has one of these; see `dure.trace.line` and `child.py`."""
+
+    crash: Crash | None = None
+    progress: Step | None = None
+    last: str | None = None
+    answers: bool = False
+    elastic: bool = False
+    finished: bool = False
 
 
 class ReportReader:
@@ -75,7 +76,6 @@ class ReportReader:
         return self._told_stack and (bool(self.last) or not self._tells_last)
 
     def feed(self, data: bytes) -> None:
-        """Take bytes as they come from the pipe."""
         *lines, rest = (self._rest + data).split(b"\n")
         self._rest = rest[:_LONGEST_LINE]
         for line in lines:
@@ -83,8 +83,8 @@ class ReportReader:
 
     def _line(self, line: str) -> None:
         if line.startswith("{"):
-            with contextlib.suppress(ValueError, RecursionError, msgspec.ValidationError):
-                self._take(_encodable(json.loads(line)))
+            with contextlib.suppress(msgspec.DecodeError, RecursionError):
+                self._take(msgspec.json.decode(line, type=_Message))
         elif line.startswith("Stack "):
             self._frames.clear()
         elif line == "  ..." or line.startswith("  <"):  # too deep, or no Python frame
@@ -98,38 +98,18 @@ class ReportReader:
             elif frame.function in ("<module>", "_run"):
                 self._end_stack()
 
-    def _take(self, content: object) -> None:
-        """Take one message; see `dure.trace.line`, and `child.py` for a crash."""
-        if not isinstance(content, dict):
-            return
-        if "progress" in content:
-            self.step = msgspec.convert(content["progress"], type=Step)
-        elif "last" in content:
-            self.last = msgspec.convert(content["last"], type=str) or "none"
-        elif "elastic" in content:
-            self.elastic = True
-        elif "finished" in content:
-            self.finished = True
-        elif "answers" in content:
-            self._tells_last = True
-        else:
-            self.crash = msgspec.convert(content, type=Crash)
+    def _take(self, message: _Message) -> None:
+        self.crash = message.crash or self.crash
+        self.step = message.progress or self.step
+        if message.last is not None:
+            self.last = message.last or "none"
+        self._tells_last = self._tells_last or message.answers
+        self.elastic = self.elastic or message.elastic
+        self.finished = self.finished or message.finished
 
     def _end_stack(self) -> None:
         self.stack = tuple(self._frames)
         self._told_stack = True
-
-
-def _encodable(content: object) -> object:
-    """Return JSON's content with texts that can be shown and sent."""
-    if isinstance(content, str):
-        return encodable(content)
-    if isinstance(content, list):
-        return [_encodable(item) for item in cast(list[object], content)]
-    if isinstance(content, dict):
-        items = cast(dict[str, object], content).items()
-        return {encodable(key): _encodable(value) for key, value in items}
-    return content
 
 
 def root_cause(first: RankResult, ranks: tuple[RankResult, ...]) -> RankResult:

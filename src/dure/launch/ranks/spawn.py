@@ -23,7 +23,7 @@ from pathlib import Path
 from dure.launch.interpreter import interpreter_options
 from dure.launch.ranks.child import STACK_SIGNAL
 from dure.launch.ranks.copies import copy_of_this_process
-from dure.launch.ranks.cores import bound_cpus, bound_to
+from dure.launch.ranks.cores import bound_cpus
 from dure.launch.ranks.zygote import RankStart, Zygote
 from dure.launch.spec import Exit, JobSpec, Kind
 
@@ -88,7 +88,6 @@ class RankProcess:
         return self.catches(STACK_SIGNAL)
 
     def catches(self, number: int) -> bool:
-        """Tell whether the process has a handler for signal `number`."""
         try:
             status = Path(f"/proc/{self.pid}/status").read_text()
         except OSError:
@@ -141,7 +140,7 @@ def start_rank(
             args=tuple(x.replace("${local_rank}", str(local)) for x in spec.args),  # torchrun's
             variables=variables,
             cpus=bound_cpus(spec, local),
-            reads_stdin=spec.stdin == "rank0" and rank == 0,
+            reads_stdin=spec.stdin == "rank0" and rank == 0 and sys.__stdin__ is not None,
             pipes=(pipes[0], pipes[1], pipes[2]),
             secrets=secrets,
             launcher=os.getpid(),
@@ -174,19 +173,17 @@ def _watched(pid: int, fresh: subprocess.Popen[bytes] | None) -> int:
 
 
 def _fresh(start: RankStart) -> subprocess.Popen[bytes]:
-    """Start a rank in an interpreter of its own."""
     spec, (stdout, stderr, report) = start.spec, start.pipes
-    with bound_to(start.cpus):
-        return subprocess.Popen(
-            [
-                *(sys.executable, *interpreter_options(), _CHILD),
-                *(str(report), str(start.launcher)),
-                *(spec.kind, spec.program, *start.args),
-            ],
-            stdin=None if start.reads_stdin else subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            env=dict(start.variables),
-            pass_fds=(report, *start.secrets),
-            start_new_session=True,
-        )
+    return subprocess.Popen(
+        [
+            *(sys.executable, *interpreter_options(), _CHILD),
+            *(str(report), str(start.launcher), ",".join(map(str, sorted(start.cpus or ())))),
+            *(spec.kind, spec.program, *start.args),
+        ],
+        stdin=None if start.reads_stdin else subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        env=dict(start.variables),
+        pass_fds=(report, *start.secrets),
+        start_new_session=True,
+    )

@@ -15,11 +15,10 @@ import select
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from dure import env
 from dure.launch.interpreter import interpreter_options
@@ -37,13 +36,9 @@ _FRESH = "each rank starts in a fresh interpreter"
 INTERRUPTED = "interrupted while it imported"
 _IMPORT_S = 300.0  # torch over a slow network file system
 _FORK_S = 30.0
-_PIPE_BYTES = 1 << 16
+_PRINTED_BYTES = 1 << 20  # of what the imports print: nobody reads before they are done
 _ROOM_BYTES = 1 << 13
 """For what the ranks' variables take more than the zygote's: see `forking._set_environment`."""
-_READ_AT_START = (
-    *("PYTHON", "LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_"),
-)
-"""Variables that are read before a program can be asked: a rank that differs in one is no copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +80,6 @@ class Zygote:
     def __init__(
         self, spec: JobSpec, names: tuple[str, ...], needed: int, environment: dict[str, str]
     ) -> None:
-        self._environment = environment | {"DURE_ROOM": "x" * _ROOM_BYTES}
         self._link, theirs = socket.socketpair()
         self._printed = [b"", b""]  # to the output, to the errors
         self._state: str | None = "waiting"
@@ -101,10 +95,15 @@ class Zygote:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                env=self._environment,
+                env=environment | {"DURE_ROOM": "x" * _ROOM_BYTES},
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
+        self._pipes = [pipe for pipe in (self._process.stdout, self._process.stderr) if pipe]
+        for pipe in self._pipes:
+            os.set_blocking(pipe.fileno(), False)
+            with contextlib.suppress(OSError):  # this user has many pipes already
+                fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PRINTED_BYTES)
         setup = {
             "first_path": first_path(spec.kind, spec.program),
             "needed": names[:needed],
@@ -115,7 +114,6 @@ class Zygote:
 
     @property
     def pid(self) -> int:
-        """The process number."""
         return self._process.pid
 
     def trouble(self, interrupted: int) -> str | None:
@@ -126,9 +124,24 @@ class Zygote:
         """
         if self._state == "waiting":
             self._state = self._wait(interrupted)
+            self._printed = [pipe.read() or b"" for pipe in self._pipes]
             if self._state is not None:
                 self.close()
         return self._state
+
+    def _wait(self, interrupted: int) -> str | None:
+        poll = select.poll()
+        for fd in (self._link.fileno(), interrupted):
+            poll.register(fd, select.POLLIN)
+        ready = [fd for fd, _ in poll.poll(_IMPORT_S * 1000)]
+        if interrupted in ready:
+            return INTERRUPTED
+        if not ready:
+            return f"the import took longer than {_IMPORT_S:.0f} s"
+        try:
+            return receive(self._link)[0]["trouble"]
+        except (EOFError, OSError):
+            return f"the process that imports {self._ended()}"
 
     def fork(self, start: RankStart) -> int | None:
         """Start a rank, a child of this process; return its number, or None if it cannot be copied.
@@ -138,51 +151,37 @@ class Zygote:
         Raises:
             OSError: There is no memory for it, or no process.
         """
-        if self._state is not None or self._differs(start.variables):
+        if self._state is not None:
             return None
-        read, known = os.pipe()
-        try:
-            answer = self._ask(start, read)
-            if answer.get("pid") is not None:
-                self._show_what_was_printed(start)
-                os.write(known, b"k")
-        finally:
-            os.close(read)
-            os.close(known)
-        if "error" in answer:
-            raise OSError(answer.get("errno", 0), answer["error"])
-        return answer.get("pid")
-
-    def _ask(self, start: RankStart, ready: int) -> dict[str, Any]:
-        """Order a rank; return the zygote's answer, which is empty where none came."""
+        for text, fd in zip(self._printed, start.pipes[:2], strict=True):
+            if text:  # as if it had imported; as much as fits into the pipe, which is empty
+                os.write(fd, text[: fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ)])
         stdout, stderr, report = start.pipes
-        secrets = start.secrets
-        fds, numbers = [stdout, stderr, *secrets, report, ready], [1, 2, *secrets]
-        stdin = "null"
-        if start.reads_stdin:
-            stdin = "closed" if sys.__stdin__ is None else "passed"
-        if stdin == "passed":
-            fds, numbers = [0, *fds], [0, *numbers]
+        fds = [0] if start.reads_stdin else []
+        fds += [stdout, stderr, *start.secrets]
         order = {
             "kind": start.spec.kind,
             "program": start.spec.program,
             "args": start.args,
             "cpus": None if start.cpus is None else sorted(start.cpus),
             "environment": dict(start.variables),
-            "stdin": stdin,
-            "numbers": numbers,
+            "numbers": [*range(0 if start.reads_stdin else 1, 3), *start.secrets],
             "launcher": start.launcher,
         }
         try:
             self._link.settimeout(_FORK_S)
-            send(self._link, order, tuple(fds))
-            return receive(self._link)[0]
+            send(self._link, order, (*fds, report))
+            answer: dict[str, Any] = receive(self._link)[0]
         except TimeoutError:
             self._ended()
             self._give_up(f"did not answer for {_FORK_S:.0f} s")
+            return None
         except (EOFError, OSError):
             self._give_up(self._ended())
-        return {}
+            return None
+        if "error" in answer:
+            raise OSError(answer.get("errno", 0), answer["error"])
+        return answer["pid"]
 
     def close(self) -> None:
         """End it; ranks that were forked stay."""
@@ -192,66 +191,17 @@ class Zygote:
         for pipe in self._pipes:
             pipe.close()
 
-    @property
-    def _pipes(self) -> tuple[IO[bytes], IO[bytes]]:
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        return self._process.stdout, self._process.stderr
-
-    def _wait(self, interrupted: int) -> str | None:
-        """Wait for what comes of the imports, and keep what they print."""
-        deadline = time.monotonic() + _IMPORT_S
-        pipes = {pipe.fileno(): stream for stream, pipe in enumerate(self._pipes)}
-        poll = select.poll()
-        for fd in (self._link.fileno(), interrupted, *pipes):
-            poll.register(fd, select.POLLIN)
-        while (left := deadline - time.monotonic()) > 0:
-            ready = [fd for fd, _ in poll.poll(left * 1000)]
-            for fd in pipes.keys() & ready:
-                data = os.read(fd, _PIPE_BYTES)
-                self._printed[pipes[fd]] += data
-                if not data:
-                    poll.unregister(fd)
-            if interrupted in ready:
-                return INTERRUPTED
-            if self._link.fileno() in ready:
-                return self._outcome()
-        return f"the import took longer than {_IMPORT_S:.0f} s"
-
-    def _outcome(self) -> str | None:
-        try:
-            return receive(self._link)[0]["trouble"]
-        except (EOFError, OSError):
-            return f"the process that imports {self._ended()}"
-
     def _ended(self) -> str:
         """End it if it has not ended, and say how it did."""
         self._process.kill()
         code = self._process.wait()
-        os.set_blocking(self._pipes[1].fileno(), False)
-        self._printed[1] += self._pipes[1].read() or b""
-        words = self._printed[1].decode(errors="replace").strip().rpartition("\n")[2]
+        words = (self._pipes[1].read() or b"").decode(errors="replace").strip().rpartition("\n")[2]
         said = f" ({words})" if words else ""
         return (f"was killed by signal {-code}" if code < 0 else f"exited with {code}") + said
 
     def _give_up(self, how: str) -> None:
-        """Note, and say, that it forks no more."""
         self._state = f"the process that ranks were forked from {how}"
         self.say(f"{_FRESH}: {self._state}")
-
-    def _differs(self, environment: Mapping[str, str]) -> bool:
-        """Tell whether a rank needs an interpreter that starts with other variables."""
-        return any(
-            environment.get(name) != self._environment.get(name)
-            for name in environment.keys() | self._environment.keys()
-            if name.startswith(_READ_AT_START)
-        )
-
-    def _show_what_was_printed(self, start: RankStart) -> None:
-        """Let the rank print what the imports have printed, as it would have imported."""
-        for text, fd in zip(self._printed, start.pipes[:2], strict=True):
-            if text:  # as much as fits into the pipe, which is empty, and small for who has many
-                os.write(fd, text[: fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ)])
 
 
 @contextlib.contextmanager

@@ -1,18 +1,15 @@
-"""The same line from many ranks, shown once.
+"""The same line from many ranks, shown once; and what stands before each line: who wrote it.
 
 Ranks mostly say the same thing at the same time. A `Folder` holds each line back for a moment, the
 *window*, and lets other ranks' equal lines join it: `[0-3] epoch 2`.
 
-Lines wait in one queue, as *entries*: a text, and the ranks that wrote it. Entries are numbered in
-the order in which they were begun, and leave in that order. A line of rank r joins the first entry
-with its text whose number is above that of r's last entry; if there is none, it begins an entry.
-So the numbers of a rank's entries only grow, and its lines are shown in the order in which it wrote
-them, whatever joins what. An entry leaves once every rank is in it, or when its window is over, and
-is never behind one that would leave later: no line waits longer than the window.
+Lines wait in one queue, as *entries*: a text, and the ranks that wrote it. A line of rank r joins
+the first entry with its text behind r's last entry; if there is none, it begins an entry. So its
+lines are shown in the order in which it wrote them, whatever joins what. An entry leaves once every
+rank is in it, or when its window is over; when too many wait, the oldest leave early.
 
-What is no whole line (a prompt, a progress bar, and what continues it) waits its turn in the queue,
-and neither joins nor is joined. So do very long lines. When more waits than `MAX_BYTES` or
-`MAX_ENTRIES`, the oldest leave early, so memory is bounded whatever the ranks write.
+`[3] ` is rank 3, `[0-2,5] ` are four ranks that wrote the same line, `[node7:3] ` is rank 3 on the
+host node7. A single rank's prefix is padded to one width, so that lines stand in columns.
 
 Cost: about 1 us a line of processor time.
 """
@@ -26,41 +23,37 @@ from operator import attrgetter
 
 from dure.launch.spec import Stream
 
-__all__ = ["MAX_BYTES", "MAX_ENTRIES", "WINDOW_S", "Entry", "Folder", "rank_set"]
+__all__ = ["MAX_BYTES", "MAX_ENTRIES", "WINDOW_S", "Entry", "Folder", "Prefixes", "rank_set"]
 
 WINDOW_S = 0.1
 MAX_BYTES = 1 << 20
 MAX_ENTRIES = 8192
 _number = attrgetter("number")
-_LONGEST = 1 << 14  # bytes of a line, or of a traceback, that may fold
+_COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
+_MANY = 1  # bold
 
 
 class Entry:
-    """A line on its way, and the ranks that wrote it (a bit each).
+    """A line on its way, and the ranks that wrote it (a bit each)."""
 
-    `ends` says that its newline followed, `alike` is where those lie that may be joined, if it may.
-    """
+    __slots__ = ("at", "key", "number", "owner", "ranks")
 
-    __slots__ = ("alike", "at", "ends", "number", "owner", "ranks", "text")
-
-    def __init__(self, number: int, rank: int, owner: object, text: bytes, at: float) -> None:
+    def __init__(
+        self, number: int, rank: int, owner: object, key: tuple[Stream, bytes], at: float
+    ) -> None:
         self.number = number
         self.ranks = 1 << rank
         self.owner = owner
-        self.text = text
+        self.key = key
         self.at = at
-        self.ends = True
-        self.alike: dict[bytes, deque[Entry]] | None = None
+
+    @property
+    def text(self) -> bytes:
+        """The line; or several, with line breaks between them."""
+        return self.key[1]
 
 
 class Folder:
-    """The lines of many ranks on their way to one place.
-
-    Args:
-        ranks: The local ranks, whose lines may fold.
-        window_s: How long a line may wait for others.
-    """
-
     def __init__(self, ranks: Iterable[int], window_s: float = WINDOW_S) -> None:
         self._all = sum(1 << rank for rank in ranks)
         self._window_s = window_s
@@ -68,94 +61,60 @@ class Folder:
         self._queued_bytes = 0
         self._next = 1
         self._last: dict[int, int] = {}  # rank to the number of its last entry
-        self._alike: dict[Stream, dict[bytes, deque[Entry]]] = {"stdout": {}, "stderr": {}}
-        self._open: set[object] = set()  # pipes whose line was shown in part
+        self._alike: dict[tuple[Stream, bytes], deque[Entry]] = {}
 
     @property
     def wake_at(self) -> float | None:
-        """When `due` has something to give."""
         return self._queue[0].at + self._window_s if self._queue else None
 
     def put(
         self, owner: object, rank: int, stream: Stream, lines: list[bytes], now: float
     ) -> list[Entry]:
-        """Take whole lines of one pipe, and return what must leave at once.
+        """Take whole lines of a local rank's pipe, and return what must leave at once.
 
-        Args:
-            owner: Stands for the pipe.
-            rank: The local rank that writes into it.
-            stream: Which of its streams; lines of different ones never fold together.
-            lines: What it brought.
-            now: The time.
+        `owner` stands for the pipe; lines of different streams never fold together.
         """
-        alike, last = self._alike[stream], self._last.get(rank, 0)
-        goes_on = owner in self._open  # the first is the end of a line that was shown in part
-        self._open.discard(owner)
+        last = self._last.get(rank, 0)
         for text in lines:
-            same = alike.get(text)
-            if same is not None and not goes_on and same[-1].number > last:
+            key = (stream, text)
+            same = self._alike.get(key)
+            if same is not None and same[-1].number > last:
                 entry = same[bisect_right(same, last, key=_number)]
                 entry.ranks |= 1 << rank
                 last = entry.number
                 continue
-            entry = self._append(owner, rank, text, now)
-            last = entry.number
-            if goes_on or len(text) > _LONGEST:
-                goes_on = False
-                continue
-            entry.alike = alike
-            if same is None:
-                alike[text] = deque((entry,))
-            else:
-                same.append(entry)
+            entry = Entry(self._next, rank, owner, key, now)
+            self._alike.setdefault(key, deque()).append(entry)
+            self._queue.append(entry)
+            self._queued_bytes += len(text)
+            last = self._next
+            self._next += 1
         self._last[rank] = last
-        return self.due(now)
-
-    def put_part(self, owner: object, rank: int, text: bytes, now: float) -> list[Entry]:
-        """Take some of a pipe's line, whose end has not come; return what must leave at once."""
-        entry = self._append(owner, rank, text, now)
-        entry.ends = False
-        self._last[rank] = entry.number
-        self._open.add(owner)
         return self.due(now)
 
     def due(self, now: float) -> list[Entry]:
         """Take from the front what is complete, too old, or too much."""
-        early: list[Entry] = []
-        while len(self._queue) > MAX_ENTRIES or self._queued_bytes > MAX_BYTES:
-            early += self._take((len(self._queue) + 1) // 2)
-        count = 0
-        for entry in self._queue:
-            if entry.at + self._window_s > now and entry.ranks != self._all and entry.ends:
-                break
-            count += 1
-        return early + self._take(count)
+        out: list[Entry] = []
+        while self._queue and (
+            self._queue[0].ranks == self._all
+            or self._queue[0].at + self._window_s <= now
+            or len(self._queue) > MAX_ENTRIES
+            or self._queued_bytes > MAX_BYTES
+        ):
+            entry = self._queue.popleft()
+            self._queued_bytes -= len(entry.text)
+            same = self._alike[entry.key]
+            same.popleft()  # it is the oldest
+            if not same:
+                del self._alike[entry.key]
+            out.append(entry)
+        return out
 
     def flush(self) -> list[Entry]:
-        """Return all that waits."""
-        return self._take(len(self._queue))
-
-    def _append(self, owner: object, rank: int, text: bytes, now: float) -> Entry:
-        entry = Entry(self._next, rank, owner, text, now)
-        self._queue.append(entry)
-        self._queued_bytes += len(text)
-        self._next += 1
-        return entry
-
-    def _take(self, count: int) -> list[Entry]:
-        taken = [self._queue.popleft() for _ in range(count)]
-        for entry in taken:
-            self._queued_bytes -= len(entry.text)
-            if entry.alike is not None:  # nothing may join it now; it is the oldest
-                same = entry.alike[entry.text]
-                same.popleft()
-                if not same:
-                    del entry.alike[entry.text]
-        return taken
+        return self.due(float("inf"))
 
 
 def rank_set(ranks: Iterable[int]) -> str:
-    """Write ranks as a node set does, such as `0-2,5`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -163,3 +122,44 @@ def rank_set(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank, rank])
     return ",".join(f"{a}-{b}" if b > a else str(a) for a, b in runs)
+
+
+class Prefixes:
+    """The prefixes of this host's ranks.
+
+    Args:
+        first_rank: The rank of this host's local rank 0.
+        world_size: How many ranks the job has, for the width.
+        host: The host's name, where it is to be shown.
+        shown: Whether there are prefixes at all.
+    """
+
+    def __init__(
+        self, first_rank: int, world_size: int, host: str | None = None, shown: bool = True
+    ) -> None:
+        self._first = first_rank
+        self._width = len(str(world_size - 1))
+        self._host = "" if host is None else f"{host.partition('.')[0]}:"
+        self._shown = shown
+        self._known: dict[tuple[int, bool], bytes] = {}
+
+    def of(self, ranks: int, colour: bool) -> bytes:
+        """Return the prefix of a set of local ranks, where bit i stands for local rank i."""
+        known = self._known.get((ranks, colour))
+        if known is None:
+            if len(self._known) > 4096:  # sets are many: 2 to the power of ranks
+                self._known.clear()
+            known = self._known[ranks, colour] = self._make(ranks, colour).encode()
+        return known
+
+    def _make(self, bits: int, colour: bool) -> str:
+        if not self._shown:
+            return ""
+        ranks = [self._first + i for i in range(bits.bit_length()) if bits >> i & 1]
+        single = len(ranks) == 1
+        who = f"{ranks[0]:>{self._width}}" if single else rank_set(ranks)
+        text = f"[{self._host}{who}] "
+        if not colour:
+            return text
+        code = _COLOURS[ranks[0] % len(_COLOURS)] if single else _MANY
+        return f"\x1b[{code}m{text}\x1b[0m"

@@ -83,20 +83,17 @@ class Rows:
         self._rows[rank] = Row(rank, pid, spoke_at=time.monotonic())
 
     def ended(self, rank: int, ok: bool) -> None:
-        """Take note of a rank's end."""
         row = self._rows.get(rank)
         if row is not None:
             row.state = "ended" if ok else "failed"
             row.resident = row.cpu = None
 
     def crashed(self, rank: int, text: str) -> None:
-        """Take note of the exception that leaves a rank."""
         row = self._rows.get(rank)
         if row is not None:
             row.state, row.last = "failed", plain(text.encode())
 
     def progressed(self, rank: int, step: Step) -> None:
-        """Take note of how far a rank has come."""
         row = self._rows.get(rank)
         if row is not None:
             row.step = step
@@ -108,7 +105,6 @@ class Rows:
             row.last, row.spoke_at = plain(line[-_LONGEST:]), now
 
     def draw(self, now: float, width: int, height: int) -> list[str]:
-        """Return the lines to show now."""
         self.draw_at = now + REFRESH_S
         if now - self._measured_at >= _USAGE_S:
             self._measured_at = now

@@ -11,27 +11,35 @@
 
 Where several hosts share the directory, all but the first add their number to the names of the
 three files: `events.node1.jsonl`.
+
+Others may write to such a directory, as to one in a shared place. Who may can put a symbolic link
+where a file of ours will be, and have us overwrite whatever it points to; or a pipe, and have us
+wait for ever. So below the directory that the user has named, each step is taken from the last
+one's descriptor and follows no link, and what is opened is looked at before it is changed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from dure.launch.ranks.environment import Round, rank_log_dir
-from dure.launch.show.files import directory_below, open_in
+from dure.launch.ranks.environment import Round
 from dure.launch.spec import JobResult, JobSpec, RankResult, Std, Stream, StreamChoice
 
-__all__ = ["Journal", "RankLogs", "is_kept", "is_shown"]
+__all__ = ["Logs", "is_kept", "is_shown"]
 
 _OURS_ALONE = 0o700  # of a directory that is made here: programs print what not everybody may read
-_STREAMS: tuple[Stream, Stream] = ("stdout", "stderr")
+_DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_IN_THE_WAY = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR)
 
 
 def _choice(choice: StreamChoice, local_rank: int) -> Std:
@@ -49,7 +57,6 @@ def is_kept(spec: JobSpec, local_rank: int, stream: Stream) -> bool:
 
 
 def is_shown(spec: JobSpec, local_rank: int, stream: Stream) -> bool:
-    """Whether a rank's stream goes to the terminal."""
     if spec.local_ranks_filter is not None and local_rank not in spec.local_ranks_filter:
         return False
     if _choice(spec.tee, local_rank).has(stream):
@@ -57,161 +64,65 @@ def is_shown(spec: JobSpec, local_rank: int, stream: Stream) -> bool:
     return not _choice(spec.redirects, local_rank).has(stream)
 
 
-class RankLogs:
-    """The files that hold each rank's output as it came.
+class Logs:
+    """The files of a job. Without a directory (`JobSpec.log_dir`) nothing is kept.
 
     Args:
         spec: The job: what is kept, and where.
-        round: Which start of it.
-
-    Attributes:
-        trouble: Why nothing is kept any more, if the files could not be written (a full disk).
-
-    Raises:
-        OSError: The files cannot be made.
-    """
-
-    def __init__(self, spec: JobSpec, round: Round) -> None:
-        self.trouble: OSError | None = None
-        self._files: dict[tuple[int, Stream], IO[bytes]] = {}
-        self._filtered: dict[Stream, tuple[tuple[bytes, ...], IO[bytes]]] = {}
-        try:
-            for local_rank in range(round.nproc):
-                if spec.log_dir is not None:  # for the error file, at least
-                    self._open(spec, round, local_rank)
-            self._open_filtered(spec, round)
-        except OSError:
-            self.close()
-            raise
-
-    def write(self, rank: int, stream: Stream, data: bytes) -> None:
-        """Keep what came from a rank."""
-        file = self._files.get((rank, stream))
-        if file is not None:
-            self._write(file, data)
-
-    def lines(self, rank: int, stream: Stream, lines: list[bytes]) -> None:
-        """Collect those lines of a rank that hold a word the user looks for."""
-        words, file = self._filtered.get(stream, ((), None))
-        if file is not None:
-            found = [line for line in lines if any(word in line for word in words)]
-            self._write(file, b"".join(b"[%d] %s\n" % (rank, line) for line in found))
-
-    def _write(self, file: IO[bytes], data: bytes) -> None:
-        """Write everything; a disk that is full ends the keeping, not the job."""
-        left = memoryview(data)
-        try:
-            while left:
-                left = left[file.write(left) :]
-        except OSError as error:
-            self.trouble = error
-            self.close()
-
-    def close(self) -> None:
-        """Close the files."""
-        for file in (*self._files.values(), *(file for _, file in self._filtered.values())):
-            with contextlib.suppress(OSError):
-                file.close()
-        self._files.clear()
-        self._filtered.clear()
-
-    def _open_filtered(self, spec: JobSpec, round: Round) -> None:
-        chosen: dict[Stream, tuple[str, ...]] = {
-            "stdout": spec.stdout_filters,
-            "stderr": spec.stderr_filters,
-        }
-        for stream, words in chosen.items():
-            if spec.log_dir is not None and words:
-                mark = f".node{round.node}" if round.node else ""
-                path = spec.log_dir / f"attempt_{round.number}" / f"filtered_{stream}{mark}.log"
-                with directory_below(spec.log_dir, path.parent.name) as directory:
-                    file = os.fdopen(open_in(directory, path), "wb", buffering=0)
-                self._filtered[stream] = (tuple(os.fsencode(word) for word in words), file)
-
-    def _open(self, spec: JobSpec, round: Round, local_rank: int) -> None:
-        """Make a rank's directory, and open what is kept of it."""
-        assert spec.log_dir is not None
-        spec.log_dir.mkdir(parents=True, exist_ok=True, mode=_OURS_ALONE)
-        rank = round.rank(local_rank)
-        path = rank_log_dir(spec.log_dir, rank, round.number)
-        with directory_below(spec.log_dir, path.parent.name, path.name) as directory:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink("error.json", dir_fd=directory)  # of an earlier job
-            for stream in _STREAMS:
-                if is_kept(spec, local_rank, stream):
-                    fd = open_in(directory, path / f"{stream}.log")
-                    self._files[rank, stream] = os.fdopen(fd, "wb", buffering=0)
-
-
-def _seconds(seconds: float) -> float:
-    """Return a time to the microsecond, as a person reads it."""
-    return round(seconds, 6)
-
-
-def _plain(rank: RankResult) -> dict[str, object]:
-    """Return what JSON can hold of a rank's result."""
-    content: dict[str, object] = {**dataclasses.asdict(rank), "status": rank.status}
-    content["stack"] = [str(frame) for frame in rank.stack]
-    return content
-
-
-class Journal:
-    """What happened to the job, for machines: `events.jsonl`, `job.json` and `launcher.log`.
-
-    Args:
-        directory: Where they lie; None: nothing is written.
         node: This host's number.
 
     Attributes:
-        trouble: Why something could not be written, once that has happened (a full disk).
+        trouble: Why something could not be written, once that has happened: a disk that is full
+            ends the keeping, not the job.
 
     Raises:
         OSError: The directory cannot be written.
     """
 
-    def __init__(self, directory: Path | None, node: int = 0) -> None:
+    def __init__(self, spec: JobSpec, node: int = 0) -> None:
         self.trouble: OSError | None = None
-        self._directory = directory
+        self._spec = spec
         self._mark = f".node{node}" if node else ""
-        self._events: IO[str] | None = None
-        self._said: IO[str] | None = None
+        self._outputs: dict[tuple[int, Stream], IO[bytes]] = {}
+        self._filtered: dict[Stream, IO[bytes]] = {}
+        self._words = {"stdout": spec.stdout_filters, "stderr": spec.stderr_filters}
         self._job: dict[str, object] = {}
-        if directory is not None:
-            directory.mkdir(parents=True, exist_ok=True, mode=_OURS_ALONE)
+        self._events: IO[bytes] | None = None
+        self._said: IO[bytes] | None = None
+        if spec.log_dir is not None:
+            spec.log_dir.mkdir(parents=True, exist_ok=True, mode=_OURS_ALONE)
+            events, said = f"events{self._mark}.jsonl", f"launcher{self._mark}.log"
             try:
-                self._open(directory)
+                with _below(spec.log_dir) as directory:
+                    self._events = _open(directory, spec.log_dir / events)
+                    self._said = _open(directory, spec.log_dir / said)
             except OSError:
                 self.close()
                 raise
 
-    def _open(self, directory: Path) -> None:
-        events, said = f"events{self._mark}.jsonl", f"launcher{self._mark}.log"
-        with directory_below(directory) as opened:
-            self._events = os.fdopen(open_in(opened, directory / events), "w", buffering=1)
-            fd = open_in(opened, directory / said)
-        self._said = os.fdopen(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    def begin(self, round: Round) -> None:
+        """Keep what was started, and make the files of a round.
 
-    def note(self, event: str, **fields: object) -> None:
-        """Append one event, with the time of day in seconds."""
-        if self._events is not None:
-            content = {"time": _seconds(time.time()), "event": event} | fields
-            with self._goes_on():
-                self._events.write(json.dumps(content) + "\n")
-
-    def said(self, text: str) -> None:
-        """Keep what the launcher said to the user."""
-        if self._said is not None:
-            with self._goes_on():
-                self._said.write(text + "\n")
-
-    def began(self, spec: JobSpec, round: Round) -> None:
-        """Keep what was started."""
+        Raises:
+            OSError: They cannot be made, in the first round.
+        """
+        self._close_outputs()
+        if self._spec.log_dir is None:
+            return
+        try:
+            for local_rank in range(round.nproc):
+                self._open_rank(self._spec.log_dir, round, local_rank)
+            self._open_filtered(self._spec.log_dir, round)
+        except OSError as error:
+            if round.number == 0:
+                raise
+            self._fail(error)
         at = {"number": round.number, "node": round.node}
         self.note("round", **at, hosts=round.hosts, nprocs=round.nprocs)
         self._job |= {
-            "program": [spec.program, *spec.args],
-            "kind": spec.kind,
-            "run_id": spec.run_id,
+            "program": [self._spec.program, *self._spec.args],
+            "kind": self._spec.kind,
+            "run_id": self._spec.run_id,
             "directory": str(Path.cwd()),
             "rounds": round.number + 1,
             "hosts": round.hosts,
@@ -220,8 +131,46 @@ class Journal:
         }
         self._write_job()
 
+    def _open_rank(self, top: Path, round: Round, local_rank: int) -> None:
+        rank = round.rank(local_rank)
+        path = top / f"attempt_{round.number}" / f"rank_{rank}"
+        with _below(top, path.parent.name, path.name) as directory:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink("error.json", dir_fd=directory)  # of an earlier job
+            streams: tuple[Stream, Stream] = ("stdout", "stderr")
+            for stream in streams:
+                if is_kept(self._spec, local_rank, stream):
+                    self._outputs[rank, stream] = _open(directory, path / f"{stream}.log")
+
+    def _open_filtered(self, top: Path, round: Round) -> None:
+        streams: tuple[Stream, Stream] = ("stdout", "stderr")
+        for stream in streams:
+            if self._words[stream]:
+                mark = f".node{round.node}" if round.node else ""
+                path = top / f"attempt_{round.number}" / f"filtered_{stream}{mark}.log"
+                with _below(top, path.parent.name) as directory:
+                    self._filtered[stream] = _open(directory, path)
+
+    def write(self, rank: int, stream: Stream, data: bytes) -> None:
+        self._write(self._outputs.get((rank, stream)), data)
+
+    def lines(self, rank: int, stream: Stream, lines: list[bytes]) -> None:
+        """Collect those lines of a rank that hold a word the user looks for."""
+        if stream in self._filtered:
+            words = [os.fsencode(word) for word in self._words[stream]]
+            found = [line for line in lines if any(word in line for word in words)]
+            text = b"".join(b"[%d] %s\n" % (rank, line) for line in found)
+            self._write(self._filtered[stream], text)
+
+    def note(self, event: str, **fields: object) -> None:
+        """Append one event, with the time of day in seconds."""
+        content = {"time": _seconds(time.time()), "event": event} | fields
+        self._write(self._events, json.dumps(content).encode() + b"\n")
+
+    def said(self, text: str) -> None:
+        self._write(self._said, text.encode(errors="backslashreplace") + b"\n")
+
     def conclude(self, result: JobResult) -> None:
-        """Keep what came of the job."""
         failure = result.first_failure
         self._job |= {
             "state": "succeeded" if result.ok else "failed",
@@ -236,27 +185,96 @@ class Journal:
         self.note("job ended", exit_code=result.exit_code, first_failure=first)
 
     def _write_job(self) -> None:
-        if self._directory is not None:
-            with self._goes_on():
-                path = self._directory / f"job{self._mark}.json"
-                fresh = path.with_suffix(".json.part")
-                with directory_below(self._directory) as directory:
-                    with os.fdopen(open_in(directory, fresh), "w") as file:
-                        file.write(json.dumps(self._job, indent=1) + "\n")
-                    os.replace(fresh.name, path.name, src_dir_fd=directory, dst_dir_fd=directory)
-
-    @contextlib.contextmanager
-    def _goes_on(self) -> Iterator[None]:
-        """Remember what cannot be written: a full disk must not end the job."""
+        top = self._spec.log_dir
+        if top is None:
+            return
+        path = top / f"job{self._mark}.json"
+        fresh = path.with_suffix(".json.part")
         try:
-            yield
+            with _below(top) as directory:
+                with _open(directory, fresh) as file:
+                    file.write(json.dumps(self._job, indent=1).encode() + b"\n")
+                os.replace(fresh.name, path.name, src_dir_fd=directory, dst_dir_fd=directory)
         except OSError as error:
             self.trouble = error
 
+    def _write(self, file: IO[bytes] | None, data: bytes) -> None:
+        left = memoryview(data)
+        try:
+            while file is not None and left:
+                left = left[file.write(left) :]
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        """Keep no more of the ranks' output."""
+        self.trouble = error
+        self._close_outputs()
+
+    def _close_outputs(self) -> None:
+        for file in (*self._outputs.values(), *self._filtered.values()):
+            with contextlib.suppress(OSError):
+                file.close()
+        self._outputs.clear()
+        self._filtered.clear()
+
     def close(self) -> None:
-        """Close the files."""
+        self._close_outputs()
         for file in (self._events, self._said):
             if file is not None:
                 with contextlib.suppress(OSError):
                     file.close()
         self._events = self._said = None
+
+
+def _seconds(seconds: float) -> float:
+    return round(seconds, 6)
+
+
+def _plain(rank: RankResult) -> dict[str, object]:
+    """Return what JSON can hold of a rank's result."""
+    content: dict[str, object] = {**dataclasses.asdict(rank), "status": rank.status}
+    content["stack"] = [str(frame) for frame in rank.stack]
+    return content
+
+
+@contextlib.contextmanager
+def _below(top: Path, *names: str) -> Iterator[int]:
+    """Open a directory below `top`, made where it is missing, and yield its descriptor."""
+    with contextlib.ExitStack() as opened:
+        fd, path = os.open(top, _DIRECTORY), top
+        opened.callback(os.close, fd)
+        for name in names:
+            path /= name
+            with _named(path):
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(name, dir_fd=fd)
+                fd = os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
+            opened.callback(os.close, fd)
+        yield fd
+
+
+def _open(directory: int, path: Path) -> IO[bytes]:
+    """Open a regular file of this directory to write it anew."""
+    with _named(path):
+        file = os.fdopen(os.open(path.name, _FILE, 0o666, dir_fd=directory), "wb", buffering=0)
+        try:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(errno.ENXIO, "")
+            file.truncate(0)
+        except OSError:
+            file.close()
+            raise
+    return file
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Let an error say which file it is about, and what is in its way."""
+    try:
+        yield
+    except OSError as error:
+        text = error.strerror
+        if error.errno in _IN_THE_WAY:
+            text = "a link, or something else that is not ours, has its name; remove it"
+        raise OSError(error.errno, text, str(path)) from None

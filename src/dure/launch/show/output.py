@@ -47,7 +47,6 @@ class LineReader:
 
     @property
     def holds(self) -> bool:
-        """Whether an unfinished line is held back."""
         return bool(self._parts)
 
     @property

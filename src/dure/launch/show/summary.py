@@ -94,7 +94,6 @@ def _failure(
 
 
 def _traceback(rank: int, traceback: str, shown: Callable[[int, str], bool]) -> list[str]:
-    """Return a traceback, or where it ends if the user has just seen it."""
     text = traceback.rstrip().splitlines()
     if not shown(rank, traceback):
         return ["  | " + line for line in text]
@@ -103,7 +102,6 @@ def _traceback(rank: int, traceback: str, shown: Callable[[int, str], bool]) -> 
 
 
 def _doing(rank: RankResult) -> list[str]:
-    """Say what a rank did last, as far as it is known."""
     found = [f"its last operation: {rank.last}"] if rank.last not in ("", "none") else []
     return found + ([f"it had come to {rank.progress}"] if rank.progress else [])
 
@@ -155,7 +153,6 @@ def _interruption(result: JobResult, number: int) -> list[str]:
 
 
 def _how(rank: RankResult) -> str:
-    """Describe how a rank failed, with a hint where its signal has a usual cause."""
     told = rank.crash is not None and rank.crash.type not in ("SystemExit", "error")
     if rank.crash is not None and (rank.ended_by_launcher or (told and not rank.exit.signal)):
         return f"it raised {rank.crash.type}"

@@ -15,11 +15,10 @@ from dure import env
 from dure.launch.ranks.environment import Round
 from dure.launch.ranks.report import Step
 from dure.launch.ranks.spawn import RankProcess
-from dure.launch.show.folding import Entry, Folder
+from dure.launch.show.folding import WINDOW_S, Entry, Folder, Prefixes
 from dure.launch.show.live import Rows
-from dure.launch.show.logs import Journal, RankLogs, is_shown
+from dure.launch.show.logs import Logs, is_shown
 from dure.launch.show.output import LineReader, Sink, same_file
-from dure.launch.show.prefixes import Prefixes
 from dure.launch.show.tracebacks import Tracebacks
 from dure.launch.spec import Crash, Exit, JobResult, JobSpec, Line, Stream
 
@@ -45,22 +44,19 @@ class Terminal:
         out = Sink(1)
         errors = out if same_file(1, 2) else Sink(2)
         self._sinks: dict[Stream, Sink] = {"stdout": out, "stderr": errors}
+        self.sinks = (out,) if out is errors else (out, errors)  # the places that are written to
         self._readers: list[LineReader] = []
-        self._logs: RankLogs | None = None
-        self._folders: dict[int, Folder] = {}  # by descriptor of the sink
+        self._folders = {sink.fd: Folder([0]) for sink in self.sinks}
         self._colour = {sink.fd: sink.terminal and not env.text("NO_COLOR") for sink in self.sinks}
         self._prefixes = Prefixes(0, spec.nproc)
-        self._round: Round | None = None
+        self._first_rank = 0
         self._seen: dict[int, deque[bytes]] = {}  # a rank's last lines of errors
         self._tracebacks = Tracebacks()
-        self._rows = self._live()
+        self._begun: set[LineReader] = set()  # whose line was shown in part
+        live = spec.live and spec.on_line is None and out.terminal
+        self._rows = Rows(" ".join((spec.program, *spec.args))) if live else None
         self._warned = False
-        self.journal = Journal(spec.log_dir, node)
-
-    @property
-    def sinks(self) -> tuple[Sink, ...]:
-        """The distinct places that are written to."""
-        return tuple({id(sink): sink for sink in self._sinks.values()}.values())
+        self._logs = Logs(spec, node)
 
     @property
     def full(self) -> bool:
@@ -88,11 +84,9 @@ class Terminal:
 
     @property
     def wake_at(self) -> float | None:
-        """When `tick` has something to show."""
         if self._spec.on_line is not None:
             return None
-        live = self._rows is not None
-        held = [reader.show_at for reader in self._readers if self._may_show_part(reader, live)]
+        held = [reader.show_at for reader in self._readers if self._may_show_part(reader)]
         held += [self._rows.draw_at] if self._rows is not None else []
         held += [f.wake_at for f in self._folders.values() if f.wake_at is not None]
         return min(held, default=None)
@@ -105,44 +99,37 @@ class Terminal:
         """
         self._flush()
         self._readers.clear()
+        self._begun.clear()
         self._tracebacks = Tracebacks()
-        self._round = round
+        self._first_rank = round.first_rank
         spec, several = self._spec, len(round.hosts) > 1
         with_host = spec.prefix == "host" or (spec.prefix == "auto" and several)
         host = round.hosts[round.node] if with_host else None
         shown = spec.prefix != "none"
         self._prefixes = Prefixes(round.first_rank, round.world_size, host, shown)
-        self._folders = self._make_folders(round)
-        if self._logs is not None:
-            self._logs.close()
-            self._logs = None
-        try:
-            self._logs = RankLogs(spec, round)
-        except OSError as error:
-            if round.number == 0:
-                raise
-            self._warn(error)  # the disk has become full: the job goes on without
-        self.journal.began(spec, round)
+        for stream, sink in self._sinks.items():
+            ranks = [r for r in range(round.nproc) if is_shown(spec, r, stream)]
+            self._folders[sink.fd] = Folder(ranks, WINDOW_S if spec.fold else 0.0)
+        self._logs.begin(round)
+        self._warn()
 
     def started(self, process: RankProcess) -> None:
-        """Take note of a rank's start."""
         rank, pid = process.rank, process.pid
-        self.journal.note("started", rank=rank, pid=pid, host=process.host)
+        self._logs.note("started", rank=rank, pid=pid, host=process.host)
         if self._rows is not None:
             self._rows.started(rank, pid)
 
     def ended(self, process: RankProcess, exit: Exit) -> None:
-        """Take note of a rank's end."""
         rank, pid = process.rank, process.pid
-        self.journal.note("ended", rank=rank, pid=pid, code=exit.code, signal=exit.signal)
-        self._warn(self.journal.trouble)
+        self._logs.note("ended", rank=rank, pid=pid, code=exit.code, signal=exit.signal)
+        self._warn()
         if self._rows is not None:
             self._rows.ended(rank, exit.ok)
 
     def reported(self, rank: int, crash: Crash | None, step: Step | None) -> None:
         """Take note of what a rank told of itself: its crash, the first time, or its progress."""
         if crash is not None:
-            self.journal.note("crashed", rank=rank, type=crash.type, message=crash.message)
+            self._logs.note("crashed", rank=rank, type=crash.type, message=crash.message)
         if self._rows is None:
             return
         if crash is not None:
@@ -151,24 +138,21 @@ class Terminal:
             self._rows.progressed(rank, step)
 
     def reader(self, rank: int, stream: Stream) -> LineReader:
-        """Return the reader for one pipe."""
         reader = LineReader(rank, stream)
         self._readers.append(reader)
         return reader
 
     def received(self, reader: LineReader, data: bytes, now: float) -> None:
         """Show what a pipe brought."""
-        if self._logs is not None:
-            self._logs.write(reader.rank, reader.stream, data)
+        self._logs.write(reader.rank, reader.stream, data)
         lines = reader.feed(data, now)
-        if self._logs is not None:
-            self._logs.lines(reader.rank, reader.stream, lines)
+        self._logs.lines(reader.rank, reader.stream, lines)
         self._show(reader, lines, now)
         if self._rows is not None:
             self._rows.wrote(reader.rank, lines[-1] if lines else reader.held, now)
         if reader.overfull:
             self._show_part(reader, now)
-        self._warn(self._logs.trouble if self._logs is not None else None)
+        self._warn()
 
     def tick(self, now: float) -> None:
         """Show what has waited long enough: unfinished lines, and lines that might have folded."""
@@ -177,12 +161,10 @@ class Terminal:
         if self._rows is not None:
             self._draw(self._rows, now)
         for reader in self._readers:
-            if self._may_show_part(reader, self._rows is not None) and now >= reader.show_at:
+            if self._may_show_part(reader) and now >= reader.show_at:
                 self._show_part(reader, now)
         for sink in self.sinks:
-            folder = self._folders.get(sink.fd)
-            if folder is not None:
-                self._put(sink, folder.due(now))
+            self._put(sink, self._folders[sink.fd].due(now))
 
     def has_shown(self, rank: int, text: str) -> bool:
         """Tell whether a text is among the last lines of errors that a rank was seen to write.
@@ -195,18 +177,17 @@ class Terminal:
 
     def say(self, text: str) -> None:
         """Show a line of the launcher's own, behind what ranks wrote before it."""
-        self.journal.said(text)
+        self._logs.said(text)
         if self._spec.quiet:
             return
         for sink in self.sinks:
-            folder = self._folders.get(sink.fd)
-            if folder is not None:
-                self._put(sink, folder.flush())
+            self._put(sink, self._folders[sink.fd].flush())
         self._sinks["stderr"].say(f"[dure] {text}")
         self._sinks["stderr"].write_some()
 
-    def _warn(self, trouble: OSError | None) -> None:
+    def _warn(self) -> None:
         """Say once that the disk takes no more of the logs."""
+        trouble = self._logs.trouble
         if trouble is None or self._warned:
             return
         self._warned = True
@@ -217,9 +198,8 @@ class Terminal:
         )
 
     def conclude(self, result: JobResult) -> None:
-        """Keep what came of the job in the files that machines read."""
-        self.journal.conclude(result)
-        self._warn(self.journal.trouble)
+        self._logs.conclude(result)
+        self._warn()
 
     def finish(self) -> None:
         """Show what is left of unfinished lines, and close the files."""
@@ -231,25 +211,13 @@ class Terminal:
         self.close()
 
     def close(self) -> None:
-        """Close the files."""
-        if self._logs is not None:
-            self._logs.close()
-        self.journal.close()
+        self._logs.close()
 
     def _flush(self) -> None:
         for reader in self._readers:
             self._show_part(reader, 0.0)
         for sink in self.sinks:
-            folder = self._folders.get(sink.fd)
-            if folder is not None:
-                self._put(sink, folder.flush())
-
-    def _live(self) -> Rows | None:
-        """Return the rows of the live view, where it was asked for and there is a terminal."""
-        spec = self._spec
-        if not spec.live or spec.on_line is not None or not self._sinks["stdout"].terminal:
-            return None
-        return Rows(" ".join((spec.program, *spec.args)))
+            self._put(sink, self._folders[sink.fd].flush())
 
     def _draw(self, rows: Rows, now: float) -> None:
         """Draw the live view if it is due, and nothing else waits for the terminal."""
@@ -263,77 +231,52 @@ class Terminal:
         sink.put_area(rows.draw(now, width or 80, height or 24))
         sink.write_some()
 
-    def _make_folders(self, round: Round) -> dict[int, Folder]:
-        spec = self._spec
-        if not spec.fold or spec.on_line is not None or round.nproc == 1:
-            return {}
-        found: dict[int, Folder] = {}
-        for stream, sink in self._sinks.items():
-            ranks = [r for r in range(round.nproc) if is_shown(spec, r, stream)]
-            if len(ranks) > 1:
-                found[sink.fd] = Folder(ranks)
-        return found
-
     def _show(self, reader: LineReader, lines: list[bytes], now: float) -> None:
-        """Show whole lines of a pipe."""
         if not lines:
             return
         if self._spec.on_line is not None:
             for line in lines:
                 self._spec.on_line(Line(reader.rank, reader.stream, line))
             return
-        local = self._local(reader)
+        local = reader.rank - self._first_rank
         if not is_shown(self._spec, local, reader.stream):
             return
         if reader.stream == "stderr":
             kept = self._seen.setdefault(reader.rank, deque(maxlen=_SEEN))
             kept.extend(line[:_SEEN_BYTES] for line in lines[-_SEEN:])
         sink = self._sinks[reader.stream]
-        folder = self._folders.get(sink.fd)
-        if folder is not None:
-            lines = self._tracebacks.gather(reader, reader.rank, lines)
-            self._put(sink, folder.put(reader, local, reader.stream, lines, now))
-            return
-        sink.put(reader, self._prefixes.of(1 << local, self._colour[sink.fd]), lines)
-        sink.write_some()
+        folder = self._folders[sink.fd]
+        if reader in self._begun:  # the first is the end of a line that was shown in part
+            self._begun.discard(reader)
+            self._put(sink, folder.flush())
+            sink.put(reader, self._prefixes.of(1 << local, self._colour[sink.fd]), lines[:1])
+            lines = lines[1:]
+        lines = self._tracebacks.gather(reader, reader.rank, lines)
+        self._put(sink, folder.put(reader, local, reader.stream, lines, now))
 
     def _show_part(self, reader: LineReader, now: float) -> None:
         """Show what a pipe's reader holds back of an unfinished line."""
-        local, held = self._local(reader), self._tracebacks.release(reader)
-        if held:
-            sink = self._sinks[reader.stream]
-            self._put(sink, self._folders[sink.fd].put(reader, local, reader.stream, held, now))
+        sink, local = self._sinks[reader.stream], reader.rank - self._first_rank
+        folder = self._folders[sink.fd]
+        lines = self._tracebacks.release(reader)
+        self._put(sink, folder.put(reader, local, reader.stream, lines, now))
         text = reader.flush()
         if not text:
             return
-        if self._spec.on_line is not None:
-            self._spec.on_line(Line(reader.rank, reader.stream, text))
+        if self._spec.on_line is not None or self._rows is not None:
+            self._show(reader, [text], now)  # nothing may stay unfinished above the live view
         elif is_shown(self._spec, local, reader.stream):
-            sink = self._sinks[reader.stream]
-            folder = self._folders.get(sink.fd)
-            if self._rows is not None:  # nothing may stay unfinished above the live view
-                self._show(reader, [text], now)
-                return
-            if folder is not None:
-                self._put(sink, folder.put_part(reader, local, text, now))
-                return
+            self._put(sink, folder.flush())
             sink.put_part(reader, self._prefixes.of(1 << local, self._colour[sink.fd]), text)
             sink.write_some()
+            self._begun.add(reader)
 
-    def _may_show_part(self, reader: LineReader, live: bool) -> bool:
+    def _may_show_part(self, reader: LineReader) -> bool:
         """Tell whether something of a pipe waits for its end, and need not wait for ever."""
-        return self._tracebacks.holds(reader) or (reader.holds and not live)
-
-    def _local(self, reader: LineReader) -> int:
-        return reader.rank - (self._round.first_rank if self._round else 0)
+        return self._tracebacks.holds(reader) or (reader.holds and self._rows is None)
 
     def _put(self, sink: Sink, entries: list[Entry]) -> None:
-        """Write what leaves a folder."""
         of, colour = self._prefixes.of, self._colour[sink.fd]
         for entry in entries:
-            prefix = of(entry.ranks, colour)
-            if entry.ends:
-                sink.put(entry.owner, prefix, entry.text.split(b"\n"))
-            else:
-                sink.put_part(entry.owner, prefix, entry.text)
+            sink.put(entry.owner, of(entry.ranks, colour), entry.text.split(b"\n"))
         sink.write_some()

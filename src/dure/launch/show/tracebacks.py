@@ -42,7 +42,6 @@ class Tracebacks:
         self._told: dict[str, tuple[int, bytes]] = {}  # an error's words: who was first, and how
 
     def holds(self, owner: object) -> bool:
-        """Tell whether a traceback of a pipe waits for its end."""
         return owner in self._held
 
     def release(self, owner: object) -> list[bytes]:
