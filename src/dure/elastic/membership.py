@@ -114,7 +114,6 @@ class Membership:
     # ---- newcomers -----------------------------------------------------------------------------
 
     def come(self, member: Member) -> None:
-        """Write a newcomer down."""
         self.store.set(f"member/{member.token}", _pack(member))
         self.store.append("new", f"{member.token}:{member.rank}\n")
 
@@ -274,11 +273,9 @@ class Membership:
         return member.token in self._dead
 
     def leave(self, member: Member) -> None:
-        """Say goodbye for a member."""
         self.store.append("left", f"{member.token}\n")
 
     def finish(self) -> None:
-        """Say that the job is done."""
         self.store.set("done", b"")
 
     def _came(self) -> list[str]:

@@ -284,11 +284,7 @@ class _Session(Generic[T]):
     # ---- a view --------------------------------------------------------------------------------
 
     def _begin(self, view: View, cause: BaseException | None) -> None:
-        """Make the group of a view, and put the state in place.
-
-        Raises:
-            CommError, RendezvousError, StoreError: A member ended meanwhile.
-        """
+        """Make the group of a view, and put the state in place."""
         state, last = self._state, self._stood
         agreed_at = time.monotonic()
         self._view = view
@@ -330,7 +326,6 @@ class _Session(Generic[T]):
     def _report(
         self, last: View, view: View, cause: BaseException | None, times: tuple[float, float]
     ) -> None:
-        """Keep, and tell, what has changed."""
         agreed_at, made_at = times
         before, after = ({m.token for m in v.members} for v in (last, view))
         recovery = Recovery(
@@ -383,14 +378,7 @@ class _Session(Generic[T]):
     # ---- between two steps ---------------------------------------------------------------------
 
     def _commit(self, step: int) -> None:
-        """Carry out the second phase of a commit, and heed what the ranks tell each other.
-
-        Raises:
-            Regroup: The group is to be made anew.
-            Preempted: This rank was asked to end.
-            Desync: The ranks are not at the same commit.
-            CommError: A rank is lost.
-        """
+        """Carry out the second phase of a commit, and heed what the ranks tell each other."""
         newcomers, asked = self._exchange(self._newcomers_wait(), preempt.asked(), step)
         self._state.promote()
         self._futile = 0
@@ -439,7 +427,6 @@ class _Session(Generic[T]):
     # ---- the end -------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Leave the job, whatever has happened."""
         self._state.attach(None)
         base = self._job.base
         if not self._job.given:
@@ -472,5 +459,4 @@ def _without_frames(error: BaseException) -> BaseException:
 
 
 def _told(cause: BaseException | None) -> str:
-    """Say what ended a group: an error with its kind, a change of the group by its reason."""
     return str(cause) if isinstance(cause, Regroup) else f"{type(cause).__name__}: {cause}"

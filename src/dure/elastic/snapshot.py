@@ -35,16 +35,10 @@ _RETURNED = (dict, OrderedDict, Counter, str)
 
 
 class Snapshot:
-    """One copy of a state.
-
-    Attributes:
-        step: The number of the commit that it belongs to; -1 while it holds nothing.
-
-    Threads: one at a time.
-    """
+    """One copy of a state. Threads: one at a time."""
 
     def __init__(self) -> None:
-        self.step = -1
+        self.step = -1  # the commit that it belongs to; -1 while it holds nothing
         self._trees: dict[str, Any] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._random: dict[str, Any] | None = None
@@ -55,11 +49,6 @@ class Snapshot:
 
     def take(self, parts: Mapping[str, Any], values: Mapping[str, Any], step: int) -> None:
         """Copy the state as it is now.
-
-        Args:
-            parts: Objects with `state_dict` and `load_state_dict`.
-            values: Plain values, and tensors.
-            step: What to call it.
 
         Raises:
             UsageError: Something cannot be copied; its name is told, and the snapshot is void.
