@@ -14,6 +14,7 @@ disk), that is one line, and exit code 1.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import select
@@ -47,12 +48,13 @@ def main(*words: str) -> None:
         _say_interrupted()
         code = _CTRL_C
     except BrokenPipeError:
-        if not _leave_unread():
+        if not _is_unread():
             raise
         code = app.UNREAD_EXIT_CODE
     except OSError as error:
-        if not _leave_unwritten(error):
+        if not _is_unwritten():
             raise
+        print(f"dure: error: the output cannot be written: {error.strerror}", file=sys.stderr)
         code = 1
     if mine:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # while the interpreter comes to its end
@@ -64,37 +66,36 @@ def _leave(number: int, frame: FrameType | None) -> None:
     os._exit(_CTRL_C)
 
 
-def _leave_unread() -> bool:
+def _is_unread() -> bool:
     """Tell whether nobody reads our output any more; then what is left of it goes nowhere."""
     out = select.poll()
     for fd in (1, 2):
         out.register(fd, 0)
     unread = [fd for fd, events in out.poll(0) if events & select.POLLERR]
-    if unread:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for fd in unread:
-            os.dup2(nowhere, fd)
+    for fd in unread:
+        _discard(fd)
     return bool(unread)
 
 
-def _leave_unwritten(error: OSError) -> bool:
-    """Tell whether our output cannot be written, and say so; what is left of it goes nowhere."""
+def _is_unwritten() -> bool:
+    """Tell whether our output cannot be written; then what is left of it goes nowhere."""
     if not isinstance(sys.stdout, io.TextIOBase):  # a shell has closed it
         return False
     try:
         sys.stdout.flush()  # what failed is still in its buffer, if it has one
         os.write(1, b"\n")
     except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
-        os.close(nowhere)
-        print(f"dure: error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        _discard(1)
         return True
     return False
 
 
+def _discard(fd: int) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, fd)
+    os.close(nowhere)
+
+
 def _say_interrupted() -> None:
-    try:
+    with contextlib.suppress(OSError):  # nobody reads it
         os.write(2, b"[dure] interrupted\n")
-    except OSError:  # nobody reads it
-        return

@@ -14,8 +14,6 @@ from dure.errors import DureError, UsageError
 if TYPE_CHECKING:
     import typer
 
-__all__ = ["UNREAD_EXIT_CODE", "run_command_line"]
-
 USAGE_EXIT_CODE = 2
 UNREAD_EXIT_CODE = 128 + signal.SIGPIPE
 

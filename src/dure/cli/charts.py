@@ -22,29 +22,11 @@ WIDTH, HEIGHT = 560, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 34, 46
 _LETTER, _GAP = 6.8, 10.0
 _MAX_POINTS = 400
-_STYLE = """\
-svg { overflow: visible; }
-svg text { fill: var(--soft); }
-.label { text-anchor: middle; }
-.mid { text-anchor: middle; }
-.end { text-anchor: end; }
-.grid { stroke: var(--rule); stroke-width: 1; fill: none; }
-.line { fill: none; stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
-.line.c0 { stroke-width: 3.5; }
-"""
-_FRAME = {  # what a page's style sheet gives to charts, and a picture has to bring
-    "card": ("#ffffff", "#1e2123"),
-    "soft": ("#62666b", "#9da2a8"),
-    "rule": ("#e3e3df", "#33373a"),
-    "ink": ("#1d1f21", "#e8e8e6"),
-}
 Colours = Mapping[str, tuple[str, str]]  # variables of a style sheet, each as (light, dark)
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A line: its name in the legend, and its points."""
-
     name: str
     points: Sequence[tuple[float, float]]
 
@@ -65,8 +47,6 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A stacked bar: its name, and the length of each part."""
-
     name: str
     parts: Sequence[float]
 
@@ -158,7 +138,6 @@ def _path(line: Sequence[tuple[float, float]], across: _Scale, up: _Scale) -> st
 
 
 def _grid(across: _Scale, up: _Scale, x: Axis, y: Axis) -> list[str]:
-    """Draw both axes with their ticks and labels."""
     out = _vertical_grid(across, x)
     for mark in up.marks:
         at = up(mark)
@@ -170,7 +149,6 @@ def _grid(across: _Scale, up: _Scale, x: Axis, y: Axis) -> list[str]:
 
 
 def _vertical_grid(across: _Scale, x: Axis) -> list[str]:
-    """Draw the horizontal axis with its ticks and label."""
     out: list[str] = []
     bottom = HEIGHT - _BOTTOM
     for mark in across.marks:
@@ -204,45 +182,15 @@ def _svg(title: str, body: Sequence[str]) -> str:
     return "\n".join([head, *body, "</svg>"])
 
 
-def style(colours: Colours, more: str = "") -> str:
-    """Return the rules for charts, with the line or fill of each colour."""
-    lines = (f".line.{name} {{ stroke: var(--{name}); }}" for name in colours if name[0] == "c")
-    fills = (f".{name} {{ fill: var(--{name}); }}" for name in colours if name[0] == "p")
-    return _STYLE + "\n".join([*lines, *fills, more])
-
-
-def picture(colours: Colours, size: tuple[int, int], body: Sequence[str], more: str = "") -> str:
-    """Return an SVG file that brings its own style and paper."""
-    width, height = size
-    light, dark = (_variables({**colours, **_FRAME}, dark=dark) for dark in (False, True))
-    rules = [
-        f":root {{ {light} }}",
-        f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}",
-        style(colours, more),
-        ".paper { fill: var(--card); }",
-        "svg text.title { fill: var(--ink); font-size: 15px; font-weight: 600; }",
-    ]
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'width="{width}" height="{height}" font-family="system-ui, sans-serif" font-size="12">'
-    )
-    paper = f'<rect class="paper" width="{width}" height="{height}"/>'
-    return "\n".join([head, "<style>", *rules, "</style>", paper, *body, "</svg>", ""])
-
-
 def page(
     command: str, headline: str, lead: str, colours: Colours, blocks: Sequence[str], more: str = ""
 ) -> str:
-    """Return a whole page.
+    """Return a whole page: a sentence about what came out, one about what it is, blocks of HTML.
 
-    Args:
-        command: Whose page it is.
-        headline: What came out, in a sentence.
-        lead: What it is about.
-        colours: Of its charts.
-        blocks: HTML, from top to bottom, that the functions below make of plain text.
-        more: Further rules of style.
+    `more` are further rules of style.
     """
+    lines = (f".line.{name} {{ stroke: var(--{name}); }}" for name in colours if name[0] == "c")
+    fills = (f".{name} {{ fill: var(--{name}); }}" for name in colours if name[0] == "p")
     template = Template(files("dure.cli").joinpath("page.html").read_text("utf-8"))
     return template.substitute(
         kicker=escape(command),
@@ -250,7 +198,7 @@ def page(
         lead=escape(lead),
         colours=_variables(colours, dark=False),
         dark_colours=_variables(colours, dark=True),
-        drawing=style(colours, more),
+        drawing="\n".join([*lines, *fills, more]),
         body="\n".join(blocks),
     )
 
@@ -260,12 +208,10 @@ def _variables(colours: Colours, *, dark: bool) -> str:
 
 
 def figure(title: str, svg: str) -> str:
-    """Return a chart under its title."""
     return f"<figure><h2>{escape(title)}</h2>{svg}</figure>"
 
 
 def section(content: str, title: str = "") -> str:
-    """Return a card of HTML."""
     head = f"<h2>{escape(title)}</h2>" if title else ""
     return f"<section>{head}{content}</section>"
 
@@ -285,6 +231,5 @@ def html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def definitions(pairs: Sequence[tuple[str, str]]) -> str:
-    """Return a list of names and their values."""
     items = (f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in pairs)
     return "<dl>\n" + "\n".join(items) + "\n</dl>"

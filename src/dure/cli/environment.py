@@ -16,8 +16,6 @@ from dure.errors import StoreError
 from dure.placement import CLUSTER_VARIABLES, Placement, detect, set_here
 from dure.store.key import key_source
 
-__all__ = ["show_environment"]
-
 
 def show_environment(
     as_json: Annotated[

@@ -9,15 +9,6 @@ from pathlib import Path
 
 import psutil
 
-__all__ = [
-    "MPI_VARIABLES",
-    "QUIET_VARIABLES",
-    "busy_cores",
-    "find_mpirun",
-    "machine",
-    "usable_cores",
-]
-
 QUIET_VARIABLES = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -42,7 +33,6 @@ def find_mpirun(python: str) -> str | None:
 
 
 def machine() -> list[tuple[str, str]]:
-    """List what this machine is, as (name, value)."""
     cores = psutil.cpu_count(logical=False) or usable_cores()
     threads = psutil.cpu_count() or cores
     kernel = platform.release().partition("-")[0]  # without what its builder added
@@ -60,14 +50,12 @@ def busy_cores(watch_s: float = 0.3) -> float:
 
 
 def usable_cores() -> int:
-    """Return how many hardware threads this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _processor() -> str:
-    """Return the processor's name as the kernel gives it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -22,8 +22,6 @@ from dure.trace.merging import Flight, read, read_file
 from dure.trace.record import Record
 from dure.trace.timeline import timeline
 
-__all__ = ["commands", "merge", "show"]
-
 _MAX_COLUMNS = 8
 _LONGEST_REASON = 200
 
@@ -166,7 +164,6 @@ def _short(record: Record) -> str:
 
 
 def _tell(console: Console, flight: Flight, findings: Findings) -> None:
-    """Say in words what was found."""
     for rank, file in flight.ranks.items():
         reason = textwrap.shorten(file.reason, _LONGEST_REASON)
         console.print(Text(f"rank {rank} ({file.host}, pid {file.pid}) wrote: {reason}"))

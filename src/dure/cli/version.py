@@ -5,8 +5,6 @@ from __future__ import annotations
 import platform
 from importlib import metadata
 
-__all__ = ["show_version"]
-
 _NAMES = ("dure", "torch", "pyzmq", "numpy")
 
 

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from dure.cli.doctor import checks, collectives, hosts
-from dure.cli.doctor.checks import Gpu, Interface, Orphan
+from dure.cli.doctor.checks import Finding, Gpu, Interface, Level, Orphan, fine
 from dure.cli.doctor.collectives import Attempt
 from dure.cli.doctor.command import run_checks
-from dure.cli.doctor.finding import Finding, Level, fine, size
 
 GIB = 1 << 30
 OK, NOTE, WARNING, PROBLEM = Level.OK, Level.NOTE, Level.WARNING, Level.PROBLEM
@@ -269,8 +268,3 @@ def test_check_that_fails_or_hangs_ends_no_other() -> None:
     hang.set()
     seen = [(f.check, f.level) for f in found]
     assert seen == [("fails", WARNING), ("hangs", WARNING), ("works", OK)]
-
-
-def test_sizes_are_readable() -> None:
-    assert size(64 << 20) == "64 MiB"
-    assert size(3 << 41) == "6 TiB"

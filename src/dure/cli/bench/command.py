@@ -30,12 +30,10 @@ from dure.cli.bench.plan import (
     parse_sizes,
     show_size,
 )
-from dure.cli.bench.plot import write_plot
+from dure.cli.bench.plot import page
 from dure.cli.bench.results import Report, markdown, read_report, rich_tables, tables_of
 from dure.cli.machine import busy_cores, machine, usable_cores
 from dure.errors import UsageError
-
-__all__ = ["bench"]
 
 _MOST_RANKS = 4
 _QUIET_CORES = 0.5
@@ -65,7 +63,7 @@ def bench(
     samples: Annotated[int, typer.Option(help="Taken of each cell, in turn.", min=1)] = 7,
     sample_time: Annotated[float, typer.Option(help="Seconds of a sample.", min=0.0)] = 0.03,
     json: Annotated[Path | None, typer.Option(help="Write all figures to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw to this file, .html or .svg.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw a page to this file, .html.")] = None,
     source: Annotated[
         Path | None, typer.Option("--from", help="Show a file of --json; measure nothing.")
     ] = None,
@@ -88,8 +86,8 @@ def bench(
     for path in (json, plot):  # now, not after all the work
         if path is not None and not path.absolute().parent.is_dir():
             raise UsageError("there is no such directory", seen=str(path.absolute().parent))
-    if plot is not None and plot.suffix not in {".html", ".svg"}:
-        raise UsageError("a plot is .html or .svg", seen=str(plot))
+    if plot is not None and plot.suffix != ".html":
+        raise UsageError("a plot is a page, .html", seen=str(plot))
     screen = Console(stderr=as_markdown, quiet=as_markdown and source is not None)
     if not screen.is_terminal:
         screen.width = _PAPER_COLUMNS
@@ -109,7 +107,7 @@ def bench(
         if json is not None:
             json.write_bytes(report.encode())
         if plot is not None:
-            write_plot(plot, report)
+            plot.write_text(page(report), "utf-8")
     except OSError as error:
         raise UsageError("the file cannot be written", seen=str(error)) from error
     for cell in report.wrong:
@@ -120,7 +118,6 @@ def bench(
 
 
 def _measure(plan: Plan, console: Console) -> Report:
-    """Measure, and show the tables as they come."""
     plan.check(psutil.virtual_memory().available)
     contestants = [ours(plan.backend, arena=plan.arena)]
     contestants += [find_rival(name, plan.backend) for name in plan.against]

@@ -29,8 +29,6 @@ from dure import env
 from dure.cli.machine import MPI_VARIABLES, QUIET_VARIABLES, find_mpirun
 from dure.errors import LaunchError, UsageError
 
-__all__ = ["Contestant", "Group", "GroupFailed", "find_rival", "ours"]
-
 _RANK = str(Path(__file__).with_name("rank.py"))
 _START_LIMIT_S = 120.0
 _ANSWER_LIMIT_S = 120.0
@@ -80,7 +78,6 @@ class Contestant:
 
 
 def ours(backend: str, *, arena: bool) -> Contestant:
-    """Return Dure on `backend`."""
     mpirun = _mpirun(sys.executable) if backend == "mpi" else None
     return Contestant(name="dure", role=("dure", backend), mpirun=mpirun, arena=arena)
 

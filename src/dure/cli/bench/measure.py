@@ -20,14 +20,11 @@ from dure.cli.bench.group import Contestant, Group, GroupFailed
 from dure.cli.bench.plan import DTYPES, OPERATIONS, Plan, show_size
 from dure.cli.bench.results import Cell, Key, Report, rich_tables
 
-__all__ = ["measure", "note"]
-
 _WARM_UP = 0.3
 _MAX_REPEATS = 50_000
 
 
 def note(text: str) -> None:
-    """Tell the user something that is no figure."""
     print(f"dure bench: note: {text}", file=sys.stderr)
 
 
@@ -155,7 +152,6 @@ class _Runner:
             self.samples_s.append(self._time(self.repeats))
 
     def end(self) -> None:
-        """Check again."""
         if self.repeats:
             self.wrong += sum(answer["wrong"] for answer in self.group.call("finish"))
 

@@ -22,18 +22,6 @@ import msgspec
 
 from dure.errors import UsageError
 
-__all__ = [
-    "DTYPES",
-    "OPERATIONS",
-    "Operation",
-    "Plan",
-    "parse_names",
-    "parse_ranks",
-    "parse_rivals",
-    "parse_sizes",
-    "show_size",
-]
-
 _BACKENDS = ("shm", "gloo", "mpi", "hybrid")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:I?B)?", re.IGNORECASE)
@@ -194,7 +182,6 @@ def _bytes(word: str) -> int:
 
 
 def show_size(num_bytes: int) -> str:
-    """Write a number of bytes with the largest unit that suits it."""
     for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if num_bytes >= 1 << power:
             return f"{num_bytes / (1 << power):.4g} {unit}"

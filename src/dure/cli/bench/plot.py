@@ -1,23 +1,19 @@
 """The plot of a report: time and bus bandwidth over size, one line a contestant.
 
-As a page of HTML it has a pair of charts for each operation, and says on what machine they were
-taken; as SVG it is the charts alone. Both axes are logarithmic. A barrier has no size and no chart.
+It is a page of HTML with a pair of charts for each operation, and says on what machine they were
+taken. Both axes are logarithmic. A barrier has no size and no chart.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from html import escape
 from operator import attrgetter
-from pathlib import Path
 
 from dure.cli import charts
 from dure.cli.bench.plan import show_size
 from dure.cli.bench.results import Cell, Key, Report, heads_and_rows, tables_of
 from dure.cli.charts import Axis, Series, line_chart
-
-__all__ = ["write_plot"]
 
 _COLOURS = {
     "c0": ("#1769c2", "#5aa4ee"),
@@ -29,19 +25,9 @@ _COLOURS = {
 }
 _STYLE = "body { max-width: 1400px; } td { font-size: 14px; }"
 _MARKS = 7
-_TITLE = 34
 
 
-def write_plot(path: Path, report: Report) -> None:
-    """Write the report's charts to `path`: a page if it ends in .html, else an SVG.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
-    path.write_text(_page(report) if path.suffix == ".html" else _svg(report), "utf-8")
-
-
-def _page(report: Report) -> str:
+def page(report: Report) -> str:
     """Return the page: charts and a table for each operation, then the machine."""
     blocks: list[str] = []
     for key, rows in tables_of(report.cells).items():
@@ -67,24 +53,6 @@ def _page(report: Report) -> str:
         [*blocks, charts.side_by_side(about)],
         _STYLE,
     )
-
-
-def _svg(report: Report) -> str:
-    """Return all charts as one picture, a row for each operation."""
-    body: list[str] = []
-    top = 0
-    for key, rows in tables_of(report.cells).items():
-        pair = _charts(key, rows, report.contestants)
-        if not pair:
-            continue
-        body.append(f'<text class="title" x="16" y="{top + 24}">{escape(key.title)}</text>')
-        for i, (_, chart) in enumerate(pair):
-            place = f'x="{i * charts.WIDTH}" y="{top + _TITLE}"'
-            size = f'width="{charts.WIDTH}" height="{charts.HEIGHT}"'
-            body.append(chart.replace("<svg ", f"<svg {place} {size} ", 1))
-        top += charts.HEIGHT + _TITLE
-    size = (2 * charts.WIDTH + 24, top or charts.HEIGHT + _TITLE)
-    return charts.picture(_COLOURS, size, body)
 
 
 def _charts(
@@ -119,14 +87,12 @@ def _size_marks(sizes: Sequence[int]) -> list[float]:
 
 
 def _power(value: float) -> str:
-    """Write a power of ten in at most four characters."""
     if value >= 0.009:
         return f"{value:g}"
     return "10" + f"{math.log10(value):.0f}".translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def _short_time(seconds: float) -> str:
-    """Write a power of ten with its unit."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= scale * 0.999:
             return f"{seconds / scale:g} {unit}"

@@ -34,8 +34,6 @@ from multiprocessing.connection import Connection
 # Any: buffers are tensors or numpy arrays, and what moves them one of three libraries.
 from typing import Any
 
-__all__ = ["Case", "Refusal", "Segment", "expected", "inputs", "period", "serve"]
-
 _MOVED_PERIOD, _MOVED_SHIFT, _REDUCED_PERIOD = 113, 17, 5
 _FOLDS: dict[str, Callable[[Sequence[int]], int]] = {
     "sum": sum,
@@ -161,7 +159,6 @@ class TorchStyle:
         return make(count, dtype=getattr(self._torch, case.dtype))
 
     def filled(self, values: list[int], length: int, case: Case) -> Any:
-        """Return a flat buffer of `values`, again and again, as the element type holds them."""
         once = self._torch.tensor(values).to(getattr(self._torch, case.dtype))
         return once.repeat(-(-length // len(values)))[:length]
 
@@ -195,8 +192,6 @@ class TorchStyle:
 
 
 class Mpi:
-    """MPI through mpi4py, on numpy arrays."""
-
     def __init__(self) -> None:
         import numpy  # lazy: ranks of torch do without
         from mpi4py import MPI  # pyright: ignore[reportMissingImports] # lazy: an optional rival
@@ -261,8 +256,6 @@ def _ping_pong(case: Case, send: Run, receive: Run) -> Run:
 
 
 class Server:
-    """Carries out the controller's commands."""
-
     def __init__(self, contestant: TorchStyle | Mpi) -> None:
         self._contestant = contestant
         self._case: Case
@@ -353,7 +346,6 @@ def serve(address: str, who: Any, server: object) -> None:
 
 
 def main() -> None:
-    """Play one rank of the contestant that the command line names."""
     address, kind, *rest = sys.argv[1:]
     who = Mpi() if kind == "mpi" else TorchStyle(kind, rest[0])
     serve(address, who, Server(who))

@@ -20,18 +20,6 @@ from rich.table import Table
 from dure.cli.bench.plan import OPERATIONS, Plan, show_size
 from dure.errors import DataError
 
-__all__ = [
-    "Cell",
-    "Key",
-    "Report",
-    "heads_and_rows",
-    "markdown",
-    "read_report",
-    "rich_tables",
-    "show_time",
-    "tables_of",
-]
-
 FORMAT = "dure bench 1"
 _OWN = ["size", "count", "time", "±", "algbw GB/s", "busbw GB/s", "#wrong"]
 _NONE = "-"
@@ -82,7 +70,6 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bus_gb_s(self) -> float | None:
-        """Algorithm bandwidth times the operation's factor."""
         rate = self.algorithm_gb_s
         return rate * OPERATIONS[self.op].bus_factor(self.ranks) if rate is not None else None
 
@@ -151,7 +138,6 @@ def read_report(data: bytes, name: str) -> Report:
 
 
 def show_time(seconds: float | None) -> str:
-    """Write a time with a unit that suits it, to three digits."""
     if seconds is None:
         return _NONE
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
@@ -191,7 +177,6 @@ def _rich(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Ta
 
 
 def markdown(report: Report) -> str:
-    """Return all tables of a report as Markdown."""
     out: list[str] = []
     for key, found in tables_of(report.cells).items():
         heads, rows = heads_and_rows(found, report.contestants)
@@ -233,7 +218,6 @@ def _show_rate(rate: float | None) -> str:
 
 
 def _rival(cell: Cell | None, ours: Cell | None) -> list[str]:
-    """Return a rival's time with its spread, and how it compares."""
     if cell is None or cell.median_s is None:
         return [_NONE, _NONE]
     time = f"{show_time(cell.median_s)} ±{cell.spread:.0%}"

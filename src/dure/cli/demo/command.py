@@ -28,8 +28,6 @@ from dure.data import read_idx_directory, require_digits
 from dure.errors import UsageError
 from dure.launch import JobResult, JobSpec, Line, run_job
 
-__all__ = ["demo"]
-
 _USER_ERRORS = {"UsageError", "DataError"}
 _QUIET_CORES = 0.5
 _QUICK_IMAGES = 2400
@@ -97,7 +95,6 @@ def demo(
 
 
 def _check(data: Path | None, ranks: int, batch_size: int, fsdp: bool) -> None:
-    """Raise `UsageError` for what is known to fail later."""
     if batch_size % ranks:
         raise UsageError(
             "the ranks cannot share a batch equally",
@@ -138,7 +135,6 @@ class _Screen(Progress):
         self._percent = 0
 
     def begin(self, run: Run) -> None:
-        """Show that `run`'s processes are being started."""
         self._percent = 0
         self.add_task(run.name, total=None, state="starting")
         if self.disable:

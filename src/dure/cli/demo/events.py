@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["PHASES", "EpochEnd", "Event", "Memory", "Start", "Step", "decode", "encode"]
-
 PHASES = ("data wait", "forward", "backward", "exposed communication", "optimizer", "other")
 """Where the time of a step goes. Exposed communication is the wait for other ranks' gradients; what
 backward hides is not in it."""

@@ -16,8 +16,6 @@ from dure.cli.demo.events import PHASES
 from dure.cli.demo.results import Run, comparison
 from dure.cli.machine import machine
 
-__all__ = ["Ran", "write_report"]
-
 _COLOURS = {
     "c0": ("#8a8f98", "#9aa0a8"),
     "c1": ("#1769c2", "#5aa4ee"),

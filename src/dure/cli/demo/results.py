@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 
 from dure.cli.demo.events import PHASES, EpochEnd, Event, Memory, Start, Step
 
-__all__ = ["Point", "Row", "Run", "common_target", "comparison"]
-
 # A single step's loss is noisy; times are read off the mean of a few.
 _SMOOTH_STEPS = 11
 
@@ -73,7 +71,6 @@ class Run:
                 pass
 
     def _finish(self, steps: Sequence[Step]) -> None:
-        """Add the point of a step that all ranks have reported."""
         phases = _mean([s.phases for s in steps])
         slowest_s = max(sum(s.phases.values()) for s in steps)
         phases["other"] += slowest_s - sum(phases.values())
@@ -106,7 +103,6 @@ class Run:
 
     @property
     def accuracy(self) -> float | None:
-        """Test accuracy after the last finished epoch; None before the first."""
         return self.accuracies[-1][1] if self.accuracies else None
 
     @property
@@ -185,7 +181,6 @@ def comparison(runs: Sequence[Run]) -> list[Row]:
 
 
 def _row(label: str, values: Sequence[float], form: str, *, more_is_better: bool = False) -> Row:
-    """Make a row with the ratio of the last value and the first."""
     first, last = values[0], values[-1]
     ratio = (last / first if more_is_better else first / last) if first and last else 0.0
     gain = f"{ratio:.2f}×" if len(values) > 1 and ratio else ""

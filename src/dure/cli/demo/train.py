@@ -72,7 +72,6 @@ def main() -> None:
 
 
 def train(options: argparse.Namespace, data: ImageData, report: Report) -> None:
-    """Train a network on `data`; every rank calls this."""
     world_size = dist.get_world_size()
     torch.manual_seed(options.seed)
     before = memory()

@@ -9,16 +9,54 @@ import ipaddress
 import os
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple  # Any: what a rank told as JSON
-
-from dure.cli.doctor.finding import Finding, Findings, fine, note, problem, size, warning
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _OLDEST_KERNEL = (5, 6)  # pidfd_getfd; pidfd_open and memfd are older
 _RANK_BYTES = 300 << 20  # a rank that has imported torch
 _VIRTUAL = ("docker", "br-", "virbr", "veth", "cni", "flannel", "cali", "tun", "tap", "wg")
+
+
+class Level(Enum):
+    OK = "ok"
+    NOTE = "note"
+    """Matters for some jobs only, such as those on several hosts."""
+    WARNING = "warning"
+    """Works, but worse than it could."""
+    PROBLEM = "problem"
+    """A job will fail here, or hang."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`advice` is empty where nothing needs doing, `host` where only this one was asked."""
+
+    level: Level
+    check: str
+    seen: str
+    advice: str = ""
+    host: str = ""
+
+
+Findings = Iterator[Finding]
+fine = partial(Finding, Level.OK)
+note = partial(Finding, Level.NOTE)
+warning = partial(Finding, Level.WARNING)
+problem = partial(Finding, Level.PROBLEM)
+
+
+def size(num_bytes: float) -> str:
+    """Return a size as a person reads it: 512 MiB, 1.5 GiB."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.3g} TiB"
 
 
 def versions(python: str, packages: Mapping[str, str]) -> Findings:

@@ -16,11 +16,8 @@ from importlib.util import find_spec
 from typing import Any  # Any: what JSON holds
 
 from dure import env
-from dure.cli.doctor.checks import RANK_VARIABLES
-from dure.cli.doctor.finding import Findings, fine, problem, warning
+from dure.cli.doctor.checks import RANK_VARIABLES, Findings, fine, problem, warning
 from dure.cli.machine import MPI_VARIABLES, QUIET_VARIABLES, find_mpirun
-
-__all__ = ["Attempt", "judge", "try_backends", "try_mpi"]
 
 MARK = "DURE-DOCTOR "
 _ABSENT = {

@@ -25,9 +25,7 @@ from rich.text import Text
 
 from dure import env
 from dure.cli.doctor import checks, collectives, hosts, machine
-from dure.cli.doctor.finding import Finding, Findings, Level, warning
-
-__all__ = ["doctor", "run_checks"]
+from dure.cli.doctor.checks import Finding, Findings, Level, warning
 
 _READ_LIMIT_S = 4.0
 _STYLES = {

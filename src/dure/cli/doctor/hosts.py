@@ -28,13 +28,11 @@ from functools import partial
 from typing import IO, Any  # Any: what JSON holds
 
 from dure.cli.doctor import collectives, machine
-from dure.cli.doctor.finding import Finding, Findings, fine, problem, warning
+from dure.cli.doctor.checks import Finding, Findings, fine, problem, warning
 from dure.errors import UsageError
 from dure.launch.clusters.meeting import ssh_name
 from dure.placement.nodes import expand_hosts
 from dure.store.address import interface_to
-
-__all__ = ["Answer", "answer", "ask", "examine", "judge", "packages"]
 
 _LIMIT_S = 15.0
 _CONNECT_S = 3.0
@@ -169,8 +167,6 @@ def ask(host: str, options: Sequence[str] = (), command: Sequence[str] = ()) -> 
 
 
 def _converse(host: str, address: str, to: IO[str], answers: IO[str]) -> Answer:
-    """Play the asker's part (see the top of this file)."""
-
     def say(**content: object) -> dict[str, Any]:
         print(json.dumps(content), file=to, flush=True)
         return json.loads(answers.readline())

@@ -22,13 +22,10 @@ import psutil
 
 from dure import env
 from dure.cli.doctor import checks
-from dure.cli.doctor.checks import Gpu, Interface, Orphan
-from dure.cli.doctor.finding import Findings
+from dure.cli.doctor.checks import Findings, Gpu, Interface, Orphan
 from dure.cli.machine import usable_cores
 from dure.launch.ranks.limits import available_memory, control_groups, cpu_quota, kernel_text
 from dure.store.key import user_key_path
-
-__all__ = ["CHECKS", "nvidia_cards", "packages"]
 
 _USUAL_PORT = 29500
 _CHILD = """
@@ -99,7 +96,6 @@ def _error_of(action: Callable[[], object]) -> str:
 
 
 def _open_peer() -> None:
-    """Open a child's anonymous memory as a rank opens its peer's."""
     child = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )

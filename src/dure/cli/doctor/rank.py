@@ -26,7 +26,6 @@ _COUNT = 1024
 
 
 def main() -> None:
-    """Try each backend that the command line names."""
     limit_s, backends = float(sys.argv[1]), sys.argv[2:]
     for number, backend in enumerate(backends):
         watch = threading.Timer(limit_s + 1.0, os._exit, (3,))
@@ -73,7 +72,6 @@ def _reduce(backend: str, group: dist.ProcessGroup) -> float:
 
 
 def _torch() -> dict[str, Any]:
-    """Return what torch knows of GPUs."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = [torch.cuda.get_device_name(i) for i in range(count)]
     pairs = [(i, j) for i in range(count) for j in range(count) if i != j]

@@ -27,8 +27,6 @@ from dure.launch.ranks.errorfiles import recorded
 from dure.placement.detect import detect
 from dure.store.key import KEY_BYTES, key_from_file
 
-__all__ = ["run"]
-
 
 def run(words: list[str]) -> int:
     """Do what `dure run WORDS` says, and return the exit code.

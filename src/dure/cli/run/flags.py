@@ -20,16 +20,12 @@ from pathlib import Path
 
 from dure.launch import Std, StreamChoice
 
-__all__ = ["FLAGS", "Flag", "endpoint", "find", "streams", "switch"]
-
 _STREAM = re.compile(r"[0-3]")
 _STREAM_OF_RANK = re.compile(r"(\d+):([0-3])")
 _HOST = re.compile(r"[\w.:-]+")
 
 
 def number(least: int) -> Callable[[str], int]:
-    """Return a reader of whole numbers from `least` up."""
-
     def read(text: str) -> int:
         if not re.fullmatch(r"[+-]?\d+", text.strip()) or int(text) < least:
             raise ValueError(f"a whole number from {least} up")
@@ -49,8 +45,6 @@ def seconds(text: str) -> float:
 
 
 def choice(*known: str) -> Callable[[str], str]:
-    """Return a reader of one of some words."""
-
     def read(text: str) -> str:
         if text in known:
             return text
@@ -62,7 +56,6 @@ def choice(*known: str) -> Callable[[str], str]:
 
 
 def nproc(text: str) -> int | str:
-    """Read a number of ranks, or the word for what to count."""
     if text.lstrip("+-").isdigit():
         return int(text)
     try:
@@ -184,7 +177,6 @@ _CONFIG: dict[str, Callable[[str], object]] = {
 
 
 def config(text: str) -> dict[str, object]:
-    """Read KEY=VALUE,... of --rdzv-conf."""
     found: dict[str, object] = {}
     for part in filter(None, text.split(",")):
         key, _, value = (x.strip() for x in part.partition("="))
@@ -231,12 +223,10 @@ class Flag:
 
     @property
     def torchruns(self) -> str:
-        """The spelling in torchrun; empty if the flag is Dure's own."""
         return self.spellings.split()[-1] if self.torchrun else ""
 
     @property
     def variable(self) -> str:
-        """The name of its variable, or an empty text."""
         return "PET_" + self.torchruns[2:].replace("-", "_").upper() if self.pet else ""
 
 
@@ -313,6 +303,5 @@ FLAGS: tuple[Flag, ...] = (
 
 
 def find(spelling: str) -> Flag | None:
-    """Return the flag that is written `spelling`, with dashes or underscores."""
     plain = spelling.replace("_", "-")
     return next((flag for flag in FLAGS if plain in flag.spellings.split()), None)

@@ -18,8 +18,6 @@ from dure.launch.interpreter import interpreter_options
 from dure.placement import derived_port
 from dure.store.key import mint
 
-__all__ = ["start_elsewhere"]
-
 _OF_THE_SSH_LAUNCHER = frozenset(
     {"hosts", "hostfile", "dry_run", "exports", "remote_python", "ssh_options", "leash"}
     | {"nnodes", "endpoint", "backend", "run_id", "node_rank", "master_addr", "master_port"}

@@ -14,8 +14,6 @@ from difflib import get_close_matches
 from dure.cli.run.flags import FLAGS, Flag, find, switch
 from dure.errors import UsageError
 
-__all__ = ["Given", "from_variables", "misplaced", "parse"]
-
 _MISPLACED = frozenset({"nproc", "nnodes", "hosts", "hostfile", "max_restarts", "endpoint"})
 
 

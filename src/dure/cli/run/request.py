@@ -27,8 +27,6 @@ from dure.cli.run.parse import Given
 from dure.errors import UsageError
 from dure.launch import JobSpec
 
-__all__ = ["Request", "make_request"]
-
 _STATIC_PORT = 29500
 _ENDPOINT_PORT = 29400
 _ETCD_PORT = 2379
@@ -113,7 +111,6 @@ def make_request(
 
 
 def _meeting(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how many hosts there are, and how they meet."""
     least, most = values.get("nnodes", (1, 1))
     if values.get("standalone") and (least, most) != (1, 1):
         raise UsageError("--standalone is for one host", seen=f"--nnodes {least}:{most}")
