@@ -10,17 +10,21 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections import Counter
 from pathlib import Path
 
-from drills import checks, foretold
 from drills.acts import carry_out
-from drills.jobs import Death, Job, Odd
-from drills.plans import KINDS, Plan, draw_plan
+from drills.jobs import Job, Odd
+from drills.plans import Death, Plan, draw_plan
 
 MOST_ODD = 25
 """So many odd jobs are enough to look at."""
+
+KEEP = Path("runs/drill")
+"""Where odd jobs are kept."""
+
+Victim = tuple[str, str]
+"""The job's kind, and who was killed."""
 
 
 def run_job(plan: Plan, folder: Path) -> list[Death]:
@@ -29,91 +33,61 @@ def run_job(plan: Plan, folder: Path) -> list[Death]:
     Raises:
         Odd: It has not ended as it must.
     """
-    shared = checks.shared_memory()
     job = Job(plan, folder)
     try:
-        job.run(carry_out, lambda deaths: foretold.goes_on(plan, deaths))
-        checks.check(job, shared)
+        job.run(carry_out)
+        job.check()
     finally:
         job.close()
     return job.deaths
 
 
-def table(deaths: Iterable[tuple[str, Death]], odd: dict[tuple[str, str], int]) -> str:
+def table(deaths: list[tuple[Victim, Death]], odd: Counter[Victim]) -> str:
     """Return the table of kinds and victims."""
     lines = [
-        "| job | victim | kills | odd | recovery: median | 95 % | longest |",
-        "| --- | --- " + "| ---: " * 5 + "|",
+        "| job | victim | kills | odd | recovery: median | longest |",
+        "| --- | --- " + "| ---: " * 4 + "|",
     ]
-    by: dict[tuple[str, str], list[Death]] = {}
-    for kind, death in deaths:
-        by.setdefault((kind, death.kill.victim), []).append(death)
-    for (kind, victim), found in sorted(by.items(), key=lambda x: (KINDS.index(x[0][0]), x[0][1])):
-        times = sorted(d.recovery_s for d in found if d.recovery_s == d.recovery_s)
-        shown = ["", "", ""]
-        if times:
-            late = times[min(len(times) - 1, int(0.95 * len(times)))]
-            shown = [f"{t:.2f} s" for t in (statistics.median(times), late, times[-1])]
-        count = sum(death.kill.deaths for death in found)
-        cells = (kind, victim, str(count), str(odd.get((kind, victim), 0)), *shown)
-        lines.append("| " + " | ".join(cells) + " |")
+    for victim in sorted({victim for victim, _ in deaths}):
+        found = [death for of, death in deaths if of == victim]
+        times = [d.recovery_s for d in found if d.recovery_s == d.recovery_s]
+        shown = [f"{statistics.median(times):.2f} s", f"{max(times):.2f} s"] if times else ["", ""]
+        kills = sum(death.kill.deaths for death in found)
+        lines.append("| " + " | ".join([*victim, str(kills), str(odd[victim]), *shown]) + " |")
     return "\n".join(lines)
 
 
-@dataclass
-class Tally:
-    """What a drill has come to so far."""
-
-    deaths: list[tuple[str, Death]] = field(default_factory=list[tuple[str, Death]])
-    odd: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
-    num_jobs: int = 0
-    num_odd: int = 0
-    began: float = field(default_factory=time.monotonic)
-
-    @property
-    def num_kills(self) -> int:
-        """How many processes were killed."""
-        return sum(death.kill.deaths for _, death in self.deaths)
-
-    def show(self) -> None:
-        """Print the sums and the table."""
-        took = time.monotonic() - self.began
-        counts = f"{self.num_jobs} jobs, {self.num_kills} kills, {self.num_odd} odd"
-        print(f"\n{counts}, {took:.0f} s\n\n{table(self.deaths, self.odd)}", flush=True)
-
-
-def drill(options: argparse.Namespace) -> int:
+def drill(wanted: int, seed: int) -> int:
     """Run jobs until enough processes were killed, or Ctrl-C; return how many jobs were odd."""
-    tally = Tally()
-    kinds, keep = tuple(options.kinds), options.keep
+    deaths: list[tuple[Victim, Death]] = []
+    odd: Counter[Victim] = Counter()
+    num_jobs = num_odd = num_kills = 0
+    began = time.monotonic()
     try:
-        while tally.num_kills < options.kills and tally.num_odd < MOST_ODD:
-            plan = draw_plan(options.seed + tally.num_jobs, kinds, options.more)
-            verdict = run_and_count(plan, keep, tally)
-            print(f"{tally.num_kills:4d}  {verdict}", flush=True)
+        while num_kills < wanted and num_odd < MOST_ODD:
+            plan = draw_plan(seed + num_jobs)
+            num_jobs += 1
+            folder = Path(tempfile.mkdtemp(prefix=f"drill-{plan.seed}-"))
+            try:
+                of_job = run_job(plan, folder)
+            except Odd as problem:
+                num_odd += 1
+                odd.update({(plan.kind, kill.victim) for kill in plan.kills})
+                KEEP.mkdir(parents=True, exist_ok=True)
+                shutil.move(folder, KEEP / folder.name)
+                verdict = f"ODD: {problem} (kept: {KEEP / folder.name})"
+            else:
+                shutil.rmtree(folder)
+                deaths += [((plan.kind, death.kill.victim), death) for death in of_job]
+                num_kills += sum(death.kill.deaths for death in of_job)
+                times = ", ".join(f"{death.recovery_s:.2f}" for death in of_job)
+                verdict = f"as foretold (recovered after {times} s)"
+            print(f"{num_kills:4d}  seed {plan.seed}  {plan}: {verdict}", flush=True)
     finally:
-        tally.show()
-    return tally.num_odd
-
-
-def run_and_count(plan: Plan, keep: Path, tally: Tally) -> str:
-    """Run one job, add it to the tally, and return what is to be said of it."""
-    tally.num_jobs += 1
-    folder = Path(tempfile.mkdtemp(prefix=f"drill-{plan.seed}-"))
-    said = f"seed {plan.seed}  {plan}"
-    try:
-        deaths = run_job(plan, folder)
-    except Odd as problem:
-        tally.num_odd += 1
-        for key in {(plan.kind, kill.victim) for kill in plan.kills}:
-            tally.odd[key] = tally.odd.get(key, 0) + 1
-        keep.mkdir(parents=True, exist_ok=True)
-        shutil.move(folder, keep / folder.name)
-        return f"{said}: ODD: {problem} (kept: {keep / folder.name}; again: --seed {plan.seed})"
-    shutil.rmtree(folder)
-    tally.deaths += [(plan.kind, death) for death in deaths]
-    times = ", ".join(f"{death.recovery_s:.2f}" for death in deaths)
-    return f"{said}: as foretold (recovered after {times} s)"
+        took_s = time.monotonic() - began
+        print(f"\n{num_jobs} jobs, {num_kills} kills, {num_odd} odd, {took_s:.0f} s\n")
+        print(table(deaths, odd), flush=True)
+    return num_odd
 
 
 def main() -> int:
@@ -123,12 +97,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m drills", description=__doc__)
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--keep", type=Path, default=Path("runs/drill"), help="where odd jobs go")
-    parser.add_argument("--more", type=int, default=1, help="so many times as many kills a job")
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
-    return min(1, drill(options))
+    return min(1, drill(options.kills, options.seed))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from drills.jobs import ASKED, GONE, Agent, Death, Job
-from drills.plans import Kill
+from drills.jobs import Agent, Job
+from drills.plans import ASKED, GONE, Death, Kill
 
 _POINTS = {
     "rank 0 during a commit": ("commit", 0.02),
@@ -40,13 +39,7 @@ def carry_out(job: Job, kill: Kill) -> Death:
         return _kill_agent(job, kill)
     if kill.victim in _POINTS:
         return _kill_at_point(job, kill)
-    counts = {"two at once": (2, 0.0), "three in 50 ms": (3, 0.05 * kill.delay_s / 0.15 / 2)}
-    count, apart_s = counts.get(kill.victim, (1, 0.0))
-    death = _kill_ranks(job, kill, count, apart_s)
-    if "zygote" in kill.victim:
-        time.sleep(kill.delay_s / 5)
-        _kill_helper(job, kill, _is_zygote)
-    return death
+    return _kill_ranks(job, kill)
 
 
 def _kill(pid: int, number: int = signal.SIGKILL) -> None:
@@ -57,18 +50,17 @@ def _kill(pid: int, number: int = signal.SIGKILL) -> None:
 # ---- ranks -----------------------------------------------------------------------------------
 
 
-def _kill_ranks(job: Job, kill: Kill, count: int = 1, apart_s: float = 0.0) -> Death:
+def _kill_ranks(job: Job, kill: Kill) -> Death:
+    counts = {"two at once": (2, 0.0), "three in 50 ms": (3, kill.delay_s / 6)}
+    count, apart_s = counts.get(kill.victim, (1, 0.0))
     workers = job.workers()
-    if kill.victim == "rank 0":
-        chosen = workers[:1]
-    else:
-        first = int(kill.pick * len(workers))
-        chosen = (workers * 2)[first : first + min(count, len(workers))]
+    first = 0 if kill.victim == "rank 0" else int(kill.pick * len(workers))
+    chosen = (workers * 2)[first : first + min(count, len(workers))]
     at = time.monotonic()
     for number, worker in enumerate(chosen):
         time.sleep(apart_s if number else 0.0)
         _kill(worker["pid"])
-    return Death(kill, at, [divmod(w["rank"], job.plan.nproc) for w in chosen])
+    return Death(kill, at, {worker["rank"] % job.plan.nproc for worker in chosen})
 
 
 def _kill_at_point(job: Job, kill: Kill) -> Death:
@@ -77,9 +69,7 @@ def _kill_at_point(job: Job, kill: Kill) -> Death:
     delay_s = kill.delay_s * share
     before = sum(_POINTS.get(death.kill.victim, ("", 0))[0] == point for death in job.deaths)
     (job.folder / "orders" / point).write_text(str(delay_s))
-    death = Death(kill, time.monotonic(), [(0, 0)])
-    if point != "commit":
-        death = _kill_ranks(job, kill)
+    death = Death(kill, 0.0, {0}) if point == "commit" else _kill_ranks(job, kill)
     taken = job.folder / "taken"
     job.wait(
         lambda: len(list(taken.glob(f"{point}-*"))) > before or not job.running,
@@ -95,33 +85,29 @@ def _kill_at_point(job: Job, kill: Kill) -> Death:
 def _kill_agent(job: Job, kill: Kill) -> Death:
     """Kill an agent, or ask one to end; with it those whom the plan names."""
     agent = _choose_agent(job, kill)
-    coordinator = len(job.agents) == 1 or agent is _coordinator(job, job.running)
+    coordinates = len(job.agents) == 1 or agent is _coordinator(job)
     at = time.monotonic()
     if kill.victim == "agent asked to end":
-        agent.asked = True
+        agent.due = 128 + signal.SIGTERM
         agent.process.terminate()
         agent.process.wait()
-        return Death(kill, at, [(agent.number, ASKED)], coordinator)
-    agent.killed = True
-    who = [(agent.number, GONE)]
-    reaper = _helper(agent, _is_reaper) if "reaper" in kill.victim else None
-    if reaper is not None:
-        _kill(reaper)
+        return Death(kill, at, {ASKED}, coordinates)
+    agent.due = -signal.SIGKILL
+    who = {GONE}
     if "worker of another" in kill.victim:
         mine = _children(agent)
         others = [w for w in job.workers() if w["pid"] not in mine]
         for worker in others[: 1 if kill.pick < 0.9 else 2]:
             _kill(worker["pid"])
-            who.insert(0, divmod(worker["rank"], job.plan.nproc))
+            who.add(worker["rank"] % job.plan.nproc)
         time.sleep(kill.delay_s / 3)
     agent.process.kill()
     agent.process.wait()
-    return Death(kill, at, who, coordinator)
+    return Death(kill, at, who, coordinates)
 
 
 def _choose_agent(job: Job, kill: Kill) -> Agent:
-    running = job.running
-    coordinator = _coordinator(job, running)
+    running, coordinator = job.running, _coordinator(job)
     if kill.victim == "coordinator agent" and coordinator is not None:
         return coordinator
     if kill.victim != "agent asked to end":
@@ -129,46 +115,38 @@ def _choose_agent(job: Job, kill: Kill) -> Agent:
     return running[int(kill.pick * len(running))]
 
 
-def _coordinator(job: Job, running: list[Agent]) -> Agent | None:
+def _coordinator(job: Job) -> Agent | None:
     """Return the agent that listens at the endpoint, or else the first."""
     port = f"0100007F:{job.port:04X}"
     lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
-    inodes = {f[9] for line in lines if (f := line.split())[1] == port and f[3] == "0A"}
-    for agent in running:
+    fields = [line.split() for line in lines]
+    sockets = {f"socket:[{f[9]}]" for f in fields if f[1] == port and f[3] == "0A"}
+    for agent in job.running:
         with suppress(OSError):
             for link in Path(f"/proc/{agent.process.pid}/fd").iterdir():
-                if any(f"socket:[{inode}]" == os.readlink(link) for inode in inodes):
+                if os.readlink(link) in sockets:
                     return agent
-    return running[0] if running else None
+    return job.running[0] if job.running else None
 
 
 # ---- what must change nothing ----------------------------------------------------------------
 
 
 def _harmless(job: Job, kill: Kill) -> Death:
+    agent = job.running[int(kill.pick * len(job.running))]
     if kill.victim in ("reaper", "zygote"):
-        _kill_helper(job, kill, _is_reaper if kill.victim == "reaper" else _is_zygote)
+        for pid in _children(agent):
+            if _helps_as(pid) == kill.victim:
+                _kill(pid)
     else:
-        pids = [agent.process.pid for agent in job.running]
+        pid = agent.process.pid
         if kill.victim == "worker stopped":
-            pids = [worker["pid"] for worker in job.workers()]
-        pid = pids[int(kill.pick * len(pids))]
+            workers = job.workers()
+            pid = workers[int(kill.pick * len(workers))]["pid"]
         _kill(pid, signal.SIGSTOP)
         time.sleep(kill.stop_s)
         _kill(pid, signal.SIGCONT)
-    return Death(kill, time.monotonic(), [])
-
-
-def _kill_helper(job: Job, kill: Kill, is_it: Callable[[int], bool]) -> None:
-    """Kill what helps one of the agents, if it still has such a helper."""
-    running = job.running
-    helper = _helper(running[int(kill.pick * len(running))], is_it) if running else None
-    if helper is not None:
-        _kill(helper)
-
-
-def _helper(agent: Agent, is_it: Callable[[int], bool]) -> int | None:
-    return next((pid for pid in _children(agent) if is_it(pid)), None)
+    return Death(kill, time.monotonic(), set())
 
 
 def _children(agent: Agent) -> list[int]:
@@ -179,17 +157,14 @@ def _children(agent: Agent) -> list[int]:
     return found
 
 
-def _is_reaper(pid: int) -> bool:
-    return b"reaper.py" in _read(pid, "cmdline")
-
-
-def _is_zygote(pid: int) -> bool:
-    """A rank that was forked from it has its words, but a rank's variables."""
-    return b"forking.py" in _read(pid, "cmdline") and b"DURE_ROOM=" in _read(pid, "environ")
-
-
-def _read(pid: int, name: str) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/{name}").read_bytes()
-    except OSError:
-        return b""
+def _helps_as(pid: int) -> str:
+    """Tell which helper of an agent a process is: a rank forked from the zygote has its words."""
+    with suppress(OSError):
+        command, variables = (
+            Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ")
+        )
+        if b"reaper.py" in command:
+            return "reaper"
+        if b"forking.py" in command and b"DURE_ROOM=" in variables:
+            return "zygote"
+    return ""

@@ -1,4 +1,5 @@
-"""Start a job of a drill, let it live through what is planned (`acts`), and bring it to its end.
+"""Start a job of a drill, let it live through what is planned (`acts`), bring it to its end, and
+look whether that is as it must be.
 
 Before each kill the job has made progress since the last one: every living agent's ranks have
 committed a step. So each kill meets a job that is whole, and costs it one restart, unless two of
@@ -17,21 +18,18 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drills.plans import AFTER_ANOTHER, Kill, Plan
+from drills.plans import ASKED, GONE, SAMPLES, Death, Kill, Plan
 from procs.launching import DURE, living
 
 PROGRAMS = Path(__file__).with_name("programs.py")
+SHARED = Path("/dev/shm")
 LIMIT_S = 180.0
 LOOK_S = 0.01
 STACKS_S = 2.0
-
-
-GONE, ASKED = -1, -2
-"""In place of a local rank: the agent itself died, or was asked to end."""
 
 
 class Odd(AssertionError):
@@ -39,46 +37,14 @@ class Odd(AssertionError):
 
 
 @dataclass
-class Death:
-    """A kill that was carried out.
-
-    Attributes:
-        kill: As planned.
-        at: When.
-        who: Agents and local ranks who died; or `GONE` or `ASKED` of an agent itself.
-        coordinator: Whether it was the agent on whom all others depend.
-        recovery_s: From then to the next commit, or to the end of all where the job must end.
-    """
-
-    kill: Kill
-    at: float
-    who: list[tuple[int, int]]
-    coordinator: bool = False
-    recovery_s: float = float("nan")
-
-    @property
-    def times(self) -> int:
-        """How often it happened, one after the other."""
-        return 2 if self.kill.victim in AFTER_ANOTHER else 1
-
-    @property
-    def returns(self) -> bool:
-        """Whether an agent is gone."""
-        return any(local in (GONE, ASKED) for _, local in self.who)
-
-
-@dataclass
 class Agent:
-    """One `dure run`, which plays a host."""
+    """One `dure run`, which plays a host; `due` is its own exit code, if that is not the job's."""
 
     process: subprocess.Popen[bytes]
-    log: Path
     number: int
-    killed: bool = False
-    asked: bool = False
+    due: int | None = None
 
 
-@dataclass
 class Job:
     """One job, in a folder of its own.
 
@@ -89,59 +55,51 @@ class Job:
         deaths: What has happened.
     """
 
-    plan: Plan
-    folder: Path
-    agents: list[Agent] = field(default_factory=list[Agent])
-    deaths: list[Death] = field(default_factory=list[Death])
-
-    def __post_init__(self) -> None:
-        self.tag = f"DURE_DRILL={uuid.uuid4().hex}"
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self.plan, self.folder = plan, folder
+        self.agents: list[Agent] = []
+        self.deaths: list[Death] = []
+        self._tag = uuid.uuid4().hex
         for name in ("said", "orders", "taken", "commits", "parts", "tmp", "agents"):
             (self.folder / name).mkdir(parents=True)
-        self.key = self.folder / "key"
-        self.key.write_bytes(secrets.token_bytes(32))
-        self.key.chmod(0o600)
+        self._key = self.folder / "key"
+        self._key.write_bytes(secrets.token_bytes(32))
+        self._key.chmod(0o600)
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             self.port = s.getsockname()[1]
+        self._shared = _shared_memory()
         self._read: dict[str, int] = {}
         self._said: list[dict[str, Any]] = []
 
     # ---- the agents --------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start all agents."""
-        for _ in range(self.plan.agents):
-            self.start_agent()
-
     def start_agent(self) -> None:
         """Start another agent."""
         plan, number = self.plan, len(self.agents)
-        words = ["--nproc", str(plan.nproc), "--key-file", str(self.key)]
-        if not plan.zygote:
-            words += ["--no-zygote"]
+        words = ["--nproc", str(plan.nproc), "--key-file", str(self._key)]
         if plan.max_restarts:
             words += ["--max-restarts", str(plan.max_restarts)]
         if plan.kind == "elastic":
             words += ["--elastic", "--min-ranks", "1"]
+        if not any(kill.victim == "zygote" for kill in plan.kills):  # which has torch to import
+            words += ["--no-zygote"] if plan.kind == "rounds" else []
         if plan.agents > 1:
             words += ["--nnodes", f"{plan.min_agents}:{plan.agents}"]
             words += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "drill"]
             words += ["--rdzv-conf", "join_timeout=10,last_call_timeout=5"]
-        name, _, value = self.tag.partition("=")
-        # A host's own number keeps apart what the agents of one machine say.
-        variables = {name: value, "TMPDIR": str(self.folder / "tmp"), "DRILL_AGENT": str(number)}
-        log = self.folder / "agents" / f"{number}.log"
-        with log.open("wb") as out:
+        variables = {"DURE_DRILL": self._tag, "TMPDIR": str(self.folder / "tmp")}
+        variables |= {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+        with (self.folder / "agents" / f"{number}.log").open("wb") as out:
             process = subprocess.Popen(
                 [*DURE, "run", *words, str(PROGRAMS), plan.kind, str(self.folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 cwd=self.folder,
-                env=os.environ | variables | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
+                env=os.environ | variables,
             )
-        self.agents.append(Agent(process, log, number))
+        self.agents.append(Agent(process, number))
 
     @property
     def running(self) -> list[Agent]:
@@ -150,7 +108,7 @@ class Job:
 
     def left(self) -> list[int]:
         """Return the processes of this job."""
-        return living(self.tag)
+        return living(f"DURE_DRILL={self._tag}")
 
     # ---- what ranks say ----------------------------------------------------------------------
 
@@ -195,18 +153,10 @@ class Job:
 
     # ---- its life ------------------------------------------------------------------------------
 
-    def run(
-        self,
-        carry_out: Callable[[Job, Kill], Death],
-        goes_on: Callable[[list[Death]], bool],
-    ) -> None:
-        """Live through the whole plan.
-
-        Args:
-            carry_out: Kills.
-            goes_on: Whether a job to which this has happened goes on.
-        """
-        self.start()
+    def run(self, carry_out: Callable[[Job, Kill], Death]) -> None:
+        """Live through the whole plan; `carry_out` kills."""
+        for _ in range(self.plan.agents):
+            self.start_agent()
         begun = time.monotonic()
         for kill in self.plan.kills:
             if not self._recovers(begun):
@@ -215,27 +165,26 @@ class Job:
             death = carry_out(self, kill)
             self.deaths.append(death)
             begun = death.at
-            if death.returns and self.plan.returns and goes_on(self.deaths):
+            replaced = self.plan.kind == "rounds" and death.who & {GONE, ASKED}
+            if replaced and self.plan.exit_code(self.deaths) is None:
                 self.start_agent()
-        if self.plan.kind != "plain" and self._recovers(begun):
+        if self._recovers(begun):
             (self.folder / "enough").touch()
-        self._see_the_end(begun)
+        for agent in self.agents:
+            self.wait(lambda a=agent: a.process.poll() is not None, f"agent {agent.number} ends")
+        self.wait(lambda: not self.left(), "processes are left", 10)
 
     def _recovers(self, begun: float) -> bool:
         """Wait until all ranks have worked after `begun`; False if the job has ended instead."""
-        self.wait(lambda: self._whole(begun) or self._over(), "the job is not whole again")
+        self.wait(lambda: self._whole(begun) or not self.running, "the job is not whole again")
         at = self.committed_after(begun)
         if self.deaths and at is not None:
             self.deaths[-1].recovery_s = at - begun
-        return not self._over()
-
-    def _over(self) -> bool:
-        """Whether all agents have ended."""
-        return not self.running
+        return bool(self.running)
 
     def _whole(self, begun: float) -> bool:
         """Whether as many ranks as the job is to have have committed since `begun`."""
-        wanted = self._wanted()
+        wanted = self.plan.nproc * max(1, len(self.running))
         steps: dict[int, int] = {}
         for entry in self.said():
             if entry["word"] == "committed" and entry["at"] > begun:
@@ -244,20 +193,6 @@ class Job:
         anew = self.plan.kind == "rounds" and not harmless  # every kill begins a round
         mine = {e["pid"] for e in self.workers() if e["at"] > begun or not anew}
         return sum(count > 1 for pid, count in steps.items() if pid in mine) >= wanted
-
-    def _wanted(self) -> int:
-        here = len(self.running)
-        return self.plan.nproc * max(1, here)
-
-    # ---- the end -----------------------------------------------------------------------------
-
-    def _see_the_end(self, begun: float) -> None:
-        """Wait until everything of the job has ended."""
-        for agent in self.agents:
-            self.wait(lambda a=agent: a.process.poll() is not None, f"agent {agent.number} ends")
-        self.wait(lambda: not self.left(), "processes are left", 10)
-        if self.plan.kind == "plain" and self.deaths:
-            self.deaths[-1].recovery_s = time.monotonic() - begun
 
     def close(self) -> None:
         """End whatever is left; first let Python processes write their stacks into the logs."""
@@ -274,3 +209,86 @@ class Job:
         for pid in self.left():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+    # ---- how it has ended ----------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Check that all is as it must be of a job that has ended.
+
+        Raises:
+            Odd: The first thing that is not.
+        """
+        wanted = self.plan.exit_code(self.deaths) or 0
+        for agent in self.agents:
+            code = agent.process.returncode
+            due = wanted if agent.due is None else agent.due
+            if code != due:
+                raise Odd(f"agent {agent.number} ended with {code}, and {due} was foretold")
+        names = [path.name for path in (self.folder / "tmp").iterdir()]
+        files = [name for name in names if not name.startswith("torchinductor_")]
+        reaper = any(death.kill.victim == "reaper" for death in self.deaths)
+        killed = any(agent.due == -signal.SIGKILL for agent in self.agents)
+        if files and not (reaper and killed):  # a launcher may have had no reaper any more
+            raise Odd(f"files are left: {sorted(files)}")
+        new = _shared_memory() - self._shared
+        if mine := new - _mapped(new):
+            raise Odd(f"shared memory is left: {sorted(mine)}")
+        if self.plan.kind == "rounds":
+            self._check_commits(well=wanted == 0)
+        else:
+            self._check_seen(well=wanted == 0)
+        self._check_no_commit_is_lost()
+
+    def _check_commits(self, *, well: bool) -> None:
+        """Check that each step was committed once, by one whole round, and rounds in order."""
+        paths = sorted((self.folder / "commits").glob("[0-9]*"))
+        commits = [json.loads(path.read_text()) for path in paths]
+        if [int(path.name) for path in paths] != list(range(len(paths))):
+            raise Odd(f"a commit is missing: {[path.name for path in paths]}")
+        rounds = [commit["round"] for commit in commits]
+        if rounds != sorted(rounds):
+            raise Odd(f"an older round has committed after a newer one: {rounds}")
+        for step, commit in enumerate(commits):
+            if sorted(commit["samples"]) != list(range(SAMPLES)):
+                raise Odd(f"step {step} has the wrong samples: {commit}")
+        if [commit["last"] for commit in commits].count(True) != well:
+            raise Odd("the last commit is missing, or not the last")
+
+    def _check_seen(self, *, well: bool) -> None:
+        """Check that the state of every rank that came to the end has each sample once."""
+        ends = [entry["seen"] for entry in self.said() if entry["word"] == "seen"]
+        if not ends and well:
+            raise Odd("no rank came to the end")
+        for seen in ends:
+            if seen != [[step, [1.0] * SAMPLES] for step in range(len(seen))]:
+                raise Odd("a sample was not seen exactly once")
+        pids = {entry["pid"] for entry in self.said() if entry["word"] == "begin"}
+        again = sum(death.kill.victim == "agent stopped" for death in self.deaths)  # and came back
+        killed = sum(death.kill.deaths for death in self.deaths)
+        most = self.plan.nproc * (self.plan.agents + again) + killed
+        if len(pids) > most:
+            raise Odd(f"{len(pids)} processes have trained, though {most} would have done")
+
+    def _check_no_commit_is_lost(self) -> None:
+        """Check that who begins after a commit was seen begins no earlier than that commit."""
+        steps = 0
+        for entry in sorted(self.said(), key=lambda entry: entry["at"]):
+            if entry["word"] == "committed":
+                steps = max(steps, entry["step"])
+            elif entry["word"] == "begin" and entry["step"] < steps:
+                raise Odd(f"a rank has begun at step {entry['step']}, and {steps} were committed")
+
+
+def _shared_memory() -> set[str]:
+    """Return the names of shared memory that may be Dure's."""
+    return {name for name in os.listdir(SHARED) if "dure" in name}
+
+
+def _mapped(names: set[str]) -> set[str]:
+    """Return which shared memory some living process has mapped: another job's."""
+    found: set[str] = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            maps = (folder / "maps").read_text()
+            found |= {name for name in names if name in maps}
+    return found

@@ -1,50 +1,31 @@
-"""What happens to the jobs of a drill: drawn from a seed, before anything is started."""
+"""What happens to the jobs of a drill, drawn from a seed before anything is started, and how such
+jobs must end.
+
+Every kill comes when the job is whole again, and two at nearly the same time are one round's or
+two, which changes no end while restarts are left. What must make no difference to the end:
+
+- A rank that is stopped and goes on is waited for.
+- So is an agent, for a moment. One that is stopped past its deadline has no ranks any more, and
+  comes back under another name: a restart of a job that has enough of them.
+- Without its reaper a job goes on, and without its zygote; ranks that are replaced start afresh.
+
+Who coordinates ends the job for all: told to end, with that code; killed, with 1 for the others.
+"""
 
 from __future__ import annotations
 
 import random
+import signal
 from dataclasses import dataclass
 
 SAMPLES = 24
 """Samples of a step, which its ranks share."""
 
-KINDS = ("plain", "rounds", "elastic")
+KILLED = 128 + signal.SIGKILL
+TOLD = 128 + signal.SIGTERM
 
-VICTIMS = {
-    "plain": ("worker", "rank 0", "two at once", "three in 50 ms", "agent", "agent asked to end"),
-    "rounds": (
-        "worker",
-        "rank 0",
-        "two at once",
-        "three in 50 ms",
-        "agent",
-        "coordinator agent",
-        "agent and a worker of another",
-        "agent asked to end",
-        "worker during a restart",
-        "rank 0 during a commit",
-    ),
-    "elastic": (
-        "worker",
-        "rank 0",
-        "two at once",
-        "three in 50 ms",
-        "newcomer while it joins",
-        "newcomer while it gets the state",
-        "survivor while it sends the state",
-        "survivor while all regroup",
-        "worker during a commit",
-    ),
-}
-"""Those whose deaths the job must deal with. Of an elastic job's agents see `_elastic`."""
-
-HARMLESS = ("worker stopped", "agent stopped", "reaper", "zygote")
-"""What must change nothing: who is stopped goes on after a while, and helpers may die."""
-
-_HARMLESS_WEIGHTS = (3, 3, 3, 1)
-
-_LONG_S = (6.5, 9.0)
-"""For so long an agent is stopped whom the others are to give up: longer than lease and margin."""
+GONE, ASKED = -1, -2
+"""In place of a local rank: the agent itself died, or was asked to end."""
 
 AFTER_ANOTHER = (
     "worker during a restart",
@@ -55,13 +36,26 @@ AFTER_ANOTHER = (
 )
 """A worker is killed, and somebody else at what comes of that."""
 
-_TWO = (
-    *AFTER_ANOTHER,
-    "two at once",
+RANKS = ("worker", "rank 0", "two at once", "three in 50 ms")
+ROUNDS = (*RANKS, "worker during a restart", "rank 0 during a commit")
+AGENTS = (
+    "agent",
+    "coordinator agent",
     "agent and a worker of another",
-    "worker, and the zygote that forks",
-    "agent and reaper",
+    "agent asked to end",
 )
+ELASTIC = (*RANKS, *AFTER_ANOTHER[1:], "worker during a commit")
+"""Those whose deaths the job must deal with."""
+
+HARMLESS = ("worker stopped", "agent stopped", "reaper", "zygote")
+"""What must change nothing: who is stopped goes on after a while, and helpers may die."""
+
+_HARMLESS_WEIGHTS = (3, 3, 3, 1)
+
+_LONG_S = (6.5, 9.0)
+"""For so long an agent is stopped whom the others are to give up: longer than lease and margin."""
+
+_TWO = (*AFTER_ANOTHER, "two at once", "agent and a worker of another")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,47 +81,72 @@ class Kill:
         return self.victim in HARMLESS
 
 
+@dataclass
+class Death:
+    """A kill that was carried out.
+
+    Attributes:
+        kill: As planned.
+        at: When.
+        who: The local ranks who died; or `GONE` or `ASKED` of an agent itself.
+        coordinator: Whether it was the agent on whom all others depend.
+        recovery_s: From then to the next commit.
+    """
+
+    kill: Kill
+    at: float
+    who: set[int]
+    coordinator: bool = False
+    recovery_s: float = float("nan")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One job.
 
     Attributes:
         seed: What it was drawn from.
-        kind: plain, rounds or elastic.
+        kind: rounds or elastic.
         agents: How many hosts are played.
         nproc: Ranks of each.
         min_agents: Fewer hosts make no round.
         max_restarts: What the job is given.
         kills: One after the other, each after the job has recovered from the one before.
-        returns: Whether another agent comes in place of one that was killed.
-        zygote: Whether ranks are forked.
     """
 
-    seed: int
+    seed: int = 0
     kind: str
     agents: int
     nproc: int
-    min_agents: int
+    min_agents: int = 1
     max_restarts: int
     kills: tuple[Kill, ...]
-    returns: bool = True
-    zygote: bool = True
 
     def __str__(self) -> str:
         victims = ", ".join(kill.victim for kill in self.kills)
-        return (
-            f"{self.kind}, {self.agents} agents of {self.nproc}, {self.max_restarts} restarts"
-            f"{'' if self.returns else ', no return'}: {victims}"
-        )
+        what = f"{self.kind}, {self.agents} agents of {self.nproc}, {self.max_restarts} restarts"
+        return f"{what}: {victims}"
+
+    def exit_code(self, deaths: list[Death]) -> int | None:
+        """Return the code with which a history has ended the job; None: it goes on."""
+        restarts = self.max_restarts
+        for death in deaths:
+            if death.coordinator:
+                return TOLD if ASKED in death.who else 1
+            if not death.who or ASKED in death.who:
+                continue
+            if self.kind == "elastic" and death.who == {GONE}:
+                continue
+            restarts -= 2 if death.kill.victim in AFTER_ANOTHER else 1
+            if restarts < 0:
+                return 1 if death.who == {GONE} else KILLED
+        return None
 
 
-def draw_plan(seed: int, kinds: tuple[str, ...] = KINDS, more: int = 1) -> Plan:
-    """Draw a job; most have `more` times as many kills as usual."""
+def draw_plan(seed: int) -> Plan:
+    """Draw a job."""
     chance = random.Random(seed)
-    kind = chance.choices(kinds, [1 if kind == "plain" else 3 for kind in kinds])[0]
-    if kind == "plain":
-        return _plain(seed, chance)
-    return {"rounds": _rounds, "elastic": _elastic}[kind](seed, chance, more)
+    return (_rounds if chance.random() < 0.5 else _elastic)(seed, chance)
 
 
 def _kill(chance: random.Random, victim: str) -> Kill:
@@ -137,35 +156,19 @@ def _kill(chance: random.Random, victim: str) -> Kill:
     return Kill(victim, chance.uniform(0, 0.15), chance.random(), stop_s)
 
 
-def _mixed(chance: random.Random, victims: list[str], least: int, most: int) -> list[Kill]:
+def _mixed(chance: random.Random, victims: tuple[str, ...], least: int, most: int) -> list[Kill]:
     """Draw some kills, and harmless acts between them."""
     kills: list[Kill] = []
     for _ in range(chance.randint(least, most)):
         if chance.random() < 0.25:
             kills.append(_kill(chance, chance.choices(HARMLESS, _HARMLESS_WEIGHTS)[0]))
-        if chance.random() < 0.03:
-            kills.append(_kill(chance, "worker, and the zygote that forks"))
         kills.append(_kill(chance, chance.choice(victims)))
     return kills
 
 
-def _plain(seed: int, chance: random.Random) -> Plan:
-    return Plan(
-        seed=seed,
-        kind="plain",
-        agents=1,
-        nproc=3,
-        min_agents=1,
-        max_restarts=0,
-        kills=tuple(_mixed(chance, list(VICTIMS["plain"]), 1, 1)[-2:]),
-        zygote=chance.random() < 0.3,
-    )
-
-
-def _rounds(seed: int, chance: random.Random, more: int) -> Plan:
+def _rounds(seed: int, chance: random.Random) -> Plan:
     agents = chance.choice((1, 2, 2, 3))
-    victims = [v for v in VICTIMS["rounds"] if agents > 1 or "agent" not in v]
-    kills = _mixed(chance, victims, 3 * more, 6 * more)
+    kills = _mixed(chance, (*ROUNDS, *AGENTS) if agents > 1 else ROUNDS, 3, 6)
     restarts = 100
     if chance.random() < 0.2:  # then each must cost one, for certain
         certain = [k for k in kills if k.victim not in ("three in 50 ms", "agent stopped")]
@@ -179,25 +182,20 @@ def _rounds(seed: int, chance: random.Random, more: int) -> Plan:
         min_agents=max(1, agents - 1),
         max_restarts=restarts,
         kills=tuple(kills),
-        zygote=any("zygote" in kill.victim for kill in kills),  # which has torch to import
     )
 
 
-def _elastic(seed: int, chance: random.Random, more: int) -> Plan:
+def _elastic(seed: int, chance: random.Random) -> Plan:
     agents = chance.choice((1, 1, 2))
-    kills = _mixed(chance, list(VICTIMS["elastic"]), 4 * more, 7 * more)
-    last = ["agent", "coordinator agent", "agent asked to end"]
-    if agents == 1:
-        last = ["agent", "agent and reaper", "agent asked to end"]
+    kills = _mixed(chance, ELASTIC, 4, 7)
     if chance.random() < 0.6:
+        last = ("agent", "coordinator agent", "agent asked to end")
         kills.append(_kill(chance, chance.choice(last)))
     return Plan(
         seed=seed,
         kind="elastic",
         agents=agents,
         nproc=4 // agents,
-        min_agents=1,
         max_restarts=100,
         kills=tuple(kills),
-        returns=False,
     )

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -77,20 +76,6 @@ def heeding(point: str, method: Callable[..., Any]) -> Callable[..., Any]:
 def enough() -> bool:
     """Tell whether the job may end."""
     return (FOLDER / "enough").exists()
-
-
-def plain() -> None:
-    """Work with a child process beside, without torch and without each other."""
-    child = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL)
-    say("begin", step=0)
-    step = 0
-    while not enough():
-        time.sleep(STEP_S)
-        step += 1
-        say("committed", step=step)
-    child.kill()
-    child.wait()
-    say("end")
 
 
 # ---- rounds: checkpoints in files ----------------------------------------------------------------
@@ -196,4 +181,4 @@ def elastic() -> None:
 
 
 if __name__ == "__main__":
-    {"plain": plain, "rounds": rounds, "elastic": elastic}[sys.argv[1]]()
+    (elastic if sys.argv[1] == "elastic" else rounds)()

@@ -1,7 +1,7 @@
 """Running a job: from its description to its result.
 
 All that a job holds lies in pipes, anonymous memory and the launcher's own store, so that nothing
-remains on disk whatever ends the launcher. The loop itself is in `dure.launch.loop`.
+remains on disk whatever ends the launcher. The loop itself is in `dure.launch.round`.
 """
 
 from __future__ import annotations
@@ -10,44 +10,37 @@ import contextlib
 import errno
 import fcntl
 import os
-import resource
 import signal
 import socket
-import stat
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from dure import env
 from dure.errors import LaunchError, StoreError, UsageError
 from dure.launch.agent.agent import Agent
 from dure.launch.agent.events import Outcome
-from dure.launch.agent.link import Alone, Link, Linked
-from dure.launch.loop import drain
+from dure.launch.agent.link import Alone, EndpointLink, EtcdLink, Link
 from dure.launch.program import check_program
 from dure.launch.ranks.cores import threads_for
 from dure.launch.ranks.environment import JobAddress
 from dure.launch.ranks.errorfiles import error_directory
 from dure.launch.ranks.processes import adopting_orphans
-from dure.launch.ranks.reaper import Reaper, reaping
-from dure.launch.ranks.zygote import Zygote, usable, zygote_for
+from dure.launch.ranks.reaper import Reaper
+from dure.launch.ranks.zygote import usable, zygote_for
 from dure.launch.round import Workplace
 from dure.launch.show.summary import summary
 from dure.launch.show.terminal import Terminal
-from dure.launch.signals import caught_signals
+from dure.launch.signals import caught_signals, read_signals
 from dure.launch.spec import JobResult, JobSpec
 from dure.store.key import SHARED_HOME_S, JobKey, load_for
 
 __all__ = ["run_job"]
 
-_LEAST_FDS = 24
-"""What a job of one rank needs, beside what is open already."""
-
-_MORE_FDS = "Allow more with `ulimit -n 1024`; a service has `LimitNOFILE=` for that."
-
+_LAST_WORDS_S = 0.3  # how long an interrupted job waits for who reads its output
+_OURS_ALONE = 0o700  # programs print what not everybody may read
 _KEY_FD = 10
 """The lowest number for the key: what a zygote imports may have opened those below."""
 
@@ -79,19 +72,20 @@ def run_job(spec: JobSpec) -> JobResult:
     if not sys.platform.startswith("linux"):
         raise UsageError("dure.launch needs Linux", seen=sys.platform)
     check_program(spec)
-    _check_descriptors()
-    _check_directory("--log-dir", spec.log_dir)
-    _check_directory("--trace-dir", spec.trace_dir)
     _open_standard_output()
     started = time.monotonic()
     try:
+        if spec.log_dir is not None:
+            spec.log_dir.mkdir(parents=True, exist_ok=True, mode=_OURS_ALONE)
+        if spec.trace_dir is not None:
+            spec.trace_dir.mkdir(parents=True, exist_ok=True)
         name = uuid.uuid4().hex
         with (
             caught_signals(spec.signals) as signals,  # from now on they wait in a pipe
             zygote_for(spec, name, threads_for(spec)) as zygote,  # early: it has much to import
             _secret_memory("dure-job-key") as key_fd,
             _password_memory(spec) as password_fd,
-            reaping(name, spared=_pids(zygote)) as reaper,
+            contextlib.closing(Reaper(name, zygote.pid if zygote else None)) as reaper,
             error_directory(spec, name),  # which the reaper removes if we cannot
             adopting_orphans(),
             contextlib.closing(Terminal(spec)) as terminal,
@@ -121,48 +115,6 @@ def run_job(spec: JobSpec) -> JobResult:
         ) from error
 
 
-def _check_descriptors() -> None:
-    """Refuse to begin with so few descriptors that libraries would abort the process."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        used = len(os.listdir("/proc/self/fd")) - 1  # without the one that lists them
-    except OSError:  # not even one is left
-        used = most
-    if most != resource.RLIM_INFINITY and most - used < _LEAST_FDS:
-        raise LaunchError(
-            "this process may open too few files for a job",
-            seen=f"{most} descriptors (RLIMIT_NOFILE), {used} of them in use",
-            fix=_MORE_FDS,
-        )
-
-
-def _check_directory(flag: str, directory: Path | None) -> None:
-    """Refuse a directory that is a file, or would lie below one, or out of this user's reach."""
-    if directory is None:
-        return
-    try:
-        there = next((p for p in (directory, *directory.parents) if _mode(p)), directory)
-        mode = _mode(there)
-    except OSError as error:
-        raise UsageError(
-            f"{flag} {directory} cannot be reached",
-            seen=str(error.strerror),
-            fix="Name a directory that you may write to, or see who may (`ls -ld`).",
-        ) from error
-    if mode and not stat.S_ISDIR(mode):
-        raise UsageError(
-            f"{flag} {there} is not a directory", fix="Name one, or one that can be made."
-        )
-
-
-def _mode(path: Path) -> int:
-    """Return the mode of what is at a path; 0 if nothing is."""
-    try:
-        return path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return 0
-
-
 def _open_standard_output() -> None:
     """Let nobody read what would go to a closed descriptor.
 
@@ -181,7 +133,7 @@ def _open_standard_output() -> None:
 
 def _advice(error: OSError) -> str:
     if error.errno == errno.EMFILE:
-        return _MORE_FDS
+        return "Allow more with `ulimit -n 1024`; a service has `LimitNOFILE=` for that."
     used_up = (errno.ENFILE, errno.ENOSPC, errno.EDQUOT)
     if error.filename is not None and error.errno not in used_up:
         return "See whether it can be made there, and by you (`ls -ld`)."
@@ -205,8 +157,20 @@ def _run(agent: Agent, place: Workplace, started: float) -> JobResult:
         terminal.say(f"the job has failed ({outcome.limit})")
     terminal.conclude(result)
     terminal.finish()
-    drain(terminal, place.signals, in_haste=result.interrupted_by is not None)
+    _drain(terminal, place.signals, in_haste=result.interrupted_by is not None)
     return result
+
+
+def _drain(terminal: Terminal, signals: int, *, in_haste: bool) -> None:
+    """Wait until the last output is taken; after an interruption, not for long."""
+    deadline = time.monotonic() + _LAST_WORDS_S
+    while any(sink.waiting for sink in terminal.sinks):
+        if in_haste and time.monotonic() > deadline:
+            break
+        for sink in terminal.sinks:
+            sink.drain(0.05)
+        if read_signals(signals):
+            break
 
 
 @contextlib.contextmanager
@@ -215,27 +179,17 @@ def _link(
 ) -> Iterator[Link]:
     """Link this host to the job's others."""
     if spec.endpoint is None:
-        if spec.nnodes[0] > 1:
-            raise UsageError(
-                "a job on several hosts needs an endpoint",
-                seen=f"at least {spec.nnodes[0]} hosts are asked for",
-                fix="Name an address of one of them, and a free port, with --rdzv-endpoint.",
-            )
         link: Link = Alone(spec)
     elif spec.rdzv_backend == "etcd":
-        link = Linked(spec, None, reaper, interrupted=signals, say=say)
+        link = EtcdLink(spec, reaper, interrupted=signals, say=say)
     else:
         host = spec.endpoint.rpartition(":")[0].strip("[]")
         key = JobKey(spec.key) if spec.key is not None else load_for(host, SHARED_HOME_S)
-        link = Linked(spec, key, reaper, interrupted=signals, say=say)
+        link = EndpointLink(spec, key, reaper, interrupted=signals, say=say)
     try:
         yield link
     finally:
         link.close()
-
-
-def _pids(zygote: Zygote | None) -> tuple[int, ...]:
-    return () if zygote is None else (zygote.pid,)
 
 
 @contextlib.contextmanager
@@ -260,10 +214,7 @@ def _secret_memory(name: str) -> Iterator[int]:
 
     The agent writes the key when it joins; processes that have not inherited it open this one's.
     """
-    try:
-        low = os.memfd_create(name)
-    except OSError:  # a seccomp profile forbids it: a file without a name, in memory as well
-        low = os.open("/dev/shm", os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    low = os.memfd_create(name)
     fd = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, _KEY_FD)
     os.close(low)
     try:

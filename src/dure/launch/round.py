@@ -1,26 +1,42 @@
 """One round on one host: its ranks are started, watched until none is left, and told of.
 
-What all rounds of a job share on a host is its `Workplace`. A round ends by itself when its ranks
-do, or when the overseer (`dure.launch.agent`) or a signal says so; how, the supervisor decides.
+One thread, one selector. It waits for any of: output and reports of the ranks (pipes), their ends
+(pidfds), signals to the launcher (a pipe), a terminal that can take more, news of other hosts, and
+the next deadline. What happens is told to the supervisor (`dure.launch.supervisor`), and what that
+answers is done. A round ends by itself when its ranks do, or when the overseer
+(`dure.launch.agent`) or a signal says so.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
 
 from dure import env
-from dure.launch.loop import JobLoop, Overseer
 from dure.launch.ranks.cores import threads_for
 from dure.launch.ranks.environment import JobAddress, Round, rank_log_dir, rank_variables
 from dure.launch.ranks.errorfiles import error_file, known_crash
+from dure.launch.ranks.processes import JobProcesses
+from dure.launch.ranks.report import ReportReader
 from dure.launch.ranks.spawn import RankProcess, start_rank
 from dure.launch.ranks.zygote import Zygote
+from dure.launch.show.output import LineReader, Sink
 from dure.launch.show.terminal import Terminal
-from dure.launch.spec import Exit, JobSpec, RankResult
-from dure.launch.supervisor import Supervisor, Timing
+from dure.launch.signals import read_signals
+from dure.launch.spec import Exit, JobSpec, RankResult, Stream
+from dure.launch.supervisor import Action, AskStacks, Phase, Signal, Supervisor, Timing
 
 __all__ = ["RoundRun", "Workplace"]
+
+_CHUNK = 1 << 16
+_SESSION_S = 1.0  # for what a rank that is replaced has left running to die
 
 _SETTLE_S = 1.0
 """For a rank to notice that a peer has gone, over any engine, and to write its flight record."""
@@ -47,6 +63,24 @@ class Workplace:
     zygote: Zygote | None
 
 
+class Overseer(Protocol):
+    """Who is asked after everything that happens, and may know of other hosts."""
+
+    @property
+    def fd(self) -> int:
+        """Readable when it wants to be asked; -1: never."""
+        ...
+
+    @property
+    def wake_at(self) -> float | None:
+        """When to ask at the latest."""
+        ...
+
+    def attend(self, now: float) -> list[Action]:
+        """Look at what has happened, and return what to do about it."""
+        ...
+
+
 class RoundRun:
     """A round that runs here; call `close` in the end, whatever happens.
 
@@ -58,13 +92,24 @@ class RoundRun:
 
     def __init__(self, place: Workplace, round: Round, *, held: bool) -> None:
         self.round = round
+        self.supervisor = Supervisor(round.nproc, _timing(place.spec), held=held)
+        self.ranks: list[RankProcess] = []
+        self.reports: list[ReportReader] = []
+        self.outlived: dict[int, str] = {}
+        self.elastic = False  # a rank has entered `dure.elastic.run`
         self._place = place
+        self._terminal = place.terminal
         self._numbers: dict[int, int] = {}  # of ranks that were replaced, by local rank
         self._threads = threads_for(place.spec)
-        self.supervisor = Supervisor(round.nproc, _timing(place.spec), held=held)
-        self.loop = JobLoop(place.address.name, self.supervisor, place.terminal, place.signals)
-        if place.zygote is not None:
-            self.loop.spared = (place.zygote.pid,)
+        self._retired: list[RankProcess] = []  # replaced by others
+        self._processes = self._all_processes()
+        self._selector = selectors.DefaultSelector()
+        self._pipes: dict[int, Callable[[bytes], None]] = {}  # descriptor to who takes its bytes
+        self._watched_sinks: set[int] = set()
+        self._reading = True
+        self._selector.register(place.signals, selectors.EVENT_READ, self._signalled)
+
+    # --- its life ----------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start all ranks.
@@ -72,57 +117,76 @@ class RoundRun:
         Raises:
             OSError: One cannot be started; `close` ends the others.
         """
-        self._place.terminal.begin(self.round)
-        for local_rank in range(self.round.nproc):
-            self.loop.add(self._start(local_rank, self.round))
         spec, zygote = self._place.spec, self._place.zygote
+        self._terminal.begin(self.round)
+        for local_rank in range(self.round.nproc):
+            self.ranks.append(self._started(local_rank, self.round))
+            self.reports.append(ReportReader())
+            self._watch(local_rank)
         may_restart = spec.max_restarts > 0 or spec.elastic or spec.nnodes[0] != spec.nnodes[1]
         if zygote is not None and not may_restart:
             zygote.close()
 
-    def replace(self, local_rank: int, times: int, store: str) -> None:
-        """Start a rank again that has ended, for the `times`-th time.
-
-        Args:
-            local_rank: Which of this host's.
-            times: How often it has been replaced then.
-            store: host:port of the job's store, which may have moved since the round began.
-        """
-        again = replace(self.round, number=times, store=store)
+    def replace(self, local_rank: int, times: int) -> None:
+        """Start a rank again that has ended, for the `times`-th time."""
+        again = replace(self.round, number=times)
         if self._place.spec.log_dir is not None:
             directory = rank_log_dir(self._place.spec.log_dir, again.rank(local_rank), times)
             with contextlib.suppress(OSError):  # a full disk must not end the job
                 directory.mkdir(parents=True, exist_ok=True)  # for its error file
         self._numbers[local_rank] = times
-        self.loop.replace(local_rank, self._start(local_rank, again))
+        process = self._started(local_rank, again)
+        old = self.ranks[local_rank]
+        session = f"none but those of {old.pid}"
+        JobProcesses((old.pid,), session, below=os.getpid()).kill_all(_SESSION_S)
+        self._retired.append(old)  # a zombie that keeps its session's number
+        for fd in (old.stdout.fileno(), old.stderr.fileno(), old.report_fd):
+            self._drain(fd)
+            self._forget(fd)
+        self.ranks[local_rank] = process
+        self.reports[local_rank] = ReportReader()
+        self._watch(local_rank)
+        self._processes = self._all_processes()
+        self.supervisor.replaced(local_rank)
 
     def run(self, overseer: Overseer) -> None:
         """Return when no process of the round is left."""
-        self.loop.oversee(overseer)
-        self.loop.run()
+        if overseer.fd >= 0:
+            self._selector.register(overseer.fd, selectors.EVENT_READ, lambda: None)
+        self._processes = self._all_processes()
+        while self.supervisor.phase is not Phase.DONE:
+            self._step(overseer)
+        for fd in list(self._pipes):
+            self._drain(fd)
+
+    def close(self) -> None:
+        """Kill what is left, and release everything; safe after any error."""
+        if self.supervisor.phase is not Phase.DONE:
+            self._all_processes().kill_all()
+        for rank in (*self.ranks, *self._retired):
+            rank.release()
+        self._selector.close()
+
+    # --- what is known of it -----------------------------------------------------------------
 
     def catches(self, number: int) -> bool:
         """Tell whether a rank has a handler for signal `number`."""
-        return any(process.catches(number) for process in self.loop.ranks)
-
-    def close(self) -> None:
-        """Kill what is left, and release everything."""
-        self.loop.close()
+        return any(process.catches(number) for process in self.ranks)
 
     def results(self) -> tuple[RankResult, ...]:
         """Return what is known of every rank of this host."""
-        return tuple(map(self.result, range(len(self.loop.ranks))))
+        return tuple(map(self.result, range(len(self.ranks))))
 
     def result(self, local_rank: int) -> RankResult:
         """Return what is known of one rank."""
-        process, report = self.loop.ranks[local_rank], self.loop.reports[local_rank]
+        process, report = self.ranks[local_rank], self.reports[local_rank]
         place, number = self._place, self._numbers.get(local_rank, self.round.number)
         path = error_file(place.spec, place.address.name, process.rank, number)
         expected = Exit(signal=9) if report.crash is None else Exit(code=report.crash.exit_code)
         exit = self.supervisor.exits.get(local_rank, expected)
         return RankResult(
             rank=process.rank,
-            host=self._place.host,
+            host=place.host,
             pid=process.pid,
             exit=exit,
             ended_by_launcher=local_rank in self.supervisor.ended_by_launcher,
@@ -133,12 +197,182 @@ class RoundRun:
             finished=report.finished,
         )
 
-    def _start(self, local_rank: int, round: Round) -> RankProcess:
+    # --- its processes -----------------------------------------------------------------------
+
+    def _started(self, local_rank: int, round: Round) -> RankProcess:
         place, rank = self._place, self.round.rank(local_rank)
         variables = rank_variables(place.spec, local_rank, place.address, round, self._threads)
         environment = env.child_environment(variables)
         secrets, zygote = place.address.secrets, place.zygote
         return start_rank(place.spec, rank, environment, secrets, zygote, local_rank)
+
+    def _watch(self, local_rank: int) -> None:
+        process = self.ranks[local_rank]
+        self._terminal.started(process)
+        streams: tuple[Stream, Stream] = ("stdout", "stderr")
+        for pipe, stream in zip((process.stdout, process.stderr), streams, strict=True):
+            reader = self._terminal.reader(process.rank, stream)
+            self._pipes[pipe.fileno()] = partial(self._output, reader)
+        self._pipes[process.report_fd] = partial(self._reported, local_rank)
+        for fd in (process.stdout.fileno(), process.stderr.fileno(), process.report_fd):
+            os.set_blocking(fd, False)
+            self._selector.register(fd, selectors.EVENT_READ, partial(self._readable, fd))
+        ended = partial(self._ended, local_rank)
+        self._selector.register(process.pidfd, selectors.EVENT_READ, ended)
+
+    def _all_processes(self) -> JobProcesses:
+        """Return the job's processes on this host, without the launcher's own."""
+        place = self._place
+        pids = tuple(rank.pid for rank in (*self.ranks, *self._retired))
+        spared = () if place.zygote is None else (place.zygote.pid,)
+        return JobProcesses(pids, place.address.name, spared, below=os.getpid())
+
+    # --- what happens ------------------------------------------------------------------------
+
+    def _step(self, overseer: Overseer) -> None:
+        """Wait for something to happen, and deal with it."""
+        self._watch_terminal()
+        times = (self.supervisor.wake_at, self._terminal.wake_at, overseer.wake_at)
+        wakes = [t for t in times if t is not None]
+        timeout = max(0.0, min(wakes) - time.monotonic()) if wakes else None
+        for key, _ in self._selector.select(timeout):
+            key.data()
+        now = time.monotonic()
+        self._terminal.tick(now)
+        if self._terminal.broken and self.supervisor.interrupted_by is None:
+            self._terminal.say(self._terminal.why_broken)
+            self._do(self.supervisor.interrupted(signal.SIGPIPE, now))
+        self._do(self.supervisor.tick(now))
+        if self.supervisor.phase is not Phase.DONE:
+            self._do(overseer.attend(now))
+
+    def _watch_terminal(self) -> None:
+        """Wait for slow readers, and let the ranks wait for them, too."""
+        for sink in self._terminal.sinks:
+            if sink.waiting and sink.fd not in self._watched_sinks:
+                with contextlib.suppress(PermissionError):  # a file: never makes us wait
+                    self._selector.register(
+                        sink.fd, selectors.EVENT_WRITE, partial(self._room, sink)
+                    )
+                    self._watched_sinks.add(sink.fd)
+        if self._reading == self._terminal.full:
+            self._reading = not self._terminal.full
+            for rank in self.ranks:
+                self._pause_or_resume(rank.stdout.fileno())
+                self._pause_or_resume(rank.stderr.fileno())
+
+    def _pause_or_resume(self, fd: int) -> None:
+        if fd not in self._pipes:
+            return
+        if self._reading:
+            self._selector.register(fd, selectors.EVENT_READ, partial(self._readable, fd))
+        else:
+            self._selector.unregister(fd)
+
+    def _room(self, sink: Sink) -> None:
+        sink.write_some()
+        if not sink.waiting:
+            self._selector.unregister(sink.fd)
+            self._watched_sinks.discard(sink.fd)
+
+    def _readable(self, fd: int) -> bool:
+        """Read once from a pipe, and watch it no more at its end; False: nothing was there."""
+        try:
+            data = os.read(fd, _CHUNK)
+        except BlockingIOError:
+            return False
+        if data:
+            self._pipes[fd](data)
+        else:
+            self._forget(fd)
+        return bool(data)
+
+    def _drain(self, fd: int) -> None:
+        """Read all that is in a pipe now."""
+        while fd in self._pipes and self._readable(fd):
+            pass
+
+    def _forget(self, fd: int) -> None:
+        self._pipes.pop(fd, None)
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(fd)
+
+    def _output(self, reader: LineReader, data: bytes) -> None:
+        self._terminal.received(reader, data, time.monotonic())
+
+    def _reported(self, rank: int, data: bytes) -> None:
+        report = self.reports[rank]
+        had_crash, had_stack = report.crash is not None, report.told
+        report.feed(data)
+        self.elastic = self.elastic or report.elastic
+        now = time.monotonic()
+        crash = None if had_crash else report.crash
+        self._terminal.reported(self.ranks[rank].rank, crash, report.step)
+        if report.told and not had_stack:
+            self._do(self.supervisor.told(rank, now))
+        if crash is not None:
+            self.supervisor.crashed(rank)
+
+    def _ended(self, local_rank: int) -> None:
+        process = self.ranks[local_rank]
+        exit = process.exit()
+        if exit is None:
+            return
+        self._selector.unregister(process.pidfd)
+        self._drain(process.report_fd)  # its last words come before its end
+        self._terminal.ended(process, exit)
+        self._do(self.supervisor.exited(local_rank, exit, time.monotonic()))
+
+    def _signalled(self) -> None:
+        """Pass warnings on to the ranks; tell the supervisor of signals that end the job."""
+        for number in read_signals(self._place.signals):
+            if number in self._place.spec.signals:
+                caught = self.catches(number)
+                self._do(self.supervisor.interrupted(number, time.monotonic(), caught=caught))
+            else:
+                for rank in self.supervisor.alive:
+                    self.ranks[rank].signal(number)
+
+    # --- what is done about it ---------------------------------------------------------------
+
+    def _do(self, actions: list[Action]) -> None:
+        """Carry out what the supervisor wants, and what it wants upon that."""
+        for action in actions:
+            if isinstance(action, AskStacks):
+                self._ask(action.ranks)
+            elif isinstance(action, Signal):
+                self._send(action)
+            else:
+                self._sweep()
+
+    def _sweep(self) -> None:
+        """Count what is left; what successful ranks have detached stays, and is named."""
+        spares = self.supervisor.spares_detached
+        others = self._processes.others(detached=not spares)
+        self._do(self.supervisor.swept(len(others), time.monotonic()))
+        if spares and not others:
+            detached = self._processes.others()
+            left = ", ".join(f"{process.command} (pid {process.pid})" for process in detached)
+            if left:
+                self._terminal.say(f"left running, in sessions of their own: {left}")
+
+    def _ask(self, ranks: tuple[int, ...]) -> None:
+        for rank in ranks:
+            if not self.ranks[rank].ask_stack():
+                self._do(self.supervisor.told(rank, time.monotonic()))
+
+    def _send(self, action: Signal) -> None:
+        """Signal ranks last: a parent that ends first would turn its children into orphans."""
+        spares = self.supervisor.spares_detached
+        others = self._processes.others(detached=not spares) if action.everything else []
+        for process in others:
+            if self._processes.signal(process.pid, action.number) and not self.supervisor.alive:
+                self.outlived[process.pid] = process.command
+        for rank in self.supervisor.alive:
+            if action.number == signal.SIGINT:
+                self.ranks[rank].interrupt()
+            else:
+                self.ranks[rank].signal(action.number)
 
 
 def _timing(spec: JobSpec) -> Timing:

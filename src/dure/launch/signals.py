@@ -1,7 +1,8 @@
 """Signals to the launcher, as bytes in a pipe that the loop can wait for.
 
-Most end the job. SIGUSR1 and SIGUSR2 are for the ranks: with them Slurm (`--signal=USR1@120`) and
-others warn of the end that is near, and the launcher passes them on.
+Those of `JobSpec.signals` end the job. SIGUSR1 and SIGUSR2 are for the ranks otherwise: with them
+Slurm (`--signal=USR1@120`) and others warn of the end that is near, and the launcher passes them
+on.
 """
 
 from __future__ import annotations
@@ -13,11 +14,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from types import FrameType
 
-__all__ = ["caught_signals", "read_signals", "take_warnings"]
-
-_WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
-_warned: list[int] = []
-"""Warnings that have come and were not taken yet; of the main thread, as signals are."""
+__all__ = ["caught_signals", "read_signals"]
 
 
 @contextlib.contextmanager
@@ -35,15 +32,11 @@ def caught_signals(numbers: Iterable[int]) -> Iterator[int]:
     try:
         if main:
             wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-            for number in numbers:
+            for number in {*numbers, signal.SIGUSR1, signal.SIGUSR2}:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     before[number] = signal.signal(number, _note)
-            for number in _WARNINGS:
-                if number not in before and signal.getsignal(number) is not signal.SIG_IGN:
-                    before[number] = signal.signal(number, _warn)
         yield read
     finally:
-        _warned.clear()
         for number, handler in before.items():
             signal.signal(number, handler)
         if main:
@@ -56,20 +49,8 @@ def _note(number: int, frame: FrameType | None) -> None:
     """Do nothing: the number is in the pipe already."""
 
 
-def _warn(number: int, frame: FrameType | None) -> None:
-    """Keep the number for `take_warnings`; the pipe, too, has it, and wakes the loop."""
-    _warned.append(number)
-
-
-def take_warnings() -> list[int]:
-    """Return the signals for the ranks that have come."""
-    taken = _warned[:]
-    del _warned[: len(taken)]
-    return taken
-
-
 def read_signals(fd: int) -> list[int]:
-    """Return the numbers of the signals that have arrived and end the job."""
+    """Return the numbers of the signals that were caught here and have arrived."""
     try:
         return [number for number in os.read(fd, 256) if signal.getsignal(number) is _note]
     except BlockingIOError:

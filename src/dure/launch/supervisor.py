@@ -1,6 +1,6 @@
 """When to end a job, and how hard: a state machine without any input or output.
 
-The driver (`dure.launch.job`) tells the machine what happened (*events*) and does what it answers
+The loop (`dure.launch.round`) tells the machine what happened (*events*) and does what it answers
 (*actions*); the machine knows only ranks, exit statuses and the time that it is handed.
 
     RUNNING ──stop, a rank failed──▶ EXPLAINING ──▶ ENDING ──grace is over──▶ KILLING
@@ -133,11 +133,10 @@ class Supervisor:
         times = [t for t in (self._deadline, self._sweep_at) if t is not None]
         return min(times, default=None)
 
-    def crashed(self, rank: int, now: float) -> list[Action]:
+    def crashed(self, rank: int) -> None:
         """Take note that an exception left the program of `rank`, which is about to exit."""
         self._crashed.add(rank)
         self._note_failure(rank)
-        return []
 
     def exited(self, rank: int, exit: Exit, now: float) -> list[Action]:
         """Take note that `rank` has ended."""
@@ -146,7 +145,8 @@ class Supervisor:
         if self.phase is Phase.RUNNING:
             if not self.succeeded(rank):
                 self._note_failure(rank)
-            return self._leave(now) if self._all_well() and not self._held else []
+            well = self._all_succeeded and not self._held
+            return self._leave(now) if well else []
         if self.phase is Phase.EXPLAINING:
             return self._explained(now)
         if self.alive:
@@ -161,8 +161,7 @@ class Supervisor:
     @property
     def spares_detached(self) -> bool:
         """Whether all has gone well, so that what ranks have detached from themselves may stay."""
-        well = self.interrupted_by is None and not self.fenced
-        return well and all(self.succeeded(rank) for rank in range(self._nproc))
+        return self._all_succeeded and self.interrupted_by is None and not self.fenced
 
     def has_crashed(self, rank: int) -> bool:
         """Tell whether an exception has left the program of `rank`."""
@@ -176,10 +175,8 @@ class Supervisor:
     def stop(self, now: float, *, explain: bool = False, saving: bool = False) -> list[Action]:
         """End the round: a rank has failed, here or elsewhere, or hosts come or go.
 
-        Args:
-            now: The time.
-            explain: Whether to ask the ranks first where they are.
-            saving: Whether they have handlers for SIGTERM, and time to save.
+        `explain`: ask the ranks first where they are. `saving`: they have handlers for SIGTERM, and
+        time to save.
         """
         if self.phase is not Phase.RUNNING:
             return []
@@ -187,8 +184,7 @@ class Supervisor:
             failed = explain and not self._held
             return self._end(now, self._grace) if failed else self._leave(now)
         if saving:
-            self._mark_survivors()
-            return self._save(now)
+            return self._save(now, signal.SIGTERM)
         if explain:
             self.phase = Phase.EXPLAINING
             self._silent = {rank for rank in self.alive if rank not in self._crashed}
@@ -212,10 +208,7 @@ class Supervisor:
     def interrupted(self, number: int, now: float, *, caught: bool = False) -> list[Action]:
         """Take note of a signal to the launcher: the first is polite, the second kills.
 
-        Args:
-            number: Which signal.
-            now: The time.
-            caught: Whether a rank has a handler for it.
+        `caught`: a rank has a handler for it.
         """
         if self.phase is Phase.DONE:
             return []
@@ -224,9 +217,7 @@ class Supervisor:
         self.interrupted_by = number
         self._mark_survivors()
         if number not in _TO_ALL and caught and self.alive:
-            self.phase = Phase.SAVING
-            self._deadline = now + self._timing.saving_s
-            return [Signal(number, everything=False)]
+            return self._save(now, number)
         if number != signal.SIGINT or not self.alive:
             return self._end(now, self._timing.interrupt_grace_s)
         self.phase = Phase.INTERRUPTING
@@ -279,7 +270,8 @@ class Supervisor:
         if self.phase is Phase.RUNNING and self.first_failure is None:
             self.first_failure = rank
 
-    def _all_well(self) -> bool:
+    @property
+    def _all_succeeded(self) -> bool:
         return all(self.succeeded(rank) for rank in range(self._nproc))
 
     def _explained(self, now: float) -> list[Action]:
@@ -291,10 +283,11 @@ class Supervisor:
         self._mark_survivors()
         return self._end(now, self._grace)
 
-    def _save(self, now: float) -> list[Action]:
+    def _save(self, now: float, number: int) -> list[Action]:
+        self._mark_survivors()
         self.phase = Phase.SAVING
         self._deadline = now + self._timing.saving_s
-        return [Signal(signal.SIGTERM, everything=False)]
+        return [Signal(number, everything=False)]
 
     def _leave(self, now: float) -> list[Action]:
         self.phase = Phase.LEAVING

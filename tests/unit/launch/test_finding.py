@@ -12,18 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from dure.errors import LaunchError, StoreError, UsageError
+from dure.errors import LaunchError, StoreError
 from dure.launch import JobSpec, run_job
-from dure.launch.agent import finding
+from dure.launch.agent import link as links
 from dure.launch.agent.events import Left
-from dure.launch.agent.link import Linked
+from dure.launch.agent.link import EndpointLink
 from dure.launch.agent.machine import Phase
+from dure.launch.agent.membership import open_shared
 from dure.store.key import JobKey, control_key, mint
 
 
 @contextmanager
-def linked(spec: JobSpec, key: JobKey) -> Iterator[Linked]:
-    link = Linked(spec, key)
+def linked(spec: JobSpec, key: JobKey) -> Iterator[EndpointLink]:
+    link = EndpointLink(spec, key)
     try:
         yield link
     finally:
@@ -45,7 +46,8 @@ def test_a_job_that_has_ended_is_not_the_next_one() -> None:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.bind(("127.0.0.1", 0))
         spec = job(kept.getsockname()[1])
-        last, following = Linked(spec, key), Linked(replace(spec, node_rank=1), key)
+        last = EndpointLink(spec, key)
+        following = EndpointLink(replace(spec, node_rank=1), key)
         member = last.join("a")
         member.tell(Left(member.agent, 143))
         while member.machine().phase is not Phase.OVER:
@@ -68,23 +70,16 @@ def test_ranks_have_a_key_that_does_not_open_the_control_server() -> None:
         with linked(spec, key) as first, linked(spec, key) as second:
             one, two = first.join("a"), second.join("b")
             assert (first.coordinates, second.coordinates) == (True, False)
-            assert one.job_key == two.job_key
-            assert one.job_key not in (key, control_key(key, str(spec.endpoint), ""))
-            assert one.store == two.store != spec.endpoint
-            assert one.run_id == two.run_id
+            terms = one.machine().settings
+            assert terms == two.machine().settings
+            assert terms.store != spec.endpoint
+            assert terms.job_key not in (key.raw, control_key(key, str(spec.endpoint), "").raw)
             with pytest.raises(StoreError, match="refused"):
-                finding.open_control(f"tcp://{spec.endpoint}", two.job_key)
-
-
-def test_the_endpoints_port_is_another_programs() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        spec = job(other.getsockname()[1], join_timeout_s=0.3)
-        with linked(spec, mint()) as link, pytest.raises(LaunchError, match="another program"):
-            link.join("a")
+                open_shared(f"tcp://{spec.endpoint}", terms.job_key, 0.5)
 
 
 def test_a_program_that_does_not_answer_holds_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finding, "_FOREIGN_S", 0.0)
+    monkeypatch.setattr(links, "_TAKEN_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with (
@@ -109,7 +104,7 @@ def test_who_does_not_coordinate_and_finds_nobody_says_so() -> None:
 def test_a_wildcard_for_stores_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DURE_STORE_BIND", "0.0.0.0")
     with pytest.raises(StoreError, match="wildcard"):
-        Linked(job(1), mint())
+        EndpointLink(job(1), mint())
 
 
 def test_an_endpoint_that_is_refused_keeps_its_own_advice() -> None:
@@ -120,18 +115,11 @@ def test_an_endpoint_that_is_refused_keeps_its_own_advice() -> None:
     assert not caught.value.fix
 
 
-def test_log_directory_that_is_a_file_is_a_users_mistake(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flag", ["log_dir", "trace_dir"])
+def test_a_directory_that_cannot_be_made_is_named(flag: str, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    for directory in (file, file / "below"):
-        with pytest.raises(UsageError, match=r"--log-dir .* is not a directory"):
-            run_job(JobSpec(program=__file__, log_dir=directory))
-        with pytest.raises(UsageError, match=r"--trace-dir .* is not a directory"):
-            run_job(JobSpec(program=__file__, trace_dir=directory))
-
-
-def test_directory_that_cannot_be_looked_up_is_a_users_mistake(tmp_path: Path) -> None:
-    there = tmp_path / ("x" * 300)  # a name that no file system takes, whoever asks
-    with pytest.raises(UsageError, match=r"--log-dir .* cannot be reached") as caught:
-        run_job(JobSpec(program=__file__, log_dir=there))
-    assert isinstance(caught.value.__cause__, OSError)
+    for there in (file, file / "below", tmp_path / ("x" * 300)):
+        with pytest.raises(LaunchError, match="could not be started") as caught:
+            run_job(replace(JobSpec(program=__file__), **{flag: there}))
+        assert str(there) in caught.value.seen

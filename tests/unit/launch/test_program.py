@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from dure.cli.app import run_command_line
 from dure.errors import UsageError
-from dure.launch import JobSpec
+from dure.launch import JobSpec, job
 from dure.launch.program import check_program
 from dure.launch.ranks.zygote import INTERRUPTED, Zygote, usable
 
@@ -66,3 +69,21 @@ def test_of_a_zygote_only_trouble_is_told_and_an_interrupt_is_none(
     said: list[str] = []
     assert usable(zygote, -1, said.append) is None
     assert len(said) == lines
+
+
+def test_options_that_say_how_code_runs_are_handed_on_and_no_others() -> None:
+    told = "from dure.launch.interpreter import interpreter_options as o; print(*o())"
+    options = ["-BOO", "-s", "-q", "-X", "utf8=1", "-Wignore::UserWarning"]
+    plain = {name: word for name, word in os.environ.items() if not name.startswith("PYTHON")}
+    words = [sys.executable, *options, "-c", told]
+    done = subprocess.run(words, env=plain, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["-B", "-O", "-O", "-X", "utf8=1", "-W", "ignore::UserWarning"]
+
+
+def test_key_lies_in_a_file_without_a_name() -> None:
+    with job._secret_memory("dure-key") as fd:
+        info = os.fstat(fd)
+        assert (stat.S_IMODE(info.st_mode), info.st_nlink) == (0o600, 0)
+        assert not os.get_inheritable(fd)
+    with pytest.raises(OSError):
+        os.fstat(fd)

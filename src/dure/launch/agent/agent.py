@@ -49,6 +49,7 @@ from dure.launch.agent.events import (
     Work,
 )
 from dure.launch.agent.link import Link, OnlyMember
+from dure.launch.agent.machine import Machine
 from dure.launch.agent.machine import Phase as MachinePhase
 from dure.launch.agent.membership import Member, boottime
 from dure.launch.ranks.environment import Round
@@ -87,11 +88,10 @@ class Agent:
         self._joined: Member | OnlyMember | None = None
         self._held = place.spec.elastic or place.spec.keep_going
         self._run: RoundRun | None = None
-        self._said: set[str] = set()  # what need not be told again
-        self._noted: set[str] = set()  # what was said of other hosts
+        self._told: set[str] = set()  # what need not be told again
+        self._spoken: set[str] = set()  # what the user need not hear again
         self._replaced: dict[int, int] = {}
         self._crashed_at: dict[int, float] = {}
-        self._warned = False  # of a program that never calls dure.elastic.run
         self._timers: dict[str, float] = {}
         self._keeper: socket.socket | None = None
 
@@ -116,13 +116,18 @@ class Agent:
 
     def _must_stay(self) -> bool:
         """Whether others depend on this host, which has no part in the job any more."""
-        return self._link.coordinates and self._me.machine().phase is not MachinePhase.OVER
+        return self._link.coordinates and self._state.phase is not MachinePhase.OVER
 
     @property
     def _me(self) -> Member | OnlyMember:
         """This agent's membership."""
         assert self._joined is not None
         return self._joined
+
+    @property
+    def _state(self) -> Machine:
+        """The job's state, as it was seen last."""
+        return self._me.machine()
 
     # --- the overseer of a round's loop --------------------------------------------------------
 
@@ -152,28 +157,27 @@ class Agent:
             return []
         if run.supervisor.phase is not Phase.RUNNING:
             return []
-        machine = self._me.machine()
-        saving = machine.departing and run.catches(signal.SIGTERM)
-        return run.supervisor.stop(now, explain=machine.failed, saving=saving)
+        state = self._state
+        saving = state.departing and run.catches(signal.SIGTERM)
+        return run.supervisor.stop(now, explain=state.failed, saving=saving)
 
     # --- duties --------------------------------------------------------------------------------
 
     def _join(self) -> None:
-        self._said.clear()
+        self._told.clear()
         self._timers.clear()
         self._joined = None
         self._joined = self._link.join(self._place.host)
-        self._place = replace(self._place, spec=replace(self._place.spec, run_id=self._me.run_id))
-        os.pwrite(self._place.address.key_fd, self._me.job_key.raw, 0)
+        settings = self._state.settings
+        self._place = replace(self._place, spec=replace(self._place.spec, run_id=settings.run_id))
+        os.pwrite(self._place.address.key_fd, settings.job_key, 0)
 
     def _duty(self) -> Duty:
         """Return what the state wants; show what it notes of other hosts."""
-        machine = self._me.machine()
-        for note in machine.notes:
-            if note not in self._noted:
-                self._noted.add(note)
-                self._place.terminal.say(note)
-        return Rejoin() if self._me.gone else machine.duty(self._me.agent)
+        state = self._state
+        for note in state.notes:
+            self._say_once(note, note)
+        return Rejoin() if self._me.gone else state.duty(self._me.agent)
 
     def _do(self, duty: Duty) -> None:
         match duty:
@@ -181,7 +185,7 @@ class Agent:
                 self._wait(duty.timer)
             case Prepare():
                 self._prepare(duty.plan)
-            case Work() if f"ended {duty.plan.number}" in self._said:
+            case Work() if f"ended {duty.plan.number}" in self._told:
                 self._sleep(None)  # our own word has not come back yet
             case Work():
                 self._run_round(duty)
@@ -190,18 +194,13 @@ class Agent:
                     f"ended {duty.plan.number}", Ended(self._me.agent, duty.plan.number)
                 )
             case Rejoin():
-                self._say_why_again()
+                why = self._me.gone or "the others have given this host up"
+                self._say(f"{why}; its ranks were ended, and it looks for the job again")
                 self._join()
             case Leave():  # but others depend on this host
-                if "stays" not in self._said:
-                    self._said.add("stays")
-                    why = duty.outcome.why
-                    self._place.terminal.say(f"{why}; it goes on coordinating, without ranks")
+                why = duty.outcome.why
+                self._say_once("stays", f"{why}; it goes on coordinating, without ranks")
                 self._sleep(None)
-
-    def _say_why_again(self) -> None:
-        why = self._me.gone or "the others have given this host up"
-        self._place.terminal.say(f"{why}; its ranks were ended, and it looks for the job again")
 
     def _prepare(self, plan: Plan) -> None:
         self._release_port()
@@ -221,15 +220,15 @@ class Agent:
             nprocs=plan.nprocs,
             master_addr=duty.ready.master_addr,
             master_port=duty.ready.master_port,
-            store=self._me.store,
+            store=self._state.settings.store,
         )
         self.node = round.node
         if plan.number > 0:
-            machine = self._me.machine()
-            self._place.terminal.say(
-                f"{machine.setback}; round {plan.number} starts with {plan.world_size} ranks on "
-                f"{', '.join(plan.hosts)} (restarts: {machine.restarts} of "
-                f"{machine.settings.max_restarts})"
+            state = self._state
+            self._say(
+                f"{state.setback}; round {plan.number} starts with {round.world_size} ranks on "
+                f"{', '.join(plan.hosts)} (restarts: {state.restarts} of "
+                f"{state.settings.max_restarts})"
             )
         self._replaced, self._crashed_at = dict(duty.replaced), {}
         run = self._run = RoundRun(self._place, round, held=self._held)
@@ -237,7 +236,7 @@ class Agent:
             run.start()
             run.run(self)
             self.ranks = run.results()
-            self.outlived |= run.loop.outlived
+            self.outlived |= run.outlived
             self._conclude(run)
         finally:
             self._run = None
@@ -283,31 +282,28 @@ class Agent:
                 self._crashed_at[local] = now
         for local, at in self._crashed_at.items():
             if now > at + _CRASH_S:
-                run.loop.ranks[local].signal(signal.SIGKILL)
+                run.ranks[local].signal(signal.SIGKILL)
                 self._crashed_at[local] = now
 
     def _replace(self, run: RoundRun, duty: Work) -> None:
         """Start what the machine wants started in place of ranks that have ended."""
         due = [(k, n) for k, n in duty.replaced if n > self._replaced.get(k, 0)]
-        first = self._me.machine().restarts - len(due) + 1
+        first = self._state.restarts - len(due) + 1
         for number, (local, times) in enumerate(due, first):
             if local in run.supervisor.exits:
                 self._replaced[local] = times
-                self._place.terminal.say(
+                self._say(
                     f"rank {run.round.rank(local)} has ended ({run.supervisor.exits[local]}); "
                     f"replacement {number} of {self._place.spec.max_restarts} is started"
                 )
                 self._warn_of_no_elastic(run, "until then nobody recovers from a death")
-                run.replace(local, times, self._me.store)
+                run.replace(local, times)
 
     def _warn_of_no_elastic(self, run: RoundRun, why: str) -> None:
         """Say once that a program which was started with --elastic does not recover by itself."""
         spec = self._place.spec
-        if not spec.elastic or spec.kind == "executable":
-            return
-        if not run.loop.elastic and not self._warned:
-            self._warned = True
-            self._place.terminal.say(f"--elastic: no rank has called dure.elastic.run; {why}")
+        if spec.elastic and spec.kind != "executable" and not run.elastic:
+            self._say_once("elastic", f"--elastic: no rank has called dure.elastic.run; {why}")
 
     def _leave(self, number: int) -> None:
         self.interrupted_by = number
@@ -320,8 +316,8 @@ class Agent:
 
     def _tell_once(self, what: str, event: Event, *, wait: bool = True) -> None:
         """Tell an event, and with `wait`, if that was done already, wait for what it brings."""
-        if what not in self._said:
-            self._said.add(what)
+        if what not in self._told:
+            self._told.add(what)
             self._me.tell(event)
         elif wait:
             self._sleep(None)
@@ -343,13 +339,20 @@ class Agent:
         self._me.tell(Expired(timer.name))
 
     def _say_who_is_missing(self, timer: Timer) -> None:
-        missing = self._me.machine().missing
-        if missing and timer.name not in self._said:
-            self._said.add(timer.name)
-            self._place.terminal.say(
+        if missing := self._state.missing:
+            self._say_once(
+                timer.name,
                 f"waiting at {self._place.spec.endpoint} for {missing} more "
-                f"host{'s' if missing > 1 else ''} (until {timer.after_s:g} s have passed)"
+                f"host{'s' if missing > 1 else ''} (until {timer.after_s:g} s have passed)",
             )
+
+    def _say(self, line: str) -> None:
+        self._place.terminal.say(line)
+
+    def _say_once(self, what: str, line: str) -> None:
+        if what not in self._spoken:
+            self._spoken.add(what)
+            self._say(line)
 
     def _sleep(self, until: float | None) -> None:
         """Wait for news, a signal or a time."""
@@ -360,6 +363,8 @@ class Agent:
             timeout = left_s if timeout is None else min(timeout, left_s)
         select.select(fds, [], [], timeout)
         for number in read_signals(self._place.signals):
+            if number not in self._place.spec.signals:
+                continue  # meant for ranks
             if self.interrupted_by is None:
                 self._leave(number)
             else:

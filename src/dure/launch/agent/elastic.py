@@ -22,7 +22,7 @@ from dure.launch.agent.events import (
     Joined,
     Left,
     Lost,
-    Missing,
+    OfRound,
     Outcome,
     Plan,
 )
@@ -30,35 +30,33 @@ from dure.launch.agent.machine import Machine, Phase
 
 __all__ = ["ElasticMachine"]
 
+_NOTES = 30
+"""How many notes are kept: hosts come and are lost for as long as the job runs."""
+
 Slot = tuple[str, int]
 """A place for a worker: the agent, and the local rank there."""
 
 
-class ElasticMachine(Machine):
+class ElasticMachine(Machine, tag="elastic"):
     """The state of an elastic job; otherwise as `Machine`."""
 
     _alive: set[Slot] = msgspec.field(default_factory=set[Slot])
     _finished: set[Slot] = msgspec.field(default_factory=set[Slot])
     _replaced: dict[Slot, int] = msgspec.field(default_factory=dict[Slot, int])
 
-    @property
-    def living(self) -> int:
-        """How many workers live, as far as was told."""
-        return len(self._alive)
-
     def _replacements(self, agent: str) -> tuple[tuple[int, int], ...]:
         mine = [(local, times) for (a, local), times in self._replaced.items() if a == agent]
         return tuple(sorted(mine))
 
-    def _start(self, members: tuple[str, ...]) -> None:
-        super()._start(members)
-        for agent in members:
-            self._welcome(self._agents[agent])
+    def _start(self, chosen: list[Joined]) -> None:
+        super()._start(chosen)
+        for joined in chosen:
+            self._welcome(joined)
 
     def _welcome(self, joined: Joined) -> None:
         self._alive.update((joined.agent, local) for local in range(joined.nproc))
 
-    def _told(self, event: Failed | Finished | Ended | Missing) -> None:
+    def _told(self, event: OfRound) -> None:
         if isinstance(event, Finished):
             self._alive.discard((event.agent, event.local_rank))
             self._finished.add((event.agent, event.local_rank))
@@ -71,8 +69,7 @@ class ElasticMachine(Machine):
         slot = event.agent, event.local_rank
         if slot not in self._alive or event.times != self._replaced.get(slot, 0):
             return
-        self._faults.fail(event.worker)
-        self._faults.report(event.worker)
+        self._faults.report(event.worker, failed=True)
         ending = self.phase is not Phase.RUNNING or self._finished
         if ending or self.restarts >= self.settings.max_restarts:
             self._alive.discard(slot)
@@ -87,8 +84,10 @@ class ElasticMachine(Machine):
         return ", ".join(filter(None, (f"fewer than --min-ranks {least} live", spent)))
 
     def _gone(self, event: Left | Lost) -> None:
-        if isinstance(event, Lost) and event.agent in self._agents:
-            self._note(f"lost {self.host(event.agent)} ({event.why}); the others go on")
+        lost = self._agents.get(event.agent)
+        if isinstance(event, Lost) and lost is not None:
+            note = f"lost {lost.host} ({event.why}); the others go on"
+            self.notes = [*self.notes, note][-_NOTES:]
         super()._gone(event)
 
     def _run_on(self) -> None:
@@ -110,16 +109,9 @@ class ElasticMachine(Machine):
         for joined in self._agents.values():
             here = [agent for agent in plan.members if agent in self._agents]
             room = len(here) < self.settings.max_hosts and joined.machine not in self.excluded
-            if joined.agent in plan.members or not room:
-                continue
-            plan = Plan(
-                number=plan.number,
-                members=(*plan.members, joined.agent),
-                hosts=(*plan.hosts, joined.host),
-                machines=(*plan.machines, joined.machine),
-                nprocs=(*plan.nprocs, joined.nproc),
-            )
-            self._welcome(joined)
+            if joined.agent not in plan.members and room:
+                plan = Plan(plan.number, (*plan.joined, joined))
+                self._welcome(joined)
         self.plan = plan
 
     def _round_closed(self) -> None:

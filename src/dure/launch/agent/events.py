@@ -12,41 +12,16 @@ needs the others' clocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from dure.launch.spec import RankResult
 
-__all__ = [
-    "Duty",
-    "Ended",
-    "Event",
-    "Expired",
-    "Failed",
-    "Finished",
-    "Joined",
-    "Leave",
-    "Left",
-    "Lost",
-    "Missing",
-    "Outcome",
-    "Plan",
-    "Prepare",
-    "Ready",
-    "Refused",
-    "Rejoin",
-    "Settings",
-    "Stop",
-    "Timer",
-    "Wait",
-    "Work",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the job's user decided; equal on all agents.
+    """The terms of a job, which its first agent sets for all.
 
     Args:
         min_hosts: Fewer make no round.
@@ -57,6 +32,11 @@ class Settings:
         exclude_after: How many rounds running a host may be the first to fail.
         min_ranks: An elastic job with fewer living ranks ends.
         endpoint: Where hosts join, for people.
+        run_id: The job's name.
+        store: The ranks' store: HOST:PORT, or etcd's URL.
+        job_key: What opens that store.
+        lease_s: How long an agent may go without a renewal.
+        margin_s: How much longer the others wait for it.
     """
 
     min_hosts: int = 1
@@ -67,6 +47,11 @@ class Settings:
     exclude_after: int = 3
     min_ranks: int = 1
     endpoint: str = ""
+    run_id: str = ""
+    store: str = ""
+    job_key: bytes = field(default=b"", repr=False)
+    lease_s: float = 4.0
+    margin_s: float = 2.0
 
 
 # --- events -------------------------------------------------------------------------------------
@@ -116,13 +101,6 @@ class Missing(msgspec.Struct, array_like=True, frozen=True, tag="missing"):
     round: int
 
 
-class Refused(msgspec.Struct, array_like=True, frozen=True, tag="refused"):
-    """A host did not come to join, for it was told other things than the first."""
-
-    host: str
-    why: str
-
-
 class Ready(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
     """The first agent of a round keeps a port for rank 0."""
 
@@ -168,49 +146,45 @@ class Expired(msgspec.Struct, array_like=True, frozen=True, tag="expired"):
     timer: str
 
 
-Event = Joined | Left | Lost | Missing | Refused | Ready | Failed | Finished | Ended | Expired
+OfRound = Failed | Finished | Ended | Missing
+Event = Joined | Left | Lost | Ready | Expired | OfRound
 
 
 # --- duties -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """One round: who takes part, in the order of their nodes.
-
-    Attributes:
-        number: 0 for the first round; every later start of the workers has the next number.
-        members: The agents.
-        hosts: Their hosts' names.
-        machines: `Joined.machine` of each.
-        nprocs: How many ranks each of them starts.
-    """
+    """One round: who takes part, in the order of their nodes; the first round has number 0."""
 
     number: int
-    members: tuple[str, ...]
-    hosts: tuple[str, ...]
-    machines: tuple[str, ...]
-    nprocs: tuple[int, ...]
+    joined: tuple[Joined, ...]
 
     @property
-    def world_size(self) -> int:
-        """How many ranks there are."""
-        return sum(self.nprocs)
+    def members(self) -> tuple[str, ...]:
+        """The agents."""
+        return tuple(each.agent for each in self.joined)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Their hosts' names."""
+        return tuple(each.host for each in self.joined)
+
+    @property
+    def nprocs(self) -> tuple[int, ...]:
+        """How many ranks each of them starts."""
+        return tuple(each.nproc for each in self.joined)
 
     def node_of(self, agent: str) -> int:
         """Return the node's number of an agent."""
         return self.members.index(agent)
 
-    def host_of(self, agent: str) -> str:
-        """Return the host of a member, who may be gone; of others, their name."""
-        return self.hosts[self.node_of(agent)] if agent in self.members else agent
-
-    def owner(self, rank: int) -> str | None:
-        """Return the agent that starts a rank."""
-        for agent, nproc in zip(self.members, self.nprocs, strict=True):
-            if rank < nproc:
-                return agent
-            rank -= nproc
+    def owner(self, rank: int) -> Joined | None:
+        """Return who starts a rank."""
+        for each in self.joined:
+            if rank < each.nproc:
+                return each
+            rank -= each.nproc
         return None
 
 

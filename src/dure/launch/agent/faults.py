@@ -10,8 +10,8 @@ by one (`Failed`), and once more, with all that is known by then, when nothing o
 3. *A lost host.* If the blamed rank's host was lost, the host is at fault, and not the rank that
    noticed. Where no rank failed at all, the first host that was lost is.
 
-The *blamed host* is the host of who is found so, or the lost host itself. It is counted against it
-(`FailureCounter`), and a host that is blamed for too many rounds running is left out.
+The *blamed host* is the host of who is found so, or the lost host itself. One that is blamed for
+too many rounds running is left out.
 
 If the blamed rank lives, on another host that reaches the coordinator, then the network between the
 two hosts is broken, and that is what people are told.
@@ -23,11 +23,11 @@ from dataclasses import replace
 
 import msgspec
 
-from dure.launch.agent.events import Outcome, Plan
+from dure.launch.agent.events import Joined, Outcome, Plan
 from dure.launch.ranks.report import root_cause
 from dure.launch.spec import RankResult
 
-__all__ = ["FailureCounter", "Faults"]
+__all__ = ["Faults"]
 
 _ROOM = 100_000
 """Bytes of the job's state for what ranks say of their ends; further ones say the least."""
@@ -41,39 +41,28 @@ class Faults(msgspec.Struct):
     Attributes:
         first: The first failure of a worker.
         reports: What was told last of each rank.
-        lost: Members whose hosts were lost, in that order.
-        causes: How each of these was lost, where it is known.
+        lost: Members whose hosts were lost, in that order, and how, where it is known.
         size: Of the reports, in bytes.
     """
 
     first: RankResult | None = None
     reports: dict[int, RankResult] = {}
-    lost: list[str] = []
-    causes: dict[str, str] = {}
+    lost: dict[str, str] = {}
     size: int = 0
 
     def __bool__(self) -> bool:
         return self.first is not None or bool(self.lost)
 
-    def fail(self, worker: RankResult) -> None:
-        """Take a failure; the first one counts."""
-        self.first = self.first or worker
-
-    def report(self, rank: RankResult) -> None:
+    def report(self, rank: RankResult, *, failed: bool = False) -> None:
         """Take what is told of a rank, in place of what was told before."""
         before = self.reports.get(rank.rank)
-        size = _size(rank) - (0 if before is None else _size(before))
-        if size > 0 and self.size + size > _ROOM:
+        others = self.size - _size(before)
+        if others + _size(rank) > _ROOM:
             rank = _shortened(rank, before)
-            size = _size(rank) - (0 if before is None else _size(before))
-        self.size += size
+        self.size = others + _size(rank)
         self.reports[rank.rank] = rank
-
-    def lose(self, agent: str, why: str) -> None:
-        """Take the loss of a member's host."""
-        if agent not in self.lost:
-            self.lost.append(agent)
-        self.causes[agent] = why
+        if failed:
+            self.first = self.first or rank
 
     def ranks(self) -> tuple[RankResult, ...]:
         """Return what became of all ranks, as far as they were told, by rank."""
@@ -86,34 +75,31 @@ class Faults(msgspec.Struct):
         latest = self.reports.get(self.first.rank, self.first)  # or of who took its place
         return root_cause(latest if latest.is_process_of(self.first) else self.first, self.ranks())
 
-    def blamed_host(self, plan: Plan) -> str:
-        """Return the host to blame (`Joined.machine`)."""
+    def blamed(self, plan: Plan) -> Joined | None:
+        """Return the member whose host is to blame."""
         failure = self.root_cause()
-        if failure is None:
-            agent = self.lost[0]
-        else:
-            agent = self._lost_peer(plan, failure) or plan.owner(failure.rank)
-        return plan.machines[plan.node_of(agent)] if agent in plan.members else ""
+        if failure is not None:
+            return self._lost_peer(plan, failure) or plan.owner(failure.rank)
+        return next((each for each in plan.joined if each.agent in list(self.lost)[:1]), None)
 
     def why(self, plan: Plan, endpoint: str = "") -> str:
         """Say which hosts are the reason for the round's end; empty if a rank is."""
         failure = self.root_cause()
         if failure is None:
-            return f"lost {', '.join(self._how(plan, agent) for agent in self.lost)}"
-        peer = None if failure.crash is None else failure.crash.peer
+            hosts = {each.agent: each for each in plan.joined}
+            return f"lost {', '.join(self._how(hosts[agent]) for agent in self.lost)}"
         owner = self._lost_peer(plan, failure)
-        if owner:
-            return f"lost {self._how(plan, owner)}, with rank {peer}"
-        return self._unreached(plan, failure, endpoint or "the endpoint")
+        if owner is not None:
+            return f"lost {self._how(owner)}, with rank {_peer(failure)}"
+        return self._unreached(failure, endpoint or "the endpoint")
 
-    def _unreached(self, plan: Plan, failure: RankResult, endpoint: str) -> str:
+    def _unreached(self, failure: RankResult, endpoint: str) -> str:
         """Say that a rank has given up one of another host that lived; empty if it was not so."""
-        peer = None if failure.crash is None else failure.crash.peer
+        peer = _peer(failure)
         other = None if peer is None else self.reports.get(peer)
         if other is None or other.host == failure.host:
             return ""
-        blames_back = other.crash is not None and other.crash.peer == failure.rank
-        if not blames_back and (other.crash is not None or not other.ended_by_launcher):
+        if _peer(other) != failure.rank and (other.crash or not other.ended_by_launcher):
             return ""
         here, there = failure.host, other.host
         return (
@@ -137,40 +123,28 @@ class Faults(msgspec.Struct):
         failure, why = self.root_cause(), self.why(plan, endpoint)
         if why and not limit:
             why += "; no restarts are allowed (--max-restarts), so the job ends"
-        return Outcome(
-            code=(failure.status if failure is not None else 1) or 1,
-            why=why,
-            failure=failure,
-            ranks=self.ranks(),
-            limit=limit,
-        )
+        code = 1 if failure is None else failure.status or 1
+        return Outcome(code=code, why=why, failure=failure, ranks=self.ranks(), limit=limit)
 
-    def _how(self, plan: Plan, agent: str) -> str:
+    def _how(self, member: Joined) -> str:
         """Name the host of a lost member, and say how it was lost."""
-        why = self.causes.get(agent, "")
-        return f"{plan.host_of(agent)} ({why})" if why else plan.host_of(agent)
+        why = self.lost[member.agent]
+        return f"{member.host} ({why})" if why else member.host
 
-    def _lost_peer(self, plan: Plan, failure: RankResult) -> str:
-        """Return the lost member whose rank a failure blames; empty if it blames no such rank."""
-        peer = None if failure.crash is None else failure.crash.peer
+    def _lost_peer(self, plan: Plan, failure: RankResult) -> Joined | None:
+        """Return the lost member whose rank a failure blames."""
+        peer = _peer(failure)
         owner = None if peer is None else plan.owner(peer)
-        return owner if owner in self.lost else ""
+        return owner if owner is not None and owner.agent in self.lost else None
 
 
-class FailureCounter(msgspec.Struct):
-    """The host that was blamed for the latest round, and for how many running."""
-
-    host: str = ""
-    rounds: int = 0
-
-    def blame(self, host: str) -> int:
-        """Take the blamed host of one more round; return how many rounds running it is that."""
-        self.host, self.rounds = host, self.rounds + 1 if host == self.host else 1
-        return self.rounds
+def _peer(failure: RankResult) -> int | None:
+    """Return the rank that a failure blames."""
+    return None if failure.crash is None else failure.crash.peer
 
 
-def _size(rank: RankResult) -> int:
-    return len(msgspec.msgpack.encode(rank))
+def _size(rank: RankResult | None) -> int:
+    return 0 if rank is None else len(msgspec.msgpack.encode(rank))
 
 
 def _shortened(rank: RankResult, before: RankResult | None) -> RankResult:

@@ -50,11 +50,11 @@ from dure.launch.agent.events import (
     Left,
     Lost,
     Missing,
+    OfRound,
     Outcome,
     Plan,
     Prepare,
     Ready,
-    Refused,
     Rejoin,
     Settings,
     Stop,
@@ -62,12 +62,9 @@ from dure.launch.agent.events import (
     Wait,
     Work,
 )
-from dure.launch.agent.faults import FailureCounter, Faults
+from dure.launch.agent.faults import Faults
 
 __all__ = ["Machine", "Phase", "assign_nodes"]
-
-_NOTES = 30
-"""How many notes are kept: hosts may come, and be refused, for as long as the job runs."""
 
 
 class Phase(Enum):
@@ -79,13 +76,10 @@ class Phase(Enum):
     OVER = "the job has ended"
 
 
-class Machine(msgspec.Struct):
+class Machine(msgspec.Struct, tag="rounds"):
     """The state of a job; `apply` takes an event, `duty` tells an agent what to do now.
 
     It is packed with msgpack and read back, so all its fields are of types that msgspec can read.
-
-    Args:
-        settings: What the user decided.
     """
 
     settings: Settings
@@ -99,12 +93,13 @@ class Machine(msgspec.Struct):
     _agents: dict[str, Joined] = {}  # at hand, in the order they came
     _ready: Ready | None = None
     _gathering: int = 0  # how often the job has gathered: sets its timers apart
-    _succeeded: set[str] = set()
-    _ended: set[str] = set()
+    _succeeded: set[str] = set()  # members all of whose workers have succeeded
+    _ended: set[str] = set()  # members that have none left, for another reason
     _faults: Faults = msgspec.field(default_factory=Faults)
     _leaving: set[str] = set()  # members that end their workers, and then leave
     _dismissed: Left | None = None  # whose leave ends the job
-    _counter: FailureCounter = msgspec.field(default_factory=FailureCounter)
+    _blamed: str = ""  # the machine that was blamed for the latest round
+    _blamed_rounds: int = 0  # and for how many running
 
     @property
     def agents(self) -> tuple[str, ...]:
@@ -126,10 +121,6 @@ class Machine(msgspec.Struct):
         """Whether the present round ends because a host takes its leave."""
         return bool(self._leaving) or self._dismissed is not None
 
-    def host(self, agent: str) -> str:
-        """Return the name of an agent's host."""
-        return self._agents[agent].host if agent in self._agents else agent
-
     def apply(self, event: Event) -> None:
         """Take an event; one that comes too late, or again, changes nothing."""
         if self.phase is Phase.OVER:
@@ -139,14 +130,14 @@ class Machine(msgspec.Struct):
                 self._agents.setdefault(event.agent, event)
             case Left() | Lost():
                 self._gone(event)
-            case Refused():
-                self._note(f"{event.host} came with other terms and was refused: {event.why}")
             case Ready():
-                self._got_ready(event)
+                if self.plan is not None and self.plan.number == event.round:
+                    self._ready = self._ready or event
             case Expired():
                 self._expired(event.timer)
             case Failed() | Finished() | Ended() | Missing():
-                if self._is_current(event):
+                plan = self.plan
+                if plan is not None and event.round == plan.number and event.agent in self._agents:
                     self._told(event)
         self._settle()
 
@@ -162,7 +153,7 @@ class Machine(msgspec.Struct):
         plan = self.plan
         if self.phase is Phase.GATHERING or plan is None:
             return Wait(self._timer())
-        if agent not in plan.members or agent in self._ended | self._succeeded:
+        if agent not in self._at_work():
             return Wait()
         if self.phase is Phase.STOPPING:
             return Stop(plan)
@@ -177,16 +168,15 @@ class Machine(msgspec.Struct):
         """Return the replacements due on an agent: none, for all workers start anew instead."""
         return ()
 
-    def _told(self, event: Failed | Finished | Ended | Missing) -> None:
+    def _told(self, event: OfRound) -> None:
         """Take what is said of the present round."""
         if isinstance(event, Missing):
             if self.phase is Phase.RUNNING and event.agent in self._at_work():
-                self._faults.lose(event.agent, "its connection broke")
+                self._faults.lost[event.agent] = "its connection broke"
         elif isinstance(event, Failed):
-            if self._dismissed is None:  # otherwise it fails because it was told to end
-                self._faults.fail(event.worker)
+            told = self._dismissed is not None  # then it fails because it was told to end
             if event.worker.rank not in self._faults.reports:
-                self._faults.report(event.worker)
+                self._faults.report(event.worker, failed=not told)
         elif isinstance(event, Ended):
             well = event.well and self.phase is Phase.RUNNING
             (self._succeeded if well else self._ended).add(event.agent)
@@ -215,7 +205,7 @@ class Machine(msgspec.Struct):
                 return
             self.restarts += 1
             self.setback = self._faults.setback(self.plan, self.settings.endpoint)
-            self._blame(self._faults.blamed_host(self.plan))
+            self._blame(self._faults.blamed(self.plan))
         else:
             self.setback = "hosts came or left"
         self._gathering += 1
@@ -259,7 +249,7 @@ class Machine(msgspec.Struct):
 
     def _too_few(self) -> str:
         """Say that too few hosts came."""
-        hosts = [self._agents[agent].host for agent in self._chosen()]
+        hosts = [each.host for each in self._chosen()]
         settings = self.settings
         why = (
             f"too few hosts came to {settings.endpoint or 'the endpoint'} within "
@@ -273,7 +263,7 @@ class Machine(msgspec.Struct):
             "be reached and that --nnodes is the same"
         )
 
-    def _chosen(self) -> tuple[str, ...]:
+    def _chosen(self) -> list[Joined]:
         """Return who would take part in a round that started now, in the order of their nodes."""
         before = () if self.plan is None else self.plan.members
         willing = [
@@ -283,28 +273,13 @@ class Machine(msgspec.Struct):
         ]
         return assign_nodes(willing, before, self.settings.max_hosts)
 
-    def _start(self, members: tuple[str, ...]) -> None:
-        joined = [self._agents[agent] for agent in members]
-        self.plan = Plan(
-            number=0 if self.plan is None else self.plan.number + 1,
-            members=members,
-            hosts=tuple(a.host for a in joined),
-            machines=tuple(a.machine for a in joined),
-            nprocs=tuple(a.nproc for a in joined),
-        )
+    def _start(self, chosen: list[Joined]) -> None:
+        number = 0 if self.plan is None else self.plan.number + 1
+        self.plan = Plan(number, tuple(chosen))
         self._ready = None
         self._succeeded, self._ended = set(), set()
         self._faults = Faults()
         self.phase = Phase.RUNNING
-
-    def _is_current(self, event: Failed | Finished | Ended | Missing) -> bool:
-        plan = self.plan
-        return plan is not None and event.round == plan.number and event.agent in self._agents
-
-    def _got_ready(self, event: Ready) -> None:
-        plan = self.plan
-        if plan is not None and plan.number == event.round and event.agent in plan.members:
-            self._ready = self._ready or event
 
     def _at_work(self) -> set[str]:
         """Return the members at hand that have not said that nothing of the round is left."""
@@ -320,20 +295,17 @@ class Machine(msgspec.Struct):
         working = agent in self._at_work()
         if isinstance(event, Lost):
             if working and agent not in self._leaving:
-                self._faults.lose(agent, event.why)
+                self._faults.lost[agent] = event.why
             self._forget(agent)
             return
-        fixed = self.settings.min_hosts == self.settings.max_hosts and agent in self._chosen()
+        fixed = self.settings.min_hosts == self.settings.max_hosts
+        fixed = fixed and self._agents[agent] in self._chosen()
         if fixed or event.ends_job or len(self._agents) == 1:
             self._dismissed = self._dismissed or event
         if working:
             self._leaving.add(agent)  # until it says that nothing of the round is left there
         else:
             self._forget(agent)
-
-    def _note(self, what: str) -> None:
-        if what not in self.notes:
-            self.notes = [*self.notes, what][-_NOTES:]
 
     def _forget(self, agent: str) -> None:
         self._agents.pop(agent, None)
@@ -364,15 +336,18 @@ class Machine(msgspec.Struct):
         most = self.settings.max_restarts
         return f"restarts: {self.restarts} of {most} used" if most else ""
 
-    def _blame(self, machine: str) -> None:
+    def _blame(self, blamed: Joined | None) -> None:
         """Count against a host, and leave it out if it has failed too often."""
-        times = self._counter.blame(machine)
+        machine = "" if blamed is None else blamed.machine
+        again = self._blamed_rounds if machine == self._blamed else 0
+        self._blamed, self._blamed_rounds = machine, again + 1
         others = [a for a in self._agents.values() if a.machine not in self.excluded | {machine}]
-        if times >= self.settings.exclude_after and len(others) >= self.settings.min_hosts:
+        often = self._blamed_rounds >= self.settings.exclude_after
+        if often and len(others) >= self.settings.min_hosts:
             self.excluded |= {machine}
 
 
-def assign_nodes(willing: Sequence[Joined], before: Sequence[str], most: int) -> tuple[str, ...]:
+def assign_nodes(willing: Sequence[Joined], before: Sequence[str], most: int) -> list[Joined]:
     """Return who takes part in a round, in the order of their nodes.
 
     - If each one's user fixed a node rank, they stand in that order. Of two with the same one, who
@@ -386,17 +361,14 @@ def assign_nodes(willing: Sequence[Joined], before: Sequence[str], most: int) ->
         most: How many there may be.
     """
     fixed: dict[int, Joined] = {}
-    for a in sorted(willing, key=lambda a: a.agent not in before):
-        if a.node_rank is not None:
-            fixed.setdefault(a.node_rank, a)
-    if all(a.node_rank is not None for a in willing):
-        order = [fixed[rank] for rank in sorted(fixed)]
-    else:
-        order = sorted(willing, key=lambda a: _node_key(a, before))
-    return tuple(a.agent for a in order[:most])
+    for each in sorted(willing, key=lambda each: each.agent not in before):
+        if each.node_rank is not None:
+            fixed.setdefault(each.node_rank, each)
+    if all(each.node_rank is not None for each in willing):
+        return [fixed[rank] for rank in sorted(fixed)][:most]
 
+    def key(joined: Joined) -> tuple[int, bool, int]:
+        node = before.index(joined.agent) if joined.agent in before else len(before)
+        return node, joined.node_rank is None, joined.node_rank or 0
 
-def _node_key(joined: Joined, before: Sequence[str]) -> tuple[int, bool, int]:
-    """Return a key that sorts agents of whom not all have a fixed rank."""
-    node = before.index(joined.agent) if joined.agent in before else len(before)
-    return node, joined.node_rank is None, joined.node_rank or 0
+    return sorted(willing, key=key)[:most]

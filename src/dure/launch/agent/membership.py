@@ -1,6 +1,6 @@
 """An agent's place among the job's agents: the shared state, its lease, and its deadline.
 
-    dure/state             the job's state: its terms, and the machine
+    dure/state             the job's state
     dure/members/AGENT     a key with a lease; its value is known to that agent alone
 
 **Writing.** Who has an event reads the state, applies the event and writes the result in one
@@ -35,19 +35,18 @@ import msgspec
 import dure
 from dure.errors import StoreError, UsageError
 from dure.launch.agent.elastic import ElasticMachine
-from dure.launch.agent.events import Event, Joined, Lost, Missing, Refused
-from dure.launch.agent.finding import open_control
+from dure.launch.agent.events import Event, Joined, Lost, Missing
 from dure.launch.agent.machine import Machine, Phase
 from dure.store.key import JobKey
+from dure.store.network import NetworkStore
 from dure.store.shared import EVERYTHING, Shared
 
-__all__ = ["LastWill", "Member", "Terms", "boottime", "read_state", "say_dead"]
+__all__ = ["LastWill", "Member", "boottime", "open_shared", "read_state", "say_dead"]
 
 PREFIX = "dure/"
 STATE = "dure/state"
 _MEMBERS = "dure/members/"
 
-LEASE_S, MARGIN_S = 4.0, 2.0
 _RENEWALS = 4
 """How often a lease is renewed before it would end."""
 
@@ -63,24 +62,24 @@ def boottime() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
+def open_shared(endpoint: str, secret: bytes, patience_s: float) -> Shared:
+    """Connect to where the state is: etcd://..., or a control server (tcp://...).
+
+    Raises:
+        StoreError: Nobody answers there, or whoever does has another key or password.
+    """
+    if not endpoint.startswith("etcd://"):
+        key, timeout = JobKey(secret), timedelta(seconds=1)
+        return NetworkStore(endpoint, key, timeout=timeout, patience_s=patience_s)
+    from dure.store.etcd import EtcdStore  # lazy: few jobs use it, and it brings ssl along
+    from dure.store.etcd_gateway import EtcdOptions  # lazy: as before
+
+    options, job = EtcdOptions.from_url(endpoint)
+    options = replace(options, password=secret.decode())
+    return EtcdStore(options, job, timedelta(seconds=2))
+
+
 # --- the shared value -----------------------------------------------------------------------------
-
-
-class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """What all agents of a job must agree on, and what the first of them says for all."""
-
-    nnodes: tuple[int, int]
-    max_restarts: int
-    elastic: bool
-    min_ranks: int
-    run_id: str
-    lease_s: float = LEASE_S
-    margin_s: float = MARGIN_S
-    store: str = ""  # the ranks' store
-    job_key: bytes = b""
-
-
-_AGREED = ("nnodes", "max_restarts", "elastic", "min_ranks")
 
 
 class _Version(msgspec.Struct, array_like=True, frozen=True):
@@ -92,22 +91,15 @@ class _Version(msgspec.Struct, array_like=True, frozen=True):
 class _Record(_Version, array_like=True, frozen=True):
     """The value of the state's key."""
 
-    terms: Terms
-    machine: msgspec.Raw
-
-    def read(self) -> Machine:
-        """Return the machine, the caller's own."""
-        kind = ElasticMachine if self.terms.elastic else Machine
-        return msgspec.msgpack.decode(self.machine, type=kind)
+    machine: Machine | ElasticMachine
 
 
-def _pack(terms: Terms, machine: Machine) -> bytes:
-    raw = msgspec.Raw(msgspec.msgpack.encode(machine))
-    return msgspec.msgpack.encode(_Record(dure.__version__, terms, raw))
+def _pack(machine: Machine) -> bytes:
+    return msgspec.msgpack.encode(_Record(dure.__version__, machine))
 
 
-def read_state(packed: bytes) -> _Record:
-    """Return the state of a job of this version.
+def read_state(packed: bytes) -> Machine:
+    """Return the state of a job of this version, the caller's own.
 
     Raises:
         UsageError: It is one of another version, or none.
@@ -116,7 +108,7 @@ def read_state(packed: bytes) -> _Record:
     try:
         theirs = msgspec.msgpack.decode(packed, type=_Version)
         if theirs.version == dure.__version__:
-            return msgspec.msgpack.decode(packed, type=_Record)
+            return msgspec.msgpack.decode(packed, type=_Record).machine
     except (msgspec.DecodeError, UnicodeDecodeError):
         pass
     raise UsageError(
@@ -124,6 +116,31 @@ def read_state(packed: bytes) -> _Record:
         seen=f"version {theirs.version} there, {dure.__version__} here",
         fix="Install the same version on all hosts, or use another endpoint for another job.",
     )
+
+
+def _compare(mine: Machine, theirs: Machine) -> None:
+    """Refuse to join a job that was told other things."""
+    here, there = _told(mine), _told(theirs)
+    differ = [flag for flag in here if here[flag] != there[flag]]
+    if differ:
+        raise UsageError(
+            "this host was told other things than the first",
+            seen="; ".join(f"{flag}: {there[flag]} there, {here[flag]} here" for flag in differ),
+            fix="Start `dure run` with the same flags on every host, or use another endpoint for "
+            "another job.",
+        )
+
+
+def _told(machine: Machine) -> dict[str, object]:
+    """Return what all hosts of a job must have been told alike."""
+    settings = machine.settings
+    return {
+        "--nnodes": f"{settings.min_hosts}:{settings.max_hosts}",
+        "--max-restarts": settings.max_restarts,
+        "--elastic": isinstance(machine, ElasticMachine),
+        "--min-ranks": settings.min_ranks,
+        "--rdzv-id": settings.run_id,
+    }
 
 
 # --- one membership -------------------------------------------------------------------------------
@@ -141,7 +158,6 @@ class Member:
 
     Attributes:
         agent: Its name, which nobody had before.
-        terms: What all agents of the job have agreed on.
         address: That of this host, by which the job's other hosts reach it.
 
     Threads: all methods belong to the agent's thread but `note_presence`.
@@ -161,7 +177,7 @@ class Member:
         self._pending: list[Event] = []
         self._absent: dict[str, float] = {}  # agents whose connections broke, and when
         self._closing = False
-        self._deadline = 0.0
+        self._lease_s = self._deadline = 0.0
         self._waker, self._wakened = socket.socketpair()
         self._waker.setblocking(False)
         self._wakened.setblocking(False)
@@ -169,85 +185,54 @@ class Member:
 
     # --- joining -----------------------------------------------------------------------------
 
-    def join(self, joined: Joined, mine: Terms, first: Machine | None, *, former: str = "") -> bool:
+    def join(self, joined: Joined, mine: Machine, *, begins: bool, former: str = "") -> bool:
         """Become a member; False: there is no job here (yet).
 
         Args:
             joined: What is said; its agent is this one.
-            mine: What this agent was told.
-            first: The state to begin with where there is none, or a job that nobody has any more;
-                None: this agent may not begin one.
+            mine: The state of a job that begins as this agent was told; without a name, the job
+                may have any.
+            begins: Whether it may, where there is none, or one that nobody has any more.
             former: Its name as a member of this job before, of which nothing is left here.
 
         Raises:
             UsageError: The others were told other things.
             StoreError: The keys cannot be reached.
         """
-        lease_s, margin_s = mine.lease_s, mine.margin_s
         if former:
             self._shared.release(_MEMBERS + former)
         while True:
-            sent = boottime()
-            self._shared.hold(self._key, self.nonce, lease_s + margin_s)
             _, keys = self._shared.look(PREFIX, EVERYTHING, 0.0)
             packed = keys.get(STATE)
-            found = None if packed is None else read_state(packed)
-            if found is not None and not former and _is_over(found.read(), keys):
-                found = None
-                if first is None:
-                    break
-            if found is None and (first is None or former):
-                break
-            if found is not None:
-                self._compare(mine, found, joined.host)
-            terms = found.terms if found is not None else _named(mine)
-            if (terms.lease_s, terms.margin_s) != (lease_s, margin_s):
-                lease_s, margin_s = terms.lease_s, terms.margin_s
-                continue
-            machine = found.read() if found is not None else _copy(first)
+            machine = None if packed is None else read_state(packed)
+            if machine is not None and not former and _is_over(machine, keys):
+                machine = None
+            run_id = mine.settings.run_id
+            if machine is not None:
+                run_id = run_id or machine.settings.run_id
+                _compare(_named(mine, run_id), machine)
+            elif begins and not former:
+                machine = _named(mine, run_id or uuid.uuid4().hex)
+            else:
+                self._shared.release(self._key)
+                return False
             machine.apply(joined)
-            if self._write(packed, _pack(terms, machine)):
-                self.terms, self._lease_s, self.address = terms, lease_s, joined.address
+            settings, sent = machine.settings, boottime()
+            self._shared.hold(self._key, self.nonce, settings.lease_s + settings.margin_s)
+            if self._write(packed, machine):
+                self.address, self._lease_s = joined.address, settings.lease_s
                 self._extend(sent)
                 self._take(*self._shared.look(PREFIX, EVERYTHING, 0.0))
                 self._start()
                 return True
-        self._shared.release(self._key)
-        return False
-
-    def _compare(self, mine: Terms, found: _Record, host: str) -> None:
-        """Refuse to join a job that was told other things, and leave a note there."""
-        theirs = found.terms
-        names = [*_AGREED, *(["run_id"] if mine.run_id else [])]
-        differ = [name for name in names if getattr(mine, name) != getattr(theirs, name)]
-        if not differ:
-            return
-        seen = "; ".join(
-            f"{n}: {getattr(theirs, n)} there, {getattr(mine, n)} here" for n in differ
-        )
-        packed: bytes | None = None
-        with contextlib.suppress(StoreError):
-            for _ in range(8):
-                _, keys = self._shared.look(PREFIX, EVERYTHING, 0.0)
-                packed = keys[STATE]
-                machine = read_state(packed).read()
-                machine.apply(Refused(host, seen))
-                if self._write(packed, _pack(theirs, machine)):
-                    break
-            self._shared.release(self._key)
-        raise UsageError(
-            "this host was told other things than the first",
-            seen=seen,
-            fix="Start `dure run` with the same flags on every host, or use another endpoint for "
-            "another job.",
-        )
 
     @property
     def _key(self) -> str:
         return _MEMBERS + self.agent
 
-    def _write(self, old: bytes | None, new: bytes) -> bool:
-        return self._shared.transact({STATE: old, self._key: self.nonce}, {STATE: new})
+    def _write(self, old: bytes | None, new: Machine) -> bool:
+        expect = {STATE: old, self._key: self.nonce}
+        return self._shared.transact(expect, {STATE: _pack(new)})
 
     def _start(self) -> None:
         for run, name in ((self._listen, "listener"), (self._speak, "speaker")):
@@ -258,21 +243,6 @@ class Member:
             thread.start()
 
     # --- the agent's thread ------------------------------------------------------------------
-
-    @property
-    def run_id(self) -> str:
-        """The job's name, equal on all agents."""
-        return self.terms.run_id
-
-    @property
-    def job_key(self) -> JobKey:
-        """The key of the ranks' store."""
-        return JobKey(self.terms.job_key)
-
-    @property
-    def store(self) -> str:
-        """Where the ranks' store is: HOST:PORT, or etcd's URL."""
-        return self.terms.store
 
     @property
     def gone(self) -> str:
@@ -311,7 +281,7 @@ class Member:
         with self._lock:
             packed = self._packed
         if self._machine is None or self._machine[0] is not packed:
-            self._machine = packed, read_state(packed).read()
+            self._machine = packed, read_state(packed)
         return self._machine[1]
 
     def note_presence(self, key: str, there: bool) -> None:
@@ -403,10 +373,11 @@ class Member:
                 return
             self._revision, self._packed = revision, keys[STATE]
         self._wake()
-        nothing_heard = f"nothing was heard of it for {self._lease_s + self.terms.margin_s:g} s"
-        for agent in read_state(keys[STATE]).read().agents:
+        machine = read_state(keys[STATE])
+        silent_s = machine.settings.lease_s + machine.settings.margin_s
+        for agent in machine.agents:
             if _MEMBERS + agent not in keys:
-                self.tell(Lost(agent, nothing_heard))
+                self.tell(Lost(agent, f"nothing was heard of it for {silent_s:g} s"))
 
     # --- the listener ------------------------------------------------------------------------
 
@@ -452,7 +423,7 @@ class Member:
         for agent, at in list(self._absent.items()):
             if boottime() >= at + _MISSING_S:
                 del self._absent[agent]
-                plan = read_state(self._packed).read().plan
+                plan = read_state(self._packed).plan
                 if plan is not None:
                     self._pending.append(Missing(agent, plan.number))
 
@@ -460,8 +431,7 @@ class Member:
         """Try once to write events; they are pending until the state that was seen has them."""
         with self._lock:
             packed = self._packed
-        found = read_state(packed)
-        before, after = found.read(), found.read()
+        before, after = read_state(packed), read_state(packed)
         for event in events:
             after.apply(event)
         if after == before:
@@ -470,13 +440,13 @@ class Member:
                 self._lock.notify_all()
             self._wake()
             return
-        self._write(packed, _pack(found.terms, after))
+        self._write(packed, after)
         self._take(*self._shared.look(PREFIX, EVERYTHING, 0.0))
 
 
-def _named(terms: Terms) -> Terms:
-    """Give a job a name if its user has not."""
-    return msgspec.structs.replace(terms, run_id=terms.run_id or uuid.uuid4().hex)
+def _named(machine: Machine, run_id: str) -> Machine:
+    """Return a copy of a state that has not begun, whose job has this name."""
+    return type(machine)(replace(machine.settings, run_id=run_id))
 
 
 def _is_over(machine: Machine, keys: dict[str, bytes]) -> bool:
@@ -485,32 +455,16 @@ def _is_over(machine: Machine, keys: dict[str, bytes]) -> bool:
     return machine.phase is Phase.OVER or not living
 
 
-def _copy(machine: Machine | None) -> Machine:
-    assert machine is not None
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(machine), type=type(machine))
-
-
 # --- for the reaper -------------------------------------------------------------------------------
 
 
 class LastWill(msgspec.Struct, frozen=True):
-    """What the reaper needs to say that an agent has died."""
+    """What the reaper needs to say that an agent has died; see `open_shared`."""
 
     endpoint: str
-    secret: bytes  # the control server's key, or the password for etcd
+    secret: bytes
     agent: str
     nonce: bytes
-
-    def open(self) -> Shared:
-        """Connect to where the state is."""
-        if not self.endpoint.startswith("etcd://"):
-            return open_control(self.endpoint, JobKey(self.secret), 1.0)
-        from dure.store.etcd import EtcdStore  # lazy: few jobs use it, and it brings ssl along
-        from dure.store.etcd_gateway import EtcdOptions  # lazy: as before
-
-        options, job = EtcdOptions.from_url(self.endpoint)
-        options = replace(options, password=self.secret.decode())
-        return EtcdStore(options, job, timedelta(seconds=2))
 
 
 def say_dead() -> None:
@@ -519,15 +473,14 @@ def say_dead() -> None:
     Standard input has what the launcher gave the reaper.
     """
     will = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=LastWill)
-    shared = will.open()
+    shared = open_shared(will.endpoint, will.secret, 1.0)
     key = _MEMBERS + will.agent
     for _ in range(16):
         _, keys = shared.look(PREFIX, EVERYTHING, 0.0)
         if STATE not in keys or keys.get(key) != will.nonce:
             break
-        found = read_state(keys[STATE])
-        machine = found.read()
+        machine = read_state(keys[STATE])
         machine.apply(Lost(will.agent, "its launcher was killed"))
         expect = {STATE: keys[STATE], key: will.nonce}
-        if shared.transact(expect, {STATE: _pack(found.terms, machine), key: None}):
+        if shared.transact(expect, {STATE: _pack(machine), key: None}):
             break

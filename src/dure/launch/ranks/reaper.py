@@ -26,10 +26,9 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator
 from types import ModuleType
 
-__all__ = ["Reaper", "main", "reaping"]
+__all__ = ["Reaper", "main"]
 
 _MESSAGE_BYTES = 1 << 16
 _LOOK_S = 0.5
@@ -41,15 +40,19 @@ _SAY_DEAD = "from dure.launch.agent.membership import say_dead; say_dead()"
 class Reaper:
     """The launcher's side of its reaper.
 
+    It waits at a socket whose other end only the launcher holds, so it cannot miss its death.
+
     Args:
         job: The job's name in the environment of its processes.
-        spared: Processes of the launcher's own that have that name, too.
+        spared: The process of the launcher's own that has that name, too.
 
     Raises:
         OSError: The process cannot be started.
+
+    Cost: 20 ms of processor time, beside the start of the ranks.
     """
 
-    def __init__(self, job: str, *, spared: tuple[int, ...] = ()) -> None:
+    def __init__(self, job: str, spared: int | None = None) -> None:
         import subprocess  # lazy: the process itself needs it only at its end
 
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -88,25 +91,11 @@ class Reaper:
         self._link.close()
 
 
-@contextlib.contextmanager
-def reaping(job: str, *, spared: tuple[int, ...] = ()) -> Iterator[Reaper]:
-    """Keep a reaper for as long as the job runs.
-
-    It waits at a socket whose other end only the launcher holds, so it cannot miss its death.
-    Cost: 20 ms of processor time, beside the start of the ranks.
-    """
-    reaper = Reaper(job, spared=spared)
-    try:
-        yield reaper
-    finally:
-        reaper.close()
-
-
 def main() -> None:
     """Mind the deadline until the launcher has died, then clean up."""
     link = socket.socket(fileno=int(sys.argv[1]))
     told = json.loads(sys.argv[2])
-    will = _mind(link, told["job"], tuple(told["spared"]))
+    will = _mind(link, told["job"], (told["spared"],))
     link.close()
     processes = _processes()
     processes.JobProcesses((), told["job"]).kill_all()
@@ -117,7 +106,7 @@ def main() -> None:
         subprocess.run([told["python"], "-c", _SAY_DEAD], input=will, check=False, timeout=10.0)
 
 
-def _mind(link: socket.socket, job: str, spared: tuple[int, ...]) -> bytes:
+def _mind(link: socket.socket, job: str, spared: tuple[int | None]) -> bytes:
     """Kill the ranks past each deadline; return the last will when the launcher has died."""
     deadline, will = None, b""
     while True:
