@@ -60,14 +60,14 @@ class Counting(PrefixStore):
 
 def count(rank: int, lists: list[list[int]]) -> dict[str, int]:
     """Return which visits to the store making groups takes; waiting is not counted."""
-    meeting = current_world().rendezvous
-    assert meeting is not None
+    joined = current_world().rendezvous
+    assert joined is not None
     counts: Counter[str] = Counter()
-    real, meeting.store = meeting.store, Counting(meeting.store, counts)
+    real, joined.store = joined.store, Counting(joined.store, counts)
     try:
         groups = new_groups(lists)
     finally:
-        meeting.store = real
+        joined.store = real
     asked = dict(counts)
     for group in groups:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:

@@ -19,9 +19,9 @@ MEET = """
 import sys
 from datetime import timedelta
 from dure.store.rendezvous import rendezvous
-meeting = rendezvous(timeout=timedelta(seconds=30))
-print(f"rank {meeting.rank} of {meeting.world_size}", flush=True)
-meeting.close()
+joined = rendezvous(timeout=timedelta(seconds=30))
+print(f"rank {joined.rank} of {joined.world_size}", flush=True)
+joined.close()
 assert "mpi4py" not in sys.modules
 """
 

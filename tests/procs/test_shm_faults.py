@@ -74,7 +74,7 @@ def test_dead_rank_is_lost_on_all_of_3_ranks(tmp_path, how, count):
             for error in errors:
                 assert isinstance(error, PeerLost)
                 assert (error.peer, error.pid, error.rank) == (1, pid, rank)
-                # How it ended is known where the kernel says it to strangers (Linux 6.15).
+                # How it ended is known where the kernel says it to others (Linux 6.15).
                 assert error.exit in (None, FATES[how])
 
 

@@ -26,16 +26,16 @@ def _sums(slot: Slot, dtype: torch.dtype):
     out = []
     for count in COUNTS:
         plain = _noise(slot.rank, count, dtype)
-        late, arena, root = plain.clone(), shared[:count], plain.clone()
-        arena.copy_(plain)
+        late, heap, root = plain.clone(), shared[:count], plain.clone()
+        heap.copy_(plain)
         backend.all_reduce(plain, ReduceOp.SUM, False)
         request = backend.all_reduce(late, ReduceOp.SUM, True)
-        backend.all_reduce(arena, ReduceOp.SUM, False)
+        backend.all_reduce(heap, ReduceOp.SUM, False)
         backend.reduce(root, 0, ReduceOp.SUM, False)
         assert request is not None
         request.wait()
         assert torch.equal(plain, late)
-        assert torch.equal(plain, arena)
+        assert torch.equal(plain, heap)
         if slot.rank == 0:
             assert torch.equal(plain, root)
         out.append(plain.view(torch.uint8).numpy().tobytes())

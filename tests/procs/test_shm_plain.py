@@ -1,4 +1,4 @@
-"""Plain calls: which tensors take the short road, that both roads agree, and what is noted."""
+"""Plain calls: which tensors take the fast path, that both paths agree, and what is noted."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _wrong_calls(rank: int) -> None:
 
 
 def _both_roads(rank: int) -> None:
-    """Every operation, plain and while a hook listens (which takes the long road): same bits."""
+    """Every operation, plain and while a hook listens (which takes the slow path): same bits."""
     torch.manual_seed(rank)
     for dtype in (torch.float32, torch.bfloat16, torch.int32):
         for numel in (1, 8, 5000, 300_000):

@@ -155,7 +155,7 @@ def test_recorder_tells_the_end_of_an_interrupted_call(tmp_path):
 def _forks(slot: Slot) -> tuple[int, float]:
     backend = join(slot)
     x = torch.ones(1)
-    pending = backend.all_reduce(x, ReduceOp.SUM, async_op=True)  # so that there is a lane thread
+    pending = backend.all_reduce(x, ReduceOp.SUM, async_op=True)  # for a progress thread
     assert pending is not None
     pending.wait()
     del pending

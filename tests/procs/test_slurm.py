@@ -17,9 +17,9 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 MEET = """
 from datetime import timedelta
 from dure.store.rendezvous import rendezvous
-meeting = rendezvous(timeout=timedelta(seconds=30))
-print("rank", meeting.rank, "of", meeting.world_size, flush=True)
-meeting.close()
+joined = rendezvous(timeout=timedelta(seconds=30))
+print("rank", joined.rank, "of", joined.world_size, flush=True)
+joined.close()
 """
 SUM = """
 import torch, dure

@@ -373,9 +373,9 @@ def test_new_groups_that_disagree_raise_desync_with_both_lines():
 
 
 def _keys() -> list[str]:
-    meeting = current_world().rendezvous
-    assert meeting is not None
-    keys = [key.split("/") for key in meeting.store.list_keys()]
+    joined = current_world().rendezvous
+    assert joined is not None
+    keys = [key.split("/") for key in joined.store.list_keys()]
     return [name for kind, name, *_ in keys if kind == "group" and name != "world"]
 
 

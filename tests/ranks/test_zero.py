@@ -248,7 +248,7 @@ def test_what_a_step_communicates_is_known_2_ranks(kind):
     expected = {
         "straight": ["all_gather"] * 2,  # one large parameter, and all others packed
         "buckets": ["all_gather"],
-        "shared": ["all_reduce", "barrier"],  # two meetings, of 4 bytes and of none
+        "shared": ["all_reduce", "barrier"],  # two collectives, of 4 bytes and of none
     }
     assert run_ranks(2, body) == [expected[kind]] * 2
 

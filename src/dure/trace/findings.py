@@ -301,16 +301,7 @@ def _with_history(flight: Flight, absence: Absence) -> Absence:
     if last is not None:
         missed_ns = flight.time_ns(absence.missed.global_rank, absence.missed.start_ns)
         before_s = (missed_ns - flight.time_ns(rank, last.start_ns)) / 1e9
-    return Absence(
-        group=absence.group,
-        rank=rank,
-        missed=absence.missed,
-        called_by=absence.called_by,
-        last=last,
-        before_s=before_s,
-        now=file.where,
-        failure=file.failure,
-    )
+    return replace(absence, last=last, before_s=before_s, now=file.where, failure=file.failure)
 
 
 def _arrivals(flight: Flight, group: GroupView) -> list[Arrivals]:

@@ -15,17 +15,17 @@ from dure.store.rendezvous import rendezvous
 SOON = timedelta(seconds=10)
 
 
-def test_waits_go_on_after_the_meeting_shrank_and_its_ranks_have_new_numbers():
+def test_waits_go_on_after_the_world_shrank_and_its_ranks_have_new_numbers():
     shared = HashStore()
     with ThreadPoolExecutor(3) as pool:
         joins = [pool.submit(rendezvous, None, r, 3, shared, SOON) for r in range(3)]
-        meetings = [join.result() for join in joins]
-    meeting = meetings[2]
+        made = [join.result() for join in joins]
+    joined = made[2]
     spec = GroupSpec(name="g", global_ranks=(1, 2), backend="gloo", timeout=SOON)
-    watched = WatchedStore(meeting.store, spec, meeting.members)
-    meeting.go_on_with([1, 2], "after")
+    watched = WatchedStore(joined.store, spec, joined.members)
+    joined.go_on_with([1, 2], "after")
     with pytest.raises(StoreTimeout):  # and no error of the look at who lives
         watched.wait(["never"], timedelta(seconds=0.2))
     assert not watched.check(["never"])
-    for one in meetings:
+    for one in made:
         one.close()

@@ -80,7 +80,7 @@ def test_a_channel_beside_a_group_has_a_track_of_its_name(tmp_path):
     assert shown == ["group world", "group world[1]"]
 
 
-def test_buckets_that_overlap_lie_in_lanes_of_their_own_below_the_phases(tmp_path):
+def test_buckets_that_overlap_lie_in_tracks_of_their_own_below_the_phases(tmp_path):
     far = [bucket(i, *t, group="none") for i, t in enumerate([(5.0, 8.0), (6.0, 7.0), (7.5, 9.0)])]
     found = drawn(tmp_path, Span(name="forward", start_ns=4 * MS, end_ns=5 * MS), *far)
     assert [found[f"bucket {i}"]["track"] for i in range(3)] == [
