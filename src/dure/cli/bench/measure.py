@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import msgspec
+from msgspec.structs import replace
 from rich.console import Console
-from rich.status import Status
 
 from dure.cli.bench.group import Contestant, Group, GroupFailed
 from dure.cli.bench.plan import DTYPES, OPERATIONS, Plan, show_size
@@ -39,19 +38,22 @@ def measure(plan: Plan, contestants: list[Contestant], report: Report, console: 
         with contextlib.ExitStack() as stack:
             status = stack.enter_context(console.status(f"starting {several}{ranks} ranks"))
             groups = [stack.enter_context(Group(c, ranks)) for c in contestants]
-            runners = _accept_ranks(groups, report)
+            named = _accept_ranks(groups, report)
             for op in plan.ops:
                 for dtype in plan.dtypes if op != "barrier" else plan.dtypes[:1]:
                     redop = plan.redop if OPERATIONS[op].reduces else ""
                     key = Key(op, dtype, redop, ranks)
-                    cells = _table(plan, key, runners, status)
+                    cells: list[Cell] = []
+                    for count in _counts(plan, key):
+                        status.update(f"{key.title}: {show_size(count * DTYPES[dtype])}")
+                        cells += _cells(plan, key, count, named)
                     console.print(*rich_tables(key, cells, report.contestants))
                     report.cells += cells
 
 
-def _accept_ranks(groups: list[Group], report: Report) -> list[_Runner]:
+def _accept_ranks(groups: list[Group], report: Report) -> dict[str, Group]:
     """Wait for every group's ranks; a rival that does not start is left out."""
-    runners: list[_Runner] = []
+    named: dict[str, Group] = {}
     for group in groups:
         try:
             group.accept_ranks()
@@ -60,104 +62,83 @@ def _accept_ranks(groups: list[Group], report: Report) -> list[_Runner]:
                 raise
             note(str(failure))
             continue
-        same = sum(group.label == other.group.label for other in runners)
+        same = sum(group.label == other.label for other in named.values())
         name = f"{group.label} ({same + 1})" if same else group.label
-        runners.append(_Runner(name, group, ours=group is groups[0]))
+        named[name] = group
         if name not in report.contestants:
             report.contestants.append(name)
         report.versions[name] = group.version
         if group.copies:
             report.machine[f"Copies, {group.ranks} ranks"] = group.copies
-    return runners
+    return named
 
 
-def _table(plan: Plan, key: Key, runners: list[_Runner], status: Status) -> list[Cell]:
-    """Measure an operation at all sizes, with the contestants that are left."""
+def _counts(plan: Plan, key: Key) -> list[int]:
+    """Return the numbers of elements to measure; 0 stands for the barrier."""
+    if key.op == "barrier":
+        return [0]
     operation, item_bytes = OPERATIONS[key.op], DTYPES[key.dtype]
-    counts = [operation.elements(n, item_bytes, key.ranks) for n in plan.sizes]
-    cells: list[Cell] = []
-    for count in dict.fromkeys(counts if key.op != "barrier" else [0]):
-        status.update(f"{key.title}: {show_size(count * item_bytes)}")
-        for runner in runners:
-            with runner.trying():
-                runner.begin(plan, key, count)
-        for _ in range(plan.samples):
-            for runner in runners:
-                with runner.trying():
-                    runner.sample()
-        for runner in runners:
-            with runner.trying():
-                runner.end()
-        cells += [
-            Cell(
-                **msgspec.structs.asdict(key),
-                num_bytes=count * item_bytes,
-                count=count,
-                contestant=runner.name,
-                samples_s=tuple(runner.samples_s),
-                wrong=runner.wrong,
-                note=runner.note,
-            )
-            for runner in runners
-        ]
-    return cells
+    return list(dict.fromkeys(operation.elements(n, item_bytes, key.ranks) for n in plan.sizes))
 
 
-@dataclass(slots=True)
-class _Runner:
-    """A contestant, and what it does in the cell at hand: nothing where `repeats` is 0."""
-
-    name: str
-    group: Group
-    ours: bool
-    repeats: int = 0
-    samples_s: list[float] = field(default_factory=list[float])
-    wrong: int = 0
-    note: str = ""
-
-    @contextlib.contextmanager
-    def trying(self) -> Iterator[None]:
-        """Go on behind the block where it fails, unless it is Dure's: a rival is out."""
-        try:
-            yield
-        except GroupFailed as failure:
-            if self.ours:
-                raise
-            self.repeats, self.samples_s, self.note = 0, [], str(failure)
-            note(str(failure))
-
-    def begin(self, plan: Plan, key: Key, count: int) -> None:
-        """Check the operation, and find out how many fill a sample."""
-        if not self.group.alive:
-            return
-        self.repeats, self.samples_s, self.wrong = 0, [], 0
-        answers = self.group.call(
-            "prepare",
-            op=key.op,
-            dtype=key.dtype,
-            redop=key.redop,
+def _cells(plan: Plan, key: Key, count: int, named: dict[str, Group]) -> list[Cell]:
+    """Measure an operation at one size, with the contestants that are left."""
+    cells = {
+        name: Cell(
+            **msgspec.structs.asdict(key),
+            num_bytes=count * DTYPES[key.dtype],
             count=count,
-            root=plan.root,
-            arena=self.group.contestant.arena,
+            contestant=name,
         )
-        self.note = next((a["refused"] for a in answers if "refused" in a), "")
-        if not self.note:
-            self.wrong = sum(answer["wrong"] for answer in answers)
-            one_s = self._time(1)
-            one_s = self._time(_fill(_WARM_UP * plan.sample_s, one_s))
-            self.repeats = _fill(plan.sample_s, one_s)
+        for name in named
+    }
+    turns = {n: _turns(plan, cells[n], group) for n, group in named.items() if group.alive}
+    ours = next(iter(named))
+    while turns:
+        for name in list(turns):
+            try:
+                cells[name] = next(turns[name])
+            except StopIteration:
+                del turns[name]
+            except GroupFailed as failure:
+                if name == ours:
+                    raise
+                note(str(failure))
+                cells[name] = replace(cells[name], samples_s=(), note=str(failure))
+                del turns[name]
+    return list(cells.values())
 
-    def sample(self) -> None:
-        if self.repeats:
-            self.samples_s.append(self._time(self.repeats))
 
-    def end(self) -> None:
-        if self.repeats:
-            self.wrong += sum(answer["wrong"] for answer in self.group.call("finish"))
+def _turns(plan: Plan, cell: Cell, group: Group) -> Iterator[Cell]:
+    """Yield the cell as far as it has come, whenever it is the next contestant's turn."""
+    answers = group.call(
+        "prepare",
+        op=cell.op,
+        dtype=cell.dtype,
+        redop=cell.redop,
+        count=cell.count,
+        root=plan.root,
+        arena=group.contestant.arena,
+    )
+    refused = next((answer["refused"] for answer in answers if "refused" in answer), "")
+    if refused:
+        yield replace(cell, note=refused)
+        return
+    wrong = sum(answer["wrong"] for answer in answers)
+    one_s = _time(group, 1)
+    one_s = _time(group, _fill(_WARM_UP * plan.sample_s, one_s))
+    repeats, samples_s = _fill(plan.sample_s, one_s), list[float]()
+    for _ in range(plan.samples):
+        yield replace(cell, wrong=wrong, samples_s=tuple(samples_s))
+        samples_s.append(_time(group, repeats))
+    yield replace(cell, wrong=wrong, samples_s=tuple(samples_s))
+    wrong += sum(answer["wrong"] for answer in group.call("finish"))
+    yield replace(cell, wrong=wrong, samples_s=tuple(samples_s))
 
-    def _time(self, repeats: int) -> float:
-        """Return the time of one operation, of the slowest rank."""
-        return max(a["seconds"] for a in self.group.call("sample", repeats=repeats))
+
+def _time(group: Group, repeats: int) -> float:
+    """Return the time of one operation, of the slowest rank."""
+    return max(answer["seconds"] for answer in group.call("sample", repeats=repeats))
 
 
 def _fill(seconds: float, one_s: float) -> int:
