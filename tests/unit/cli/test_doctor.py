@@ -6,13 +6,12 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dure.cli.doctor import checks, collectives, hosts
+from dure.cli.doctor import checks, collectives
 from dure.cli.doctor.checks import Finding, Gpu, Interface, Level, Orphan, fine
 from dure.cli.doctor.collectives import Attempt
 from dure.cli.doctor.command import run_checks
@@ -224,28 +223,22 @@ def test_collectives_say_which_backend_fails(
     assert [finding.level for finding in collectives.judge(attempt)] == levels
 
 
-MINE = {"dure": "1", "torch": "2", "pyzmq": "3"}
-ANSWER = hosts.Answer(
-    host="b", address="10.0.0.3", packages=MINE, uncertain_s=0.001, reached=True, reached_back=True
-)
+VERSIONS = {"dure": "1", "torch": "2", "pyzmq": "3"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "level"),
+    ("finding", "level"),
     [
-        ({}, OK),
-        ({"error": "Permission denied (publickey)"}, PROBLEM),
-        ({"packages": MINE | {"torch": "1"}}, PROBLEM),
-        ({"packages": {"dure": "1", "torch": "2"}}, WARNING),
-        ({"ahead_s": -5.0}, WARNING),
-        ({"ahead_s": 5.0, "uncertain_s": 4.5}, OK),
-        ({"reached": False}, PROBLEM),
-        ({"reached_back": False}, PROBLEM),
-        ({"address": "", "reached": None, "reached_back": None}, WARNING),
+        (checks.same_versions(VERSIONS, VERSIONS, "b"), OK),
+        (checks.same_versions(VERSIONS, VERSIONS | {"torch": "1"}, "b"), PROBLEM),
+        (checks.same_versions(VERSIONS, {"dure": "1", "torch": "2"}, "b"), WARNING),
+        (checks.clock_difference(-5.0, 0.001), WARNING),
+        (checks.clock_difference(5.0, 4.5), OK),
+        (checks.connection(False, "from here to it"), PROBLEM),
     ],
 )
-def test_other_host_is_judged(changes: dict[str, Any], level: Level) -> None:
-    assert worst(hosts.judge(replace(ANSWER, **changes), MINE)) is level
+def test_other_host_is_judged(finding: Finding, level: Level) -> None:
+    assert finding.level is level
 
 
 def test_check_that_fails_or_hangs_ends_no_other() -> None:

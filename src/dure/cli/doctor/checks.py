@@ -568,3 +568,29 @@ def _gpus_of_torch(
     if seen < len(cards) and not hidden:
         return warning("GPUs", text, "See CUDA_VISIBLE_DEVICES, and nvidia-smi for broken cards.")
     return fine("GPUs", text)
+
+
+def same_versions(mine: Mapping[str, str], others: Mapping[str, str], host: str) -> Finding:
+    differ = [name for name in sorted({*mine, *others}) if mine.get(name) != others.get(name)]
+    if not differ:
+        return fine("same versions", "as here")
+    text = ", ".join(
+        f"{n} {others.get(n, 'missing')} (here {mine.get(n, 'missing')})" for n in differ
+    )
+    make = problem if {"dure", "torch", "python"} & set(differ) else warning
+    return make("same versions", text, f"Install the same ones on {host} as here.")
+
+
+def clock_difference(ahead_s: float, uncertain_s: float) -> Finding:
+    """Judge how far another host's clock is ahead of this one's."""
+    text = f"{ahead_s * 1e3:+.0f} ms from this host's (+-{uncertain_s * 1e3:.0f} ms)"
+    if abs(ahead_s) - uncertain_s > 1.0:
+        return warning("clock difference", text, "Synchronise the clocks of all hosts (chrony).")
+    return fine("clock difference", text)
+
+
+def connection(reached: bool, way: str) -> Finding:
+    if reached:
+        return fine("connections", f"{way}: open")
+    advice = "A firewall: open the range of local ports between the hosts of the job."
+    return problem("connections", f"{way}: a free port cannot be reached", advice)

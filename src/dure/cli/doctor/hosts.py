@@ -23,12 +23,12 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import IO, Any  # Any: what JSON holds
 
-from dure.cli.doctor import collectives, machine
-from dure.cli.doctor.checks import Finding, Findings, fine, problem, warning
+from dure.cli.doctor import checks, collectives, machine
+from dure.cli.doctor.checks import Finding, Findings, Level, fine, problem, warning
 from dure.errors import UsageError
 from dure.launch.clusters.meeting import ssh_name
 from dure.placement.nodes import expand_hosts
@@ -38,30 +38,6 @@ _LIMIT_S = 15.0
 _CONNECT_S = 3.0
 _AT_ONCE = 256
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What was learnt of one host.
-
-    Attributes:
-        host: As the user called it.
-        error: Why it did not answer; empty if it did.
-        address: What its name stands for here; empty if nothing.
-        packages: Versions there.
-        ahead_s: How far its clock is ahead of ours, give or take `uncertain_s`.
-        reached: Whether we could connect to a port there; None if it was not tried.
-        reached_back: Whether it could connect to a port here.
-    """
-
-    host: str
-    error: str = ""
-    address: str = ""
-    packages: dict[str, str] = field(default_factory=dict[str, str])
-    ahead_s: float = 0.0
-    uncertain_s: float = 0.0
-    reached: bool | None = None
-    reached_back: bool | None = None
 
 
 def examine(
@@ -74,9 +50,8 @@ def examine(
         raise UsageError("the list of hosts cannot be read", seen=str(error)) from None
     with ThreadPoolExecutor(min(len(known), _AT_ONCE)) as pool:
         answers = list(pool.map(partial(ask, options=options), known))
-    mine = packages()
-    found = [replace(f, host=each.host) for each in answers for f in judge(each, mine)]
-    if collective and not any(each.error for each in answers):
+    found = [replace(f, host=h) for h, told in zip(known, answers, strict=True) for f in told]
+    if collective and not any(f.check == "ssh" and f.level is Level.PROBLEM for f in found):
         flags = ["--hosts", hosts, *(f"--ssh-option={o}" for o in options), "--nproc", "1"]
         tried = collectives.judge(collectives.try_backends(("gloo",), limit_s, flags))
         found += [replace(finding, host=hosts) for finding in tried]
@@ -92,50 +67,8 @@ def packages() -> dict[str, str]:
     return found | {"python": python, "machine": platform.machine()}
 
 
-def judge(learnt: Answer, mine: dict[str, str]) -> Findings:
-    """Say whether a job can have ranks on that host."""
-    if learnt.error:
-        yield problem(
-            "ssh",
-            f"cannot be asked: {learnt.error}",
-            f"`ssh {learnt.host} true` must work without a password (ssh-copy-id, an agent), and "
-            "Dure must be installed there under the same path.",
-        )
-        return
-    yield fine("ssh", f"answers, at {learnt.address or 'an address that only ssh knows'}")
-    yield _same_versions(mine, learnt.packages, learnt.host)
-    clocks = (
-        f"{learnt.ahead_s * 1e3:+.0f} ms from this host's (+-{learnt.uncertain_s * 1e3:.0f} ms)"
-    )
-    if abs(learnt.ahead_s) - learnt.uncertain_s > 1.0:
-        yield warning("clock difference", clocks, "Synchronise the clocks of all hosts (chrony).")
-    else:
-        yield fine("clock difference", clocks)
-    if not learnt.address:
-        advice = f"Add {learnt.host} to /etc/hosts or the name server: ssh alone knows it."
-        yield warning("connections", "its name stands for no address here", advice)
-    ways = ((learnt.reached, "from here to it"), (learnt.reached_back, "from it to here"))
-    for worked, way in ways:
-        if worked:
-            yield fine("connections", f"{way}: open")
-        elif worked is False:
-            advice = "A firewall: open the range of local ports between the hosts of the job."
-            yield problem("connections", f"{way}: a free port cannot be reached", advice)
-
-
-def _same_versions(mine: dict[str, str], others: dict[str, str], host: str) -> Finding:
-    differ = [name for name in sorted({*mine, *others}) if mine.get(name) != others.get(name)]
-    if not differ:
-        return fine("same versions", "as here")
-    text = ", ".join(
-        f"{n} {others.get(n, 'missing')} (here {mine.get(n, 'missing')})" for n in differ
-    )
-    make = problem if {"dure", "torch", "python"} & set(differ) else warning
-    return make("same versions", text, f"Install the same ones on {host} as here.")
-
-
-def ask(host: str, options: Sequence[str] = (), command: Sequence[str] = ()) -> Answer:
-    """Ask one host; `command` starts the answerer in place of ssh."""
+def ask(host: str, options: Sequence[str] = (), command: Sequence[str] = ()) -> list[Finding]:
+    """Say whether a job can have ranks on `host`; `command` starts the answerer in place of ssh."""
     try:
         address = socket.gethostbyname(ssh_name(host, options))
     except OSError:
@@ -155,23 +88,32 @@ def ask(host: str, options: Sequence[str] = (), command: Sequence[str] = ()) -> 
     try:
         assert process.stdin is not None
         assert process.stdout is not None
-        return _converse(host, address, process.stdin, process.stdout)
+        return list(_converse(host, address, process.stdin, process.stdout))
     except (OSError, ValueError, KeyError, TypeError):
         process.kill()
         words = process.communicate()[1].strip()
-        return Answer(host=host, address=address, error=words[-500:] or "no answer")
+        return [
+            problem(
+                "ssh",
+                f"cannot be asked: {words[-500:] or 'no answer'}",
+                f"`ssh {host} true` must work without a password (ssh-copy-id, an agent), and "
+                "Dure must be installed there under the same path.",
+            )
+        ]
     finally:
         watch.cancel()
         process.kill()
         process.communicate()
 
 
-def _converse(host: str, address: str, to: IO[str], answers: IO[str]) -> Answer:
+def _converse(host: str, address: str, to: IO[str], answers: IO[str]) -> Findings:
     def say(**content: object) -> dict[str, Any]:
         print(json.dumps(content), file=to, flush=True)
         return json.loads(answers.readline())
 
     who: dict[str, Any] = json.loads(answers.readline())
+    yield fine("ssh", f"answers, at {address or 'an address that only ssh knows'}")
+    yield checks.same_versions(packages(), who["packages"], host)
     trips: list[tuple[float, float]] = []
     for _ in range(3):
         start = time.time()
@@ -179,22 +121,16 @@ def _converse(host: str, address: str, to: IO[str], answers: IO[str]) -> Answer:
         trip = time.time() - start
         trips.append((trip, theirs - (start + trip / 2)))
     best_s, ahead_s = min(trips)
-    reached = reached_back = None
-    if address:
-        reached = _connects(address, int(who["port"]))
-        mine = interface_to(address) or "127.0.0.1"
-        with socket.create_server((mine, 0)) as server:  # the kernel accepts: nobody needs to
-            told = say(address=mine, port=server.getsockname()[1])
-            reached_back = bool(told["reached"])
-    return Answer(
-        host=host,
-        address=address,
-        packages={str(k): str(v) for k, v in who["packages"].items()},
-        ahead_s=ahead_s,
-        uncertain_s=best_s / 2,
-        reached=reached,
-        reached_back=reached_back,
-    )
+    yield checks.clock_difference(ahead_s, best_s / 2)
+    if not address:
+        advice = f"Add {host} to /etc/hosts or the name server: ssh alone knows it."
+        yield warning("connections", "its name stands for no address here", advice)
+        return
+    yield checks.connection(_connects(address, int(who["port"])), "from here to it")
+    mine = interface_to(address) or "127.0.0.1"
+    with socket.create_server((mine, 0)) as server:  # the kernel accepts: nobody needs to
+        told = say(address=mine, port=server.getsockname()[1])
+    yield checks.connection(bool(told["reached"]), "from it to here")
 
 
 def _connects(address: str, port: int) -> bool:
