@@ -26,7 +26,7 @@ from dure.launch.spec import Exit, JobResult, RankResult
 from dure.store import FileStore, JobKey
 from dure.store.board import Board
 from dure.store.etcd_gateway import parsed
-from dure.store.keyfile import read_key_file
+from dure.store.key import read_key_file
 from dure.store.wire import Op, Request, join, pack, read_reply, read_request
 
 QUICK, LONG = 60, 10_000

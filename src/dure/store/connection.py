@@ -19,9 +19,9 @@ import zmq
 from dure.errors import StoreLost, StoreRefused, StoreTimeout
 from dure.store.key import JobKey
 from dure.store.tracker import read_event
-from dure.store.wire import FRAME_LIMIT, MAX_FRAME_BYTES, Request, frames_of, pack, read_reply
+from dure.store.wire import FRAME_LIMIT, Request, frames_of, pack, read_reply
 
-__all__ = ["Connection", "answers", "dial", "lost"]
+__all__ = ["Connection", "dial", "lost"]
 
 _HEARTBEAT_MS = 5_000
 _SILENCE_MS = 20_000
@@ -42,9 +42,10 @@ class _Outcome(enum.Enum):
     """How an attempt to connect ended."""
 
     OPEN = "the handshake succeeded"
-    UNREACHABLE = "nobody listens"
-    REFUSED = "the peer hung up during the key exchange: different job key, or not a store of Dure"
+    UNREACHABLE = "nobody listens there"
+    REFUSED = "refused: different job key (or DURE_INSECURE on one side only)"
     FOREIGN = "the peer does not speak as we do: DURE_INSECURE on one side only, or not our store"
+    SILENT = "the peer accepted the connection and then said nothing"
 
 
 _OUTCOMES = {
@@ -70,13 +71,6 @@ class Connection:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, key: JobKey | None):
         self._endpoint = endpoint
-        self._open(context, key)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
-
-    def _open(self, context: zmq.Context[zmq.Socket[bytes]], key: JobKey | None) -> None:
-        """Make the sockets."""
         self._socket = context.socket(zmq.DEALER)
         try:
             self._monitor = context.socket(zmq.PAIR)
@@ -88,6 +82,9 @@ class Connection:
         except zmq.ZMQError:
             self.close()  # an open socket would keep the context from ending
             raise
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
 
     def _connect(self, key: JobKey | None) -> None:
         """Watch the socket, and let it connect once."""
@@ -100,7 +97,7 @@ class Connection:
         socket.ipv6 = "[" in endpoint
         if key is not None:
             key.arm(socket, "store client")
-            socket.curve_serverkey = key.public("store server")
+            socket.curve_serverkey = key.pair("store server").public
         events = 0
         for event in _OUTCOMES:
             events |= event
@@ -109,11 +106,19 @@ class Connection:
         self._monitor.connect(watch)
         socket.connect(endpoint)
 
-    def attempt(self, timeout_s: float) -> _Outcome | None:
-        """Wait for the handshake; None if nothing was heard in time."""
-        if not self._monitor.poll(max(1, int(timeout_s * 1000))):
-            return None
-        return _OUTCOMES[zmq.Event(read_event(self._monitor)[0])]
+    def attempt(self, deadline: float) -> _Outcome:
+        """Wait for the handshake, and say hello."""
+        if not self._monitor.poll(max(1, int((deadline - time.monotonic()) * 1000))):
+            return _Outcome.SILENT
+        outcome = _OUTCOMES[zmq.Event(read_event(self._monitor)[0])]
+        if outcome is not _Outcome.OPEN:
+            return outcome
+        with contextlib.suppress(StoreLost, msgspec.DecodeError, UnicodeDecodeError):
+            answer = self.call(_HELLO, deadline)
+            if answer is not None:
+                self.server_name = b"".join(read_reply(answer).values)
+                return outcome
+        return _Outcome.SILENT
 
     @property
     def broken(self) -> bool:
@@ -131,31 +136,22 @@ class Connection:
         """
         try:
             # without NOBLOCK, a socket without a peer would wait for ever
-            if len(message) <= MAX_FRAME_BYTES:
-                self._socket.send(message, zmq.NOBLOCK)
-            else:
-                self._socket.send_multipart(frames_of(message), zmq.NOBLOCK)
+            self._socket.send_multipart(frames_of(message), zmq.NOBLOCK)
         except zmq.Again:
             raise lost(self._endpoint) from None
         try:
-            return self._receive()
+            return b"".join(self._socket.recv_multipart())
         except zmq.Again:
             pass
         while True:
             left_ms = int((deadline - time.monotonic()) * 1000)
             ready = dict(self._poller.poll(max(0, left_ms)))
             if self._socket in ready:
-                return self._receive()
+                return b"".join(self._socket.recv_multipart())
             if self._monitor in ready:
                 raise lost(self._endpoint)
             if left_ms <= 0:
                 return None
-
-    def _receive(self) -> bytes:
-        first = self._socket.recv()
-        if not self._socket.rcvmore:
-            return first
-        return b"".join([first, *self._socket.recv_multipart()])
 
     def close(self) -> None:
         """Close at once."""
@@ -184,6 +180,10 @@ def dial(
     """Open a connection; keep trying while nobody listens.
 
     Args:
+        context: ZeroMQ's.
+        endpoint: Where the server is.
+        key: The job key; None talks in the clear.
+        timeout_s: How long to try.
         absent_s: How long to keep trying while nobody listens; None: as long as `timeout_s`.
 
     Raises:
@@ -191,83 +191,49 @@ def dial(
         StoreRefused: Whoever listens refused us several times running.
     """
     start = time.monotonic()
-    pause_s, outcome = 0.005, None
+    absent_s = timeout_s if absent_s is None else absent_s
+    pause_s, outcome = 0.005, _Outcome.UNREACHABLE
     refusals: list[_Outcome] = []
     while (left_s := timeout_s - (time.monotonic() - start)) > 0:
         connection = Connection(context, endpoint, key)
         try:
-            outcome = connection.attempt(left_s)
-            if outcome is _Outcome.OPEN and _hello(connection, start + timeout_s):
-                keep, connection = connection, None
-                return keep
-        finally:
-            if connection is not None:
-                connection.close()
+            outcome = connection.attempt(start + timeout_s)
+        except BaseException:
+            connection.close()
+            raise
+        if outcome is _Outcome.OPEN:
+            return connection
+        connection.close()
         if outcome in (_Outcome.REFUSED, _Outcome.FOREIGN):
             refusals.append(outcome)
         else:
             refusals.clear()
-        if len(refusals) == _REFUSALS:  # who hangs up early has not always said what it speaks
-            foreign = _Outcome.FOREIGN in refusals
-            raise _refused(endpoint, _Outcome.FOREIGN if foreign else outcome, key)
-        patience_s = timeout_s if absent_s is None else absent_s
-        if outcome is _Outcome.UNREACHABLE and time.monotonic() - start >= patience_s:
+        if len(refusals) == _REFUSALS:
+            raise _refused(endpoint, refusals, key)
+        if outcome is _Outcome.UNREACHABLE and time.monotonic() - start >= absent_s:
             break
         time.sleep(min(pause_s, max(0.0, left_s)))
         pause_s = min(2 * pause_s, 0.1)
-    seen = (
-        "the peer accepted the connection and then said nothing"
-        if outcome in (None, _Outcome.OPEN)
-        else "nobody listens there"
-    )
     raise StoreTimeout(
         f"the store at {endpoint} cannot be reached",
         elapsed_s=time.monotonic() - start,
-        seen=seen,
+        seen=outcome.value,
         fix="Check that rank 0 (or the launcher) runs, that MASTER_ADDR and MASTER_PORT are its "
         "own, and that the address is not a loopback one on several hosts (DURE_STORE_BIND).",
     )
 
 
-def _hello(connection: Connection, deadline: float) -> bool:
-    """Say hello through a new connection; False if the server is gone again or does not answer."""
-    with contextlib.suppress(StoreLost, msgspec.DecodeError, UnicodeDecodeError):
-        answer = connection.call(_HELLO, deadline)
-        if answer is not None:
-            connection.server_name = b"".join(read_reply(answer).values)
-            return True
-    return False
-
-
-def answers(endpoint: str, key: JobKey | None, patience_s: float) -> bool:
-    """Tell whether a store of this job is at `endpoint`, and answers within `patience_s`.
-
-    Raises:
-        StoreRefused: Somebody with another key is there.
-    """
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    try:
-        dial(context, endpoint, key, patience_s, absent_s=0.0).close()
-        return True
-    except StoreTimeout:
-        return False
-    finally:
-        context.term()
-
-
-def _refused(endpoint: str, outcome: _Outcome | None, key: JobKey | None) -> StoreRefused:
+def _refused(endpoint: str, outcomes: list[_Outcome], key: JobKey | None) -> StoreRefused:
     mine = "no key" if key is None else f"the key with fingerprint {key.fingerprint}"
-    refused = (
-        "refused: different job key (or DURE_INSECURE on one side only)"
-        if outcome is _Outcome.REFUSED
-        else _Outcome.FOREIGN.value
-    )
+    # who hangs up early has not always said what it speaks
+    foreign = _Outcome.FOREIGN in outcomes
+    outcome = _Outcome.FOREIGN if foreign else _Outcome.REFUSED
     error = StoreRefused(
         f"the store at {endpoint} refused this process",
-        seen=f"{refused}; this process has {mine}",
+        seen=f"{outcome.value}; this process has {mine}",
         fix="All ranks need the same key: start them with `dure run`, or give them the same "
         "DURE_JOB_KEY_FILE, or the same ~/.config/dure/key and MASTER_ADDR:MASTER_PORT, letter "
         "for letter; or the port belongs to another program.",
     )
-    error.foreign = outcome is _Outcome.FOREIGN
+    error.foreign = foreign
     return error

@@ -24,7 +24,7 @@ from urllib.parse import parse_qs, quote, urlencode, urlsplit
 
 from dure import env
 from dure.errors import StoreError, StoreRefused, UsageError
-from dure.store.keyfile import read_key_file
+from dure.store.key import read_key_file
 
 __all__ = ["ANSWER_S", "EtcdOptions", "Gateway", "Json", "Unanswered", "coded", "decoded", "parsed"]
 

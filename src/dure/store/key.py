@@ -16,12 +16,19 @@ From the one key both ends of the connection derive the CURVE key pairs of the s
 client: a secret key is BLAKE2b of the purpose, keyed with the job key, and the public key follows
 from the secret one. The client knows the server's public key and the server admits the one client
 public key, so each proves to the other that it holds the job key, and neither ever sends it.
+
+A key is as safe as its file. So before one is believed, everything is looked at that would let
+another user read it or put one of his own in its place: the file itself, through the open
+descriptor, so that it cannot be exchanged between the look and the reading; its name, which may be
+somebody else's symbolic link; and the directory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import stat
 import time
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -35,7 +42,6 @@ from zmq.utils import z85
 from dure import env
 from dure.errors import StoreError
 from dure.store.address import is_local
-from dure.store.keyfile import make_key_file, read_key_file
 
 __all__ = [
     "KEY_BYTES",
@@ -48,6 +54,7 @@ __all__ = [
     "load_for",
     "mint",
     "name_of",
+    "read_key_file",
     "user_key_path",
 ]
 
@@ -57,6 +64,8 @@ SHARED_HOME_S = 3.0
 """How long a host waits for the key that the store's host makes on first use, in a shared home."""
 
 _LOOK_S = 0.05
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def _refuse_to_travel(self: object, protocol: object = None) -> NoReturn:
@@ -80,7 +89,7 @@ class JobKey:
     """The secret of a job.
 
     Its text form shows a fingerprint, never the key. It cannot be pickled, it is no dataclass that
-    `asdict` would take apart, and keys are compared in constant time. A copy is the key itself.
+    `asdict` would take apart, and keys are compared in constant time.
 
     Args:
         raw: The 32 bytes.
@@ -89,37 +98,26 @@ class JobKey:
         StoreError: There are more of them, or fewer.
     """
 
-    __slots__ = ("_publics", "_raw")
+    __slots__ = ("_pairs", "raw")
+
+    __reduce_ex__ = _refuse_to_travel
 
     def __init__(self, raw: bytes | bytearray | memoryview) -> None:
         if len(raw) != KEY_BYTES:
             raise StoreError(
                 "a job key has the wrong length", seen=f"{len(raw)} bytes, not {KEY_BYTES}"
             )
-        self._raw = bytes(raw)
-        self._publics: dict[str, bytes] = {}
-
-    @property
-    def raw(self) -> bytes:
-        """The 32 bytes."""
-        return self._raw
+        self.raw = bytes(raw)
+        self._pairs: dict[str, CurvePair] = {}
 
     def __repr__(self) -> str:
         return f"JobKey(fingerprint={self.fingerprint})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, JobKey) and compare_digest(self._raw, other._raw)
+        return isinstance(other, JobKey) and compare_digest(self.raw, other.raw)
 
     def __hash__(self) -> int:
         return hash(self.derive("hash"))
-
-    def __copy__(self) -> JobKey:
-        return self
-
-    def __deepcopy__(self, memo: object) -> JobKey:
-        return self
-
-    __reduce_ex__ = _refuse_to_travel
 
     @property
     def fingerprint(self) -> str:
@@ -128,20 +126,15 @@ class JobKey:
 
     def derive(self, purpose: str) -> bytes:
         """Return 32 bytes for one purpose; those of another purpose cannot be found from them."""
-        return blake2b(
-            purpose.encode(), key=self._raw, person=b"dure job key", digest_size=32
-        ).digest()
+        word = purpose.encode()
+        return blake2b(word, key=self.raw, person=b"dure job key", digest_size=32).digest()
 
     def pair(self, purpose: str) -> CurvePair:
         """Return the CURVE key pair for one purpose ("store server", "store client")."""
-        secret = z85.encode(self.derive(f"curve {purpose}"))
-        return CurvePair(public=zmq.curve_public(secret), secret=secret)
-
-    def public(self, purpose: str) -> bytes:
-        """Return the public half of `pair` alone."""
-        if purpose not in self._publics:
-            self._publics[purpose] = self.pair(purpose).public
-        return self._publics[purpose]
+        if purpose not in self._pairs:
+            secret = z85.encode(self.derive(f"curve {purpose}"))
+            self._pairs[purpose] = CurvePair(public=zmq.curve_public(secret), secret=secret)
+        return self._pairs[purpose]
 
     def arm(self, socket: zmq.Socket[Any], purpose: str) -> None:
         """Give a socket the key pair for one purpose."""
@@ -213,25 +206,23 @@ def load_for(host: str, wait_s: float = 0.0, job: str = "") -> JobKey:
         except StoreError as error:
             error.advise("It is DURE_JOB_KEY_FILE that names this file.")
             raise
-    own = user_key_path()
+    own, user = user_key_path(), None
     deadline = time.monotonic() + wait_s
-    while True:
+    while user is None:
         if os.path.exists(own):  # False, unlike Path.exists, for a place that we may not look into
-            return _for_job(key_from_file(own), job)
-        if is_local(host):
-            return _for_job(_make(own), job)
-        if time.monotonic() >= deadline:
-            break
-        time.sleep(_LOOK_S)
-    raise StoreError(
-        "this host has no job key",
-        seen=f"the store is on another host, {host}, and {own} does not exist here",
-        fix=f"Copy {own} from {host} (chmod 600), or set DURE_JOB_KEY_FILE, or start the program "
-        "with `dure run`; on a network you trust wholly, set DURE_INSECURE=1 on every host.",
-    )
-
-
-def _for_job(user: JobKey, job: str) -> JobKey:
+            user = key_from_file(own)
+        elif is_local(host):
+            user = _make(own)
+        elif time.monotonic() >= deadline:
+            raise StoreError(
+                "this host has no job key",
+                seen=f"the store is on another host, {host}, and {own} does not exist here",
+                fix=f"Copy {own} from {host} (chmod 600), or set DURE_JOB_KEY_FILE, or start the "
+                "program with `dure run`; on a network you trust wholly, set DURE_INSECURE=1 on "
+                "every host.",
+            )
+        else:
+            time.sleep(_LOOK_S)
     return JobKey(user.derive(f"job {job}")) if job else user
 
 
@@ -266,8 +257,7 @@ def key_from_file(path: Path) -> JobKey:
     """Return the key in a file.
 
     Raises:
-        StoreError: It cannot be read, holds no key, or another user could have read or written it
-            (see `dure.store.keyfile`).
+        StoreError: It cannot be read, holds no key, or another user could have read or written it.
     """
     raw = read_key_file(path, KEY_BYTES + 1)  # one more, to see that there is no more
     if len(raw) != KEY_BYTES:
@@ -280,10 +270,95 @@ def key_from_file(path: Path) -> JobKey:
     return JobKey(raw)
 
 
-def _make(path: Path) -> JobKey:
-    """Make the user's key file; of several ranks that try at once, all return the same key."""
+def read_key_file(path: Path, most: int) -> bytes:
+    """Return what is in a file that only this user can read, at most `most` bytes of it.
+
+    Raises:
+        StoreError: It cannot be read, or another user could have read or written it. The text says
+            which command mends that.
+    """
     try:
-        make_key_file(path, secrets.token_bytes(KEY_BYTES))
+        _check_way(path)
+        # without waiting: a pipe in its place would hold the job up for ever
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        try:
+            _check_file(path, os.fstat(fd))
+            return os.read(fd, most)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise StoreError(
+            "the job key's file cannot be read",
+            seen=f"{path}: {error.strerror}",
+            fix="Check the path, and that you may read it.",
+        ) from None
+
+
+def _check_way(path: Path) -> None:
+    """Check that nobody else can choose which file the path means."""
+    trusted = (os.getuid(), 0)  # who can do everything to this process anyway
+    link = os.lstat(path)
+    if stat.S_ISLNK(link.st_mode) and link.st_uid not in trusted:
+        raise StoreError(
+            "the job key's file is a symbolic link of another user",
+            seen=f"{path} belongs to user {link.st_uid}",
+            fix="Give the path of the file itself, in a directory of your own.",
+        )
+    parent = path.absolute().parent
+    info = os.stat(parent)
+    # in a sticky directory, as /tmp is, others cannot rename or delete what is not theirs
+    writable = info.st_mode & _OTHERS_WRITE and not info.st_mode & stat.S_ISVTX
+    if info.st_uid not in trusted or writable:
+        raise StoreError(
+            "other users can exchange the job key's file",
+            seen=f"{parent} has mode {stat.S_IMODE(info.st_mode):04o} and belongs to user "
+            f"{info.st_uid}",
+            fix=f"Run `chmod go-w {parent}`, or keep the key in a directory of your own.",
+        )
+
+
+def _check_file(path: Path, info: os.stat_result) -> None:
+    if not stat.S_ISREG(info.st_mode):
+        raise StoreError(
+            "the job key's file is not a regular file",
+            seen=f"{path} has mode {stat.filemode(info.st_mode)}",
+            fix="Write the key to a file of mode 600; one that comes through a pipe is for "
+            "`dure run --key-stdin`.",
+        )
+    if info.st_uid not in (os.getuid(), 0):
+        raise StoreError(
+            "the job key's file belongs to another user",
+            seen=f"{path} is user {info.st_uid}'s, and this process user {os.getuid()}'s",
+            fix="Make a key file of your own; its owner may know this key, and can exchange it.",
+        )
+    if info.st_mode & _OTHERS:
+        raise StoreError(
+            "the job key's file is open to other users",
+            seen=f"{path} has mode {stat.S_IMODE(info.st_mode):04o} and belongs to user "
+            f"{info.st_uid}",
+            fix=f"Run `chmod 600 {path}`. Who could read the key may still have it: make a new "
+            "one if that is not wanted.",
+        )
+
+
+def _make(path: Path) -> JobKey:
+    """Make the user's key file; of several ranks that try at once, all return the same key.
+
+    It is written to a file of its own and then linked into place: a link either appears whole or,
+    if another process was first, fails.
+    """
+    draft = path.with_name(f".key-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+        try:
+            os.write(fd, secrets.token_bytes(KEY_BYTES))
+            os.fsync(fd)
+            with contextlib.suppress(FileExistsError):
+                os.link(draft, path)
+        finally:
+            os.close(fd)
+            draft.unlink()
     except OSError as error:
         raise StoreError(
             "the user's key cannot be made",

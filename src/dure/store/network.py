@@ -44,9 +44,6 @@ _REDIAL_S = 2.0
 _SLOW_S = 3.5
 """How long it may take to open a connection again: five round trips, of a slow network."""
 
-_LATE_S = 1.0
-"""How long the server of a failed meeting goes on for those who have not come yet."""
-
 _log = logging.getLogger("dure.store")
 
 
@@ -77,10 +74,10 @@ class NetworkStore(AskingStore):
         super().__init__(timeout)
         self._endpoint, self._key, self._server = endpoint, key, server
         self._closed = False
-        self._start_afresh()
+        self.start_afresh()
         try:
             if patience_s is None:
-                self._put_back(self._first(timeout.total_seconds(), None))
+                self._put_back(self._first(timeout.total_seconds()))
             else:
                 self._put_back(self._first(patience_s, 0.0))
         except BaseException:
@@ -93,18 +90,14 @@ class NetworkStore(AskingStore):
         """Where the server is, in ZeroMQ's words."""
         return self._endpoint
 
-    def close(self) -> None:
+    def close(self, serve_s: float = 0.0) -> None:
         """Say goodbye; a server that this store owns goes on until its last client has left.
 
         Calls of other threads that wait in this store end with `StoreError`.
+
+        Args:
+            serve_s: How long the server goes on at least, for those that come late.
         """
-        self._close(0.0)
-
-    def abandon(self) -> None:
-        """Close after a meeting that failed: ranks that come late can still learn why."""
-        self._close(_LATE_S)
-
-    def _close(self, serve_s: float) -> None:
         with self._lock:
             if self._closed:
                 return
@@ -120,20 +113,17 @@ class NetworkStore(AskingStore):
         if hasattr(self, "_lock"):
             self.close()
 
-    def _start_afresh(self) -> None:
-        """Begin without connections: at first, and in a forked child."""
+    def start_afresh(self) -> None:
+        """Begin without connections: at first, and in a forked child, whose parent's they are."""
+        if hasattr(self, "_context"):
+            _inherited.append((self._context, self._idle))
         self._server_name = b""
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
-    def forget_inherited(self) -> None:
-        """In a forked child: leave the parent's sockets alone."""
-        _inherited.append((self._context, self._idle))
-        self._start_afresh()
-
-    def _first(self, timeout_s: float, absent_s: float | None) -> Connection:
+    def _first(self, timeout_s: float, absent_s: float | None = None) -> Connection:
         """Open the first connection, and remember which server it leads to."""
         connection = dial(self._context, self._endpoint, self._key, timeout_s, absent_s)
         self._server_name = connection.server_name
@@ -152,7 +142,7 @@ class NetworkStore(AskingStore):
                 return connection
             connection.close()
         if not self._server_name:
-            return self._first(timeout_s, None)
+            return self._first(timeout_s)
         try:
             # Not the caller's patience, which may be short: a busy server is not a lost one.
             here = self._endpoint.startswith(("tcp://127.", "tcp://[::1]", "ipc://"))
@@ -184,48 +174,34 @@ class NetworkStore(AskingStore):
                 "a number is too large for the store", op=request.op, seen=str(error)
             ) from None
         deadline = time.monotonic() + patience_s + _GRACE_S
-        while True:
-            try:
-                connection = self._take(patience_s)
-                return self._exchange(connection, frame, deadline)
-            except _Broken:
-                if time.monotonic() >= deadline:
-                    raise lost(self._endpoint) from None
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise StoreError(
-                    f"the store at {self._endpoint} gave an answer that is none",
-                    seen=str(error),
-                    fix="Use one version of Dure on all hosts.",
-                ) from None
-            except zmq.ContextTerminated:
-                raise StoreError(f"the store at {self._endpoint} was closed meanwhile") from None
-            except zmq.ZMQError as error:
-                raise StoreError(
-                    f"no connection to the store at {self._endpoint} can be made", seen=str(error)
-                ) from None
-
-    def _exchange(self, connection: Connection, frame: bytes, deadline: float) -> Reply | None:
-        """Ask through one connection.
-
-        Raises:
-            _Broken: It broke before the answer came.
-        """
-        whole = False
         try:
-            answer = connection.call(frame, deadline)
-            whole = answer is not None
-            return read_reply(answer) if answer is not None else None
-        except StoreLost:
-            raise _Broken from None
-        finally:
-            if whole:
-                self._put_back(connection)
-            else:  # its reply may still come, and would be taken for the next one's
-                connection.close()
-
-
-class _Broken(Exception):
-    """A connection broke; whether the server is gone is another question."""
+            while True:
+                connection = self._take(patience_s)
+                whole = False
+                try:
+                    answer = connection.call(frame, deadline)
+                    whole = answer is not None
+                    return read_reply(answer) if answer is not None else None
+                except StoreLost:  # of this connection; whether of the server, the next one says
+                    if time.monotonic() >= deadline:
+                        raise
+                finally:
+                    if whole:
+                        self._put_back(connection)
+                    else:  # its reply may still come, and would be taken for the next one's
+                        connection.close()
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise StoreError(
+                f"the store at {self._endpoint} gave an answer that is none",
+                seen=str(error),
+                fix="Use one version of Dure on all hosts.",
+            ) from None
+        except zmq.ContextTerminated:
+            raise StoreError(f"the store at {self._endpoint} was closed meanwhile") from None
+        except zmq.ZMQError as error:
+            raise StoreError(
+                f"no connection to the store at {self._endpoint} can be made", seen=str(error)
+            ) from None
 
 
 class TCPStore(NetworkStore):
@@ -322,9 +298,9 @@ _inherited: list[object] = []
 """In a forked child: the parent's ZeroMQ objects, kept so that nothing is torn down twice."""
 
 
-def _forget_connections() -> None:
+def _start_afresh() -> None:
     for store in list(_stores):
-        store.forget_inherited()
+        store.start_afresh()
 
 
-os.register_at_fork(after_in_child=_forget_connections)
+os.register_at_fork(after_in_child=_start_afresh)

@@ -54,6 +54,7 @@ _WATCH_S = 1.0
 _COMEBACK_S = 30.0
 """How long a server that was lost during a rendezvous is waited for."""
 
+_LATE_S = 1.0
 _NAMED = 8
 """How many ranks a message names before it only counts them."""
 
@@ -270,7 +271,7 @@ def rendezvous_at(
             return result
         except BaseException as error:
             if isinstance(base, NetworkStore):
-                base.abandon()
+                base.close(serve_s=_LATE_S)  # so that ranks that come late can still learn why
             else:
                 base.close()
             if not isinstance(error, StoreError):

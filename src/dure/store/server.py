@@ -160,7 +160,7 @@ class StoreServer:
         router.ipv6 = "[" in listener.endpoint
         self._admitted = b""
         if key is not None:
-            self._admitted = z85.decode(key.public("store client"))
+            self._admitted = z85.decode(key.pair("store client").public)
             router.curve_server = True
             key.arm(router, "store server")
             router.zap_domain = b"dure"
@@ -212,7 +212,8 @@ class StoreServer:
     def _ended(self) -> bool:
         with self._ending:
             ends_at = self._ends_at
-            self._stopping = self._stopping or (ends_at is not None and time.monotonic() >= ends_at)
+            if ends_at is not None and time.monotonic() >= ends_at:
+                self._stopping = True
             return self._stopping
 
     def _patience_ms(self) -> int | None:

@@ -82,7 +82,7 @@ def nothing_leaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[N
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     for name in ("DURE_JOB_KEY_FD", "DURE_JOB_KEY_FILE", "DURE_INSECURE", "DURE_STORE_BIND"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("dure.store.network._LATE_S", 0.2)  # each failed meeting costs as much
+    monkeypatch.setattr("dure.store.rendezvous._LATE_S", 0.2)  # each failed meeting costs as much
     before = threading.active_count(), len(os.listdir("/proc/self/fd"))
     yield
     deadline = time.monotonic() + 60
