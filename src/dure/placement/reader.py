@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar, cast
+from typing import TypeVar
+
+import msgspec
 
 from dure.placement.nodes import expand_counts, expand_hosts
 from dure.placement.value import Reason
@@ -13,7 +14,6 @@ __all__ = ["Reader"]
 
 T = TypeVar("T")
 
-_LONGEST = 1_000_000  # characters of a list of names
 _LARGEST = 0xFFFF_FFFF  # so far do the numbers of Slurm's steps go
 
 
@@ -107,15 +107,10 @@ class Reader:
 
 def _json_names(text: str) -> tuple[str, ...]:
     try:
-        found: object = json.loads(text) if len(text) <= _LONGEST else None
-    except RecursionError:
-        found = None
-    if not isinstance(found, list):
-        raise ValueError(text)
-    items = cast("list[object]", found)
-    if not all(isinstance(name, str) and name for name in items):
-        raise ValueError(text)
-    return tuple(dict.fromkeys(str(name) for name in items))
+        names = msgspec.json.decode(text, type=list[str])
+    except msgspec.DecodeError as error:
+        raise ValueError(text) from error
+    return tuple(dict.fromkeys(filter(None, names)))
 
 
 def _count(text: str) -> int:
