@@ -128,6 +128,14 @@ def test_nothing_new_is_made_when_rank_0_that_served_the_store_has_died(tmp_path
 
 def _excludes(slot: Slot):
     _join(slot)
+    for ranks in ([], [slot.size], [1, 1], [0, 1, 2, 3], [slot.rank]):
+        with pytest.raises(UsageError):
+            dure.shrink_group(ranks)
+    with pytest.raises(UsageError):
+        dure.shrink_group([3 - slot.rank], shrink_flags=7)
+    with pytest.raises(TypeError):
+        dure.shrink_group((3 - slot.rank,))  # pyright: ignore[reportArgumentType]
+    assert _sum_of_ranks() == 6.0  # misuse leaves the group whole
     trio = dure.new_group([1, 2, 3])
     if slot.rank == 3:
         with pytest.raises(CommError):  # the others leave the default group
@@ -186,20 +194,3 @@ def test_death_during_shrink_is_seen_of_4_ranks(tmp_path: Path):
     with Ranks(4, tmp_path, _loses_another) as ranks:
         for rank in (2, 3):
             assert ranks.result(rank) == (2, 1.0)
-
-
-def _misuses(slot: Slot):
-    _join(slot)
-    for ranks in ([], [slot.size], [1, 1], [0, 1], [slot.rank]):
-        with pytest.raises(UsageError):
-            dure.shrink_group(ranks)
-    with pytest.raises(UsageError):
-        dure.shrink_group([1 - slot.rank], shrink_flags=7)
-    with pytest.raises(TypeError):
-        dure.shrink_group((1 - slot.rank,))  # pyright: ignore[reportArgumentType]
-    return _sum_of_ranks()
-
-
-def test_misuse_of_shrink_group_leaves_the_group_whole_on_2_ranks(tmp_path: Path):
-    with Ranks(2, tmp_path, _misuses) as ranks:
-        assert [ranks.result(rank) for rank in range(2)] == [1.0, 1.0]

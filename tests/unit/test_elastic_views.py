@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -104,11 +103,3 @@ def test_no_committed_step_is_lost_and_one_at_most_is_done_again(
     if "committed" in stages:  # even if every rank that had committed it has died
         assert view.step == step
     assert (view.source, view.behind) == (0, ())  # among survivors nothing needs to travel
-
-
-def test_a_rank_knows_its_place_and_what_it_has():
-    last = msgspec.structs.replace(four("a", "b"), step=9)
-    assert [last.rank_of(t) for t in ("a", "b", "c")] == [0, 1, -1]
-    assert [Progress(4, 5).has(step) for step in (3, 4, 5, 6)] == [False, True, True, False]
-    assert not any(Progress().has(step) for step in (-1, 0))
-    assert "rank 3" in str(member("a", 3))
