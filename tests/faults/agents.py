@@ -7,18 +7,15 @@ round, and can kill by process number. The program ends when the test says so.
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
-import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from dure.launch.ranks.ports import reserve_port
 from dure.store.key import mint
+from procs.launching import Launching, launching
 
 PROGRAM = """\
 import os
@@ -73,18 +70,17 @@ class Host:
 
 
 class Crew:
-    """The hosts of one test."""
+    """The hosts of one test, as jobs of `launching`, which looks whether anything is left."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.keeper, self.port = reserve_port()
+    def __init__(self, jobs: Launching, folder: Path, port: int) -> None:
+        self.folder, self.port = folder, port
         self.hosts: list[Host] = []
-        self.tag = uuid.uuid4().hex
-        self.key = folder / "key"
-        self.key.touch(0o600)
-        self.key.write_bytes(mint().raw)
-        self.program = folder / "program.py"
-        self.program.write_text(PROGRAM)
+        self._jobs = jobs
+        self._key = folder / "key"
+        self._key.touch(0o600)
+        self._key.write_bytes(mint().raw)
+        self._program = folder / "program.py"
+        self._program.write_text(PROGRAM)
 
     def start(self, name: str, *flags: str) -> Host:
         """Start the launcher of one host of several."""
@@ -92,26 +88,18 @@ class Crew:
 
     def start_alone(self, name: str, *flags: str) -> Host:
         """Start the launcher of a host."""
-        environment = os.environ | {
-            "DURE_HOST_ID": name,
-            "DURE_JOB_KEY_FILE": str(self.key),
-            "CREW": str(self.folder),
-            "CREW_TAG": self.tag,
-        }
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "dure.cli", "run", *flags),
-                str(self.program),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+        variables = {"DURE_HOST_ID": name, "DURE_JOB_KEY_FILE": str(self._key)}
+        variables["CREW"] = str(self.folder)
+        process = self._jobs.start(*flags, str(self._program), env=variables)
         host = Host(name, process)
         self.hosts.append(host)
         return host
+
+    def another(self, name: str) -> Crew:
+        """Return hosts with a key of their own that look for the job of these."""
+        folder = self.folder / name
+        folder.mkdir()
+        return Crew(self._jobs, folder, self.port)
 
     def wait_for_store(self) -> None:
         """Wait until a launcher coordinates at the endpoint."""
@@ -160,18 +148,12 @@ class Crew:
         """Let the program end."""
         (self.folder / "finish").touch()
 
-    def close(self) -> list[int]:
-        """Kill what is left; return the processes that should have ended by themselves."""
+    def close(self) -> None:
+        """Kill the launchers, and wait for their reapers to end all else."""
         for host in self.hosts:
             host.process.kill()
             host.process.communicate()
-        self.keeper.close()
-        deadline = time.monotonic() + 60
-        while (left := _living(self.tag)) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-        return left
+        self.wait_for(lambda: not self._jobs.left(), "all processes to end", 60)
 
     def _told(self) -> str:
         for host in self.hosts:
@@ -182,28 +164,15 @@ class Crew:
 
 def crew(folder: Path) -> Iterator[Crew]:
     """Yield a crew; afterwards fail if a process of it was left."""
-    hosts = Crew(folder)
-    try:
-        yield hosts
-    finally:
-        left = hosts.close()
-    assert left == []
+    keeper, port = reserve_port()
+    with keeper:
+        for jobs in launching(folder):
+            hosts = Crew(jobs, folder, port)
+            yield hosts
+            hosts.close()
 
 
 def _listens(port: int) -> bool:
     lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
     fields = [line.split() for line in lines]
     return any(f[1] == f"0100007F:{port:04X}" and f[3] == "0A" for f in fields)
-
-
-def _living(tag: str) -> list[int]:
-    found: list[int] = []
-    for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) == os.getpid():
-            continue
-        try:
-            if tag.encode() in Path(f"/proc/{name}/environ").read_bytes():
-                found.append(int(name))
-        except OSError:
-            continue
-    return found

@@ -13,10 +13,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +25,7 @@ import torch
 import dure
 from dure.errors import CommError, CommTimeout, Desync, PeerLost
 from dure.native import available
-from faults import drill_calls as calls
 from faults.crew import Crew, Place
-from faults.drill_calls import Arguments
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
 
@@ -34,6 +33,91 @@ SIZE, CULPRIT = 3, 1
 TIMEOUT_S = 0.8
 LONG_S = 60.0
 SOON_S = 15.0  # the engine promises 20 ms and 100 ms; a busy machine gets more
+SMALL, LARGE = 6, 300_000
+
+# ---- the operations, and what of a call can be wrong on one rank ---------------------------------
+
+ROOTED = ("reduce", "broadcast", "gather", "scatter")
+REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single")
+WITH_DATA = (
+    *("all_gather", "all_gather_single", "all_reduce", "all_to_all", "all_to_all_single"),
+    *("broadcast", "gather", "reduce", "reduce_scatter", "reduce_scatter_single", "scatter"),
+)
+COLLECTIVES = ("barrier", *WITH_DATA)
+MESSAGES = ("recv", "send")
+OBJECTS = ("all_gather_object", "broadcast_object_list")
+ALL = sorted((*COLLECTIVES, *MESSAGES, *OBJECTS))
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What a rank calls an operation with."""
+
+    rank: int
+    count: int
+    dtype: torch.dtype = torch.float32
+    root: int = 0
+    reduction: Any = dure.ReduceOp.SUM
+
+    def tensor(self, times: int = 1) -> torch.Tensor:
+        return torch.full((times * self.count,), self.rank + 1, dtype=self.dtype)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.tensor() for _ in range(SIZE)]
+
+
+WRONG: dict[str, Callable[[Arguments], Arguments]] = {
+    "dtype": lambda a: replace(a, dtype=torch.int32),
+    "count": lambda a: replace(a, count=a.count + 1),
+    "root": lambda a: replace(a, root=1),
+    "reduction": lambda a: replace(a, reduction=dure.ReduceOp.MAX),
+}
+"""One argument that is another on one rank."""
+
+
+def make_call(op: str, a: Arguments, later: bool) -> tuple[list[torch.Tensor], Callable[[], Any]]:
+    """Return the tensors that an operation may change, and what calls it and waits for it."""
+    one, each, other = a.tensor(), a.tensors(), a.tensors()
+    wide, whole = a.tensor(SIZE), a.tensor(SIZE)
+    at_root = each if a.rank == a.root else None
+    changed_and_given: dict[str, tuple[list[torch.Tensor], tuple[object, ...]]] = {
+        "all_reduce": ([one], (one, a.reduction)),
+        "reduce": ([one], (one, a.root, a.reduction)),
+        "broadcast": ([one], (one, a.root)),
+        "all_gather": (each, (each, one)),
+        "all_gather_single": ([wide], (wide, one)),
+        "gather": (at_root or [], (one, at_root, a.root)),
+        "scatter": ([one], (one, at_root, a.root)),
+        "reduce_scatter": ([one], (one, each, a.reduction)),
+        "reduce_scatter_single": ([one], (one, whole, a.reduction)),
+        "all_to_all": (each, (each, other)),
+        "all_to_all_single": ([wide], (wide, whole)),
+        "barrier": ([], ()),
+        "send": ([one], (one, CULPRIT if a.rank == 0 else 0)),
+        "recv": ([one], (one, CULPRIT if a.rank == 0 else 0)),
+        "broadcast_object_list": ([], ([{"rank": a.rank}], a.root)),
+        "all_gather_object": ([], ([None] * SIZE, {"rank": a.rank})),
+    }
+    changed, given = changed_and_given[op]
+
+    def call() -> None:
+        if op in COLLECTIVES:
+            work = getattr(dure, op)(*given, async_op=later)
+        elif op in OBJECTS:
+            work = getattr(dure, op)(*given)
+        elif a.rank > 1:
+            return  # it has no part in a message
+        else:
+            sends = (op == "send") == (a.rank == 0)
+            name = ("i" if later else "") + ("send" if sends else "recv")
+            work = getattr(dure, name)(*given)
+        if later and work is not None:
+            work.wait()
+
+    return changed, call
+
+
+# ---- what must come of it ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,21 +135,18 @@ class Expected:
     exit: str | None = None
 
 
-COLLECTIVES = tuple(calls.COLLECTIVES)
-WITH_DATA = tuple(op for op in COLLECTIVES if op != "barrier")
-
 TABLE = {
-    "killed": Expected(error=PeerLost, ops=tuple(calls.ALL), exit="signal 9 (SIGKILL)"),
-    "exits": Expected(error=PeerLost, ops=tuple(calls.ALL), exit="exit code 3"),
-    "left": Expected(error=PeerLost, ops=tuple(calls.ALL)),
-    "stopped": Expected(error=CommTimeout, ops=tuple(calls.ALL)),
-    "absent": Expected(error=CommTimeout, ops=tuple(calls.ALL)),
+    "killed": Expected(error=PeerLost, ops=tuple(ALL), exit="signal 9 (SIGKILL)"),
+    "exits": Expected(error=PeerLost, ops=tuple(ALL), exit="exit code 3"),
+    "left": Expected(error=PeerLost, ops=tuple(ALL)),
+    "stopped": Expected(error=CommTimeout, ops=tuple(ALL)),
+    "absent": Expected(error=CommTimeout, ops=tuple(ALL)),
     "op": Expected(error=Desync, ops=COLLECTIVES),
     "order": Expected(error=Desync, ops=COLLECTIVES),
     "dtype": Expected(error=Desync, ops=(*WITH_DATA, "recv")),
     "count": Expected(error=Desync, ops=(*WITH_DATA, "recv")),
-    "root": Expected(error=Desync, ops=tuple(calls.ROOTED)),
-    "reduction": Expected(error=Desync, ops=tuple(calls.REDUCING)),
+    "root": Expected(error=Desync, ops=ROOTED),
+    "reduction": Expected(error=Desync, ops=REDUCING),
 }
 
 
@@ -89,11 +170,11 @@ class Case:
         A small message is sent without its receiver; one that does not fit and is large keeps its
         sender waiting for a receive that does.
         """
-        if self.op in calls.OBJECTS or self.op == "barrier":
-            return not self.large and not (self.later and self.op in calls.OBJECTS)
+        if self.op in OBJECTS or self.op == "barrier":
+            return not self.large and not (self.later and self.op in OBJECTS)
         if self.op == "send":
             return self.large
-        return not (self.op == "recv" and self.large and self.failure in calls.WRONG)
+        return not (self.op == "recv" and self.large and self.failure in WRONG)
 
 
 MATRIX = [
@@ -113,7 +194,7 @@ def _always(case: Case) -> bool:
     if case.op == "all_reduce":
         return case.later == case.large
     quick = [f for f, e in TABLE.items() if e.error is not CommTimeout and case.op in e.ops]
-    turn = (quick.index(case.failure) - sorted(calls.ALL).index(case.op)) % len(quick)
+    turn = (quick.index(case.failure) - ALL.index(case.op)) % len(quick)
     return turn < 2 and case.large == (case.op == "send") and not case.later
 
 
@@ -145,11 +226,11 @@ def _rank(place: Place, case: Case) -> Seen | None:
         dure.barrier()
         if case.failure in ("stopped", "absent"):
             group.set_timeout(timedelta(seconds=TIMEOUT_S))
-        if place.rank == CULPRIT and case.failure not in calls.WRONG:
+        if place.rank == CULPRIT and case.failure not in WRONG:
             return _goes_wrong(place, case)
-        arguments = Arguments(place.rank, place.size, calls.LARGE if case.large else calls.SMALL)
+        arguments = Arguments(place.rank, LARGE if case.large else SMALL)
         if place.rank == CULPRIT:
-            arguments = calls.WRONG[case.failure](arguments)
+            arguments = WRONG[case.failure](arguments)
         seen = _watched(case.op, arguments, case.later)
         group.store.set(f"over/{place.rank}", b"1")
         return seen
@@ -159,7 +240,7 @@ def _rank(place: Place, case: Case) -> Seen | None:
 
 
 def _goes_wrong(place: Place, case: Case) -> Seen | None:
-    arguments = Arguments(place.rank, place.size, calls.LARGE if case.large else calls.SMALL)
+    arguments = Arguments(place.rank, LARGE if case.large else SMALL)
     match case.failure:
         case "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -172,25 +253,25 @@ def _goes_wrong(place: Place, case: Case) -> Seen | None:
             others = [f"over/{r}" for r in range(place.size) if r != place.rank]
             store.wait(others, timedelta(seconds=LONG_S))
         case "op" | "order":
-            return _watched(calls.another(case.op), arguments, case.later)
+            return _watched(
+                "all_reduce" if case.op == "barrier" else "barrier", arguments, case.later
+            )
         case _:
             pass  # it leaves
     return None
 
 
 def _watched(op: str, arguments: Arguments, later: bool) -> Seen:
-    tensors, run = calls.ALL[op](arguments)
+    tensors, call = make_call(op, arguments, later)
     before = [t.clone() for t in tensors]
     error = again = None
     began = time.monotonic()
     try:
-        work = run(later)
-        if work is not None:
-            work.wait()
+        call()
     except BaseException as caught:
         error = caught
     took_s = time.monotonic() - began
-    if error is not None and op not in calls.MESSAGES:
+    if error is not None and op not in MESSAGES:
         try:
             dure.barrier()
         except BaseException as caught:
@@ -209,7 +290,7 @@ def crew(tmp_path_factory) -> Iterator[Crew]:
 
 
 def _concerned(case: Case) -> list[int]:
-    if case.op in calls.MESSAGES:
+    if case.op in MESSAGES:
         return [0]
     return [0, 1, 2] if TABLE[case.failure].error is Desync else [0, 2]
 
@@ -223,7 +304,7 @@ def test_failure_of_a_rank_of_3_is_what_the_table_says(crew, case):
         mine = seen[rank]
         assert type(mine.error) is expected.error, (rank, mine.error)
         assert mine.error.rank == rank
-        if case.op not in calls.MESSAGES:  # the group is broken, and says why
+        if case.op not in MESSAGES:  # the group is broken, and says why
             assert type(mine.again) is expected.error, (rank, mine.again)
         match mine.error:
             case PeerLost() as error:
@@ -237,7 +318,7 @@ def test_failure_of_a_rank_of_3_is_what_the_table_says(crew, case):
                 assert TIMEOUT_S / 2 < mine.took_s < TIMEOUT_S + SOON_S
             case error:
                 assert isinstance(error, Desync)
-                ranks = (0, 1) if case.op in calls.MESSAGES else range(SIZE)
+                ranks = (0, 1) if case.op in MESSAGES else range(SIZE)
                 assert set(error.calls) == set(ranks)
                 assert error.calls[0] != error.calls[CULPRIT]
                 assert mine.unchanged
@@ -245,6 +326,6 @@ def test_failure_of_a_rank_of_3_is_what_the_table_says(crew, case):
 
 
 def test_table_covers_every_operation():
-    assert {case.op for case in MATRIX} == set(calls.ALL)
-    assert {case.op for case in MATRIX if _always(case)} == set(calls.ALL)
+    assert {case.op for case in MATRIX} == set(ALL)
+    assert {case.op for case in MATRIX if _always(case)} == set(ALL)
     assert {case.failure for case in MATRIX if _always(case)} == set(TABLE)

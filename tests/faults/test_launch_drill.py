@@ -1,7 +1,7 @@
-"""Two hundred jobs in each of which a rank is killed at a random moment.
+"""Hundreds of jobs of which a rank, or the launcher, is ended at a random moment.
 
 Whatever that moment is (the interpreter starts, torch is imported, the ranks meet, a collective
-runs, the job is ending), the job ends by itself, with the killed rank's exit code, and nothing
+runs, the job is ending), the job ends by itself, with the exit code that follows, and nothing
 remains of it: no process, no file, no shared memory.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,8 +22,7 @@ from procs.launching import Launching, launching, living
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-BLOCKS = 4
-RUNS_OF_A_BLOCK = 50
+RUNS = 100
 
 LIGHT = """
     import os, subprocess, sys, time
@@ -52,63 +52,39 @@ def job(tmp_path: Path) -> Iterator[Launching]:
     yield from launching(tmp_path)
 
 
-def find_rank(job: Launching, rank: int) -> int | None:
-    """Return the process of one rank, if it has been started and not ended."""
-    mine = set(job.left())
-    for pid in living(f"\0RANK={rank}\0"):
-        with suppress(OSError):
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if pid in mine and (b"child.py" in command or b"forking.py" in command):
-                return pid
-    return None
-
-
-def kill_someone(job: Launching, moment_s: float, rank: int, launcher_lives: object) -> bool:
-    """Kill a rank `moment_s` from now, or as soon as it exists; False if it ended before."""
-    due = time.monotonic() + moment_s
-    while time.monotonic() < due + 30:
-        time.sleep(max(0.0, min(0.01, due - time.monotonic())))
-        if time.monotonic() < due:
-            continue
-        if launcher_lives() is not None:  # pyright: ignore
-            return False
-        pid = find_rank(job, rank)
-        if pid is not None:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-                return True
+def kill_rank(job: Launching, launcher: subprocess.Popen[str], rank: int) -> bool:
+    """Kill a rank, as soon as it exists; False if the job ended before."""
+    while launcher.poll() is None:
+        mine = set(job.left())
+        for pid in living(f"\0RANK={rank}\0"):
+            with suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if pid in mine and (b"child.py" in command or b"forking.py" in command):
+                    os.kill(pid, signal.SIGKILL)
+                    return True
     return False
 
 
-def drill(job: Launching, arguments: tuple[str, ...], seed: int, longest_s: float) -> int:
-    """Run one block; return how many jobs had a rank killed."""
-    chance = random.Random(seed)
+@pytest.mark.parametrize(
+    ("program", "steps", "longest_s"), [(LIGHT, "50", 1.0), (COLLECTIVES, "20000", 2.0)]
+)
+def test_job_with_a_killed_rank_leaves_nothing(
+    job: Launching, program: str, steps: str, longest_s: float
+) -> None:
+    path, chance, kills = job.write(program), random.Random(steps), 0
     before = sorted(os.listdir(job.directory))
-    kills = 0
-    for run in range(RUNS_OF_A_BLOCK):
-        process = job.start("-n", "2", *arguments, env={"HOME": str(job.directory)})
+    for run in range(RUNS):
+        process = job.start("-n", "2", path, steps, env={"HOME": str(job.directory)})
         moment_s = chance.uniform(0, longest_s)
-        killed = kill_someone(job, moment_s, chance.randrange(2), process.poll)
+        time.sleep(moment_s)
+        killed = kill_rank(job, process, chance.randrange(2))
         done = job.finish(process)  # checks that no process is left
         note = (run, moment_s, killed, done)
         assert done.code in ((137, 0) if killed else (0,)), note
         assert done.elapsed_s < 10, note
         assert sorted(os.listdir(job.directory)) == before, note
         kills += done.code == 137
-    return kills
-
-
-@pytest.mark.parametrize("block", range(BLOCKS))
-def test_light_job_with_a_killed_rank_leaves_nothing(job: Launching, block: int) -> None:
-    program = job.write(LIGHT)
-    assert drill(job, (program, "50"), seed=block, longest_s=1.0) > RUNS_OF_A_BLOCK // 4
-
-
-@pytest.mark.parametrize("block", range(BLOCKS))
-def test_collectives_with_a_killed_rank_leave_nothing(job: Launching, block: int) -> None:
-    program = job.write(COLLECTIVES)
-    kills = drill(job, (program, "20000"), seed=100 + block, longest_s=4.0)
-    assert kills > RUNS_OF_A_BLOCK // 4
+    assert kills > RUNS // 4
 
 
 @pytest.mark.parametrize(
@@ -117,10 +93,9 @@ def test_collectives_with_a_killed_rank_leave_nothing(job: Launching, block: int
 def test_launcher_signalled_at_a_random_moment_leaves_nothing(
     job: Launching, number: int, code: int
 ) -> None:
-    program = job.write(LIGHT)
-    chance = random.Random(number)
+    program, chance = job.write(LIGHT), random.Random(number)
     before = sorted(os.listdir(job.directory))
-    for run in range(RUNS_OF_A_BLOCK):
+    for run in range(RUNS // 2):
         process = job.start("-n", "2", program, "1000")
         moment_s = chance.uniform(0, 1.5)
         time.sleep(moment_s)

@@ -1,10 +1,11 @@
-"""A relay between clients and a server, which cuts their connections when told."""
+"""A relay between clients and a server, which resets their connections when told."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import socket
+import struct
 import threading
 
 
@@ -46,10 +47,15 @@ class Relay:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
-    def cut(self) -> None:
-        for end in list(self._ends):
+    def cut(self) -> int:
+        """Send an RST on all connections; return how many ends they had."""
+        ends, self._ends = self._ends, []
+        for end in ends:
             with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                end.shutdown(socket.SHUT_RD)  # wakes the thread that reads it
+            end.close()
+        return len(ends)
 
     def __enter__(self) -> Relay:
         return self
@@ -60,5 +66,4 @@ class Relay:
         self.cut()
         for thread in self._threads:
             thread.join(5)
-        for end in (*self._ends, self._listener):
-            end.close()
+        self._listener.close()

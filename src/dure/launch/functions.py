@@ -9,9 +9,10 @@ a program of `dure run` gets; only the program is missing. There are two ways:
   define by name, with this process's `sys.path`.
 
 A fork copies one thread and all memory. Locks that other threads hold stay shut for ever, a CUDA
-context does not survive, and autograd may refuse to run in a copy. So a fork is chosen only if
-neither CUDA nor autograd has been used here, and no library has threads of its own (those that are
-known to do no harm in a copy, which never uses them, are ZeroMQ's and Python's).
+context does not survive, and autograd refuses to run in a copy of a process where it has run. So a
+fork is chosen only if neither CUDA nor autograd has been used here, and no library has threads of
+its own (those that are known to do no harm in a copy, which never uses them, are ZeroMQ's and
+Python's).
 
 Results come back as pickles in a directory of this user's alone, which is removed.
 """
@@ -21,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import select
 import signal
 import sys
 import tempfile
@@ -41,8 +41,6 @@ from dure.launch.spec import JobSpec, Line
 
 __all__ = ["spawn"]
 
-_TRIAL_S = 5.0
-_USED = 3
 _HARMLESS = ("ZMQ",)  # how names of threads begin that a copy does without
 
 
@@ -141,45 +139,21 @@ def _why_not_fork() -> str | None:
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "CUDA is in use"
-    code = _trial(torch)
-    if code != 0:
-        return "autograd was used" if code == _USED else "autograd does not run in a copy of it"
+    if torch is not None and torch._C._autograd._get_sequence_nr() > 0:
+        return "autograd was used"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads: we look
+        pid = os.fork()  # before which OpenBLAS ends its threads, until it needs them again
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
     mine = {thread.native_id for thread in threading.enumerate()}
-    for task in os.listdir("/proc/self/task"):  # OpenBLAS has ended its own before the trial fork
+    for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):
             name = Path(f"/proc/self/task/{task}/comm").read_text().strip()
             if int(task) not in mine and not name.startswith(_HARMLESS):
                 return f"a library has threads of its own ({name!r})"
     return None
-
-
-def _trial(torch: Any) -> int:
-    """Fork once, run autograd in the copy, and return the code that it ends with."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads: we look
-        pid = os.fork()
-    if pid == 0:
-        code = 1
-        with contextlib.suppress(BaseException):
-            code = 0 if torch is None else _try_autograd(torch)
-        os._exit(code)
-    pidfd = os.pidfd_open(pid)
-    try:
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
-        if not poll.poll(_TRIAL_S * 1000):
-            os.kill(pid, signal.SIGKILL)
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    finally:
-        os.close(pidfd)
-
-
-def _try_autograd(torch: Any) -> int:
-    """Return 0 if autograd runs, and has not run before: it numbers what it records."""
-    with torch.enable_grad():
-        total = torch.ones(1, requires_grad=True).sum()
-        total.backward()
-    return 0 if total.grad_fn._sequence_nr() == 0 else _USED
 
 
 def main() -> None:

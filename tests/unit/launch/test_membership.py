@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import socket
-import struct
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -29,6 +26,7 @@ from dure.store.listener import listen
 from dure.store.memory import HashStore
 from dure.store.server import StoreServer
 from dure.store.shared import EVERYTHING, Shared
+from procs.relay import Relay
 
 TERMS = Settings(min_hosts=1, max_hosts=3, max_restarts=99, run_id="job")
 TWO = replace(TERMS, min_hosts=2, max_hosts=2)
@@ -215,68 +213,22 @@ def test_another_version_is_refused_by_name_and_left_alone(state: bytes) -> None
 # --- over a network -----------------------------------------------------------------------------
 
 
-class Proxy:
-    """Passes connections on to a port, and resets them when told."""
-
-    def __init__(self, port: int) -> None:
-        self._target = port
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port = self._server.getsockname()[1]
-        self._pairs: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
-        self._threads[0].start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._server.accept()
-                far = socket.create_connection(("127.0.0.1", self._target))
-                self._pairs += [near, far]
-                for source, sink in ((near, far), (far, near)):
-                    thread = threading.Thread(target=self._pass, args=(source, sink), daemon=True)
-                    self._threads.append(thread)
-                    thread.start()
-
-    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                sink.sendall(data)
-            sink.shutdown(socket.SHUT_WR)
-
-    def reset(self) -> int:
-        """Send an RST on all connections; return how many there were."""
-        pairs, self._pairs = self._pairs, []
-        for end in pairs:
-            with contextlib.suppress(OSError):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                end.shutdown(socket.SHUT_RD)  # wakes the thread that reads it
-            end.close()
-        return len(pairs)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
-        self._threads[0].join()
-        self.reset()
-        for thread in self._threads:
-            thread.join()
-
-
 @contextlib.contextmanager
-def served(presence: Callable[[str, bool], None]) -> Iterator[tuple[Shared, Shared, Proxy]]:
-    """Yield two ways to one server, of which the second leads through a proxy."""
+def served(
+    presence: Callable[[str, bool], None], relay: contextlib.ExitStack
+) -> Iterator[tuple[Shared, Shared, Relay]]:
+    """Yield two ways to one server, of which the second leads through a relay, which ends first."""
     key = mint()
     server = StoreServer(listen(resolve("127.0.0.1", 0)), key, presence)
-    proxy = Proxy(server.port)
     try:
-        yield (
-            open_shared(f"tcp://127.0.0.1:{server.port}", key.raw, 0.5),
-            open_shared(f"tcp://127.0.0.1:{proxy.port}", key.raw, 0.5),
-            proxy,
-        )
+        with relay:
+            between = relay.enter_context(Relay(server.port))
+            yield (
+                open_shared(f"tcp://127.0.0.1:{server.port}", key.raw, 0.5),
+                open_shared(f"tcp://127.0.0.1:{between.port}", key.raw, 0.5),
+                between,
+            )
     finally:
-        proxy.close()
         server.stop()
 
 
@@ -289,14 +241,18 @@ def wait_for(done: Callable[[], bool], limit_s: float = 20.0) -> None:
 
 def test_connections_that_are_reset_are_opened_again_and_nothing_is_lost() -> None:
     heard: list[tuple[str, bool]] = []
-    with served(lambda key, there: heard.append((key, there))) as (near, far, proxy):
+    with served(lambda key, there: heard.append((key, there)), contextlib.ExitStack()) as (
+        near,
+        far,
+        relay,
+    ):
         one, two = Noted(near), Noted(far)
         assert joined(one, "h1", TWO) and joined(two, "h2", TWO)
         told: list[Event] = [death(two, 0, times) for times in range(9)]
         for number, event in enumerate(told):
             two.tell(event)
             if number % 3 == 0:
-                wait_for(lambda: proxy.reset() > 0)
+                wait_for(lambda: relay.cut() > 0)
         wait_for(lambda: one.machine().restarts == 9)
         wait_for(lambda: two.settled)
         assert (one.gone, two.gone) == ("", "")
@@ -310,11 +266,12 @@ def test_a_connection_that_is_not_opened_again_stops_the_round() -> None:
     def presence(key: str, there: bool) -> None:
         made[0].note_presence(key, there)
 
-    with served(presence) as (near, far, proxy):
+    ending = contextlib.ExitStack()
+    with served(presence, ending) as (near, far, _):
         one, two = Noted(near), Noted(far)
         assert joined(one, "h1", TWO, kind=Machine) and joined(two, "h2", TWO, kind=Machine)
         wait_for(lambda: one.machine().phase is Phase.RUNNING)
-        proxy.close()
+        ending.close()
         wait_for(lambda: one.machine().phase is Phase.STOPPING)
         assert one.machine().agents == (one.agent, two.agent)  # not given up yet
         assert one.machine()._faults.lost == {two.agent: "its connection broke"}
