@@ -3,6 +3,8 @@
 import json
 import os
 import pickle
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,17 +26,26 @@ from dure.store.key import (
 ELSEWHERE = "192.0.2.1"  # an address of documentation; never this machine's
 
 
-def test_the_text_form_does_not_show_the_key() -> None:
+@pytest.fixture
+def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The path that DURE_JOB_KEY_FILE names: a folder of our own, where there is no file yet."""
+    monkeypatch.setenv("DURE_JOB_KEY_FILE", str(tmp_path / "key"))
+    return tmp_path / "key"
+
+
+def written(path: Path, raw: bytes = b"k" * 32, mode: int = 0o600) -> None:
+    path.touch()
+    path.chmod(mode)
+    path.write_bytes(raw)
+
+
+def test_the_text_form_shows_a_fingerprint_and_not_the_key() -> None:
     key = mint()
     pair = key.pair("store server")
     for text in (repr(key), str(key), f"{key}", repr(pair)):
         assert key.raw.hex() not in text
         assert repr(key.raw)[2:-1] not in text
         assert pair.secret.decode() not in text
-
-
-def test_the_fingerprint_tells_keys_apart() -> None:
-    key = mint()
     assert key.fingerprint == JobKey(key.raw).fingerprint
     assert key.fingerprint != mint().fingerprint
 
@@ -47,22 +58,25 @@ def test_pairs_are_the_same_everywhere_and_differ_by_purpose() -> None:
     assert zmq.curve_public(server.secret) == server.public
 
 
-@pytest.mark.parametrize("size", [0, 31, 33])
-def test_a_key_of_another_length_is_refused(size: int) -> None:
-    with pytest.raises(StoreError):
-        JobKey(bytes(size))
+def test_a_key_is_neither_pickled_nor_taken_apart() -> None:
+    key = mint()
+    for secret in (key, key.pair("store server"), {"deep": [key]}):
+        for protocol in (0, pickle.HIGHEST_PROTOCOL):
+            with pytest.raises(StoreError):
+                pickle.dumps(secret, protocol)
+    for write in (json.dumps, msgspec.json.encode):
+        with pytest.raises(TypeError):
+            write(key)
+    assert not hasattr(key, "__dict__")
 
 
-def test_a_file_without_a_key_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "short"
-    path.touch(0o600)
-    path.write_bytes(b"short")
-    with pytest.raises(StoreError) as caught:
-        key_from_file(path)
-    assert str(path) in caught.value.seen
-    with pytest.raises(StoreError) as caught:
-        key_from_file(tmp_path / "none")
-    assert "DURE_JOB_KEY_FILE" not in str(caught.value)
+def test_keys_are_equal_by_their_bytes_and_have_32() -> None:
+    key = mint()
+    assert len({key, JobKey(bytes(key.raw)), mint()}) == 2
+    assert key != key.raw
+    for size in (0, 31, 33):
+        with pytest.raises(StoreError):
+            JobKey(bytes(size))
 
 
 def test_a_descriptor_goes_before_a_file_and_can_be_read_again(
@@ -76,38 +90,73 @@ def test_a_descriptor_goes_before_a_file_and_can_be_read_again(
         monkeypatch.setenv("DURE_JOB_KEY_FILE", "/nonexistent")
         assert load_for(ELSEWHERE) == key
         assert load_for(ELSEWHERE) == key
-
-
-def test_a_closed_descriptor_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DURE_JOB_KEY_FD", "9999")
+    monkeypatch.delenv("DURE_JOB_KEY_FILE")
     with pytest.raises(StoreError):
         load_for("localhost")
 
 
-def test_a_file_that_only_we_can_read_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    key, path = mint(), tmp_path / "key"
-    path.write_bytes(key.raw)
-    path.chmod(0o600)
-    monkeypatch.setenv("DURE_JOB_KEY_FILE", str(path))
-    assert load_for(ELSEWHERE) == key
+def test_a_file_or_link_of_our_own_is_taken(given: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(given)
+    assert load_for(ELSEWHERE) == JobKey(b"k" * 32)
+    given.with_name("link").symlink_to(given)
+    monkeypatch.setenv("DURE_JOB_KEY_FILE", str(given.with_name("link")))
+    assert load_for(ELSEWHERE) == JobKey(b"k" * 32)
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
-def test_a_file_open_to_others_is_refused_with_the_cure(
-    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "key"
-    path.write_bytes(mint().raw)
-    path.chmod(mode)
-    monkeypatch.setenv("DURE_JOB_KEY_FILE", str(path))
+def by_another(name: str) -> Callable[[Path], None]:
+    def give_away(path: Path) -> None:
+        if os.geteuid():
+            pytest.skip("only root can give files away")
+        written(path.with_name("other"))
+        path.symlink_to("other")
+        os.chown(path.parent / name, 65534, 65534, follow_symlinks=False)
+
+    return give_away
+
+
+BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "none": (lambda path: None, "DURE_JOB_KEY_FILE"),
+    "short": (lambda path: written(path, b"short"), "/dev/urandom"),
+    "long": (lambda path: written(path, b"k" * 33), "/dev/urandom"),
+    "readable by a group": (lambda path: written(path, mode=0o640), "chmod 600"),
+    "readable by all": (lambda path: written(path, mode=0o604), "chmod 600"),
+    "writable by a group": (lambda path: written(path, mode=0o620), "chmod 600"),
+    "a pipe": (lambda path: os.mkfifo(path, 0o600), "regular"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "regular"),
+    "a folder": (lambda path: path.mkdir(), "regular"),
+    "another user's link": (by_another("key"), "symbolic link"),
+    "another user's file": (by_another("other"), "another user"),
+    "another user's folder": (by_another("."), "exchange"),
+    "a folder that a group can write to": (lambda path: path.parent.chmod(0o775), "go-w"),
+    "a folder that all can write to": (lambda path: path.parent.chmod(0o777), "go-w"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_FILES)
+def test_a_file_that_is_not_safe_is_refused_at_once(what: str, given: Path) -> None:
+    make, told = BAD_FILES[what]
+    if what.startswith("a folder that"):
+        written(given)
+    make(given)
     with pytest.raises(StoreError) as caught:
         load_for("localhost")
-    assert "chmod 600" in caught.value.fix
+    assert told in str(caught.value)
+    assert str(given.parent) in str(caught.value) or "/dev" in str(caught.value)
+    with pytest.raises(StoreError) as caught:
+        key_from_file(given)
+    assert "DURE_JOB_KEY_FILE" not in str(caught.value)
+    given.parent.chmod(0o700)
 
 
-def test_the_users_own_key_is_made_once_by_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sticky_directory_is_safe(given: Path) -> None:
+    written(given)
+    given.parent.chmod(0o1777)
+    assert load_for(ELSEWHERE) == JobKey(b"k" * 32)
+    given.parent.chmod(0o700)
+
+
+def test_the_users_own_key_is_made_once_by_many() -> None:
     with ThreadPoolExecutor(8) as pool:
         keys = set(pool.map(lambda _: load_for("127.0.0.1"), range(16)))
     assert len(keys) == 1
@@ -117,113 +166,26 @@ def test_the_users_own_key_is_made_once_by_many(monkeypatch: pytest.MonkeyPatch)
     assert os.listdir(path.parent) == ["key"]
 
 
-def test_another_host_uses_an_existing_key_and_makes_none() -> None:
+def test_another_host_uses_an_existing_key_makes_none_and_may_wait(tmp_path: Path) -> None:
     with pytest.raises(StoreError) as caught:
-        load_for(ELSEWHERE)
+        load_for(ELSEWHERE, 0.1)
     assert str(user_key_path()) in caught.value.fix
+    assert "DURE_JOB_KEY_FILE" in caught.value.fix
     assert not user_key_path().exists()
-    key = load_for("127.0.0.1")
-    assert load_for(ELSEWHERE) == key
+    maker = threading.Timer(0.1, load_for, ("127.0.0.1",))
+    maker.start()
+    assert load_for(ELSEWHERE, 5.0) == load_for("127.0.0.1")
+    maker.join()
 
 
-def test_a_home_that_cannot_be_written_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("home", ["file", "/" + 300 * "x"], ids=["a file", "too long"])
+def test_a_home_that_cannot_be_used_is_an_error(
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / home))
     with pytest.raises(StoreError):
         load_for("127.0.0.1")
-
-
-def test_a_home_that_cannot_be_looked_into_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", "/" + 300 * "x")  # ENAMETOOLONG, also for root
-    with pytest.raises(StoreError):
-        load_for("127.0.0.1")
-
-
-def test_a_key_is_neither_pickled_nor_taken_apart() -> None:
-    key = mint()
-    for secret in (key, key.pair("store server")):
-        with pytest.raises(StoreError):
-            pickle.dumps(secret)
-        with pytest.raises(StoreError):
-            pickle.dumps({"deep": [secret]}, protocol=0)
-    with pytest.raises(TypeError):
-        json.dumps(key)
-    with pytest.raises(TypeError):
-        msgspec.json.encode(key)
-    assert not hasattr(key, "__dict__")
-
-
-def test_equal_keys_are_equal() -> None:
-    key = mint()
-    assert key == JobKey(bytes(key.raw))
-    assert len({key, JobKey(bytes(key.raw)), mint()}) == 2
-    assert key != key.raw
-
-
-def test_a_symbolic_link_of_our_own_is_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    key = mint()
-    written(tmp_path / "key", key)
-    (tmp_path / "link").symlink_to(tmp_path / "key")
-    monkeypatch.setenv("DURE_JOB_KEY_FILE", str(tmp_path / "link"))
-    assert load_for(ELSEWHERE) == key
-
-
-@pytest.mark.parametrize("who", ["link", "file", "directory"])
-def test_what_belongs_to_another_user_is_refused(
-    who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if os.geteuid():
-        pytest.skip("only root can give files away")
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    written(folder / "key", mint())
-    (folder / "link").symlink_to("key")
-    path = {"link": folder / "link", "file": folder / "key", "directory": folder}[who]
-    os.chown(path, 65534, 65534, follow_symlinks=False)
-    monkeypatch.setenv("DURE_JOB_KEY_FILE", str(folder / "link"))
-    with pytest.raises(StoreError):
-        load_for("localhost")
-
-
-@pytest.mark.parametrize(("mode", "good"), [(0o777, False), (0o775, False), (0o1777, True)])
-def test_the_directory_must_be_closed_to_others_or_sticky(
-    mode: int, good: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    key = mint()
-    written(tmp_path / "key", key)
-    tmp_path.chmod(mode)
-    monkeypatch.setenv("DURE_JOB_KEY_FILE", str(tmp_path / "key"))
-    if good:
-        assert load_for(ELSEWHERE) == key
-    else:
-        with pytest.raises(StoreError) as caught:
-            load_for(ELSEWHERE)
-        assert "chmod go-w" in caught.value.fix
-    tmp_path.chmod(0o700)
-
-
-def test_a_pipe_in_place_of_the_file_holds_nobody_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    os.mkfifo(tmp_path / "key", 0o600)
-    monkeypatch.setenv("DURE_JOB_KEY_FILE", str(tmp_path / "key"))
-    with pytest.raises(StoreError):
-        load_for("localhost")
-    monkeypatch.setenv("DURE_JOB_KEY_FILE", "/dev/zero")
-    with pytest.raises(StoreError):
-        load_for("localhost")
-    monkeypatch.setenv("DURE_JOB_KEY_FILE", str(tmp_path))
-    with pytest.raises(StoreError):
-        load_for("localhost")
-
-
-def written(path: Path, key: JobKey) -> None:
-    path.touch(0o600)
-    path.write_bytes(key.raw)
 
 
 def test_who_has_no_launcher_gets_a_key_for_each_job(
@@ -233,11 +195,9 @@ def test_who_has_no_launcher_gets_a_key_for_each_job(
     named = load_for("localhost", job="slurm 17.0 0")
     assert named == load_for("localhost", job="slurm 17.0 0")
     assert len({user, named, load_for("localhost", job="slurm 17.0 1")}) == 3
-    path = tmp_path / "key"
-    path.touch(0o600)
-    path.write_bytes(user.raw)
-    monkeypatch.setenv("DURE_JOB_KEY_FILE", str(path))  # one that was given is taken as it is
-    assert load_for("localhost", job="slurm 17.0 0") == user
+    written(tmp_path / "key", user.raw)
+    monkeypatch.setenv("DURE_JOB_KEY_FILE", str(tmp_path / "key"))
+    assert load_for("localhost", job="slurm 17.0 0") == user  # one that was given, as it is
 
 
 def test_the_names_of_loopback_are_one() -> None:

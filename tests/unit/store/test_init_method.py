@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import threading
 
 import pytest
 
-from dure.errors import RendezvousError, StoreError
+from dure.errors import RendezvousError
 from dure.store.init_method import LocalPlace, TcpPlace, find_place
-from dure.store.key import load_for, user_key_path
 from unit.placement import environments as seen
 
 
@@ -79,26 +77,3 @@ def test_no_cluster_still_says_what_is_missing(inside):
     inside({})
     with pytest.raises(RendezvousError):
         find_place(None, -1, -1)
-
-
-def test_key_that_rank_0_is_making_is_waited_for(inside, tmp_path):
-    inside({"XDG_CONFIG_HOME": str(tmp_path)})
-
-    def make():
-        user_key_path().parent.mkdir(parents=True)
-        draft = tmp_path / "draft"
-        draft.write_bytes(b"k" * 32)
-        draft.chmod(0o600)
-        draft.rename(user_key_path())
-
-    maker = threading.Timer(0.1, make)
-    maker.start()
-    assert load_for("192.0.2.1", 5.0).raw == b"k" * 32  # the address of nobody: no host of ours
-    maker.join()
-
-
-def test_key_that_nobody_makes_is_an_error(inside, tmp_path):
-    inside({"XDG_CONFIG_HOME": str(tmp_path)})
-    with pytest.raises(StoreError) as caught:
-        load_for("192.0.2.1", 0.1)
-    assert "DURE_JOB_KEY_FILE" in caught.value.fix
