@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+_QUIET_CORES = 0.5
 QUIET_VARIABLES = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -50,9 +51,16 @@ def busy_cores(watch_s: float = 0.3) -> float:
 
 
 def usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Return how many hardware threads this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def oversubscribed(ranks: int, busy: float) -> str:
+    """Say that ranks will be slow where others keep `busy` cores; nothing where there is room."""
+    cores = usable_cores()
+    if ranks + busy <= cores + _QUIET_CORES:
+        return ""
+    return f"{ranks} ranks on {cores} cores, of which others use {busy:.1f}: times will suffer."
 
 
 def _processor() -> str:

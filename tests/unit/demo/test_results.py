@@ -116,7 +116,7 @@ def test_memory_is_the_most_of_every_rank_added_up(tmp_path):
 
 
 def test_report_is_self_contained_and_complete(tmp_path):
-    path = tmp_path / "new" / "report.html"
+    path = tmp_path / "report.html"
     write_report(path, [finished_run(1, 1.0), finished_run(2, 0.5, 0.1)], RAN)
     text = path.read_text("utf-8")
     assert text.count("<svg") == 4

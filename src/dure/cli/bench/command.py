@@ -32,11 +32,10 @@ from dure.cli.bench.plan import (
 )
 from dure.cli.bench.plot import page
 from dure.cli.bench.results import Report, markdown, read_report, rich_tables, tables_of
-from dure.cli.machine import busy_cores, machine, usable_cores
+from dure.cli.machine import busy_cores, machine, oversubscribed, usable_cores
 from dure.errors import UsageError
 
 _MOST_RANKS = 4
-_QUIET_CORES = 0.5
 _PAPER_COLUMNS = 140
 
 
@@ -129,9 +128,8 @@ def _measure(plan: Plan, console: Console) -> Report:
         versions={"dure": dure.__version__, "python": python_version()},
         plan=plan,
     )
-    if max(plan.ranks) + busy > usable_cores() + _QUIET_CORES:
-        crowd = f"{usable_cores()} cores, of which others use {busy:.1f}"
-        note(f"{max(plan.ranks)} ranks on {crowd}: times will suffer.")
+    if slow := oversubscribed(max(plan.ranks), busy):
+        note(slow)
     measure(plan, contestants, report, console)
     return report
 

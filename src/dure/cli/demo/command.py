@@ -23,13 +23,12 @@ from rich.table import Column, Table
 from dure.cli.demo.events import decode
 from dure.cli.demo.report import Ran, write_report
 from dure.cli.demo.results import Run, comparison
-from dure.cli.machine import busy_cores, usable_cores
+from dure.cli.machine import busy_cores, oversubscribed
 from dure.data import read_idx_directory, require_digits
 from dure.errors import UsageError
 from dure.launch import JobResult, JobSpec, Line, run_job
 
 _USER_ERRORS = {"UsageError", "DataError"}
-_QUIET_CORES = 0.5
 _QUICK_IMAGES = 2400
 _KEPT_LINES = 200
 _FSDP_HIDDEN = 8  # layers: some 11 million parameters, in place of 0.27
@@ -71,10 +70,9 @@ def demo(
     ]
     own = ["--ranks", str(ranks), "--out", str(out)]
     own += [*(["--fsdp"] if fsdp else []), *(["--quick"] if quick else [])]
-    console, cores, busy = Console(), usable_cores(), busy_cores()
-    if ranks + busy > cores + _QUIET_CORES:
-        crowd = f"{ranks} ranks, {cores} cores of which others use {busy:.1f}"
-        console.print(f"Note: {crowd}; times will suffer.", highlight=False)
+    console, busy = Console(), busy_cores()
+    if slow := oversubscribed(ranks, busy):
+        console.print(f"Note: {slow}", highlight=False)
     ran = Ran(
         command=shlex.join(["dure", "demo", *shared, *own]),
         when=f"{datetime.now():%Y-%m-%d %H:%M}",

@@ -41,7 +41,7 @@ class Ran:
 
 
 def write_report(path: Path, runs: Sequence[Run], ran: Ran) -> None:
-    """Write the report of `runs` (the last against the first) to `path`; make its directory.
+    """Write the report of `runs` (the last against the first) to `path`.
 
     Raises:
         OSError: The file cannot be written.
@@ -64,7 +64,6 @@ def write_report(path: Path, runs: Sequence[Run], ran: Ran) -> None:
             ),
         ],
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, "utf-8")
 
 

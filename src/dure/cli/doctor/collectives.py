@@ -64,9 +64,9 @@ def try_backends(
         start_new_session=True,
     )
     output, timed_out = "", False
-    for end, patience_s in ((process.terminate, limit_s), (process.kill, 3.0), (bool, None)):
+    for end, wait_s in ((process.terminate, limit_s), (process.kill, 3.0), (bool, None)):
         try:
-            output, _ = process.communicate(timeout=patience_s)
+            output, _ = process.communicate(timeout=wait_s)
             break
         except subprocess.TimeoutExpired:
             timed_out = True

@@ -39,10 +39,10 @@ _COUNT = {
     "auto": "torch.accelerator.device_count() if torch.accelerator.is_available() else 0",
 }
 # What several flags say together; the other values that are named like a field become that field.
-_OF_MEETING = frozenset(
+_OF_RENDEZVOUS = frozenset(
     {"nnodes", "node_rank", "endpoint", "master_addr", "master_port", "run_id", "local_addr"}
 )
-_PLAIN = frozenset(field.name for field in fields(JobSpec)) - _OF_MEETING - {"nproc", "log_dir"}
+_PLAIN = frozenset(field.name for field in fields(JobSpec)) - _OF_RENDEZVOUS - {"nproc", "log_dir"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,14 +103,14 @@ def make_request(
         kind="script" if script else "module" if module else "executable",
         nproc=nproc if isinstance(nproc, int) else _count(nproc),
         log_dir=directory,
-        **_meeting(values),
+        **_rendezvous(values),
         **{name: value for name, value in values.items() if name in _PLAIN},
     )
     ours = {name: value for name, value in values.items() if name in _OF_REQUEST}
     return Request(spec=spec, flags=given.flags, set_by_user=frozenset(chosen), **ours)
 
 
-def _meeting(values: Mapping[str, Any]) -> dict[str, Any]:
+def _rendezvous(values: Mapping[str, Any]) -> dict[str, Any]:
     least, most = values.get("nnodes", (1, 1))
     if values.get("standalone") and (least, most) != (1, 1):
         raise UsageError("--standalone is for one host", seen=f"--nnodes {least}:{most}")
