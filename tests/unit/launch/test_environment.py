@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from dure.launch.program import check_program
 from dure.launch.ranks.environment import (
     JobAddress,
     Round,
-    rank_log_dir,
     rank_variables,
 )
 from dure.launch.ranks.errorfiles import private_directory
@@ -28,12 +28,19 @@ def one_host(nproc: int = 1) -> Round:
     return Round(hosts=("h",), nprocs=(nproc,), master_addr="h", master_port=5, store="h:6")
 
 
-def test_users_variables_have_the_last_word() -> None:
-    spec = JobSpec(program="p", nproc=2, env={"RANK": None, "MASTER_PORT": "9", "MINE": "x"})
-    variables = rank_variables(spec, 1, ADDRESS, one_host(2), threads=3)
-    assert variables["RANK"] is None
-    assert (variables["MASTER_PORT"], variables["MINE"]) == ("9", "x")
-    assert (variables["LOCAL_RANK"], variables["OMP_NUM_THREADS"]) == ("1", "3")
+def variables(
+    local_rank: int = 0, round: Round | None = None, **fields: Any
+) -> dict[str, str | None]:
+    spec = JobSpec(program="p", **fields)
+    return rank_variables(spec, local_rank, ADDRESS, round or one_host(spec.nproc), 3)
+
+
+def test_users_variables_have_the_last_word_and_every_dure_variable_is_declared() -> None:
+    mine = variables(1, nproc=2, env={"RANK": None, "MASTER_PORT": "9", "MINE": "x"})
+    assert mine["RANK"] is None
+    assert (mine["MASTER_PORT"], mine["MINE"]) == ("9", "x")
+    assert (mine["LOCAL_RANK"], mine["OMP_NUM_THREADS"]) == ("1", "3")
+    assert {name for name in mine if name.startswith("DURE_")} <= set(env.VARIABLES)
 
 
 KEEPS = {"MALLOC_TRIM_THRESHOLD_": "67108864", "MALLOC_MMAP_THRESHOLD_": "33554432"}
@@ -59,25 +66,21 @@ def test_ranks_keep_freed_memory_unless_the_user_has_chosen_otherwise(
     environment: dict[str, str],
     expected: dict[str, str | None],
 ) -> None:
-    names = (*KEEPS, "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES")
-    for name in names:
+    for name in (*KEEPS, "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    variables = rank_variables(JobSpec(program="p", **spec), 0, ADDRESS, one_host(), None)
-    assert {n: v for n, v in variables.items() if n in KEEPS} == expected
+    assert {n: v for n, v in variables(**spec).items() if n in KEEPS} == expected
 
 
 def test_error_file_is_in_the_log_directory_or_a_private_one(tmp_path: Path) -> None:
-    plain = rank_variables(JobSpec(program="p"), 0, ADDRESS, one_host(), None)
-    assert Path(str(plain["TORCHELASTIC_ERROR_FILE"])).parent == private_directory("j")
-    spec = JobSpec(program="p", log_dir=tmp_path)
-    file = rank_variables(spec, 0, ADDRESS, one_host(), None)["TORCHELASTIC_ERROR_FILE"]
-    assert file == str(rank_log_dir(tmp_path, 0) / "error.json")
+    private = Path(str(variables()["TORCHELASTIC_ERROR_FILE"]))
+    assert private.parent == private_directory("j")
+    kept = variables(log_dir=tmp_path)["TORCHELASTIC_ERROR_FILE"]
+    assert kept == str(tmp_path / "attempt_0/rank_0/error.json")
 
 
-def test_ranks_are_numbered_host_by_host() -> None:
-    spec = JobSpec(program="p", nproc=3, max_restarts=4, run_id="me", role="trainer")
+def test_ranks_are_numbered_host_by_host_and_told_of_their_job() -> None:
     third = Round(
         number=2,
         node=1,
@@ -87,7 +90,7 @@ def test_ranks_are_numbered_host_by_host() -> None:
         master_port=5,
         store="c:6",
     )
-    variables = rank_variables(spec, 2, ADDRESS, third, None)
+    job = {"max_restarts": 4, "run_id": "me", "role": "trainer", "elastic": True, "min_ranks": 2}
     expected = {
         "RANK": "4",
         "LOCAL_RANK": "2",
@@ -102,20 +105,12 @@ def test_ranks_are_numbered_host_by_host() -> None:
         "TORCHELASTIC_MAX_RESTARTS": "4",
         "TORCHELASTIC_RUN_ID": "me",
         "DURE_STORE_ADDR": "c:6",
-        "DURE_ELASTIC": None,
+        "DURE_ELASTIC": "1",
+        "DURE_ELASTIC_MIN": "2",
     }
-    assert {name: variables[name] for name in expected} == expected
-
-
-def test_elastic_job_tells_its_ranks() -> None:
-    spec = JobSpec(program="p", elastic=True, min_ranks=2)
-    variables = rank_variables(spec, 0, ADDRESS, one_host(), None)
-    assert (variables["DURE_ELASTIC"], variables["DURE_ELASTIC_MIN"]) == ("1", "2")
-
-
-def test_every_dure_variable_is_declared() -> None:
-    variables = rank_variables(JobSpec(program="p"), 0, ADDRESS, one_host(), None)
-    assert {name for name in variables if name.startswith("DURE_")} <= set(env.VARIABLES)
+    told = variables(2, third, nproc=3, **job)
+    assert {name: told[name] for name in expected} == expected
+    assert variables()["DURE_ELASTIC"] is None
 
 
 @pytest.mark.parametrize(("visible", "gpus"), [(None, ["0", "1"]), ("3, GPU-ab", ["3", "GPU-ab"])])
@@ -125,17 +120,12 @@ def test_virtual_local_rank_sees_one_gpu(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    spec = JobSpec(program="p", nproc=2, virtual_local_rank=True)
-    ranks = [rank_variables(spec, rank, ADDRESS, one_host(2), None) for rank in (0, 1)]
+    ranks = [variables(rank, nproc=2, virtual_local_rank=True) for rank in (0, 1)]
     assert [x["CUDA_VISIBLE_DEVICES"] for x in ranks] == gpus
     assert [(x["RANK"], x["LOCAL_RANK"]) for x in ranks] == [("0", "0"), ("1", "0")]
-
-
-def test_virtual_local_rank_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    spec = JobSpec(program="p", nproc=2, virtual_local_rank=True)
     with pytest.raises(UsageError):
-        rank_variables(spec, 1, ADDRESS, one_host(2), None)
+        variables(1, nproc=2, virtual_local_rank=True)
 
 
 def test_reserved_port_can_be_taken_by_a_server_with_reuse_only() -> None:
@@ -147,33 +137,22 @@ def test_reserved_port_can_be_taken_by_a_server_with_reuse_only() -> None:
             socket.create_server((address, port)).close()
 
 
-def test_reserved_port_is_given_to_nobody_else() -> None:
-    keepers = [reserve_port() for _ in range(20)]
-    assert len({port for _, port in keepers}) == 20
-    for keeper, _ in keepers:
-        keeper.close()
-
-
-@pytest.mark.parametrize("name", ["json.tool", "unittest", "pytest"])
-def test_module_that_can_run_passes(name: str) -> None:
-    check_program(JobSpec(program=name, kind="module"))
-
-
-@pytest.mark.parametrize("name", ["", ".", "no_such_module_at_all"])
-def test_module_that_cannot_run_is_refused(name: str) -> None:
-    with pytest.raises(UsageError):
-        check_program(JobSpec(program=name, kind="module"))
-
-
+@pytest.mark.parametrize(
+    ("name", "runs"),
+    [
+        *(("json.tool", True), ("pytest", True), ("boom.tool", True)),
+        *((name, False) for name in ("", ".", "no_such_module_at_all")),
+    ],
+)
 def test_module_is_found_without_importing_its_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, runs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = tmp_path / "boom"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise SystemExit('imported')")
-    (package / "tool.py").write_text("")
+    (tmp_path / "boom").mkdir()
+    (tmp_path / "boom/__init__.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "boom/tool.py").write_text("")
     monkeypatch.chdir(tmp_path)
-    check_program(JobSpec(program="boom.tool", kind="module"))
+    with contextlib.nullcontext() if runs else pytest.raises(UsageError):
+        check_program(JobSpec(program=name, kind="module"))
 
 
 IMPOSSIBLE: list[dict[str, Any]] = [

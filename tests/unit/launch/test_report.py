@@ -109,12 +109,6 @@ def test_root_cause_is_the_last_that_is_blamed(ranks: Any, cause: int) -> None:
     assert root_cause(results[0], results) is results[cause]
 
 
-def test_status_is_the_code_that_the_rank_chose() -> None:
-    assert rank(0, Exit(code=3)).status == 3
-    assert rank(0, Exit(signal=9)).status == 137
-    assert rank(0, Exit(signal=15), crash(), ended=True).status == 1
-
-
 def test_where_names_the_users_line_and_what_it_called() -> None:
     library = Frame(json.__file__, 5, "loads")
     user = Frame("/home/me/train.py", 12, "step")
@@ -123,34 +117,38 @@ def test_where_names_the_users_line_and_what_it_called() -> None:
     assert where((library,)) == str(library)
 
 
-def test_summary_of_failure_names_every_rank() -> None:
+def test_summary_of_failure_names_every_rank_and_how_the_first_failed() -> None:
     ranks = (
         rank(0, Exit(code=1), crash("KeyError")),
         rank(1, Exit(signal=signal.SIGKILL)),
         rank(2, Exit(signal=signal.SIGRTMIN + 1)),
         rank(3, Exit(signal=15), ended=True),
-        rank(4, Exit(code=0)),
+        rank(4, Exit(code=3), crash("SystemExit")),
+        rank(5, Exit(signal=signal.SIGKILL), crash()),
     )
-    for failure in ranks[:3]:
-        result = JobResult(exit_code=1, ranks=ranks, elapsed_s=1, first_failure=failure)
-        text = "\n".join(summary(result))
-        assert all(f"rank {number}" in text for number in range(5))
-        assert f"pid {failure.pid}" in text
+    ends = (
+        "it raised KeyError",
+        "killed by SIGKILL",
+        "killed by signal 35",
+        "",
+        "exit code 3",
+        "SIGKILL",
+    )
+    for failure, how in zip(ranks, ends, strict=True):
+        text = told(ranks, failure)
+        assert all(f"rank {number}" in "\n".join(text) for number in range(5))
+        assert f"pid {failure.pid}" in text[0]
+        assert how in text[0]
 
 
 def test_summary_tells_the_error_of_the_others_not_its_notes() -> None:
     text = (
-        "Traceback (most recent call last):\n"
-        '  File "train.py", line 3, in <module>\n'
-        "    boom()\n"
-        "dure.errors.PeerLost: the process of rank 0 ended\n"
-        "a note on it"
+        'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    boom()\n'
+        "dure.errors.PeerLost: the process of rank 0 ended\na note on it"
     )
     second = dataclasses.replace(crash("PeerLost"), traceback=text)
-    ranks = (rank(0, Exit(code=1), crash()), rank(1, Exit(code=1), second))
-    result = JobResult(exit_code=1, ranks=ranks, elapsed_s=1, first_failure=ranks[0])
-    shown = "\n".join(summary(result))
-    assert "failed as well: dure.errors.PeerLost: the process of rank 0 ended\n" in shown + "\n"
+    lines = told((rank(0, Exit(code=1), crash()), rank(1, Exit(code=1), second)))
+    assert lines[-1].endswith("failed as well: dure.errors.PeerLost: the process of rank 0 ended")
 
 
 def failed(number: int, text: str, **changes: Any) -> RankResult:
@@ -158,8 +156,15 @@ def failed(number: int, text: str, **changes: Any) -> RankResult:
     return dataclasses.replace(rank(number, Exit(code=1), own), **changes)
 
 
-def told(ranks: tuple[RankResult, ...], shown: bool = False) -> list[str]:
-    result = JobResult(exit_code=1, ranks=ranks, elapsed_s=1, first_failure=ranks[0])
+def told(
+    ranks: tuple[RankResult, ...],
+    failure: RankResult | None = None,
+    *,
+    code: int = 1,
+    shown: bool = False,
+) -> list[str]:
+    failure = failure or ranks[0]
+    result = JobResult(exit_code=code, ranks=ranks, elapsed_s=1, first_failure=failure)
     return summary(result, lambda rank, text: shown)
 
 
@@ -234,23 +239,7 @@ def test_a_crash_blames_a_rank_of_the_job_not_of_a_group():
 
 def test_replaced_rank_failed_first_and_its_replacement_went_on() -> None:
     dead = dataclasses.replace(rank(1, Exit(signal=signal.SIGKILL)), pid=7)
-    result = JobResult(
-        exit_code=0,
-        ranks=(rank(0, Exit(code=0)), rank(1, Exit(code=0))),
-        elapsed_s=1.0,
-        first_failure=dead,
-    )
-    text = "\n".join(summary(result))
-    assert "pid 7" in text
-    assert "it was replaced, and the job succeeded" in text
-    assert "ranks 0-1" in text
-
-
-def test_error_that_a_rank_raised_is_named_rather_than_its_exit_code() -> None:
-    for died, how in (
-        (rank(0, Exit(code=1), crash()), "it raised ValueError"),
-        (rank(0, Exit(code=3), crash("SystemExit")), "exit code 3"),
-        (rank(0, Exit(signal=signal.SIGKILL), crash()), "killed by SIGKILL"),
-    ):
-        result = JobResult(exit_code=1, ranks=(died,), elapsed_s=1, first_failure=died)
-        assert how in summary(result)[0]
+    lines = told((rank(0, Exit(code=0)), rank(1, Exit(code=0))), dead, code=0)
+    assert "pid 7" in lines[0]
+    assert "it was replaced, and the job succeeded:" in lines
+    assert "ranks 0-1" in lines[-1]
