@@ -72,7 +72,10 @@ def test_time_to_a_loss_is_that_of_the_first_step_where_the_last_steps_mean_is_t
 
 def test_common_target_is_just_above_the_worst_end_and_has_two_digits():
     # The last mean is 16 (2^-10 + ... + 2^-20) / 11 = 0.00284; 5 percent more are 0.00298.
-    assert common_target([finished_run(1, 1.0), finished_run(2, 0.5)]) == pytest.approx(0.0030)
+    one, two = finished_run(1, 1.0), finished_run(2, 0.5)
+    assert common_target([one, two]) == pytest.approx(0.0030)
+    del one.points[11:]  # 16 (2^-1 + ... + 2^-11) / 11 = 1.4538, and 1.527
+    assert common_target([one, two]) == pytest.approx(1.6)
 
 
 def test_comparison_says_what_the_last_run_gains():
