@@ -1,4 +1,4 @@
-"""A store whose operations are requests to a `Board`, wherever that is."""
+"""A store whose operations are requests: to a `Board`, wherever that is, or to etcd."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from datetime import timedelta
 
 from dure.errors import StoreError, StoreTimeout
 from dure.store.base import Store
-from dure.store.values import encode
-from dure.store.wire import LONGEST_TIMEOUT_S, WRITES, Op, Reply, Request, Values
+from dure.store.wire import LONGEST_TIMEOUT_S, WRITES, Op, Reply, Request, Values, encode
 
 __all__ = ["AskingStore"]
 

@@ -20,8 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dure.errors import StoreError
-from dure.store.values import added, appended, exchanged
-from dure.store.wire import Reply, Request
+from dure.store.wire import MAX_VALUE_BYTES, Reply, Request
 
 __all__ = ["Answer", "Board"]
 
@@ -194,17 +193,14 @@ class Board:
                     self._put(key, value)
                 return _OK
             case "add" if len(keys) == 1:
-                total = added(keys[0], self.data.get(keys[0]), request.amount)
+                total = _added(keys[0], self.data.get(keys[0], b"0"), request.amount)
                 self._put(keys[0], b"%d" % total)
                 return Reply("ok", total)
             case "append" if len(keys) == len(values) == 1:
-                self._put(keys[0], appended(keys[0], self.data.get(keys[0]), values[0]))
+                self._put(keys[0], _appended(keys[0], self.data.get(keys[0], b""), values[0]))
                 return _OK
             case "compare_set" if len(keys) == 1 and len(values) == 2:
-                stored, answer = exchanged(self.data.get(keys[0]), values[0], values[1])
-                if stored is not None:
-                    self._put(keys[0], stored)
-                return Reply("ok", values=(answer,))
+                return self._compare_set(keys[0], self.data.get(keys[0]), values[0], values[1])
             case "release" if len(keys) == 1:
                 self._put(keys[0], None)
                 return _OK
@@ -215,6 +211,12 @@ class Board:
                 return Reply("ok", 0) if lease is None else self._renew(client, keys[0], lease, now)
             case _:
                 raise _malformed(request)
+
+    def _compare_set(self, key: str, now: bytes | None, expected: bytes, desired: bytes) -> Reply:
+        if now == expected or (now is None and not expected):
+            self._put(key, desired)
+            return Reply("ok", values=(desired,))
+        return Reply("ok", values=(expected if now is None else now,))
 
     def _hold(self, client: bytes, request: Request, now: float) -> Reply:
         key = request.keys[0]
@@ -280,3 +282,31 @@ class Board:
 def _malformed(request: Request) -> StoreError:
     seen = f"{len(request.keys)} keys and {len(request.values)} values"
     return StoreError("a store request is malformed", op=request.op, seen=seen)
+
+
+def _added(key: str, current: bytes, amount: int) -> int:
+    try:
+        total = int(current or b"0") + amount
+    except ValueError:
+        raise StoreError(
+            f"cannot add to the key {key!r}",
+            op="add",
+            seen=f"its value {current[:40]!r} is not a whole number",
+            fix="Use `add` only on keys that `add` made, or that hold decimal text.",
+        ) from None
+    if not -(1 << 63) <= total < 1 << 63:
+        raise StoreError(
+            f"cannot add to the key {key!r}", op="add", seen=f"{total} has more than 64 bits"
+        )
+    return total
+
+
+def _appended(key: str, current: bytes, more: bytes) -> bytes:
+    size = len(current) + len(more)
+    if size > MAX_VALUE_BYTES:
+        raise StoreError(
+            f"cannot append to the key {key!r}",
+            op="append",
+            seen=f"it would have {size} bytes, and {MAX_VALUE_BYTES} are allowed",
+        )
+    return current + more

@@ -24,12 +24,13 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from datetime import timedelta
-from typing import TypeVar
 
 from dure.errors import StoreError, StoreLost, StoreTimeout, UsageError
-from dure.store.base import DEFAULT_TIMEOUT, Store
+from dure.store.asking import AskingStore
+from dure.store.base import DEFAULT_TIMEOUT
+from dure.store.board import Board
 from dure.store.etcd_gateway import (
     ANSWER_S,
     EtcdOptions,
@@ -40,14 +41,12 @@ from dure.store.etcd_gateway import (
     decoded,
 )
 from dure.store.shared import EVERYTHING
-from dure.store.values import added, appended, encode, exchanged
+from dure.store.wire import Reply, Request, Values
 
 __all__ = ["MAX_ETCD_BYTES", "EtcdStore"]
 
 MAX_ETCD_BYTES = 1 << 20
 """The longest value; etcd itself takes no request above 1.5 MiB."""
-
-_Answer = TypeVar("_Answer")
 
 _USERS = "dure/users"
 _MOST_READS = 100
@@ -62,7 +61,7 @@ _LOST_S = 30.0
 """Members that answered once are asked for so long before etcd counts as lost."""
 
 
-class EtcdStore(Store):
+class EtcdStore(AskingStore):
     """The keys of one job in an etcd cluster.
 
     Args:
@@ -119,53 +118,54 @@ class EtcdStore(Store):
         """What `from_url` reads; the password is not in it."""
         return self._options.url(self._job)
 
-    def set(self, key: str, value: str | bytes) -> None:
-        self._commit([], [self._put(key, value)])
+    @property
+    def _named(self) -> str:
+        return str(self._gateway)
 
-    def get(self, key: str) -> bytes:
-        return self.multi_get([key])[0]
+    def _answered(self, request: Request, patience_s: float) -> Reply | None:
+        keys = request.keys
+        match request.op:
+            case "get" | "wait":
+                return self._await(request)
+            case "add" | "append" | "compare_set":
+                return self._change(request)
+            case "set":
+                for key, value in zip(keys, request.values, strict=True):
+                    self._commit([], [self._put(key, value)])
+                return Reply("ok")
+            case "check":
+                return Reply("ok", int(len(self._read(keys)[1]) == len(set(keys))))
+            case "delete":
+                return Reply("ok", int(self._delete(keys[0])))
+            case "count":
+                answer = self._ask_etcd("kv/range", _below(self._keys) | {"count_only": True})
+                return Reply("ok", int(answer.get("count", 0)))
+            case "list":
+                answer = self._ask_etcd("kv/range", _below(self._keys) | {"keys_only": True})
+                names = sorted(self._name(each) for each in answer.get("kvs", ()))
+                return Reply("ok", names=tuple(names))
+            case "transact":
+                return Reply("ok", int(self._transact(request.expect, request.write)))
+            case "hold":
+                self._hold(keys[0], request.values[0], request.timeout_s)
+                return Reply("ok")
+            case "renew":
+                return Reply("ok", int(self._renew(keys[0])))
+            case "release":
+                self._commit([], [_delete(self._keys + keys[0])])
+                self._revoke(self._leases.pop(keys[0], 0))
+                return Reply("ok")
+            case "look":
+                return self._look(keys[0], request.amount, request.timeout_s)
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return self._await(keys, self._timeout, "get")
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._await(keys, self._timeout if timeout is None else timeout, "wait")
-
-    def add(self, key: str, amount: int) -> int:
-        def change(current: bytes | None) -> tuple[bytes, int]:
-            total = added(key, current, amount)
-            return b"%d" % total, total
-
-        return self._change(key, change)
-
-    def append(self, key: str, value: str | bytes) -> None:
-        more = encode(value)
-        self._change(key, lambda current: (appended(key, current, more), None))
-
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        old, new = encode(expected), encode(desired)
-        return self._change(key, lambda current: exchanged(current, old, new))
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return len(self._read(keys)[1]) == len(set(keys))
-
-    def delete_key(self, key: str) -> bool:
+    def _delete(self, key: str) -> bool:
         while there := self._read([key])[1]:
             at = _is_at(self._keys + key, there[key][0])
             if self._commit([at], [_delete(self._keys + key)]):
                 return True
         return False
 
-    def num_keys(self) -> int:
-        return int(self._ask("kv/range", _below(self._keys) | {"count_only": True}).get("count", 0))
-
-    def list_keys(self) -> list[str]:
-        answer = self._ask("kv/range", _below(self._keys) | {"keys_only": True})
-        return sorted(self._name(each) for each in answer.get("kvs", ()))
-
-    def transact(
-        self, expect: Mapping[str, bytes | None], write: Mapping[str, bytes | None]
-    ) -> bool:
+    def _transact(self, expect: Values, write: Values) -> bool:
         compares = [
             _is_at(self._keys + key, 0) if value is None else _has(self._keys + key, value)
             for key, value in expect.items()
@@ -176,10 +176,10 @@ class EtcdStore(Store):
         ]
         return self._commit(compares, steps)
 
-    def hold(self, key: str, value: bytes, ttl_s: float) -> None:
+    def _hold(self, key: str, value: bytes, ttl_s: float) -> None:
         lease = secrets.randbits(62) + 1  # ours to choose: granted twice, it is the same one
         try:
-            self._ask("lease/grant", {"ID": str(lease), "TTL": str(math.ceil(ttl_s))})
+            self._ask_etcd("lease/grant", {"ID": str(lease), "TTL": str(math.ceil(ttl_s))})
         except StoreError as error:
             if "already exists" not in error.seen:
                 raise
@@ -187,31 +187,28 @@ class EtcdStore(Store):
         self._revoke(self._leases.pop(key, 0))
         self._leases[key] = lease
 
-    def renew(self, key: str) -> bool:
+    def _renew(self, key: str) -> bool:
         lease = self._leases.get(key, 0)
         if not lease:
             return False
-        answer = self._ask("lease/keepalive", {"ID": str(lease)}, _RENEWAL_S)
+        answer = self._ask_etcd("lease/keepalive", {"ID": str(lease)}, _RENEWAL_S)
         if int(answer.get("result", {}).get("TTL", 0)) <= 0:
             return False
-        there = self._ask("kv/range", {"key": coded(self._keys + key)}, _RENEWAL_S)
+        there = self._ask_etcd("kv/range", {"key": coded(self._keys + key)}, _RENEWAL_S)
         return any(int(each.get("lease", 0)) == lease for each in there.get("kvs", ()))
 
-    def release(self, key: str) -> None:
-        self._commit([], [_delete(self._keys + key)])
-        self._revoke(self._leases.pop(key, 0))
-
-    def look(self, prefix: str, since: int, timeout_s: float) -> tuple[int, dict[str, bytes]]:
+    def _look(self, prefix: str, since: int, timeout_s: float) -> Reply:
         below = _below(self._keys + prefix)
         if since != EVERYTHING:
             self._watch(below, since + 1, time.monotonic() + timeout_s)
-        answer = self._ask("kv/range", below)
-        values = {key: value for key, (_, value) in self._found(answer).items()}
-        return int(answer["header"]["revision"]), values
+        answer = self._ask_etcd("kv/range", below)
+        found = self._found(answer)
+        values = tuple(value for _, value in found.values())
+        return Reply("ok", int(answer["header"]["revision"]), values, tuple(found))
 
     def clear(self) -> None:
         """Delete everything of this job, when it has ended."""
-        self._ask("kv/deleterange", _below(self._root))
+        self._ask_etcd("kv/deleterange", _below(self._root))
 
     def close(self) -> None:
         """Close the connections; leases go on until they end."""
@@ -268,7 +265,7 @@ class EtcdStore(Store):
             fix="Check the addresses, and that a majority of its members runs.",
         )
 
-    def _ask(self, path: str, body: Json, answer_s: float = ANSWER_S) -> Json:
+    def _ask_etcd(self, path: str, body: Json, answer_s: float = ANSWER_S) -> Json:
         """Ask what may be asked twice."""
         with self._writer() as writer:
             return writer.ask(path, body, answer_s)
@@ -281,22 +278,21 @@ class EtcdStore(Store):
         """End a lease; one that has ended is no error."""
         with contextlib.suppress(StoreError):
             if lease:
-                self._ask("lease/revoke", {"ID": str(lease)})
+                self._ask_etcd("lease/revoke", {"ID": str(lease)})
 
-    def _put(self, key: str, value: str | bytes, lease: int = 0) -> Json:
+    def _put(self, key: str, value: bytes, lease: int = 0) -> Json:
         """Return the step that writes a value.
 
         Raises:
             UsageError: It is longer than etcd takes.
         """
-        data = encode(value)
-        if len(data) > MAX_ETCD_BYTES:
+        if len(value) > MAX_ETCD_BYTES:
             raise UsageError(
                 "a value is too long for etcd",
-                seen=f"{len(data)} bytes, and {MAX_ETCD_BYTES} are allowed",
+                seen=f"{len(value)} bytes, and {MAX_ETCD_BYTES} are allowed",
                 fix="Send tensors and large objects with a collective instead.",
             )
-        return _put(self._keys + key, data, lease)
+        return _put(self._keys + key, value, lease)
 
     def _read(self, keys: Sequence[str]) -> tuple[int, dict[str, tuple[int, bytes]]]:
         """Return the revision, and of those `keys` that exist their own revision and value."""
@@ -305,7 +301,7 @@ class EtcdStore(Store):
         for start in range(0, max(1, len(names)), _MOST_READS):
             some = names[start : start + _MOST_READS]
             steps = [{"request_range": {"key": coded(self._keys + key)}} for key in some]
-            answer = self._ask("kv/txn", {"success": steps})
+            answer = self._ask_etcd("kv/txn", {"success": steps})
             revision = revision or int(answer["header"]["revision"])
             for part in answer.get("responses", ()):
                 found |= self._found(part["response_range"])
@@ -320,39 +316,33 @@ class EtcdStore(Store):
     def _name(self, found: Json) -> str:
         return decoded(found["key"]).decode().removeprefix(self._keys)
 
-    def _change(
-        self, key: str, change: Callable[[bytes | None], tuple[bytes | None, _Answer]]
-    ) -> _Answer:
-        """Put in place what `change` makes of a key's value (None: nothing); return its answer."""
-        crowd_s = _CROWD_S
+    def _change(self, request: Request) -> Reply:
+        """Put in place what a board makes of a key's value."""
+        key, crowd_s = request.keys[0], _CROWD_S
         while True:
             revision, value = self._read([key])[1].get(key, (0, None))
-            new, answer = change(value)
-            if new is None:
-                return answer
+            board = Board()
+            if value is not None:
+                board.data[key] = value
+            reply = board.handle(b"", request, 0.0)[0][1]
+            if key not in board.data:
+                return reply
             at = _is_at(self._keys + key, revision)
-            if self._commit([at], [self._put(key, new)]):
-                return answer
+            if board.data[key] == value or self._commit([at], [self._put(key, board.data[key])]):
+                return reply
             time.sleep(random.uniform(0, crowd_s))  # others want the same key
             crowd_s = min(2 * crowd_s, 0.1)
 
-    def _await(self, keys: Sequence[str], timeout: timedelta, op: str) -> list[bytes]:
-        """Return the values of `keys` when all are there."""
-        began = time.monotonic()
-        deadline = began + timeout.total_seconds()
+    def _await(self, request: Request) -> Reply:
+        """Return the values of keys when all are there, or which are not in time."""
+        keys, deadline = request.keys, time.monotonic() + request.timeout_s
         while True:
             revision, found = self._read(keys)
             missing = tuple(key for key in keys if key not in found)
             if not missing:
-                return [found[key][1] for key in keys]
+                return Reply("ok", values=tuple(found[key][1] for key in keys))
             if time.monotonic() >= deadline:
-                raise StoreTimeout(
-                    f"keys did not appear in {self._gateway}",
-                    op=op,
-                    keys=missing,
-                    elapsed_s=time.monotonic() - began,
-                    seen=f"nobody has set {', '.join(map(repr, missing))}",
-                )
+                return Reply("timeout", names=missing)
             self._watch({"key": coded(self._keys + missing[0])}, revision + 1, deadline)
 
     def _watch(self, where: Json, start: int, deadline: float) -> None:

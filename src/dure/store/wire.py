@@ -1,9 +1,9 @@
-"""What client and server of the network store say to each other.
+"""What is asked of a store, and answered: all but a prefix and torch's take it in this form.
 
-One request, one reply, both msgpack of a fixed shape that msgspec checks field by field; nothing is
-ever unpickled. What is not of that shape raises `msgspec.DecodeError`, and a text that is no UTF-8
-`UnicodeDecodeError`, which is no kind of it. A connection carries one request at a time, so
-messages need no numbers.
+Client and server of the network store send it: one request, one reply, both msgpack of a fixed
+shape that msgspec checks field by field; nothing is ever unpickled. What is not of that shape
+raises `msgspec.DecodeError`, and a text that is no UTF-8 `UnicodeDecodeError`, which is no kind of
+it. A connection carries one request at a time, so messages need no numbers.
 
 A message longer than `MAX_FRAME_BYTES` travels as several ZeroMQ frames, which arrive together or
 not at all. ZeroMQ is told to take no frame that is longer; this holds for the frames of the
@@ -20,24 +20,28 @@ import msgspec
 from msgspec import Meta
 
 from dure.errors import StoreError
-from dure.store.values import MAX_VALUE_BYTES
 
 __all__ = [
     "FRAME_LIMIT",
     "LONGEST_TIMEOUT_S",
     "MAX_FRAME_BYTES",
     "MAX_MESSAGE_BYTES",
+    "MAX_VALUE_BYTES",
     "WRITES",
     "Op",
     "Reply",
     "Request",
     "Values",
+    "encode",
     "frames_of",
     "join",
     "pack",
     "read_reply",
     "read_request",
 ]
+
+MAX_VALUE_BYTES = 256 << 20
+"""The longest value: a store carries addresses and small objects."""
 
 MAX_FRAME_BYTES = 64 << 10
 """The longest frame that we send."""
@@ -108,6 +112,18 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
     values: tuple[bytes, ...] = ()
     names: tuple[str, ...] = ()
     text: str = ""
+
+
+def encode(value: str | bytes) -> bytes:
+    """Return `value` as bytes (text as UTF-8); refuse one longer than `MAX_VALUE_BYTES`."""
+    data = value.encode() if isinstance(value, str) else bytes(value)
+    if len(data) > MAX_VALUE_BYTES:
+        raise StoreError(
+            "a value is too long for the store",
+            seen=f"{len(data)} bytes, and {MAX_VALUE_BYTES} are allowed",
+            fix="Send tensors and large objects with a collective instead.",
+        )
+    return data
 
 
 pack = msgspec.msgpack.Encoder().encode

@@ -44,7 +44,7 @@ def test_every_kind_of_write_wakes_those_who_are_still_there(write: Request) -> 
 
 
 def test_append_makes_no_value_that_set_would_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dure.store.values.MAX_VALUE_BYTES", 3)
+    monkeypatch.setattr("dure.store.board.MAX_VALUE_BYTES", 3)
     board = Board()
     board.handle(A, Request("append", ("k",), (b"123",)), 0.0)
     with pytest.raises(StoreError):

@@ -20,8 +20,7 @@ from dure.store.connection import Connection, dial
 from dure.store.key import mint
 from dure.store.network import NetworkStore
 from dure.store.server import StoreServer
-from dure.store.values import MAX_VALUE_BYTES, encode
-from dure.store.wire import Reply
+from dure.store.wire import MAX_VALUE_BYTES, Reply, encode
 
 TIMEOUT = timedelta(seconds=10)
 

@@ -34,7 +34,7 @@ from dure.comm.backends.engine.work import EngineState, EngineWork
 from dure.errors import DureError, UsageError
 from dure.store.address import outward_address
 from dure.store.base import Store
-from dure.store.values import encode
+from dure.store.wire import encode
 
 __all__ = ["EngineCalls", "GlooOpening", "create_gloo", "create_nccl"]
 
