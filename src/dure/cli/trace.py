@@ -17,7 +17,7 @@ from dure.cli.pipeline_steps import MeasuredStep, measured_step
 from dure.errors import UsageError
 from dure.schedules import draw_svg
 from dure.trace.events import State
-from dure.trace.findings import Difference, Findings, GroupView, describe, study
+from dure.trace.findings import Findings, GroupView, describe, study
 from dure.trace.merging import Flight, read, read_file
 from dure.trace.record import Record
 from dure.trace.timeline import timeline
@@ -201,12 +201,6 @@ def _tell_arrivals(console: Console, findings: Findings) -> None:
 
 
 def _as_json(flight: Flight, findings: Findings) -> dict[str, Any]:
-    def plain(value: object) -> Any:
-        return msgspec.to_builtins(value, str_keys=True)
-
-    def difference(d: Difference) -> dict[str, Any]:
-        return plain(d) | {"text": str(d)}
-
     return {
         "ranks": {
             str(r): {"host": f.host, "pid": f.pid, "reason": f.reason}
@@ -214,9 +208,13 @@ def _as_json(flight: Flight, findings: Findings) -> dict[str, Any]:
         },
         "absent": list(flight.absent),
         "problems": list(flight.problems),
-        "differences": [difference(d) for d in findings.differences],
-        "absences": [plain(a) | {"text": str(a)} for a in findings.absences],
-        "waits": [plain(w) | {"text": str(w)} for w in findings.waits],
-        "failures": [plain(f) for f in findings.failures],
-        "arrivals": [plain(a) for a in findings.arrivals],
+        "differences": [_plain(d) | {"text": str(d)} for d in findings.differences],
+        "absences": [_plain(a) | {"text": str(a)} for a in findings.absences],
+        "waits": [_plain(w) | {"text": str(w)} for w in findings.waits],
+        "failures": [_plain(f) for f in findings.failures],
+        "arrivals": [_plain(a) for a in findings.arrivals],
     }
+
+
+def _plain(value: object) -> Any:
+    return msgspec.to_builtins(value, str_keys=True)

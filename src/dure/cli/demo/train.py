@@ -76,7 +76,10 @@ def train(options: argparse.Namespace, data: ImageData, report: Report) -> None:
     torch.manual_seed(options.seed)
     before = memory()
     model = build_model(data.train.pixels.shape[-1], data.num_classes, hidden=options.hidden)
-    model = shard(model) if options.fsdp else replicate(model)
+    if options.fsdp:
+        model = shard(model)
+    elif world_size > 1:
+        model = dist.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, weight_decay=1e-3)
     images = Subset(data.train, range(min(options.images, len(data.train))))
     # Dropping the odd images, here and below, gives any number of ranks the same batches.
@@ -102,10 +105,6 @@ def train(options: argparse.Namespace, data: ImageData, report: Report) -> None:
         report(EpochEnd(epoch=epoch + 1, accuracy=evaluate(model, data)))
         if before:
             report(Memory(nbytes=memory() - before))
-
-
-def replicate(model: nn.Module) -> nn.Module:
-    return dist.DistributedDataParallel(model) if dist.get_world_size() > 1 else model
 
 
 def shard(model: nn.Sequential) -> nn.Module:
