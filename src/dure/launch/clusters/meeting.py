@@ -61,7 +61,7 @@ def ssh_name(host: str, ssh_options: Sequence[str]) -> str:
     """Return what ssh's configuration makes of `host`."""
     try:
         said = subprocess.run(
-            ["ssh", *ssh_options, "-G", host],
+            ["ssh", *ssh_options, "-G", "--", host],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
