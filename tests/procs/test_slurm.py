@@ -21,13 +21,6 @@ joined = rendezvous(timeout=timedelta(seconds=30))
 print("rank", joined.rank, "of", joined.world_size, flush=True)
 joined.close()
 """
-SUM = """
-import torch, dure
-with dure.process_group():
-    ones = torch.ones(3)
-    dure.all_reduce(ones)
-    print("sum", ones.tolist(), flush=True)
-"""
 TELL = "import os; print(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'GROUP_RANK')))"
 
 
@@ -69,13 +62,6 @@ def test_ranks_of_srun_find_each_other(cluster, program, key, shape):
     count = int(shape[1][2:])
     assert ended.code == 0, ended.err
     assert sorted(ended.out.splitlines()) == [f"rank {r} of {count}" for r in range(count)]
-
-
-@pytest.mark.slow
-def test_ranks_of_srun_compute_together(cluster, program, key):
-    ended = cluster.run("srun", "-N2", "-n2", sys.executable, program(SUM), DURE_JOB_KEY_FILE=key)
-    assert ended.code == 0, ended.err
-    assert ended.out.splitlines() == ["sum [2.0, 2.0, 2.0]"] * 2
 
 
 def test_launcher_on_each_node_finds_its_seat(cluster, program, key):

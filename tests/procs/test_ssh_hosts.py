@@ -14,11 +14,11 @@ from procs.ssh_hosts import front, number_of, ssh_hosts, why_not
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 
 SUM = """
-import torch, dure
+import os, torch, dure
 with dure.process_group():
     ones = torch.ones(3)
     dure.all_reduce(ones)
-    print("sum", ones.tolist(), dure.get_world_size(), flush=True)
+    print(os.environ["GREETING"], ones.tolist(), dure.get_world_size(), flush=True)
 """
 TELL = "import os; print(*(os.environ.get(n) for n in ('GREETING', 'RANK', 'WORLD_SIZE')))"
 FAIL = "import os, signal\nif os.environ['RANK'] == '2': os._exit(7)\nsignal.pause()"
@@ -71,21 +71,12 @@ def _processes_with(word: str) -> list[int]:
     return found
 
 
-def test_ranks_on_two_hosts_compute_together(start):
-    out, err = (job := start("a,b", SUM, "--nproc", "1")).communicate(timeout=100)
-    assert job.returncode == 0, err
-    assert sorted(out.splitlines()) == [f"[{h}] sum [2.0, 2.0, 2.0] 2" for h in ("a:0", "b:1")]
-
-
-def test_slots_variables_and_prefixes(start):
-    job = start("b:2,a:1", TELL, "-x", "GREETING", "--no-fold", GREETING="a b'c")
+def test_ranks_on_two_hosts_compute_together_with_the_users_slots_and_variables(start):
+    job = start("b:2,a:1", SUM, "-x", "GREETING", "--no-fold", GREETING="a b'c")
     out, err = job.communicate(timeout=100)
     assert job.returncode == 0, err
-    assert sorted(out.splitlines()) == [
-        "[a:2] a b'c 2 3",
-        "[b:0] a b'c 0 3",
-        "[b:1] a b'c 1 3",
-    ]
+    lines = [f"[{who}] a b'c [3.0, 3.0, 3.0] 3" for who in ("a:2", "b:0", "b:1")]
+    assert sorted(out.splitlines()) == lines
 
 
 def test_exit_code_is_the_first_failing_ranks(start):
@@ -134,16 +125,15 @@ def test_lines_of_a_dry_run_run(start, two_hosts, tmp_path):
     assert sorted(said) == ["0 2", "1 2"], err
 
 
-def test_host_that_cannot_be_reached_is_named_and_the_others_end(start):
-    job = start("a,nowhere.invalid", WAIT, "--nproc", "1")
+@pytest.mark.parametrize(
+    ("hosts", "flags", "code", "named"),
+    [
+        ("a,nowhere.invalid", (), 255, ("nowhere.invalid",)),
+        ("b", ("--remote-python", "/nowhere/python"), 127, ("host b", "/nowhere/python")),
+    ],
+)
+def test_host_that_cannot_take_part_is_named_and_the_others_end(start, hosts, flags, code, named):
+    job = start(hosts, WAIT, "--nproc", "1", *flags)
     _, err = job.communicate(timeout=100)
-    assert job.returncode == 255
-    assert "nowhere.invalid" in err
-
-
-def test_host_without_the_interpreter_is_named(start):
-    job = start("b", WAIT, "--nproc", "1", "--remote-python", "/nowhere/python")
-    _, err = job.communicate(timeout=100)
-    assert job.returncode == 127
-    assert "host b" in err
-    assert "/nowhere/python" in err
+    assert job.returncode == code
+    assert all(name in err for name in named)

@@ -86,7 +86,8 @@ def test_options_of_the_interpreter_are_handed_on(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ("-OB", "-Xdev", "-W", "error::UserWarning", "-W", "ignore::ResourceWarning")
-    monkeypatch.setattr(sys, "orig_argv", [sys.executable, *options, "-P", "-m", "pytest"])
+    for module in ("spawn", "zygote"):
+        monkeypatch.setattr(f"dure.launch.ranks.{module}.interpreter_options", lambda: options)
     program = put(
         here / "program.py",
         "import sys; print([*sys.flags], sys.warnoptions, sys.orig_argv[-2:], __debug__)",

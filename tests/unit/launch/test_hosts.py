@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import subprocess
 
@@ -9,6 +10,7 @@ import pytest
 
 from dure.errors import UsageError
 from dure.launch.clusters import hosts as hosts_module
+from dure.launch.clusters import meeting
 from dure.launch.clusters.commands import (
     HostsJob,
     agent_words,
@@ -17,6 +19,8 @@ from dure.launch.clusters.commands import (
     shown_command,
 )
 from dure.launch.clusters.hosts import Slots, read_hostfile, read_hosts
+from dure.launch.clusters.meeting import outward
+from dure.store.address import Address, resolve
 
 pytest.importorskip("ClusterShell", reason="ClusterShell is not installed (extra: cluster)")
 
@@ -55,13 +59,8 @@ def test_hostfile_of_any_mpi(tmp_path):
     path.write_text(
         "# the cluster\na slots=2  # Open MPI\nb:3\n\nnode[1-2] slots=4 max_slots=8\nc\n"
     )
-    assert pairs(read_hostfile(path)) == [
-        ("a", 2),
-        ("b", 3),
-        ("node1", 4),
-        ("node2", 4),
-        ("c", None),
-    ]
+    found = [("a", 2), ("b", 3), ("node1", 4), ("node2", 4), ("c", None)]
+    assert pairs(read_hostfile(path)) == found
 
 
 @pytest.mark.parametrize("text", ["a slots=x", "a what", "# nothing", "a slots=0"])
@@ -104,14 +103,6 @@ def test_agent_knows_its_number_and_the_program_comes_last():
     assert words[-4:] == ("--", "train.py", "--lr", "0.1 x")
 
 
-def test_key_and_values_are_in_the_stream_and_not_in_the_command():
-    key = bytes(range(32))
-    command, lines = host_command(JOB, 0), first_lines(JOB, key)
-    assert key.hex() not in command
-    assert "1 2'" not in command
-    assert lines.endswith(b"\n\n" + key.hex().encode() + b"\n")
-
-
 @pytest.mark.parametrize("shell", ["sh", "bash"])
 def test_hosts_shell_reads_variables_and_leaves_the_key(shell, tmp_path):
     directory = tmp_path / "with a blank"
@@ -120,36 +111,24 @@ def test_hosts_shell_reads_variables_and_leaves_the_key(shell, tmp_path):
     program = tmp_path / "python"
     program.write_text(f"#!/bin/sh\nexec python3 -c {shlex.quote(say)}\n")
     program.chmod(0o755)
-    job = HostsJob(
-        hosts=JOB.hosts,
-        program=("x",),
-        run_id="job",
-        endpoint="a:1",
-        directory=str(directory),
-        python=str(program),
-        exports={"A": "1 2'$x\\n"},
+    job = dataclasses.replace(
+        JOB, directory=str(directory), python=str(program), exports={"A": "1 2'$x\\n"}
     )
+    key, command = bytes(range(32)), host_command(job, 0)
+    assert key.hex() not in command
+    assert "1 2'" not in command
     done = subprocess.run(
-        [shell, "-c", host_command(job, 0)],
-        input=first_lines(job, bytes(32)),
+        [shell, "-c", command],
+        input=first_lines(job, key),
         capture_output=True,
         check=True,
     )
-    assert done.stdout.decode().split("\n")[0] == f"1 2'$x\\n {directory} {'0' * 64}"
+    assert done.stdout.decode().split("\n")[0] == f"1 2'$x\\n {directory} {key.hex()}"
 
 
 def test_value_of_several_lines_is_refused():
-    job = HostsJob(
-        hosts=JOB.hosts,
-        program=("x",),
-        run_id="job",
-        endpoint="a:1",
-        directory="/",
-        python="python",
-        exports={"A": "1\n2"},
-    )
     with pytest.raises(UsageError):
-        first_lines(job, bytes(32))
+        first_lines(dataclasses.replace(JOB, exports={"A": "1\n2"}), bytes(32))
 
 
 def test_shown_commands_are_words_of_a_shell():
@@ -160,3 +139,30 @@ def test_shown_commands_are_words_of_a_shell():
         assert words[:2] == ["cd", JOB.directory]
         assert "--leash" not in words and "--key-stdin" not in words
         assert words[words.index("--node-rank") + 1] == str(number)
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """Know node1 as Debian's /etc/hosts does, and the way to node2."""
+    known = {"node1": "127.0.1.1"}
+
+    def look_up(host: str, port: int, purpose: str = "") -> Address:
+        return resolve(known.get(host, host), port)
+
+    ways = {"node2": "10.0.0.1", "six": "fd00::1"}
+    monkeypatch.setattr(meeting, "resolve", look_up)
+    monkeypatch.setattr(meeting, "interface_to", ways.get)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "hosts", "found"),
+    [
+        ("node1:20000", ["node1", "node2"], "10.0.0.1:20000"),
+        ("node1:20000", ["node1", "six"], "[fd00::1]:20000"),
+        ("node1:20000", ["node1"], "node1:20000"),
+        ("node1:20000", ["node1", "unknown"], "node1:20000"),
+        ("192.0.2.1:20000", ["192.0.2.1", "node2"], "192.0.2.1:20000"),
+    ],
+)
+def test_endpoint_on_loopback_is_moved_to_where_others_see_it(names, endpoint, hosts, found):
+    assert outward(endpoint, hosts) == found

@@ -27,7 +27,7 @@ def round_(number: int = 0, node: int = 0) -> Round:
 
 def test_rounds_have_files_of_their_own_and_lines_with_a_word_one_for_all(tmp_path: Path) -> None:
     spec = JobSpec(program="x", nproc=2, log_dir=tmp_path, stdout_filters=("loss", "acc"))
-    logs = Logs(spec, node=1)
+    logs = Logs(spec)
     for number in (0, 1):
         logs.begin(round_(number, node=1))
         logs.write(3, "stdout", b"round %d" % number)
@@ -79,7 +79,8 @@ def test_streams_go_where_redirects_and_tee_say(
 
 
 def test_journal_tells_what_happened_and_how_the_job_ended(tmp_path: Path) -> None:
-    logs = Logs(JobSpec(program="train.py", args=("--x",), log_dir=tmp_path), node=1)
+    logs = Logs(JobSpec(program="train.py", args=("--x",), log_dir=tmp_path))
+    logs.said("early")
     logs.begin(round_(1, node=1))
     logs.note("started", rank=2)
     logs.said("hello \udcff")
@@ -93,7 +94,7 @@ def test_journal_tells_what_happened_and_how_the_job_ended(tmp_path: Path) -> No
     assert (job["state"], job["exit_code"], job["rounds"]) == ("failed", 137, 2)
     assert job["first_failure"]["exit"] == {"code": None, "signal": 9}
     assert job["program"] == ["train.py", "--x"]
-    assert (tmp_path / "launcher.node1.log").read_text() == "hello \\udcff\n"
+    assert (tmp_path / "launcher.node1.log").read_text() == "early\nhello \\udcff\n"
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
@@ -115,17 +116,14 @@ def test_what_others_put_in_the_way_is_not_written_to(tmp_path: Path, kind: str,
         planted.symlink_to(target)
     else:
         os.mkfifo(planted)
-    logs = None
+    spec = JobSpec(program="x", nproc=2, log_dir=tmp_path / "logs", stdout_filters=("loss",))
+    logs = Logs(spec)
     try:
-        spec = JobSpec(program="x", nproc=2, log_dir=tmp_path / "logs", stdout_filters=("loss",))
-        logs = Logs(spec)
         logs.begin(round_())
         trouble = logs.trouble
     except OSError as error:
         trouble = error
-    finally:
-        if logs is not None:
-            logs.close()
+    logs.close()
     assert "a link, or something else" in str(trouble)
     assert trouble is not None
     assert trouble.filename == str(planted)

@@ -14,9 +14,9 @@ from dure.launch import JobSpec
 from dure.launch.ranks import child
 from dure.launch.ranks.environment import Round
 from dure.launch.show import logs
+from dure.launch.show.folding import say_alike
 from dure.launch.show.output import IDLE_S
 from dure.launch.show.terminal import Terminal
-from dure.launch.show.tracebacks import say_alike
 from dure.testing import run_ranks
 from dure.trace.frames import is_library
 

@@ -26,10 +26,6 @@ __all__ = ["HostsJob", "agent_words", "first_lines", "host_command", "shown_comm
 _READ = 'while IFS= read -r v && [ -n "$v" ]; do export "$v"; done'
 
 
-def _nothing() -> dict[str, str]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostsJob:
     """A job for several hosts, as the ssh launcher sees it.
@@ -55,25 +51,18 @@ class HostsJob:
     directory: str
     python: str
     options: tuple[str, ...] = ()
-    exports: Mapping[str, str] = field(default_factory=_nothing)
+    exports: Mapping[str, str] = field(default_factory=dict[str, str])
     ssh_options: tuple[str, ...] = ()
     backend: str = "static"
-
-    @property
-    def interpreter(self) -> tuple[str, ...]:
-        return (self.python, *self.options)
 
 
 def agent_words(job: HostsJob, number: int, *, held: bool = True) -> tuple[str, ...]:
     """Return the command line of host `number`'s agent, from the interpreter on.
 
-    Args:
-        job: The job.
-        number: Which host.
-        held: Whether its standard input is the control stream; else it is started by hand.
+    `held` says that its standard input is the control stream; else it is started by hand.
     """
     nproc = job.hosts[number].nproc
-    words = [*job.interpreter, "-m", "dure.cli", "run", *job.flags]
+    words = [job.python, *job.options, "-m", "dure.cli", "run", *job.flags]
     words += ["--nproc", str(nproc)] if nproc is not None else []
     words += ["--nnodes", str(len(job.hosts)), "--rdzv-id", job.run_id]
     if len(job.hosts) > 1:

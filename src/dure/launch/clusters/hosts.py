@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,8 +59,9 @@ def read_hosts(text: str) -> tuple[Slots, ...]:
         UsageError: The list cannot be understood, or ClusterShell is missing.
     """
     found: list[Slots] = []
-    for part in _parts(text):
-        found += _node_set(part, None, "--hosts")
+    for part in re.split(r",(?![^\[\]]*\])", text):  # at the commas outside brackets
+        if part.strip():
+            found += _node_set(part, None, "--hosts")
     return _merged(found, "--hosts")
 
 
@@ -81,11 +81,6 @@ def read_hostfile(path: Path) -> tuple[Slots, ...]:
         if words:
             found += _node_set(words[0], _slots(words[1:], f"{path}:{number}"), f"{path}:{number}")
     return _merged(found, str(path))
-
-
-def _parts(text: str) -> Iterator[str]:
-    """Split at the commas outside brackets; ClusterShell complains of those left open."""
-    return (part for part in re.split(r",(?![^\[\]]*\])", text) if part.strip())
 
 
 def _node_set(text: str, nproc: int | None, where: str) -> list[Slots]:

@@ -42,10 +42,6 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 def run_on_hosts(job: HostsJob, key: bytes) -> int:
     """Run a job on its hosts; return the exit code of the first that failed, or 0.
 
-    Args:
-        job: The job.
-        key: Its key.
-
     Raises:
         UsageError: ClusterShell is missing, or a variable cannot be handed on.
 
@@ -99,14 +95,10 @@ class _SshLauncher:
             agent.write(self._lines)
         self._task.timer(_TICK_S, handler=self, interval=_TICK_S, autoclose=True)
 
-    def ev_start(self, worker: Any) -> None:
-        """Nothing: an agent has started."""
+    def _ignore(self, *_: object) -> None:
+        """Nothing needs doing when ssh has started, or a stream is written or closed."""
 
-    def ev_pickup(self, worker: Any, node: str) -> None:
-        """Nothing: ssh has started."""
-
-    def ev_written(self, worker: Any, node: str, sname: str, size: int) -> None:
-        """Nothing: the key is on its way."""
+    ev_start = ev_pickup = ev_written = ev_close = _ignore
 
     def ev_read(self, worker: Any, node: str, sname: str, msg: bytes) -> None:
         """Write a line as it came; remember the last errors, for ssh may have said them."""
@@ -142,9 +134,6 @@ class _SshLauncher:
         if "No module named" in said and "dure" in said.partition("No module named")[2][:10]:
             return f"has no Dure in {self._job.python} (see --remote-python)"
         return ""
-
-    def ev_close(self, worker: Any, timedout: bool) -> None:
-        """Nothing: a worker's streams are closed."""
 
     def ev_timer(self, timer: Any) -> None:
         """Pass signals on; end those that should have ended by themselves."""

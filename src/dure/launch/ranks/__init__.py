@@ -1,7 +1,7 @@
 """A rank's process from both sides: what it finds, how it starts, and who ends it.
 
-`spawn` and `child` (fresh interpreters), `zygote`, `forking` and `imports` (ranks forked from a
-process that has imported torch), `environment`, `cores`, `numa` and `ports` (what a rank finds, and
-where it runs), `report` and `errorfiles` (what it tells of its end), `processes`, `reaper` and
-`guarding` (what belongs to a job, and who ends it when the launcher cannot).
+`spawn` and `child` (its two ends), `zygote`, `forking` and `imports` (ranks forked from a process
+that has imported torch), `environment`, `cores`, `limits` and `ports` (what a rank finds, and where
+it runs), `report` and `errorfiles` (what it tells of its end), `processes` and `reaper` (what
+belongs to a job, and who ends it when the launcher cannot).
 """

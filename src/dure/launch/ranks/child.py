@@ -44,7 +44,7 @@ _OPTIONS = sys.orig_argv[1 : -len(sys.argv)]  # the interpreter's own, such as -
 _PR_SET_PDEATHSIG = 1
 _HERE = os.path.dirname(__file__)
 _BOOTSTRAP = (
-    *(os.path.join(_HERE, name) for name in ("child.py", "forking.py", "copies.py")),
+    *(os.path.join(_HERE, name) for name in ("child.py", "forking.py", "spawn.py")),
     os.path.join(os.path.dirname(_HERE), "functions.py"),
     "<frozen runpy>",
 )

@@ -79,11 +79,6 @@ def read_topology(
 ) -> Topology:
     """Read what this machine is made of, as far as it may be used.
 
-    Args:
-        allowed: The cpus that may be.
-        visible_gpus: CUDA_VISIBLE_DEVICES, if it is set.
-        root: Where the kernel's files are.
-
     Cost: some five small files a cpu, the first time.
     """
     nodes = {  # a kernel without NUMA has no such files, and node 0 alone

@@ -98,14 +98,19 @@ def rank_variables(
 ) -> dict[str, str | None]:
     """Return what to change in the environment for one rank.
 
-    Args:
-        spec: The job; its `env` has the last word.
-        local_rank: Which of this host's ranks.
-        address: What the ranks inherit of the job.
-        round: Which start of the job it is, and who takes part.
-        threads: OMP_NUM_THREADS, or None to leave it as it is.
+    `spec.env` has the last word; `threads` is OMP_NUM_THREADS, or None to leave it as it is.
     """
-    variables = _numbers(spec, local_rank, round) | {
+    rank, of = str(round.rank(local_rank)), str(round.world_size)
+    variables: dict[str, str | None] = {
+        "RANK": rank,
+        "LOCAL_RANK": str(local_rank),
+        "ROLE_RANK": rank,
+        "WORLD_SIZE": of,
+        "LOCAL_WORLD_SIZE": str(round.nproc),
+        "ROLE_WORLD_SIZE": of,
+        "GROUP_RANK": str(round.node),
+        "GROUP_WORLD_SIZE": str(len(round.hosts)),
+        "ROLE_NAME": spec.role,
         "MASTER_ADDR": round.master_addr,
         "MASTER_PORT": str(round.master_port),
         "TORCHELASTIC_RUN_ID": spec.run_id or address.name,
@@ -161,21 +166,6 @@ def _own_gpu(local_rank: int) -> str:
             f"there is no GPU for local rank {local_rank}", seen=f"CUDA_VISIBLE_DEVICES={visible}"
         )
     return gpus[local_rank]
-
-
-def _numbers(spec: JobSpec, local_rank: int, round: Round) -> dict[str, str | None]:
-    rank, of = str(round.rank(local_rank)), str(round.world_size)
-    return {
-        "RANK": rank,
-        "LOCAL_RANK": str(local_rank),
-        "ROLE_RANK": rank,
-        "WORLD_SIZE": of,
-        "LOCAL_WORLD_SIZE": str(round.nproc),
-        "ROLE_WORLD_SIZE": of,
-        "GROUP_RANK": str(round.node),
-        "GROUP_WORLD_SIZE": str(len(round.hosts)),
-        "ROLE_NAME": spec.role,
-    }
 
 
 def rank_log_dir(log_dir: Path, rank: int, attempt: int = 0) -> Path:

@@ -87,9 +87,7 @@ def _need_torch(names: set[str], first: str) -> bool:
 def _read(file: str, package: str) -> tuple[set[str], set[str]]:
     """Return the full names that a file imports, and every attribute that it uses of anything.
 
-    Args:
-        file: Its path; nothing is found in what is no Python of this version.
-        package: What a relative import starts from.
+    Relative imports start from `package`. Nothing is found in what is no Python of this version.
     """
     names, attributes = set[str](), set[str]()
     tree = ast.Module([], [])

@@ -74,11 +74,6 @@ def available_memory(root: Path = Path("/")) -> int | None:
 def check_memory(spec: JobSpec, *, torch: bool, forked: bool) -> None:
     """Refuse more ranks than this host's memory is likely to hold.
 
-    Args:
-        spec: The job.
-        torch: Whether its program imports torch.
-        forked: Whether ranks share one import.
-
     Raises:
         UsageError: They would take more than is available, and `spec.oversubscribe` is not set.
     """

@@ -25,7 +25,7 @@ _LONGEST_LINE = 1 << 18  # the bootstrap writes two texts of 8,000 characters at
 _LONGEST_NUMBER = 10
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
 _BOOTSTRAP = (
-    *(str(Path(__file__).with_name(name)) for name in ("child.py", "forking.py", "copies.py")),
+    *(str(Path(__file__).with_name(name)) for name in ("child.py", "forking.py", "spawn.py")),
     "<frozen runpy>",
 )
 

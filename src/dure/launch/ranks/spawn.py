@@ -16,13 +16,16 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing import util
 from pathlib import Path
+from typing import Any  # Any: torch, which is not loaded here
 
+from dure import env
 from dure.launch.interpreter import interpreter_options
-from dure.launch.ranks.child import STACK_SIGNAL
-from dure.launch.ranks.copies import copy_of_this_process
+from dure.launch.ranks import child, forking
 from dure.launch.ranks.cores import bound_cpus
 from dure.launch.ranks.zygote import RankStart, Zygote
 from dure.launch.spec import Exit, JobSpec, Kind
@@ -68,7 +71,7 @@ class RankProcess:
         """Ask for the Python stack; False where nobody would answer."""
         if not self._runs_program():
             return False
-        self.signal(STACK_SIGNAL)
+        self.signal(child.STACK_SIGNAL)
         return True
 
     def interrupt(self) -> None:
@@ -80,12 +83,12 @@ class RankProcess:
         self.signal(signal.SIGINT if ready else signal.SIGTERM)
 
     def _runs_program(self) -> bool:
-        """Whether the bootstrap is done: only then does the process catch STACK_SIGNAL.
+        """Whether the bootstrap is done: only then does the process catch child.STACK_SIGNAL.
 
         The kernel knows. It is asked because that signal kills a process that does not catch it:
         one that is still starting, or one whose program was replaced by exec.
         """
-        return self.catches(STACK_SIGNAL)
+        return self.catches(child.STACK_SIGNAL)
 
     def catches(self, number: int) -> bool:
         try:
@@ -147,7 +150,7 @@ def start_rank(
         )
         pid = fresh = None
         if spec.call is not None:
-            pid = copy_of_this_process(start, spec.call)
+            pid = _copy(start, spec.call)
         elif zygote is not None:
             pid = zygote.fork(start)
         if pid is None:
@@ -187,3 +190,49 @@ def _fresh(start: RankStart) -> subprocess.Popen[bytes]:
         pass_fds=(report, *start.secrets),
         start_new_session=True,
     )
+
+
+def _copy(start: RankStart, call: Callable[[], None]) -> int:
+    """Fork a rank of this very process, that calls `call` (`dure.spawn`); return its number."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: `dure.spawn` has looked
+        pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = child.run_function(_settle(start), lambda: _run(call))
+            util._run_finalizers()  # pyright: ignore
+        finally:
+            os._exit(code)
+    return pid
+
+
+def _settle(start: RankStart) -> int:
+    """Let go of what is the launcher's; return the pipe for reports."""
+    signal.set_wakeup_fd(-1)
+    for number in {*start.spec.signals, signal.SIGUSR1, signal.SIGUSR2}:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    stdout, stderr, report = start.pipes
+    order = {
+        "cpus": start.cpus,
+        "environment": dict(start.variables),
+        "numbers": [0, 1, 2, *start.secrets],
+    }
+    fds = [os.open(os.devnull, os.O_RDONLY), stdout, stderr, *start.secrets, report]
+    for fd, name in ((1, "stdout"), (2, "stderr")):  # a notebook's go to the cell
+        text = io.TextIOWrapper(io.FileIO(fd, "w", closefd=False), "utf-8", write_through=True)
+        setattr(sys, name, text)
+        setattr(sys, f"__{name}__", text)
+    sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False), "utf-8")  # `settle` opens it anew
+    report = forking.settle(order, fds, dict(env.everything()))
+    child.die_with(start.launcher)
+    return report
+
+
+def _run(call: Callable[[], None]) -> None:
+    torch: Any = sys.modules.get("torch")
+    threads = env.text("OMP_NUM_THREADS") or ""
+    if torch is not None and threads.isdecimal():  # read when torch was loaded, for one rank
+        torch.set_num_threads(int(threads))
+    call()

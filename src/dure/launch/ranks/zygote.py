@@ -119,8 +119,7 @@ class Zygote:
     def trouble(self, interrupted: int) -> str | None:
         """Wait until it has imported; return why it cannot be used, or None if it can.
 
-        Args:
-            interrupted: A descriptor that becomes readable when the user has had enough.
+        `interrupted` is a descriptor that becomes readable when the user has had enough.
         """
         if self._state == "waiting":
             self._state = self._wait(interrupted)
@@ -208,10 +207,8 @@ class Zygote:
 def zygote_for(spec: JobSpec, job: str, threads: int | None) -> Iterator[Zygote | None]:
     """Start a zygote, if the job gains by one, and end it at last.
 
-    Args:
-        spec: The job.
-        job: Its name in the environment of its processes.
-        threads: OMP_NUM_THREADS of every rank, or None to leave it as it is.
+    `job` is its name in the environment of its processes, `threads` OMP_NUM_THREADS of every rank,
+    or None to leave it as it is.
 
     Raises:
         UsageError: This host has no memory for so many ranks.

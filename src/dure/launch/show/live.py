@@ -65,11 +65,7 @@ class Row:
 
 
 class Rows:
-    """The ranks of this host, and when they are to be drawn again.
-
-    Args:
-        title: What is running.
-    """
+    """The ranks of this host, and when they are to be drawn again."""
 
     def __init__(self, title: str) -> None:
         self._title = plain(title.encode(errors="backslashreplace"))

@@ -67,10 +67,6 @@ def is_shown(spec: JobSpec, local_rank: int, stream: Stream) -> bool:
 class Logs:
     """The files of a job. Without a directory (`JobSpec.log_dir`) nothing is kept.
 
-    Args:
-        spec: The job: what is kept, and where.
-        node: This host's number.
-
     Attributes:
         trouble: Why something could not be written, once that has happened: a disk that is full
             ends the keeping, not the job.
@@ -79,26 +75,19 @@ class Logs:
         OSError: The directory cannot be written.
     """
 
-    def __init__(self, spec: JobSpec, node: int = 0) -> None:
+    def __init__(self, spec: JobSpec) -> None:
         self.trouble: OSError | None = None
         self._spec = spec
-        self._mark = f".node{node}" if node else ""
+        self._mark = ""
         self._outputs: dict[tuple[int, Stream], IO[bytes]] = {}
         self._filtered: dict[Stream, IO[bytes]] = {}
         self._words = {"stdout": spec.stdout_filters, "stderr": spec.stderr_filters}
         self._job: dict[str, object] = {}
         self._events: IO[bytes] | None = None
         self._said: IO[bytes] | None = None
+        self._early = b""  # said before this host had a number
         if spec.log_dir is not None:
             spec.log_dir.mkdir(parents=True, exist_ok=True, mode=_OURS_ALONE)
-            events, said = f"events{self._mark}.jsonl", f"launcher{self._mark}.log"
-            try:
-                with _below(spec.log_dir) as directory:
-                    self._events = _open(directory, spec.log_dir / events)
-                    self._said = _open(directory, spec.log_dir / said)
-            except OSError:
-                self.close()
-                raise
 
     def begin(self, round: Round) -> None:
         """Keep what was started, and make the files of a round.
@@ -110,6 +99,8 @@ class Logs:
         if self._spec.log_dir is None:
             return
         try:
+            if self._said is None:
+                self._open_journal(self._spec.log_dir, round.node)
             for local_rank in range(round.nproc):
                 self._open_rank(self._spec.log_dir, round, local_rank)
             self._open_filtered(self._spec.log_dir, round)
@@ -130,6 +121,13 @@ class Logs:
             "state": "running",
         }
         self._write_job()
+
+    def _open_journal(self, top: Path, node: int) -> None:
+        self._mark = f".node{node}" if node else ""
+        with _below(top) as directory:
+            self._events = _open(directory, top / f"events{self._mark}.jsonl")
+            self._said = _open(directory, top / f"launcher{self._mark}.log")
+        self._write(self._said, self._early)
 
     def _open_rank(self, top: Path, round: Round, local_rank: int) -> None:
         rank = round.rank(local_rank)
@@ -168,7 +166,10 @@ class Logs:
         self._write(self._events, json.dumps(content).encode() + b"\n")
 
     def said(self, text: str) -> None:
-        self._write(self._said, text.encode(errors="backslashreplace") + b"\n")
+        line = text.encode(errors="backslashreplace") + b"\n"
+        if self._said is None:
+            self._early += line
+        self._write(self._said, line)
 
     def conclude(self, result: JobResult) -> None:
         failure = result.first_failure

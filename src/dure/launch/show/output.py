@@ -166,9 +166,7 @@ class Sink:
 
     def write_some(self) -> None:
         """Write as much as can be written without waiting."""
-        self._gather()
-        while self._queue and not self.broken and self._ready(0):
-            self._write_chunk()
+        self.drain(0.0)
 
     def drain(self, timeout_s: float) -> None:
         """Write everything, waiting at most `timeout_s` for each chunk to be taken."""

@@ -14,8 +14,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-from dure.launch.show.folding import rank_set
-from dure.launch.show.tracebacks import say_alike
+from dure.launch.show.folding import rank_set, say_alike
 from dure.launch.spec import Exit, Frame, JobResult, RankResult, signal_name
 from dure.trace.frames import is_library
 

@@ -15,11 +15,10 @@ from dure import env
 from dure.launch.ranks.environment import Round
 from dure.launch.ranks.report import Step
 from dure.launch.ranks.spawn import RankProcess
-from dure.launch.show.folding import WINDOW_S, Entry, Folder, Prefixes
+from dure.launch.show.folding import WINDOW_S, Entry, Folder, Prefixes, Tracebacks
 from dure.launch.show.live import Rows
 from dure.launch.show.logs import Logs, is_shown
 from dure.launch.show.output import LineReader, Sink, same_file
-from dure.launch.show.tracebacks import Tracebacks
 from dure.launch.spec import Crash, Exit, JobResult, JobSpec, Line, Stream
 
 __all__ = ["Terminal"]
@@ -31,15 +30,11 @@ _SEEN_BYTES = 1 << 13  # of each of these lines
 class Terminal:
     """Shows the output of all ranks of a job on this host.
 
-    Args:
-        spec: The job: where its lines go, and whether they are kept.
-        node: This host's number in the job, where it is known.
-
     Raises:
         OSError: The files cannot be made.
     """
 
-    def __init__(self, spec: JobSpec, node: int = 0) -> None:
+    def __init__(self, spec: JobSpec) -> None:
         self._spec = spec
         out = Sink(1)
         errors = out if same_file(1, 2) else Sink(2)
@@ -56,7 +51,7 @@ class Terminal:
         live = spec.live and spec.on_line is None and out.terminal
         self._rows = Rows(" ".join((spec.program, *spec.args))) if live else None
         self._warned = False
-        self._logs = Logs(spec, node)
+        self._logs = Logs(spec)
 
     @property
     def full(self) -> bool:
