@@ -158,18 +158,23 @@ TARGETS = [
 ]
 
 
-def fuzz(target: Callable[[bytes], None], examples: int) -> None:
+AMOUNTS = [
+    QUICK,
+    pytest.param(LONG, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+]
+
+
+@pytest.mark.parametrize("examples", AMOUNTS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_bytes_of_others_end_in_a_value_or_the_right_error(
+    target: Callable[[bytes], None], examples: int
+) -> None:
     settings(
-        max_examples=examples,
+        max_examples=examples // (4 if target is a_store_file else 1),
         deadline=None,
         database=None,
         suppress_health_check=[HealthCheck.too_slow],
     )(example(NO_TEXT)(given(some_bytes)(target)))()
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_bytes_of_others_end_in_a_value_or_the_right_error(target: Callable[[bytes], None]) -> None:
-    fuzz(target, QUICK if target is not a_store_file else QUICK // 4)
 
 
 def test_a_store_file_with_a_key_that_is_no_text_is_refused(tmp_path: Path) -> None:
@@ -178,13 +183,6 @@ def test_a_store_file_with_a_key_that_is_no_text_is_refused(tmp_path: Path) -> N
     path.write_bytes(path.read_bytes().replace(b'"?"', b'"\x80"'))
     with pytest.raises(StoreError):
         FileStore(path, timeout=timedelta(seconds=1)).get("k")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("target", TARGETS)
-def test_very_many_bytes_of_others(target: Callable[[bytes], None]) -> None:
-    fuzz(target, LONG if target is not a_store_file else LONG // 10)
 
 
 def a_history(history: list[tuple[bytes, Request, float]], leaving: list[bytes]) -> None:
@@ -223,22 +221,11 @@ def a_history(history: list[tuple[bytes, Request, float]], leaving: list[bytes])
 histories = st.lists(st.tuples(clients, requests, st.floats(0, 1e6)), max_size=40)
 
 
-@settings(max_examples=2 * QUICK, deadline=None, database=None)
-@given(histories, st.lists(clients, max_size=3))
-def test_the_board_answers_everybody_once(
-    history: list[tuple[bytes, Request, float]], leaving: list[bytes]
-) -> None:
-    a_history(history, leaving)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@settings(max_examples=LONG, deadline=None, database=None)
-@given(histories, st.lists(clients, max_size=3))
-def test_the_board_answers_everybody_once_in_very_many_histories(
-    history: list[tuple[bytes, Request, float]], leaving: list[bytes]
-) -> None:
-    a_history(history, leaving)
+@pytest.mark.parametrize("examples", AMOUNTS)
+def test_the_board_answers_everybody_once(examples: int) -> None:
+    settings(max_examples=examples, deadline=None, database=None)(
+        given(histories, st.lists(clients, max_size=3))(a_history)
+    )()
 
 
 @pytest.mark.parametrize("depth", [10_000, 1_000_000])

@@ -355,10 +355,9 @@ class EtcdStore(AskingStore):
         lost_at = time.monotonic() + _LOST_S
         while (left_s := deadline - time.monotonic()) > 0:
             try:
-                for word in connection.watch(create, min(left_s, _WATCH_S)):
-                    if word.get("events") or word.get("canceled"):
-                        return
-                    lost_at = time.monotonic() + _LOST_S
+                if connection.watch(create, min(left_s, _WATCH_S)):
+                    return
+                lost_at = time.monotonic() + _LOST_S
             except Unanswered:
                 if time.monotonic() > lost_at:
                     return

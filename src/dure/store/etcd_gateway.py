@@ -16,7 +16,6 @@ import os
 import random
 import ssl
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -229,15 +228,13 @@ class Connection:
         """
         if self._gateway.options.user and not self._gateway.token:
             self._gateway.authenticate(self, "")
-        token = self._gateway.token
-        try:
-            return self.ask_once(path, body, answer_s)
-        except _StaleToken:
-            self._gateway.authenticate(self, token)
-        try:
-            return self.ask_once(path, body, answer_s)
-        except _StaleToken as error:
-            raise Unanswered(str(error)) from None
+        for _ in range(2):
+            token = self._gateway.token
+            try:
+                return self.ask_once(path, body, answer_s)
+            except _StaleToken:
+                self._gateway.authenticate(self, token)
+        raise Unanswered("a token that was new was refused")
 
     def ask_once(self, path: str, body: Json, answer_s: float = ANSWER_S) -> Json:
         """Put one request with the token there is; otherwise as `ask`."""
@@ -251,31 +248,29 @@ class Connection:
             raise self._complaint(answer)
         return answer
 
-    def watch(self, create: Json, limit_s: float) -> Iterator[Json]:
-        """Yield what a watch tells, for at most `limit_s` without a word; then it is closed.
+    def watch(self, create: Json, limit_s: float) -> bool:
+        """Tell whether a watch has news; False if it said nothing for `limit_s`.
 
         Raises:
             Unanswered: The member is gone or has no leader.
         """
+        self.ask("kv/range", {"key": create["key"], "count_only": True})  # for a token that is good
         try:
-            self.ask("kv/range", {"key": create["key"], "count_only": True})  # a token that is good
             response = self._send("watch", {"create_request": create}, ANSWER_S)
-            http_connection = self._http
-            assert http_connection is not None
-            while True:
-                if http_connection.sock is not None:
-                    http_connection.sock.settimeout(limit_s)
-                line = response.readline()
-                if not line:
-                    raise Unanswered("a watch ended")
+            assert self._http is not None
+            while line := response.readline():
                 word = parsed(line)
                 if "error" in word:
                     raise self._complaint(word)
-                yield word["result"]
+                if word["result"].get("events") or word["result"].get("canceled"):
+                    return True
+                if self._http.sock is not None:
+                    self._http.sock.settimeout(limit_s)
+            raise Unanswered("a watch ended")
         except TimeoutError:
             self._number += 1  # that one may be cut off from its cluster, and not know it yet
+            return False
         except _StaleToken as error:
-            self._gateway.authenticate(self, self._gateway.token)
             raise Unanswered(str(error)) from None
         except (OSError, http.client.HTTPException) as error:
             raise self._failed(error) from None

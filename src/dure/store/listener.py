@@ -46,9 +46,8 @@ def listen(address: Address) -> Listener:
             f"the store cannot listen on {address.ip}:{address.port}",
             seen=error.strerror or str(error),
             fix="Another program or another rank 0 holds the port, or the address is another "
-            "machine's: choose a "
-            "free MASTER_PORT (under torchrun and in clusters DURE_STORE_PORT) and an address of "
-            "rank 0's host, or port 0 where it can be told on.",
+            "machine's: choose a free MASTER_PORT (under torchrun and in clusters "
+            "DURE_STORE_PORT) and an address of rank 0's host, or port 0 where it can be told on.",
         ) from None
     port = sock.getsockname()[1]
     bound = Address(family=address.family, ip=address.ip, port=port)
