@@ -28,8 +28,8 @@ help: ## show this list
 demo: $(STAMPS)/package ## train on real images with 2 ranks, and write runs/demo/report.html
 	@$(BIN)/dure demo $(DEMO_ARGS)
 
-test: $(STAMPS)/package $(STAMPS)/test ## run all tests but the long drills
-	@$(BIN)/python -m pytest -rs $(PYTEST_ARGS)
+test: $(STAMPS)/package $(STAMPS)/test ## run all tests but the long drills, or PYTEST_ARGS=tests/...
+	@$(BIN)/python scripts/tests.py $(PYTEST_ARGS)
 
 drill: $(STAMPS)/package $(STAMPS)/test ## run the long tests, and then `make kills`
 	@$(BIN)/python -m pytest -rs -m slow $(PYTEST_ARGS)

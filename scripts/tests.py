@@ -1,16 +1,17 @@
-"""Run all tests, in two halves beside each other, and give the few that fail a second look.
+"""Run the tests, in two halves beside each other.
 
-    python .ci/tests.py [ARGUMENT OF PYTEST]...
+    python scripts/tests.py [--second-look] [ARGUMENT OF PYTEST]...
 
 One half is the tests that start processes and mostly wait for them, the other all the rest, so that
 two cores are busy. The second half's output is shown as it comes, that of the first when it has
-ended; a last line adds them up.
+ended; a last line adds them up. Where the arguments name tests, these are run, by one pytest.
 
-On a machine that others use as well, one test of thousands can fail by chance. So where at most
-`MOST` have failed, each is run again, alone, `TIMES` times in a row: if it passes every time it is
-*unsteady*. Unsteady tests are named at the end, and do not fail the run. All else does: more
-failures than that, one that comes again, an error outside of a test (what a module leaves behind
-shows there, and not in a test that runs alone), and whatever ends pytest before its end.
+On a machine that others use as well, one test of thousands can fail by chance. With
+`--second-look`, where at most `MOST` have failed, each is run again, alone, `TIMES` times in a row:
+if it passes every time it is *unsteady*. Unsteady tests are named at the end, and do not fail the
+run. All else does: more failures than that, one that comes again, an error outside of a test (what
+a module leaves behind shows there, and not in a test that runs alone), and whatever ends pytest
+before its end.
 """
 
 from __future__ import annotations
@@ -72,6 +73,10 @@ _WORDS = ("tests", "failures", "errors", "skipped")
 
 def main(arguments: list[str]) -> int:
     """Run the tests; return the exit status."""
+    second_look = "--second-look" in arguments
+    arguments = [word for word in arguments if word != "--second-look"]
+    if any(Path(word.partition("::")[0]).exists() for word in arguments):
+        return subprocess.run([*PYTEST, "-rs", *arguments], check=False).returncode
     begin = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("the tests were stopped"))
     with ExitStack() as stack:
@@ -95,6 +100,8 @@ def main(arguments: list[str]) -> int:
         return max(statuses)
     if TESTS_FAILED not in statuses:
         return 0
+    if not second_look:
+        return TESTS_FAILED
     if counts["errors"] or not 0 < len(failed) <= MOST:
         errors = counts["errors"]
         print(f"no second look: {len(failed)} tests failed, or had one of {errors} errors beside")
