@@ -75,7 +75,7 @@ def watched_steps(group: Group, count: int, peaks: Peaks) -> None:
 def measure(name: str, model: str, steps: int) -> dict[str, Any]:
     """Run one contestant; return its figures."""
     kind, library = CONTESTANTS["none"] if name == ALONE else CONTESTANTS[name]
-    contestant = Contestant(name=name, role=(kind, library, model), program=(RANK,))
+    contestant = Contestant(role=(kind, library, model), program=(RANK,))
     with Group(contestant, 1 if name == ALONE else RANKS) as group:
         group.accept_ranks()
         peaks = Peaks()

@@ -77,7 +77,7 @@ def measure(model: str, turns: int, malloc: bool) -> list[dict[str, Any]]:
             ranks = 1 if name == ALONE else RANKS
             role = CONTESTANTS["none" if name == ALONE else name.removesuffix(DEFAULTS)]
             program = ("--malloc-defaults", RANK) if name.endswith(DEFAULTS) else (RANK,)
-            contestant = Contestant(name=name, role=(*role, model), program=program)
+            contestant = Contestant(role=(*role, model), program=program)
             runner = Runner(name, stack.enter_context(Group(contestant, ranks)))
             try:
                 runner.warm_up()

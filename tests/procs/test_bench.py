@@ -25,7 +25,7 @@ from unit.bench.sample import PLAN
 
 QUICK = ("--ranks", "2", "--samples", "2", "--sample-time", "0.001")
 MPI = bool(shutil.which("mpirun") and importlib.util.find_spec("mpi4py"))
-SHM = Contestant(name="dure", role=("dure", "shm"))
+SHM = Contestant(role=("dure", "shm"))
 TAG = uuid.uuid4().hex
 """Of every process that is started here, in its environment."""
 
@@ -117,12 +117,12 @@ def test_rival_that_cannot_start_is_left_out_and_ours_is_fatal(
     def report() -> Report:
         return Report(command="", when="", machine={}, versions={}, plan=PLAN)
 
-    bad, told, console = Contestant(name="dure", role=("dure", "smoke")), report(), Console()
+    bad, told, console = Contestant(role=("dure", "smoke")), report(), Console()
     measure(PLAN, [SHM, bad], told, console)
     assert told.contestants == ["dure shm"]
     assert len(told.cells) == 2
     assert capsys.readouterr().err.count("dure bench: note: ") == 1
-    worse = Contestant(name="dure", role=(), program=("--no-python", "/bin/false"))
+    worse = Contestant(role=(), program=("--no-python", "/bin/false"))
     with pytest.raises(GroupFailed):
         measure(PLAN, [worse], report(), console)
 

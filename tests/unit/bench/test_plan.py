@@ -34,7 +34,7 @@ def test_names_may_be_repeated_joined_or_all():
     "words",
     [
         *(["--sizes", text] for text in ("", "x", "8:", "64:8:2", "8:64:1x", "0", "8:64:2:2")),
-        *(["--sizes", text] for text in ("-8", "1.5M", "8,,9", ",".join(map(str, range(1, 99))))),
+        *(["--sizes", text] for text in ("-8", "1.5M", "8,,9")),
         *(["--ranks", text] for text in ("0", "-1", "two", "")),
         *(["--against", text] for text in ("nccl", "mpi@", "mpi@/no/such/python")),
         ["--op", "al_reduce"],

@@ -46,7 +46,6 @@ class Contestant:
     """How the ranks of a group are started.
 
     Attributes:
-        name: What the user called it.
         role: The words after the address on the command line of `rank.py`.
         python: The interpreter of ranks of MPI.
         mpirun: The program that starts the ranks; None: `dure run`.
@@ -54,7 +53,6 @@ class Contestant:
         program: What `dure run` starts as a rank: it calls `serve` of rank.py.
     """
 
-    name: str
     role: tuple[str, ...]
     python: str = sys.executable
     mpirun: str | None = None
@@ -79,7 +77,7 @@ class Contestant:
 
 def ours(backend: str, *, arena: bool) -> Contestant:
     mpirun = _mpirun(sys.executable) if backend == "mpi" else None
-    return Contestant(name="dure", role=("dure", backend), mpirun=mpirun, arena=arena)
+    return Contestant(role=("dure", backend), mpirun=mpirun, arena=arena)
 
 
 def find_rival(name: str, backend: str) -> Contestant:
@@ -91,11 +89,11 @@ def find_rival(name: str, backend: str) -> Contestant:
     if name == "arena":
         return ours(backend, arena=True)
     if name == "gloo":
-        return Contestant(name=name, role=("torch", "gloo"))
+        return Contestant(role=("torch", "gloo"))
     python = name.partition("@")[2] or sys.executable
     if shutil.which(python) is None:
         raise UsageError("no such Python", seen=python, fix="Give mpi@/path/to/bin/python.")
-    return Contestant(name=name, role=("mpi",), python=python, mpirun=_mpirun(python))
+    return Contestant(role=("mpi",), python=python, mpirun=_mpirun(python))
 
 
 def _mpirun(python: str) -> str:
