@@ -342,7 +342,7 @@ class _Session(Generic[T]):
         self._futile = 0 if recovery.lost or recovery.joined else self._futile
         if view.rank_of(self._membership.me.token) == 0:
             _log.warning(
-                "the group has changed: %d lost, %d came; %d ranks go on after commit %d (%.0f ms)",
+                "the group has changed: %d lost, %d came, %d now; on after commit %d (%.0f ms)",
                 recovery.lost,
                 recovery.joined,
                 len(view.members),
