@@ -33,6 +33,7 @@ from dure.errors import (
     PeerLost,
     RendezvousError,
     RendezvousTimeout,
+    StoreLost,
     StoreTimeout,
     UsageError,
 )
@@ -163,7 +164,11 @@ class _Shrinking:
         deadline = time.monotonic() + self.limit.total_seconds()
         while True:
             self.rendezvous.require_store(self.op)
-            group = self._try(deadline)
+            try:
+                group = self._try(deadline)
+            except StoreLost:  # a rank's death is told before its process has ended
+                self.rendezvous.require_store(self.op)
+                raise
             if group is not None:
                 return group
 
