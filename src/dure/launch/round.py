@@ -31,7 +31,7 @@ from dure.launch.show.output import LineReader, Sink
 from dure.launch.show.terminal import Terminal
 from dure.launch.signals import read_signals
 from dure.launch.spec import Exit, JobSpec, RankResult, Stream
-from dure.launch.supervisor import Action, AskStacks, Phase, Signal, Supervisor, Timing
+from dure.launch.supervisor import AskStacks, Measure, Phase, Signal, Supervisor, Timing
 
 __all__ = ["RoundRun", "Workplace"]
 
@@ -76,7 +76,7 @@ class Overseer(Protocol):
         """When to ask at the latest."""
         ...
 
-    def attend(self, now: float) -> list[Action]:
+    def attend(self, now: float) -> list[Measure]:
         """Look at what has happened, and return what to do about it."""
         ...
 
@@ -335,13 +335,13 @@ class RoundRun:
 
     # --- what is done about it ---------------------------------------------------------------
 
-    def _do(self, actions: list[Action]) -> None:
+    def _do(self, measures: list[Measure]) -> None:
         """Carry out what the supervisor wants, and what it wants upon that."""
-        for action in actions:
-            if isinstance(action, AskStacks):
-                self._ask(action.ranks)
-            elif isinstance(action, Signal):
-                self._send(action)
+        for measure in measures:
+            if isinstance(measure, AskStacks):
+                self._ask(measure.ranks)
+            elif isinstance(measure, Signal):
+                self._send(measure)
             else:
                 self._sweep()
 
@@ -361,18 +361,18 @@ class RoundRun:
             if not self.ranks[rank].ask_stack():
                 self._do(self.supervisor.told(rank, time.monotonic()))
 
-    def _send(self, action: Signal) -> None:
+    def _send(self, measure: Signal) -> None:
         """Signal ranks last: a parent that ends first would turn its children into orphans."""
         spares = self.supervisor.spares_detached
-        others = self._processes.others(detached=not spares) if action.everything else []
+        others = self._processes.others(detached=not spares) if measure.everything else []
         for process in others:
-            if self._processes.signal(process.pid, action.number) and not self.supervisor.alive:
+            if self._processes.signal(process.pid, measure.number) and not self.supervisor.alive:
                 self.outlived[process.pid] = process.command
         for rank in self.supervisor.alive:
-            if action.number == signal.SIGINT:
+            if measure.number == signal.SIGINT:
                 self.ranks[rank].interrupt()
             else:
-                self.ranks[rank].signal(action.number)
+                self.ranks[rank].signal(measure.number)
 
 
 def _timing(spec: JobSpec) -> Timing:

@@ -1,7 +1,7 @@
 """When to end a job, and how hard: a state machine without any input or output.
 
 The loop (`dure.launch.round`) tells the machine what happened (*events*) and does what it answers
-(*actions*); the machine knows only ranks, exit statuses and the time that it is handed.
+(*measures*); the machine knows only ranks, exit statuses and the time that it is handed.
 
     RUNNING ──stop, a rank failed──▶ EXPLAINING ──▶ ENDING ──grace is over──▶ KILLING
        │                                              ▲                          ▲
@@ -33,7 +33,7 @@ from enum import Enum
 
 from dure.launch.spec import Exit
 
-__all__ = ["Action", "AskStacks", "Phase", "Signal", "Supervisor", "Sweep", "Timing"]
+__all__ = ["AskStacks", "Measure", "Phase", "Signal", "Supervisor", "Sweep", "Timing"]
 
 _TO_ALL = (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
 """Signals that leave no time for saving: somebody has had enough, or is no longer there."""
@@ -95,7 +95,7 @@ class Sweep:
     """Count the processes of the job besides the ranks, and answer with `swept`."""
 
 
-Action = AskStacks | Signal | Sweep
+Measure = AskStacks | Signal | Sweep
 
 
 class Supervisor:
@@ -138,7 +138,7 @@ class Supervisor:
         self._crashed.add(rank)
         self._note_failure(rank)
 
-    def exited(self, rank: int, exit: Exit, now: float) -> list[Action]:
+    def exited(self, rank: int, exit: Exit, now: float) -> list[Measure]:
         """Take note that `rank` has ended."""
         self.exits[rank] = exit
         self._silent.discard(rank)
@@ -172,7 +172,7 @@ class Supervisor:
         self.exits.pop(rank, None)
         self._crashed.discard(rank)
 
-    def stop(self, now: float, *, explain: bool = False, saving: bool = False) -> list[Action]:
+    def stop(self, now: float, *, explain: bool = False, saving: bool = False) -> list[Measure]:
         """End the round: a rank has failed, here or elsewhere, or hosts come or go.
 
         `explain`: ask the ranks first where they are. `saving`: they have handlers for SIGTERM, and
@@ -191,21 +191,21 @@ class Supervisor:
             leaving = self._crashed.intersection(self.alive)
             explain_s = self._timing.crash_s if leaving else self._timing.stacks_s
             self._deadline = now + max(explain_s, self._timing.settle_s)
-            asking: list[Action] = [AskStacks(tuple(self._silent))] if self._silent else []
+            asking: list[Measure] = [AskStacks(tuple(self._silent))] if self._silent else []
             return asking + self._explained(now)
         return self._end(now, self._grace)
 
-    def fence(self, now: float) -> list[Action]:
+    def fence(self, now: float) -> list[Measure]:
         """Kill everything at once: this host may have been given up by the others."""
         self.fenced = True
         return [] if self.phase in (Phase.KILLING, Phase.DONE) else self._kill(now)
 
-    def told(self, rank: int, now: float) -> list[Action]:
+    def told(self, rank: int, now: float) -> list[Measure]:
         """Take note that `rank` has told its stack."""
         self._silent.discard(rank)
         return self._explained(now) if self.phase is Phase.EXPLAINING else []
 
-    def interrupted(self, number: int, now: float, *, caught: bool = False) -> list[Action]:
+    def interrupted(self, number: int, now: float, *, caught: bool = False) -> list[Measure]:
         """Take note of a signal to the launcher: the first is polite, the second kills.
 
         `caught`: a rank has a handler for it.
@@ -224,7 +224,7 @@ class Supervisor:
         self._deadline = now + self._timing.interrupt_grace_s / 2
         return [AskStacks(self.alive), Signal(signal.SIGINT, everything=False)]
 
-    def swept(self, others: int, now: float) -> list[Action]:
+    def swept(self, others: int, now: float) -> list[Measure]:
         """Take note of how many processes besides the ranks are left."""
         if self.alive or self.phase is Phase.RUNNING:
             return []
@@ -237,13 +237,13 @@ class Supervisor:
             return self._end(now, self._grace)
         return []
 
-    def tick(self, now: float) -> list[Action]:
+    def tick(self, now: float) -> list[Measure]:
         """Do what the time demands."""
         if self._deadline is not None and now >= self._deadline:
             return self._deadline_passed(now)
         if self._sweep_at is not None and now >= self._sweep_at:
             self._sweep_at = None
-            again: list[Action] = [Sweep()]
+            again: list[Measure] = [Sweep()]
             if self.phase is Phase.KILLING:
                 self._sweep_at = now + self._timing.sweep_s
                 again.insert(0, Signal(signal.SIGKILL, everything=True))
@@ -255,7 +255,7 @@ class Supervisor:
         timing = self._timing
         return timing.grace_s if self.interrupted_by is None else timing.interrupt_grace_s
 
-    def _deadline_passed(self, now: float) -> list[Action]:
+    def _deadline_passed(self, now: float) -> list[Measure]:
         if self.phase in (Phase.EXPLAINING, Phase.LEAVING):
             return self._end(now, self._grace)
         if self.phase is Phase.INTERRUPTING:
@@ -274,7 +274,7 @@ class Supervisor:
     def _all_succeeded(self) -> bool:
         return all(self.succeeded(rank) for rank in range(self._nproc))
 
-    def _explained(self, now: float) -> list[Action]:
+    def _explained(self, now: float) -> list[Measure]:
         """Go on to ENDING once every answer is in and the crashed ranks have gone."""
         if self._silent or self._crashed.intersection(self.alive):
             return []
@@ -283,25 +283,25 @@ class Supervisor:
         self._mark_survivors()
         return self._end(now, self._grace)
 
-    def _save(self, now: float, number: int) -> list[Action]:
+    def _save(self, now: float, number: int) -> list[Measure]:
         self._mark_survivors()
         self.phase = Phase.SAVING
         self._deadline = now + self._timing.saving_s
         return [Signal(number, everything=False)]
 
-    def _leave(self, now: float) -> list[Action]:
+    def _leave(self, now: float) -> list[Measure]:
         self.phase = Phase.LEAVING
         self._deadline = now + self._timing.leave_s
         return [Sweep()]
 
-    def _end(self, now: float, grace_s: float) -> list[Action]:
+    def _end(self, now: float, grace_s: float) -> list[Measure]:
         self._mark_survivors()
         self.phase = Phase.ENDING
         self._deadline = now + grace_s
-        asked: list[Action] = [Signal(signal.SIGTERM, everything=True)]
+        asked: list[Measure] = [Signal(signal.SIGTERM, everything=True)]
         return asked if self.alive else [*asked, Sweep()]
 
-    def _kill(self, now: float) -> list[Action]:
+    def _kill(self, now: float) -> list[Measure]:
         self._mark_survivors()
         self.phase = Phase.KILLING
         self._deadline = now + self._timing.give_up_s

@@ -46,9 +46,9 @@ def state_of(agents: str, *, nproc: int = 1, elastic: bool = False, **wanted: in
     settings = Settings(min_hosts=1 if elastic else count, max_hosts=count)
     machine = (ElasticMachine if elastic else Machine)(replace(settings, **wanted))
     apply(machine, *(joined(agent, nproc) for agent in agents))
-    duty = machine.duty(agents[0])
-    if isinstance(duty, Wait) and duty.timer is not None:
-        machine.apply(Expired(duty.timer.name))
+    action = machine.action(agents[0])
+    if isinstance(action, Wait) and action.timer is not None:
+        machine.apply(Expired(action.timer.name))
     ready(machine)
     return machine
 
@@ -70,9 +70,9 @@ def ready(machine: Machine) -> Plan:
     """Let the first host of a round that begins keep a port; return the round."""
     plan = plan_of(machine)
     first = plan.members[0]
-    assert isinstance(machine.duty(first), Prepare)
+    assert isinstance(machine.action(first), Prepare)
     machine.apply(Ready(first, plan.number, "10.0.0.1", 1))
-    assert isinstance(machine.duty(first), Work)
+    assert isinstance(machine.action(first), Work)
     return plan
 
 
@@ -89,7 +89,7 @@ def end(machine: Machine) -> None:
     """Let all members do what they must when a round is stopped."""
     plan = plan_of(machine)
     for agent in plan.members:
-        if isinstance(machine.duty(agent), Stop):
+        if isinstance(machine.action(agent), Stop):
             machine.apply(Ended(agent, plan.number))
 
 

@@ -24,7 +24,7 @@ def living(machine: Machine) -> int:
 
 def ended(machine: Machine) -> Outcome:
     """End what runs; return how the job ended."""
-    assert all(isinstance(machine.duty(agent), Stop) for agent in machine.agents)
+    assert all(isinstance(machine.action(agent), Stop) for agent in machine.agents)
     end(machine)
     return outcome_of(machine)
 
@@ -33,7 +33,7 @@ def test_a_dead_worker_is_replaced_in_its_place_and_the_others_are_left_alone() 
     machine = elastic("ab", max_restarts=3)
     for local, times in ((1, 0), (0, 0), (1, 1), (1, 1)):  # the last one is told twice
         fail(machine, "a", local, times=times)
-    first, second = machine.duty("a"), machine.duty("b")
+    first, second = machine.action("a"), machine.action("b")
     assert isinstance(first, Work) and first.replaced == ((0, 1), (1, 2))
     assert isinstance(second, Work) and second.replaced == ()
     assert (machine.restarts, living(machine)) == (3, 4)
@@ -84,7 +84,7 @@ def test_who_comes_gets_numbers_that_nobody_had_while_there_is_room() -> None:
     machine.apply(Lost("a"))
     plan = plan_of(machine)
     assert (plan.number, plan.members, plan.nprocs) == (0, ("a", "b", "c"), (2, 2, 1))
-    assert (living(machine), isinstance(machine.duty("c"), Work)) == (3, True)
+    assert (living(machine), isinstance(machine.action("c"), Work)) == (3, True)
     machine.apply(Joined("d", "host-d", 1))
     assert plan_of(machine) == plan
 
@@ -94,7 +94,7 @@ def test_once_a_worker_has_ended_well_nobody_comes_is_replaced_or_missed() -> No
     apply(machine, Finished("a", 0, 0), Joined("b", "host-b", 2))
     fail(machine, "a", 0)  # it had ended
     assert (machine.failed, machine.phase, living(machine)) == (False, Phase.RUNNING, 1)
-    assert (plan_of(machine).members, machine.duty("b")) == (("a",), Wait())
+    assert (plan_of(machine).members, machine.action("b")) == (("a",), Wait())
     fail(machine, "a", 1)
     assert (machine.restarts, machine.phase) == (0, Phase.STOPPING)
     end(machine)

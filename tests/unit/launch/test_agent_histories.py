@@ -1,7 +1,7 @@
 """The state that decides on rounds, in thousands of random histories.
 
 The histories are made of what can happen to real agents: they join, leave, are lost, their workers
-fail or succeed, and they do what their duty says, in any order and late. After each event the
+fail or succeed, and they do what their action says, in any order and late. After each event the
 rules that must always hold are checked.
 """
 
@@ -83,27 +83,27 @@ class World:
         assert not machine.excluded & {each.machine for each in plan.joined}
 
     def obey(self, agent: str) -> None:
-        """Let an agent do its duty."""
-        duty = self.machine.duty(agent)
-        match duty:
+        """Let an agent do its action."""
+        action = self.machine.action(agent)
+        match action:
             case Work():
                 others = {number for a, number in self.running.items() if a != agent}
-                assert others <= {duty.plan.number}, "two rounds run at once"
+                assert others <= {action.plan.number}, "two rounds run at once"
                 assert self.machine._agents[agent].machine not in self.machine.excluded
-                self.running[agent] = duty.plan.number
+                self.running[agent] = action.plan.number
             case Prepare():
-                self.tell(Ready(agent, duty.plan.number, "10.0.0.1", 29500))
+                self.tell(Ready(agent, action.plan.number, "10.0.0.1", 29500))
             case Stop():
                 self.running.pop(agent, None)
-                self.tell(Ended(agent, duty.plan.number))
+                self.tell(Ended(agent, action.plan.number))
             case Leave() | Rejoin():
                 self.running.pop(agent, None)
                 self.here.remove(agent)
-                if isinstance(duty, Leave):
-                    self.tell(Left(agent, duty.outcome.code))
+                if isinstance(action, Leave):
+                    self.tell(Left(agent, action.outcome.code))
             case Wait():
-                if duty.timer is not None and self.draw.random() < 0.3:
-                    self.tell(Expired(duty.timer.name))
+                if action.timer is not None and self.draw.random() < 0.3:
+                    self.tell(Expired(action.timer.name))
 
     def join(self) -> None:
         agent, self.born = f"{self.born}", self.born + 1
@@ -121,8 +121,8 @@ class World:
         local = self.draw.randrange(plan.nprocs[node])
         if self.draw.random() < 0.5:
             peer = self.draw.choice([None, self.draw.randrange(sum(plan.nprocs))])
-            duty = self.machine.duty(agent)
-            times = dict(duty.replaced).get(local, 0) if isinstance(duty, Work) else 0
+            action = self.machine.action(agent)
+            times = dict(action.replaced).get(local, 0) if isinstance(action, Work) else 0
             worker = result(sum(plan.nprocs[:node]) + local, f"host-{agent}", peer=peer)
             self.tell(Failed(agent, number, local, worker, times))
         elif self.elastic:
@@ -160,15 +160,15 @@ class World:
             self.obey(self.draw.choice(self.here))
 
     def finish(self) -> None:
-        """Let nothing more happen but what must: everybody does his duty, all clocks run out."""
+        """Let nothing more happen but what must: everybody does his action, all clocks run out."""
         for _ in range(200):
             if self.machine.phase is Phase.OVER or not self.machine.agents:
                 return
             for agent in list(self.here):
-                duty = self.machine.duty(agent)
+                action = self.machine.action(agent)
                 self.obey(agent)
-                if isinstance(duty, Wait) and duty.timer is not None:
-                    self.tell(Expired(duty.timer.name))
+                if isinstance(action, Wait) and action.timer is not None:
+                    self.tell(Expired(action.timer.name))
                 number, plan = self.running.get(agent), self.machine.plan
                 if number is not None and plan is not None and self.elastic:
                     for local in range(plan.nprocs[plan.node_of(agent)]):

@@ -168,10 +168,10 @@ def test_who_takes_part(here: str, before: str, members: str) -> None:
 def test_all_members_succeed_the_job_ends_well() -> None:
     machine = state_of("ab")
     machine.apply(Ended("a", 0, well=True))
-    assert machine.duty("a") == Wait()
+    assert machine.action("a") == Wait()
     machine.apply(Ended("b", 0, well=True))
     assert machine.outcome == Outcome(code=0)
-    assert machine.duty("a") == machine.duty("?") == Leave(Outcome(code=0))
+    assert machine.action("a") == machine.action("?") == Leave(Outcome(code=0))
 
 
 def test_a_failure_within_the_limit_starts_the_next_round_in_the_same_order() -> None:
@@ -202,7 +202,7 @@ def test_reports_of_the_end_take_the_place_of_the_first_ones() -> None:
 def test_a_lost_host_costs_a_restart_and_a_host_that_comes_none() -> None:
     machine = state_of("abc", min_hosts=2, max_hosts=4, max_restarts=1)
     machine.apply(Lost("a", "its launcher was killed"))
-    assert isinstance(machine.duty("a"), Rejoin)
+    assert isinstance(machine.action("a"), Rejoin)
     end(machine)
     assert machine.setback == "lost host-a (its launcher was killed)"
     assert (plan_of(machine).members, machine.restarts) == (("b", "c"), 1)
@@ -233,17 +233,17 @@ def test_a_broken_connection_stops_the_round_and_the_next_waits_until_it_is_clea
     assert machine.phase is Phase.RUNNING
     apply(machine, Missing("b", 0), Ended("a", 0))
     assert machine.phase is Phase.STOPPING  # b may have ranks that run
-    assert isinstance(machine.duty("b"), Stop)
+    assert isinstance(machine.action("b"), Stop)
     machine.apply(Ended("b", 0))  # it is back
     assert plan_of(machine).number == 1
 
 
 def test_the_first_that_says_where_rank_0_is_counts() -> None:
     machine = state_of("ab")
-    before = machine.duty("b")
+    before = machine.action("b")
     assert isinstance(before, Work)
     machine.apply(Ready("b", 0, "10.0.0.2", 2))
-    assert machine.duty("b") == before
+    assert machine.action("b") == before
 
 
 # --- hosts that fail, again and again -------------------------------------------------------------
@@ -257,9 +257,9 @@ def test_a_host_that_fails_first_rounds_running_is_left_out() -> None:
         end(machine)
     assert machine.excluded == {"host-b"}
     assert ready(machine).members == ("a",)
-    duty = machine.duty("b")
-    assert isinstance(duty, Leave)
-    assert duty.outcome.code == 1
+    action = machine.action("b")
+    assert isinstance(action, Leave)
+    assert action.outcome.code == 1
 
 
 @pytest.mark.parametrize("hosts", ["xy", "xyy"])
@@ -329,7 +329,7 @@ def test_timers_of_another_gathering_mean_nothing() -> None:
     machine = state_of("ab", max_restarts=3)
     fail(machine, "a")
     apply(machine, Lost("b"), Ended("a", 0))
-    assert machine.duty("a") == Wait(machine._timer())
+    assert machine.action("a") == Wait(machine._timer())
     assert (machine._timer().name, machine._timer().after_s) == ("join 1", 600.0)
     for name in ("join 0", "last call 0", "last call 1", "join 2"):
         machine.apply(Expired(name))

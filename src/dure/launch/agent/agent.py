@@ -1,10 +1,10 @@
 """The agent: one host's part in a job, from its joining to its exit code.
 
-An agent asks the job's state for its duty, does it, and tells the others what came of it. It knows
-no more of the job than that:
+An agent asks the job's state for its action, does it, and tells the others what came of it. It
+knows no more of the job than that:
 
-    duty      does                                          tells
-    ----      ----                                          -----
+    action    does                                          tells
+    ------    ----                                          -----
     Wait      nothing, until there is news                  Expired, if a timer runs out
     Prepare   keeps a port for rank 0                       Ready
     Work      starts its ranks and watches them             Failed, Finished, Ended
@@ -12,10 +12,10 @@ no more of the job than that:
     Rejoin    ends its ranks, joins under another name      Joined
     Leave     returns the job's result                      Left
 
-While ranks run, the agent is the overseer of their loop (`attend`): it looks at its duty after
+While ranks run, the agent is the overseer of their loop (`attend`): it looks at its action after
 everything that happens, which costs nothing on a single host and one look at a pipe on several.
 What a rank's failure means is decided in the state alone; the agent tells of it, and then does its
-duty.
+action.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dataclasses import replace
 
 from dure.errors import LaunchError
 from dure.launch.agent.events import (
-    Duty,
+    Action,
     Ended,
     Event,
     Expired,
@@ -57,7 +57,7 @@ from dure.launch.ranks.ports import reserve_port
 from dure.launch.round import RoundRun, Workplace
 from dure.launch.signals import read_signals
 from dure.launch.spec import RankResult
-from dure.launch.supervisor import Action, Phase
+from dure.launch.supervisor import Measure, Phase
 
 __all__ = ["Agent"]
 
@@ -100,12 +100,12 @@ class Agent:
         try:
             self._join()
             while True:
-                duty = self._duty()
-                if isinstance(duty, Leave) and not self._must_stay():
-                    return duty.outcome
-                if self.interrupted_by is not None and isinstance(duty, Rejoin):
+                action = self._action()
+                if isinstance(action, Leave) and not self._must_stay():
+                    return action.outcome
+                if self.interrupted_by is not None and isinstance(action, Rejoin):
                     return Outcome(code=128 + self.interrupted_by, ranks=self.ranks)
-                self._do(duty)
+                self._do(action)
         except BaseException as error:
             if self._joined is not None and not self._joined.gone:
                 why = f"{self._place.host} cannot go on: {error}"
@@ -144,16 +144,16 @@ class Agent:
             times.append(time.monotonic() + max(0.0, self._me.expires_at - boottime()))
         return min(times, default=None)
 
-    def attend(self, now: float) -> list[Action]:
+    def attend(self, now: float) -> list[Measure]:
         """Tell what has become of the ranks, and find out whether they may go on."""
         run = self._run
         assert run is not None
         self._report(run, now)
         if self._me.gone:
             return run.supervisor.fence(now)
-        duty = self._duty()
-        if isinstance(duty, Work) and duty.plan.number == run.round.number:
-            self._replace(run, duty)
+        action = self._action()
+        if isinstance(action, Work) and action.plan.number == run.round.number:
+            self._replace(run, action)
             return []
         if run.supervisor.phase is not Phase.RUNNING:
             return []
@@ -161,7 +161,7 @@ class Agent:
         saving = state.departing and run.catches(signal.SIGTERM)
         return run.supervisor.stop(now, explain=state.failed, saving=saving)
 
-    # --- duties --------------------------------------------------------------------------------
+    # --- actions --------------------------------------------------------------------------------
 
     def _join(self) -> None:
         self._told.clear()
@@ -172,33 +172,33 @@ class Agent:
         self._place = replace(self._place, spec=replace(self._place.spec, run_id=settings.run_id))
         os.pwrite(self._place.address.key_fd, settings.job_key, 0)
 
-    def _duty(self) -> Duty:
+    def _action(self) -> Action:
         """Return what the state wants; show what it notes of other hosts."""
         state = self._state
         for note in state.notes:
             self._say_once(note, note)
-        return Rejoin() if self._me.gone else state.duty(self._me.agent)
+        return Rejoin() if self._me.gone else state.action(self._me.agent)
 
-    def _do(self, duty: Duty) -> None:
-        match duty:
+    def _do(self, action: Action) -> None:
+        match action:
             case Wait():
-                self._wait(duty.timer)
+                self._wait(action.timer)
             case Prepare():
-                self._prepare(duty.plan)
-            case Work() if f"ended {duty.plan.number}" in self._told:
+                self._prepare(action.plan)
+            case Work() if f"ended {action.plan.number}" in self._told:
                 self._sleep(None)  # our own word has not come back yet
             case Work():
-                self._run_round(duty)
+                self._run_round(action)
             case Stop():
                 self._tell_once(
-                    f"ended {duty.plan.number}", Ended(self._me.agent, duty.plan.number)
+                    f"ended {action.plan.number}", Ended(self._me.agent, action.plan.number)
                 )
             case Rejoin():
                 why = self._me.gone or "the others have given this host up"
                 self._say(f"{why}; its ranks were ended, and it looks for the job again")
                 self._join()
             case Leave():  # but others depend on this host
-                why = duty.outcome.why
+                why = action.outcome.why
                 self._say_once("stays", f"{why}; it goes on coordinating, without ranks")
                 self._sleep(None)
 
@@ -211,15 +211,15 @@ class Agent:
         ready = Ready(self._me.agent, plan.number, address, port)
         self._tell_once(f"ready {plan.number}", ready)
 
-    def _run_round(self, duty: Work) -> None:
-        plan = duty.plan
+    def _run_round(self, action: Work) -> None:
+        plan = action.plan
         round = Round(
             number=plan.number,
             node=plan.node_of(self._me.agent),
             hosts=plan.hosts,
             nprocs=plan.nprocs,
-            master_addr=duty.ready.master_addr,
-            master_port=duty.ready.master_port,
+            master_addr=action.ready.master_addr,
+            master_port=action.ready.master_port,
             store=self._state.settings.store,
         )
         self.node = round.node
@@ -230,7 +230,7 @@ class Agent:
                 f"{', '.join(plan.hosts)} (restarts: {state.restarts} of "
                 f"{state.settings.max_restarts})"
             )
-        self._replaced, self._crashed_at = dict(duty.replaced), {}
+        self._replaced, self._crashed_at = dict(action.replaced), {}
         run = self._run = RoundRun(self._place, round, held=self._held)
         try:
             run.start()
@@ -285,9 +285,9 @@ class Agent:
                 run.ranks[local].signal(signal.SIGKILL)
                 self._crashed_at[local] = now
 
-    def _replace(self, run: RoundRun, duty: Work) -> None:
+    def _replace(self, run: RoundRun, action: Work) -> None:
         """Start what the machine wants started in place of ranks that have ended."""
-        due = [(k, n) for k, n in duty.replaced if n > self._replaced.get(k, 0)]
+        due = [(k, n) for k, n in action.replaced if n > self._replaced.get(k, 0)]
         first = self._state.restarts - len(due) + 1
         for number, (local, times) in enumerate(due, first):
             if local in run.supervisor.exits:

@@ -1,6 +1,6 @@
-"""What agents and the job's state say to each other: events in, duties out.
+"""What agents and the job's state say to each other: events in, actions out.
 
-An *event* is what happens to a job, as an agent tells it. A *duty* is what the state wants of one
+An *event* is what happens to a job, as an agent tells it. A *action* is what the state wants of one
 agent now. Both are small values with a fixed shape, packed with msgpack and read back with every
 field checked; nothing is unpickled.
 
@@ -150,7 +150,7 @@ OfRound = Failed | Finished | Ended | Missing
 Event = Joined | Left | Lost | Ready | Expired | OfRound
 
 
-# --- duties -------------------------------------------------------------------------------------
+# --- actions -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,4 +257,4 @@ class Leave:
     outcome: Outcome
 
 
-Duty = Wait | Prepare | Work | Stop | Rejoin | Leave
+Action = Wait | Prepare | Work | Stop | Rejoin | Leave

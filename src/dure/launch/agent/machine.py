@@ -1,7 +1,7 @@
 """The job's state: when workers are started, stopped and started again, on all hosts.
 
 It is a pure state machine and one plain value. All agents share one copy of it (`membership`): who
-has an event applies it and writes the state back, and every agent does what its `duty` is in the
+has an event applies it and writes the state back, and every agent does what its `action` is in the
 state seen last. So all agents see the same decisions, and nobody needs every event.
 
             min hosts, and the last call is over            all members succeeded
@@ -39,7 +39,7 @@ from enum import Enum
 import msgspec
 
 from dure.launch.agent.events import (
-    Duty,
+    Action,
     Ended,
     Event,
     Expired,
@@ -77,7 +77,7 @@ class Phase(Enum):
 
 
 class Machine(msgspec.Struct, tag="rounds"):
-    """The state of a job; `apply` takes an event, `duty` tells an agent what to do now.
+    """The state of a job; `apply` takes an event, `action` tells an agent what to do now.
 
     It is packed with msgpack and read back, so all its fields are of types that msgspec can read.
     """
@@ -141,7 +141,7 @@ class Machine(msgspec.Struct, tag="rounds"):
                     self._told(event)
         self._settle()
 
-    def duty(self, agent: str) -> Duty:
+    def action(self, agent: str) -> Action:
         """Return what `agent` has to do now; the same until the next event."""
         joined = self._agents.get(agent)
         if self.phase is Phase.OVER and self.outcome is not None:
