@@ -41,15 +41,10 @@ class Launcher:
     host: namespaces.Host
     process: subprocess.Popen[str]
     said: IO[str]
-    code: int | None = None
-    ended_at: float = 0.0
 
     def end(self, limit_s: float) -> int:
         """Return its exit code."""
-        self.process.wait(limit_s)
-        self.ended_at = time.monotonic()
-        self.code = self.process.wait()
-        return self.code
+        return self.process.wait(limit_s)
 
     @property
     def text(self) -> str:
@@ -68,24 +63,17 @@ class Cutting:
         self.key.write_bytes(mint().raw)
         self.launchers: list[Launcher] = []
 
-    def start(self, *flags: str, program: str | Path = PROGRAM, words: tuple[str, ...] = ()):
+    def start(self, *flags: str, words: tuple[str, ...] = ()) -> None:
         """Start a launcher on every host; the first has the endpoint."""
         for host in self.hosts:
-            self.start_on(host, *flags, program=program, words=words)
+            self._start_on(host, *flags, words=words)
             self.wait_for(lambda: self.hosts[0].listens(PORT), "the store")
 
-    def start_on(
-        self,
-        host: namespaces.Host,
-        *flags: str,
-        program: str | Path = PROGRAM,
-        words: tuple[str, ...] = (),
-    ) -> Launcher:
-        """Start the launcher of one host."""
+    def _start_on(self, host: namespaces.Host, *flags: str, words: tuple[str, ...]) -> None:
         said = (self.folder / f"{len(self.launchers)}-{host.name}.txt").open("w")
         endpoint = f"{self.hosts[0].address}:{PORT}"
         process = host.start(
-            ["-m", "dure.cli", "run", *flags, "--rdzv-endpoint", endpoint, program, *words],
+            ["-m", "dure.cli", "run", *flags, "--rdzv-endpoint", endpoint, PROGRAM, *words],
             {
                 "DURE_JOB_KEY_FILE": str(self.key),
                 "CREW": str(self.folder),
@@ -94,9 +82,7 @@ class Cutting:
             },
             said,
         )
-        launcher = Launcher(host, process, said)
-        self.launchers.append(launcher)
-        return launcher
+        self.launchers.append(Launcher(host, process, said))
 
     # ---- what happened -------------------------------------------------------------------------
 
@@ -190,38 +176,29 @@ def cutting(count: int, folder: Path, name: str = "cut") -> Iterator[Cutting]:
 class Wires:
     """The hosts' network, through a switch that spoils it; whole at first."""
 
-    def __init__(self, made: list[namespaces.Host]) -> None:
-        for host in made:
-            plain = host.command(sys.executable, str(SWITCH), "plain", "eth0")
-            subprocess.run(plain, check=True)
-        ports = [host.unplug() for host in made]
-        self._process = subprocess.Popen(
-            made[0].command(sys.executable, str(SWITCH), "serve", *ports, at_switch=True),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, switch: subprocess.Popen[str]) -> None:
+        self._switch = switch
 
     def tell(self, *words: object) -> None:
         """Spoil the network, or mend it (see `switch.py`)."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(" ".join(map(str, words)) + "\n")
-        self._process.stdin.flush()
-        assert self._process.stdout.readline() == "ok\n"
-
-    def close(self) -> None:
-        """End the switch."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(10)
-        self._process.stdout.close()
+        assert self._switch.stdin is not None and self._switch.stdout is not None
+        self._switch.stdin.write(" ".join(map(str, words)) + "\n")
+        self._switch.stdin.flush()
+        assert self._switch.stdout.readline() == "ok\n"
 
 
 @contextlib.contextmanager
 def wires(job: Cutting) -> Iterator[Wires]:
     """Put a switch that can be told to spoil frames in place of the bridge."""
-    made = Wires(job.hosts)
-    try:
-        yield made
-    finally:
-        made.close()
+    for host in job.hosts:
+        plain = host.command(sys.executable, str(SWITCH), "plain", "eth0")
+        subprocess.run(plain, check=True)
+    ports = [host.unplug() for host in job.hosts]
+    serve = (sys.executable, str(SWITCH), "serve", *ports)
+    with subprocess.Popen(
+        job.hosts[0].command(*serve, at_switch=True),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as switch:
+        yield Wires(switch)  # which ends with its standard input

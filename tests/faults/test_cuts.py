@@ -28,11 +28,6 @@ ELASTIC = ("--nproc", "1", "--elastic", "--max-restarts", "3", *CONF)
 SLOW = pytest.mark.slow
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path
-
-
 def cut_off(job: Cutting, *names: str) -> float:
     """Cut hosts off; return when that was done."""
     for host in job.hosts:
@@ -73,8 +68,10 @@ NEITHER = [pytest.param(mode, marks=SLOW) for mode in MODES]
 
 
 @pytest.mark.parametrize("mode", BOTH)
-def test_a_hosts_ranks_are_dead_before_others_go_on_and_it_comes_back_as_a_new_member(folder, mode):
-    with cutting(2, folder) as job:
+def test_a_hosts_ranks_are_dead_before_others_go_on_and_it_comes_back_as_a_new_member(
+    tmp_path, mode
+):
+    with cutting(2, tmp_path) as job:
         job.start("--nnodes", "1:2", *MODES[mode], words=(mode,))
         job.trains(2)
         b = job.hosts[1]
@@ -93,8 +90,8 @@ def test_a_hosts_ranks_are_dead_before_others_go_on_and_it_comes_back_as_a_new_m
 
 
 @pytest.mark.parametrize("mode", NEITHER)
-def test_a_cut_of_one_second_changes_nothing(folder, mode):
-    with cutting(2, folder) as job:
+def test_a_cut_of_one_second_changes_nothing(tmp_path, mode):
+    with cutting(2, tmp_path) as job:
         job.start("--nnodes", "1:2", *MODES[mode], words=(mode,))
         job.trains(2)
         at = cut_off(job, "b")
@@ -106,9 +103,9 @@ def test_a_cut_of_one_second_changes_nothing(folder, mode):
 
 
 @pytest.mark.parametrize("mode", BOTH)
-def test_the_coordinators_host_is_lost_and_all_others_end_and_say_what_to_do(folder, mode):
+def test_the_coordinators_host_is_lost_and_all_others_end_and_say_what_to_do(tmp_path, mode):
     conf = ("--rdzv-conf", "last_call_timeout=60,join_timeout=5")
-    with cutting(3, folder) as job:
+    with cutting(3, tmp_path) as job:
         job.start("--nnodes", "1:3", *MODES[mode][:-2], *conf, words=(mode,))
         job.trains(3)
         at = cut_off(job, "a")
@@ -121,8 +118,8 @@ def test_the_coordinators_host_is_lost_and_all_others_end_and_say_what_to_do(fol
         job.check_nothing_left()
 
 
-def test_hosts_that_reach_the_coordinator_but_not_each_other_end_the_job_by_name(folder):
-    with cutting(3, folder) as job, wires(job) as network:
+def test_hosts_that_reach_the_coordinator_but_not_each_other_end_the_job_by_name(tmp_path):
+    with cutting(3, tmp_path) as job, wires(job) as network:
         job.start("--nnodes", "3", "--nproc", "1", words=("rounds",))
         job.trains(3)
         network.tell("drop", 1, 2)
@@ -137,8 +134,8 @@ def test_hosts_that_reach_the_coordinator_but_not_each_other_end_the_job_by_name
 
 @pytest.mark.parametrize("mode", NEITHER)
 @pytest.mark.parametrize("what", ["loss 20", "delay 0.2"])
-def test_a_bad_network_is_slow_and_nobody_is_lost(folder, mode, what):
-    with cutting(2, folder) as job, wires(job) as network:
+def test_a_bad_network_is_slow_and_nobody_is_lost(tmp_path, mode, what):
+    with cutting(2, tmp_path) as job, wires(job) as network:
         job.start("--nnodes", "1:2", *MODES[mode], words=(mode,))
         job.trains(2)
         network.tell(*what.split())
@@ -151,8 +148,8 @@ def test_a_bad_network_is_slow_and_nobody_is_lost(folder, mode, what):
 
 @pytest.mark.parametrize("mode", NEITHER)
 @pytest.mark.parametrize(("source", "target"), [(0, 1), (1, 0)])
-def test_one_direction_cut_is_a_cut(folder, mode, source, target):
-    with cutting(2, folder) as job, wires(job) as network:
+def test_one_direction_cut_is_a_cut(tmp_path, mode, source, target):
+    with cutting(2, tmp_path) as job, wires(job) as network:
         job.start("--nnodes", "1:2", *MODES[mode], words=(mode,))
         job.trains(2)
         network.tell("drop", source, target)

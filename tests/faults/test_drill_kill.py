@@ -36,44 +36,30 @@ ROUND_S = 30.0
 COUNTS = (1, 7, 1000, 40_000, 300_000)
 
 
-def _reduces(n: int, rng: random.Random, x: torch.Tensor) -> None:
-    if rng.random() < 0.3:
-        work = dure.all_reduce(x, async_op=True)
-        assert work is not None
+OPERATIONS = ("reduce", "broadcast", "gather", "scatter", "exchange", "barrier", "pass around")
+
+
+def _operate(operation: str, rng: random.Random, x: torch.Tensor) -> None:
+    n, rank = dure.get_world_size(), dure.get_rank()
+    work = None
+    match operation:
+        case "reduce":
+            work = dure.all_reduce(x, async_op=rng.random() < 0.3)
+        case "broadcast":
+            dure.broadcast(x, rng.randrange(n))
+        case "gather":
+            dure.all_gather_single(torch.empty(n * x.numel()), x)
+        case "scatter":
+            dure.reduce_scatter_single(x, torch.ones(n * x.numel()))
+        case "exchange":
+            dure.all_to_all_single(torch.empty(n * x.numel()), torch.ones(n * x.numel()))
+        case "barrier":
+            dure.barrier()
+        case _:
+            work = dure.isend(x, (rank + 1) % n)
+            dure.recv(torch.empty_like(x), (rank - 1) % n)
+    if work is not None:
         work.wait()
-    else:
-        dure.all_reduce(x)
-
-
-def _moves(n: int, rng: random.Random, x: torch.Tensor) -> None:
-    dure.broadcast(x, rng.randrange(n))
-
-
-def _gathers(n: int, rng: random.Random, x: torch.Tensor) -> None:
-    dure.all_gather_single(torch.empty(n * x.numel()), x)
-
-
-def _scatters(n: int, rng: random.Random, x: torch.Tensor) -> None:
-    dure.reduce_scatter_single(x, torch.ones(n * x.numel()))
-
-
-def _exchanges(n: int, rng: random.Random, x: torch.Tensor) -> None:
-    dure.all_to_all_single(torch.empty(n * x.numel()), torch.ones(n * x.numel()))
-
-
-def _waits(n: int, rng: random.Random, x: torch.Tensor) -> None:
-    dure.barrier()
-
-
-def _passes_around(n: int, rng: random.Random, x: torch.Tensor) -> None:
-    rank = dure.get_rank()
-    work = dure.isend(x, (rank + 1) % n)
-    dure.recv(torch.empty_like(x), (rank - 1) % n)
-    assert work is not None
-    work.wait()
-
-
-OPERATIONS = (_reduces, _moves, _gathers, _scatters, _exchanges, _waits, _passes_around)
 
 
 def _round(place: Place, seed: int, victim: int, after_s: float, shrinks: bool):
@@ -91,7 +77,7 @@ def _round(place: Place, seed: int, victim: int, after_s: float, shrinks: bool):
     try:
         while True:
             operation, count = rng.choice(OPERATIONS), rng.choice(COUNTS)
-            operation(place.size, rng, torch.ones(count))
+            _operate(operation, rng, torch.ones(count))
     except PeerLost as error:
         lost, at = error, time.monotonic()
     total = None

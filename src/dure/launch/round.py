@@ -3,8 +3,8 @@
 One thread, one selector. It waits for any of: output and reports of the ranks (pipes), their ends
 (pidfds), signals to the launcher (a pipe), a terminal that can take more, news of other hosts, and
 the next deadline. What happens is told to the supervisor (`dure.launch.supervisor`), and what that
-answers is done. A round ends by itself when its ranks do, or when the overseer
-(`dure.launch.agent`) or a signal says so.
+answers is done. A round ends by itself when its ranks do, or when the agent (`dure.launch.agent`)
+or a signal says so.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 from dure import env
 from dure.launch.ranks.cores import threads_for
@@ -61,24 +60,6 @@ class Workplace:
     terminal: Terminal
     signals: int
     zygote: Zygote | None
-
-
-class Overseer(Protocol):
-    """Who is asked after everything that happens, and may know of other hosts."""
-
-    @property
-    def fd(self) -> int:
-        """Readable when it wants to be asked; -1: never."""
-        ...
-
-    @property
-    def wake_at(self) -> float | None:
-        """When to ask at the latest."""
-        ...
-
-    def attend(self, now: float) -> list[Measure]:
-        """Look at what has happened, and return what to do about it."""
-        ...
 
 
 class RoundRun:
@@ -149,13 +130,24 @@ class RoundRun:
         self._processes = self._all_processes()
         self.supervisor.replaced(local_rank)
 
-    def run(self, overseer: Overseer) -> None:
-        """Return when no process of the round is left."""
-        if overseer.fd >= 0:
-            self._selector.register(overseer.fd, selectors.EVENT_READ, lambda: None)
+    def run(
+        self,
+        attend: Callable[[float], list[Measure]],
+        news: int,
+        look_at: Callable[[], float | None],
+    ) -> None:
+        """Return when no process of the round is left.
+
+        Args:
+            attend: Looks at what has happened, and says what to do; called after everything.
+            news: A descriptor that is readable when it is to be called; -1: none.
+            look_at: Says when it is to be called at the latest.
+        """
+        if news >= 0:
+            self._selector.register(news, selectors.EVENT_READ, lambda: None)
         self._processes = self._all_processes()
         while self.supervisor.phase is not Phase.DONE:
-            self._step(overseer)
+            self._step(attend, look_at())
         for fd in list(self._pipes):
             self._drain(fd)
 
@@ -229,10 +221,10 @@ class RoundRun:
 
     # --- what happens ------------------------------------------------------------------------
 
-    def _step(self, overseer: Overseer) -> None:
+    def _step(self, attend: Callable[[float], list[Measure]], look_at: float | None) -> None:
         """Wait for something to happen, and deal with it."""
         self._watch_terminal()
-        times = (self.supervisor.wake_at, self._terminal.wake_at, overseer.wake_at)
+        times = (self.supervisor.wake_at, self._terminal.wake_at, look_at)
         wakes = [t for t in times if t is not None]
         timeout = max(0.0, min(wakes) - time.monotonic()) if wakes else None
         for key, _ in self._selector.select(timeout):
@@ -244,7 +236,7 @@ class RoundRun:
             self._do(self.supervisor.interrupted(signal.SIGPIPE, now))
         self._do(self.supervisor.tick(now))
         if self.supervisor.phase is not Phase.DONE:
-            self._do(overseer.attend(now))
+            self._do(attend(now))
 
     def _watch_terminal(self) -> None:
         """Wait for slow readers, and let the ranks wait for them, too."""

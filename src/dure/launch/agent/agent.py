@@ -12,7 +12,7 @@ knows no more of the job than that:
     Rejoin    ends its ranks, joins under another name      Joined
     Leave     returns the job's result                      Left
 
-While ranks run, the agent is the overseer of their loop (`attend`): it looks at its action after
+While ranks run, the agent is asked by their loop (`_attend`): it looks at its action after
 everything that happens, which costs nothing on a single host and one look at a pipe on several.
 What a rank's failure means is decided in the state alone; the agent tells of it, and then does its
 action.
@@ -129,22 +129,16 @@ class Agent:
         """The job's state, as it was seen last."""
         return self._me.machine()
 
-    # --- the overseer of a round's loop --------------------------------------------------------
+    # --- while ranks run ---------------------------------------------------------------------
 
-    @property
-    def fd(self) -> int:
-        """Readable when there is news of other hosts."""
-        return self._me.fd
-
-    @property
-    def wake_at(self) -> float | None:
-        """When to look again at the latest."""
+    def _look_at(self) -> float | None:
+        """Return when to look again at the latest."""
         times = [at + _CRASH_S for at in self._crashed_at.values()]
         if self._me.expires_at is not None:
             times.append(time.monotonic() + max(0.0, self._me.expires_at - boottime()))
         return min(times, default=None)
 
-    def attend(self, now: float) -> list[Measure]:
+    def _attend(self, now: float) -> list[Measure]:
         """Tell what has become of the ranks, and find out whether they may go on."""
         run = self._run
         assert run is not None
@@ -234,7 +228,7 @@ class Agent:
         run = self._run = RoundRun(self._place, round, held=self._held)
         try:
             run.start()
-            run.run(self)
+            run.run(self._attend, self._me.fd, self._look_at)
             self.ranks = run.results()
             self.outlived |= run.outlived
             self._conclude(run)
