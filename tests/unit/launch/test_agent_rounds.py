@@ -297,7 +297,7 @@ def test_a_host_that_leaves_is_waited_for_and_costs_no_restart(lost: bool) -> No
     apply(machine, Left("b", 143), Ended("a", 0))
     assert machine.phase is Phase.STOPPING  # b's workers are still there
     machine.apply(Lost("b") if lost else Ended("b", 0))
-    assert ready(machine).members == ("a",)
+    assert (ready(machine).members, machine.agents, machine.departing) == (("a",), ("a",), False)
     machine.apply(Failed("a", 0, 0, result(0)))  # of the round before
     assert (machine.phase, machine.restarts, machine.failed) == (Phase.RUNNING, 0, False)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -20,9 +21,10 @@ from dure.launch.agent.link import EndpointLink
 from dure.launch.agent.machine import Phase
 from dure.launch.agent.membership import open_shared
 from dure.store.key import JobKey, control_key, mint
+from dure.store.network import NetworkStore
 
 
-@contextmanager
+@contextlib.contextmanager
 def linked(spec: JobSpec, key: JobKey) -> Iterator[EndpointLink]:
     link = EndpointLink(spec, key)
     try:
@@ -74,6 +76,9 @@ def test_ranks_have_a_key_that_does_not_open_the_control_server() -> None:
             assert terms == two.machine().settings
             assert terms.store != spec.endpoint
             assert terms.job_key not in (key.raw, control_key(key, str(spec.endpoint), "").raw)
+            ranks = open_shared(f"tcp://{terms.store}", terms.job_key, 0.5)
+            with contextlib.closing(cast(NetworkStore, ranks)):
+                assert ranks.look("", -1, 0.0)[1] == {}
             with pytest.raises(StoreError, match="refused"):
                 open_shared(f"tcp://{spec.endpoint}", terms.job_key, 0.5)
 
