@@ -21,7 +21,7 @@ import tempfile
 import time
 import uuid
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any  # Any: what a command takes and answers
 
@@ -195,23 +195,20 @@ class Group:
         Raises:
             GroupFailed: A rank failed, ended, or did not answer within two minutes. All are ended.
         """
-        answers: dict[int, dict[str, Any]] = {}
+        answers: list[dict[str, Any]] = []
         deadline = time.monotonic() + _ANSWER_LIMIT_S
         try:
             for rank in self._connections:
                 rank.send({"command": command, **arguments})
-            while len(answers) < self.ranks:
-                waiting = [r for i, r in enumerate(self._connections) if i not in answers]
-                ready = wait(waiting, max(0.0, deadline - time.monotonic()))
-                if not ready:
+            for number, rank in enumerate(self._connections):
+                if not rank.poll(max(0.0, deadline - time.monotonic())):
                     raise self._failed(f"no answer in {_ANSWER_LIMIT_S:.0f} s", command)
-                for number in [i for i, r in enumerate(self._connections) if r in ready]:
-                    answers[number] = answer = self._connections[number].recv()
-                    if "error" in answer:
-                        raise self._failed(f"rank {number}: {answer['error']}", command)
+                answers.append(rank.recv())
+                if "error" in answers[-1]:
+                    raise self._failed(f"rank {number}: {answers[-1]['error']}", command)
         except (OSError, EOFError) as error:
             raise self._failed(str(error) or "a rank ended", command) from error
-        return [answers[rank] for rank in range(self.ranks)]
+        return answers
 
     def _failed(self, what: str, command: str = "") -> GroupFailed:
         """End the ranks; return the error that says why."""
