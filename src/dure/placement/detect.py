@@ -90,7 +90,6 @@ def _with_address(found: Placement, reader: Reader) -> Placement:
 
 
 def _read_environment(reader: Reader) -> Placement | None:
-    """Return the placement of a process that was told its RANK and WORLD_SIZE."""
     rank, size = reader.number("RANK"), reader.number("WORLD_SIZE")
     if rank is None or size is None:
         if size is not None and reader.has("LOCAL_RANK") and not reader.has("RANK"):

@@ -27,7 +27,6 @@ _HYDRA_JOB = ("I_MPI_HYDRA_UUID", "PMI_JOBID", "SLURM_JOB_ID")
 
 
 def read_mpi(reader: Reader) -> Placement | None:
-    """Return the placement of a process of mpirun or mpiexec."""
     if reader.has(*_OPEN_MPI[:2]):
         return _read(reader, System.OPEN_MPI, _OPEN_MPI, _OPEN_MPI_JOB)
     if reader.has(*_HYDRA[:3]):
@@ -36,7 +35,7 @@ def read_mpi(reader: Reader) -> Placement | None:
 
 
 def read_pmi(reader: Reader) -> Placement | None:
-    """Return the placement of a process of another launcher that speaks PMI."""
+    """Another launcher that speaks PMI."""
     if reader.has(*_HYDRA[:2]):
         return _read(reader, System.PMI, _HYDRA, _HYDRA_JOB)
     if reader.has("PMIX_RANK"):

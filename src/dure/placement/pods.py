@@ -64,7 +64,6 @@ def _counts_hosts(reader: Reader) -> System | None:
 
 
 def read_skypilot(reader: Reader) -> Placement | None:
-    """Return the placement of a SkyPilot task."""
     node = reader.take("node", "", "SKYPILOT_NODE_RANK")
     if node is None:
         return None
@@ -81,7 +80,6 @@ def read_skypilot(reader: Reader) -> Placement | None:
 
 
 def read_sagemaker(reader: Reader) -> Placement | None:
-    """Return the placement of a script that SageMaker has started, once on each host."""
     hosts, current = reader.names("SM_HOSTS"), reader.text("SM_CURRENT_HOST")
     if not hosts or current is None:
         return None

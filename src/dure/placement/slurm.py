@@ -19,7 +19,6 @@ _SPECIAL_STEPS = 0xFFFF_FFF0
 
 
 def read_step(reader: Reader) -> Placement | None:
-    """Return the placement of a task of srun."""
     if not _in_step(reader):
         return None
     rank = reader.take("rank", "srun numbers its tasks", "SLURM_PROCID")
@@ -51,7 +50,7 @@ def read_step(reader: Reader) -> Placement | None:
 
 
 def read_batch_shell(reader: Reader) -> Placement | None:
-    """Return the placement of a shell in a Slurm job: no rank, but the hosts are known."""
+    """A shell in a Slurm job: no rank, but the hosts are known."""
     if not reader.has("SLURM_JOB_ID") or _in_step(reader):
         return None
     hosts = reader.take_hosts("SLURM_JOB_NODELIST")

@@ -40,14 +40,7 @@ class System(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """Where one value came from.
-
-    Attributes:
-        what: The value's name: "rank", "hosts", "endpoint".
-        value: The value, as text.
-        source: The variable or variables it was read from.
-        why: What one should know besides; may be empty.
-    """
+    """Where one value came from: the variables it was read from, and what else to know."""
 
     what: str
     value: str
@@ -76,8 +69,6 @@ class NodeSlot:
     """This host's place in a job, for a launcher that starts the ranks itself.
 
     Attributes:
-        nnodes: How many hosts the job has.
-        node_rank: Which of them this is.
         nproc: How many ranks the cluster suggests to start here; None: it does not say.
         copies: How many processes the cluster started on this host. A launcher is wanted once.
     """
