@@ -95,9 +95,9 @@ def test_unfinished_line_is_shown_behind_what_waits_and_goes_on_behind_itself(
     terminal.tick(IDLE_S)
     assert capfd.readouterr().out == "[0] waits\n[1] Name? "
     terminal.received(two, b"Dure\nlast\n", IDLE_S)
-    terminal.received(one, b"last\n", IDLE_S)
+    terminal.received(one, b"Dure\n", IDLE_S)  # which is no end of that line
     terminal.finish()
-    assert capfd.readouterr().out == "Dure\n[0-1] last\n"
+    assert capfd.readouterr().out == "Dure\n[1] last\n[0] Dure\n"
 
 
 def test_traceback_without_an_end_is_shown_after_a_while() -> None:

@@ -2,14 +2,10 @@
 
 A pure computation, so that it can be read, printed and tested without starting anything.
 
-Note "Freed memory". A training step allocates activations and gradients, and frees them all. glibc
-gives memory at the top of its heap back as soon as more than a *trim threshold* is free there, and
-gets it again in the next step, when the kernel has to map and clear each page anew: about a
-microsecond for every 4 KiB. Whether that happens depends on what chance put on top of the heap;
-where ranks wait for each other at each step, the unluckiest rank decides for all. So ranks start
-with the thresholds that glibc itself arrives at, at most, as it adapts to the blocks it sees: it is
-the user's process, but a job that trains is what this launcher starts. A user who has chosen any of
-glibc's thresholds has chosen all of them.
+*Freed memory.* A training step frees what it has allocated. glibc gives what is free at the top of
+its heap back, and the next step has it mapped and cleared anew, a microsecond for every 4 KiB;
+where ranks wait for each other, the unluckiest decides for all. So ranks start with the thresholds
+that glibc itself arrives at, at most; a user who has chosen any of them has chosen all.
 """
 
 from __future__ import annotations

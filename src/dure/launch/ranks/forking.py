@@ -15,17 +15,13 @@ of, and the socket's end says that there is none.
 
 *When it is safe.* A fork copies one thread and all memory: locks that other threads hold stay shut
 for ever, and a CUDA context does not survive. So, after the imports, the zygote forks once for
-trial (OpenBLAS ends its threads when it is forked, and starts new ones when they are needed),
-counts its threads, and says why it is unfit if there is more than the one.
+trial (OpenBLAS ends its threads when it is forked), counts its threads, and says why it is unfit if
+there is more than the one.
 
 *As a fresh interpreter.* The zygote was started with the variables that interpreters and libraries
-read when they start, and with `sys.path` as the program will have it. The rank gets what is left:
-its session, descriptors, environment, standard input, random state. The differences that remain are
-told in docs/launch.md.
-
-*Memory.* The garbage collector writes into every object that it visits, and would give each rank
-copies of pages that all could share. So what was imported is taken from its sight (`gc.freeze`).
-Nor are C++ libraries taken apart when a rank ends (`_skip_destructors`).
+read when they start, and with `sys.path` as the program will have it. The rank gets what is left.
+The differences that remain are told in docs/launch.md; why C++ libraries are not taken apart at a
+rank's end, and what was imported is frozen, in docs/decisions/0019-zygote.md.
 
 Like `child.py`, this file imports nothing of Dure.
 """
@@ -142,10 +138,8 @@ def _preload(setup: _Message) -> str | None:
 def _skip_destructors() -> None:
     """Let ranks end without the destructors of the C++ libraries that were imported.
 
-    torch's take its table of operators apart, entry by entry, and so do the finalizers of what it
-    has registered from Python: 0.2 s of processor time and copies of most pages, for nothing. What
-    a program loads later is destroyed as usual; a library that was preloaded (a profiler) may count
-    on its own.
+    What a program loads later is destroyed as usual; a library that was preloaded (a profiler) may
+    count on its own.
     """
     if os.environ.get("LD_PRELOAD"):
         return

@@ -79,25 +79,21 @@ class Rows:
         self._rows[rank] = Row(rank, pid, spoke_at=time.monotonic())
 
     def ended(self, rank: int, ok: bool) -> None:
-        row = self._rows.get(rank)
-        if row is not None:
-            row.state = "ended" if ok else "failed"
-            row.resident = row.cpu = None
+        row = self._rows[rank]
+        row.state = "ended" if ok else "failed"
+        row.resident = row.cpu = None
 
     def crashed(self, rank: int, text: str) -> None:
-        row = self._rows.get(rank)
-        if row is not None:
-            row.state, row.last = "failed", plain(text.encode())
+        row = self._rows[rank]
+        row.state, row.last = "failed", plain(text.encode())
 
     def progressed(self, rank: int, step: Step) -> None:
-        row = self._rows.get(rank)
-        if row is not None:
-            row.step = step
+        self._rows[rank].step = step
 
     def wrote(self, rank: int, line: bytes, now: float) -> None:
         """Take note of the last line, whole or not, that a rank wrote."""
-        row = self._rows.get(rank)
-        if row is not None and row.state == "running" and line.strip():
+        row = self._rows[rank]
+        if row.state == "running" and line.strip():
             row.last, row.spoke_at = plain(line[-_LONGEST:]), now
 
     def draw(self, now: float, width: int, height: int) -> list[str]:

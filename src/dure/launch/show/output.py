@@ -3,14 +3,12 @@
 Each pipe has a `LineReader`, which cuts what comes into lines, and the terminal (or file) has a
 `Sink`, which writes them with a prefix. The rules:
 
-- A line is written whole: a long one is held back until its newline has come, so that lines of
-  several ranks do not mix.
+- A line is written whole: a long one is held back until its newline has come.
 - A line without an end (a prompt, a progress bar) is shown once nothing has come for `IDLE_S`; one
-  that goes back to its start (a progress bar, which may never be idle) every `PATIENCE_S`. The sink
-  remembers whose it is: what comes next from the same pipe goes on behind it; what comes from
-  another one starts a new line first.
-- Bytes are passed on as they are, whatever they mean. Only on a terminal, a carriage return is
-  followed by the prefix again, since it makes the cursor go back over it.
+  that goes back to its start (a progress bar, which may never be idle) every `PATIENCE_S`. What
+  comes next from the same pipe goes on behind it; what comes from another starts a new line first.
+- Bytes are passed on as they are. Only on a terminal, a carriage return is followed by the prefix
+  again, since it makes the cursor go back over it.
 - The launcher must never wait for who reads its output, or it could not end the job. So the sink
   queues, writes only what the kernel takes at once, and says when it is `full`: the launcher then
   stops reading from the ranks.
