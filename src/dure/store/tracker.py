@@ -116,7 +116,7 @@ class ConnectionTracker:
         if self._unsaid and now >= self._said + QUIET_S:
             name, reason = self._last
             more = f" and {self._unsaid - 1} more" if self._unsaid > 1 else ""
-            who = name or "somebody who had left already"
+            who = name or "a peer that has hung up"
             _log.warning("the store at %s refused %s%s: %s", self._endpoint, who, more, reason)
             self._unsaid, self._said, self._last = 0, now, ("", "")
 

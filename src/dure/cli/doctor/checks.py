@@ -484,7 +484,7 @@ class Orphan(NamedTuple):
 def leftovers(jobs: int, left: Sequence[Orphan]) -> Findings:
     """Name ranks of jobs that are over: they keep memory, GPUs and ports."""
     if not left:
-        yield fine("leftovers", f"none ({jobs} jobs are running)")
+        yield fine("leftovers", f"none (running jobs: {jobs})")
         return
     names = ", ".join(f"{o.command} (pid {o.pid}, {o.age_s / 60:.0f} min)" for o in left[:8])
     numbers = " ".join(str(orphan.pid) for orphan in left[:8])
