@@ -21,7 +21,6 @@ from dataclasses import replace
 from dure import env
 from dure.errors import LaunchError, StoreError, UsageError
 from dure.launch.agent.agent import Agent
-from dure.launch.agent.events import Outcome
 from dure.launch.agent.link import Alone, EndpointLink, EtcdLink, Link
 from dure.launch.program import check_program
 from dure.launch.ranks.cores import threads_for
@@ -144,7 +143,14 @@ def _run(agent: Agent, place: Workplace, started: float) -> JobResult:
     """Let the agent work, and show what came of it."""
     _say_threads(place)
     outcome = agent.work()
-    result = _result(agent, outcome, time.monotonic() - started)
+    result = JobResult(
+        exit_code=outcome.code,
+        ranks=outcome.ranks or agent.ranks,
+        elapsed_s=time.monotonic() - started,
+        first_failure=outcome.failure,
+        interrupted_by=agent.interrupted_by,
+        outlived=tuple(agent.outlived.items()),
+    )
     terminal = place.terminal
     if result.interrupted_by == signal.SIGPIPE and not terminal.unread:
         result = replace(result, exit_code=1)  # its output cannot be written: a full disk
@@ -231,14 +237,3 @@ def _say_threads(place: Workplace) -> None:
             f"each of {place.spec.nproc} ranks computes with {threads} "
             f"thread{'s' if threads > 1 else ''}; set OMP_NUM_THREADS for another number"
         )
-
-
-def _result(agent: Agent, outcome: Outcome, elapsed_s: float) -> JobResult:
-    return JobResult(
-        exit_code=outcome.code,
-        ranks=outcome.ranks or agent.ranks,
-        elapsed_s=elapsed_s,
-        first_failure=outcome.failure,
-        interrupted_by=agent.interrupted_by,
-        outlived=tuple(agent.outlived.items()),
-    )

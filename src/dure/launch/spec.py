@@ -72,10 +72,6 @@ class Line:
     text: bytes
 
 
-def _no_variables() -> dict[str, str | None]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
     """What to start.
@@ -141,7 +137,7 @@ class JobSpec:
     args: tuple[str, ...] = ()
     kind: Kind = "script"
     nproc: int = 1
-    env: Mapping[str, str | None] = field(default_factory=_no_variables)
+    env: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
     call: Callable[[], None] | None = field(default=None, repr=False)
     key: bytes | None = field(default=None, repr=False)
     log_dir: Path | None = None
