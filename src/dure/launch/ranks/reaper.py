@@ -22,6 +22,7 @@ import importlib.util
 import json
 import os
 import select
+import signal
 import socket
 import struct
 import sys
@@ -33,6 +34,9 @@ __all__ = ["Reaper", "main"]
 _MESSAGE_BYTES = 1 << 16
 _LOOK_S = 0.5
 """Between two looks at the clock, which may jump where a machine wakes from sleep."""
+
+_AGAIN_S = 0.01
+_PROCESSES = "__dure_processes__"
 
 _SAY_DEAD = "from dure.launch.agent.membership import say_dead; say_dead()"
 
@@ -107,31 +111,41 @@ def main() -> None:
 
 
 def _mind(link: socket.socket, job: str, spared: tuple[int | None]) -> bytes:
-    """Kill the ranks past each deadline; return the last will when the launcher has died."""
+    """Kill the ranks past each deadline; return the last will when the launcher has died.
+
+    Who joins again says its new deadline before its new ranks start. So what was found to be late
+    is killed only if nothing has been said since.
+    """
     deadline, will = None, b""
     while True:
-        left_s = None
+        late, wait_s, passed = [], None, False
         if deadline is not None:
             left_s = deadline - time.clock_gettime(time.CLOCK_BOOTTIME)
-            if left_s <= 0:
-                _processes().JobProcesses((), job, spared).kill_all()
-                deadline, left_s = None, None
-        wait_s = None if left_s is None else min(left_s, _LOOK_S)
-        if not select.select([link], [], [], wait_s)[0]:
-            continue
-        data = link.recv(_MESSAGE_BYTES)
-        if not data:
-            return will
-        if data[:1] == b"D":
-            (deadline,) = struct.unpack("d", data[1:])
+            passed, wait_s = left_s <= 0, min(max(left_s, 0.0), _LOOK_S)
+        if passed:
+            late = _processes().JobProcesses((), job, spared).others()
+        if select.select([link], [], [], wait_s)[0]:
+            data = link.recv(_MESSAGE_BYTES)
+            if not data:
+                return will
+            if data[:1] == b"D":
+                (deadline,) = struct.unpack("d", data[1:])
+            else:
+                will = data[1:]
+        elif passed and not late:
+            deadline = None
         else:
-            will = data[1:]
+            for process in late:
+                _processes().JobProcesses((), job, spared).signal(process.pid, signal.SIGKILL)
+            time.sleep(_AGAIN_S if late else 0.0)
 
 
 def _processes() -> ModuleType:
     """Load `processes.py`, which lies beside this file."""
+    if _PROCESSES in sys.modules:
+        return sys.modules[_PROCESSES]
     path = os.path.join(os.path.dirname(__file__), "processes.py")
-    spec = importlib.util.spec_from_file_location("__dure_processes__", path)
+    spec = importlib.util.spec_from_file_location(_PROCESSES, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
