@@ -42,10 +42,7 @@ def error_directory(spec: JobSpec, job: str) -> Iterator[None]:
     try:
         yield
     finally:
-        try:
-            directory.rmdir()  # needs no descriptor, of which there may be none left
-        except OSError:
-            shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def error_file(spec: JobSpec, job: str, rank: int, attempt: int) -> Path:

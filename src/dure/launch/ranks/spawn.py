@@ -68,8 +68,12 @@ class RankProcess:
             signal.pidfd_send_signal(self.pidfd, number)
 
     def ask_stack(self) -> bool:
-        """Ask for the Python stack; False where nobody would answer."""
-        if not self._runs_program():
+        """Ask for the Python stack; False where nobody would answer.
+
+        The signal kills a process that does not catch it: one that is still starting, or one whose
+        program was replaced by exec.
+        """
+        if not self.catches(child.STACK_SIGNAL):
             return False
         self.signal(child.STACK_SIGNAL)
         return True
@@ -79,16 +83,8 @@ class RankProcess:
 
         While it still starts, an interpreter would answer SIGINT with a traceback of no use.
         """
-        ready = self.kind == "executable" or self._runs_program()
+        ready = self.kind == "executable" or self.catches(child.STACK_SIGNAL)
         self.signal(signal.SIGINT if ready else signal.SIGTERM)
-
-    def _runs_program(self) -> bool:
-        """Whether the bootstrap is done: only then does the process catch child.STACK_SIGNAL.
-
-        The kernel knows. It is asked because that signal kills a process that does not catch it:
-        one that is still starting, or one whose program was replaced by exec.
-        """
-        return self.catches(child.STACK_SIGNAL)
 
     def catches(self, number: int) -> bool:
         try:
