@@ -1,0 +1,1 @@
+"""Remote procedure calls between the processes of a job."""

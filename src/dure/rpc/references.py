@@ -1,0 +1,506 @@
+"""Who holds which remote reference: the protocol, without I/O (events in, actions out).
+
+Each process of a job feeds its own `References` with what happens there, and does what comes back.
+Whoever made a value *owns* it and keeps it until nobody holds a reference to it.
+
+    user                          owner
+     | Hold -------------------->   |      the user is a holder from here on
+     |   <-------------------- Held |
+     | Drop -------------------->   |      and here no more
+
+**One hold.** A process holds a reference once, however many objects in it refer to the value. The
+owner keeps, for each value, the set of processes that hold it.
+
+**Tokens.** A reference may be sent to any process by any process that has it. The sender keeps its
+own hold until the receiver has one: it packs a *token* into the message, and the receiver answers
+`Accepted` when its own hold stands at the owner, at once where it stands already. `remote` makes
+the caller a holder with the call itself: the reference is the call's token, which ends with `Held`.
+A reference may be passed on before the call that makes the value has arrived; a `Hold` that comes
+before it waits for it.
+
+**Calls that may not have arrived.** Calls are never resent. When a connection breaks, the sender
+asks about the tokens of the calls that were under way (`Unsure`). The receiver answers `Declined`
+for those that it never saw, and refuses them if they come after all.
+
+**Deaths.** What a dead process owned is lost. What it held, or was being sent, could have been
+passed on: some third process may have the reference from it, and its `Hold` may be on its way. So
+whoever has a holder that died, or a token to it, keeps both in *limbo*, and asks all others
+(`AskFlush`). They answer `Flushed` once they know of the death, have read all that came from the
+dead process, and hold at the owners what it passed on to them. If one of those asked dies too, the
+others are asked about that one as well; limbo ends for all its dead at once.
+
+**What is relied upon.** Messages of this protocol from one process to another arrive in their
+order, once, while both live (`links`). A death is final: nothing that came from a dead process is
+fed after `died`. All processes are known (`joined`) before anything is heard of them.
+
+Threads: the caller's lock guards all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+__all__ = [
+    "Accepted",
+    "Action",
+    "AskFlush",
+    "Declined",
+    "Drop",
+    "Flushed",
+    "Freed",
+    "Gone",
+    "Held",
+    "Hold",
+    "Lost",
+    "Message",
+    "RefId",
+    "References",
+    "Send",
+    "Token",
+    "Unsure",
+]
+
+RefId = tuple[int, int]
+"""Of a reference: the process that made it, and a number of that process."""
+
+Token = tuple[int, int]
+"""Of a reference under way: the process that sent it, and a number of that process."""
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+
+class Hold(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """To the owner: the sender holds this reference from now on."""
+
+    ref: RefId
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """From the owner: the hold stands."""
+
+    ref: RefId
+
+
+class Drop(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """To the owner: the sender holds the reference no more."""
+
+    ref: RefId
+
+
+class Gone(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """From the owner: there is no such value, and never will be."""
+
+    ref: RefId
+
+
+class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """To the one who sent a reference: the receiver has its own hold."""
+
+    token: Token
+
+
+class Unsure(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The connection broke: have the calls with these tokens arrived?"""
+
+    tokens: tuple[Token, ...]
+
+
+class Declined(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """These have not, and never will, or were settled before."""
+
+    tokens: tuple[Token, ...]
+
+
+class AskFlush(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Has all that came from `dead` been read, and is held at its owners?"""
+
+    dead: int
+
+
+class Flushed(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """It has."""
+
+    dead: int
+
+
+Message = Hold | Held | Drop | Gone | Accepted | Unsure | Declined | AskFlush | Flushed
+
+
+# --- actions --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message, in order and for certain, as long as `to` lives."""
+
+    to: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """Nobody holds this value any more: let go of it."""
+
+    ref: RefId
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The value of this reference is gone: its owner died, or never made it."""
+
+    ref: RefId
+
+
+Action = Send | Freed | Lost
+
+
+# --- the state ------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Owned:
+    """A value of this process."""
+
+    local: int = 0  # objects, and messages read but not unpacked, that refer to it here
+    holders: set[int] = field(default_factory=set[int])
+    tokens: set[Token] = field(default_factory=set[Token])  # of messages to others
+
+
+@dataclass(slots=True)
+class _Used:
+    """A value of another process."""
+
+    owner: int
+    local: int = 0
+    held: bool = False  # whether the owner has said so
+    tokens: set[Token] = field(default_factory=set[Token])
+    waiting: list[tuple[int, Token]] = field(default_factory=list[tuple[int, Token]])
+    """Who sent it here, and waits for this process's own hold."""
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A reference under way."""
+
+    ref: RefId
+    to: int
+    makes: bool  # with the call that makes the value
+
+
+class References:
+    """All references of one process.
+
+    Args:
+        me: The process; others are known by other numbers, never used again.
+
+    Cost:
+        One to three small messages for each process that a reference comes to, one when it goes.
+    """
+
+    def __init__(self, me: int) -> None:
+        self.me = me
+        self._owned: dict[RefId, _Owned] = {}
+        self._used: dict[RefId, _Used] = {}
+        self._sent: dict[Token, _Sent] = {}
+        self._early: dict[RefId, set[int]] = {}  # holders of values that are not made yet
+        self._refused: set[Token] = set()  # declined: not to be taken if they come late
+        self._peers: set[int] = set()
+        self._dead: set[int] = set()
+        self._limbo: set[int] = set()  # dead processes whose holds and tokens still count
+        self._awaited: set[tuple[int, int]] = set()  # whose answers about whom limbo waits for
+        self._asked: set[tuple[int, int]] = set()  # who asks us about whom, and has no answer yet
+        self._number = 0
+        self._actions: list[Action] = []
+
+    # --- what a program does ---------------------------------------------------------------
+
+    def own(self) -> RefId:
+        """Begin a value of this process, with one object that refers to it."""
+        ref = self._next()
+        self._owned[ref] = _Owned(local=1)
+        return ref
+
+    def create(self, owner: int) -> RefId:
+        """Begin a reference to a value that a call makes at `owner`; it is the call's token."""
+        ref = self._next()
+        self._used[ref] = _Used(owner, local=1, tokens={ref})
+        self._sent[ref] = _Sent(ref, owner, makes=True)
+        return ref
+
+    def pack(self, ref: RefId, to: int) -> tuple[int, Token]:
+        """Put a reference into a message to `to`; return its owner, and the token to go along.
+
+        Raises:
+            KeyError: It is lost.
+        """
+        entry = self._owned.get(ref) or self._used[ref]
+        token = self._next()
+        entry.tokens.add(token)
+        self._sent[token] = _Sent(ref, to, makes=False)
+        return (entry.owner if isinstance(entry, _Used) else self.me), token
+
+    def another(self, ref: RefId) -> None:
+        """Take note of one more object here that refers to the value."""
+        (self._owned.get(ref) or self._used[ref]).local += 1
+
+    def dropped(self, ref: RefId) -> list[Action]:
+        """Take note that an object, or a message that was read and not unpacked, is gone."""
+        entry = self._owned.get(ref) or self._used.get(ref)
+        if entry is not None:
+            entry.local -= 1
+            self._settle(ref)
+        return self._take()
+
+    def not_sent(self, tokens: Iterable[Token]) -> list[Action]:
+        """Take back what was packed into a message that was never sent."""
+        self._take_back(tokens)
+        return self._take()
+
+    # --- what messages say -----------------------------------------------------------------
+
+    def made(self, ref: RefId, sender: int) -> tuple[bool, list[Action]]:
+        """Take a call that makes a value here; False: it was given up, and must not run."""
+        if sender in self._dead or ref in self._refused:
+            return False, []
+        holders = self._early.pop(ref, set()) | {sender}
+        self._owned[ref] = _Owned(holders=holders)
+        for holder in sorted(holders):
+            self._send(holder, Held(ref))
+        return True, self._take()
+
+    def arrived(
+        self, ref: RefId, owner: int, sender: int, token: Token
+    ) -> tuple[bool, list[Action]]:
+        """Take a reference out of a message, before anybody unpacks it; False: it is lost.
+
+        It counts as one object, until `dropped`.
+        """
+        if token in self._refused or owner in self._dead or sender in self._dead:
+            return False, []
+        if owner == self.me:
+            owned = self._owned.get(ref)
+            if owned is not None:
+                owned.local += 1
+            self._send(sender, Accepted(token))
+            return owned is not None, self._take()
+        used = self._used.get(ref)
+        if used is None:
+            used = self._used[ref] = _Used(owner)
+            self._send(owner, Hold(ref))
+        used.local += 1
+        if used.held:
+            self._send(sender, Accepted(token))
+        else:
+            used.waiting.append((sender, token))
+        return True, self._take()
+
+    def heard(self, sender: int, message: Message) -> list[Action]:
+        """Take a message of this protocol."""
+        if sender not in self._dead:
+            self._hear(sender, message)
+        return self._take()
+
+    def unsure(self, to: int, tokens: list[Token]) -> list[Action]:
+        """Ask about tokens of calls that were under way when a connection broke."""
+        asked = tuple(token for token in tokens if token in self._sent)
+        if asked and to not in self._dead:
+            self._send(to, Unsure(asked))
+        return self._take()
+
+    # --- who is there ----------------------------------------------------------------------
+
+    def joined(self, peer: int) -> list[Action]:
+        """Take note of another process."""
+        if peer not in self._peers | self._dead | {self.me}:
+            self._peers.add(peer)
+            for dead in self._limbo:
+                self._ask(peer, dead)
+        return self._take()
+
+    def died(self, peer: int) -> list[Action]:
+        """Take note that a process is gone for good; all that came from it was fed before."""
+        if peer in self._dead:
+            return []
+        self._peers.discard(peer)
+        self._dead.add(peer)
+        self._refused = {token for token in self._refused if token[0] != peer}
+        for ref in [ref for ref, used in self._used.items() if used.owner == peer]:
+            self._lose(ref)
+        for ref in [ref for ref in self._early if ref[0] == peer]:
+            self._never_made(ref)
+        for holders in self._early.values():
+            holders.discard(peer)
+        self._asked = {(by, dead) for by, dead in self._asked if by != peer}
+        concerned = (
+            bool(self._limbo)
+            or any(peer in owned.holders for owned in self._owned.values())
+            or any(sent.to == peer for sent in self._sent.values())
+        )
+        self._awaited = {(by, dead) for by, dead in self._awaited if by != peer}
+        if concerned:
+            self._limbo.add(peer)
+            for other in self._peers:
+                self._ask(other, peer)
+        self._leave_limbo()
+        return self._take()
+
+    # --- what people see -------------------------------------------------------------------
+
+    def is_held(self, ref: RefId) -> bool:
+        """Whether the owner knows of this process's hold; True of own values."""
+        used = self._used.get(ref)
+        return ref in self._owned if used is None else used.held
+
+    def holders(self) -> dict[RefId, tuple[int, ...]]:
+        """Return which other processes hold each value of this one."""
+        return {ref: tuple(sorted(owned.holders)) for ref, owned in self._owned.items()}
+
+    def users(self) -> dict[RefId, int]:
+        """Return the owner of each value that this process holds."""
+        return {ref: used.owner for ref, used in self._used.items()}
+
+    @property
+    def num_unsettled(self) -> int:
+        """How many holds and tokens await an answer."""
+        return len(self._sent) + sum(not used.held for used in self._used.values())
+
+    # --- steps -----------------------------------------------------------------------------
+
+    def _next(self) -> tuple[int, int]:
+        self._number += 1
+        return self.me, self._number
+
+    def _take(self) -> list[Action]:
+        self._answer()
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _send(self, to: int, message: Message) -> None:
+        if to == self.me:
+            self._hear(to, message)
+        elif to not in self._dead:
+            self._actions.append(Send(to, message))
+
+    def _hear(self, sender: int, message: Message) -> None:
+        match message:
+            case Hold(ref):
+                self._hold(ref, sender)
+            case Held(ref):
+                self._hold_stands(ref)
+            case Drop(ref):
+                if ref in self._owned:
+                    self._owned[ref].holders.discard(sender)
+                    self._settle(ref)
+            case Gone(ref):
+                self._lose(ref)
+            case Accepted(token):
+                self._end(token)
+            case Unsure(tokens):
+                expected = {token for used in self._used.values() for _, token in used.waiting}
+                declined = tuple(token for token in tokens if token not in expected)
+                self._refused.update(declined)
+                for ref in self._early.keys() & self._refused:
+                    self._never_made(ref)
+                self._send(sender, Declined(declined))
+            case Declined(tokens):
+                self._take_back(tokens)
+            case AskFlush(dead):
+                self._asked.add((sender, dead))
+            case Flushed(dead):
+                self._awaited.discard((sender, dead))
+                self._leave_limbo()
+
+    def _hold(self, ref: RefId, holder: int) -> None:
+        if ref in self._owned:
+            self._owned[ref].holders.add(holder)
+            self._send(holder, Held(ref))
+        elif ref[0] == self.me or ref[0] in self._dead or ref in self._refused:
+            self._send(holder, Gone(ref))
+        else:
+            self._early.setdefault(ref, set()).add(holder)
+
+    def _never_made(self, ref: RefId) -> None:
+        for holder in sorted(self._early.pop(ref)):
+            self._send(holder, Gone(ref))
+
+    def _hold_stands(self, ref: RefId) -> None:
+        used = self._used.get(ref)
+        if used is None:
+            return
+        used.held = True
+        for token in [token for token in used.tokens if self._sent[token].makes]:
+            self._end(token)
+        waiting, used.waiting = used.waiting, []
+        for sender, token in waiting:
+            self._send(sender, Accepted(token))
+        self._settle(ref)
+
+    def _end(self, token: Token) -> None:
+        """Keep a reference no longer for the sake of one message."""
+        sent = self._sent.pop(token, None)
+        if sent is None:
+            return
+        entry = self._owned.get(sent.ref) or self._used.get(sent.ref)
+        if entry is not None:
+            entry.tokens.discard(token)
+            self._settle(sent.ref)
+
+    def _take_back(self, tokens: Iterable[Token]) -> None:
+        """Deal with tokens that nobody has received."""
+        for token in tokens:
+            sent = self._sent.get(token)
+            if sent is not None and sent.makes:
+                self._lose(sent.ref)
+            self._end(token)
+
+    def _settle(self, ref: RefId) -> None:
+        """Let go of a reference that nothing needs here."""
+        owned = self._owned.get(ref)
+        if owned is not None:
+            if owned.local <= 0 and not owned.holders and not owned.tokens:
+                del self._owned[ref]
+                self._actions.append(Freed(ref))
+            return
+        used = self._used.get(ref)
+        if used is not None and used.held and used.local <= 0 and not used.tokens:
+            del self._used[ref]
+            self._send(used.owner, Drop(ref))
+
+    def _lose(self, ref: RefId) -> None:
+        used = self._used.pop(ref, None)
+        if used is None:
+            return
+        for token in used.tokens:
+            self._sent.pop(token, None)
+        for sender, token in used.waiting:  # which has lost it as well, or will
+            self._send(sender, Accepted(token))
+        self._actions.append(Lost(ref))
+
+    def _ask(self, other: int, dead: int) -> None:
+        self._awaited.add((other, dead))
+        self._send(other, AskFlush(dead))
+
+    def _answer(self) -> None:
+        """Answer those who ask about the dead, as far as all of theirs is held."""
+        if not self._asked:
+            return
+        pending = {sender for used in self._used.values() for sender, _ in used.waiting}
+        ready = {(by, dead) for by, dead in self._asked if dead in self._dead - pending}
+        self._asked -= ready
+        for by, dead in sorted(ready):
+            self._send(by, Flushed(dead))
+
+    def _leave_limbo(self) -> None:
+        """If all answers are there, let go of what the dead held, and of what was sent to them."""
+        if self._awaited or not self._limbo:
+            return
+        gone, self._limbo = self._limbo, set[int]()
+        for token in [token for token, sent in self._sent.items() if sent.to in gone]:
+            self._end(token)
+        for ref, owned in list(self._owned.items()):
+            owned.holders -= gone
+            self._settle(ref)

@@ -1,0 +1,341 @@
+"""Remote references, in every order of messages: never freed too early, always freed at last.
+
+The network is played by lists. A link carries the calls and the protocol's messages of one process
+to another in order; a broken connection loses some of its calls, or brings them late.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dure.rpc.references import (
+    Accepted,
+    Action,
+    AskFlush,
+    Declined,
+    Drop,
+    Flushed,
+    Freed,
+    Gone,
+    Held,
+    Hold,
+    Lost,
+    Message,
+    References,
+    RefId,
+    Send,
+    Token,
+    Unsure,
+)
+
+
+@dataclass
+class Call:
+    """A call that carries a reference, or makes one."""
+
+    ref: RefId
+    owner: int
+    token: Token
+    makes: bool = False
+
+
+@dataclass
+class World:
+    """Processes, what is under way between them, and what each program holds."""
+
+    size: int
+    nodes: dict[int, References] = field(default_factory=dict)
+    objects: dict[int, Counter[RefId]] = field(default_factory=dict)
+    values: dict[RefId, int] = field(default_factory=dict)  # alive, by owner
+    made: set[RefId] = field(default_factory=set)
+    links: dict[tuple[int, int], list[Message | Call]] = field(default_factory=dict)
+    late: dict[tuple[int, int], list[Call]] = field(default_factory=dict)
+    dead: set[int] = field(default_factory=set)
+    known: set[tuple[int, int]] = field(default_factory=set)  # who knows of whose death
+
+    def __post_init__(self) -> None:
+        for me in range(self.size):
+            self.nodes[me], self.objects[me] = References(me), Counter()
+            for other in range(self.size):
+                if other != me:
+                    self.links[me, other], self.late[me, other] = [], []
+                    self.nodes[me].joined(other)
+
+    # --- what can happen ------------------------------------------------------------------
+
+    def own(self, me: int) -> None:
+        ref = self.nodes[me].own()
+        self.values[ref], self.objects[me][ref] = me, 1
+        self.made.add(ref)
+
+    def create(self, me: int, owner: int) -> None:
+        ref = self.nodes[me].create(owner)
+        self.objects[me][ref] = 1
+        self.links[me, owner].append(Call(ref, owner, ref, makes=True))
+
+    def send(self, me: int, ref: RefId, to: int) -> None:
+        owner, token = self.nodes[me].pack(ref, to)
+        self.links[me, to].append(Call(ref, owner, token))
+
+    def drop(self, me: int, ref: RefId) -> None:
+        self.objects[me] -= Counter([ref])
+        self.do(me, self.nodes[me].dropped(ref))
+
+    def deliver(self, by: int, to: int) -> None:
+        self.take(by, to, self.links[by, to].pop(0))
+
+    def deliver_late(self, by: int, to: int) -> None:
+        self.take(by, to, self.late[by, to].pop(0))
+
+    def break_connection(self, by: int, to: int, fate: int) -> None:
+        """Lose some of the calls under way, and let others come late."""
+        link = self.links[by, to]
+        calls = [each for each in link if isinstance(each, Call)]
+        self.links[by, to] = [each for each in link if not isinstance(each, Call)]
+        self.late[by, to] += [call for n, call in enumerate(calls) if fate >> n & 1]
+        self.do(by, self.nodes[by].unsure(to, [call.token for call in calls]))
+
+    def kill(self, me: int, kept: int) -> None:
+        """End a process; of what it has sent, everybody gets a part."""
+        self.dead.add(me)
+        self.objects[me] = Counter()
+        for other in range(self.size):
+            if other != me:
+                link = self.links[me, other]
+                self.links[me, other] = link[: kept % (len(link) + 1)]
+                self.links[other, me], self.late[other, me] = [], []
+        for ref in [ref for ref, owner in self.values.items() if owner == me]:
+            del self.values[ref]
+
+    def learn(self, me: int, dead: int) -> None:
+        self.known.add((me, dead))
+        self.do(me, self.nodes[me].died(dead))
+
+    # --- how ------------------------------------------------------------------------------
+
+    def take(self, by: int, to: int, what: Message | Call) -> None:
+        node = self.nodes[to]
+        if not isinstance(what, Call):
+            self.do(to, node.heard(by, what))
+            return
+        if what.makes:
+            taken, actions = node.made(what.ref, by)
+            if taken:
+                self.values[what.ref] = to
+                self.made.add(what.ref)
+        else:
+            taken, actions = node.arrived(what.ref, what.owner, by, what.token)
+            if taken:
+                self.objects[to][what.ref] += 1
+        self.do(to, actions)
+
+    def do(self, me: int, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(to, message):
+                    if to not in self.dead:
+                        self.links[me, to].append(message)
+                case Freed(ref):
+                    assert self.values.pop(ref) == me
+                case Lost(ref):
+                    self.objects[me].pop(ref, None)
+
+    def move(self, kind: int, number: int) -> None:
+        """Do one thing of a kind, if there is any; the number decides which."""
+        living = [me for me in range(self.size) if me not in self.dead]
+        pairs = [(a, b) for a in living for b in range(self.size) if a != b]
+        open_to = [(a, b) for a, b in pairs if b not in self.dead]
+        held = [(me, ref) for me in living for ref in +self.objects[me]]
+        passing = [(me, ref, to) for me, ref in held for by, to in open_to if by == me]
+        due = [(b, a) for a, b in pairs if self.links[b, a]]
+        late = [(b, a) for a, b in pairs if self.late[b, a]]
+        news = [(a, b) for a, b in pairs if b in self.dead and (a, b) not in self.known]
+        news = [(a, b) for a, b in news if not self.links[b, a] and not self.late[b, a]]
+        fate = number >> 8
+        found: dict[str, list[Callable[[], None]]] = {
+            "deliver": [partial(self.deliver, by, to) for by, to in due],
+            "send": [partial(self.send, *way) for way in passing],
+            "drop": [partial(self.drop, *each) for each in held],
+            "learn": [partial(self.learn, *pair) for pair in news],
+            "create": [partial(self.create, *pair) for pair in open_to],
+            "own": [partial(self.own, me) for me in living],
+            "late": [partial(self.deliver_late, *pair) for pair in late],
+            "break": [partial(self.break_connection, *pair, fate) for pair in open_to],
+            "kill": [partial(self.kill, me, fate) for me in living if len(living) > 2],
+        }
+        chosen = found[KINDS[kind]]
+        if chosen:
+            chosen[number % len(chosen)]()
+
+    def check(self) -> None:
+        """Whoever holds a value of a living process has it."""
+        for me, objects in self.objects.items():
+            for ref in +objects:
+                used = self.nodes[me].users().get(ref)
+                owner = me if used is None else used
+                if owner not in self.dead and ref in self.made:
+                    assert ref in self.values, f"{me} holds {ref}, which {owner} has freed"
+
+    def finish(self) -> None:
+        """Drop everything, deliver everything; nothing may be left."""
+        for me in range(self.size):
+            for ref, times in list(self.objects[me].items()):
+                for _ in range(times):
+                    self.drop(me, ref)
+        while True:
+            due = [
+                (by, to)
+                for by, to in self.links
+                if to not in self.dead and (self.links[by, to] or self.late[by, to])
+            ]
+            for by, to in due:
+                (self.deliver if self.links[by, to] else self.deliver_late)(by, to)
+            for me in range(self.size):
+                for ref, times in list(self.objects[me].items()):
+                    for _ in range(times):
+                        self.drop(me, ref)
+            unknown = [
+                (me, other)
+                for other in self.dead
+                for me in range(self.size)
+                if me not in self.dead and (me, other) not in self.known
+                if not self.links[other, me] and not self.late[other, me]
+            ]
+            for me, other in unknown:
+                self.learn(me, other)
+            if not due and not unknown:
+                break
+        for me in set(range(self.size)) - self.dead:
+            node = self.nodes[me]
+            assert (node.holders(), node.users(), node.num_unsettled) == ({}, {}, 0)
+        assert self.values == {}
+
+
+KINDS = ["deliver"] * 8 + ["send"] * 4 + ["drop"] * 3 + ["learn"] * 2
+KINDS += ["create", "own", "late", "break", "kill"]
+MOVES = st.tuples(st.integers(0, len(KINDS) - 1), st.integers(0, 2**16))
+
+
+@settings(max_examples=2000, deadline=None)
+@given(st.integers(2, 4), st.lists(MOVES, min_size=20, max_size=80))
+def test_never_freed_early_and_always_freed_at_last(
+    size: int, moves: list[tuple[int, int]]
+) -> None:
+    world = World(size)
+    world.own(0)
+    world.create(1, 0)
+    for kind, number in moves:
+        world.move(kind, number)
+        world.check()
+    world.finish()
+
+
+def processes(number: int) -> list[References]:
+    made = [References(me) for me in range(number)]
+    for one in made:
+        for other in made:
+            if one is not other:
+                one.joined(other.me)
+    return made
+
+
+def hand_on(owner: References, ref: RefId, to: References) -> None:
+    """Make `to` a holder of what the owner itself sends."""
+    _, token = owner.pack(ref, to.me)
+    to.arrived(ref, owner.me, owner.me, token)
+    owner.heard(to.me, Hold(ref))
+    to.heard(owner.me, Held(ref))
+    owner.heard(to.me, Accepted(token))
+
+
+def test_a_reference_passed_on_by_one_that_dies_is_kept() -> None:
+    owner, between, last = processes(3)
+    ref = owner.own()
+    hand_on(owner, ref, between)
+    assert owner.dropped(ref) == []
+    _, passed = between.pack(ref, 2)
+    assert owner.died(1) == [Send(2, AskFlush(1))]  # the message is still on its way to `last`
+    assert last.heard(0, AskFlush(1)) == []
+    assert last.arrived(ref, 0, 1, passed) == (True, [Send(0, Hold(ref))])
+    assert last.died(1) == []  # what came from it is not held yet
+    assert owner.heard(2, Hold(ref)) == [Send(2, Held(ref))]
+    assert last.heard(0, Held(ref)) == [Send(0, Flushed(1))]
+    assert owner.heard(2, Flushed(1)) == []
+    assert owner.holders() == {ref: (2,)}
+    last.dropped(ref)
+    assert owner.heard(2, Drop(ref)) == [Freed(ref)]
+
+
+def test_who_is_asked_and_dies_is_asked_about() -> None:
+    owner, _, second, last = processes(4)
+    ref = owner.own()
+    hand_on(owner, ref, processes(2)[1])
+    owner.dropped(ref)
+    assert owner.died(1) == [Send(2, AskFlush(1)), Send(3, AskFlush(1))]
+    assert owner.heard(3, Flushed(1)) == []
+    # `second` had it from the dead one, has sent it on, and dies before it could say so.
+    assert owner.died(second.me) == [Send(3, AskFlush(2))]
+    assert last.arrived(ref, 0, 2, (2, 9)) == (True, [Send(0, Hold(ref))])
+    assert owner.heard(3, Hold(ref)) == [Send(3, Held(ref))]
+    assert owner.heard(3, Flushed(2)) == []
+    assert owner.holders() == {ref: (3,)}
+
+
+def test_who_comes_while_the_others_are_asked_is_asked_too() -> None:
+    owner, between, _ = processes(3)
+    hand_on(owner, owner.own(), between)
+    owner.died(1)
+    assert owner.joined(3) == [Send(3, AskFlush(1))]
+
+
+def test_a_call_that_has_arrived_is_not_declined() -> None:
+    owner, sender, receiver = processes(3)
+    ref = owner.own()
+    hand_on(owner, ref, sender)
+    _, token = sender.pack(ref, 2)
+    receiver.arrived(ref, 0, 1, token)
+    assert receiver.heard(1, Unsure((token, (1, 99)))) == [Send(1, Declined(((1, 99),)))]
+    assert receiver.arrived(ref, 0, 1, (1, 99)) == (False, [])
+
+
+def test_who_dies_before_the_value_is_made_does_not_hold_it() -> None:
+    maker, owner, third = processes(3)
+    ref = maker.create(1)
+    assert owner.heard(third.me, Hold(ref)) == []
+    owner.died(third.me)
+    assert owner.made(ref, 0) == (True, [Send(0, Held(ref))])
+    assert owner.holders() == {ref: (0,)}
+
+
+def test_the_last_drop_frees() -> None:
+    owner = References(0)
+    owner.joined(1)
+    ref = owner.own()
+    _, token = owner.pack(ref, 1)
+    owner.dropped(ref)
+    owner.heard(1, Hold(ref))
+    assert owner.heard(1, Accepted(token)) == []
+    assert owner.heard(1, Drop(ref)) == [Freed(ref)]
+    assert owner.heard(1, Hold(ref)) == [Send(1, Gone(ref))]
+
+
+def test_a_value_whose_call_never_arrived_is_lost() -> None:
+    user, owner = References(0), References(1)
+    user.joined(1)
+    owner.joined(0)
+    ref = user.create(1)
+    (question,) = user.unsure(1, [ref])
+    assert isinstance(question, Send)
+    (answer,) = owner.heard(0, question.message)
+    assert isinstance(answer, Send)
+    assert user.heard(1, answer.message) == [Lost(ref)]
+    assert owner.made(ref, 0) == (False, [])
+    with pytest.raises(KeyError):
+        user.pack(ref, 1)
