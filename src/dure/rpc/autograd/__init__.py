@@ -1,0 +1,1 @@
+"""Distributed autograd: gradients of graphs that go through several processes."""
