@@ -63,7 +63,7 @@ def follow_hooks() -> None:
     def register_hook(self: torch.Tensor, hook: Any) -> Any:
         handle = plain(self, hook)
         if self.grad_fn is not None:
-            self.grad_fn.metadata.setdefault(_HOOKS, []).append(self._backward_hooks)
+            _metadata(self.grad_fn).setdefault(_HOOKS, []).append(self._backward_hooks)
         return handle
 
     setattr(register_hook, _HOOKS, True)
@@ -199,7 +199,7 @@ class LocalGraph:
             for number, gradient in enumerate(got)
         ]
         with torch.no_grad():
-            passed = node.apply(*given) if hasattr(node, "apply") else node(*given)
+            passed = getattr(node, "apply", node)(*given)  # pyright: ignore[reportCallIssue]
         if not isinstance(passed, tuple):
             passed = (passed,)
         for (following, number), gradient in zip(node.next_functions, passed, strict=False):
@@ -215,7 +215,7 @@ class LocalGraph:
 
     def _take(self, node: Node) -> Gradients:
         """Return the gradients of a received node, after the hooks of its tensors."""
-        numbers = range(len(node._input_metadata))
+        numbers = range(len(_outputs(node)))
         edges = {n: _edge(node, n) for n in numbers if (node, n) in self._gradients}
         if not edges:
             return ()
@@ -253,8 +253,17 @@ def _edge(node: Node, number: int) -> GradientEdge:
     return GradientEdge(node, number)
 
 
+def _metadata(node: Node) -> dict[str, Any]:
+    return node.metadata  # pyright: ignore[reportReturnType]: a table, which torch types as a method
+
+
+def _outputs(node: Node) -> Sequence[Any]:
+    """Return shape, dtype and device of each tensor that the node made."""
+    return node._input_metadata  # pyright: ignore[reportPrivateUsage]
+
+
 def _zeros(node: Node, number: int) -> torch.Tensor:
-    made = node._input_metadata[number]
+    made = _outputs(node)[number]
     return torch.zeros(made.shape, dtype=made.dtype, device=made.device)
 
 
@@ -315,7 +324,7 @@ def _aside(nodes: Iterable[Node]) -> Iterator[None]:
     """Keep the hooks of the tensors at these nodes from being called."""
     tables: dict[int, Any] = {}
     for node in nodes:
-        found = list(node.metadata.get(_HOOKS, ()))
+        found: list[Any] = list(_metadata(node).get(_HOOKS, ()))
         tensor = getattr(node, "variable", None)
         if tensor is not None:
             found.append(tensor._backward_hooks)

@@ -1,0 +1,281 @@
+"""What travels in a message: a pickle, and beside it the memory of tensors, and references.
+
+Objects are pickled (protocol 5). Tensors are not: a pickle holds their number in a table, the table
+says what of which memory each is, and memory travels by itself, once a message however many tensors
+are views of it, and only the part of it that they see. So tensors that share memory at the sender
+share it at the receiver. References to remote values are in a table of their own, for the process
+that receives the message must know of them before anybody unpacks it (`references`).
+
+Tensors that are not plain memory (sparse, quantized, subclasses) are pickled in torch's own way;
+their parts are tensors again. Tensors of other devices are copied through the host.
+
+Unpickling runs code of the sender's choice. Messages come from authenticated processes of the job
+alone; with a list of what may be called (`allow`), nothing else is looked up.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from dure.errors import RpcError
+from dure.rpc.references import RefId, Token
+
+__all__ = ["Packed", "ReferenceRow", "Referring", "TensorRow", "pack", "rebuild", "unpack"]
+
+_ALIGNED = 64
+"""Where the part of a memory that is sent may begin, in bytes: good for elements of every type."""
+
+
+class TensorRow(msgspec.Struct, array_like=True, frozen=True):
+    """A tensor of a message."""
+
+    memory: int  # its number
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # in elements, within the memory
+    requires_grad: bool = False
+    parameter: bool = False
+    device: str = "cpu"  # the receiver's
+
+
+class ReferenceRow(msgspec.Struct, array_like=True, frozen=True):
+    """A reference of a message."""
+
+    ref: RefId
+    owner: int
+    token: Token
+
+
+class Referring(Protocol):
+    """A reference as a program has it."""
+
+    def pack_reference(self, to: int) -> ReferenceRow:
+        """Return what stands for it in a message to the process `to`."""
+        ...
+
+
+@dataclass(slots=True)
+class Packed:
+    """A message that was taken apart.
+
+    Args:
+        pickled: The objects.
+        tensors: The tensors in them.
+        memories: The parts of the memory that the tensors see, uint8 [bytes] each; they share it
+            with the tensors, so whoever sends them copies.
+        references: The references in them.
+        sources: The tensors themselves, for who would attach gradients to them.
+    """
+
+    pickled: bytes = b""
+    tensors: list[TensorRow] = field(default_factory=list[TensorRow])
+    memories: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    references: list[ReferenceRow] = field(default_factory=list[ReferenceRow])
+    sources: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+
+
+def pack(
+    value: object,
+    to: int = -1,
+    referring: type[Any] | None = None,
+    device_there: Callable[[torch.device], str] | None = None,
+) -> Packed:
+    """Take a value apart.
+
+    Args:
+        value: Any object that can be pickled, with tensors and references in it.
+        to: Who will receive it.
+        referring: The type of references.
+        device_there: Says on which device of the receiver a tensor of a device of ours belongs;
+            without it, only CPU tensors are taken.
+
+    Raises:
+        RpcError: Something in it cannot be pickled. References that were packed before that are in
+            the error's `packed`.
+
+    Cost:
+        No tensor's memory is copied, but for tensors of other devices and conjugated ones.
+    """
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer, to, referring, device_there)
+    try:
+        pickler.dump(value)
+    except Exception as error:
+        refused = RpcError(
+            "this cannot be sent to another process",
+            seen=f"{type(error).__name__}: {error}",
+            fix="Functions and classes are sent by name: define them at the top of a module that "
+            "the receiver can import; send what objects are made of.",
+        )
+        refused.packed = pickler.packed  # pyright: ignore[reportAttributeAccessIssue]
+        raise refused from error
+    pickler.packed.pickled = buffer.getvalue()
+    pickler.cut()
+    return pickler.packed
+
+
+def unpack(
+    pickled: bytes,
+    tensors: Sequence[torch.Tensor],
+    references: Sequence[object] = (),
+    find: Callable[[str, str], Any] | None = None,
+) -> Any:
+    """Put a value together.
+
+    Args:
+        pickled: Of the message.
+        tensors: Those of the message (`rebuild`).
+        references: Those of the message, as programs have them.
+        find: Looks up a name of a module; None: as pickle does.
+
+    Raises:
+        Exception: What unpickling raises: a function or class is not known here, for example.
+    """
+    return _Unpickler(io.BytesIO(pickled), tensors, references, find).load()
+
+
+def rebuild(row: TensorRow, memory: torch.Tensor) -> torch.Tensor:
+    """Make a tensor of memory [bytes] that was received; it shares it.
+
+    Raises:
+        ValueError: The row does not fit the memory.
+    """
+    dtype = getattr(torch, row.dtype)
+    if not isinstance(dtype, torch.dtype) or len(row.shape) != len(row.stride):
+        raise ValueError(f"no tensor: {row}")
+    last = row.offset + sum(s * (n - 1) for n, s in zip(row.shape, row.stride, strict=True))
+    inside = min((row.offset, *row.shape, *row.stride)) >= 0
+    if not inside or (0 not in row.shape and (last + 1) * dtype.itemsize > memory.numel()):
+        raise ValueError(f"a tensor that is larger than its memory: {row}")
+    storage = memory.untyped_storage()
+    tensor = torch.empty(0, dtype=dtype)
+    tensor.set_(storage, row.offset, row.shape, row.stride)  # pyright: ignore[reportCallIssue]
+    if row.device != "cpu":
+        tensor = tensor.to(row.device)
+    if row.parameter:
+        return torch.nn.Parameter(tensor, requires_grad=row.requires_grad)
+    return tensor.requires_grad_(row.requires_grad)
+
+
+def _tensor(number: int) -> torch.Tensor:
+    """Stands for a tensor in a pickle; whoever reads it puts another function in its place."""
+    raise pickle.UnpicklingError(f"tensor {number} of a message that is read without its tensors")
+
+
+def _reference(number: int) -> object:
+    """Stands for a reference."""
+    raise pickle.UnpicklingError(f"reference {number} of a message that is read without them")
+
+
+class _Pickler(pickle.Pickler):
+    """Takes tensors and references out."""
+
+    def __init__(
+        self,
+        file: io.BytesIO,
+        to: int,
+        referring: type[Any] | None,
+        device_there: Callable[[torch.device], str] | None,
+    ) -> None:
+        super().__init__(file, protocol=5)
+        self.packed = Packed()
+        self._to, self._referring, self._device_there = to, referring, device_there
+        self._numbers: dict[int, int] = {}  # of memories, by their storages
+        self._storages: list[torch.UntypedStorage] = []
+        self._seen: list[tuple[int, int]] = []  # of each, the first byte and the end
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            if type(obj) not in (torch.Tensor, torch.nn.Parameter) or not _is_plain(obj):
+                return NotImplemented
+            self._add(obj)
+            return _tensor, (len(self.packed.tensors) - 1,)
+        if self._referring is not None and isinstance(obj, self._referring):
+            self.packed.references.append(obj.pack_reference(self._to))
+            return _reference, (len(self.packed.references) - 1,)
+        return NotImplemented
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        device = "cpu"
+        plain = tensor.detach()
+        if tensor.device.type != "cpu":
+            if self._device_there is None:
+                raise ValueError(f"a tensor on {tensor.device}, for which there is no device map")
+            device, plain = self._device_there(tensor.device), plain.cpu()
+        plain = plain.resolve_conj().resolve_neg()
+        storage, size = plain.untyped_storage(), plain.itemsize
+        number = self._numbers.setdefault(storage._cdata, len(self._storages))
+        if number == len(self._storages):
+            self._storages.append(storage)
+            self._seen.append((storage.nbytes(), 0))
+        if plain.numel():
+            first = plain.storage_offset()
+            spread = zip(plain.shape, plain.stride(), strict=True)
+            last = first + sum(s * (n - 1) for n, s in spread)
+            begin, end = self._seen[number]
+            self._seen[number] = min(begin, first * size), max(end, (last + 1) * size)
+        row = TensorRow(
+            memory=number,
+            dtype=str(plain.dtype).removeprefix("torch."),
+            shape=tuple(plain.shape),
+            stride=plain.stride(),
+            offset=plain.storage_offset(),
+            requires_grad=tensor.requires_grad,
+            parameter=isinstance(tensor, torch.nn.Parameter),
+            device=device,
+        )
+        self.packed.tensors.append(row)
+        self.packed.sources.append(tensor)
+
+    def cut(self) -> None:
+        """Leave what no tensor sees of its memory out of the message."""
+        begins: list[int] = []
+        for storage, (first, end) in zip(self._storages, self._seen, strict=True):
+            begin = min(first, end) // _ALIGNED * _ALIGNED
+            begins.append(begin)
+            seen = torch.empty(0, dtype=torch.uint8)
+            seen.set_(storage, begin, (end - begin,))  # pyright: ignore[reportCallIssue]
+            self.packed.memories.append(seen)
+        rows = self.packed.tensors
+        for number, row in enumerate(rows):
+            before = begins[row.memory] // getattr(torch, row.dtype).itemsize
+            offset = row.offset - before if 0 not in row.shape else 0
+            rows[number] = msgspec.structs.replace(row, offset=offset)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts tensors and references in, and looks names up."""
+
+    def __init__(
+        self,
+        file: io.BytesIO,
+        tensors: Sequence[torch.Tensor],
+        references: Sequence[object],
+        find: Callable[[str, str], Any] | None,
+    ) -> None:
+        super().__init__(file)
+        self._own = {"_tensor": tensors.__getitem__, "_reference": references.__getitem__}
+        self._find = super().find_class if find is None else find
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        if module_name == __name__ and global_name in self._own:
+            return self._own[global_name]
+        return self._find(module_name, global_name)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is memory with a shape and strides, and nothing else."""
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and tensor.device.type != "meta"
+        and not tensor.is_nested
+    )

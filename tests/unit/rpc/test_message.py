@@ -1,0 +1,138 @@
+"""What is packed is unpacked: tensors of every kind, memory that they share, references."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from dure.errors import RpcError
+from dure.rpc.message import Packed, ReferenceRow, TensorRow, pack, rebuild, unpack
+
+
+def travel(value: object) -> Any:
+    """Send a value to oneself, memory copied."""
+    return arrive(pack(value))
+
+
+def arrive(packed: Packed, **how: Any) -> Any:
+    memories = [memory.clone() for memory in packed.memories]
+    tensors = [rebuild(row, memories[row.memory]) for row in packed.tensors]
+    return unpack(packed.pickled, tensors, **how)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse", "ignore:.*quantize", "ignore:TypedStorage")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.arange(6.0).reshape(2, 3),
+        lambda: torch.arange(6).reshape(2, 3).t(),
+        lambda: torch.arange(24)[3:20:2],
+        lambda: torch.arange(4.0).expand(3, 4),
+        lambda: torch.tensor(7, dtype=torch.int16),
+        lambda: torch.empty(0, 5, dtype=torch.bfloat16),
+        lambda: torch.empty(0)[0:0],
+        lambda: torch.tensor([1 + 2j, 3 - 1j]).conj(),
+        lambda: torch.tensor([True, False]),
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.sparse_csr_tensor([0, 1, 2], [1, 0], [3.0, 4.0], (2, 2)),
+        lambda: torch.quantize_per_tensor(torch.arange(4.0), 0.5, 2, torch.quint8),
+        lambda: torch.arange(2.0, requires_grad=True),
+        lambda: torch.nn.Parameter(torch.arange(2.0), requires_grad=False),
+        lambda: torch.empty(3, device="meta"),
+    ],
+)
+def test_tensors_of_every_kind(make: Callable[[], torch.Tensor]) -> None:
+    tensor = make()
+    got = travel({"one": [tensor]})["one"][0]
+    assert (type(got), got.dtype, got.shape) == (type(tensor), tensor.dtype, tensor.shape)
+    assert (got.layout, got.requires_grad) == (tensor.layout, tensor.requires_grad)
+    if tensor.device.type != "meta":
+        same = (got.to_dense() if got.layout != torch.strided else got).detach()
+        wanted = (tensor.to_dense() if tensor.layout != torch.strided else tensor).detach()
+        assert torch.equal(same, wanted)
+
+
+def test_shared_memory_is_shared_and_what_nobody_sees_stays() -> None:
+    whole = torch.zeros(1000, dtype=torch.float64)
+    left, right = whole[100:110], whole[105:120]
+    packed = pack((left, right, left))
+    assert [memory.numel() for memory in packed.memories] == [120 * 8 - 100 * 8 // 64 * 64]
+    a, b, again = arrive(packed)
+    assert a is again
+    a += 1
+    assert b.tolist() == [1.0] * 5 + [0.0] * 10
+    assert whole.sum() == 0
+
+
+def test_values_that_are_no_tensors() -> None:
+    value = OrderedDict(a=[1, "two", None], b={3.0, (4,)})
+    packed = pack(value)
+    assert (packed.tensors, packed.memories) == ([], [])
+    assert arrive(packed) == value
+
+
+@pytest.mark.parametrize("bad", [lambda: None, torch.futures.Future(), (n for n in "x"), open])
+def test_what_cannot_be_sent_is_refused_with_the_reason(bad: object) -> None:
+    if bad is open:
+        assert travel(open) is open
+        return
+    with pytest.raises(RpcError, match="cannot be sent") as raised:
+        pack({"deep": [bad]})
+    assert str(raised.value.__cause__).split("\n")[0][:20] in str(raised.value)
+
+
+@dataclass
+class Reference:
+    number: int
+
+    def pack_reference(self, to: int) -> ReferenceRow:
+        return ReferenceRow((1, self.number), 1, (to, self.number))
+
+
+def test_references_are_told_beside_the_pickle() -> None:
+    packed = pack([Reference(5), (Reference(6), 1)], to=9, referring=Reference)
+    assert packed.references == [
+        ReferenceRow((1, 5), 1, (9, 5)),
+        ReferenceRow((1, 6), 1, (9, 6)),
+    ]
+    assert arrive(packed, references=["a", "b"]) == ["a", ("b", 1)]
+
+
+def test_references_packed_before_an_error_are_told() -> None:
+    with pytest.raises(RpcError) as raised:
+        pack([Reference(5), (n for n in "x")], referring=Reference)
+    assert [row.ref for row in raised.value.packed.references] == [(1, 5)]  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        TensorRow(0, "float32", (5,), (1,), 0),
+        TensorRow(0, "float32", (2,), (1,), 3),
+        TensorRow(0, "float32", (2,), (-1,), 1),
+        TensorRow(0, "float32", (2,), (1,), -1),
+        TensorRow(0, "float32", (2, 2), (1,), 0),
+        TensorRow(0, "nn", (2,), (1,), 0),
+        TensorRow(0, "float64", (2**40,), (2**40,), 0),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(row: TensorRow) -> None:
+    with pytest.raises(ValueError, match="tensor"):
+        rebuild(row, torch.zeros(16, dtype=torch.uint8))
+
+
+def test_names_are_looked_up_by_whom_one_says() -> None:
+    asked: list[tuple[str, str]] = []
+
+    def find(module: str, name: str) -> Any:
+        asked.append((module, name))
+        raise RpcError("not allowed")
+
+    with pytest.raises(RpcError, match="not allowed"):
+        arrive(pack(OrderedDict(a=torch.ones(1))), find=find)
+    assert asked == [("collections", "OrderedDict")]
