@@ -15,6 +15,7 @@ inline int64_t nanoseconds(double seconds) {
 void bind_callsite(nanobind::module_& m);
 void bind_checksum(nanobind::module_& m);
 void bind_group(nanobind::module_& m);
+void bind_inbox(nanobind::module_& m);
 void bind_outcome(nanobind::module_& m);
 void bind_symmetric_heap(nanobind::module_& m);
 void bind_tensor(nanobind::module_& m);

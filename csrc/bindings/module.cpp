@@ -11,6 +11,7 @@ NB_MODULE(_engine, m) {
     // A program may end with its groups open, or its DDP buckets alive in a module's globals: that
     // is no leak, and no news for its user. The kernel takes back what the segment held.
     nb::set_leak_warnings(false);
+    bind_inbox(m);
     bind_outcome(m);
     bind_request(m);
     bind_symmetric_heap(m);

@@ -17,10 +17,13 @@ __all__ = [
     "Channel",
     "Group",
     "HeapMemory",
+    "Inbox",
+    "Outbox",
     "Outcome",
     "Process",
     "Request",
     "Subject",
+    "Ticket",
     "available",
     "call_site",
     "change_word",
@@ -28,9 +31,11 @@ __all__ = [
     "copy_from_file",
     "crc32c",
     "heap_allocate",
+    "heap_give",
     "heap_identity",
     "heap_offset",
     "heap_peer",
+    "heap_take",
     "heap_trim",
     "heap_usage",
     "kernel_isa",
@@ -52,19 +57,24 @@ if TYPE_CHECKING:
         Channel,
         Group,
         HeapMemory,
+        Inbox,
+        Outbox,
         Outcome,
         Process,
         Request,
         Subject,
+        Ticket,
         call_site,
         change_word,
         copy_bytes,
         copy_from_file,
         crc32c,
         heap_allocate,
+        heap_give,
         heap_identity,
         heap_offset,
         heap_peer,
+        heap_take,
         heap_trim,
         heap_usage,
         kernel_isa,
@@ -88,7 +98,9 @@ else:
         _reason = _reason or f"the native engine is not built, or does not load: {error}"
     Channel, Group, Outcome = _found.Channel, _found.Group, _found.Outcome
     HeapMemory, Process, Request = _found.HeapMemory, _found.Process, _found.Request
+    Inbox, Outbox, Ticket = _found.Inbox, _found.Outbox, _found.Ticket
     heap_allocate, heap_trim = _found.heap_allocate, _found.heap_trim
+    heap_give, heap_take = _found.heap_give, _found.heap_take
     heap_identity, heap_offset = _found.heap_identity, _found.heap_offset
     heap_peer, heap_usage = _found.heap_peer, _found.heap_usage
     change_word = _found.change_word

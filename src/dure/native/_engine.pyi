@@ -252,6 +252,47 @@ class Group:
 def heap_allocate(nbytes: int, zeroed: bool, /) -> HeapMemory | None:
     """Allocate in this process's heap; None where the host has no memory left."""
 
+class Ticket:
+    """Something that a thread waits for in `Inbox.next`, and that another one brings."""
+
+    def __init__(self) -> None: ...
+    @property
+    def done(self) -> bool:
+        """Whether it was brought."""
+
+class Inbox:
+    """Messages from the other processes of this host, in this process's heap (csrc/core/inbox.h)."""
+
+    def __init__(self) -> None: ...
+    @property
+    def offset(self) -> int:
+        """Where in the heap it is."""
+    def next(self, ticket: Ticket | None, seconds: float) -> bytes | bool | None:
+        """Return a message; True: the ticket is done; None: nothing came; False: it was closed."""
+    def complete(self, ticket: Ticket, /) -> None:
+        """Bring what a ticket stands for; wakes who waits for it."""
+    def post(self, message: bytes, /) -> None:
+        """Leave a message for a thread that waits without a ticket."""
+    def forget(self, pid: int, /) -> bool:
+        """Free the ring of a process that ended; False: it has messages still."""
+    def close(self) -> None:
+        """End all waits."""
+
+class Outbox:
+    """One ring of another process's inbox."""
+
+    @staticmethod
+    def claim(peer: Process, offset: int, /) -> Outbox | None:
+        """Take a ring of the inbox that is at `offset` of the peer's heap; None: all are taken."""
+    def send(self, message: bytes, /) -> bool:
+        """Send; False: it does not fit, now or (above 16 KiB) ever."""
+
+def heap_give(nbytes: int, to: Process, /) -> HeapMemory | None:
+    """Allocate memory in this heap that is the peer's alone when this process lets go of it."""
+
+def heap_take(source: Process, offset: int, nbytes: int, /) -> HeapMemory:
+    """Hold memory that a peer has given, until it is let go of here."""
+
 def heap_identity() -> tuple[int, int, int]:
     """Return how peers find the heap: pid, start time of the process, descriptor of the heap."""
 

@@ -1,0 +1,228 @@
+// See the note "Inbox" in inbox.h.
+#include "inbox.h"
+
+#include <algorithm>
+#include <climits>
+#include <cstring>
+#include <new>
+
+namespace dure {
+
+namespace {
+
+constexpr int64_t kSpinNs = 30'000;  // after a message, before the leader sleeps
+constexpr int64_t kSleepNs = 500'000'000;
+constexpr size_t kHead = sizeof(uint64_t);
+
+size_t room_of(size_t bytes) { return kHead + (bytes + kHead - 1) / kHead * kHead; }
+
+void copy_in(MessageRing& ring, uint64_t at, const std::byte* data, size_t bytes) {
+    const size_t begin = at % kRingBytes;
+    const size_t first = std::min(bytes, kRingBytes - begin);
+    std::memcpy(ring.data + begin, data, first);
+    std::memcpy(ring.data, data + first, bytes - first);
+}
+
+void copy_out(const MessageRing& ring, uint64_t at, std::byte* data, size_t bytes) {
+    const size_t begin = at % kRingBytes;
+    const size_t first = std::min(bytes, kRingBytes - begin);
+    std::memcpy(data, ring.data + begin, first);
+    std::memcpy(data + first, ring.data, bytes - first);
+}
+
+// Wake at most `most` of the threads that sleep under one of these bits.
+void ring_bell(Word& bell, uint32_t bits, int most) {
+    bell.fetch_add(1);
+    syscall(SYS_futex, &bell, FUTEX_WAKE_BITSET, most, nullptr, nullptr, bits);
+}
+
+std::shared_ptr<HeapMemory> allocate() {
+    auto memory = SymmetricHeap::of_process().allocate(sizeof(InboxPage), true);
+    if (!memory) throw std::bad_alloc();
+    return memory;
+}
+
+}  // namespace
+
+// ---- receiving ----------------------------------------------------------------------------------
+
+Inbox::Inbox() : memory_(allocate()), page_(*reinterpret_cast<InboxPage*>(memory_->data)) {
+    page_.magic = kMagic;
+}
+
+uint64_t Inbox::offset() const {
+    return static_cast<uint64_t>(memory_->data - SymmetricHeap::of_process().base());
+}
+
+Inbox::Got Inbox::next(const std::shared_ptr<Ticket>& mine, int64_t deadline_ns,
+                       std::string& message) {
+    std::lock_guard hold(lock_);
+    Got got = Got::nothing;
+    while (true) {
+        if (closed_) {
+            got = Got::closed;
+        } else if (mine && mine->done) {
+            got = Got::done;
+        } else if (!mine && !posted_.empty()) {
+            message = std::move(posted_.front());
+            posted_.pop_front();
+            got = Got::message;
+        } else if (take(message)) {
+            got = Got::message;
+        }
+        const int64_t now = now_ns();
+        if (got != Got::nothing || now >= deadline_ns) break;
+        if (!looking_ && now - last_ns_ < kSpinNs)
+            look_around(std::min(last_ns_ + kSpinNs, deadline_ns));
+        else
+            sleep(mine.get(), deadline_ns);
+    }
+    leave();
+    return got;
+}
+
+// With the lock: look at the rings for a while, without it.
+void Inbox::look_around(int64_t until_ns) {
+    looking_ = true;
+    called_.store(false);
+    page_.wake.store(0);
+    lock_.unlock();
+    while (!called_.load(std::memory_order_relaxed) && now_ns() < until_ns) {
+        for (int i = 0; i < 16 && !pending(); i++) relax();
+        if (pending()) break;
+    }
+    lock_.lock();
+    looking_ = false;
+}
+
+// With the lock: sleep without it, until there is a message or somebody calls.
+void Inbox::sleep(Ticket* mine, int64_t deadline_ns) {
+    const uint32_t place = next_bit_++ % 32;
+    const uint32_t bit = uint32_t{1} << place;
+    sleepers_[place]++;
+    sleeping_ |= bit;
+    if (mine) {
+        mine->bit = bit;
+        ticketed_ |= bit;
+    }
+    if (!looking_) page_.wake.store(ticketed_ ? ticketed_ : sleeping_);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    const uint32_t seen = page_.bell.load();
+    if (!pending()) {
+        lock_.unlock();
+        timespec until{deadline_ns / 1000000000, deadline_ns % 1000000000};
+        syscall(SYS_futex, &page_.bell, FUTEX_WAIT_BITSET, seen, &until, nullptr, bit);
+        lock_.lock();
+    }
+    if (mine) {
+        mine->bit = 0;
+        ticketed_ &= ~bit;
+    }
+    if (--sleepers_[place] == 0) sleeping_ &= ~bit;
+}
+
+// With the lock: see to it that somebody is woken by the next message, and by one that is there.
+void Inbox::leave() {
+    if (looking_) return;
+    page_.wake.store(ticketed_ ? ticketed_ : sleeping_);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (sleeping_ && (pending() || !posted_.empty())) wake(sleeping_, 1);
+}
+
+void Inbox::wake(uint32_t bits, int most) { ring_bell(page_.bell, bits, most); }
+
+bool Inbox::pending() const {
+    for (const MessageRing& ring : page_.rings) {
+        if (ring.written.load(std::memory_order_acquire) != ring.read.load()) return true;
+    }
+    return false;
+}
+
+bool Inbox::take(std::string& message) {
+    for (int i = 0; i < kRings; i++) {
+        MessageRing& ring = page_.rings[(first_ + i) % kRings];
+        const uint64_t read = ring.read.load(std::memory_order_relaxed);
+        const uint64_t shown = ring.written.load(std::memory_order_acquire) - read;
+        if (shown < kHead || shown > kRingBytes) continue;
+        uint64_t bytes;
+        copy_out(ring, read, reinterpret_cast<std::byte*>(&bytes), kHead);
+        if (bytes > kMostBytes || room_of(bytes) > shown) continue;  // a sender that is not ours
+        message.resize(bytes);
+        copy_out(ring, read + kHead, reinterpret_cast<std::byte*>(message.data()), bytes);
+        ring.read.store(read + room_of(bytes), std::memory_order_release);
+        first_ = (first_ + i + 1) % kRings;
+        last_ns_ = now_ns();
+        return true;
+    }
+    return false;
+}
+
+void Inbox::complete(const std::shared_ptr<Ticket>& ticket) {
+    std::lock_guard hold(lock_);
+    ticket->done = true;
+    called_.store(true);  // it may be the one that looks
+    if (ticket->bit) wake(ticket->bit, INT_MAX);
+}
+
+void Inbox::post(std::string message) {
+    std::lock_guard hold(lock_);
+    posted_.push_back(std::move(message));
+    called_.store(true);
+    if (const uint32_t free = sleeping_ & ~ticketed_) wake(free, 1);
+}
+
+void Inbox::close() {
+    std::lock_guard hold(lock_);
+    closed_ = true;
+    called_.store(true);
+    wake(~uint32_t{0}, INT_MAX);
+}
+
+bool Inbox::forget(int pid) {
+    for (MessageRing& ring : page_.rings) {
+        if (ring.sender.load() != static_cast<uint32_t>(pid)) continue;
+        if (ring.written.load() != ring.read.load()) return false;
+        ring.sender.store(0);
+    }
+    return true;
+}
+
+// ---- sending ------------------------------------------------------------------------------------
+
+std::shared_ptr<Outbox> Outbox::claim(const std::shared_ptr<Process>& peer, uint64_t offset) {
+    if (offset % 64 != 0 || offset + sizeof(InboxPage) > peer->heap_bytes()) return nullptr;
+    auto& page = *reinterpret_cast<InboxPage*>(peer->heap() + offset);
+    if (page.magic != Inbox::kMagic) return nullptr;
+    for (MessageRing& ring : page.rings) {
+        uint32_t nobody = 0;
+        if (ring.sender.compare_exchange_strong(nobody, static_cast<uint32_t>(getpid())))
+            return std::shared_ptr<Outbox>(new Outbox(peer, page, ring));
+    }
+    return nullptr;
+}
+
+Outbox::~Outbox() {
+    if (getpid() != pid_) return;
+    // What was written is still read: the reader looks at all rings, whoever has them.
+    ring_.sender.store(0);
+}
+
+bool Outbox::send(const std::byte* data, size_t bytes) {
+    if (bytes > kMostBytes) return false;
+    std::lock_guard hold(lock_);
+    const uint64_t written = ring_.written.load(std::memory_order_relaxed);
+    const uint64_t used = written - ring_.read.load(std::memory_order_acquire);
+    if (used > kRingBytes || kRingBytes - used < room_of(bytes)) return false;
+    const uint64_t head = bytes;
+    copy_in(ring_, written, reinterpret_cast<const std::byte*>(&head), kHead);
+    copy_in(ring_, written + kHead, data, bytes);
+    ring_.written.store(written + room_of(bytes), std::memory_order_release);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    // One ring of the bell is enough, until somebody sleeps or leaves again.
+    if (page_.wake.load(std::memory_order_relaxed) != 0) {
+        if (const uint32_t bits = page_.wake.exchange(0)) ring_bell(page_.bell, bits, 1);
+    }
+    return true;
+}
+
+}  // namespace dure

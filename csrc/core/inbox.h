@@ -1,0 +1,136 @@
+// Messages from the other processes of this host, for whichever thread of this one is free.
+//
+// Note "Inbox". A process has one, in its symmetric heap: a bell, and rings of bytes. A process
+// that often sends claims one of the rings (`Outbox`), and is then its only writer; the owner of
+// the inbox is the only reader. A message is its length and its bytes, at a multiple of eight.
+//
+// *Any number of threads ask for the next message.* Whoever finds one leaves with it: nothing is
+// handed from thread to thread, and a thread that serves a call keeps nobody from receiving. A
+// thread that waits for something of its own, the answer to a call, brings a *ticket*: it takes
+// messages meanwhile, and is called away when another thread, which has read its answer, completes
+// it.
+//
+// *Waking.* One thread at a time may look at the rings without sleeping; it does so for a short
+// time after there was a message, for then another often follows. The others sleep on the bell,
+// each under a bit of its own. The page says whom a sender is to wake: nobody while somebody looks;
+// the one with a ticket, if one sleeps, for what comes is most likely its answer; else any. A
+// thread that leaves with a message wakes nobody: if it is back before the next one comes, as it is
+// after a short call, the others have slept through it all.
+//
+// *The bell.* A sender writes, and then looks whom to wake; a thread that is about to sleep says
+// so, and then looks at the rings once more. Both are fenced, so one of them sees the other.
+//
+// A sender that dies in the middle of a message has not shown it: `written` moves last. Its ring is
+// free again when the owner says so (`forget`), with what was shown read before.
+//
+// Cost: one line for the length and the first bytes, two for the counters; 5 us where nobody
+// looks. Messages that do not fit are refused, and go elsewhere.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "futex.h"
+#include "process.h"
+#include "symmetric_heap.h"
+
+namespace dure {
+
+constexpr int kRings = 16;
+constexpr size_t kRingBytes = 64 * 1024;
+constexpr size_t kMostBytes = kRingBytes / 4;  // of one message
+
+struct MessageRing {
+    Word sender;  // its pid; 0: nobody's
+    alignas(64) std::atomic<uint64_t> written;
+    alignas(64) std::atomic<uint64_t> read;
+    alignas(64) std::byte data[kRingBytes];
+};
+
+struct InboxPage {
+    uint64_t magic;
+    alignas(64) Word bell;
+    Word wake;  // the bits of those of whom a sender is to wake one
+    alignas(64) MessageRing rings[kRings];
+};
+
+class Inbox {
+  public:
+    static constexpr uint64_t kMagic = 0x786f626e69657275;
+
+    // Something that a thread waits for, and another one brings.
+    struct Ticket {
+        bool done = false;
+        uint32_t bit = 0;  // of the thread that sleeps with it
+    };
+    enum class Got { message, done, nothing, closed };
+
+    // Throws std::bad_alloc where the host has no memory left.
+    Inbox();
+
+    // Where a peer finds it in this process' heap.
+    uint64_t offset() const;
+    // Wait until `deadline_ns` for a message, or for `mine`, which may be null.
+    Got next(const std::shared_ptr<Ticket>& mine, int64_t deadline_ns, std::string& message);
+    void complete(const std::shared_ptr<Ticket>& ticket);
+    // Leave a message for a thread of this process that has no ticket.
+    void post(std::string message);
+    // End all waits, now and later.
+    void close();
+    // Free the ring of a process that has ended. False, and the ring stays: there are messages in
+    // it.
+    bool forget(int pid);
+
+  private:
+    bool take(std::string& message);
+    bool pending() const;
+    void look_around(int64_t until_ns);
+    void sleep(Ticket* mine, int64_t deadline_ns);
+    void leave();
+    void wake(uint32_t bits, int most);
+
+    std::shared_ptr<HeapMemory> memory_;
+    InboxPage& page_;
+    std::mutex lock_;
+    std::deque<std::string> posted_;
+    std::array<int, 32> sleepers_{};  // threads by their bit
+    uint32_t sleeping_ = 0,
+             ticketed_ = 0;  // the bits of those that sleep, and of those with tickets
+    uint32_t next_bit_ = 0;
+    bool looking_ = false;
+    std::atomic<bool> called_{false};  // who looks is to stop
+    bool closed_ = false;
+    int first_ = 0;        // the ring that is looked at first
+    int64_t last_ns_ = 0;  // when a message came
+};
+
+// The way to another process' inbox: one ring of it.
+class Outbox {
+  public:
+    // Null where all rings are taken, or there is no inbox.
+    static std::shared_ptr<Outbox> claim(const std::shared_ptr<Process>& peer, uint64_t offset);
+    ~Outbox();
+    Outbox(const Outbox&) = delete;
+    Outbox& operator=(const Outbox&) = delete;
+
+    // False: it does not fit, now or ever.
+    bool send(const std::byte* data, size_t bytes);
+
+  private:
+    Outbox(std::shared_ptr<Process> peer, InboxPage& page, MessageRing& ring)
+        : peer_(std::move(peer)), page_(page), ring_(ring) {}
+
+    const std::shared_ptr<Process> peer_;
+    InboxPage& page_;
+    MessageRing& ring_;
+    std::mutex lock_;
+    const int pid_ = getpid();
+};
+
+}  // namespace dure
