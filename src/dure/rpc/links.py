@@ -1,0 +1,82 @@
+"""Messages that must arrive: numbered, acknowledged, sent again on a new connection.
+
+Calls are sent at most once. Messages about references and gradients must arrive, once and in their
+order, as long as both processes live, whatever happens to connections. A `Link` is one process's end
+of that, without I/O: the sender numbers its messages and keeps each until the receiver has said that
+it has all up to that number; when a connection breaks, what is kept is sent again. The receiver
+delivers in the order of the numbers and drops what it has had; messages may come through a ring of
+shared memory and through a socket in turns, and so in another order.
+
+What was received is acknowledged by whatever is sent to that process next, or by an empty message
+when nothing has been sent for a while (`owes`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["Link", "Numbered"]
+
+
+class Numbered(msgspec.Struct, array_like=True, frozen=True):
+    """A message on its way. Number 0 carries nothing but the acknowledgement."""
+
+    number: int
+    received: int  # the sender has had all messages of the other direction up to this one
+    body: bytes = b""
+
+
+class Link:
+    """One end of the messages between two processes.
+
+    Threads: the caller's lock guards it.
+    """
+
+    def __init__(self) -> None:
+        self._sent = 0
+        self._kept: dict[int, bytes] = {}  # sent, and not acknowledged
+        self._received = 0
+        self._early: dict[int, bytes] = {}
+        self._told = 0  # of what was received, what the other knows
+
+    @property
+    def owes(self) -> bool:
+        """Whether there is something to acknowledge."""
+        return self._told < self._received
+
+    @property
+    def num_kept(self) -> int:
+        """How many messages are not acknowledged."""
+        return len(self._kept)
+
+    def send(self, body: bytes) -> Numbered:
+        """Return what to send for a message."""
+        self._sent += 1
+        self._kept[self._sent] = body
+        return self._message(self._sent, body)
+
+    def acknowledge(self) -> Numbered:
+        """Return a message that only acknowledges."""
+        return self._message(0, b"")
+
+    def again(self) -> list[Numbered]:
+        """Return what to send on a new connection."""
+        return [self._message(number, body) for number, body in self._kept.items()]
+
+    def receive(self, message: Numbered) -> list[bytes]:
+        """Return the messages that can be delivered now, in order."""
+        for number in [number for number in self._kept if number <= message.received]:
+            del self._kept[number]
+        if message.number > self._received:
+            self._early[message.number] = message.body
+        elif message.number > 0:
+            self._told = min(self._told, message.number - 1)  # it was sent again: tell again
+        due: list[bytes] = []
+        while self._received + 1 in self._early:
+            self._received += 1
+            due.append(self._early.pop(self._received))
+        return due
+
+    def _message(self, number: int, body: bytes) -> Numbered:
+        self._told = self._received
+        return Numbered(number, self._received, body)
