@@ -1,11 +1,11 @@
 """Messages that must arrive: numbered, acknowledged, sent again on a new connection.
 
 Calls are sent at most once. Messages about references and gradients must arrive, once and in their
-order, as long as both processes live, whatever happens to connections. A `Link` is one process's end
-of that, without I/O: the sender numbers its messages and keeps each until the receiver has said that
-it has all up to that number; when a connection breaks, what is kept is sent again. The receiver
-delivers in the order of the numbers and drops what it has had; messages may come through a ring of
-shared memory and through a socket in turns, and so in another order.
+order, as long as both processes live, whatever happens to connections. A `Link` is one process's
+end of that, without I/O: the sender numbers its messages and keeps each until the receiver has said
+that it has all up to that number; when a connection breaks, what is kept is sent again. The
+receiver delivers in the order of the numbers and drops what it has had; messages may come through a
+ring of shared memory and through a socket in turns, and so in another order.
 
 What was received is acknowledged by whatever is sent to that process next, or by an empty message
 when nothing has been sent for a while (`owes`).

@@ -62,3 +62,10 @@ def test_who_has_received_owes_until_something_is_sent() -> None:
     assert one.num_kept == 0
     assert two.receive(first) == []  # it came again, so the answer may be lost
     assert two.owes
+
+
+def test_what_comes_early_waits_for_what_is_before_it() -> None:
+    one, two = Link(), Link()
+    first, second = one.send(b"a"), one.send(b"b")
+    assert two.receive(second) == []
+    assert two.receive(first) == [b"a", b"b"]

@@ -1,0 +1,1 @@
+"""Programs and functions for the tests of remote calls."""

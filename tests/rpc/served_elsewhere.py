@@ -1,0 +1,5 @@
+"""What the served module imports, and does not let others call."""
+
+
+def imported() -> None:
+    pass
