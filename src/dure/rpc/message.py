@@ -212,12 +212,13 @@ class _Pickler(pickle.Pickler):
             device, plain = self._device_there(tensor.device), plain.cpu()
         plain = plain.resolve_conj().resolve_neg()
         storage, size = plain.untyped_storage(), plain.itemsize
-        number = self._numbers.setdefault(storage._cdata, len(self._storages))
+        identity = storage._cdata  # pyright: ignore[reportPrivateUsage]: what tells storages apart
+        number = self._numbers.setdefault(identity, len(self._storages))
         if number == len(self._storages):
             self._storages.append(storage)
             self._seen.append((storage.nbytes(), 0))
         if plain.numel():
-            first = plain.storage_offset()
+            first = int(plain.storage_offset())
             spread = zip(plain.shape, plain.stride(), strict=True)
             last = first + sum(s * (n - 1) for n, s in spread)
             begin, end = self._seen[number]
@@ -227,7 +228,7 @@ class _Pickler(pickle.Pickler):
             dtype=str(plain.dtype).removeprefix("torch."),
             shape=tuple(plain.shape),
             stride=plain.stride(),
-            offset=plain.storage_offset(),
+            offset=int(plain.storage_offset()),
             requires_grad=tensor.requires_grad,
             parameter=isinstance(tensor, torch.nn.Parameter),
             device=device,

@@ -1,0 +1,175 @@
+"""The threads that receive messages, and run what others call.
+
+All of them ask the inbox for the next message (`csrc/core/inbox.h`), and whoever gets a call runs
+it, so that a call is handed from thread to thread only when it must wait. There is always one that
+receives: before a thread runs a call it sees to it that another waits for messages. Messages that
+are no calls are short, and are dealt with at once.
+
+At most `slots` calls run at a time; others wait in a queue. A thread that waits within a call for
+something remote gives its slot to another (`aside`), so that calls may call back in any depth; the
+program's stack is its own meanwhile: no other call runs on it. The number of threads is bounded all
+the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from dure.errors import RpcError
+from dure.native import Inbox
+
+__all__ = ["MOST_THREADS", "Workers"]
+
+MOST_THREADS = 512
+
+_IDLE_S = 5.0
+"""How long a thread that is not needed waits for a message before it ends."""
+
+_KEPT = 2
+"""How many wait for messages at all times: one, and one to follow it."""
+
+_log = logging.getLogger("dure.rpc")
+
+
+class Workers:
+    """The threads of one process.
+
+    Args:
+        inbox: Where messages come.
+        sort: Deals with a message at once, and returns None; or returns the call that it is.
+        refuse: Told of a call for which there is no thread.
+        slots: How many calls run at a time.
+    """
+
+    def __init__(
+        self,
+        inbox: Inbox,
+        sort: Callable[[bytes], Callable[[], None] | None],
+        refuse: Callable[[Callable[[], None], RpcError], None],
+        slots: int,
+    ) -> None:
+        self._inbox, self._sort, self._refuse, self._slots = inbox, sort, refuse, slots
+        self._lock = threading.Condition()
+        self._queue: deque[Callable[[], None]] = deque()
+        self._running = self._receiving = self._threads = 0
+        self._here = threading.local()
+        self._closed = False
+        with self._lock:
+            self._keep_receiving()
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """How many calls run, how many wait, and how many threads there are."""
+        with self._lock:
+            return self._running, len(self._queue), self._threads
+
+    @property
+    def inside(self) -> bool:
+        """Whether the calling thread runs a call."""
+        return getattr(self._here, "runs", False)
+
+    def submit(self, call: Callable[[], None]) -> None:
+        """Run a call that another thread than these has received."""
+        with self._lock:
+            self._queue.append(call)
+        self._inbox.post(b"")  # somebody without a ticket looks into the queue
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """While within: let another call run in place of that of the calling thread.
+
+        Raises:
+            RpcError: There are too many threads that wait already.
+        """
+        if not self.inside:
+            yield
+            return
+        with self._lock:
+            self._running -= 1
+            more = bool(self._queue)
+        if more:
+            self._inbox.post(b"")
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running += 1  # at once, be it one too many: who waits longest goes on
+
+    def close(self) -> None:
+        """End all threads that run no call; returns at once."""
+        with self._lock:
+            self._closed = True
+        self._inbox.close()
+
+    # --- the threads -------------------------------------------------------------------------
+
+    def _keep_receiving(self) -> None:
+        """With the lock: start threads, so that there are some that receive."""
+        while not self._closed and self._receiving < _KEPT and self._threads < MOST_THREADS:
+            self._threads += 1
+            self._receiving += 1
+            name = f"dure-rpc-{self._threads}"
+            threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            message = self._inbox.next(None, _IDLE_S)
+            if message is False or (message is None and self._is_too_many()):
+                break
+            if isinstance(message, bytes):
+                self._take(message)
+        with self._lock:
+            self._receiving -= 1
+            self._threads -= 1
+
+    def _is_too_many(self) -> bool:
+        with self._lock:
+            return self._receiving > _KEPT
+
+    def _take(self, message: bytes) -> None:
+        try:
+            call = self._sort(message) if message else None
+        except Exception:
+            _log.exception("a message could not be read")
+            return
+        with self._lock:
+            if call is not None:
+                self._queue.append(call)
+            if not self._queue or self._running >= self._slots:
+                return
+            self._running += 1
+            self._receiving -= 1
+            self._keep_receiving()
+            alone = self._receiving == 0
+            call = self._queue.popleft()
+        self._here.runs = True
+        while call is not None:
+            if alone:
+                self._refuse(call, _too_many())
+            else:
+                self._run(call)
+            with self._lock:
+                more = self._queue and self._running <= self._slots
+                call = self._queue.popleft() if more else None
+                if call is None:
+                    self._running -= 1
+                    self._receiving += 1
+        self._here.runs = False
+
+    def _run(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:
+            _log.exception("a call could not be answered")
+
+
+def _too_many() -> RpcError:
+    return RpcError(
+        "too many calls wait for other calls",
+        seen=f"{MOST_THREADS} threads of this process",
+        fix="Return a future instead of waiting (rpc.functions.async_execution).",
+    )

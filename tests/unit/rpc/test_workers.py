@@ -1,0 +1,122 @@
+"""Threads that receive and run: as many calls as there are slots, and any depth of waiting."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from dure import native
+from dure.rpc import workers as module
+from dure.rpc.workers import Workers
+
+pytestmark = pytest.mark.skipif(not native.available()[0], reason="needs the native engine")
+
+
+@contextmanager
+def serving(
+    functions: dict[bytes, Callable[[Workers], None]], slots: int
+) -> Iterator[tuple[Workers, native.Inbox, list[str]]]:
+    inbox, refused = native.Inbox(), list[str]()
+
+    def sort(message: bytes) -> Callable[[], None] | None:
+        function = functions[message]
+        return lambda: function(made)
+
+    made = Workers(inbox, sort, lambda _, error: refused.append(str(error)), slots)
+    try:
+        yield made, inbox, refused
+    finally:
+        made.close()
+        wait_until(lambda: made.counts[2] == 0)
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if done():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("not in time")
+
+
+def test_no_more_run_than_there_are_slots_and_all_run() -> None:
+    go, lock, most, done = threading.Event(), threading.Lock(), [0, 0], list[int]()
+
+    def call(_: Workers) -> None:
+        with lock:
+            most[0] += 1
+            most[1] = max(most)
+        go.wait()
+        with lock:
+            most[0] -= 1
+            done.append(1)
+
+    with serving({b"call": call}, slots=3) as (workers, inbox, _):
+        for _ in range(10):
+            inbox.post(b"call")
+        wait_until(lambda: workers.counts[:2] == (3, 7))
+        go.set()
+        wait_until(lambda: len(done) == 10)
+        assert most == [0, 3]
+        assert workers.counts[:2] == (0, 0)
+
+
+def test_who_waits_gives_its_slot_away() -> None:
+    deep, answered = threading.Event(), list[str]()
+
+    def outer(workers: Workers) -> None:
+        assert workers.inside
+        inbox.post(b"inner")
+        with workers.aside():
+            deep.wait()
+        answered.append("outer")
+
+    def inner(_: Workers) -> None:
+        answered.append("inner")
+        deep.set()
+
+    with serving({b"outer": outer, b"inner": inner}, slots=1) as (workers, inbox, _):
+        inbox.post(b"outer")
+        wait_until(lambda: len(answered) == 2)
+        assert answered == ["inner", "outer"]
+        assert not workers.inside
+
+
+def test_a_call_that_another_thread_received_runs() -> None:
+    ran = threading.Event()
+    with serving({}, slots=1) as (workers, _, _):
+        workers.submit(ran.set)
+        assert ran.wait(20.0)
+
+
+def test_an_error_that_nobody_caught_ends_no_thread(caplog: pytest.LogCaptureFixture) -> None:
+    ran = threading.Event()
+
+    def bad(_: Workers) -> None:
+        raise ValueError("nobody caught it")
+
+    with serving({b"bad": bad, b"good": lambda _: ran.set()}, slots=1) as (_, inbox, _):
+        inbox.post(b"bad")
+        inbox.post(b"not known")
+        inbox.post(b"good")
+        assert ran.wait(20.0)
+    assert "nobody caught it" in caplog.text
+    assert "could not be read" in caplog.text
+
+
+def test_too_many_threads_that_wait_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_THREADS", 4)
+    end = threading.Event()
+
+    def waiting(workers: Workers) -> None:
+        with workers.aside():
+            end.wait()
+
+    with serving({b"waiting": waiting}, slots=1) as (_, inbox, refused):
+        for _ in range(4):
+            inbox.post(b"waiting")
+        wait_until(lambda: len(refused) == 1)
+        assert "too many calls wait" in refused[0]
+        end.set()
