@@ -1,9 +1,9 @@
 """The typed interface to the native engine: shared-memory collectives in C++ (csrc/).
 
-Only `dure.comm` imports this package, and only this package imports the extension. On systems
-other than Linux, and in a checkout where the extension was not built, the package imports all the
-same: `available` then says why the engine cannot be used, and the names of the engine are those of
-`_absent`, whose every use raises that reason.
+Only `dure.comm` and `dure.rpc` import this package, and only this package imports the extension. On
+systems other than Linux, and in a checkout where the extension was not built, the package imports
+all the same: `available` then says why the engine cannot be used, and the names of the engine are
+those of `_absent`, whose every use raises that reason.
 """
 
 from __future__ import annotations

@@ -14,19 +14,24 @@ __all__ = [
     "Channel",
     "Group",
     "HeapMemory",
+    "Inbox",
+    "Outbox",
     "Outcome",
     "Process",
     "Request",
     "Subject",
+    "Ticket",
     "call_site",
     "change_word",
     "copy_bytes",
     "copy_from_file",
     "crc32c",
     "heap_allocate",
+    "heap_give",
     "heap_identity",
     "heap_offset",
     "heap_peer",
+    "heap_take",
     "heap_trim",
     "heap_usage",
     "kernel_isa",
@@ -63,14 +68,26 @@ class Request:
     """Stands for the engine's request."""
 
 
+class Inbox:
+    """Stands for an inbox."""
+
+
+class Outbox:
+    """Stands for the way to an inbox."""
+
+
+class Ticket:
+    """Stands for what a thread waits for."""
+
+
 def _no_heap(*arguments: object) -> NoReturn:
     """Say that there is no symmetric heap; callers ask `dure.native.available` first."""
     del arguments
     raise RuntimeError("the native engine is not there, and so there is no symmetric heap")
 
 
-change_word = heap_allocate = heap_identity = _no_heap
-heap_offset = heap_peer = heap_trim = heap_usage = _no_heap
+change_word = heap_allocate = heap_give = heap_identity = _no_heap
+heap_offset = heap_peer = heap_take = heap_trim = heap_usage = _no_heap
 
 
 def know_torch(tensor: type, parameter: type, reductions: list[object]) -> bool:

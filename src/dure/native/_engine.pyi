@@ -261,7 +261,7 @@ class Ticket:
         """Whether it was brought."""
 
 class Inbox:
-    """Messages from the other processes of this host, in this process's heap (csrc/core/inbox.h)."""
+    """Messages from the other processes of this host (csrc/core/inbox.h)."""
 
     def __init__(self) -> None: ...
     @property

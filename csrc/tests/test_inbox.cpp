@@ -1,0 +1,124 @@
+// Messages of several senders to several threads: none is lost, none comes twice, nobody sleeps
+// through one, and tickets call their threads away.
+#include <set>
+
+#include "harness.h"
+#include "inbox.h"
+
+namespace dure {
+namespace {
+
+using namespace dure::testing;
+using Ticket = Inbox::Ticket;
+using Got = Inbox::Got;
+
+constexpr int64_t kPatientNs = 30'000'000'000;
+
+std::shared_ptr<Outbox> outbox_of(const Inbox& inbox) {
+    auto self = Process::of(getpid(), start_time_of(getpid()), SymmetricHeap::of_process().file());
+    auto outbox = Outbox::claim(self, inbox.offset());
+    CHECK(outbox != nullptr);
+    return outbox;
+}
+
+void send(Outbox& outbox, const std::string& message) {
+    while (!outbox.send(reinterpret_cast<const std::byte*>(message.data()), message.size()))
+        sched_yield();
+}
+
+TEST(all_arrive_once_at_whoever_is_free) {
+    constexpr int kSenders = 4, kReceivers = 4, kEach = 3'000;
+    Inbox inbox;
+    std::mutex lock;
+    std::set<std::string> got;
+    int count = 0;
+    std::vector<std::thread> threads;
+    for (int s = 0; s < kSenders; s++) {
+        threads.emplace_back([&inbox, s] {
+            auto outbox = outbox_of(inbox);
+            for (int n = 0; n < kEach; n++) {
+                send(*outbox, std::to_string(s * kEach + n) + std::string(n % 700, 'x'));
+                if (n % 500 == 0) usleep(200);  // long enough that receivers sleep
+            }
+        });
+    }
+    for (int r = 0; r < kReceivers; r++) {
+        threads.emplace_back([&] {
+            std::string message;
+            while (inbox.next(nullptr, now_ns() + kPatientNs, message) == Got::message) {
+                std::lock_guard hold(lock);
+                got.insert(message);
+                if (++count == kSenders * kEach) inbox.close();
+            }
+        });
+    }
+    for (auto& thread : threads) thread.join();
+    CHECK(count == kSenders * kEach);
+    CHECK(got.size() == size_t{kSenders * kEach});
+}
+
+// Each call is answered through a ring to the caller's own inbox; whoever reads an answer completes
+// the ticket of the one that waits for it.
+TEST(callers_get_their_answers_and_nobody_waits_for_ever) {
+    constexpr int kCallers = 3, kCalls = 1'500;
+    Inbox server, client;
+    std::vector<std::shared_ptr<Ticket>> tickets(size_t{kCallers} * kCalls);
+    for (auto& ticket : tickets) ticket = std::make_shared<Ticket>();
+    std::vector<std::thread> threads;
+    for (int k = 0; k < 2; k++) {
+        threads.emplace_back([&] {
+            auto back = outbox_of(client);
+            std::string message;
+            while (server.next(nullptr, now_ns() + kPatientNs, message) == Got::message)
+                send(*back, message);
+        });
+    }
+    std::atomic<int> callers{kCallers};
+    for (int c = 0; c < kCallers; c++) {
+        threads.emplace_back([&, c] {
+            auto out = outbox_of(server);
+            std::string message;
+            for (int n = 0; n < kCalls; n++) {
+                const size_t mine = static_cast<size_t>(c * kCalls + n);
+                send(*out, std::to_string(mine));
+                while (true) {
+                    const Got got = client.next(tickets[mine], now_ns() + kPatientNs, message);
+                    CHECK(got == Got::message || got == Got::done);
+                    if (got == Got::done) break;
+                    client.complete(tickets[std::stoul(message)]);
+                }
+                if (n % 300 == 0) usleep(200);
+            }
+            if (--callers == 0) server.close();
+        });
+    }
+    for (auto& thread : threads) thread.join();
+}
+
+TEST(a_deadline_passes_and_a_closed_inbox_says_so) {
+    Inbox inbox;
+    std::string message;
+    CHECK(inbox.next(nullptr, now_ns() + 1'000'000, message) == Got::nothing);
+    inbox.post("one");
+    auto ticket = std::make_shared<Ticket>();
+    CHECK(inbox.next(ticket, now_ns(), message) == Got::nothing);
+    CHECK(inbox.next(nullptr, now_ns(), message) == Got::message && message == "one");
+    inbox.close();
+    CHECK(inbox.next(nullptr, now_ns() + kPatientNs, message) == Got::closed);
+}
+
+TEST(messages_cross_the_end_of_a_ring_whole) {
+    Inbox inbox;
+    auto outbox = outbox_of(inbox);
+    std::string message;
+    for (size_t bytes = 0; bytes <= kMostBytes; bytes += 997) {
+        const std::string sent(bytes, static_cast<char>('a' + bytes % 26));
+        send(*outbox, sent);
+        CHECK(inbox.next(nullptr, now_ns() + kPatientNs, message) == Got::message);
+        CHECK(message == sent);
+    }
+    CHECK(!outbox->send(nullptr, kMostBytes + 1));
+}
+
+}  // namespace
+}  // namespace dure
