@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -63,7 +64,7 @@ class Drawn:
 def test_gradients_and_hooks_are_those_of_one_run(seed: int) -> None:
     drawn = Drawn(Random(seed))
     random = drawn.random
-    roots: dict[object, list[torch.Tensor]] = {
+    roots: dict[Hashable, list[torch.Tensor]] = {
         name: random.choices(drawn.tensors, k=random.randint(1, 3))
         for name in range(random.randint(1, 4))
     }
@@ -98,7 +99,7 @@ def test_gradients_and_hooks_are_those_of_one_run(seed: int) -> None:
     assert drawn.called == calls
 
 
-def edges(roots: dict[object, list[torch.Tensor]]) -> dict[object, list[GradientEdge]]:
+def edges(roots: dict[Hashable, list[torch.Tensor]]) -> dict[Hashable, list[GradientEdge]]:
     return {name: [get_gradient_edge(t) for t in tensors] for name, tensors in roots.items()}
 
 
